@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LINT := .cache/lint/bin
 # Tests run in three processes: those of Slurm and Ray mostly wait.
-SHARED := -n 3 --dist loadfile --no-loadscope-reorder
+BY_FILE := --dist loadfile --no-loadscope-reorder
+SHARED := -n 3 $(BY_FILE)
 # Ranks share the cores. Without this torchrun warns at every start.
 export OMP_NUM_THREADS ?= 1
 
@@ -19,7 +20,7 @@ help:
 	@echo "make test-torch    TORCH=2.15.0: the quick tests on another torch; TESTS=\"tests/dist tests/optim\" for some of them"
 	@echo "make lint          format, lint and types"
 	@echo "make bench         short benchmarks beside other tools; bench/results has the full ones"
-	@echo "make gpu           the product's claims on one CUDA device, in ten minutes; ONLY=resume,saves for some of them"
+	@echo "make gpu           the product's claims on one CUDA device, in ten minutes; ONLY=resume,saves for some of them, DEVICE=cpu without a GPU"
 	@echo "make architecture  docs/architecture.svg from the imports"
 	@echo "make clean         removes .venv and caches"
 
@@ -42,10 +43,10 @@ test-quick: $(READY)
 	@$(BIN)/python -m pytest tests -m "not slow and not slurm and not ray" $(SHARED)
 
 # What make test leaves out: the remaining similar cases, long tests, and tests that need a package of
-# .ci/requirements.txt or an S3 server. Tests that start a cluster run one by one: three at once overload two cores.
+# .ci/requirements.txt or an S3 server. Tests that start a cluster run in two processes: three at once overload two cores.
 test-full: $(READY)
 	@SHARDRUN_FULL=1 $(BIN)/python -m pytest tests -m "(long or needs) and not slurm and not ray" $(SHARED)
-	@SHARDRUN_FULL=1 $(BIN)/python -m pytest tests -m "long and (slurm or ray)"
+	@SHARDRUN_FULL=1 $(BIN)/python -m pytest tests -m "long and (slurm or ray)" -n 2 $(BY_FILE)
 
 # The same tests on another torch, in an environment of its own. From PyPI it is a CUDA build: 5 GiB, about two minutes.
 TORCH ?= 2.15.0
@@ -68,8 +69,9 @@ bench: $(READY)
 	@$(BIN)/python -m bench --short
 
 # Installs nothing, for machines without a network: .venv if it is set up, else PYTHON with its torch.
+DEVICE ?= cuda
 gpu:
-	@$$(test -f $(READY) && echo $(BIN)/python || echo $(PYTHON)) -m bench.gpu --only "$(ONLY)"
+	@$$(test -f $(READY) && echo $(BIN)/python || echo $(PYTHON)) -m bench.gpu --run.device $(DEVICE) --only "$(ONLY)"
 
 # Format, lint and types in an environment of their own, so that tests never import their packages by accident.
 lint: $(READY)

@@ -43,9 +43,10 @@ def under_ray(config: Config) -> int:
     if maker := started_by():  # each rank would start a Ray
         hint = "--backend torchrun, or python train.py --backend ray with nothing in front"
         raise ConfigError(f"--backend ray starts the ranks, but {maker} has started them already.", hint)
-    from launch.ray_check import check_ranks
+    from launch.ray_check import check_installed, check_ranks
     from launch.ray_own import own_ray
 
+    check_installed()
     check_ranks(config)
 
     with own_ray(config.ray) as own:

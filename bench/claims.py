@@ -673,7 +673,8 @@ def main(argv: list[str]) -> int:
 
     unknown = [name for name in argv if name not in claims.CLAIMS]
     if unknown:
-        print(f"{unknown[0]} is not a claim: {', '.join(claims.CLAIMS)}", file=sys.stderr)
+        known = ", ".join(claims.CLAIMS)
+        print(f"{unknown[0]} is not a claim: {known}. HINT: python -m bench.claims vit_180m", file=sys.stderr)
         return 2
     for name in argv or list(claims.CLAIMS):
         seen = claims.check(name)

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import processes
 from fsdp.base import proc
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,7 +63,8 @@ def token_files(root: Path, tokens: int) -> None:
 
 def document_shards(root: Path, documents: int) -> None:
     """A folder of fsdp.tokenize: the index of each shard has log-normal lengths, its tokens are zeros."""
-    from fsdp.tokenize.shards import MANIFEST, index_bytes
+    from fsdp.tokenize.shard_files import index_bytes
+    from fsdp.tokenize.shards import MANIFEST
 
     root.mkdir()
     each = min(documents, SHARD)
@@ -109,7 +111,7 @@ def start(form: str, folder: Path, size: int) -> dict[str, float]:
     if form == "pictures":
         _replace_listing(size)
     importlib.import_module(f"fsdp.data.{kind.name}")
-    proc.reset_peak_memory()
+    processes.reset_peak_memory()
     before, began = _memory(), time.perf_counter()
     train = build_dataset(DataSection(name=kind.name, dir=str(folder), seq_len=SEQ_LEN, args=kind.args)).train
     cursor = Cursor(seed=1, samples=len(train), global_batch=BATCH)
@@ -122,7 +124,11 @@ def start(form: str, folder: Path, size: int) -> dict[str, float]:
 
 def _memory() -> dict[str, int]:
     found = proc.memory_bytes()
-    return {"heap_mib": found["RssAnon"], "private_mib": proc.private_bytes(), "peak_mib": found["VmHWM"]}
+    return {
+        "heap_mib": found["RssAnon"],
+        "private_mib": processes.private_bytes(),
+        "peak_mib": found["VmHWM"],
+    }
 
 
 def _replace_listing(pictures: int) -> None:

@@ -7,6 +7,7 @@ first writes the time into a file, then fails as it would by itself.
 from __future__ import annotations
 
 import ctypes
+import enum
 import os
 import re
 import signal
@@ -227,6 +228,17 @@ def slowed(where: Where, mine: bool, share: float = 0.1) -> None:
         Phases.enter = entered  # type: ignore[method-assign]
 
 
+class NodeFault(enum.Enum):
+    """What happens to the second of two nodes."""
+
+    CABLE = enum.auto()
+    """Its link is taken down."""
+    ONE_WAY = enum.auto()
+    """Its packets to the first node are lost; the first node's packets reach it."""
+    KILLED = enum.auto()
+    """All its processes are killed."""
+
+
 @dataclass(frozen=True)
 class Kind:
     name: str
@@ -235,9 +247,11 @@ class Kind:
     """What the watch calls it."""
     ends: bool = True
     """The ranks are ended at once; others may come back by themselves, and are waited for."""
-    two_nodes: bool = False
-    killed: bool = False
-    """All processes of the second node are killed; else its cable is pulled."""
+    node: NodeFault | None = None
+
+    @property
+    def two_nodes(self) -> bool:
+        return self.node is not None
 
 
 KINDS = (
@@ -255,7 +269,8 @@ KINDS = (
     Kind("slow storage", slow_storage, "storage", ends=False),
     Kind("full disk", full_disk, "full disk"),
     Kind("fault in C", in_forward(bad_pointer), "fault"),
-    Kind("partitioned node", nothing, "partition", two_nodes=True),
-    Kind("killed node", nothing, "died", two_nodes=True, killed=True),
+    Kind("partitioned node", nothing, "partition", node=NodeFault.CABLE),
+    Kind("packets lost one way", nothing, "partition", node=NodeFault.ONE_WAY),
+    Kind("killed node", nothing, "died", node=NodeFault.KILLED),
 )
 SLOWED = Kind("slowed by 10%", slowed, "late")

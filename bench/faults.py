@@ -10,8 +10,9 @@
                                               training with evaluation, saves and compile: no verdict expected
 
 Each case is a real run of four rank processes, forked from this one to avoid import time. The partitioned
-node is a network namespace (needs root) whose link is taken down; the killed node is one whose processes are
-all killed. Seconds count from the fault to the verdict.
+node is a network namespace (needs root) whose link is taken down, or whose packets are lost on their way to
+the first node; the killed node is one whose processes are all killed. Seconds count from the fault to the
+verdict.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.fault_kinds import KINDS, Kind, Where
+from bench.fault_kinds import KINDS, Kind, NodeFault, Where
 from bench.fault_runs import (
     RANKS,
     end_all,
@@ -75,7 +76,7 @@ class Case:
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[Any]:
-    """Two hosts with a link each to one bridge: (namespaces of host i, pull(i)). Needs root."""
+    """Two hosts with a link each to one bridge: (namespaces of host i, cut(way)). Needs root."""
     from tests.slurm.host import Host
 
     with ExitStack() as stack:
@@ -104,7 +105,15 @@ def two_hosts(folder: Path) -> Iterator[Any]:
             spaces.append(opened)
             for one in opened:
                 stack.callback(os.close, one)
-        yield spaces, lambda i: ip("link", "set", f"cable{i}", "down")
+
+        def cut(way: NodeFault) -> None:
+            if way is NodeFault.CABLE:
+                ip("link", "set", "cable2", "down")
+            else:  # to a hardware address that nobody has: no error is returned to the sender
+                away = ("neigh", "replace", "10.78.0.1", "lladdr", "02:00:00:00:00:99", "nud", "permanent")
+                subprocess.run([*inside, *away, "dev", "eth0"], check=True)
+
+        yield spaces, cut
 
 
 # ---------------------------------------------------------------- one case
@@ -116,7 +125,7 @@ def once(kind: Kind, rank: int, step: int, folder: Path, more: Sequence[str] = (
     run, where = folder / "run", Where(rank, step, folder / "fault-at")
     flags = ["--run.dir", str(run), *FLAGS, *more]
     with ExitStack() as stack:
-        spaces, pull = stack.enter_context(two_hosts(folder)) if kind.two_nodes else ([(), ()], None)
+        spaces, cut = stack.enter_context(two_hosts(folder)) if kind.two_nodes else ([(), ()], None)
         address = ("10.78.0.1" if kind.two_nodes else "127.0.0.1", free_port())
         pids = [
             fork_rank(
@@ -125,10 +134,10 @@ def once(kind: Kind, rank: int, step: int, folder: Path, more: Sequence[str] = (
             for r in range(RANKS)
         ]
         try:
-            if pull is not None:
+            if cut is not None:
                 wait_for(lambda: steps_of(run) >= step, "steps")
                 where.now()
-                kill_node(pids[2:]) if kind.killed else pull(2)
+                kill_node(pids[2:]) if kind.node is NodeFault.KILLED else cut(kind.node)
             said = wait_for(lambda: verdict_of(run), f"a verdict on {kind.name}")
             case.said_kind, case.said_ranks, case.what = said["kind"], said["ranks"], said["what"]
             case.seconds = said["time"] - float(where.heard.read_text())

@@ -2,36 +2,45 @@
 
     python -m bench.gpu                       all parts; no part starts after nine minutes
     python -m bench.gpu --only resume,saves   some of them; the other rows of the results stay
-    python -m bench.gpu --device cpu          the same logic in a short form, on a machine without a GPU
+    python -m bench.gpu --resume              the parts that have neither passed nor been impossible yet
+    python -m bench.gpu --run.device cpu      the same logic in a short form, on a machine without a GPU
 
 Needs torch 2.11 or later; no network, Ray or Slurm. A part passed, failed, or is not possible here, with the
 reason; parts that did not start are named with their command and count as not run. Results, by the device's
-name: bench/results/gpu-NAME.json and gpu-NAME.md. Exit code 0 if no part failed and all started, else 1.
+name: bench/results/gpu-NAME.json and gpu-NAME.md, written after each part, so that an interrupted battery
+keeps its rows. Exit code 0 if no part failed and all started, else 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import re
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
-from bench import tables
+from bench import processes, tables
 from bench.gpu_parts import PARTS, Part
 from bench.gpu_runs import Bench, Failed, NotPossible
+from fsdp.rundir.atomic_write import write_atomically
 
 PASSED, FAILED, IMPOSSIBLE, NOT_RUN = "passed", "failed", "not possible here", "not run"
-MINUTES, LAST_BEGIN = 10, 9
+OVER = (PASSED, IMPOSSIBLE)
+"""Results that --resume keeps."""
+LAST_BEGIN = 9
+"""No part starts after so many minutes."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +64,37 @@ def device_name(device: str) -> str:
 
 
 def run_part(part: Part, device: str, folder: Path) -> Row:
-    """Runs the part in a process group of its own, which is killed at its limit."""
+    """Runs the part in a process of its own; it and what it started are killed at its limit."""
     began = time.monotonic()
-    command = [sys.executable, "-m", "bench.gpu", "--device", device, "--inside", f"{part.name}:{folder}"]
+    command = [sys.executable, "-m", "bench.gpu", "--run.device", device, "--inside", f"{part.name}:{folder}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         text, _ = process.communicate(timeout=part.limit_s)
         result, about = json.loads(text.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
         result, about = FAILED, f"ran longer than {part.limit_s:.0f} s"
     except (IndexError, ValueError):
         result, about = FAILED, f"ended with exit code {process.returncode} without a result"
+    finally:  # an interrupted battery leaves no run behind on the device
+        kill_tree(process)
     return Row(part.name, part.claim, result, about, round(time.monotonic() - began, 1))
+
+
+def kill_tree(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to a process that still runs and to its descendants, which have sessions of their own. Waits
+    for the end of each.
+    """
+    if process.poll() is not None:
+        return
+    killed = []
+    for pid in (process.pid, *processes.descendants(process.pid)):
+        with contextlib.suppress(ProcessLookupError):
+            killed.append(os.pidfd_open(pid))
+            os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    for descriptor in killed:
+        select.select([descriptor], [], [])  # readable once the process has ended
+        os.close(descriptor)
 
 
 def inside(name: str, device: str, folder: Path) -> tuple[str, str]:
@@ -89,18 +115,23 @@ def _short(value: object) -> str:
     return f"{value:.2g}" if isinstance(value, float) else str(value)
 
 
-def run_all(parts: Sequence[Part], device: str) -> list[Row]:
-    began, rows = time.monotonic(), []
+def run_all(
+    parts: Sequence[Part], device: str, keep: Callable[[Row], object] = lambda row: None
+) -> list[Row]:
+    """Runs the parts in turn; `keep` receives each row as soon as it is known."""
+    began, rows = time.monotonic(), list[Row]()
     for part in parts:
         if time.monotonic() - began > 60 * LAST_BEGIN:
             again = f"python -m bench.gpu --only {part.name}"
             rows.append(Row(part.name, part.claim, NOT_RUN, f"{LAST_BEGIN} minutes were over: {again}", 0.0))
+            keep(rows[-1])
             continue
         with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as folder:
             rows.append(run_part(part, device, Path(folder)))
         print(
             f"{rows[-1].result:<17} {part.name:<10} {rows[-1].seconds:6.1f} s  {rows[-1].about}", flush=True
         )
+        keep(rows[-1])
     return rows
 
 
@@ -138,19 +169,28 @@ def page(rows: Sequence[dict[str, Any]], name: str, about: str) -> str:
     return f"# The battery on {name}\n\n{about}\n\n{', '.join(counts)} of {len(PARTS)} parts.\n\n{text}\n"
 
 
+def results_file(name: str, results: Path) -> Path:
+    return results / f"gpu-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
+
+
+def earlier(name: str, results: Path) -> list[dict[str, Any]]:
+    """The rows of this device that stand in the results."""
+    path = results_file(name, results)
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+
+
 def write(rows: Sequence[Row], name: str, results: Path) -> str:
     """Writes both files; returns the page."""
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    path = results / f"gpu-{slug}.json"
-    known = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    path, known = results_file(name, results), earlier(name, results)
     import torch
 
     about = f"torch {torch.__version__}, Python {platform.python_version()}; {tables.machine()}"
     together = merged(known, rows)
     text = page(together, name, about)
     kept = {"device": name, "about": about, "rows": together}
-    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(kept, indent=1) + "\n")
+    write_atomically(path.with_suffix(".md"), text)
     return text
 
 
@@ -169,8 +209,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--run.device", "--device", dest="device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", default="", help="these parts: resume,saves")
+    parser.add_argument("--resume", action="store_true", help="without parts that passed or are not possible")
     parser.add_argument("--results", type=Path, default=tables.RESULTS, help="folder of the result files")
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -180,11 +221,22 @@ def main(argv: Sequence[str]) -> int:
         return 0
     parts = chosen(parser, options.only)
     if options.device == "cuda" and not _cuda():
-        print("bench.gpu: no CUDA device is here. HINT: python -m bench.gpu --device cpu", file=sys.stderr)
+        print(
+            "bench.gpu: no CUDA device is here. HINT: python -m bench.gpu --run.device cpu", file=sys.stderr
+        )
         return 2
-    rows = run_all(parts, options.device)
-    print(f"\n{write(rows, device_name(options.device), options.results)}")
+    name = device_name(options.device)
+    if options.resume:
+        over = {row["part"] for row in earlier(name, options.results) if row["result"] in OVER}
+        parts = [part for part in parts if part.name not in over]
+    signal.signal(signal.SIGTERM, _interrupted)
+    rows = run_all(parts, options.device, lambda row: write([row], name, options.results))
+    print(f"\n{write(rows, name, options.results)}")
     return int(any(row.result in (FAILED, NOT_RUN) for row in rows))
+
+
+def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def _cuda() -> bool:

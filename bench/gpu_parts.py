@@ -19,6 +19,7 @@ from bench.gpu_runs import (
     MODEL,
     QUIET,
     Bench,
+    Failed,
     NotPossible,
     Ran,
     apart,
@@ -55,13 +56,16 @@ def too_many_ranks(bench: Bench) -> Figures:
     return {"ranks": ranks, "seconds": round(ran.seconds, 1)}
 
 
+def repeatable(bench: Bench) -> tuple[str, ...]:
+    """Flags of runs that are compared to the bit: attention's backward on CUDA sums in any order."""
+    return ("--watch.deterministic", "true") if bench.cuda else ()
+
+
 def resumed(bench: Bench) -> Figures:
     """Killed after a save and started again: the losses of a run without a kill, to the bit."""
     compiled = "true" if bench.cuda else "false"
-    flags = (
-        *MODEL, *QUIET[2:], "--train.steps", "60", "--checkpoint.every_steps", "5",
-        "--watch.enabled", "false", "--speed.compile", compiled,
-    )  # fmt: skip
+    often = ("--train.steps", "60", "--checkpoint.every_steps", "5")
+    flags = (*MODEL, *QUIET[2:], *often, *ALONE[:2], "--speed.compile", compiled, *repeatable(bench))
     whole = bench.trained("whole", *flags, TORCH_LOGS="recompiles")
     process = bench.start("killed", *flags)
     sealed = bench.folder / "killed" / "checkpoints"
@@ -85,6 +89,7 @@ def saves(bench: Bench) -> Figures:
         *MODEL,
         *QUIET[2:],
         *ALONE,
+        *repeatable(bench),
         "--train.steps",
         "12",
         "--checkpoint.every_steps",
@@ -174,7 +179,9 @@ ROUNDED = {"bf16 states": 2e-2, "8-bit states": 2e-2}
 
 def equal_losses(bench: Bench) -> Figures:
     """Memory options, each beside the run without it; LoRA beside LoRA with recomputation."""
-    flags = (*MODEL, *QUIET, *ALONE, "--train.steps", "6", "--precision.param", "fp32")
+    # TF32 would round each option's products by themselves.
+    exact = ("--precision.param", "fp32", "--run.matmul_precision", "highest")
+    flags = (*MODEL, *QUIET, *ALONE, "--train.steps", "6", *exact)
     plain = bench.trained("plain", *flags).losses()
     found = {}
     for name in SAME if bench.cuda else FEW:
@@ -204,6 +211,34 @@ def planned_bytes(bench: Bench) -> Figures:
     }
     need(figures["allocated, worst %"] < 10, f"planned bytes are off: {figures}")
     return figures
+
+
+def planned_run(bench: Bench) -> Figures:
+    """A plan for this device, written as a recipe; the run compares both at its end. On a GPU the planned
+    bytes hold to 10%; seconds are printed and have no bound.
+    """
+    import torch
+
+    gpu = torch.cuda.get_device_name(0) if bench.cuda else "cpu"
+    recipe = bench.folder / "planned.toml"
+    size = ("--model.args.width", "1024", "--data.seq_len", "1024", "--train.global_batch", "16")
+    one = ("--mesh.strategy", "fsdp", "--mesh.replicate", "1", "--mesh.shard", "1", "--plan.fix", "true")
+    flags = (*MODEL, *(size if bench.cuda else ()), *one, "--plan.gpu", gpu, "--train.steps", "12")
+    plan = bench.tool("fsdp.plan", *flags, "--plan.write", str(recipe))
+    if plan.code == 2 and "--plan.gpu" in plan.text:
+        raise NotPossible(f"the planner has no rates of {gpu}")
+    need(plan.code == 0, plan.end())
+    ran = bench.trained("planned", "--config", str(recipe), *QUIET, "--watch.enabled", "false")
+    events = map(json.loads, (ran.run / "history.jsonl").read_text(encoding="utf-8").splitlines())
+    found = next((event for event in events if event["event"] == "planned"), None)
+    if found is None:
+        raise Failed("the run did not compare itself with its plan")
+    off = {
+        f"{what} off by": f"{found[what] / found[f'planned_{what}'] - 1:+.0%}"
+        for what in ("peak_gib", "step_s")
+    }
+    need(not bench.cuda or abs(found["peak_gib"] / found["planned_peak_gib"] - 1) < 0.1, f"{off}")
+    return {"step ms": round(1e3 * found["step_s"], 1), **off}
 
 
 def out_of_memory(bench: Bench) -> Figures:
@@ -313,6 +348,7 @@ PARTS = (
         "options", "offload, recomputation, resharding, LoRA, small states: equal losses", 500, equal_losses
     ),
     Part("bytes", "planned bytes are within 10% of the allocator's in 8 configurations", 260, planned_bytes),
+    Part("plan", "a run beside its plan: planned bytes within 10%, planned seconds", 200, planned_run),
     Part("oom", "out of memory: a page and a HINT", 200, out_of_memory),
     Part("float8", "float8 losses are bf16's, to 8%", 300, float8),
     Part("two-ranks", "two ranks on one device: both end when one raises or stalls", 400, lost_ranks),

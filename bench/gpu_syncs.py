@@ -26,7 +26,7 @@ WORDS = "synchronizing CUDA operation"
 def counted(argv: Sequence[str]) -> dict[int, list[str]]:
     """The places of the synchronisations of each step."""
     found: dict[int, list[str]] = {}
-    plain = loop._Loop._one_step
+    plain = loop.TrainingLoop._one_step
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         if WORDS in str(message):
@@ -45,7 +45,7 @@ def counted(argv: Sequence[str]) -> dict[int, list[str]]:
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = show
-        loop._Loop._one_step = step  # type: ignore[method-assign]
+        loop.TrainingLoop._one_step = step  # type: ignore[method-assign]
         loop.train(config, from_environment(device=config.run.device))
     return found
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from bench import processes
 from bench.peers import setup
 from bench.peers.roster import ready
 from fsdp.base import proc
@@ -106,7 +107,7 @@ class Launched:
 
     def end(self) -> None:
         """Ends every process that the command started."""
-        pids = [self.process.pid, *proc.descendants(self.process.pid)]
+        pids = [self.process.pid, *processes.descendants(self.process.pid)]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench import processes
 from bench.plan_cases import Case
 from fsdp.base import proc
 from fsdp.config import load
@@ -212,14 +213,10 @@ def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -
     loss_function = LossFunction(model)
     sharded = shard_model(
         model,
+        config,
         sizes=sizes,
         mesh=mesh,
         device=device,
-        section=config.mesh,
-        precision=config.precision,
-        memory=config.memory,
-        speed=config.speed,
-        comm=config.comm,
     )
     materialize(
         sharded,
@@ -297,7 +294,7 @@ def _resting() -> int:
 
 def _reset_peak() -> None:
     gc.collect()
-    proc.reset_peak_memory()
+    processes.reset_peak_memory()
 
 
 def _peak() -> int:

@@ -23,8 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import tables
-from fsdp.base import proc
+from bench import processes, tables
 
 ROOT = Path(__file__).parents[1]
 STEPS, EVERY = 60, 20
@@ -62,7 +61,9 @@ class Watch:
         while self._process.poll() is None:
             self._count_lines()
             if looks % WEIGH_EVERY == 0:
-                self._peak = max(self._peak, sum(proc.pss_bytes(pid) for pid in _tree(self._process.pid)))
+                self._peak = max(
+                    self._peak, sum(processes.pss_bytes(pid) for pid in _tree(self._process.pid))
+                )
             looks += 1
             time.sleep(LOOK_S)
         if self._process.returncode:
@@ -90,7 +91,7 @@ class Watch:
 
 def _tree(root: int) -> set[int]:
     """A process and all under it; Ray's daemons are the driver's children, its workers the raylet's."""
-    parents = proc.parents()
+    parents = processes.parents()
     found, more = set[int](), {root}
     while more:
         found |= more

@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
+from bench import processes
 from bench.save_dcp import AsyncSaver
 from bench.tables import turned
 from fsdp.base import proc
@@ -200,7 +201,7 @@ class Bench:
         before, peaks = own_memory(), []
         for _ in range(saves):
             self.state.step += 1
-            proc.reset_peak_memory()
+            processes.reset_peak_memory()
             fresh.save(self.state, metrics={}, reason="bench", wait=True)
             peaks.append((own_memory(peak=True) - before) / 2**20)
             fresh.sealed()
@@ -262,9 +263,9 @@ def own_memory(peak: bool = False) -> int:
 
 
 def measured(call: Callable[[], object]) -> tuple[float, int]:
-    began, started = proc.bytes_read(), time.perf_counter()
+    began, started = processes.bytes_read(), time.perf_counter()
     call()
-    return time.perf_counter() - started, proc.bytes_read() - began
+    return time.perf_counter() - started, processes.bytes_read() - began
 
 
 def forget(*folders: Path) -> None:

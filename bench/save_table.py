@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from bench import tables
+from bench import processes, tables
 from bench.save_rank import SIZES
-from fsdp.base import proc
 
 
 def summarise(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
@@ -63,7 +62,7 @@ def _row(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -> dic
 def machine() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
-        "cpu": proc.processor_name() or platform.processor(), "cores": len(os.sched_getaffinity(0)),
+        "cpu": processes.processor_name() or platform.processor(), "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory, 1), "commit": tables.checked_out(),
         "load_average": os.getloadavg()[0], "when": time.strftime("%Y-%m-%d %H:%M"),
     }  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import pickle
 import sys
 import time
@@ -17,17 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from bench.peers.worker import memory_mib
 from fsdp.base import garbage
-from fsdp.checkpoint import file_names, manifest, metadata, saver, write_plan
-from fsdp.checkpoint.load import CheckpointSource, _tasks
+from fsdp.checkpoint import file_names, manifest, metadata, write_plan
+from fsdp.checkpoint.layout import Layout, WholeTensor, make_layout, packed_row
+from fsdp.checkpoint.load import _tasks
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.checkpoint.rank_file import Written
 from fsdp.checkpoint.snapshot import Piece
 from fsdp.checkpoint.tensor_keys import LoadTarget
-from fsdp.checkpoint.write_plan import Part, PieceDescription, WritePlan
+from fsdp.checkpoint.write_plan import WritePlan
 from fsdp.config import ModelSection
 from fsdp.models.registry import resolve
 
@@ -36,12 +37,14 @@ T = TypeVar("T")
 
 @dataclass
 class Clock:
+    """Processor seconds of each part."""
+
     took: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, name: str, act: Callable[[], T]) -> T:
-        began = time.perf_counter()
+        began = time.process_time()
         result = act()
-        self.took[name] = time.perf_counter() - began
+        self.took[name] = time.process_time() - began
         return result
 
 
@@ -51,57 +54,95 @@ def shapes_of(preset: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def pieces_of(rank: int, ranks: int, shapes: dict[str, tuple[int, ...]]) -> Iterator[PieceDescription]:
-    """The pieces of a rank of pure FSDP: rows of each parameter and of both moments, and Adam's steps, which
-    every rank has.
-    """
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def tensors_of(shapes: dict[str, tuple[int, ...]]) -> list[WholeTensor]:
+    """Parameters, both moments, and Adam's steps."""
+    found = []
     for kind in ("model", "exp_avg", "exp_avg_sq", "step"):
         for name, shape in shapes.items():
             path = ("model", name) if kind == "model" else ("optim", "state", name, kind)
-            keys = ((".".join(path), path),)
-            if kind == "step":
-                yield PieceDescription(keys, (), (), (), torch.float32)
-                continue
-            rows = -(-shape[0] // ranks)
-            first, last = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
-            if last > first:
-                zeros = (0,) * (len(shape) - 1)
-                yield PieceDescription(
-                    keys, shape, (first, *zeros), (last - first, *shape[1:]), torch.float32
-                )
+            size = () if kind == "step" else shape
+            found.append(WholeTensor(((".".join(path), path),), size, torch.float32))
+    return found
 
 
-def written(rank: int, pieces: list[PieceDescription], share: list[Part]) -> Written:
-    keys = [(pieces[part.index].keys[0][0], math.prod(pieces[part.index].size)) for part in share]
-    return Written(
-        file_names.data_file(rank), 1 << 20, rank, {key: (numel, 12345 + rank) for key, numel in keys}
-    )
+def boxes_of(rank: int, ranks: int, tensors: Sequence[WholeTensor]) -> dict[int, Box]:
+    """A rank of pure FSDP has rows of each tensor; every rank has the scalars."""
+    found: dict[int, Box] = {}
+    for nth, tensor in enumerate(tensors):
+        if not tensor.size:
+            found[nth] = ((), ())
+            continue
+        rows = -(-tensor.size[0] // ranks)
+        first, last = min(rank * rows, tensor.size[0]), min((rank + 1) * rows, tensor.size[0])
+        if last > first:
+            zeros = (0,) * (len(tensor.size) - 1)
+            found[nth] = ((first, *zeros), (last - first, *tensor.size[1:]))
+    return found
 
 
-def planned(
-    ranks: int, shapes: dict[str, tuple[int, ...]], clock: Clock
-) -> tuple[WritePlan, list[bytes], int]:
-    """The plan as plan.agree makes it, what the ranks will tell of their files, and how many pieces there
-    are.
-    """
-    with garbage.held():
-        sent = [pickle.dumps(list(pieces_of(rank, ranks, shapes))) for rank in range(ranks)]
-        clock("a rank describes its pieces", lambda: list(pieces_of(0, ranks, shapes)))
-        told = clock("rank 0 hears all", lambda: [pickle.loads(one) for one in sent])
-        shares = clock("who writes what", lambda: write_plan.share_out(told))
-        made, ends = clock("where it lies", lambda: write_plan.lay_out(told, shares))
-        reports = [pickle.dumps(written(rank, told[rank], shares[rank])) for rank in range(ranks)]
-    return WritePlan("", shares[0], made, ends), reports, sum(map(len, told))
+def written(rank: int, layout: Layout) -> Written:
+    own = [nth for nth, _, _ in layout.parts_of(rank)]
+    shares = np.array(own, np.int32), np.full(len(own), 12345 + rank, np.uint64)
+    return Written(file_names.data_file(rank), 1 << 20, rank, shares=shares)
+
+
+def planned(ranks: int, tensors: list[WholeTensor], clock: Clock) -> tuple[Layout, int]:
+    """The layout as make_plan makes it, and how many pieces there are."""
+    clock("a rank describes its pieces", lambda: packed_row(tensors, boxes_of(0, ranks, tensors)))
+    rows, pieces = [], 0
+    for rank in range(ranks):
+        boxes = boxes_of(rank, ranks, tensors)
+        pieces += len(boxes)
+        rows.append(packed_row(tensors, boxes))
+    layout = clock("who writes what", lambda: make_layout(tensors, rows))
+    clock("a rank finds its parts", lambda: layout.parts_of(ranks // 2))
+    return layout, pieces
+
+
+READABLE = 3_000_000
+"""Pieces above which reading is left out: it makes objects of all of them, some kilobytes each."""
 
 
 def simulate(ranks: int, preset: str) -> dict[str, Any]:
-    shapes, clock = shapes_of(preset), Clock()
-    agreed, reports, pieces = planned(ranks, shapes, clock)
-    data = clock("first .metadata", lambda: write_plan.metadata_bytes(agreed, []))
-    clock("next .metadata", lambda: write_plan.metadata_bytes(agreed, []))
+    tensors, clock = tensors_of(shapes_of(preset)), Clock()
+    layout, pieces = planned(ranks, tensors, clock)
+    plan = WritePlan("", [], tensors, layout)
+    data = clock("first .metadata", lambda: write_plan.metadata_bytes(plan, []))
+    peaks = {"plan_peak_mib": memory_mib("VmHWM")}
+    clock("next .metadata", lambda: write_plan.metadata_bytes(plan, []))
+    sealed = _sealed(ranks, plan, clock)
+    peaks["seal_peak_mib"] = memory_mib("VmHWM")
+    if pieces <= READABLE:
+        clock("manifest read", lambda: manifest.decode(sealed))
+        read = clock(".metadata read", lambda: metadata.read(data))
+        # The rows of one rank of a run at half the size: a resume on other hardware.
+        wants = list(_wants(ranks // 2, tensors))
+        with garbage.held():  # as load does it
+            clock("a rank finds its rows", lambda: [_tasks(read, want) for want in wants])
+    once = ("who writes what", "a rank finds its parts", "first .metadata")
+    each = ("next .metadata", "reports of a save", "digests", "manifest written")
+    again = ("manifest read", ".metadata read", "a rank finds its rows")
+    sums = {
+        name: sum(clock.took[one] for one in parts) if parts[-1] in clock.took else None
+        for name, parts in (("plan", once), ("seal", each), ("resume", again))
+    }
+    return {
+        "ranks": ranks, "preset": preset, "pieces": pieces, "metadata_mib": len(data) / 2**20,
+        "peak_mib": memory_mib("VmHWM"), **peaks, "sums": sums, "took": clock.took,
+    }  # fmt: skip
+
+
+def _sealed(ranks: int, plan: WritePlan, clock: Clock) -> bytes:
+    """The manifest, from what the ranks send of their files."""
+    assert plan.layout is not None
+    layout = plan.layout
+    reports = [pickle.dumps(written(rank, layout)) for rank in range(ranks)]
     heard = clock("reports of a save", lambda: [pickle.loads(one) for one in reports])
-    digests = clock("digests", lambda: saver._digests(heard))
-    files = {one.file: (one.size, one.crc) for one in heard}
+    shares = [one.shares for one in heard]
+    digests = clock("digests", lambda: write_plan.sum_digests(plan, shares))
     about = Manifest(
         step=1,
         attempt="a",
@@ -115,36 +156,16 @@ def simulate(ranks: int, preset: str) -> dict[str, Any]:
         reason="",
         counters={},
         metrics={},
-        files=files,
+        files={one.file: (one.size, one.crc) for one in heard},
         digests=digests,
     )
-    sealed = clock("manifest written", lambda: manifest.encode(about))
-    clock("manifest read", lambda: manifest.decode(sealed))
-    read = clock(".metadata read", lambda: metadata.read(data))
-    # The rows of one rank of a run at half the size: a resume on other hardware.
-    wants = list(_wants(ranks // 2, shapes))
-    nothing: Any = None
-    source: Any = CheckpointSource(store=nothing, folder="", metadata=read, manifest=nothing)
-    with garbage.held():  # as load does it
-        clock("a rank finds its rows", lambda: [_tasks(source.metadata, want) for want in wants])
-    once = ("rank 0 hears all", "who writes what", "where it lies", "first .metadata")
-    each = ("next .metadata", "reports of a save", "digests", "manifest written")
-    again = ("manifest read", ".metadata read", "a rank finds its rows")
-    sums = {
-        name: sum(clock.took[one] for one in parts)
-        for name, parts in (("plan", once), ("seal", each), ("resume", again))
-    }
-    return {
-        "ranks": ranks, "preset": preset, "pieces": pieces, "metadata_mib": len(data) / 2**20,
-        "manifest_mib": len(sealed) / 2**20, "peak_mib": memory_mib("VmHWM"), "sums": sums,
-        "took": clock.took,
-    }  # fmt: skip
+    return clock("manifest written", lambda: manifest.encode(about))
 
 
-def _wants(ranks: int, shapes: dict[str, tuple[int, ...]]) -> Iterator[LoadTarget]:
-    for one in pieces_of(0, ranks, shapes):
-        key, path = one.keys[0]
-        yield LoadTarget(key, Piece(key, path, one.size, one.offsets, torch.empty(one.sizes)))
+def _wants(ranks: int, tensors: Sequence[WholeTensor]) -> Iterator[LoadTarget]:
+    for nth, (offsets, sizes) in boxes_of(0, ranks, tensors).items():
+        key, path = tensors[nth].keys[0]
+        yield LoadTarget(key, Piece(key, path, tensors[nth].size, offsets, torch.empty(sizes)))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from bench import tables
+from bench import processes, tables
 from fsdp.base import proc
 
 RANKS = 4
@@ -51,7 +51,7 @@ def one_rank(rank: int, way: str, folder: str, model: dict[str, Any]) -> None:
         make = prepare_torch(rank, spec)
     dist.barrier()
     idle = status("VmRSS")
-    proc.reset_peak_memory()
+    processes.reset_peak_memory()
     started = time.perf_counter()
     facts = make()
     seconds = time.perf_counter() - started
@@ -84,7 +84,7 @@ def sizes_of(root: Any) -> dict[str, float]:
 def prepare_ours(rank: int, spec: Any, init: str) -> Any:
     import torch
 
-    from fsdp.config import MemorySection, MeshSection, PrecisionSection, SpeedSection
+    from fsdp.config import Config
     from fsdp.dist.mesh import MeshSizes, build_mesh
     from fsdp.parallel.materialize import materialize
     from fsdp.parallel.shard import shard_model
@@ -96,13 +96,10 @@ def prepare_ours(rank: int, spec: Any, init: str) -> Any:
     def make() -> dict[str, float]:
         sharded = shard_model(
             meta_model(spec),
+            Config(),
             sizes=sizes,
             mesh=mesh,
             device=device,
-            section=MeshSection(),
-            precision=PrecisionSection(),
-            memory=MemorySection(),
-            speed=SpeedSection(),
         )
         materialize(sharded, spec=spec, seed=0, init=init, rank=rank)
         return sizes_of(sharded.root)

@@ -1,7 +1,8 @@
-"""A start, its records and a report against the steps that a run has recorded, for bench/scale.py.
+"""A start, its records and a report against the steps that a run has done, for bench/scale.py.
 
-One real run of STEPS steps, whose metrics.jsonl is filled to each number of records. They repeat the steps up
-to the last one, so that the run's own checkpoint is the one to resume.
+One real run of STEPS steps, whose metrics.jsonl is filled with as many records as so many steps leave
+(fsdp/record/grouped.py), or with one of each step. For a start they repeat the steps up to the last one, so
+that the run's own checkpoint is the one to resume; the report reads them with the steps' own numbers.
 """
 
 from __future__ import annotations
@@ -11,15 +12,23 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import tables
 from bench.peers import setup
+from fsdp.config import FIELDS
+from fsdp.record.grouped import StepGroups
 
 STEPS, REPEATED = 10, 100
+HEADS = {
+    "metrics_mib": "metrics.jsonl, MiB", "start_cpu_s": "a resume, processor s",
+    "start_mib": "its peak MiB", "records_cpu_s": "its records alone, processor s",
+    "records_mib": "their peak MiB", "report_cpu_s": "the report, processor s", "report_mib": "its peak MiB",
+}  # fmt: skip
+
 FLAGS = "--model.name mlp --model.args.hidden 8 --data.name digits --run.log_every_steps 100"
 LINE = (
     b'{"step": %d, "loss": 2.302585092994046, "grad_norm": 1.2345678901234567, "lr": 0.0003, "samples": %d, '
@@ -51,9 +60,9 @@ class Used:
     peak_mib: float
 
 
-def used(*words: str) -> Used:
+def used(*words: str, environment: Mapping[str, str] | None = None) -> Used:
     """Started from a small process: Linux counts the memory of the process that forks in its child's peak."""
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(setup.ROOT)}
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(setup.ROOT), **(environment or {})}
     command = [sys.executable, "-c", FROM_A_SMALL_PROCESS, sys.executable, *words]
     found = subprocess.run(command, cwd=setup.ROOT, env=common, capture_output=True, text=True, check=False)
     if found.returncode:
@@ -61,21 +70,53 @@ def used(*words: str) -> Used:
     return Used(**json.loads(found.stdout))
 
 
-def fill(metrics: Path, count: int) -> None:
+@dataclass(frozen=True)
+class Done:
+    """So many steps, recorded as the product does it or each on its own."""
+
+    steps: int
+    each: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.steps:,}" + ", a record each" * self.each
+
+    def records(self) -> Iterator[bytes]:
+        """What these steps leave in metrics.jsonl."""
+        if self.each:
+            yield from (LINE % (step, step) for step in range(1, self.steps + 1))
+            return
+        one, groups = json.loads(LINE % (1, 1)), StepGroups(FIELDS["run.full_records"].default)
+        for step in range(1, self.steps + 1):
+            if groups.size_at(step) == 1:
+                yield LINE % (step, step)
+            elif (record := groups.add({**one, "step": step})) is not None:
+                yield json.dumps(record).encode() + b"\n"
+
+
+def fill(metrics: Path, done: Done) -> int:
+    """The records with their own steps; returns their number."""
+    with metrics.open("wb") as file:
+        return sum(bool(file.write(line)) for line in done.records())
+
+
+def fill_repeated(metrics: Path, count: int) -> None:
     """`count` records up to the checkpoint's step, and REPEATED ones after it."""
     with metrics.open("wb") as file:
         file.writelines(LINE % (1 + nth * STEPS // count, nth) for nth in range(count))
         file.writelines(LINE % (STEPS + 1 + nth, nth) for nth in range(REPEATED))
 
 
-def measure(run: Path, count: int) -> dict[str, float]:
+def measure(run: Path, done: Done) -> dict[str, float]:
     metrics = run / "metrics.jsonl"
-    fill(metrics, count)
-    records = used("-c", RECORDS_ALONE, str(run), str(STEPS))
+    count = fill(metrics, done)
+    mib = metrics.stat().st_size / 2**20
     report = used("-m", "fsdp.report", str(run), "--no-samples")
-    fill(metrics, count)
+    fill_repeated(metrics, count)
+    records = used("-c", RECORDS_ALONE, str(run), str(STEPS))
+    fill_repeated(metrics, count)
     start = used("train.py", *FLAGS.split(), "--run.dir", str(run), "--train.steps", str(STEPS))
     return {
+        "metrics_mib": mib,
         "start_cpu_s": start.cpu_s,
         "start_mib": start.peak_mib,
         "records_cpu_s": records.cpu_s,
@@ -85,27 +126,24 @@ def measure(run: Path, count: int) -> dict[str, float]:
     }
 
 
-def by_steps(counts: Sequence[int], rounds: int) -> tuple[str, dict[str, Any]]:
-    numbers: dict[str, list[dict[str, float]]] = {f"{count:,}": [] for count in counts}
+def by_steps(counts: Sequence[Done], rounds: int) -> tuple[str, dict[str, Any]]:
+    numbers: dict[str, list[dict[str, float]]] = {str(done): [] for done in counts}
     with tempfile.TemporaryDirectory(prefix="bench-steps-") as place:
         run = Path(place, "run")
         used("train.py", *FLAGS.split(), "--run.dir", str(run), "--train.steps", str(STEPS))
         for nth in range(rounds):
-            for name in tables.turned(list(numbers), nth):
-                numbers[name].append(measure(run, int(name.replace(",", ""))))
-                print(f"{name}: {numbers[name][-1]}", flush=True)
-    keys = ("start_cpu_s", "start_mib", "records_cpu_s", "records_mib", "report_cpu_s", "report_mib")
+            for done in tables.turned(list(counts), nth):
+                numbers[str(done)].append(measure(run, done))
+                print(f"{done}: {numbers[str(done)][-1]}", flush=True)
+    sizes = [done.steps for done in counts if not done.each]
+    return steps_table(numbers, sizes), {"by_steps": numbers, "sizes": sizes}
+
+
+def steps_table(numbers: Mapping[str, Sequence[Mapping[str, float]]], sizes: Sequence[int]) -> str:
+    grouped = [numbers[f"{size:,}"] for size in sizes]
     rows = [
-        [name, *(tables.spread([one[key] for one in found]) for key in keys)]
+        [name, *(tables.spread([one[key] for one in found]) for key in HEADS)]
         for name, found in numbers.items()
     ]
-    columns = [
-        "steps recorded",
-        "a resume, processor s",
-        "its peak MiB",
-        "its records alone, processor s",
-        "their peak MiB",
-        "the report, processor s",
-        "its peak MiB",
-    ]
-    return tables.table(columns, rows), {"by_steps": numbers}
+    rows.append([tables.SLOPE, *(tables.slope_of(sizes, grouped, key) for key in HEADS)])
+    return tables.table(["steps done", *HEADS.values()], rows)

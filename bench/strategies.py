@@ -90,7 +90,10 @@ def rows(name: str) -> Iterator[str]:
 def main(argv: Sequence[str]) -> int:
     unknown = [name for name in argv if name not in SUBJECTS]
     if unknown:
-        print(f"{unknown[0]} is not a model here: {', '.join(SUBJECTS)}", file=sys.stderr)
+        known = ", ".join(SUBJECTS)
+        print(
+            f"{unknown[0]} is not a model here: {known}. HINT: python -m bench.strategies 7b", file=sys.stderr
+        )
         return 2
     for name in argv or SUBJECTS:
         print("\n".join(rows(name)), end="\n\n", flush=True)

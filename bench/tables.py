@@ -21,10 +21,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from fsdp.base import proc
+from bench import processes
 
+T = TypeVar("T")
 RESULTS = Path(__file__).with_name("results")
 CONFIDENCE = 0.95
 LEAST_ROUNDS = 6
@@ -112,12 +113,29 @@ def short(value: float, digits: int = 3) -> str:
     return f"{float(text):,.0f}" if "e+" in text or abs(value) >= 10**digits else text
 
 
+SLOPE = "slope"
+"""Of the logarithms: 0 is a cost that does not grow, 1 one that grows in proportion."""
+
+
+def slope(sizes: Sequence[float], costs: Sequence[float]) -> float:
+    """The exponent of the power of the size that fits the costs best."""
+    x, y = [math.log(size) for size in sizes], [math.log(max(cost, 1e-9)) for cost in costs]
+    return statistics.linear_regression(x, y).slope
+
+
+def slope_of(sizes: Sequence[float], found: Sequence[Sequence[Mapping[str, float]]], key: str) -> str:
+    """The slope of a number's median; empty for fewer than two sizes."""
+    if len(sizes) < 2:
+        return ""
+    return f"{slope(sizes, [statistics.median(one[key] for one in rounds) for rounds in found]):.2f}"
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
 
 
-def turned(names: Sequence[str], nth: int) -> list[str]:
+def turned(names: Sequence[T], nth: int) -> list[T]:
     """The order of a round: each contender is first, second … equally often."""
     return [*names[nth % len(names) :], *names[: nth % len(names)]]
 
@@ -129,7 +147,7 @@ def machine() -> str:
     load = ", ".join(f"{part:.1f}" for part in os.getloadavg())
     today = datetime.datetime.now(datetime.UTC).date()
     commit = checked_out()
-    cores = f"{len(os.sched_getaffinity(0))} cores ({proc.processor_name() or platform.machine()})"
+    cores = f"{len(os.sched_getaffinity(0))} cores ({processes.processor_name() or platform.machine()})"
     return (
         f"{today}: {cores}, {memory:.0f} GiB, {platform.system()}, "
         f"Python {platform.python_version()}, torch {torch.__version__}{commit and f', commit {commit}'}; "

@@ -50,5 +50,9 @@ def ray_command(config: Config, environ: Mapping[str, str] = os.environ) -> str:
     if "SHARDRUN_RAY_NODES" in environ:
         return f"sbatch --nodes={environ['SHARDRUN_RAY_NODES']} slurm/ray.sbatch"
     given = {name: value for name, value in vars(config.ray).items() if value != getattr(RaySection(), name)}
-    flags = "".join(f" --ray.{name} {shlex.quote(str(value))}" for name, value in given.items())
-    return f"python train.py --backend ray{flags}"
+    variables = given.pop("env", {})
+    words = [(f"--ray.{name}", str(value)) for name, value in given.items()]
+    words += [("--ray.env", f"{name}={value}") for name, value in variables.items()]
+    return "".join(
+        ["python train.py --backend ray", *(f" {flag} {shlex.quote(text)}" for flag, text in words)]
+    )

@@ -32,7 +32,7 @@ from launch.marker import (
 from launch.policy import Kind
 
 if TYPE_CHECKING:
-    from fsdp.run.loop import Outcome
+    from fsdp.run.training_loop import Outcome
 
 
 def run_rank(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from fsdp import config as configuration
@@ -16,8 +15,12 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import Config
 from fsdp.dist.env import DistEnv, from_environment
 from fsdp.record.metrics import Reporter
-from fsdp.run.loop import Outcome
 from fsdp.run.loop import train as train_rank
+from fsdp.run.training_loop import Outcome
+from fsdp.rundir import paths
+
+SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "az"}
+"""Of URLs, by the type names of pyarrow's file systems."""
 
 
 def load_config(flags: Sequence[str] = (), **values: Any) -> Config:
@@ -29,7 +32,8 @@ def train(config: Config | Sequence[str], *, reporter: Reporter | None = None) -
     """Trains as this process's rank, from the newest checkpoint of `run.dir` if there is one.
 
     `config` may be the flags of train.py. Under torchrun, srun or Ray Train every rank calls this; elsewhere
-    it is one process. In a worker of Ray Train the metrics and checkpoints go to `ray.train.report`.
+    it is one process. In a worker of Ray Train the metrics and checkpoints go to `ray.train.report`, and an
+    empty `run.dir` is the folder of the trainer's RunConfig, `storage_path/name`.
     """
     resolved = config if isinstance(config, Config) else load_config(config)
     if resolved.backend == "ray":
@@ -46,7 +50,7 @@ def record_of(outcome: Outcome) -> dict[str, Any]:
     """The outcome as plain types: it can be unpickled where this package is not installed."""
     found = outcome.evaluation
     return {
-        "run_dir": str(outcome.run_dir),
+        "run_dir": outcome.place or str(outcome.run_dir),
         "step": outcome.step,
         "stopped": outcome.stopped,
         "eval_loss": found.loss if found is not None else None,
@@ -74,12 +78,28 @@ def _train_in_ray(config: Config, reporter: Reporter | None) -> Outcome:
 
     env: DistEnv = dist_env()
     if not config.run.dir:
-        raise ConfigError(
-            "run.dir is empty: every worker needs the same one.", 'train([..., "--run.dir", "/shared/run"])'
-        )
+        config = configuration.replace(config, run__dir=_run_dir_of_storage())
     if reporter is not None:
         return train_rank(config, env, reporter)
-    own = RayReporter(env.rank, Path(config.run.dir))
+    own = RayReporter(env.rank, paths.choose(config))
     outcome = train_rank(config, env, own)
     own.close()
     return outcome
+
+
+def _run_dir_of_storage() -> str:
+    """`storage_path/name` of the trainer's RunConfig, which Ray has checked on every node: a folder or a
+    URL.
+    """
+    import ray.train
+
+    try:
+        storage: Any = ray.train.get_context().get_storage()
+    except NotImplementedError:  # ScalingConfig(num_workers=0)
+        raise ConfigError(
+            "run.dir is empty: every worker needs the same one.", 'train([..., "--run.dir", "/shared/run"])'
+        ) from None
+    kind, path = storage.storage_filesystem.type_name, storage.experiment_fs_path
+    if kind == "local":
+        return str(path)
+    return f"{SCHEMES.get(kind, kind)}://{path}"

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -30,9 +30,10 @@ from fsdp.base import garbage
 from fsdp.base.errors import ShardrunError
 from fsdp.config import Config
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, whole_number
-from fsdp.dist.env import DistEnv, pick_device, slurm_start
+from fsdp.dist.env import DistEnv, pick_device, set_allocator, slurm_start
 from fsdp.record.console import flush_output
 from fsdp.rundir import history, paths
+from fsdp.rundir.paths import RunDir
 from launch import guard, slurm_job
 from launch.marker import Marker
 from launch.policy import Act, Allocation, End, Kind, Past, decide
@@ -49,15 +50,44 @@ def main(argv: Sequence[str]) -> int:
     try:
         options, flags = _parse(argv or ["--help"])
         config = configuration.load(flags)
-        config = configuration.replace(config, run__dir=str(paths.choose(config)))
+        config = configuration.replace(config, run__dir=paths.place_of(config))
+        run = paths.open_run(config.run.dir)
         # Frozen before the forks: a garbage collection in a fork would copy every shared page.
         with garbage.importing():
             warm_up(config, options.ranks)
-        with slurm_job.holding(paths.RunDir(Path(config.run.dir)), slurm_start()):
-            pass  # a refusal here leaves nothing behind; rank 0 takes the lock itself
+        if not run.url:
+            _check_lock(run)
     except ShardrunError as error:
         return guard.refuse(error, "launch.local")
+    if run.url and (code := _in_a_fork(lambda: _check_lock(run))):
+        return code
     return _RankProcesses(config, options.ranks).run(options.restarts)
+
+
+def _check_lock(run: RunDir) -> None:
+    """A refusal here leaves nothing behind; rank 0 takes the lock itself."""
+    with slurm_job.holding(run, slurm_start()):
+        pass
+
+
+def _in_a_fork(act: Callable[[], None]) -> int:
+    """Its exit code. The client of a store has threads, which this process must not have when it forks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            act()
+            code = 0
+        except ShardrunError as error:
+            code = guard.refuse(error, "launch.local")
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            flush_output()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -92,7 +122,7 @@ class _RankProcesses:
 
     def __init__(self, config: Config, ranks: int) -> None:
         self._config, self._ranks = config, ranks
-        self._run = paths.RunDir(Path(config.run.dir))
+        self._run = paths.open_run(config.run.dir)
         self._pids: dict[int, int] = {}
         self._received: signal.Signals | None = None
 
@@ -200,8 +230,12 @@ def _run_as_rank(config: Config, rank: int, ranks: int, store: str, marker: Mark
 def _train(config: Config, env: DistEnv, store: str, marker: Marker) -> int:
     import torch.distributed as dist
 
+    from fsdp.dist import numa
     from fsdp.dist.process_group import process_group
 
+    # before the group starts CUDA; train() finds both done
+    set_allocator(config.run.allocator, env.device)
+    numa.maybe_bind(config.run.numa, env)
     code = 0
     try:
         with process_group(env, config.run.process_group_timeout_s, dist.FileStore(store, env.world_size)):

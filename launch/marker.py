@@ -16,16 +16,19 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import Config
 from fsdp.rundir import history
 from fsdp.rundir.atomic_write import write_atomically
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir.paths import RunDir, open_run
 from launch.policy import Kind
 
 TOKEN = "SHARDRUN_TOKEN"
 """The environment variable that names this start; slurm/lib.sh sets it."""
+MOST_BYTES = 1 << 20
+"""More than any error message; a longer file is not ours."""
 
 
 @dataclass(frozen=True)
@@ -63,25 +66,59 @@ class Marker:
             "time": history.now(),
         }
         write_atomically(self.run.failed, json.dumps(record) + "\n")
+        if self.run.url:
+            from fsdp.checkpoint.run_mirror import put_file  # imports torch
+
+            put_file(self.run, self.run.failed)
 
     def read(self) -> Failure | None:
-        """The failure of this start; None if no rank has written one, or if it has another form."""
-        if not self.run.failed.is_file():  # reading a FIFO would block
-            return None
-        try:
-            record = json.loads(self.run.failed.read_text(encoding="utf-8"))
-            if record["start"] != self.start or record["code"] not in range(1, 256):
-                return None
-            return Failure(Kind[record["kind"]], int(record["code"]), str(record["message"]))
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            return None
+        """The failure of this start; None if no rank has written one, or if it has another form. Of a run
+        directory in an object store a rank of another node writes to the store alone.
+        """
+        found = self._failure(_read_object(self.run.failed))
+        if found is not None or not self.run.url:
+            return found
+        from fsdp.checkpoint.run_mirror import get_file
+
+        return self._failure(_parsed(get_file(self.run, self.run.failed.name) or b""))
+
+    def _failure(self, record: Mapping[str, Any]) -> Failure | None:
+        kind = Kind.__members__.get(str(record.get("kind")))
+        return _failure(record, kind) if kind is not None and record.get("start") == self.start else None
+
+
+def _read_object(file: Path) -> Mapping[str, Any]:
+    """The JSON object of a file that any user may have written; empty if it holds another thing."""
+    try:
+        if not file.is_file():  # reading a FIFO would block
+            return {}
+        with file.open("rb") as opened:
+            return _parsed(opened.read(MOST_BYTES + 1))
+    except OSError:
+        return {}
+
+
+def _parsed(text: bytes) -> Mapping[str, Any]:
+    """The JSON object of this text; empty if it is another thing, or longer than MOST_BYTES."""
+    try:
+        record = json.loads(text) if len(text) <= MOST_BYTES else None
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _failure(record: Mapping[str, Any], kind: Kind) -> Failure | None:
+    code, message = record.get("code"), record.get("message")
+    if type(code) is not int or not 1 <= code <= 255 or not isinstance(message, str):
+        return None
+    return Failure(kind, code, message)
 
 
 def marker_of(config: Config, environ: Mapping[str, str] = os.environ) -> Marker | None:
     """The marker of this start, named by its launcher's variables; None if no launcher reads one."""
     if not config.run.dir:
         return None
-    run = RunDir(Path(config.run.dir).absolute())
+    run = open_run(config.run.dir)
     if environ.get(TOKEN):
         return Marker(run, environ[TOKEN])
     if int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
@@ -120,9 +157,9 @@ def failed_before_this_restart(
     if int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return None
     note = note_of_torchrun(environ)
-    if note is not None and note.is_file():
-        found = json.loads(note.read_text(encoding="utf-8"))
-        return Failure(Kind.FINAL, found["code"], found["message"])
+    noted = _failure(_read_object(note), Kind.FINAL) if note is not None else None
+    if noted is not None:
+        return noted
     before = marker.read() if marker is not None else None
     return before if before is not None and before.kind is Kind.FINAL else None
 

@@ -118,13 +118,16 @@ class Decision:
     hint: str = ""
 
 
+DONE = Decision(Act.END, 0, "done")
+
+
 def kind_of_stop(reason: str) -> Kind:
     return Kind.PREEMPTED if StopReason.read(reason) in SCHEDULERS_REASONS else Kind.STOPPED
 
 
 def decide(end: End, past: Past, allocation: Allocation) -> Decision:
     if end.kind is Kind.DONE:
-        return Decision(Act.END, 0, "done")
+        return DONE
     if end.kind is Kind.STOPPED:
         return Decision(Act.END, 0, f"stopped: {end.why}")
     if end.kind in (Kind.PREEMPTED, Kind.NODES_LEAVE):
@@ -163,7 +166,7 @@ def _after_crash(end: End, past: Past, allocation: Allocation) -> Decision:
         return Decision(Act.END, code, f"failed again {end.where}", _FIRST)
     crashed = f"failed {end.where}"
     if allocation.requeue and past.crashes_here + 1 >= CRASHES_IN_ONE_ALLOCATION:
-        return Decision(Act.REQUEUE, 0, f"{crashed}, the {past.crashes_here + 1}. time in this allocation")
+        return Decision(Act.REQUEUE, 0, f"{crashed}, crash {past.crashes_here + 1} in this allocation")
     if allocation.again and (allocation.tries_left is None or allocation.tries_left > 0):
         return Decision(Act.AGAIN, 0, crashed)
     if allocation.requeue:

@@ -1,7 +1,12 @@
-"""Checks the flags for each number of workers, before a local Ray starts. Imports no torch and no Ray."""
+"""Checks Ray's package and the flags for each number of workers before a local Ray starts. Imports neither
+torch nor Ray.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+
+from fsdp.base.errors import LaunchError
 from fsdp.config import Config, worker_range
 from fsdp.dist.mesh import plan_batch, resolve
 
@@ -12,3 +17,8 @@ def check_ranks(config: Config) -> None:
     for ranks in range(low, high + 1):
         resolve(config.mesh, ranks)
         plan_batch(config.train, ranks)
+
+
+def check_installed() -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise LaunchError("--backend ray needs Ray, which is not installed.", "pip install 'ray[train]'")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from fsdp.base.errors import LaunchError
+from fsdp.base.errors import LaunchError, first_line
 from fsdp.config import RaySection
 from launch.ray_own import OwnRay
 from launch.ray_settings import set_log_levels
@@ -50,7 +50,7 @@ def _join(address: str, runtime_env: Mapping[str, Any]) -> None:
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise LaunchError(
-            f"--ray.address {address}: no Ray answers there ({str(error).splitlines()[0]}).",
+            f"--ray.address {address}: no Ray answers there ({first_line(error)}).",
             "ray start --head on that machine first, or leave --ray.address out to start one here",
         ) from None
 

@@ -6,12 +6,14 @@ ends the run earlier if launch/policy.py decides so.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp.base.errors import LaunchError
+from fsdp.base.errors import LaunchError, ShardrunError, first_line
+from fsdp.base.text import named_ranks
 from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir
 from launch.ray_settings import set_defaults
@@ -20,7 +22,8 @@ set_defaults()
 
 from ray.train import UserCallback  # noqa: E402  (after the variables that Ray reads when it is imported)
 
-from launch.policy import Act, Allocation, End, Kind, Past, decide  # noqa: E402
+from launch.policy import EXIT_HUNG, Act, Allocation, End, Kind, Past, decide  # noqa: E402
+from launch.slurm_job import hang_ended_newest_start  # noqa: E402
 
 
 class RankFailed(Exception):
@@ -66,10 +69,8 @@ def first_failure(failures: Mapping[int, BaseException]) -> GroupFailure:
         return GroupFailure(str(first), first.exit_code, first.kind, first.trace)
     dead = [rank for rank, error in errors if not isinstance(error, RankFailed)]
     if dead:
-        ranks = f"rank{'s' * (len(dead) > 1)} {', '.join(map(str, dead))}"
-        return GroupFailure(
-            f"{ranks} died ({_brief(dict(errors)[dead[0]])})", LaunchError.exit_code, Kind.DIED
-        )
+        died = f"{named_ranks(dead)} died ({_of_death(dict(errors)[dead[0]])})"
+        return GroupFailure(died, LaunchError.exit_code, Kind.DIED)
     if failed:
         return GroupFailure(str(failed[0]), failed[0].exit_code, failed[0].kind, failed[0].trace)
     return GroupFailure("the workers failed", LaunchError.exit_code, Kind.DIED)
@@ -79,14 +80,9 @@ def _unwrapped(error: BaseException) -> BaseException:
     return getattr(error, "_base_exc", error)
 
 
-def _brief(error: BaseException) -> str:
+def _of_death(error: BaseException) -> str:
     """The first line of Ray's long text about a death."""
-    lines = [
-        line.strip()
-        for line in str(getattr(error, "health_check_failure", error)).splitlines()
-        if line.strip()
-    ]
-    return lines[0][:160] if lines else type(error).__name__
+    return first_line(getattr(error, "health_check_failure", error), 160)
 
 
 def failure_of_fit(error: Any) -> GroupFailure:
@@ -95,24 +91,53 @@ def failure_of_fit(error: Any) -> GroupFailure:
     if isinstance(cause, RunEnded):
         return GroupFailure(*cause.args)
     if cause is not None:
-        return GroupFailure(f"Ray's controller failed: {_brief(cause)}", LaunchError.exit_code, Kind.ERROR)
+        return GroupFailure(f"Ray's controller failed: {_of_death(cause)}", LaunchError.exit_code, Kind.ERROR)
     return first_failure(getattr(error, "worker_failures", {}))
+
+
+@dataclass(frozen=True, order=True)
+class _Progress:
+    """How far a run has come, by its records."""
+
+    starts: int
+    step: int
+    hang_ended_it: bool
+
+
+def _progress_of(run: RunDir) -> _Progress:
+    """Of a run directory in an object store the newer of the records here and there: rank 0 may be on another
+    node.
+    """
+    here = _Progress(history.count_starts(run), history.last_step(run), hang_ended_newest_start(run))
+    if not run.url:
+        return here
+    from fsdp.checkpoint.run_source import opened  # imports torch
+
+    try:
+        with opened(run.url) as source:
+            return max(here, _progress_of(RunDir(source.path)))
+    except ShardrunError:
+        return here
 
 
 class FailurePolicy(UserCallback):
     """Logs a failure of the group once, and ends the run if the policy decides so."""
 
-    def __init__(self, run: Path, logs: Path, max_failures: int) -> None:
-        self._run, self._logs, self._max = RunDir(run), logs, max_failures
+    def __init__(self, run: Path, logs: Path, max_failures: int, url: str = "") -> None:
+        """`url`: of a run directory in an object store, whose folder on the controller's node is `run`."""
+        self._run, self._logs, self._max = RunDir(run, url), logs, max_failures
         self._crashes: list[End] = []
         self._starts = history.count_starts(self._run)
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        failure = first_failure(worker_exceptions)
-        before, self._starts = self._starts, history.count_starts(self._run)
+        failure, reached = first_failure(worker_exceptions), _progress_of(self._run)
+        if failure.kind is Kind.DIED and reached.hang_ended_it:
+            # Ray does not pass the exit code of a worker on
+            failure = dataclasses.replace(failure, exit_code=EXIT_HUNG)
+        before, self._starts = self._starts, reached.starts
         end = End(
             failure.kind,
-            history.last_step(self._run),
+            reached.step,
             self._starts == before,
             failure.exit_code,
             failure.message,

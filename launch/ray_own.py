@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fsdp.base.errors import LaunchError
+from fsdp.base.errors import LaunchError, message_line
 from fsdp.config import RaySection
 from launch.ray_settings import set_defaults, set_log_levels
 
@@ -105,7 +105,7 @@ class OwnRay:
 
 def _reason(error: Exception, folder: Path) -> str:
     """Ray's error, and the first error line in the logs of the newest session."""
-    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    text = message_line(error, 2000)
     with contextlib.suppress(OSError):  # its last processes may still delete files
         for log in sorted(folder.glob("session_latest/logs/*.out")):
             if (found := _ERROR_LINE.search(log.read_text(errors="replace"))) is not None:

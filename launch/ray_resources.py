@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp.base.errors import ConfigError, LaunchError
+from fsdp.base.text import counted
 from fsdp.config import RaySection, worker_range
 from launch.ray_cluster import await_nodes
 
@@ -44,9 +45,9 @@ def workers_for(section: RaySection, device: str) -> Workers:
     if places < low:
         has = ", ".join(_amounts(node.get("CPU", 0), node.get("GPU", 0)) for node in nodes)
         flags = f"--ray.num_workers {places}" if places else "--ray.cpus_per_worker 0.5"
-        count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
         raise LaunchError(
-            f"{Workers(low, high, section.cpus_per_worker, gpus)} do not fit on {count} of {has}: "
+            f"{Workers(low, high, section.cpus_per_worker, gpus)} do not fit on "
+            f"{counted(len(nodes), 'node')} of {has}: "
             f"room for {places}.",
             f"{flags}, or add nodes" if places else f"{flags}, or a larger cluster",
         )

@@ -28,11 +28,12 @@ import torch
 from fsdp import config as configuration
 from fsdp.base.errors import LaunchError, ShardrunError
 from fsdp.base.phases import StopReason
+from fsdp.checkpoint.run_mirror import put_file
 from fsdp.config import Config, worker_range
-from fsdp.dist.env import slurm_start
+from fsdp.dist.env import allocator_variable, slurm_start
 from fsdp.run.job import prepare
-from fsdp.run.loop import Outcome
 from fsdp.run.summary import summary
+from fsdp.run.training_loop import Outcome
 from fsdp.rundir import history, paths
 from fsdp.rundir.atomic_write import write_atomically
 from fsdp.rundir.paths import RunDir
@@ -66,8 +67,10 @@ class WorkersFailed(ShardrunError):
 def run_on_ray(config: Config, own: OwnRay | None) -> int:
     """Train, and return the exit code of train.py. `own` is the local Ray that starts meanwhile, if any."""
     _check(config)
-    run = paths.create(paths.choose(config))
-    config = configuration.replace(config, run__dir=str(run.path))
+    run = paths.open_run(paths.place_of(config))
+    config = configuration.replace(config, run__dir=run.place)
+    if not run.url:
+        paths.create(run.path)
     try:
         with slurm_job.holding(run, slurm_start()):
             pass  # a refusal here leaves nothing behind; the workers take the lock themselves
@@ -81,10 +84,10 @@ def run_on_ray(config: Config, own: OwnRay | None) -> int:
 
 def _run(config: Config, own: OwnRay | None, run: RunDir) -> int:
     logs = run.path / "logs" / f"ray-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    with Stopping(Path(config.stop.file) if config.stop.file else run.path / "STOP") as stopping:
+    with Stopping(Path(config.stop.file) if config.stop.file else run.path / "STOP", run) as stopping:
         follower = Follower(logs)
         try:
-            with _code(config) as code, ray_cluster.connected(own, config.ray, code) as name:
+            with workers_code(config) as code, ray_cluster.connected(own, config.ray, code) as name:
                 workers = workers_for(config.ray, config.run.device)
                 print(f"{name}: {workers}", file=sys.stderr, flush=True)
                 outcome = _train_to_the_end(WorkerTask(config, run.path, logs, Path.cwd()), workers, stopping)
@@ -93,6 +96,8 @@ def _run(config: Config, own: OwnRay | None, run: RunDir) -> int:
     if stopping.signal is not None and outcome.stopped:
         outcome = dataclasses.replace(outcome, stopped=stopping.signal.name)
         write_atomically(run.stopped, f"{outcome.stopped} at step {outcome.step}\n")
+        if run.url:
+            put_file(run, run.stopped)
     print(summary(outcome, config, ray_command(config)))
     return 0
 
@@ -105,7 +110,7 @@ def _check(config: Config) -> None:
 
 
 @contextmanager
-def _code(config: Config) -> Iterator[Mapping[str, Any]]:
+def workers_code(config: Config) -> Iterator[Mapping[str, Any]]:
     """The runtime_env: empty for a local Ray, which shares sys.path; the code for a joined one."""
     if not config.ray.address:
         yield {}
@@ -202,8 +207,15 @@ def _trainer(task: WorkerTask, workers: Workers) -> Any:
         name=task.run.name,
         storage_path=str(task.run.parent),
         failure_config=api.FailureConfig(max_failures=task.config.ray.max_failures),
-        callbacks=[FailurePolicy(task.run, task.logs, task.config.ray.max_failures)],
-        worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": _threads(workers)}},
+        callbacks=[FailurePolicy(task.run, task.logs, task.config.ray.max_failures, _url_of(task.config))],
+        # Ray starts CUDA before the run does. --ray.env is the user's own word and comes last.
+        worker_runtime_env={
+            "env_vars": {
+                "OMP_NUM_THREADS": _threads(workers),
+                **allocator_variable(task.config.run.allocator, cuda=cuda),
+                **task.config.ray.env,
+            }
+        },
     )
     return api.torch.TorchTrainer(
         work,
@@ -215,6 +227,10 @@ def _trainer(task: WorkerTask, workers: Workers) -> Any:
         scaling_config=scaling,
         run_config=running,
     )
+
+
+def _url_of(config: Config) -> str:
+    return paths.open_run(config.run.dir).url
 
 
 def _threads(workers: Workers) -> str:
@@ -240,8 +256,8 @@ class Stopping:
     SECOND_SIGINT_S = 1.0
     POLL_S = 0.2
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, file: Path, run: RunDir) -> None:
+        self._file, self._run = file, run
         self.signal: signal.Signals | None = None
         self._received_at = 0.0
         self._exit_now = False
@@ -279,6 +295,8 @@ class Stopping:
             # Each start removes the previous one's stop file: create it again until the ranks have ended.
             if self.signal is not None and thread.is_alive() and not self._file.exists():
                 self._file.touch()
+                if self._run.url and self._file == self._run.path / "STOP":
+                    put_file(self._run, self._file)  # rank 0 may be on another node
         if done.error is not None:
             raise done.error
         return done.value

@@ -3,7 +3,8 @@
     python -m launch.slurm_job begin --default-run-dir runs/NAME [flags of train.py]
     python -m launch.slurm_job judge RUN --job 12 --code 1
 
-`begin` checks the flags and prints the run directory. `judge` runs after the ranks have ended:
+`begin` checks the flags and prints the run directory; of one in an object store, on a second line, its folder
+on each node, for the ranks' logs. `judge` runs after the ranks have ended:
 launch/policy.py decides, and the exit status is the decision, because a status leaves a container.
 slurm/lib.sh acts on it. Both hold the run directory's lock while they write, and write nothing if another job
 holds it.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,9 +26,22 @@ from fsdp.base.errors import ConfigError, RefusedError, ShardrunError
 from fsdp.dist.env import slurm_start
 from fsdp.rundir import history
 from fsdp.rundir.lock import FolderLock
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir.paths import RunDir, open_run
+from fsdp.watch import records
 from launch.marker import TOKEN, Marker
-from launch.policy import EXIT_REFUSED, Act, Allocation, Decision, End, Kind, Past, decide, kind_of_stop
+from launch.policy import (
+    DONE,
+    EXIT_HUNG,
+    EXIT_REFUSED,
+    Act,
+    Allocation,
+    Decision,
+    End,
+    Kind,
+    Past,
+    decide,
+    kind_of_stop,
+)
 
 REQUEUE, AGAIN = 85, 86
 """The exit statuses of these decisions; any other is the job's own exit code."""
@@ -36,8 +51,14 @@ Event = dict[str, Any]
 @contextmanager
 def holding(run: RunDir, start: str) -> Iterator[None]:
     """Hold the run directory's lock, or raise RefusedError with its holder. A later start of a Slurm job
-    takes it from an earlier one.
+    takes it from an earlier one. Files in an object store are read before and copied after.
     """
+    if run.url:
+        from fsdp.checkpoint.run_mirror import mirrored  # imports torch
+
+        with mirrored(run, "launch.slurm_job", start):
+            yield
+        return
     lock = FolderLock.acquire(run.path, "launch.slurm_job", start)
     try:
         yield
@@ -91,9 +112,16 @@ def end_of(run: RunDir, marker: Marker, code: int, *, starting: bool) -> End:
         return End(failure.kind, history.last_step(run), starting, failure.code, failure.message)
     # no marker: a refusal, or an error that is found before there is a run directory
     kind = {EXIT_REFUSED: Kind.REFUSED, ConfigError.exit_code: Kind.FINAL}.get(code, Kind.DIED)
+    if kind is Kind.DIED and hang_ended_newest_start(run):
+        code = EXIT_HUNG  # srun ends with the code of a rank that was killed after it
     return End(
         kind, history.last_step(run), starting, code, "" if kind is Kind.DIED else "see the error above"
     )
+
+
+def hang_ended_newest_start(run: RunDir) -> bool:
+    """Whether the watch has ended the newest start because a rank stood still."""
+    return records.hang_ended(run.path / "watch", history.newest_start(history.events(run)))
 
 
 def past_of(events: Sequence[Event], job: str, restart: int) -> Past:
@@ -140,7 +168,7 @@ def _stops_without_a_step(events: Sequence[Event]) -> int:
 def begin(flags: Sequence[str], default_run_dir: str, *, log: str = "", dry_run: bool = False) -> RunDir:
     """Check the flags, remove the markers of the last start, and record a start without an end as lost."""
     config = configuration.load(flags)
-    run = RunDir(Path(config.run.dir or default_run_dir).absolute())
+    run = open_run(config.run.dir or default_run_dir)
     if dry_run:
         return run
     with holding(run, slurm_start()):
@@ -169,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     first.add_argument("--log", default="", help="the job's log, linked into the run directory")
     first.add_argument("--dry-run", action="store_true", help="change nothing")
     one = commands.add_parser("judge")
-    one.add_argument("run", type=Path)
+    one.add_argument("run")
     one.add_argument("--job", required=True)
     one.add_argument("--restart", type=int, default=0)
     one.add_argument("--code", type=int, required=True, help="the exit code of the ranks' job step")
@@ -185,9 +213,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, flags = _parser().parse_known_args(argv)
     try:
         if options.command == "begin":
-            print(begin(flags, options.default_run_dir, log=options.log, dry_run=options.dry_run).path)
+            run = begin(flags, options.default_run_dir, log=options.log, dry_run=options.dry_run)
+            print(run.place, *([run.path] if run.url else []), sep="\n")
             return 0
-        run = RunDir(options.run)
+        run = open_run(options.run)
         allocation = Allocation(requeue=not options.no_requeue, again=not options.no_again)
         decision = judge(
             run,
@@ -206,13 +235,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def message(run: RunDir, decision: Decision) -> str:
     """One line for the job's log."""
+    if decision == DONE:
+        return "done: the run has all its steps."
     if decision.act is Act.REQUEUE:
         return f"{decision.why}. To be requeued."
     if decision.act is Act.AGAIN:
         return f"{decision.why}. Again, in the same allocation."
+    next_start = f"the same command with --run.dir {shlex.quote(run.place)} continues"
     if not decision.hint:
-        return f"{decision.why}. Not requeued; the same command with --run.dir {run.path} continues."
-    next_start = f"the same command with --run.dir {run.path} continues"
+        return f"{decision.why}. Not requeued; {next_start}."
     return f"{decision.why}: no restart. HINT: {decision.hint}; {next_start}"
 
 

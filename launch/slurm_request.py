@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp.base.errors import ConfigError, LaunchError
+from launch.sbatch_options import Options, check_gpus
 
 
 def flag(default: int | str, help: str) -> Any:
@@ -39,7 +40,10 @@ class Request:
         120,
         "seconds before the time limit at which the ranks receive a signal; more than a step and a save take",
     )
+    array_parallelism: int = flag(0, "jobs of an array that run at a time; 0 means all")
     cluster: str = flag("slurm", "slurm, local (this machine, the same way), or debug (this process)")
+    sbatch: Options = field(default_factory=dict)
+    """Further options of sbatch, as typed."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -59,8 +63,15 @@ class Request:
         }
         names = ("partition", "account", "qos", "constraint", "exclude")
         slurm = {f"slurm_{name}": getattr(self, name) or None for name in names}
-        slurm["slurm_signal_delay_s"] = self.signal_s
+        slurm |= {
+            "slurm_signal_delay_s": self.signal_s,
+            "slurm_array_parallelism": self.array_parallelism or None,
+            "slurm_additional_parameters": self._further(),
+        }
         return {name: value for name, value in {**common, **slurm}.items() if value is not None}
+
+    def _further(self) -> Options:
+        return {**self.sbatch} if "no-requeue" in self.sbatch else {"requeue": True, **self.sbatch}
 
 
 def minutes(text: str) -> int:
@@ -92,13 +103,21 @@ def check(request: Request) -> None:
     """Check what needs neither submitit nor sbatch."""
     if request.cluster not in ("slurm", "local", "debug"):
         raise ConfigError(f"--cluster {request.cluster} is not slurm, local or debug.", "--cluster slurm")
-    for name in ("nodes", "gpus_per_node", "tasks_per_node", "cpus_per_task", "signal_s"):
+    for name in (
+        "nodes",
+        "gpus_per_node",
+        "tasks_per_node",
+        "cpus_per_task",
+        "signal_s",
+        "array_parallelism",
+    ):
         if getattr(request, name) < (name == "nodes"):
             raise ConfigError(
                 f"--{name.replace('_', '-')} {getattr(request, name)} is too few.",
                 f"--{name.replace('_', '-')} 1",
             )
     request.parameters()
+    check_gpus(request.sbatch, request.tasks_per_node)
     if request.cluster == "slurm" and shutil.which("sbatch") is None:
         raise LaunchError("there is no sbatch here.", "--cluster local runs it on this machine")
     if request.cluster != "slurm" and request.nodes > 1:

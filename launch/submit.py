@@ -3,17 +3,21 @@
     python -m launch.submit --nodes 4 --gpus-per-node 8 --time 4:00:00 -- --config recipes/digits.toml
     python -m launch.submit --array recipes/a.toml recipes/b.toml --time 30 -- --train.steps 1000
     python -m launch.submit --cluster local --tasks-per-node 2 --follow -- --train.steps 50
+    python -m launch.submit --nodes 2 --dependency=afterok:1234 --reservation=mine -- --train.steps 50
     python -m launch.submit --nodes 2 --dry-run -- --config recipes/digits.toml
 
-The flags of train.py follow `--`. --dry-run prints the sbatch file and submits nothing. The code is copied
-into the run directory, so that a job that waits in the queue runs the code that was submitted. The resources
-are in launch/slurm_request.py, the task of the job in launch/submit_task.py, its requeue in slurm/lib.sh.
+The flags of train.py follow `--`; any other option of sbatch passes through, by its long name. --dry-run
+prints the sbatch file and submits nothing. The code is copied into the run directory, so that a job that
+waits in the queue runs the code that was submitted. The resources are in launch/slurm_request.py, sbatch's
+further options in launch/sbatch_options.py, the task of the job in launch/submit_task.py, its requeue in
+slurm/lib.sh.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import shlex
 import shutil
@@ -23,10 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import submitit
-from submitit.core.utils import FailedJobError
+from typing import TYPE_CHECKING, Any
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError, LaunchError, ShardrunError
@@ -34,9 +35,11 @@ from fsdp.config import Config
 from fsdp.config.command_line import CommandParser, whole_number
 from fsdp.rundir import paths
 from fsdp.rundir.paths import RunDir
-from launch import rendezvous
+from launch import rendezvous, sbatch_options
 from launch.slurm_request import Request, check
-from launch.submit_task import SubmittedRun
+
+if TYPE_CHECKING:  # imported where a job is made: --help works without it
+    import submitit
 
 HOME = Path(__file__).resolve().parent.parent
 CODE = ("train.py", "fsdp", "launch", "slurm")
@@ -52,29 +55,35 @@ class JobArray:
 
     @property
     def runs(self) -> list[RunDir]:
-        return [RunDir(Path(config.run.dir)) for config in self.configs]
+        return [paths.open_run(config.run.dir) for config in self.configs]
 
 
 def plan(flags: Sequence[str], recipes: Sequence[str] = ()) -> JobArray:
     """The jobs of these flags and recipes. Errors in them are raised here, before anything is submitted."""
     if not recipes:
         config = configuration.load(flags)
-        folder = paths.choose(config)
-        return JobArray(folder, (configuration.replace(config, run__dir=str(folder)),))
+        config = configuration.replace(config, run__dir=paths.place_of(config))
+        run = paths.open_run(config.run.dir)
+        return JobArray(_new_folder(config) if run.url else run.path, (config,))
     configs = [configuration.load(["--config", recipe, *flags]) for recipe in recipes]
     if configs[0].run.dir and len(configs) > 1 and len({config.run.dir for config in configs}) == 1:
         raise ConfigError(
             f"--run.dir {configs[0].run.dir} cannot be {len(configs)} runs at once.", "leave --run.dir out"
         )
-    folder = paths.choose(configuration.replace(configs[0], run__dir=""))
+    folder = _new_folder(configs[0])
     names = [f"{index}-{Path(recipe).stem}" for index, recipe in enumerate(recipes)]
     placed = [
         configuration.replace(
-            config, run__dir=str(Path(config.run.dir).absolute() if config.run.dir else folder / name)
+            config, run__dir=paths.place_of(config) if config.run.dir else str(folder / name)
         )
         for config, name in zip(configs, names, strict=True)
     ]
     return JobArray(folder, tuple(placed))
+
+
+def _new_folder(config: Config) -> Path:
+    """A folder under runs/ for code and logs, where they have no place in one run directory."""
+    return paths.choose(configuration.replace(config, run__dir=""))
 
 
 def snapshot(folder: Path) -> Path:
@@ -94,6 +103,8 @@ def snapshot(folder: Path) -> Path:
 
 def executor(request: Request, batch: JobArray) -> submitit.AutoExecutor:
     """submitit's executor, with lines of slurm/lib.sh before and after its srun."""
+    import submitit
+
     code = batch.folder / "code"
     made = submitit.AutoExecutor(
         folder=batch.folder / "logs", cluster=request.cluster, **_for_cluster(request.cluster, code)
@@ -101,7 +112,6 @@ def executor(request: Request, batch: JobArray) -> submitit.AutoExecutor:
     made.update_parameters(**request.parameters())
     if request.cluster == "slurm":
         made.update_parameters(
-            slurm_additional_parameters={"requeue": True},
             slurm_srun_args=["--kill-on-bad-exit=1", "--cpu-bind=none"],
             slurm_setup=_before(code, batch.runs),
             slurm_teardown=["rc=$?", "set -e", "judge_and_act --no-again"],
@@ -123,7 +133,7 @@ def _before(code: Path, runs: Sequence[RunDir]) -> list[str]:
     """Lines of the batch script before srun: cluster.env, the run directory of this array element, the
     rendezvous.
     """
-    folders = " ".join(shlex.quote(str(run.path)) for run in runs)
+    folders = " ".join(shlex.quote(run.place) for run in runs)
     return [
         "set -euo pipefail",
         f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH",
@@ -138,6 +148,8 @@ def _before(code: Path, runs: Sequence[RunDir]) -> list[str]:
 @contextlib.contextmanager
 def job_variables(code: Path, cluster: str) -> Iterator[None]:
     """Set what the job inherits: the snapshot first on PYTHONPATH, and locally the rendezvous."""
+    import submitit
+
     added = {
         "PYTHONPATH": os.pathsep.join([str(code), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONSAFEPATH": "1",
@@ -150,6 +162,10 @@ def job_variables(code: Path, cluster: str) -> Iterator[None]:
 
 def submit(request: Request, batch: JobArray) -> list[submitit.Job[Any]]:
     """One job, or one array."""
+    from submitit.core.utils import FailedJobError
+
+    from launch.submit_task import SubmittedRun
+
     code = snapshot(batch.folder)
     jobs = [SubmittedRun(config) for config in batch.configs]
     with job_variables(code, request.cluster):
@@ -169,7 +185,7 @@ def submit(request: Request, batch: JobArray) -> list[submitit.Job[Any]]:
 def sbatch_file(request: Request, batch: JobArray) -> str:
     """The sbatch file that would be submitted, or one line about a run on this machine."""
     if request.cluster != "slurm":
-        runs = ", ".join(str(run.path) for run in batch.runs)
+        runs = ", ".join(run.place for run in batch.runs)
         return f"{request.cluster}: {request.ranks_per_node} ranks on this machine, run {runs}"
     made: Any = executor(request, batch)._executor
     if len(batch.configs) > 1:
@@ -185,7 +201,7 @@ def describe(request: Request, batch: JobArray, jobs: Sequence[submitit.Job[Any]
     ids = ", ".join(job.job_id for job in jobs)
     size = f"{request.nodes} nodes × {request.ranks_per_node} ranks, {request.time}"
     lines = [f"job     {ids} on {request.cluster}: {size}"]
-    lines += [f"run     {run.path}" for run in batch.runs]
+    lines += [f"run     {run.place}" for run in batch.runs]
     lines += [f"log     {job.paths.stdout}" for job in jobs]
     # SIGTERM is a stop request, so both commands leave a checkpoint
     ending = "scancel" if request.cluster == "slurm" else "kill"
@@ -221,10 +237,20 @@ def _is_alive(job: submitit.Job[Any], cluster: str) -> bool:
     return bool(queue.stdout.strip())
 
 
+def _has_ended_well(run: RunDir) -> bool:
+    if not run.url:
+        return run.done.exists() or run.stopped.exists()
+    from fsdp.checkpoint.run_mirror import get_file  # imports torch
+
+    return any(get_file(run, marker.name) is not None for marker in (run.done, run.stopped))
+
+
 def _parser() -> CommandParser:
     hint = "train.py's flags follow `--`: -- {} …"
     parser = CommandParser("launch.submit", __doc__, unknown_hint=hint)
     for field in dataclasses.fields(Request):
+        if "help" not in field.metadata:
+            continue
         kind = whole_number() if isinstance(field.default, int) else str
         shown = f"{field.metadata['help']} (default: {field.default or 'left to the cluster'})"
         parser.add_argument(
@@ -238,6 +264,26 @@ def _parser() -> CommandParser:
     return parser
 
 
+def _options(words: Sequence[str]) -> dict[str, Any]:
+    """The flags of this tool by name, and sbatch's under `sbatch`. Any other is an error."""
+    parser = _parser()
+    found, unknown = parser.parse_known_intermixed_args(list(words))
+    passed, others = sbatch_options.read(unknown, sbatch_options.known() if unknown else frozenset())
+    if others:
+        parser.parse(others)
+    if passed and found.cluster != "slurm":
+        name = next(iter(passed))
+        raise ConfigError(
+            f"--{name} is an option of sbatch, and --cluster {found.cluster} has none.", f"leave --{name} out"
+        )
+    return {**vars(found), "sbatch": passed}
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("submitit") is None:
+        raise LaunchError("launch.submit needs submitit, which is not installed.", "pip install submitit")
+
+
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our flags before `--`, train.py's after it."""
     at = list(argv).index("--") if "--" in argv else len(argv)
@@ -247,10 +293,11 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def main(argv: Sequence[str] | None = None) -> int:
     ours, flags = split(sys.argv[1:] if argv is None else argv)
     try:
-        options = vars(_parser().parse(ours))
+        options = _options(ours)
         recipes, watch, dry_run = options.pop("array"), options.pop("follow"), options.pop("dry_run")
         request = Request(**options)
         check(request)
+        _check_installed()
         batch = plan(flags, recipes)
         if dry_run:
             print(sbatch_file(request, batch))
@@ -265,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif watch:
         with contextlib.suppress(KeyboardInterrupt):  # ends the printing, not the jobs
             follow(jobs[0], request.cluster)
-        return 0 if all(run.done.exists() or run.stopped.exists() for run in batch.runs) else 1
+        return 0 if all(_has_ended_well(run) for run in batch.runs) else 1
     return 0
 
 

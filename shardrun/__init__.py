@@ -23,7 +23,7 @@ CODE = _HERE if IS_INSTALLED else _HERE.parent
 
 _PARTS = {
     "train": "launch.in_process", "load_config": "launch.in_process", "record_of": "launch.in_process",
-    "Outcome": "fsdp.run.loop",
+    "Outcome": "fsdp.run.training_loop",
     "Config": "fsdp.config", "DistEnv": "fsdp.dist.env", "ShardrunError": "fsdp.base.errors",
     "process": "fsdp.run.own_loop", "shard": "fsdp.run.own_loop", "Training": "fsdp.run.own_loop",
 }  # fmt: skip
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from fsdp.base.errors import ShardrunError
     from fsdp.config import Config
     from fsdp.dist.env import DistEnv
-    from fsdp.run.loop import Outcome
     from fsdp.run.own_loop import Training, process, shard
+    from fsdp.run.training_loop import Outcome
     from launch.in_process import load_config, record_of, train
 
 

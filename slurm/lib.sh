@@ -29,6 +29,8 @@ job_facts() {
     find_python
     # SAFEPATH: a folder called launch or fsdp in the submit directory must not precede ours
     export PYTHONPATH="$home${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+    # sbatch --export=NONE sets it to NONE for the job's sruns too, whose tasks would lack all that is exported here
+    export SLURM_EXPORT_ENV=ALL
     # the last task of an array has the array's own id as SLURM_JOB_ID: only id_task names one job
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
     job=${job:-$SLURM_JOB_ID}
@@ -81,9 +83,9 @@ on_head() {
 
 # ---------------------------------------------------------------- before the ranks
 
-# Sets flags, dry_run, preflight and run; prints the job and its nodes, once per start.
+# Sets flags, dry_run, preflight, run and run_folder; prints the job and its nodes, once per start.
 job_begin() {
-    local word log
+    local word log places
     trap : TERM USR1
     job_facts
     export SHARDRUN_LAUNCHER=${LAUNCHER:-torchrun}
@@ -98,8 +100,10 @@ job_begin() {
         esac
     done
     log=$(scontrol show job -o "$job" | grep -oP ' StdOut=\K.*?(?= \w+=)') || log=
-    run=$(on_head python -m launch.slurm_job begin "${dry_run[@]}" --default-run-dir "runs/$SLURM_JOB_NAME-$job" \
+    places=$(on_head python -m launch.slurm_job begin "${dry_run[@]}" --default-run-dir "runs/$SLURM_JOB_NAME-$job" \
         --log "$log" "${flags[@]}")
+    # a URL has a second line: its folder on each node, where the ranks' logs are
+    run=${places%%$'\n'*} run_folder=${places##*$'\n'}
     say "job $job ($SLURM_JOB_NAME), start $((restart + 1)): ${#nodes[@]} nodes × $ranks_per_node ranks on ${nodes[*]}; run $run"
     warn_of_unused_gpus
 }
@@ -128,7 +132,7 @@ name_in_front() {
 meet() {
     local try=$1 names
     names=$(printf ',%s' "${nodes[@]}")
-    export SHARDRUN_NODES=${names#,} SHARDRUN_RANKS_PER_NODE=$ranks_per_node SHARDRUN_RUN=$run
+    export SHARDRUN_NODES=${names#,} SHARDRUN_RANKS_PER_NODE=$ranks_per_node SHARDRUN_RUN=$run_folder
     export SHARDRUN_HOSTS=${RDZV_HOST:-$(head_addresses)} SHARDRUN_TIMEOUT_S=${RDZV_TIMEOUT_S:-60}
     export SHARDRUN_TOKEN=$job-$restart-$try SHARDRUN_TRY=$try
     MASTER_PORT=$(on_head python -m launch.rendezvous port --seed $((SLURM_JOB_ID * 31 + restart * 7 + try))) || return
@@ -171,12 +175,12 @@ show_what_would_run() {
 # Instead of training: measure each rank's device, links and storage, and list the nodes to exclude. The verdict is the job's
 # exit status; it comes in a file, so that torchrun ends without an error of its own.
 examine_nodes() {
-    local verdict_file=$run/doctor/verdict
+    local verdict_file=$run_folder/doctor/verdict
     export SHARDRUN_PREFLIGHT=1
     srun_ranks
     on_head rm -f "$verdict_file"
-    "${by_srun[@]}" bash "$here/node.sh" ranks -m fsdp.doctor --dir "$run" --verdict-to "$verdict_file" || say "its ranks ended with $?"
-    [ "$(on_head cat "$verdict_file")" = 0 ] || die "not fit to train: $run/doctor/doctor.html; nodes to exclude: $run/doctor/exclude"
+    "${by_srun[@]}" bash "$here/node.sh" ranks -m fsdp.doctor --dir "$run_folder" --verdict-to "$verdict_file" || say "its ranks ended with $?"
+    [ "$(on_head cat "$verdict_file")" = 0 ] || die "not fit to train: $run_folder/doctor/doctor.html; nodes to exclude: $run_folder/doctor/exclude"
     exit 0
 }
 

@@ -9,6 +9,12 @@ ignore_stop_signals() {
     trap '' TERM USR1 USR2
 }
 
+# c10d warns in C++: of each host name that does not resolve, and in 30 frames of a store whose process has ended. torch
+# raises its errors and logs them at this level.
+quiet_c10d() {
+    export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
+}
+
 case $1 in
 meet)
     exec python -m launch.rendezvous meet --node "$SLURMD_NODENAME" --nodes "$SHARDRUN_NODES" --hosts "$SHARDRUN_HOSTS" \
@@ -21,6 +27,7 @@ check)
 ranks)
     shift
     ignore_stop_signals
+    quiet_c10d
     read -r address interface < <(python -m launch.rendezvous here --towards "$MASTER_ADDR")
     # gloo would use the loopback if the host's name does not resolve
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
@@ -38,6 +45,7 @@ ranks)
 rank)
     shift
     ignore_stop_signals
+    quiet_c10d
     exec "$@"
     ;;
 *)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench import processes
 from bench.peers.roster import ROSTER
 from bench.peers.work import WORKS, Place
 from fsdp.base import proc
@@ -61,7 +62,7 @@ class Orders:
             return False
         self._left, self._memory, self.losses = order["steps"], order["do"] == "memory", []
         if self._memory:
-            proc.reset_peak_memory()
+            processes.reset_peak_memory()
             if torch.cuda.is_initialized():
                 torch.cuda.reset_peak_memory_stats()
         self._faults = _page_faults()

@@ -1,4 +1,4 @@
-"""The peak figures of devices (dense bf16, memory, memory bandwidth), and the current device of a thread.
+"""The peak figures of devices (dense bf16, memory bandwidth), and the current device of a thread.
 
 Sources: NVIDIA's data sheets of the A100, H100, H200, B200, L4 and L40S, figures with sparsity halved.
 Not here: measured figures.
@@ -15,26 +15,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Device:
-    """Dense bf16 in 10¹² operations a second, memory in bytes, bandwidth in 10⁹ bytes a second."""
+    """Dense bf16 in 10¹² operations a second, bandwidth of the memory in 10⁹ bytes a second."""
 
     name: str
     bf16_tflops: float
-    memory_bytes: int
     memory_gb_s: float
 
 
-GB = 10**9
-
 DEVICES = (
-    Device("A100 40GB", 312.0, 40 * GB, 1555.0),
-    Device("A100 80GB", 312.0, 80 * GB, 2039.0),
-    Device("H100 SXM", 989.4, 80 * GB, 3350.0),
-    Device("H100 PCIe", 756.0, 80 * GB, 2000.0),
-    Device("H100 NVL", 835.0, 94 * GB, 3900.0),
-    Device("H200", 989.4, 141 * GB, 4800.0),
-    Device("B200", 2250.0, 180 * GB, 8000.0),
-    Device("L4", 121.0, 24 * GB, 300.0),
-    Device("L40S", 362.0, 48 * GB, 864.0),
+    Device("A100 40GB", 312.0, 1555.0),
+    Device("A100 80GB", 312.0, 2039.0),
+    Device("H100 SXM", 989.4, 3350.0),
+    Device("H100 PCIe", 756.0, 2000.0),
+    Device("H100 NVL", 835.0, 3900.0),
+    Device("H200", 989.4, 4800.0),
+    Device("B200", 2250.0, 8000.0),
+    Device("L4", 121.0, 300.0),
+    Device("L40S", 362.0, 864.0),
 )
 
 _BY_WORDS = (

@@ -32,18 +32,25 @@ class ShardDigest:
 
 
 def digest_shard(tensor: torch.Tensor) -> ShardDigest:
-    """The sums of a local tensor, in chunks: the extra memory is a few MB at any size."""
+    """The sums of a local tensor, in chunks: the extra memory is a few MB at any size.
+
+    They stay on its device, where int64 wraps modulo 2⁶⁴: the host waits for a device once a tensor.
+    """
     flat = _as_bits(tensor)
-    plain = weighted = 0
-    constant = True
+    if not flat.numel():
+        return ShardDigest(0, 0, 0, True)
+    first = flat[0]
+    plain, weighted = (torch.zeros((), dtype=torch.int64, device=flat.device) for _ in range(2))
+    constant = torch.ones((), dtype=torch.bool, device=flat.device)
     positions = torch.arange(1, 2 * CHUNK, 2, dtype=torch.int64, device=flat.device)
     for start in range(0, flat.numel(), CHUNK):
         bits = flat[start : start + CHUNK].to(torch.int64)
-        total = int(bits.sum())
+        total = bits.sum()
         plain += total
-        weighted += int((bits * positions[: bits.numel()]).sum()) + 2 * start * total
-        constant = constant and bool((bits == bits[0]).all()) and bool(bits[0] == flat[0])
-    return ShardDigest(flat.numel(), plain % _WORD, weighted % _WORD, constant)
+        weighted += (bits * positions[: bits.numel()]).sum() + 2 * start * total
+        constant &= (bits == first).all()
+    found = torch.stack([plain, weighted, constant.long()]).tolist()
+    return ShardDigest(flat.numel(), found[0] % _WORD, found[1] % _WORD, bool(found[2]))
 
 
 def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,6 +58,11 @@ def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat)
     return flat.view(-1).view(_BITS[flat.element_size()]) if flat.numel() else flat.view(-1).to(torch.int64)
+
+
+def as_int64(word: int) -> int:
+    """A word of 64 bits as torch.int64 holds it."""
+    return (word + _WORD // 2) % _WORD - _WORD // 2
 
 
 def combine(parts: list[int]) -> int:

@@ -11,12 +11,14 @@ from typing import Literal
 
 from fsdp.base.commands import as_typed
 
+Scope = Literal["all", "node", "rank"]
+
 
 class ShardrunError(Exception):
     """One line that names the field, the value or the rank, and a HINT that works as typed."""
 
     exit_code = 1
-    scope: Literal["all", "node", "rank"] = "all"
+    scope: Scope = "all"
     """Which ranks raise it: all (rank 0 prints it), the ranks of one node, or one rank alone."""
 
     ranks: tuple[int, ...] = ()
@@ -25,8 +27,16 @@ class ShardrunError(Exception):
     """`errno` of the operating system's error behind it, such as errno.ENOSPC; 0 if there is none."""
 
     def __init__(
-        self, message: str, hint: str | None = None, *, ranks: tuple[int, ...] = (), error_number: int = 0
+        self,
+        message: str,
+        hint: str | None = None,
+        *,
+        scope: Scope | None = None,
+        ranks: tuple[int, ...] = (),
+        error_number: int = 0,
     ) -> None:
+        if scope is not None:
+            self.scope = scope
         self.hint, self.ranks, self.error_number = hint, ranks, error_number
         super().__init__(as_typed(f"{message} HINT: {hint}" if hint else message))
 
@@ -40,6 +50,22 @@ def error_number(error: BaseException) -> int:
 def one_line(error: BaseException) -> str:
     """The error's class and message without line breaks."""
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def message_line(error: BaseException, most: int = 200) -> str:
+    """The message alone without line breaks and its full stop, cut; the class where there is no message."""
+    return " ".join(str(error).split())[:most].rstrip(".") or type(error).__name__
+
+
+def first_line(error: BaseException, most: int = 200) -> str:
+    """The first line of the message, cut; the class where there is no message."""
+    lines = (line.strip()[:most] for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)
+
+
+def without_hint(error: BaseException) -> str:
+    """The message up to its HINT."""
+    return str(error).partition(" HINT: ")[0]
 
 
 class ConfigError(ShardrunError):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 ROOMS = Path(__file__).parents[1]
 SHARED = "base/templates"
+SHOWN_FLAGS = 12
+TILES_IN_A_ROW, LEAST_TILES = 8, 5
 
 
 @cache
@@ -41,14 +43,17 @@ def render(template: str, **values: Any) -> Markup:
     return Markup(_environment().get_template(template).render(values))
 
 
-def document(title: str, body: str, *, style: str = f"{SHARED}/page.css", script: str = "") -> str:
-    """A whole page. `style` and `script` are paths below fsdp/."""
-    parts = {"title": title, "body": body, "style": _source(style), "script": _source(script)}
-    return f"{render(f'{SHARED}/document.html', **parts)}\n"
+def document(title: str, body: str, *, scripts: Sequence[str] = (), refresh_s: int = 0) -> str:
+    """A whole page in the one style of all pages. `scripts` are paths below fsdp/; the browser loads the page
+    again every `refresh_s` seconds, if that is not 0.
+    """
+    parts = {"title": title, "body": body, "style": _source(f"{SHARED}/page.css"), "refresh_s": refresh_s}
+    sources = [_source(path) for path in scripts]
+    return f"{render(f'{SHARED}/document.html', scripts=sources, **parts)}\n"
 
 
 def _source(path: str) -> Markup:
-    return Markup((ROOMS / path).read_text(encoding="utf-8") if path else "")
+    return Markup((ROOMS / path).read_text(encoding="utf-8"))
 
 
 def _part(name: str, *values: object) -> Markup:
@@ -75,8 +80,26 @@ def table(
 
 
 def tiles(shown: Iterable[tuple[str, object, str]]) -> Markup:
-    """(label, value, the small text below it)."""
-    return _part("tiles", list(shown))
+    """(label, value, the small text below it). On a wide page one row, or two of equal length."""
+    made = list(shown)
+    columns = len(made) if len(made) <= TILES_IN_A_ROW else -(-len(made) // 2)
+    return _part("tiles", made, max(columns, LEAST_TILES))
+
+
+def header(
+    title: str,
+    state: str = "",
+    *,
+    lines: Iterable[str] = (),
+    flags: Sequence[str] = (),
+    notes: Iterable[str] = (),
+    name: str = "header",
+) -> Markup:
+    """The head of a page: title and state, lines about it, flags of the run (those after the first
+    SHOWN_FLAGS folded), notes. `name` is the element: header, or div for one of several runs.
+    """
+    few, more = flags[:SHOWN_FLAGS], flags[SHOWN_FLAGS:]
+    return _part("header", name, title, state, [line for line in lines if line], few, more, list(notes))
 
 
 def section(title: str, body: str, about: str = "") -> Markup:
@@ -105,5 +128,14 @@ def div(body: str, kind: str) -> Markup:
     return _part("element", "div", body, kind)
 
 
+def code(text: str) -> Markup:
+    return _part("flag", text)
+
+
 def pre(text: str) -> Markup:
     return _part("element", "pre", text, "")
+
+
+def link(text: str, address: str) -> Markup:
+    """`address` is a relative path that the caller has quoted."""
+    return _part("link", text, address)

@@ -1,7 +1,8 @@
 """The client of object stores such as s3://bucket/prefix, through fsspec: opening, retries, redaction.
 
 Endpoint and keys come from fsspec's environment variables. Not here: checkpoints in a store
-(fsdp/checkpoint/object_store.py) and row files in one (fsdp/tokenize/object_files.py).
+(fsdp/checkpoint/object_store.py), a run's files (fsdp/checkpoint/run_mirror.py) and row files in one
+(fsdp/tokenize/object_files.py).
 """
 
 from __future__ import annotations
@@ -20,9 +21,22 @@ log = logging.getLogger(__name__)
 
 PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Between retries, beside those of the client itself."""
+OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "az", "adl")
+"""The schemes of URLs that a run may name: others of fsspec's run code from files, or log in at any host."""
 UNCHANGED_BY_A_RETRY = ("NoCredentialsError", "ParamValidationError", "CheckpointError")
 
 T = TypeVar("T")
+
+
+def is_url(place: str) -> bool:
+    """Whether a place that a user names is in an object store, and not a folder."""
+    return "://" in place
+
+
+def read_object(url: str, error: type[ShardrunError]) -> bytes:
+    """One small object. `error` is raised if its scheme cannot be opened, OSError if it cannot be read."""
+    fs, path = open_url(url, error, "s3://bucket/name")
+    return bytes(retried(lambda: fs.cat_file(path), f"reading {without_secrets(url)}"))
 
 
 def open_url(url: str, error: type[ShardrunError], example: str) -> tuple[Any, str]:
@@ -32,10 +46,9 @@ def open_url(url: str, error: type[ShardrunError], example: str) -> tuple[Any, s
         import fsspec
 
         fs, root = fsspec.core.url_to_fs(url)
-    except ImportError as absent:
-        raise error(
-            f"{scheme}:// needs {absent.name or 'fsspec'}.", f"pip install {_package(scheme)}"
-        ) from None
+    except ImportError:
+        package = _package(scheme)
+        raise error(f"{scheme}:// needs {package}.", f"pip install {package}") from None
     except ValueError:
         raise error(f"fsspec has no file system for {scheme}://.", example) from None
     return fs, root.rstrip("/")

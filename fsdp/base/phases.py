@@ -71,8 +71,12 @@ class Activities:
 
     def back_to(self, activity: Activity) -> None:
         self._inside.now = activity
-        if self.listener is not None:
+        if self.listener is not None and not getattr(self._inside, "left_out", False):
             self.listener(activity)
+
+    def leave_out_this_thread(self) -> None:
+        """For a thread whose work no step and no save waits for."""
+        self._inside.left_out = True
 
 
 ACTIVITIES = Activities()

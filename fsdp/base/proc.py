@@ -91,36 +91,16 @@ def _read(path: str) -> bytes:
 
 def memory_bytes(pid: int | str = "self") -> dict[str, int]:
     """Bytes by name in /proc/PID/status: VmRSS, VmHWM (its peak), VmSize, RssAnon, RssShmem."""
-    return _kib_lines(PROC / str(pid) / "status")
-
-
-def pss_bytes(pid: int) -> int:
-    """Resident memory of a process, shared pages divided by the number of processes that map them."""
-    return _kib_lines(PROC / str(pid) / "smaps_rollup").get("Pss", 0)
-
-
-def private_bytes() -> int:
-    """Resident memory of this process that no other process shares (USS)."""
-    found = _kib_lines(PROC / "self" / "smaps_rollup")
-    return found.get("Private_Clean", 0) + found.get("Private_Dirty", 0)
+    return kib_lines(PROC / str(pid) / "status")
 
 
 def node_memory_bytes() -> dict[str, int]:
     """Bytes by the name of the line in /proc/meminfo: MemTotal, MemAvailable."""
-    return _kib_lines(PROC / "meminfo")
+    return kib_lines(PROC / "meminfo")
 
 
-def reset_peak_memory() -> None:
-    """VmHWM of this process starts again from its VmRSS."""
-    (PROC / "self" / "clear_refs").write_text("5")
-
-
-def bytes_read() -> int:
-    """Bytes that this process has read so far, from caches too."""
-    return int((PROC / "self" / "io").read_text().split()[1])
-
-
-def _kib_lines(path: Path) -> dict[str, int]:
+def kib_lines(path: Path) -> dict[str, int]:
+    """Bytes by name, of a file of lines such as `VmRSS: 12 kB`; empty where it cannot be read."""
     try:
         lines = path.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -140,22 +120,11 @@ def pids() -> list[int]:
     return [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()]
 
 
-def parents() -> dict[int, int]:
-    """Process id → its parent's, of all processes that can be seen."""
-    found = {pid: stat(pid) for pid in pids()}
-    return {pid: one.parent for pid, one in found.items() if one is not None}
-
-
 def children(pid: int) -> list[int]:
     """Started by the main thread of `pid`, oldest first."""
     with contextlib.suppress(OSError):
         return [int(one) for one in (PROC / f"{pid}/task/{pid}/children").read_text().split()]
     return []
-
-
-def descendants(pid: int) -> set[int]:
-    direct = children(pid)
-    return set(direct).union(*(descendants(one) for one in direct))
 
 
 def shows_this_process() -> bool:
@@ -176,12 +145,3 @@ def has_threads() -> bool:
 def pid_namespace(pid: int | str = "self") -> str:
     """`pid:[4026531836]`, equal for processes that share process ids. Raises OSError without /proc."""
     return str((PROC / str(pid) / "ns" / "pid").readlink())
-
-
-def processor_name() -> str:
-    """The model name of the first processor."""
-    try:
-        lines = (PROC / "cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

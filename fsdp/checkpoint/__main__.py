@@ -5,9 +5,9 @@
     python -m fsdp.checkpoint RUN prune --keep-last 2  delete older ones; refused while a job writes there
     python -m fsdp.checkpoint RUN export --format both --out FOLDER
 
-RUN is a run directory, a folder of checkpoints or s3://bucket/prefix; `verify RUN` works like `RUN verify`.
---step N selects one checkpoint. Exit codes: 0; 1 if a checkpoint is not whole; 2 for a wrong command; 4 if
-there is no checkpoint or another job writes there.
+RUN is a run directory or a place of checkpoints, a folder or s3://bucket/prefix; `verify RUN` works like
+`RUN verify`. --step N selects one checkpoint. Exit codes: 0; 1 if a checkpoint is not whole; 2 for a wrong
+command; 4 if there is no checkpoint or another job writes there.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ import argparse
 import dataclasses
 import shlex
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsdp import config
-from fsdp.base.errors import CheckpointError, ConfigError, RefusedError, ShardrunError
+from fsdp.base.errors import CheckpointError, ConfigError, RefusedError, without_hint
+from fsdp.base.object_client import is_url
+from fsdp.base.units import byte_size, seconds
 from fsdp.checkpoint import file_names, inspect, load, retention
 from fsdp.checkpoint.adapter_weights import PEFT, Base
 from fsdp.checkpoint.export import export, of_averages
@@ -32,10 +36,12 @@ from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.load import CheckpointSource
 from fsdp.checkpoint.lock import Locks, hold
 from fsdp.checkpoint.manifest import Broken
+from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.run_files import WRITER
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
-from fsdp.config.command_line import CommandParser, number, one_of, whole_number
+from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
 from fsdp.config.values import expanded
 from fsdp.models import resolve
 from fsdp.models.hf import resolve_folder
@@ -51,16 +57,14 @@ READ_AT_ONCE = 2 << 30
 """`list` reads every byte of checkpoints up to this total size; of larger ones it compares sizes."""
 
 
+@prints_errors("fsdp.checkpoint")
 def main(argv: Sequence[str]) -> int:
     try:
         options = _parse(argv)
-        store = open_store(_place(options.run, options.section))
-        return {"list": _list, "verify": _verify, "prune": _prune, "export": _export}[options.command](
-            store, options
-        )
-    except ShardrunError as error:
-        print(f"fsdp.checkpoint: {error}", file=sys.stderr)
-        return error.exit_code
+        command = {"list": _list, "verify": _verify, "prune": _prune, "export": _export}[options.command]
+        with _folder_of(options.run) as options.folder:
+            options.section = _section(options)
+            return command(open_store(_place(options)), options)
     except OSError as error:
         print(f"fsdp.checkpoint: {error}", file=sys.stderr)
         return CheckpointError.exit_code
@@ -120,15 +124,32 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             f"python -m fsdp.checkpoint {(runs or ['RUN'])[0]} {(commands or ['list'])[0]}",
         )
     options.run, options.command = runs[0].rstrip("/"), (commands or ["list"])[0]
-    options.section = _section(options)
     return options
+
+
+@contextmanager
+def _folder_of(run: str) -> Iterator[Path]:
+    """The folder of RUN; for a URL a temporary one, with the config.toml of a run directory and a folder
+    `checkpoints` if it is one.
+    """
+    if not is_url(run):
+        yield Path(run)
+        return
+    with tempfile.TemporaryDirectory(prefix="shardrun-run-") as folder:
+        store = ObjectStore(run)
+        found = store.get("config.toml")
+        if found is not None:
+            Path(folder, "config.toml").write_bytes(found.data)
+        if found is not None or store.get(WRITER) is not None:
+            Path(folder, "checkpoints").mkdir()
+        yield Path(folder)
 
 
 def _section(options: argparse.Namespace) -> CheckpointSection:
     """The run's own [checkpoint] section, overridden by this command's flags."""
-    file = Path(options.run, "config.toml")
+    file = options.folder / "config.toml"
     section = CheckpointSection()
-    if "://" not in options.run and file.is_file():
+    if file.is_file():
         fields = {name: config.FIELDS[name] for name in config.FIELDS if name.startswith("checkpoint.")}
         read = {name: value for name, value in config.read_recipe(str(file)).items() if name in fields}
         values = {
@@ -144,12 +165,13 @@ def _section(options: argparse.Namespace) -> CheckpointSection:
     return dataclasses.replace(section, **{name: value for name, value in given.items() if value is not None})
 
 
-def _place(run: str, section: CheckpointSection) -> str:
+def _place(options: argparse.Namespace) -> str:
     """The place of RUN's checkpoints: from its config, its subfolder `checkpoints`, or RUN itself."""
-    if "://" in run:
-        return run
-    if section.dir:
-        return config.check_store(Path(run), section.dir)
+    run: str = options.run
+    if options.section.dir:
+        return config.check_store(Path(run), options.section.dir)
+    if is_url(run):
+        return f"{run}/checkpoints" if (options.folder / "checkpoints").is_dir() else run
     if Path(run, "checkpoints").is_dir():
         return str(Path(run, "checkpoints"))
     if not Path(run).is_dir():
@@ -195,7 +217,7 @@ def _table(store: Store, listings: Sequence[CheckpointListing], read: bool) -> i
         if about is None:
             print(f"{found.step:>10}  {'':>9}  {'':>10}  {'':<12}  {'':>5}  {state}")
         else:
-            age, size = _age(time.time() - about.created), _size(about.bytes)
+            age, size = seconds(max(0.0, time.time() - about.created)), byte_size(about.bytes)
             print(f"{found.step:>10}  {age:>9}  {size:>10}  {about.mesh:<12}  {about.ranks:>5}  {state}")
     for folder in store.folders():
         name = file_names.parse(folder)
@@ -220,21 +242,6 @@ def _why_not(store: Store, found: CheckpointListing, read: bool) -> str | None:
     return None
 
 
-def _age(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
-
-
 def _prune(store: Store, options: argparse.Namespace) -> int:
     locks = _hold(store, options)
     try:
@@ -252,13 +259,14 @@ def _prune(store: Store, options: argparse.Namespace) -> int:
 
 def _hold(store: Store, options: argparse.Namespace) -> Locks:
     """The locks of RUN and of its store, which another run directory may share."""
-    run_dir = None if "://" in options.run else Path(options.run)
+    run_dir: Path | ObjectStore | None = options.folder
+    if is_url(options.run):
+        run_dir = ObjectStore(options.run) if (options.folder / "checkpoints").is_dir() else None
     try:
         return hold(run_dir, store, "python -m fsdp.checkpoint prune")
     except RefusedError as error:
-        held = str(error).removesuffix(f" HINT: {error.hint}")
         hint = "prune when that job has ended, or start it with --checkpoint.keep_last N"
-        raise RefusedError(held, hint) from None
+        raise RefusedError(without_hint(error), hint) from None
 
 
 def _export(store: Store, options: argparse.Namespace) -> int:
@@ -267,7 +275,7 @@ def _export(store: Store, options: argparse.Namespace) -> int:
         raise CheckpointError(
             f"{store.where} holds no whole checkpoint.", f"python -m fsdp.checkpoint {options.run} verify"
         )
-    if "://" in options.run and not options.out:
+    if is_url(options.run) and not options.out:
         raise ConfigError("an object store needs a local folder to export to.", "--out FOLDER")
     name = "full_model_ema" if options.ema else "full_model"
     folder = Path(options.out) if options.out else _own_export(Path(options.run), name)
@@ -289,7 +297,7 @@ def _export(store: Store, options: argparse.Namespace) -> int:
         # files that do not fit together, or are larger than this machine's memory
         raise inspect.classify_failure(error, store.path(found.folder)) from error
     for file in files:
-        print(f"{file}  {_size(file.stat().st_size)}")
+        print(f"{file}  {byte_size(file.stat().st_size)}")
     return 0
 
 
@@ -317,8 +325,8 @@ def _own_export(run: Path, name: str) -> Path:
 
 def _saved_as(options: argparse.Namespace) -> SourceFolder | None:
     """The format of transformers in which the run's model is exported; a torch export needs none."""
-    file = Path(options.run, "config.toml")
-    if "://" in options.run or not file.is_file() or options.section.export_format == "torch":
+    file = options.folder / "config.toml"
+    if not file.is_file() or options.section.export_format == "torch":
         return None
     values = config.read_recipe(str(file))
     name, args = str(values.get("model.name", "")), values.get("model.args", {})
@@ -327,9 +335,7 @@ def _saved_as(options: argparse.Namespace) -> SourceFolder | None:
         return resolve_folder(name, args, {})
     if name != "transformer":
         return None
-    run = config.load_run_config(
-        Path(options.run), trusted=options.trust_code, forgotten=("checkpoint.resume",)
-    )
+    run = config.load_run_config(options.folder, trusted=options.trust_code, forgotten=("checkpoint.resume",))
     run = dataclasses.replace(run, checkpoint=options.section)
     if maybe_llama(run.model.weights) is not None:
         return saved_as(run, resolve(run.model, {}))
@@ -359,16 +365,14 @@ def _base(options: argparse.Namespace, found: CheckpointListing) -> Base | None:
     saved = found.manifest.base
     if not saved:
         return None
-    file = Path(options.run, "config.toml")
+    file = options.folder / "config.toml"
     if not file.is_file():
         raise ConfigError(
-            f"{found.folder} holds adapters over {saved['origin']}, and {file} does not exist.",
+            f"{found.folder} holds adapters over {saved['origin']}, and {options.run} has no config.toml.",
             "give the run directory",
         )
     _check_source(options, config.read_recipe(str(file)), "since checkpoints of adapters do not hold it")
-    run = config.load_run_config(
-        Path(options.run), trusted=options.trust_code, forgotten=("checkpoint.resume",)
-    )
+    run = config.load_run_config(options.folder, trusted=options.trust_code, forgotten=("checkpoint.resume",))
     job = prepare(run, world_size=1, num_nodes=1, device=torch.device("cpu"))
     return dataclasses.replace(
         base_of(run, job.spec, job.dtypes, saved["digest"]),

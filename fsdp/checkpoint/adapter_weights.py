@@ -24,7 +24,7 @@ from fsdp.checkpoint.load import CheckpointSource
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.config import LoraSection
 from fsdp.models.lora import A, B, is_transposed, merged
-from fsdp.models.parameter_names import names_by_tensor
+from fsdp.models.parameter_names import names_in_state
 
 PEFT = "adapter"
 
@@ -117,11 +117,9 @@ def whole_model(source: CheckpointSource, base: Base) -> tuple[list[Entry], full
 
 
 def _entries(base: Base, model: nn.Module) -> list[Entry]:
-    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    names = names_by_tensor(state.items())
-    found = []
-    for name, tensor in state.items():
-        owner = names[tensor][0]
+    state, found = model.state_dict(), []
+    for name, (owner, *_) in names_in_state(model).items():
+        tensor = state[name]
         dtype = base.dtype if tensor.is_floating_point() else tensor.dtype
         found.append(Entry(name, dtype, tuple(tensor.shape), owner if owner != name else ""))
     return found

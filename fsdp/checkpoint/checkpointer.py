@@ -6,6 +6,7 @@ restores, retention.py selects the checkpoints to keep.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import secrets
@@ -20,8 +21,11 @@ from fsdp.base.errors import CheckpointError, error_number
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.checkpoint import discovery, inspect, load, retention, snapshot
 from fsdp.checkpoint.adapter_weights import Base
+from fsdp.checkpoint.copier import Copier
 from fsdp.checkpoint.inspect import CheckpointListing
-from fsdp.checkpoint.lock import Lock
+from fsdp.checkpoint.local_saver import LocalSaver
+from fsdp.checkpoint.local_tier import LocalTier
+from fsdp.checkpoint.lock import Locks
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.restore import Restore, Restored
@@ -64,30 +68,55 @@ class Checkpointer:
         sizes: MeshSizes,
         *,
         config_hash: str,
-        claim: Lock | None = None,
+        claim: Locks | None = None,
         room: Room | None = None,
+        place: str = "",
     ) -> None:
+        """`place`: the run directory's URL, if it is in an object store and `run_dir` is its folder here."""
         self.base: Base | None = None
         """The frozen weights of a run with adapters, set before the first restore or save."""
         self.pretrained: SourceFolder | None = None
         self.resumed_step = -1
         """The step restored from this run's own store; -1 if none was."""
-        self._section, self._run_dir = section, run_dir
+        self._section, self._run_dir, self._place = section, run_dir, place or str(run_dir)
         self._env, self._sizes, self._config = env, sizes, config_hash
         self._group = ObjectGroup()
         self._attempt: str = self._group.broadcast(secrets.token_hex(4))
-        self._store: Store = open_store(section.dir or str(run_dir / "checkpoints"))
+        self._store: Store = open_store(section.dir or f"{self._place}/checkpoints")
         self._claim = claim
-        self._saver = Saver(
-            self._store, self._group, env.device, self._attempt, self._ousted, self._prune, room
-        )
+        self._shared_checked = False
+        self._tier: LocalTier | None = None
+        self._copier: Copier | None = None
+        self._saver = self._build_saver(room)
         self._flight: SaveJob | None = None
         self._ended: list[Sealed] = []
         self._failed_before = False
         self._save_seconds = 0.0
         self._listings: list[CheckpointListing] | None = None
-        self._shared_checked = False
         self._closed = False
+
+    def _build_saver(self, room: Room | None) -> Saver:
+        """Collective."""
+        store, group, device = self._store, self._group, self._env.device
+        if not self._section.local_dir:
+            return Saver(store, group, device, self._attempt, self._before_seal, self._prune, room)
+        self._check_shared()
+        self._tier = LocalTier(
+            Path(self._section.local_dir), store, self._run_dir, group, self._env, self._attempt
+        )
+        local = self._tier.store
+        self._copier = Copier(store, local, device, self._attempt, self._before_seal, self._prune)
+        return LocalSaver(
+            store,
+            local,
+            group,
+            device,
+            self._attempt,
+            self._before_seal,
+            self._copier,
+            leads=self._tier.leads,
+            room=room,
+        )
 
     # ------------------------------------------------------------ saving
 
@@ -134,11 +163,14 @@ class Checkpointer:
 
     @property
     def save_seconds(self) -> float:
-        """The duration of a save from its call to its seal: the last one's, or a guess before the first."""
-        return self._save_seconds or 5.0
+        """The duration of a save from its call to its seal in the shared store: the last one's, or a guess
+        before the first.
+        """
+        copying = 0.0 if self._copier is None else self._copier.copy_seconds
+        return (self._save_seconds or 5.0) + copying
 
     def close(self) -> None:
-        """Waits for the save in flight, which `sealed` then returns.
+        """Waits for the save in flight, which `sealed` then returns, and for copies to the shared store.
 
         CheckpointError on every rank if it failed: the run's last state is lost.
         """
@@ -147,8 +179,17 @@ class Checkpointer:
         self._closed = True
         try:
             self._finish(must=True)
+        except CheckpointError:
+            with contextlib.suppress(CheckpointError):  # a copy that failed too is in the log
+                self._end_copies()
+            raise
         finally:
             self._saver.stop()
+        self._end_copies()
+
+    def _end_copies(self) -> None:
+        if self._copier is not None:
+            self._copier.close()
 
     def _finish(self, must: bool = False) -> None:
         """Waits for the save in flight. All ranks are at the same step, so all of them raise or none does."""
@@ -213,13 +254,13 @@ class Checkpointer:
             data=state.data,
         )
 
-    def _ousted(self) -> str | None:
-        return self._claim.ousted() if self._claim is not None else None
+    def _before_seal(self) -> str | None:
+        return self._claim.before_seal() if self._claim is not None else None
 
     def _prune(self) -> None:
         """After a seal, on rank 0's background thread. A folder that cannot be deleted is logged and left."""
         try:
-            if (why := self._ousted()) is not None:
+            if self._claim is not None and (why := self._claim.ousted()) is not None:
                 log.warning("old checkpoints were not deleted: %s", why)
                 return
             retention.prune(self._store, self._section, self._attempt)
@@ -232,17 +273,29 @@ class Checkpointer:
         """Whether this run has checkpoints: `restore` then fills the whole model, or raises. Collective."""
         if self._listings is None:
             self._check_shared()
+            if self._tier is not None:
+                self._tier.catch_up(self._before_seal)
             self._listings = self._group.on_main(
                 lambda: discovery.list_checkpoints(self._store, self._section, self._attempt)
             )
         return bool(self._listings)
 
-    def restore(self, state: TrainState) -> Restored | None:
-        """Loads the newest whole checkpoint into `state`; None for a run without checkpoints."""
+    def restore(self, state: TrainState, *, weights_only: bool = False) -> Restored | None:
+        """Loads the newest whole checkpoint into `state`; None for a run without checkpoints. With
+        `weights_only` optimizer states are not read.
+        """
         self.finds()
         listings, self._listings = self._listings, None
         restore = Restore(
-            self._store, self._group, self._env, self._section, self._sizes, self._config, self.base
+            self._store,
+            self._group,
+            self._env,
+            self._section,
+            self._sizes,
+            self._config,
+            self.base,
+            weights_only,
+            self._tier,
         )
         if listings:
             restored = restore.newest(state, listings)
@@ -288,6 +341,6 @@ class Checkpointer:
                 dtype=self._section.export_dtype,
             )
         except (Broken, OSError) as error:
-            hint = f"python -m fsdp.checkpoint {self._run_dir} verify"
+            hint = f"python -m fsdp.checkpoint {self._place} verify"
             what = f"{found.folder} was not exported to {folder}: {error}."
             raise CheckpointError(what, hint, error_number=error_number(error)) from None

@@ -138,13 +138,7 @@ def _files(folder: Path) -> list[Path]:
     """The files of a run directory's export, of an export folder, or with names that other tools use."""
     for place in (folder, folder / "full_model"):
         if (place / INDEX_FILE).exists():
-            names = files_of_index(place / INDEX_FILE)
-            outside = [name for name in names if Path(name).name != name]
-            if outside:
-                raise ConfigError(
-                    f"{place / INDEX_FILE} points outside its folder, to {outside[0]}.", "give a whole export"
-                )
-            return [place / name for name in sorted(names)]
+            return files_of_index(place / INDEX_FILE)
         for name in (TORCH_FILE, "model.safetensors", "pytorch_model.bin"):
             if (place / name).exists():
                 return [place / name]
@@ -155,14 +149,20 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
-def files_of_index(index: Path) -> set[str]:
+def files_of_index(index: Path) -> list[Path]:
+    """The safetensors files that an index names, all in its folder."""
     try:
-        return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        names = sorted({str(name) for name in named})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(
             f"--model.weights {index} is no index of safetensors files ({reason}).", "give a whole export"
         ) from None
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ConfigError(f"{index} points outside its folder, to {outside[0]}.", "give a whole folder")
+    return [index.with_name(name) for name in names]
 
 
 def open_safetensors(file: Path) -> dict[str, StoredTensor]:

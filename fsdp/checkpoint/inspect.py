@@ -108,10 +108,15 @@ def sealed_step(store: Store, step: int) -> CheckpointListing | None:
 
 def check_file(store: Store, folder: str, file: str, size: int, crc: int) -> None:
     """Reads a whole file; Broken if its checksum differs."""
-    sum_so_far, buffer = 0, memoryview(bytearray(min(size, CHUNK)))
-    for at in range(0, size, CHUNK):
-        view = buffer[: min(CHUNK, size - at)]
-        store.read_into(folder, file, at, [view])
-        sum_so_far = crc32(view, sum_so_far)
-    if sum_so_far != crc:
+    if crc_of(store, folder, file, 0, size) != crc:
         raise Broken("checksum", f"{file} is not what was written: its checksum differs")
+
+
+def crc_of(store: Store, folder: str, file: str, start: int, end: int) -> int:
+    """The checksum of a range of a file, which is read in pieces."""
+    crc, buffer = 0, memoryview(bytearray(min(CHUNK, end - start)))
+    for at in range(start, end, CHUNK):
+        view = buffer[: min(CHUNK, end - at)]
+        store.read_into(folder, file, at, [view])
+        crc = crc32(view, crc)
+    return crc

@@ -259,12 +259,9 @@ def read_numbers(source: CheckpointSource, keys: dict[str, str]) -> dict[str, fl
     """The numbers at these keys, read by a single process; None if one of them is no number."""
     found: dict[str, float | int] = {}
     for name, key in keys.items():
-        info = source.metadata.storage_data.get(MetadataIndex(key))
-        if info is None:
+        if MetadataIndex(key) not in source.metadata.storage_data:
             return None
-        value = tensor_reader.read_value(
-            source.store, source.folder, info.relative_path, info.offset, info.length
-        )
+        value = _read_value(source, key)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**63:
             return None
         found[name] = value
@@ -277,14 +274,17 @@ def read_whole_number(source: CheckpointSource, key: str) -> int | None:
         tensor = whole(source, key)
         value: object = tensor.item() if tensor.numel() == 1 else None
     else:
-        info = source.metadata.storage_data[MetadataIndex(key)]
         try:
-            value = tensor_reader.read_value(
-                source.store, source.folder, info.relative_path, info.offset, info.length
-            )
+            value = _read_value(source, key)
         except pickle.UnpicklingError:  # an object that weights_only does not load
             value = None
     return value if type(value) is int and 0 <= value < 2**31 else None
+
+
+def _read_value(source: CheckpointSource, key: str) -> object:
+    """A value beside the tensors."""
+    at = source.metadata.storage_data[MetadataIndex(key)]
+    return tensor_reader.read_value(source.store, source.folder, at.relative_path, at.offset, at.length)
 
 
 def whole(source: CheckpointSource, key: str) -> torch.Tensor:

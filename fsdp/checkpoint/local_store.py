@@ -67,7 +67,8 @@ class LocalStore:
         """Makes an empty folder; one of an earlier save of the same attempt is deleted."""
         if os.path.lexists(self.root / folder):
             self._delete(folder)
-        (self.root / folder).mkdir(parents=True)
+        self.make()
+        (self.root / folder).mkdir()
 
     def write(self, folder: str, file: str, buffers: Sequence[Buffer]) -> None:
         """Writes all buffers and syncs the file: when this returns, they survive a power cut."""
@@ -126,10 +127,11 @@ class LocalStore:
         return target
 
     def make(self) -> None:
-        """Makes the root folder if it does not exist."""
-        if not self.root.is_dir():
-            self.root.mkdir(parents=True, exist_ok=True)
-            sync_folder(self.root.parent)
+        """Makes the root folder if it does not exist, and syncs the name of each folder that it makes."""
+        missing = [one for one in (self.root, *self.root.parents) if not one.is_dir()]
+        self.root.mkdir(parents=True, exist_ok=True)
+        for one in reversed(missing):
+            sync_folder(one.parent)
 
     def put_marker(self, name: str) -> None:
         """Writes a file that every rank sees where the storage is shared."""
@@ -175,11 +177,7 @@ def write_all(descriptor: int, buffers: list[Buffer]) -> None:
     """Calls writev until everything is written: one call may write less than it is given."""
     views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
     while views:
-        written = os.writev(descriptor, views[:MANY])
-        while views and written >= len(views[0]):
-            written -= len(views.pop(0))
-        if written:
-            views[0] = views[0][written:]
+        _advance(views, os.writev(descriptor, views[:MANY]))
 
 
 def read_exactly(descriptor: int, offset: int, buffers: list[memoryview]) -> None:
@@ -190,10 +188,15 @@ def read_exactly(descriptor: int, offset: int, buffers: list[memoryview]) -> Non
         if got == 0:
             raise EOFError(f"ends at {offset}, {sum(map(len, views))} bytes short")
         offset += got
-        while views and got >= len(views[0]):
-            got -= len(views.pop(0))
-        if got:
-            views[0] = views[0][got:]
+        _advance(views, got)
+
+
+def _advance(views: list[memoryview], count: int) -> None:
+    """Drops the first `count` bytes."""
+    while views and count >= len(views[0]):
+        count -= len(views.pop(0))
+    if count:
+        views[0] = views[0][count:]
 
 
 def sync_folder(folder: Path) -> None:

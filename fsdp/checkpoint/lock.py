@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fsdp.base.errors import CheckpointError, RefusedError, error_number
+from fsdp.base.phases import ACTIVITIES
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.object_store import ObjectStore, VersionedObject
 from fsdp.checkpoint.store import Store
@@ -105,13 +106,15 @@ class ObjectLock:
     def release(self) -> None:
         """Deletes the lock, unless another job has it by now."""
         self._over.set()
-        self._thread.join(self._beat_s)  # a request may be between retries
+        # A request may be between retries; one that is written after the deletion would leave the lock.
+        self._thread.join(OBJECT_BEAT_S)
         try:
             self._store.drop(FILE, self._version)
         except Exception as error:  # each client has its own classes; the lock goes stale by itself
             log.warning("the lock on %s could not be removed: %s", self._store.where, error)
 
     def _beat(self) -> None:
+        ACTIVITIES.leave_out_this_thread()
         count = 0
         while not self._over.wait(self._beat_s) and self.lost is None:
             count += 1
@@ -191,17 +194,25 @@ class Locks:
     def ousted(self) -> str | None:
         return next((why for one in self._held if (why := one.ousted()) is not None), None)
 
+    def before_seal(self) -> str | None:
+        """Whether a checkpoint may be sealed now: None, or the new holder."""
+        return self.ousted()
+
     def release(self) -> None:
         for one in reversed(self._held):
             one.release()
 
 
-def hold(run_dir: Path | None, store: Store, launcher: str, job: str = "") -> Locks:
+def hold(run_dir: Path | ObjectStore | None, store: Store, launcher: str, job: str = "") -> Locks:
     """Takes the locks of a run directory (if there is one) and its store, or RefusedError with a holder."""
     if run_dir is None or _same(store, run_dir):
         return Locks(_hold_store(store, launcher, job))
     before, began = _peek(store), time.monotonic()
-    run = FolderLock.acquire(run_dir, launcher, job)
+    run: Lock = (
+        FolderLock.acquire(run_dir, launcher, job)
+        if isinstance(run_dir, Path)
+        else hold_url(run_dir, launcher, job)
+    )
     # The time that the run directory's lock was watched counts for the store's, if that did not change.
     watched = time.monotonic() - began if before is not None and _peek(store) == before else 0.0
     try:
@@ -211,8 +222,15 @@ def hold(run_dir: Path | None, store: Store, launcher: str, job: str = "") -> Lo
         raise
 
 
-def _same(store: Store, run_dir: Path) -> bool:
-    return isinstance(store, LocalStore) and store.root.resolve() == run_dir.resolve()
+def hold_url(run: ObjectStore, launcher: str, job: str = "") -> Locks:
+    """Takes the lock of a run directory in an object store, or RefusedError with its holder."""
+    return Locks(_hold_store(run, launcher, job, flag="--run.dir"))
+
+
+def _same(store: Store, run_dir: Path | ObjectStore) -> bool:
+    if isinstance(run_dir, Path):
+        return isinstance(store, LocalStore) and store.root.resolve() == run_dir.resolve()
+    return isinstance(store, ObjectStore) and store.where == run_dir.where
 
 
 def _peek(store: Store) -> bytes | None:
@@ -226,7 +244,9 @@ def _peek(store: Store) -> bytes | None:
         return None
 
 
-def _hold_store(store: Store, launcher: str, job: str, watched_s: float = 0.0) -> Lock:
+def _hold_store(
+    store: Store, launcher: str, job: str, watched_s: float = 0.0, *, flag: str = "--checkpoint.dir"
+) -> Lock:
     try:
         if isinstance(store, ObjectStore):
             return ObjectLock.acquire(store, launcher, job, stale_s=max(0.0, OBJECT_STALE_S - watched_s))
@@ -235,8 +255,8 @@ def _hold_store(store: Store, launcher: str, job: str, watched_s: float = 0.0) -
         return FolderLock.acquire(store.root, launcher, job, stale_s=max(0.0, STALE_S - watched_s))
     except RefusedError as error:
         held = str(error).removesuffix(f" HINT: {error.hint}")
-        raise RefusedError(held, "another --checkpoint.dir, or end that job") from None
+        raise RefusedError(held, f"another {flag}, or end that job") from None
     except OSError as error:
-        hint = "--checkpoint.dir FOLDER that is writable"
+        hint = f"{flag} FOLDER that is writable"
         what = f"{store.where} cannot be written: {error}."
         raise CheckpointError(what, hint, error_number=error_number(error)) from None

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from fsdp.base import garbage
 from fsdp.base.torch_private.saving import DCP_PLACE, DCP_UNREAD, StorageInfo
 from fsdp.checkpoint.manifest import Broken
+from fsdp.checkpoint.pickle_opcodes import check_opcodes
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _CLASSES = (
@@ -89,6 +90,7 @@ def read(data: bytes) -> Metadata:
     """The metadata; Broken if it is damaged or unsafe."""
     try:
         with garbage.held():
+            check_opcodes(data)
             reader = _Reader(data)
             return _Converter(reader.known).metadata(reader.load())
     except Broken:
@@ -213,14 +215,24 @@ def _count(value: Any) -> int:
     return value
 
 
-def _plain(value: Any, deep: int = 0) -> Any:
-    """A value of strings and numbers in dicts, lists and tuples; TypeError for anything else."""
-    if deep > _DEEPEST:
-        raise ValueError("planner_data is nested too deeply")
-    if type(value) is dict:
-        return {_plain(key, _DEEPEST): _plain(one, deep + 1) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_plain(one, deep + 1) for one in value)
+def _plain(value: Any, deep: int = 0, known: dict[tuple[int, int], Any] | None = None) -> Any:
+    """A value of strings and numbers in dicts, lists and tuples; TypeError for anything else.
+
+    `known` are containers that occur again: some kilobytes can refer to a list a million times.
+    """
     if value is None or type(value) in (str, int, float, bool):
         return value
+    if deep > _DEEPEST:
+        raise ValueError("planner_data is nested too deeply")
+    known = {} if known is None else known
+    if (id(value), deep) not in known:
+        known[id(value), deep] = _plain_container(value, deep, known)
+    return known[id(value), deep]
+
+
+def _plain_container(value: Any, deep: int, known: dict[tuple[int, int], Any]) -> Any:
+    if type(value) is dict:
+        return {_plain(key, _DEEPEST, known): _plain(one, deep + 1, known) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(one, deep + 1, known) for one in value)
     raise TypeError(f"a {type(value).__name__} in planner_data")

@@ -12,11 +12,13 @@ unfinished or broken.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import CheckpointError
@@ -131,7 +133,7 @@ class ObjectStore:
         path = self._path(folder, file)
         retried(lambda: self._put(path, buffers), f"writing {self.path(folder)}/{file}")
 
-    def _put(self, path: str, buffers: Sequence[Buffer]) -> None:
+    def _put(self, path: str, buffers: Iterable[Buffer]) -> None:
         stream = self._fs.open(path, "wb", block_size=PART_BYTES)
         try:
             for buffer in buffers:
@@ -175,6 +177,31 @@ class ObjectStore:
 
     def remove_marker(self, name: str) -> None:
         retried(lambda: self._fs.rm_file(f"{self._root}/.shared-{name}"), f"deleting from {self.where}")
+
+    # ------------------------------------------------------------ objects by name, such as a run's files
+
+    def objects(self) -> dict[str, int]:
+        """Name below the prefix → size."""
+        return self._listing("")
+
+    def put(self, name: str, buffers: Iterable[Buffer]) -> None:
+        retried(lambda: self._put(f"{self._root}/{name}", buffers), f"writing {self.path(name)}")
+
+    def delete(self, name: str) -> None:
+        """Deletes the object, if it exists."""
+        with contextlib.suppress(FileNotFoundError):
+            retried(lambda: self._fs.rm_file(f"{self._root}/{name}"), f"deleting {self.path(name)}")
+
+    def download(self, name: str, file: Path) -> None:
+        """Writes the object to a new file, a part at a time."""
+        retried(lambda: self._fs.get_file(f"{self._root}/{name}", str(file)), f"reading {self.path(name)}")
+
+    def modified_at(self, name: str) -> float | None:
+        """Seconds since 1970, by the store's clock; None if it does not exist, or the store does not tell."""
+        path = f"{self._root}/{name}"
+        with contextlib.suppress(FileNotFoundError, NotImplementedError):
+            return float(retried(lambda: self._fs.modified(path).timestamp(), f"reading {self.path(name)}"))
+        return None
 
     # ------------------------------------------------------------ the lock's object, which several jobs write
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.text import listed
 from fsdp.checkpoint.full_state import INDEX_FILE, StoredTensor, files_of_index, open_safetensors
 from fsdp.models.hf_names import Conversion, NamePlan
 from fsdp.models.parameter_names import all_names
@@ -49,7 +50,7 @@ class PretrainedWeights(Mapping[str, Tensor]):
             ("lacks tensors of the new head, which are drawn from the seed", sorted(self._drawn)),
         ):
             if names:
-                log.warning("%s %s: %s", self._source.folder, what, _listed(names))
+                log.warning("%s %s: %s", self._source.folder, what, listed(names, 3))
 
     # ------------------------------------------------------------ reading
 
@@ -73,7 +74,7 @@ class PretrainedWeights(Mapping[str, Tensor]):
 
     def _read(self, key: str, first: int, last: int) -> Tensor:
         found = self._stored[key].rows(first, last)
-        self.nbytes += found.numel() * found.element_size()
+        self.nbytes += found.nbytes
         return found
 
     def _convert(self, name: str, first: int, last: int) -> Tensor:
@@ -125,13 +126,9 @@ def open_stored(source: SourceFolder) -> dict[str, StoredTensor]:
         return open_safetensors(single)
     if not index.is_file():
         raise _no_weights(source)
-    names = sorted(files_of_index(index))
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise ConfigError(f"{index} points outside its folder, to {outside[0]}.", "give a whole folder")
     found: dict[str, StoredTensor] = {}
-    for name in names:
-        found |= open_safetensors(folder / name)
+    for file in files_of_index(index):
+        found |= open_safetensors(file)
     return found
 
 
@@ -143,12 +140,11 @@ def _folder(source: SourceFolder) -> Path:
 def _no_weights(source: SourceFolder) -> ConfigError:
     pickled = next(_folder(source).glob("pytorch_model*.bin"), None)
     what = f"; {pickled.name} is a pickle" if pickled else ""
-    error = ConfigError(
+    return ConfigError(
         f"{source.flag}: {source.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}{what}.",
         source.hints.no_weights,
+        scope="node",
     )
-    error.scope = "node"
-    return error
 
 
 # ---------------------------------------------------------------- what does not fit
@@ -162,8 +158,8 @@ def _check(source: SourceFolder, model: Any, plan: NamePlan) -> list[str]:
     missing = [name for name in plan.missing if name not in drawn]
     if missing:
         raise ConfigError(
-            f"{source.flag}: {source.folder} lacks {_listed(missing)} of {source.class_name}"
-            + (f"; it has {_listed(plan.unexpected)}." if plan.unexpected else "."),
+            f"{source.flag}: {source.folder} lacks {listed(missing, 3)} of {source.class_name}"
+            + (f"; it has {listed(plan.unexpected, 3)}." if plan.unexpected else "."),
             source.hints.missing,
         )
     tensors = model.state_dict()
@@ -174,7 +170,7 @@ def _check(source: SourceFolder, model: Any, plan: NamePlan) -> list[str]:
     ]
     if misshapen:
         raise ConfigError(
-            f"{source.flag}: {source.folder} has other shapes than the model: {_listed(misshapen)}.",
+            f"{source.flag}: {source.folder} has other shapes than the model: {listed(misshapen, 3)}.",
             source.hints.shape,
         )
     return drawn
@@ -188,11 +184,6 @@ def _is_new(name: str, model: Any, plan: NamePlan) -> bool:
     part = base + name.removeprefix(base).partition(".")[0] + "."
     found = (*plan.plain, *plan.converted)
     return not name.startswith(base) or not any(one.startswith(part) for one in found)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _rows(one: StoredTensor) -> int:

@@ -5,7 +5,7 @@ It runs in a thread beside the training step: the long calls (crc32, write, fsyn
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 from fsdp.base.phases import Activity, announces
@@ -13,6 +13,7 @@ from fsdp.checkpoint import file_names, pieces, torch_file
 from fsdp.checkpoint.crc import combine, crc32
 from fsdp.checkpoint.staging import Image, Staged
 from fsdp.checkpoint.store import Store
+from fsdp.checkpoint.write_plan import Shares, WritePlan, pack_shares
 
 SMALL = 4096  # below this, crc32 over the bytes is cheaper than combining
 
@@ -24,20 +25,24 @@ class Written:
     file: str
     size: int = 0
     crc: int = 0
-    shares: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Key → number of elements of the whole tensor, and this rank's share of its digest."""
+    shares: Shares | None = None
+    """This rank's shares of the tensors' digests."""
     buffers: dict[str, int] = field(default_factory=dict)
     """Digests of this rank's own buffers; the checkpoint keeps rank 0's buffers."""
 
 
 @announces(Activity.STORAGE)
-def write_file(store: Store, folder: str, rank: int, image: Image, values: list[bytes]) -> Written:
+def write_file(
+    store: Store, folder: str, rank: int, image: Image, values: list[bytes], plan: WritePlan
+) -> Written:
     """Writes this rank's file; `values` are the pickled values other than tensors, on rank 0."""
     written = Written(file_names.data_file(rank))
+    shares: Counter[str] = Counter()
     for one in image.staged:
         _frame(image, one, written)
-        _add_share(written, one)
+        shares[one.piece.key] += _share(one)
         image.forget(one.tensor)
+    written.shares = pack_shares(plan, shares)
     for value in values:
         written.crc = crc32(value, written.crc)
     written.size = len(image.data) + sum(map(len, values))
@@ -47,7 +52,7 @@ def write_file(store: Store, folder: str, rank: int, image: Image, values: list[
 
 def _frame(image: Image, one: Staged, written: Written) -> None:
     """Writes head and tail around the data, and adds all three to the file's checksum in one pass."""
-    count = one.tensor.numel() * one.tensor.element_size()
+    count = one.tensor.nbytes
     first = one.start + torch_file.HEAD
     data = image.data[first : first + count]
     data_crc = crc32(data)
@@ -60,10 +65,8 @@ def _frame(image: Image, one: Staged, written: Written) -> None:
     written.crc = crc32(tail, crc)
 
 
-def _add_share(written: Written, one: Staged) -> None:
+def _share(one: Staged) -> int:
+    """This file's share of the tensor's digest."""
     piece = one.piece
     offsets = (piece.offsets[0] + one.part.first, *piece.offsets[1:]) if piece.offsets else ()
-    share = pieces.digest(one.tensor, offsets, piece.size)
-    for key in (piece.key, *(key for key, _ in piece.aliases)):
-        numel, sum_so_far = written.shares.get(key, (math.prod(piece.size), 0))
-        written.shares[key] = (numel, (sum_so_far + share) % 2**64)
+    return pieces.digest(one.tensor, offsets, piece.size)

@@ -6,7 +6,7 @@ It holds the order of attempts and their messages. load.py reads a checkpoint, d
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from fsdp.checkpoint import adapter_weights, discovery, file_names, inspect, loa
 from fsdp.checkpoint.adapter_weights import Base
 from fsdp.checkpoint.foreign_dcp import other_keys, prefixes
 from fsdp.checkpoint.inspect import CheckpointListing
+from fsdp.checkpoint.local_tier import LocalTier
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.store import Store
@@ -62,10 +63,14 @@ class Restore:
     config: str
     """The hash of the run's configuration, compared with the checkpoint's."""
     base: Base | None
+    weights_only: bool = False
+    tier: LocalTier | None = None
 
     def newest(self, state: TrainState, listings: list[CheckpointListing]) -> Restored:
         notes: list[str] = []
         for found in listings:
+            if (near := self._from_nodes(state, found, notes)) is not None:
+                return near
             try:
                 if found.manifest is None:
                     raise Broken(found.why, found.detail)
@@ -73,6 +78,19 @@ class Restore:
             except Broken as broken:
                 notes.append(self._set_aside(found, broken))
         raise discovery.none_whole(self.store, len(listings))
+
+    def _from_nodes(self, state: TrainState, found: CheckpointListing, notes: list[str]) -> Restored | None:
+        """Restores with the files of the nodes' own copies; None without them, or if one is damaged."""
+        if self.tier is None or found.manifest is None:
+            return None
+        try:
+            return self._sealed(state, self._open(self.tier.near(found), found), found.manifest, notes)
+        except Broken as broken:
+            self.tier.drop(found.step)
+            notes.append(f"a local copy of step {found.step} is NOT whole ({broken.detail}): dropped")
+            if self.env.is_main:
+                log.error("%s", notes[-1])
+            return None
 
     def from_path(self, state: TrainState, path: str) -> Restored:
         """Restores the checkpoint at a path, with its counters if it has a manifest, else from step 0.
@@ -85,6 +103,7 @@ class Restore:
             if found.manifest is not None:
                 return self._sealed(state, source, found.manifest, [])
             where = prefixes(source.metadata, snapshot.parameter_names(state.model).values(), path)
+            where = replace(where, optim=None) if self.weights_only else where
             averaged = self._load(state, source, where, exact=False)
             epoch, dropped = self._beside_tensors(state, source, where)
         except Broken as broken:
@@ -122,8 +141,8 @@ class Restore:
     ) -> Restored:
         """Restores a sealed checkpoint with its counters."""
         adapter_weights.check(manifest, self.base, source.store.path(source.folder))
-        where, more = Prefixes(), []
-        if not same_states(manifest.optimizer, state.optimizer_name):
+        where, more = Prefixes(optim=None) if self.weights_only else Prefixes(), []
+        if not self.weights_only and not same_states(manifest.optimizer, state.optimizer_name):
             where = Prefixes(optim=None)
             more.append(
                 f"--optim.name {state.optimizer_name} starts with fresh states: "

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fsdp.base.devices import set_thread_device
-from fsdp.base.errors import CheckpointError, error_number
+from fsdp.base.errors import CheckpointError, error_number, without_hint
 from fsdp.checkpoint import file_names, inspect, manifest, pieces
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Manifest
@@ -27,7 +27,13 @@ from fsdp.checkpoint.rank_file import Written, write_file
 from fsdp.checkpoint.snapshot import KeyPath, Snapshot
 from fsdp.checkpoint.staging import Image, Room, Staging
 from fsdp.checkpoint.store import Store
-from fsdp.checkpoint.write_plan import WritePlan, make_plan, metadata_bytes, pack_values
+from fsdp.checkpoint.write_plan import (
+    WritePlan,
+    make_plan,
+    metadata_bytes,
+    pack_values,
+    sum_digests,
+)
 from fsdp.dist.collectives import ObjectGroup
 
 log = logging.getLogger(__name__)
@@ -131,7 +137,7 @@ class Saver:
             except Exception as error:
                 # The ranks are disconnected: a peer has died, or this one cannot even copy.
                 part = self._part_failure(error)
-                job.outcome = replace(_failed(job.step, [part]), fatal=True)
+                job.outcome = replace(failed(job.step, [part]), fatal=True)
             finally:
                 job.copied.set()
                 job.done.set()
@@ -142,19 +148,30 @@ class Saver:
         image = self._staging.copy(job.snapshot.pieces, self._plan.mine, job.ready)
         job.copies = self._staging.event()
         job.copied.set()
-        folder, refused = self._group.broadcast(self._open(job.step) if self._group.rank == 0 else None)
+        folder, refused = self._begin(job)
         if refused is not None:
             return refused
         if job.copies is not None:
             job.copies.synchronize()
         report = self._try_write(folder, image, job)
         reports = self._group.gather(report)
-        outcome = self._close(job, folder, reports) if reports is not None else None
-        outcome = self._group.broadcast(outcome)
+        outcome = self._end(job, folder, reports)
         self._compared = True
         if outcome.path and not outcome.doubt and self._group.rank == 0:
             self._after_seal()
         return replace(outcome, write_s=time.perf_counter() - started)
+
+    def _begin(self, job: SaveJob) -> tuple[str, SaveOutcome | None]:
+        """The staging folder, made, or the outcome of a save that needs or gets none. Collective."""
+        begun: tuple[str, SaveOutcome | None]
+        begun = self._group.broadcast(self._open(job.step) if self._group.rank == 0 else None)
+        return begun
+
+    def _end(self, job: SaveJob, folder: str, reports: list[Written | PartFailure] | None) -> SaveOutcome:
+        """The sealed checkpoint's outcome, or why there is none. Collective; rank 0 has the reports."""
+        outcome: SaveOutcome
+        outcome = self._group.broadcast(self._close(job, folder, reports) if reports is not None else None)
+        return outcome
 
     def _open(self, step: int) -> tuple[str, SaveOutcome | None]:
         """Rank 0: makes an empty staging folder, or returns the outcome of a save that needs or gets none.
@@ -176,9 +193,9 @@ class Saver:
     def _try_write(self, folder: str, image: Image, job: SaveJob) -> Written | PartFailure:
         try:
             job.values = pack_values(job.snapshot) if self._group.rank == 0 else []
-            written = write_file(
-                self._store, folder, self._group.rank, image, [data for _, _, data in job.values]
-            )
+            assert self._plan is not None
+            values = [data for _, _, data in job.values]
+            written = write_file(self._store, folder, self._group.rank, image, values, self._plan)
             self._staging.forget(*(one.tensor for one in image.staged))
             if not self._compared:
                 written.buffers = {
@@ -208,10 +225,10 @@ class Saver:
         try:
             self._store.remove(folder, self._attempt)
         except OSError as error:
-            outcome = _failed(job.step, failures)
+            outcome = failed(job.step, failures)
             left = f"what was written could not be deleted: {one_line(error)}"
             return replace(outcome, failure=f"{outcome.failure}; {left}")
-        return _failed(job.step, failures)
+        return failed(job.step, failures)
 
     def _outcome_near_seal(self, job: SaveJob, failure: str) -> SaveOutcome | None:
         """Rank 0: the outcome of a save that failed at its seal and left a checkpoint; None if it left none.
@@ -223,9 +240,7 @@ class Saver:
             found = inspect.listing_of(self._store, final).manifest
         except CheckpointError as error:
             # The checkpoint may exist: nothing is deleted.
-            return SaveOutcome(
-                job.step, "", f"{failure}; then {str(error).partition(' HINT: ')[0]}", unseen=True
-            )
+            return SaveOutcome(job.step, "", f"{failure}; then {without_hint(error)}", unseen=True)
         if found is None or found.attempt != self._attempt:
             return None
         return SaveOutcome(job.step, self._store.path(final), doubt=failure, bytes=found.bytes)
@@ -246,24 +261,30 @@ class Saver:
             )
 
     def _seal(self, job: SaveJob, folder: str, written: list[Written]) -> SaveOutcome:
-        assert self._plan is not None
-        metadata = metadata_bytes(self._plan, job.values)
+        metadata, about, total = self._contents(job, written)
         self._store.write(folder, file_names.METADATA, [metadata])
-        files = {one.file: (one.size, one.crc) for one in written} | {
-            file_names.METADATA: (len(metadata), crc32(metadata))
-        }
-        total = sum(size for size, _ in files.values())
-        about = replace(job.about, created=time.time(), files=files, digests=_digests(written), bytes=total)
         # An attempt that lost its connection for a while must not seal where another job has taken over.
         if (why := self._lock_lost()) is not None:
             return SaveOutcome(job.step, "", why, fatal=True)
-        self._store.write(folder, file_names.MANIFEST, [manifest.encode(about)])
+        self._store.write(folder, file_names.MANIFEST, [about])
         final = self._store.final(job.step, self._attempt)
         self._store.seal(folder, final)
         return SaveOutcome(job.step, self._store.path(final), bytes=total)
 
+    def _contents(self, job: SaveJob, written: list[Written]) -> tuple[bytes, bytes, int]:
+        """Rank 0: `.metadata`, the manifest, and the checkpoint's bytes."""
+        assert self._plan is not None
+        metadata = metadata_bytes(self._plan, job.values)
+        files = {one.file: (one.size, one.crc) for one in written} | {
+            file_names.METADATA: (len(metadata), crc32(metadata))
+        }
+        total = sum(size for size, _ in files.values())
+        digests = sum_digests(self._plan, (one.shares for one in written if one.shares))
+        about = replace(job.about, created=time.time(), files=files, digests=digests, bytes=total)
+        return metadata, manifest.encode(about), total
 
-def _failed(step: int, failures: Sequence[PartFailure]) -> SaveOutcome:
+
+def failed(step: int, failures: Sequence[PartFailure]) -> SaveOutcome:
     return SaveOutcome(
         step,
         "",
@@ -271,14 +292,6 @@ def _failed(step: int, failures: Sequence[PartFailure]) -> SaveOutcome:
         ranks=tuple(sorted({one.rank for one in failures})),
         error_number=next((one.error_number for one in failures if one.error_number), 0),
     )
-
-
-def _digests(written: list[Written]) -> dict[str, tuple[int, str]]:
-    sums: dict[str, tuple[int, int]] = {}
-    for one in written:
-        for key, (numel, share) in one.shares.items():
-            sums[key] = (numel, (sums.get(key, (0, 0))[1] + share) % 2**64)
-    return {key: (numel, f"{total:016x}") for key, (numel, total) in sums.items()}
 
 
 def one_line(error: BaseException, file: str = "") -> str:

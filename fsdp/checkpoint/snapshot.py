@@ -49,7 +49,7 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        return self.local.numel() * self.local.element_size()
+        return self.local.nbytes
 
 
 @dataclass

@@ -115,7 +115,7 @@ class Staging:
 
 
 def _places(sources: list[torch.Tensor]) -> list[int]:
-    """Where each item begins in the file, and where the last one ends, as write_plan.lay_out counts."""
+    """Where each item begins in the file, and where the last one ends, as metadata_pickle.py counts."""
     places = [0]
     for source in sources:
         places.append(torch_file.aligned(places[-1] + torch_file.item_length(nbytes(source))))
@@ -135,4 +135,4 @@ def rows(local: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return tensor.nbytes

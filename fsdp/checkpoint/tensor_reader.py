@@ -19,7 +19,7 @@ import torch
 from fsdp.base.devices import set_thread_device
 from fsdp.checkpoint import torch_file
 from fsdp.checkpoint.crc import combine, crc32
-from fsdp.checkpoint.inspect import CHUNK
+from fsdp.checkpoint.inspect import crc_of
 from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.store import Store
 
@@ -219,12 +219,7 @@ def read_value(store: Store, folder: str, file: str, offset: int, length: int) -
 
 def sum_range(store: Store, folder: str, file: str, start: int, end: int) -> ByteRange:
     """Reads a range of a file for its checksum."""
-    crc, buffer = 0, memoryview(bytearray(min(CHUNK, end - start)))
-    for at in range(start, end, CHUNK):
-        view = buffer[: min(CHUNK, end - at)]
-        store.read_into(folder, file, at, [view])
-        crc = crc32(view, crc)
-    return ByteRange(file, start, end, crc)
+    return ByteRange(file, start, end, crc_of(store, folder, file, start, end))
 
 
 def tile(size: int, ranges: Iterable[ByteRange]) -> tuple[list[ByteRange], list[tuple[int, int]]]:

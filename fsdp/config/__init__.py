@@ -6,7 +6,8 @@
     sources.py         [[data.sources]], the tables of a mixture
     values.py          parses one value and checks its type and range
     reading.py         loads a recipe (TOML), applies flags `--section.field VALUE`, runs the checks
-    alias_table.py     names of other trainers → flags of this one; aliases.py: the search among them
+    alias_table.py     names of other trainers → flags here; alias_models.py and
+                       alias_scripts.py: more; aliases.py: the search
     foreign_files.py   reads a configuration of another trainer; migrate.py: writes its recipe
     checks.py          fields that conflict; checks_memory.py: those that save memory or time
     trust.py           reads a run directory's config.toml, and limits the code that it may name
@@ -46,16 +47,17 @@ from fsdp.config.sections import (
 from fsdp.config.sources import as_tables
 from fsdp.config.trust import TRUST_HELP, CodeRefused, check_store, load_run_config
 from fsdp.config.values import parse_free_value, parse_value, profile_steps, reshard_policy, worker_range
-from fsdp.config.writing import config_hash, run_toml, to_toml
+from fsdp.config.writing import changed_flags, config_hash, run_toml, shown_value, to_toml
 
 __all__ = [
     "FIELDS", "LAUNCHERS_OWN", "TRUST_HELP", "Args", "CheckpointSection", "CodeRefused", "CommSection",
     "Config", "DataSection", "FieldSpec", "LoraSection", "MemorySection", "MeshSection", "MixedSource",
     "ModelSection",
     "OptimSection", "PlanSection", "PrecisionSection", "ProfileSection", "RaySection", "RunSection",
-    "SpeedSection", "StopSection", "TrainSection", "WatchSection", "all_fields", "as_tables", "check",
+    "SpeedSection", "StopSection", "TrainSection", "WatchSection", "all_fields", "as_tables", "changed_flags",
+    "check",
     "check_store",
     "common_fields", "config_hash", "flatten", "help_asked", "load", "load_run_config", "pair_flags",
     "parse_free_value", "parse_value", "profile_steps", "read_recipe", "replace", "reshard_policy",
-    "run_toml", "to_toml", "worker_range",
+    "run_toml", "shown_value", "to_toml", "worker_range",
 ]  # fmt: skip

@@ -13,30 +13,27 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.base.errors import ConfigError
 from fsdp.config.aliases import table
-from fsdp.config.command_line import CommandParser
+from fsdp.config.command_line import CommandParser, prints_errors
 from fsdp.config.foreign_files import read_foreign
 from fsdp.config.migrate import recipe_text
 
 ACTIONS = ("migrate", "table")
 
 
+@prints_errors("fsdp.config")
 def main(argv: Sequence[str]) -> int:
     parser = CommandParser("fsdp.config", __doc__)
     parser.add_argument("action", metavar="ACTION", help="migrate or table")
     parser.add_argument("file", metavar="FILE", nargs="?", help="the configuration of another trainer")
     parser.add_argument("--out", type=Path, metavar="RECIPE", help="where to write the recipe")
-    try:
-        options = parser.parse(argv)
-        if options.action not in ACTIONS:
-            raise ConfigError(
-                f"{options.action} is not one of {', '.join(ACTIONS)}.", "python -m fsdp.config --help"
-            )
-        print(table().rstrip() if options.action == "table" else migrate(options.file, options.out))
-    except ShardrunError as error:
-        print(f"fsdp.config: {error}", file=sys.stderr)
-        return error.exit_code
+    options = parser.parse(argv)
+    if options.action not in ACTIONS:
+        raise ConfigError(
+            f"{options.action} is not one of {', '.join(ACTIONS)}.", "python -m fsdp.config --help"
+        )
+    print(table().rstrip() if options.action == "table" else migrate(options.file, options.out))
     return 0
 
 

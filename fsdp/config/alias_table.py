@@ -90,7 +90,7 @@ _RESHARD = {name: flags for name, flags in SHARDING.items() if not name.isdigit(
     "never": "--mesh.reshard_after_forward false",
 }
 _RECOMPUTE = "--memory.activation_checkpointing "
-_RECOMPUTED = {
+RECOMPUTED = {
     "false": _RECOMPUTE + "none", "none": _RECOMPUTE + "none", "selective": _RECOMPUTE + "ops",
     "memory_budget": "--memory.activation_budget 0.5",
 }  # fmt: skip
@@ -116,7 +116,7 @@ _OPTIMIZERS |= dict.fromkeys(
     f"no counterpart: {_OWN_OPTIMIZER}",
 )
 _OWN_SCHEDULE = "no counterpart: --optim.schedule package.module:function, with a schedule of your own"
-_SCHEDULES = {
+SCHEDULES = {
     "constant": "--optim.schedule constant --optim.warmup_steps 0",
     "constant_with_warmup": "--optim.schedule constant", "warmuplr": "--optim.schedule constant",
     "warmupdecaylr": "--optim.schedule linear", "warmupcosinelr": "--optim.schedule cosine",
@@ -132,12 +132,13 @@ _WANDB = {
     "none": _NO_WANDB, "false": _NO_WANDB, "[]": _NO_WANDB,
     "tensorboard": "leave it out: TensorBoard's files are always written, into RUN/tensorboard",
 }  # fmt: skip
-_COUNT = "leave it out: the launcher makes the ranks, as in torchrun --nproc_per_node=2 train.py"
+LAUNCHED = "leave it out: the launcher makes the ranks, as in torchrun --nproc_per_node=2 train.py"
 _RESTARTS = "leave it out: a flag of the launcher, as in torchrun --max-restarts=3 train.py"
-_DATA_PARALLEL = "no counterpart: ranks are data-parallel, on the axes --mesh.replicate and --mesh.shard"
+DATA_PARALLEL = "no counterpart: ranks are data-parallel, on the axes --mesh.replicate and --mesh.shard"
 _TOKENS = "--data.name FOLDER: python -m fsdp.tokenize writes a text corpus there once"
 _SIZED = "leave it out: FSDP2 has no buckets; the size of a message is that of a unit, --mesh.wrap"
-_ALWAYS = "leave it out: FSDP2 always does so"
+QUANTIZED = "no counterpart: frozen weights in half the bytes are --precision.frozen bf16"
+ALWAYS = "leave it out: FSDP2 always does so"
 _HUB = "no counterpart: nothing is uploaded; RUN/full_model is a folder to upload"
 _SAVED_WHOLE = "leave it out: sharded checkpoints, and at the end RUN/full_model for --checkpoint.export true"
 _IN_RUN = "leave it out: it is written into the run directory, --run.dir"
@@ -175,7 +176,7 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
         Alias("fast_dev_run", "--train.steps {}", {"true": "--train.steps 1", "false": "leave it out"}),
         Alias("limit_train_batches overfit_batches", "--train.steps N, counted in optimizer steps"),
         Alias(
-            "max_grad_norm gradient_clip_val clip_grad gradient_clipping max_norm",
+            "max_grad_norm gradient_clip_val clip_grad grad_clip gradient_clipping max_norm",
             "--train.clip_grad_norm {}",
         ),
         Alias(
@@ -184,7 +185,8 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
             {"value": "no counterpart: gradients are clipped by norm, --train.clip_grad_norm"},
         ),
         Alias(
-            "eval_steps eval_interval val_check_interval eval_every validation_freq validation.freq",
+            "eval_steps eval_interval val_check_interval eval_every val_every validation_freq "
+            "validation.freq",
             "--train.eval_every_steps {}",
         ),
         Alias(
@@ -271,10 +273,10 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
             "pipeline_parallel_last_stage_less_layers pipeline_parallel_layers_per_stage "
             "pipeline_parallel_schedule_csv context_parallel_rotate_method "
             "pipeline_parallel_microbatch_size megatron_lm_tp_degree megatron_lm_pp_degree "
-            "mp_parameters sp_size parallelism_config_sp_size sequence_parallel_size "
+            "mp_parameters sp_size pp_size ep_size parallelism_config_sp_size sequence_parallel_size "
             "expert_parallel_degree expert_tensor_parallel_degree model_parallel_size "
             "use_parallelism_config parallelism_config use_megatron_lm megatron_lm_config.*",
-            _DATA_PARALLEL,
+            DATA_PARALLEL,
             {
                 "1": "leave it out: 1 is what runs here",
                 "{}": "leave it out",
@@ -307,7 +309,7 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
         Alias(
             "use_orig_params fsdp_use_orig_params sync_module_states fsdp_sync_module_states "
             "limit_all_gathers fsdp_version",
-            _ALWAYS,
+            ALWAYS,
         ),
         Alias(
             "fsdp_cpu_ram_efficient_loading cpu_ram_efficient_loading low_cpu_mem_usage "
@@ -335,7 +337,8 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
     ),
     "Memory, precision, speed": (
         Alias(
-            "mixed_precision precision dtype torch_dtype amp param_dtype mixed_precision_param model_dtype",
+            "mixed_precision precision dtype torch_dtype amp use_amp param_dtype mixed_precision_param "
+            "model_dtype",
             "--precision.param {}",
             _PRECISION,
         ),
@@ -357,7 +360,7 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
             "activation_checkpointing gradient_checkpointing fsdp_activation_checkpointing "
             "activation_checkpoint activation_checkpoint.mode activation_checkpointing_policy",
             _RECOMPUTE + "full",
-            _RECOMPUTED,
+            RECOMPUTED,
         ),
         Alias(
             "selective_ac_option",
@@ -473,7 +476,7 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
         Alias(
             "lr_scheduler lr_scheduler_type scheduler scheduler.type decay_type",
             "--optim.schedule {}",
-            _SCHEDULES,
+            SCHEDULES,
         ),
         Alias(
             "warmup num_warmup_steps lr_warmup_steps warmup_iters warmup_num_steps lr_scheduler.warmup_steps",
@@ -546,9 +549,7 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
                 "70b": "--model.preset 70b",
             },
         ),
-        Alias(
-            "weights pretrained init_from initial_load_path", "--model.weights {}", {"none": "leave it out"}
-        ),
+        Alias("weights pretrained initial_load_path", "--model.weights {}", {"none": "leave it out"}),
         Alias("lora_r lora_rank", "--lora.rank {}"),
         Alias("lora_alpha", "--lora.alpha {}"),
         Alias("lora_dropout", "--lora.dropout {}"),
@@ -578,7 +579,7 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
             "barebones quiet",
             "leave it out: --run.log_every_steps sets the interval of log lines",
         ),
-        Alias("report_to wandb use_wandb enable_wandb logger", "--run.wandb shardrun", _WANDB),
+        Alias("report_to wandb use_wandb wandb_log enable_wandb logger", "--run.wandb shardrun", _WANDB),
         Alias("wandb_project wandb.project", "--run.wandb {}"),
         Alias("project", "--run.wandb {}", {"huggingface": _NO_WANDB}),
         Alias(
@@ -706,12 +707,12 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
             "accelerator compute_environment ddp_backend backend_name role module no_python "
             "main_training_function mpirun_config.* mpirun_hostfile command_file commands "
             "parallel_devices cluster_environment env process_group_backend",
-            _COUNT,
+            LAUNCHED,
         ),
         Alias(
             "nproc_per_node nnodes num_processes num_machines num_nodes devices gpus n_gpus "
             "num_gpus gpus_per_node gpu_ids",
-            _COUNT,
+            LAUNCHED,
         ),
         Alias("max_restarts monitor_interval tee log_rank_filter", _RESTARTS),
         Alias(
@@ -769,7 +770,7 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
         ),
         Alias(
             "overlap_comm reduce_scatter contiguous_gradients allgather_partitions round_robin_gradients",
-            _ALWAYS,
+            ALWAYS,
             {"false": "no counterpart: FSDP2 always does so"},
         ),
         Alias(
@@ -813,8 +814,6 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
     ),
 }
 """By subject, in the order of docs/migrate.md."""
-
-ALIASES: tuple[Alias, ...] = tuple(alias for group in GROUPS.values() for alias in group)
 
 SAME_NAME: Mapping[str, Alias] = {
     "model.name": Alias(

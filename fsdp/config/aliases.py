@@ -1,17 +1,28 @@
-"""The search for another trainer's setting among the rows of alias_table.py, for hints and for migration.
+"""The search for another trainer's setting among the rows of alias_table.py, alias_models.py and
+alias_scripts.py.
 
-It comes before similar spellings. docs/migrate.md prints the same rows; tests/config/test_aliases.py compares
-the two.
+Used for hints, before similar spellings, and for migration. docs/migrate.md prints the same rows;
+tests/config/test_aliases.py compares the two.
 """
 
 from __future__ import annotations
 
 import shlex
 
-from fsdp.config.alias_table import ALIASES, GROUPS, SHARDING, VALUE, Alias
+from fsdp.config import alias_table
+from fsdp.config.alias_models import MODELS
+from fsdp.config.alias_scripts import SCRIPTS
+from fsdp.config.alias_table import SHARDING, VALUE, Alias
 
 __all__ = ["ALIASES", "GROUPS", "SHARDING", "VALUE", "Alias", "alias_of", "hint_for", "is_flags", "table"]
 
+GROUPS = {
+    **alias_table.GROUPS,
+    "Models; nanoGPT, torchtune, Axolotl": MODELS,
+    "Megatron-LM, NeMo, LLaMA-Factory, example scripts": SCRIPTS,
+}
+"""By subject, in the order of docs/migrate.md."""
+ALIASES = tuple(alias for group in GROUPS.values() for alias in group)
 _BY_NAME = {name: alias for alias in ALIASES for name in alias.names.split()}
 
 

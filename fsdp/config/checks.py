@@ -7,20 +7,12 @@ the number of ranks (fsdp/dist/mesh.py) or the device (fsdp/parallel/device_chec
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 from fsdp.base.errors import ConfigError
-from fsdp.config.checks_memory import (
-    check_ahead,
-    check_comm,
-    check_float8,
-    check_frozen,
-    check_lora,
-    check_masters,
-    check_memory,
-    check_optimizer,
-    check_states,
-)
+from fsdp.base.object_client import OBJECT_STORES, without_secrets
+from fsdp.config.checks_memory import MEMORY_CHECKS, refuse_beside
 from fsdp.config.sections import SCHEDULES, Config, DataSection, OptimSection, ProfileSection
 from fsdp.config.values import exists, profile_steps, reshard_policy, worker_range
 
@@ -38,20 +30,10 @@ def check(config: Config) -> None:
         _check_unsharded,
         _check_precision,
         _check_checkpoint,
+        _check_run_dir,
         _check_ray,
-    ):
-        one(config)
-    for one in (
-        check_memory,
-        check_optimizer,
         _check_watch,
-        check_frozen,
-        check_masters,
-        check_lora,
-        check_comm,
-        check_float8,
-        check_states,
-        check_ahead,
+        *MEMORY_CHECKS,
     ):
         one(config)
 
@@ -73,6 +55,12 @@ def _check_train(config: Config) -> None:
         raise ConfigError(
             f"--train.stop_after {train.stop_after} is after the last step, --train.steps {train.steps}.",
             f"--train.stop_after {train.steps}",
+        )
+    if train.evaluate_only and config.checkpoint.resume in ("auto", "never") and not config.model.weights:
+        raise ConfigError(
+            f"--train.evaluate_only true with --checkpoint.resume {config.checkpoint.resume} "
+            "names no weights.",
+            "--checkpoint.resume RUN, or the folder of one checkpoint",
         )
     _check_schedule(config)
     _check_muon(config)
@@ -180,17 +168,14 @@ def _check_unsharded(config: Config) -> None:
     """What FSDP's ignored parameters cannot be combined with."""
     if not config.mesh.unsharded:
         return
-    for name, value, allowed in (
-        ("mesh.strategy", config.mesh.strategy, config.mesh.strategy != "ddp"),
-        ("memory.cpu_offload", "true", not config.memory.cpu_offload),
-        ("memory.nvme", config.memory.nvme, config.memory.nvme == "off"),
-        ("optim.name", config.optim.name, config.optim.name != "muon"),
-    ):
-        if not allowed:
-            raise ConfigError(
-                f"--mesh.unsharded {config.mesh.unsharded} does not work with --{name} {value}.",
-                "leave out --mesh.unsharded",
-            )
+    mesh, memory, optim = config.mesh, config.memory, config.optim
+    others = (
+        ("mesh.strategy", mesh.strategy, mesh.strategy == "ddp"),
+        ("memory.cpu_offload", "true", memory.cpu_offload),
+        ("memory.nvme", memory.nvme, memory.nvme != "off"),
+        ("optim.name", optim.name, optim.name == "muon"),
+    )
+    refuse_beside(f"mesh.unsharded {mesh.unsharded}", others, "leave out --mesh.unsharded")
 
 
 def _check_precision(config: Config) -> None:
@@ -284,6 +269,30 @@ def _weights_hint(config: Config) -> str:
     return "put it back: each start of the run reads it"
 
 
+def _check_run_dir(config: Config) -> None:
+    given = config.run.dir
+    scheme, separator, rest = given.partition("://")
+    if not separator:
+        return
+    if scheme not in OBJECT_STORES or "::" in rest:
+        stores = ", ".join(f"{one}://" for one in OBJECT_STORES)
+        hint = f"--run.dir s3://bucket/{Path(rest).name or 'mine'}, or a folder"
+        raise ConfigError(f"--run.dir {given} is not in a store of {stores}.", hint)
+    try:
+        shown = without_secrets(given)
+    except ValueError:
+        raise ConfigError(
+            f"--run.dir {given} is not a URL.", f"--run.dir {scheme}://bucket/runs/mine"
+        ) from None
+    if shown != given.rstrip("/"):  # config.toml and logs have it
+        hint = f"--run.dir {shown}, and keys in the environment"
+        raise ConfigError("--run.dir has a user, a password or a query.", hint)
+    bucket, _, prefix = rest.strip("/").partition("/")
+    if not prefix:  # the run's files would be beside other runs
+        hint = f"--run.dir {scheme}://{bucket or 'bucket'}/runs/mine"
+        raise ConfigError(f"--run.dir {given} has no prefix below its bucket.", hint)
+
+
 def _check_ray(config: Config) -> None:
     low, high = worker_range(config.ray.num_workers)
     if config.backend == "ray" and config.mesh.replicate and config.mesh.shard:
@@ -295,6 +304,11 @@ def _check_ray(config: Config) -> None:
                 f"but --ray.num_workers is {config.ray.num_workers}.",
                 f"--ray.num_workers {size}",
             )
+    for name in config.ray.env:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise ConfigError(
+                f"--ray.env {name}: not a name of an environment variable.", "--ray.env NAME=VALUE"
+            )
     gpus = config.ray.gpus_per_worker
     if gpus != "auto" and not gpus.replace(".", "", 1).isdigit():
         raise ConfigError(
@@ -305,6 +319,9 @@ def _check_ray(config: Config) -> None:
 def _check_profile(config: Config) -> None:
     profile, steps = config.profile, config.train.stop_after or config.train.steps
     first, _ = profile_steps(profile.steps)
+    for name in ("shapes", "stacks"):
+        if getattr(profile, name) and not profile.trace:
+            raise ConfigError(f"--profile.{name} true has no effect alone.", "--profile.trace true")
     if profile.memory or profile.trace:
         if steps and first > steps:
             raise ConfigError(

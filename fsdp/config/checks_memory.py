@@ -20,6 +20,7 @@ def check_memory(config: Config) -> None:
     _check_activations(config)
     _check_loss_chunk(config)
     _check_nvme(config)
+    _check_optimizer_offload(config)
 
 
 def _check_activations(config: Config) -> None:
@@ -54,7 +55,7 @@ def _check_loss_chunk(config: Config) -> None:
             ("train.loss", config.train.loss, bool(config.train.loss)),
             ("precision.output", config.precision.output, config.precision.output != "auto"),
         )
-        _refuse_beside(f"memory.loss_chunk {config.memory.loss_chunk}", others, "--memory.loss_chunk 0")
+        refuse_beside(f"memory.loss_chunk {config.memory.loss_chunk}", others, "--memory.loss_chunk 0")
 
 
 def _check_nvme(config: Config) -> None:
@@ -75,11 +76,31 @@ def _check_nvme(config: Config) -> None:
         raise ConfigError(
             "--memory.nvme optimizer: --optim.name sgd has no states without momentum.", "--memory.nvme off"
         )
-    _refuse_beside(
+    refuse_beside(
         f"optim.ema {config.optim.ema:g}",
         [("memory.nvme", memory.nvme, bool(config.optim.ema) and memory.nvme != "off")],
         "--memory.nvme off",
     )
+
+
+def _check_optimizer_offload(config: Config) -> None:
+    """The update goes part by part; an average of the weights follows whole updates."""
+    memory, optim = config.memory, config.optim
+    if not memory.optimizer_offload:
+        return
+    if optim.name == "sgd" and not optim.momentum:
+        raise ConfigError(
+            "--memory.optimizer_offload true: --optim.name sgd has no states without momentum.",
+            "--memory.optimizer_offload false",
+        )
+    others = (
+        ("memory.cpu_offload", "true", memory.cpu_offload),
+        ("memory.nvme", memory.nvme, memory.nvme != "off"),
+        ("optim.name", optim.name, optim.name not in ("adamw", "adam", "sgd")),
+        ("optim.state", optim.state, optim.state == "8bit"),
+        ("optim.ema", f"{optim.ema:g}", bool(optim.ema)),
+    )
+    refuse_beside("memory.optimizer_offload true", others, "--memory.optimizer_offload false")
 
 
 def check_comm(config: Config) -> None:
@@ -89,9 +110,16 @@ def check_comm(config: Config) -> None:
             f"(--mesh.strategy {config.mesh.strategy}).",
             "--optim.fused auto",
         )
+    for name in ("all_gather", "reduce_scatter"):
+        if config.comm.allocate_from_group and getattr(config.comm, name):
+            raise ConfigError(
+                f"--comm.allocate_from_group true and --comm.{name} {getattr(config.comm, name)} do not go "
+                "together: your own collective allocates its buffers.",
+                "--comm.allocate_from_group false",
+            )
     if config.mesh.strategy != "ddp":
         return
-    for name in ("all_reduce_hook", "all_gather", "reduce_scatter", "divide_by"):
+    for name in ("all_reduce_hook", "all_gather", "reduce_scatter", "divide_by", "allocate_from_group"):
         if value := getattr(config.comm, name):
             raise ConfigError(
                 f"--comm.{name} {value} applies to FSDP, not to --mesh.strategy ddp.", "--mesh.strategy fsdp"
@@ -122,7 +150,7 @@ def check_float8(config: Config) -> None:
             speed.float8 == "tensorwise" and reshard.isdigit() and int(reshard) > 1,
         ),
     )
-    _refuse_beside(f"speed.float8 {speed.float8}", others, "--speed.float8 off")
+    refuse_beside(f"speed.float8 {speed.float8}", others, "--speed.float8 off")
 
 
 def check_ahead(config: Config) -> None:
@@ -153,7 +181,7 @@ def check_optimizer(config: Config) -> None:
         ("optim.state", optim.state, optim.state != "master"),
         ("optim.fused", optim.fused, custom and optim.fused != "auto"),
     )
-    _refuse_beside(f"optim.name {optim.name}", others, "--optim.name adamw")
+    refuse_beside(f"optim.name {optim.name}", others, "--optim.name adamw")
 
 
 def check_states(config: Config) -> None:
@@ -166,7 +194,7 @@ def check_states(config: Config) -> None:
         ("precision.master", "fp64", config.precision.master == "fp64"),
         ("memory.nvme", config.memory.nvme, optim.state == "8bit" and config.memory.nvme != "off"),
     )
-    _refuse_beside(f"optim.state {optim.state}", others, "--optim.state master")
+    refuse_beside(f"optim.state {optim.state}", others, "--optim.state master")
 
 
 def check_lora(config: Config) -> None:
@@ -202,7 +230,7 @@ def check_frozen(config: Config) -> None:
         ("memory.nvme", "all", memory.nvme == "all"),
         ("speed.float8", config.speed.float8, config.speed.float8 != "off"),
     )
-    _refuse_beside(f"precision.frozen {frozen}", others, "--precision.frozen auto")
+    refuse_beside(f"precision.frozen {frozen}", others, "--precision.frozen auto")
 
 
 def check_masters(config: Config) -> None:
@@ -220,11 +248,24 @@ def check_masters(config: Config) -> None:
         ("memory.nvme", "all", memory.nvme == "all"),
         ("speed.float8", config.speed.float8, config.speed.float8 != "off"),
     )
-    _refuse_beside("precision.master bf16", others, "--precision.master fp32")
+    refuse_beside("precision.master bf16", others, "--precision.master fp32")
 
 
-def _refuse_beside(flag: str, others: Iterable[tuple[str, object, bool]], hint: str) -> None:
+def refuse_beside(flag: str, others: Iterable[tuple[str, object, bool]], hint: str) -> None:
     """Raises ConfigError for the first of `others`, (flag, value, whether it conflicts), that conflicts."""
     for other, value, wrong in others:
         if wrong:
             raise ConfigError(f"--{flag} and --{other} {value} do not go together.", hint)
+
+
+MEMORY_CHECKS = (
+    check_memory,
+    check_optimizer,
+    check_frozen,
+    check_masters,
+    check_lora,
+    check_comm,
+    check_float8,
+    check_states,
+    check_ahead,
+)

@@ -5,6 +5,9 @@
     options = parser.parse(argv)                         every flag is the tool's own
     options, flags = parser.parse_with_run_flags(argv)   the other flags are train.py's, for config.load
 
+    @prints_errors("fsdp.report")
+    def main(argv: Sequence[str]) -> int: …
+
 --help prints the tool's docstring and its flags. A wrong flag raises ConfigError: one line with a HINT, exit
 code 2. Not here: the flags of a run (reading.py).
 """
@@ -12,15 +15,37 @@ code 2. Not here: the flags of a run (reading.py).
 from __future__ import annotations
 
 import argparse
-import difflib
+import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from fsdp.base.commands import as_typed
-from fsdp.base.errors import ConfigError
+from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.base.text import nearest
 
 RUN_FLAGS = "Flags of train.py are accepted too: python train.py --help lists them."
+
+
+Words = TypeVar("Words", bound=Sequence[str])
+
+
+def prints_errors(module: str) -> Callable[[Callable[[Words], int]], Callable[[Words], int]]:
+    """Decorator of a tool's main: prints an error in one line and returns its exit code."""
+
+    def decorate(main: Callable[[Words], int]) -> Callable[[Words], int]:
+        @functools.wraps(main)
+        def run(argv: Words) -> int:
+            try:
+                return main(argv)
+            except ShardrunError as error:
+                print(f"{module}: {error}", file=sys.stderr)
+                return error.exit_code
+
+        return run
+
+    return decorate
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -88,8 +113,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _refuse(self, word: str) -> NoReturn:
         name = word.partition("=")[0]
-        near = difflib.get_close_matches(name, self.flags, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help"
+        hint = nearest(name, self.flags, "did you mean {}?", f"{self.prog} --help")
         raise ConfigError(f"{name} is not a flag.", self._unknown_hint.format(name) or hint)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp.config.sections import Args, Config
+from fsdp.config.sections import Args, Config, Texts
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,11 @@ class FieldSpec:
     @property
     def is_args(self) -> bool:
         return self.type is Args or typing.get_origin(self.type) is typing.get_origin(Args)
+
+    @property
+    def is_texts(self) -> bool:
+        """Named values that stay as typed: ray.env."""
+        return self.is_args and typing.get_args(self.type) == typing.get_args(Texts)
 
     @property
     def is_tables(self) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.text import columns
 from fsdp.config.alias_table import SAME_NAME
 from fsdp.config.aliases import VALUE, alias_of
 from fsdp.config.fields import FIELDS
@@ -55,9 +56,8 @@ class ForeignFile:
 
     def listing(self) -> str:
         """One line an entry."""
-        shown = [f"{entry.name} {entry.text}"[:60] for entry in self.entries]
-        width = max(map(len, shown), default=0)
-        return "\n".join(f"  {one:<{width}}  {e.here}" for one, e in zip(shown, self.entries, strict=True))
+        rows = [(f"{entry.name} {entry.text}"[:60], entry.here) for entry in self.entries]
+        return "\n".join(f"  {line}" for line in columns(rows))
 
 
 def read_foreign(path: Path) -> ForeignFile:

@@ -10,7 +10,6 @@ Not here: the texts themselves, and which fields are common (sections.py).
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import itertools
 import textwrap
@@ -19,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.text import nearest
 from fsdp.config.fields import FIELDS, FieldSpec
 from fsdp.config.sections import Config
 
@@ -37,10 +37,9 @@ def help_asked(argv: Sequence[str], doc: str) -> str | None:
         return None
     section = argv[at + 1] if at + 1 < len(argv) and not argv[at + 1].startswith("-") else ""
     if section and section not in SECTIONS:
-        near = difflib.get_close_matches(section, SECTIONS, n=1)
         raise ConfigError(
             f"{argv[at]} {section}: {section} is not one of {', '.join(SECTIONS)}.",
-            f"{argv[at]} {near[0]}" if near else argv[at],
+            nearest(section, SECTIONS, f"{argv[at]} {{}}", argv[at]),
         )
     text = all_fields if argv[at] == "--help-all" or section in _RARE else common_fields
     return text(section) if section else f"{doc.strip()}\n\n{text()}"
@@ -67,7 +66,7 @@ def all_fields(section: str = "") -> str:
     for name, specs in _by_section(section):
         lines += ["", f"{name}: {section_doc(name)}"] if name else [""]
         for spec in specs:
-            lines.append(f"  --{spec.name}{'.NAME VALUE' if spec.is_args else f' {_type_name(spec)}'}")
+            lines.append(f"  --{spec.name}{_argument(spec)}")
             lines += _wrap(_in_detail(spec), " " * 6, " " * 6)
     return "\n".join(lines).strip("\n")
 
@@ -120,6 +119,12 @@ def _wrap(text: str, first: str, then: str) -> Iterator[str]:
         break_on_hyphens=False,
         break_long_words=False,
     )
+
+
+def _argument(spec: FieldSpec) -> str:
+    if spec.is_texts:
+        return " NAME=VALUE"
+    return ".NAME VALUE" if spec.is_args else f" {_type_name(spec)}"
 
 
 def _type_name(spec: FieldSpec) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp.base.errors import ConfigError
+from fsdp.base.errors import ConfigError, without_hint
 from fsdp.config.aliases import is_flags
 from fsdp.config.fields import FIELDS
 from fsdp.config.foreign_files import ForeignFile
@@ -74,20 +74,16 @@ def _apply(made: _Recipe, name: str, flags: str) -> str:
         try:
             new[field_name] = parse_value(FIELDS[field_name], text)
         except ConfigError as error:
-            return _without_hint(error)
+            return without_hint(error)
         if why := _missing(field_name, text):
             return f"--{field_name} {text}, {why}"
     try:
         load([], made.values | new)
     except ConfigError as error:
-        return _without_hint(error)
+        return without_hint(error)
     made.values |= new
     made.origins |= dict.fromkeys(new, name)
     return ""
-
-
-def _without_hint(error: ConfigError) -> str:
-    return str(error).partition(" HINT: ")[0]
 
 
 def _missing(name: str, text: str) -> str:

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.object_client import is_url, read_object
 from fsdp.config.aliases import SHARDING, hint_for, is_flags
 from fsdp.config.checks import check
-from fsdp.config.fields import FIELDS, flatten
+from fsdp.config.fields import FIELDS, FieldSpec, flatten
 from fsdp.config.foreign_files import FOREIGN_SUFFIXES, foreign_file, is_torchtitan, read_foreign, refuse
 from fsdp.config.sections import LAUNCHERS_OWN, Config
-from fsdp.config.values import exists, parse_free_value, parse_value
+from fsdp.config.values import exists, parse_named, parse_value
 
 SHIPPED = Path(__file__).resolve().parents[2]
 """The folder of the code, which holds recipes/."""
@@ -54,14 +55,15 @@ def read_recipe(path: str) -> dict[str, Any]:
 
     A launcher's settings are left out if the file is a run directory's config.toml.
     """
-    if Path(path).suffix in FOREIGN_SUFFIXES:
+    if Path(path).suffix in FOREIGN_SUFFIXES and not is_url(path):
         raise refuse(read_foreign(Path(path)))
     try:
-        tree = tomllib.loads(_place_of(path).read_text(encoding="utf-8"))
+        tree = tomllib.loads(_read(path).decode("utf-8"))
     except OSError as error:
-        raise ConfigError(
-            f"--config {path} cannot be read ({error.strerror}).", "ls recipes/ lists the recipes that ship"
-        ) from None
+        hint = "ls recipes/ lists the recipes that ship"
+        if is_url(path):
+            hint = "--config RUN/config.toml, with the --run.dir of a run that has started"
+        raise ConfigError(f"--config {path} cannot be read ({error.strerror}).", hint) from None
     except (ValueError, RecursionError) as error:
         # invalid TOML or UTF-8, a number of too many digits, tables nested too deeply
         raise ConfigError(
@@ -74,6 +76,10 @@ def read_recipe(path: str) -> dict[str, Any]:
         return values
     # written by older versions
     return {name: value for name, value in values.items() if name.partition(".")[0] not in LAUNCHERS_OWN}
+
+
+def _read(path: str) -> bytes:
+    return read_object(path, ConfigError) if is_url(path) else _place_of(path).read_bytes()
 
 
 def _place_of(path: str) -> Path:
@@ -143,15 +149,24 @@ def _value_after(name: str, rest: list[str]) -> str:
 def _set(values: dict[str, Any], name: str, value: Any) -> None:
     section, _, key = name.rpartition(".")
     if section in FIELDS and FIELDS[section].is_args:
-        values[section] = {**values.get(section, {}), key: parse_free_value(value)}
+        values[section] = {**values.get(section, {}), key: parse_named(FIELDS[section], key, value)}
     elif name in FIELDS and FIELDS[name].is_args:
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"--{name} {value} has no name.", f"--{name}.NAME {value}")
-        values[name] = {**values.get(name, {}), **value}
+        values[name] = {**values.get(name, {}), **_named(FIELDS[name], value)}
     elif name in FIELDS:
         values[name] = parse_value(FIELDS[name], value)
     else:
         raise ConfigError(f"--{name} is not a flag.", _unknown_hint(name, value))
+
+
+def _named(spec: FieldSpec, value: Any) -> Mapping[str, Any]:
+    """The table of a recipe, or the one value of `--model.args width=512`."""
+    if isinstance(value, Mapping):
+        return {key: parse_named(spec, key, one) for key, one in value.items()} if spec.is_texts else value
+    key, equals, text = str(value).partition("=")
+    if not (key and equals):
+        hint = f"--{spec.name} NAME={value}" if spec.is_texts else f"--{spec.name}.NAME {value}"
+        raise ConfigError(f"--{spec.name} {value} has no name.", hint)
+    return {key: parse_named(spec, key, text)}
 
 
 def _unknown_hint(name: str, value: Any = "") -> str:

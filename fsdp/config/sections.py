@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 Args = Mapping[str, Any]
 """Free keyword arguments (`--model.args.width 512`), checked by the code that receives them."""
+Texts = Mapping[str, str]
+"""Values by name that stay as typed (`--ray.env OMP_NUM_THREADS=4`)."""
 
 
 def knob(
@@ -46,8 +48,9 @@ class RunSection:
 
     dir: str = knob(
         "",
-        "run directory; the same directory resumes the run",
-        "Empty creates a new directory under runs/.",
+        "run directory, a folder or s3://bucket/prefix; the same one resumes the run",
+        "Empty creates a new directory under runs/. Of one in an object store, files are written in "
+        "~/.cache/shardrun/runs of rank 0's node and copied to the store.",
         common=True,
     )
     seed: int = knob(0, "seed of weights, data order and dropout", low=0, common=True)
@@ -61,8 +64,25 @@ class RunSection:
     device: Literal["auto", "cpu", "cuda"] = knob(
         "auto", "device to train on; auto: CUDA if available, else CPU", common=True
     )
+    numa: Literal["auto", "node", "off"] = knob(
+        "auto",
+        "on CUDA, bind each rank to the processors of its GPU's NUMA node",
+        "auto does so on machines with several ranks, node always. Under torchrun, srun and Ray alike.",
+    )
+    allocator: str = knob(
+        "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF of a run on CUDA where the environment has none; empty: torch's default",
+        "Expandable segments leave fewer unusable gaps between blocks of different sizes.",
+    )
     log_every_steps: int = knob(
         0, "steps between log lines; 0: 1 on CPU, 10 on CUDA", unit="steps", low=0, common=True
+    )
+    full_records: int = knob(
+        100_000,
+        "last step with a record of its own in metrics.jsonl and TensorBoard; 0: every step has one",
+        "Later steps share records with means and extremes: 10 steps each, past ten times this step 100.",
+        unit="steps",
+        low=0,
     )
     matmul_precision: Literal["highest", "high", "medium"] = knob(
         "high",
@@ -149,6 +169,12 @@ class TrainSection:
         0, "samples per rank and evaluation batch; 0: the micro-batch", unit="samples", low=0
     )
     eval_samples: int = knob(0, "held-out samples per evaluation; 0: all", unit="samples", low=0)
+    evaluate_only: bool = knob(
+        False,
+        "evaluate the checkpoint of --checkpoint.resume PATH, or --model.weights, and end",
+        "Nothing is trained or saved; optimizer states are not read. --run.dir is a directory of its own.",
+        common=True,
+    )
     nonfinite: Literal["stop", "skip"] = knob(
         "stop",
         "action on a NaN or infinite loss or gradient: stop the run, or skip the update",
@@ -240,8 +266,8 @@ class DataSection:
     dir: str = knob("", "folder of the data; empty: the data set's default", common=True)
     tokenizer: str = knob(
         "",
-        "tokenizer of documents: folder, tokenizer.json or cached id; empty: bytes",
-        "Read offline; code that a tokenizer brings is never run.",
+        "tokenizer of documents: folder, tokenizer.json, cached id; empty: an hf: model's, or bytes",
+        "bytes: those of UTF-8. Read offline; code that a tokenizer brings is never run.",
         common=True,
     )
     seq_len: int = knob(
@@ -336,6 +362,12 @@ class CommSection:
         "",
         "package.module:function(output, input, group, op, async_op), or a class, in place of FSDP's "
         "reduce-scatter",
+    )
+    allocate_from_group: bool = knob(
+        False,
+        "on CUDA, take the buffers of FSDP's collectives from NCCL's own allocator",
+        "For zero-copy transfers over NVLink and InfiniBand SHARP. Not with --comm.all_gather or "
+        "--comm.reduce_scatter.",
     )
     divide_by: float = knob(
         0.0,
@@ -452,6 +484,12 @@ class CheckpointSection:
     """saving, resuming, exporting"""
 
     dir: str = knob("", "folder or s3://bucket/prefix; empty: RUN/checkpoints", common=True)
+    local_dir: str = knob(
+        "",
+        "folder on each node's own disk: saves are sealed there, then copied to dir behind the steps",
+        "A start copies what is only there, and reads what is there. It needs room for three checkpoints' "
+        "part of the node. Empty: saves go to dir.",
+    )
     every_steps: int = knob(100, "steps between checkpoints; 0: none", unit="steps", low=0, common=True)
     every_minutes: float = knob(
         0.0,
@@ -548,6 +586,11 @@ class MemorySection:
         common=True,
     )
     cpu_offload: bool = knob(False, "keep parameters, gradients, states in host memory", common=True)
+    optimizer_offload: bool = knob(
+        False,
+        "keep optimizer states alone in host memory",
+        "The update copies them to the device part by part and back.",
+    )
     nvme: Literal["off", "optimizer", "all"] = knob(
         "off",
         "keep optimizer states in files under nvme_dir; all: sharded parameters and gradients too",
@@ -581,10 +624,11 @@ class SpeedSection:
     float8_emulate: bool = knob(
         False, "emulate float8 rounding on any hardware, slowly", "For trying --speed.float8."
     )
-    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = knob(
+    attention: Literal["auto", "flash", "fa3", "fa4", "cudnn", "efficient", "math"] = knob(
         "auto",
-        "kernel of scaled_dot_product_attention: auto, flash, cudnn, efficient or math",
-        "auto is torch's choice for each call. A named kernel that does not fit the model ends the run.",
+        "kernel of scaled_dot_product_attention: auto, flash, fa3, fa4, cudnn, efficient or math",
+        "auto is torch's choice for each call. fa3 and fa4 put FlashAttention 3 or 4 of their packages in "
+        "flash's place. A named kernel that does not fit the model ends the run.",
     )
     prefetch_forward: int = knob(1, "units gathered ahead in forward", unit="units", low=1)
     prefetch_backward: int = knob(1, "units gathered ahead in backward", unit="units", low=1)
@@ -605,6 +649,16 @@ class ProfileSection:
         "record a Perfetto trace, into RUN/profile",
         "One trace per rank, and a table of where the time goes, for the steps of --profile.steps.",
         common=True,
+    )
+    shapes: bool = knob(
+        False,
+        "a row for each input shape in the trace's table of operations",
+        "With --profile.trace true. The trace has the shapes too.",
+    )
+    stacks: bool = knob(
+        False,
+        "a row for each caller in the trace's table of operations",
+        "With --profile.trace true: the five innermost Python functions. Steps take longer.",
     )
     steps: str = knob("3:5", "steps to profile, FIRST:LAST; one number is one step", unit="steps")
 
@@ -673,7 +727,8 @@ class WatchSection:
     hang_s: float = knob(
         -1.0,
         "end a run without progress this long; -1: automatic",
-        "-1 is 60 s or 30 of the run's own steps, whichever is longer. 0 disables the check.",
+        "-1 is 60 s or 30 of the run's own steps, whichever is longer; 600 s for a save that waits for its "
+        "storage. 0 disables the check.",
         unit="s",
         low=-1,
         common=True,
@@ -717,6 +772,11 @@ class RaySection:
     cpus_per_worker: float = knob(1.0, "CPUs that a worker reserves", unit="CPUs", above=0)
     gpus_per_worker: str = knob(
         "auto", "GPUs that a worker reserves; auto: 1 where the cluster has any, else 0"
+    )
+    env: Texts = knob(
+        {},
+        "environment variables of the workers: --ray.env NAME=VALUE, once for each",
+        "They apply on every node, over those of the node itself.",
     )
     max_failures: int = knob(3, "restarts of the worker group before the run fails; -1: no limit", low=-1)
 

@@ -11,7 +11,6 @@ Not here: how sources are mixed (fsdp/data/mixing_order.py), and fields that con
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 import tomllib
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.text import nearest
 from fsdp.config.sections import MixedSource
 
 FLAG = "--data.sources"
@@ -83,12 +83,9 @@ def _source(nth: int, table: Mapping[str, Any]) -> MixedSource:
     where = f"{TABLE} {nth}"
     for key in table:
         if key not in _FIELDS:
-            near = difflib.get_close_matches(key, _FIELDS, n=1, cutoff=0.6)
+            other = f'args = {{{key} = "VALUE"}}, if the data set has it; here: {", ".join(_FIELDS)}'
             raise ConfigError(
-                f"{where}: {key} is not a field of a source.",
-                f"{near[0]} = VALUE"
-                if near
-                else f'args = {{{key} = "VALUE"}}, if the data set has it; here: {", ".join(_FIELDS)}',
+                f"{where}: {key} is not a field of a source.", nearest(key, _FIELDS, "{} = VALUE", other)
             )
     for key in _TEXTS:
         if not isinstance(table.get(key, ""), str):

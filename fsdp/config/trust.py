@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.object_client import OBJECT_STORES
 from fsdp.config.reading import load, pair_flags, read_recipe
 from fsdp.config.sections import Config
 from fsdp.config.values import exists, expanded
@@ -30,7 +31,7 @@ TRAINING_CODE = (
     "run.sinks",
 )
 """Fields that may name code which only training runs."""
-STORES = ("file", "local", "s3", "gs", "gcs", "abfs", "az", "adl")
+STORES = ("file", "local", *OBJECT_STORES)
 _CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", re.ASCII)
 TRUST_HELP = "PACKAGE.MODULE:NAME that RUN/config.toml names and that may be imported; may be repeated"
 

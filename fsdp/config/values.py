@@ -6,7 +6,6 @@ come from (reading.py), fields that conflict (checks.py).
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import tomllib
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.text import nearest
 from fsdp.config.aliases import SHARDING
 from fsdp.config.fields import FieldSpec
 from fsdp.config.sources import parse_sources
@@ -51,14 +51,16 @@ def _choice_hint(spec: FieldSpec, text: str, choices: Sequence[str]) -> str:
         return known
     word = text.lower().removeprefix("torch.")
     word = DTYPES.get(word, word)
+    if spec.name == "precision.frozen" and word in QUANTIZED:
+        return "--precision.frozen bf16 --lora.rank 8"
     if word in FLOAT8 and "bf16" in choices:
         return f"--{spec.name} bf16 --speed.float8 tensorwise"
-    near = [word] if word in choices else difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
-    return f"--{spec.name} {near[0] if near else spec.default}"
+    return f"--{spec.name} {nearest(word, choices, '{}', str(spec.default))}"
 
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 """torch's names of the dtypes that flags name."""
+QUANTIZED = ("nf4", "fp4", "int4", "int8", "4bit", "8bit")
 FLOAT8 = ("fp8", "float8", "float8_e4m3fn")
 
 
@@ -111,6 +113,17 @@ def _in_range(spec: FieldSpec, number: float | int) -> float | int:
             f"--{spec.name} {number} is out of range: {wanted}.", f"--{spec.name} {spec.default}"
         )
     return number
+
+
+def parse_named(spec: FieldSpec, name: str, value: Any) -> Any:
+    """Parses the value of `--model.args.NAME`, or of `--ray.env.NAME`, which stays text."""
+    if not spec.is_texts:
+        return parse_free_value(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (str, int, float)):
+        return str(value)
+    raise ConfigError(f"--{spec.name}.{name} {value} is not text.", f"--{spec.name} {name}=VALUE")
 
 
 def parse_free_value(text: Any) -> Any:

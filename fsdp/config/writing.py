@@ -26,6 +26,31 @@ def run_toml(config: Config) -> str:
     return _sections(config, LAUNCHERS_OWN).lstrip()
 
 
+NOT_SHOWN = ("run.dir", "checkpoint.dir", "backend")
+"""Where a run is and what started it: not settings that runs are told apart by."""
+
+
+def changed_flags(fields: Mapping[str, Any]) -> list[str]:
+    """`--section.field value` for each of these fields that differs from its default; of tables their
+    name.
+    """
+    flags = []
+    for name, value in fields.items():
+        if name not in FIELDS or name in NOT_SHOWN or value == FIELDS[name].default:
+            continue
+        if FIELDS[name].is_tables:
+            flags.append(f"[[{name}]]")
+        elif isinstance(value, Mapping):
+            flags += [f"--{name}.{key} {shown_value(one)}" for key, one in value.items()]
+        else:
+            flags.append(f"--{name} {shown_value(value)}")
+    return flags
+
+
+def shown_value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else "empty" if value == "" else str(value)
+
+
 def _sections(config: Config, left_out: Sequence[str]) -> str:
     lines = []
     for section in dataclasses.fields(Config)[1:]:
@@ -67,9 +92,9 @@ def toml_value(value: Any) -> str:
 
 NOT_TRAINED = {
     "backend", "mesh", "ray", "plan", "checkpoint", "stop", "memory", "speed", "profile",
-    "run.dir", "run.log_every_steps", "run.wandb", "run.mlflow", "run.sinks",
-    "run.process_group_timeout_s", "train.stop_after",
-    "data.workers", "data.prefetch", "data.to_device", "comm.divide_by",
+    "run.dir", "run.log_every_steps", "run.full_records", "run.wandb", "run.mlflow", "run.sinks",
+    "run.process_group_timeout_s", "run.numa", "run.allocator", "train.stop_after", "train.evaluate_only",
+    "data.workers", "data.prefetch", "data.to_device", "comm.divide_by", "comm.allocate_from_group",
     "watch.enabled", "watch.hang_s", "watch.late_percent", "watch.divergence", "watch.unit_norms",
     "watch.spike",
 }  # fmt: skip

@@ -4,6 +4,7 @@ keyword-only parameters, their types and ranges.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import types
 import typing
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp.base.errors import ConfigError
-from fsdp.config import Args
+from fsdp.config import Args, DataSection, MixedSource
 from fsdp.models.factory import unknown_argument
 
 
@@ -30,6 +31,13 @@ class Where:
 
     def __str__(self) -> str:
         return f"{self.flag} {self.dir}"
+
+
+def source_section(section: DataSection, one: MixedSource) -> DataSection:
+    """A mixture's source as --data.name would give it, with the section's other fields."""
+    return dataclasses.replace(
+        section, name=one.name, dir=one.dir, args=one.args, tokenizer=one.tokenizer, sources=()
+    )
 
 
 def check_args(function: Callable[..., Any], given: Args, owner: str) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""documents: rows of .jsonl, .parquet or .txt files, here or in a store, or of a data set of Hugging Face;
-tokenized on first use. Or a folder of fsdp.tokenize.
+"""documents: rows of .jsonl, .json, .parquet or .txt files, here or in a store, or of a data set of
+Hugging Face; tokenized on first use. Or a folder of fsdp.tokenize.
 
 Text is one row of tokens, each document ended by the tokenizer's end token, split into windows of seq_len. A
 conversation, or a prompt and its completion, is a sample of its own: cut at seq_len, padded, and masked
@@ -26,14 +26,17 @@ from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.data.arguments import Where, check_range
 from fsdp.data.packing import GROUP, VERSION, Long, PackedSamples, cached_plan
 from fsdp.data.text import shifted
-from fsdp.data.token_index import MANY, PARTS, TokenFile, TokenFiles, document_ends, indexed
+from fsdp.data.token_index import MANY, PARTS, TokenFile, TokenFiles, document_ends, ends_of, indexed
 from fsdp.data.tokens import OPEN_AT_ONCE, TokenRow, Windows
 from fsdp.data.types import DataInfo, DataSet, Samples
 from fsdp.models.packed_check import PACKED
 from fsdp.tokenize.cache import digest, made_once
 from fsdp.tokenize.child import key_of, tokenize_in_child
 from fsdp.tokenize.documents import DocumentOptions, Loss, template_text
-from fsdp.tokenize.shards import MANIFEST, TokenizeJob, read_index
+from fsdp.tokenize.shard_files import read_index
+from fsdp.tokenize.shard_plan import TokenizeJob
+from fsdp.tokenize.shards import MANIFEST
+from fsdp.tokenize.sources import left_out
 from fsdp.tokenize.tokenizer import BYTES, digest_of_tokenizer
 
 log = logging.getLogger(__name__)
@@ -124,6 +127,8 @@ def _tokenized(job: TokenizeJob) -> Path:
 
     def make(aside: Path) -> None:
         log.info("documents: tokenizing %s into %s, once", job.source, aside.parent)
+        if others := left_out(job.source):
+            log.warning("documents: %s", others)
         tokenize_in_child(job, aside)
 
     return made_once("tokens", key_of(job), make)
@@ -350,7 +355,8 @@ class DocumentSamples:
         self._index: Callable[[int], tuple[np.ndarray, np.ndarray]] = functools.lru_cache(OPEN_AT_ONCE)(
             lambda place: read_index(files[place].path.with_suffix(".idx"))
         )
-        self._ends = document_ends(files)
+        self._ends, self._token_ends = document_ends(files), ends_of(files)
+        self._tokens, self._trained = TokenRow(files, vocab_size), TokenRow(loss, 2)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -377,6 +383,9 @@ class DocumentSamples:
         file, (lengths, starts) = self.files[place], self._index(place)
         n = index - int(self._ends[place] - len(lengths))
         first = int(starts[n]) // file.dtype.itemsize
+        first += int(self._token_ends[place]) - file.tokens
         count = min(int(lengths[n]), len(tokens))
-        tokens[:count] = file.open()[first : first + count]
-        trained[:count] = self.loss[place].open()[first : first + count] if self.loss else True
+        self._tokens.read_into(tokens[:count], first)
+        trained[:count] = True
+        if self.loss:
+            self._trained.read_into(trained[:count], first)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gzip
 import hashlib
-import os
 import shutil
 import struct
 import zlib
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fsdp.base.cache_folder import cache_folder
 from fsdp.base.errors import ConfigError
 from fsdp.config.values import expanded
 from fsdp.data.arguments import Where
@@ -49,7 +49,7 @@ SIZE = 28
 
 
 def build(where: Where, *, mirror: str = "") -> DataSet:
-    folder = _obtain(expanded(where.dir) if where.dir else default_dir(), mirror)
+    folder = _obtain(expanded(where.dir) if where.dir else cache_folder(), mirror)
     info = DataInfo(
         kind="images",
         facts={"num_classes": len(CLASSES), "image_size": SIZE, "channels": 1},
@@ -58,10 +58,6 @@ def build(where: Where, *, mirror: str = "") -> DataSet:
         preprocess={"image_size": SIZE, "channels": 1, "mean": MEAN, "std": STD},
     )
     return DataSet(train=_samples(folder, "train"), heldout=_samples(folder, "t10k"), info=info)
-
-
-def default_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardrun"
 
 
 # ---------------------------------------------------------------- having the files

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdp.base.errors import OneRankError, ShardrunError, one_line
+from fsdp.base.text import listed
 from fsdp.data.device_prefetch import maybe_carrier
 from fsdp.data.reader_threads import Readers
 from fsdp.data.types import Batch, Samples, StepBatch
@@ -131,8 +132,7 @@ def _named(samples: Samples, indices: np.ndarray, where: str, error: Exception) 
             samples.batch(index[None])
         except Exception:
             bad.append(int(index))
-    named = ", ".join(map(str, bad[:8] or indices[:8].tolist())) + (" …" if len(bad or indices) > 8 else "")
-    plural = "s" * (len(bad) != 1)
+    plural, named = "s" * (len(bad) != 1), listed(bad or indices.tolist())
     return OneRankError(f"{where}: sample{plural} {named} cannot be read: {one_line(error)}.")
 
 

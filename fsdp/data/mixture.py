@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsdp.base.errors import ConfigError, OneRankError
 from fsdp.config import DataSection, MixedSource
+from fsdp.data.arguments import source_section
 from fsdp.data.mixing_order import MixSegment
 from fsdp.data.types import DataInfo, DataSet, MixedRows, Samples
 from fsdp.data.unreadable_samples import first_readable
@@ -66,16 +67,8 @@ def first_segment(section: DataSection, data: DataSet, *, global_batch: int, epo
 
 
 def _built(section: DataSection, one: MixedSource, build_one: Callable[[DataSection], DataSet]) -> DataSet:
-    own = dataclasses.replace(
-        section,
-        name=one.name,
-        dir=one.dir,
-        args=one.args,
-        tokenizer=one.tokenizer,
-        sources=(),
-    )
     try:
-        data = build_one(own)
+        data = build_one(source_section(section, one))
     except ConfigError as error:
         error.args = (f"[[data.sources]] {one.label}: {error}",)
         raise

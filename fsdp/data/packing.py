@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import bisect
 import json
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,12 +29,12 @@ import torch
 from torch import Tensor
 
 from fsdp.base.errors import TrainingError
+from fsdp.base.grouping import grouped
 from fsdp.data.mapped_sequence import mapped
 from fsdp.data.tokens import TokenRow
 from fsdp.models.packed_attention import POSITIONS
 from fsdp.tokenize.cache import made_once
 
-log = logging.getLogger(__name__)
 MASKED = -100
 VERSION = 1
 GROUP = 1 << 20
@@ -176,7 +175,8 @@ def write_plan(
         (folder / "width").open("wb") as widths,
         (folder / "ends").open("wb") as ends,
     ):
-        for group in _grouped(counted):
+        # Files are joined up to a group, so that small ones leave no row half empty each.
+        for group in map(_joined, grouped(counted, len, GROUP)):
             row_of = best_fit(group.width, seq_len)
             by_row = np.argsort(row_of, kind="stable")
             firsts.write(group.first[by_row].astype("<i8").tobytes())
@@ -203,20 +203,6 @@ class _Counted:
             self.long += int((lengths > self._seq_len + 1).sum())
             self.unpacked += int(np.clip(lengths - 1, 0, self._seq_len).sum())
             yield pieces_of(np.asarray(starts), lengths, self._seq_len, self._form)
-
-
-def _grouped(parts: Iterable[Pieces]) -> Iterator[Pieces]:
-    """Files are joined up to a group, so that small ones leave no row half empty each."""
-    waiting: list[Pieces] = []
-    count = 0
-    for part in parts:
-        waiting.append(part)
-        count += len(part)
-        if count >= GROUP:
-            yield _joined(waiting)
-            waiting, count = [], 0
-    if count:
-        yield _joined(waiting)
 
 
 def _joined(parts: list[Pieces]) -> Pieces:

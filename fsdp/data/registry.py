@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import importlib
 import itertools
 import os
@@ -17,14 +18,18 @@ from typing import Any
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
-from fsdp.data.arguments import Where, check_args
+from fsdp.config.values import exists
+from fsdp.data.arguments import Where, check_args, source_section
 from fsdp.data.types import DataSet
+from fsdp.tokenize.file_names import broken_link, shell_word, shown, unreadable
 from fsdp.tokenize.locate import is_remote
 from fsdp.tokenize.shards import MANIFEST
-from fsdp.tokenize.sources import ROWS, is_pattern, matching, plain_folder
+from fsdp.tokenize.sources import ROWS, SETTINGS, ends_with, is_pattern, matching, plain_folder
 
 BUILT_INS = ("digits", "fashion_mnist", "text", "tokens", "documents", "folder", "synthetic")
-LOOKED_AT = 1000  # files of a folder, to tell images from text
+LOOKED_AT = 1000  # files of a folder, to tell images, rows and text apart
+ABOUT = ("README", "LICENSE")
+"""How the names of files about a folder begin, which are none of its data."""
 
 
 def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = None) -> DataSet:
@@ -57,11 +62,27 @@ def _with_tokenizer(source: DataSection, shared: str) -> DataSection:
     return given if _selected(given, {})[0] == "documents" else source
 
 
+def takes_tokenizer(section: DataSection) -> bool:
+    """Whether it reads rows or .txt files that are not tokenized yet; of a mixture, whether each does."""
+    if section.sources:
+        return all(
+            not one.tokenizer and takes_tokenizer(source_section(section, one)) for one in section.sources
+        )
+    if exists(Path(section.dir or section.name) / MANIFEST):
+        return False
+    name, where = _selected(section, {})
+    path = name != section.name
+    return name == "documents" or (path and name == "text" and where.dir.endswith(".txt"))
+
+
 def _selected(section: DataSection, model_facts: Mapping[str, Any]) -> tuple[str, Where]:
     """The data set of --data.name, which may be a path, and its arguments."""
     name, where = section.name, _where(section, model_facts)
-    if is_remote(name) or (name and name not in BUILT_INS and (Path(name).exists() or matching(name))):
-        return _at_path(section, where)
+    try:
+        if is_remote(name) or (name and name not in BUILT_INS and (Path(name).exists() or matching(name))):
+            return _at_path(section, where)
+    except OSError as error:
+        raise unreadable(error, name) from None
     return name, where
 
 
@@ -78,6 +99,8 @@ def _where(section: DataSection, model_facts: Mapping[str, Any]) -> Where:
 def _unknown(name: str) -> ConfigError:
     if is_pattern(name):
         return ConfigError(f"--data.name {name} matches no file.", f"ls {plain_folder(name)}")
+    if Path(name).is_symlink():
+        raise broken_link(Path(name))
     near = difflib.get_close_matches(name, BUILT_INS, n=1, cutoff=0.5)
     there = f"ls {Path(name).parent}" if os.sep in name or Path(name).suffix else ""
     return ConfigError(
@@ -103,15 +126,34 @@ def _at_path(section: DataSection, where: Where) -> tuple[str, Where]:
 
 
 def _reader_of(path: Path, with_tokenizer: bool) -> str:
+    if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     if not path.exists() or (path / MANIFEST).is_file():
         return "documents"
+    if not (path.is_file() or path.is_dir()):
+        rows = f"rows{path.suffix or '.jsonl'}"
+        raise ConfigError(
+            f"--data.name {shown(path)} is neither a file nor a folder.",
+            f"cat {shell_word(path)} > {rows} makes one of a pipe; --data.name {rows}",
+        )
     names = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
     if any(name.endswith((".bin", ".npy")) for name in names):
         return "tokens"
-    rows = sum(name.endswith(ROWS) for name in names)
-    if with_tokenizer or 2 * rows > sum(not name.startswith(".") for name in names):
+    if with_tokenizer or _mostly_rows(names if path.is_file() else _first_names(path)):
         return "documents"
     return "folder" if path.is_dir() and _mostly_pictures(path) else "text"
+
+
+def _first_names(root: Path) -> list[str]:
+    """The names of the files in a folder; where it has none, of the first files below it."""
+    levels = ([name for name in names if not name.startswith(".")] for _, _, names in os.walk(root))
+    here = next(levels, [])
+    return here or list(itertools.islice(itertools.chain.from_iterable(levels), LOOKED_AT))
+
+
+def _mostly_rows(names: list[str]) -> bool:
+    data = [name for name in names if name not in SETTINGS and not name.upper().startswith(ABOUT)]
+    return 2 * sum(ends_with(name, ROWS) for name in data) > len(data)
 
 
 def _mostly_pictures(root: Path) -> bool:

@@ -17,6 +17,7 @@ import fnmatch
 import hashlib
 import logging
 import os
+import shlex
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,8 @@ from torch import Tensor
 from fsdp.base.errors import ConfigError
 from fsdp.data.arguments import Where, check_range
 from fsdp.data.types import DataInfo, DataSet
+from fsdp.tokenize.file_names import unreadable
+from fsdp.tokenize.zero_bytes import check_no_zero_byte, converting_hint, encoding_of
 
 log = logging.getLogger(__name__)
 
@@ -121,10 +124,9 @@ def _read_texts(where: Where, pattern: str, limit: int) -> Iterator[bytes]:
                 root,
             )
             break
-    if binary and root.is_file():
-        raise ConfigError(
-            f"{where} is not text: it has zero bytes.", "name a text file, or package.module:factory"
-        )
+    if not read:
+        kinds = f" of --data.args.files {pattern}" if pattern != "*" else ""
+        raise ConfigError(f"{where} has no text file{kinds}.", f"ls -a {shlex.quote(str(root))}")
     left_out = f"; {len(binary)} binary left out, as {binary[0]}" if binary else ""
     log.info("text: %d files, %s bytes of %s%s", read, f"{limit - left:,}", root, left_out)
 
@@ -136,31 +138,39 @@ def _files(where: Where, pattern: str) -> Iterator[Path]:
         return
     if not root.is_dir():
         raise ConfigError(f"{where} is neither a file nor a folder.", f"ls {root.parent}")
-    for folder, names, files in os.walk(root):
-        names[:] = sorted(name for name in names if not name.startswith("."))
+    for folder, names, files in os.walk(root, onerror=_refuse):
+        names[:] = sorted(name for name in names if not name.startswith(".") and name != "lost+found")
         wanted = sorted(name for name in files if not name.startswith(".") and fnmatch.fnmatch(name, pattern))
         yield from (Path(folder, name) for name in wanted)
 
 
+def _refuse(error: OSError) -> None:
+    raise unreadable(error, "a folder")
+
+
 def _read_text(path: Path, limit: int, where: Where) -> bytes | None:
-    """Returns at most `limit` bytes of UTF-8, or None for a binary file."""
+    """Returns at most `limit` bytes of UTF-8, or None for a binary file of a folder."""
     try:
         with path.open("rb") as file:
             raw = file.read(limit + 4)
             whole = not file.read(1)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}).", f"ls -l {path}") from None
-    encoding = UTF_16.get(raw[:2], "utf-8")
-    if encoding == "utf-8" and b"\0" in raw[:PROBED]:
-        return None
+        raise unreadable(error, path) from None
+    one = Path(where.dir).is_file()
+    # A mark of UTF-32 begins as that of UTF-16.
+    encoding = "utf-8" if encoding_of(raw) == "utf-32" else UTF_16.get(raw[:2], "utf-8")
+    if encoding == "utf-8":
+        if b"\0" in raw[:PROBED] and not one:
+            return None
+        check_no_zero_byte(raw, path, str(where if one else path))
     try:
         # A character cut in two by the limit is not an error of the file.
         text = codecs.getincrementaldecoder(encoding)().decode(raw, final=whole)
     except UnicodeDecodeError as error:
-        others = "; or --data.args.files '*.txt' reads only those" if Path(where.dir).is_dir() else ""
+        others = "" if one else "; or --data.args.files '*.txt' reads only those"
         raise ConfigError(
             f"{path} is not {encoding.upper()} at byte {error.start}: {error.reason}.",
-            f"iconv -f latin1 -t utf-8 {path} > {path}.utf8 && mv {path}.utf8 {path}{others}",
+            f"{converting_hint('latin1', path)}{others}",
         ) from None
     return text.removeprefix("\ufeff").encode()[:limit]
 

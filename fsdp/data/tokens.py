@@ -1,4 +1,4 @@
-"""tokens: memory-mapped token files, DIR/*.bin (raw) or DIR/*.npy, or one such file.
+"""tokens: token files, DIR/*.bin (raw) or DIR/*.npy, or one such file.
 
 The files, in the order of their names, form one long row of tokens, split into windows of seq_len. val* files
 are held out; without any, the last part of the row is. Not here: a tokenizer, and the width of a raw file's
@@ -21,10 +21,11 @@ from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.data.arguments import Where, check_range
 from fsdp.data.text import shifted
 from fsdp.data.token_index import MANY, PARTS, TokenFile, TokenFiles, ends_of, indexed
+from fsdp.data.token_reader import TokenReader
 from fsdp.data.token_width import LOOKED_AT, Dtype, Stated, dtype_of, ends, fits_as, stated, wider
 from fsdp.data.types import DataInfo, DataSet
 
-OPEN_AT_ONCE = 128  # each mapped file holds a descriptor, and 1024 is a common limit
+OPEN_AT_ONCE = 128  # each open file holds a descriptor, and 1024 is a common limit
 EXAMINED_AT_ONCE = 16
 SUFFIXES = (".bin", ".npy")
 One = TypeVar("One")
@@ -220,8 +221,8 @@ class TokenRow:
     def __init__(self, files: Sequence[TokenFile], vocab_size: int) -> None:
         self.files, self.vocab_size = files, vocab_size
         self._ends = ends_of(files)
-        self._open: Callable[[int], np.ndarray] = functools.lru_cache(OPEN_AT_ONCE)(
-            lambda place: files[place].open()
+        self._open: Callable[[int], TokenReader] = functools.lru_cache(OPEN_AT_ONCE)(
+            lambda place: TokenReader(files[place])
         )
 
     def __len__(self) -> int:
@@ -237,9 +238,9 @@ class TokenRow:
         filled = 0
         while filled < len(out):
             within = start + filled - (int(self._ends[place - 1]) if place else 0)
-            part = self._open(place)[within : within + len(out) - filled]
-            out[filled : filled + len(part)] = part
-            filled += len(part)
+            count = min(len(out) - filled, int(self._ends[place]) - start - filled)
+            out[filled : filled + count] = self._open(place).read(within, count)
+            filled += count
             place += 1
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp.base.digest import as_int64
 from fsdp.base.errors import CheckpointError, OtherRankFailed, ShardrunError, error_number
 from fsdp.base.phases import Activity, announces
 from fsdp.base.torch_private.distributed import at_end_of_backward
@@ -148,8 +149,7 @@ class ObjectGroup:
     """
 
     def __init__(self, timeout_s: float = 3600.0) -> None:
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank, self.size = this_rank(), ranks()
         self._group = (
             dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self.size > 1 else None
         )
@@ -201,9 +201,7 @@ class ObjectGroup:
         """Each number summed over the ranks, modulo 2⁶⁴."""
         if self._group is None:
             return [n % 2**64 for n in numbers]
-        vector = torch.tensor(
-            [n % 2**64 - (2**64 if n % 2**64 >= 2**63 else 0) for n in numbers], dtype=torch.int64
-        )
+        vector = torch.tensor([as_int64(n) for n in numbers], dtype=torch.int64)
         dist.all_reduce(vector, group=self._group)
         return [int(n) % 2**64 for n in vector]
 

@@ -87,9 +87,9 @@ RANK_0_PRINTS_S = 5.0
 """torchrun ends all ranks once one has ended: the other ranks wait this long for rank 0 to print."""
 
 
-def wait_for_rank_0_to_print(environ: Mapping[str, str] = os.environ) -> None:
+def wait_for_rank_0_to_print() -> None:
     """Wait on a rank that does not print an error itself, and whose end would end rank 0 too early."""
-    if started_by(environ) == "torchrun":
+    if started_by() == "torchrun":
         time.sleep(RANK_0_PRINTS_S)
 
 
@@ -188,22 +188,41 @@ def pick_device(local_rank: int, wanted: DeviceChoice = "auto") -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         if wanted == "cuda":
-            error = LaunchError(
+            raise LaunchError(
                 f"--run.device cuda, but torch {torch.__version__} sees no GPU on {socket.gethostname()}.",
                 "--run.device cpu, or a CUDA build of torch and a driver: nvidia-smi shows the driver's GPUs",
+                scope="node",
             )
-            error.scope = "node"
-            raise error
         return torch.device("cpu")
     visible = torch.cuda.device_count()
     if visible > 1 and local_rank >= visible:
-        error = LaunchError(
+        raise LaunchError(
             f"local rank {local_rank} has no device: {visible} are visible on {socket.gethostname()}.",
             f"--nproc_per_node={visible}",
+            scope="rank",  # the ranks below it have a device and print nothing
         )
-        error.scope = "rank"  # the ranks below it have a device and print nothing
-        raise error
     return torch.device("cuda", local_rank if visible > 1 else 0)
+
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def allocator_variable(settings: str, *, cuda: bool) -> dict[str, str]:
+    """The variable with the allocator's settings; empty on a CPU, and where the user has set one."""
+    if not (cuda and settings) or any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
+        return {}
+    return {ALLOCATOR_VARIABLES[0]: settings}
+
+
+def expandable_segments() -> bool:
+    """Whether the allocator was started with expandable segments."""
+    return any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
+
+
+def set_allocator(settings: str, device: torch.device) -> None:
+    """Set the allocator's settings before CUDA starts, when torch reads them."""
+    for name, value in allocator_variable(settings, cuda=device.type == "cuda").items():
+        set_variable(name, value)
 
 
 def check_gpus_are_seen(environ: Mapping[str, str] = os.environ) -> None:
@@ -215,12 +234,11 @@ def check_gpus_are_seen(environ: Mapping[str, str] = os.environ) -> None:
 
     given = environ.get("SLURM_GPUS_ON_NODE", "0")
     if given not in ("", "0") and not torch.cuda.is_available():
-        error = LaunchError(
+        raise LaunchError(
             f"Slurm gave {given} GPUs on {socket.gethostname()}, but torch {torch.__version__} sees none.",
             "a CUDA build of torch in VENV, `apptainer exec --nv`, or no --gpus-per-node to train on the CPU",
+            scope="node",  # other nodes may see theirs
         )
-        error.scope = "node"  # other nodes may see theirs
-        raise error
 
 
 # ---------------------------------------------------------------- the job
@@ -305,20 +323,19 @@ def rendezvous_host(environ: Mapping[str, str] = os.environ) -> str:
     return slurm_rendezvous(environ)[0] if "SLURM_STEP_ID" in environ else ""
 
 
-def rendezvous_port(environ: Mapping[str, str] = os.environ) -> int:
-    return _integer(
-        environ, "MASTER_PORT", None if "MASTER_ADDR" in environ else slurm_rendezvous(environ)[1]
-    )
+def rendezvous_port() -> int:
+    default = None if "MASTER_ADDR" in os.environ else slurm_rendezvous()[1]
+    return _integer(os.environ, "MASTER_PORT", default)
 
 
-def agent_serves_store(environ: Mapping[str, str] = os.environ) -> bool:
+def agent_serves_store() -> bool:
     """Whether torchrun's agent serves the rendezvous store."""
-    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def gloo_interface_is_set(environ: Mapping[str, str] = os.environ) -> bool:
+def gloo_interface_is_set() -> bool:
     """Whether gloo's network interface is set, so that gloo does not resolve its own host's name."""
-    return bool(environ.get("GLOO_SOCKET_IFNAME"))
+    return bool(os.environ.get("GLOO_SOCKET_IFNAME"))
 
 
 def set_variable(name: str, value: str) -> None:

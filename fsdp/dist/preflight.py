@@ -179,13 +179,12 @@ def check_names(env: DistEnv) -> None:
     if towards.startswith("127.") or (own and not own.startswith("127.")):
         return
     problem = f"resolves to {own}, which only {host} itself reaches" if own else "does not resolve"
-    error = LaunchError(
+    raise LaunchError(
         f"the name {host} {problem}, and {env.num_nodes} nodes use it.",
         f"export GLOO_SOCKET_IFNAME={_interface_of(towards) or 'INTERFACE'} on {host}, "
         "or correct its /etc/hosts",
+        scope="node",
     )
-    error.scope = "node"
-    raise error
 
 
 def _interface_of(address: str) -> str:
@@ -202,14 +201,18 @@ def _interface_of(address: str) -> str:
 # ---------------------------------------------------------------- at each start
 
 
-def check(env: DistEnv, run: Path, patience_s: float = SAME_FILE_S) -> None:
-    """LaunchError on every rank if the ranks cannot train together; rank 0 logs other differences."""
+def check(env: DistEnv, run: Path | None, patience_s: float = SAME_FILE_S) -> None:
+    """LaunchError on every rank if the ranks cannot train together; rank 0 logs other differences. `run` is
+    the folder that the nodes share, if they share one.
+    """
     if env.world_size == 1:
         return
-    token = collectives.on_main(env.rank, lambda: _create_probe(run)) if env.num_nodes > 1 else ""
-    seen = not token or env.local_rank != 0 or _appears(run / token, patience_s)
+    token = ""
+    if run is not None and env.num_nodes > 1:
+        token = collectives.on_main(env.rank, lambda: _create_probe(run))
+    seen = not token or env.local_rank != 0 or run is None or _appears(run / token, patience_s)
     found: list[tuple[RankFacts, bool]] = collectives.all_gather_objects((facts_of(env), seen))
-    if token and env.is_main:
+    if token and run is not None and env.is_main:
         (run / token).unlink(missing_ok=True)
     everyone = [facts for facts, _ in found]
     for one in differences(everyone):
@@ -224,7 +227,7 @@ def check(env: DistEnv, run: Path, patience_s: float = SAME_FILE_S) -> None:
         _warn(everyone, sorted({facts.host for facts, sees in found if not sees}), run)
 
 
-def _warn(everyone: Sequence[RankFacts], blind: Sequence[str], run: Path) -> None:
+def _warn(everyone: Sequence[RankFacts], blind: Sequence[str], run: Path | None) -> None:
     for facts in everyone:
         if facts.taken > TAKEN:
             log.warning(

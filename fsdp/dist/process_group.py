@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp.base.errors import LaunchError
+from fsdp.base.errors import LaunchError, first_line
 from fsdp.base.torch_private.distributed import abort_all_groups
 from fsdp.dist.env import DistEnv, agent_serves_store, init_method, rendezvous_host, rendezvous_port
 
@@ -176,14 +176,13 @@ def rendezvous_store(env: DistEnv, timeout_s: float, *, serves: bool = True) -> 
             timeout=timedelta(seconds=timeout_s),
         )
     except (RuntimeError, ValueError) as error:
-        why = str(error).splitlines()[0][:120]
-        unreachable = LaunchError(
-            f"rank {env.rank} on {socket.gethostname()} cannot reach {address}:{port} ({why}).",
+        raise LaunchError(
+            f"rank {env.rank} on {socket.gethostname()} cannot reach {address}:{port} "
+            f"({first_line(error, 120)}).",
             f"check there that {address} resolves and that the port is open; "
             "RDZV_HOST in slurm/cluster.env sets another address",
-        )
-        unreachable.scope = "rank"
-        raise unreachable from None
+            scope="rank",
+        ) from None
 
 
 @functools.cache

@@ -2,10 +2,10 @@
 
 A request is only recorded where it arrives. The ranks then agree by a sum of one number per rank, read after
 a step's update. With the loss on the host the number travels in the sum of the loss, which saves a reduction
-(it would cost a small model on few processors); with the loss on a device it uses a gloo group, and the sum
-starts before the forward pass. A request that arrives during a step takes effect after the next step at the
-latest. An evaluation, in which no step ends for long, calls `check_now` between batches. A request that
-arrives while the loop waits for data or compiles takes effect at the end of that step.
+(it would cost a small model on few processors); with the loss on a device it is a sum over gloo, on the
+default group, and starts before the forward pass. A request that arrives during a step takes effect after the
+next step at the latest. An evaluation, in which no step ends for long, calls `check_now` between batches. A
+request that arrives while the loop waits for data or compiles takes effect at the end of that step.
 
 Exit codes: 0 for a run that stopped on request and sealed its checkpoint (RUN/STOPPED has the reason); 130
 for a second Ctrl-C, a second or more after the first, which ends the process at once and saves nothing.
@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -92,16 +91,12 @@ class Stopper:
         reporter_reason: Callable[[], str | None],
         *,
         end_time: float | None = None,
-        timeout_s: float = 600.0,
         every_minutes: float = 0.0,
         save_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._env, self._reporter_reason, self._save_seconds = env, reporter_reason, save_seconds
         self._file = Path(section.file) if section.file else run_dir / "STOP"
         self.on_host = env.device.type == "cpu"
-        self._group = None
-        if not self.on_host and env.world_size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._ends = _ends(section.deadline_s, end_time)
         self._every_s, self._last_save = every_minutes * 60, time.monotonic()
         self._checked, self._file_seen = 0.0, False
@@ -124,9 +119,7 @@ class Stopper:
         if self._step_began:
             self._step_s = max(now - self._step_began, 0.5 * self._step_s)
         self._step, self._step_began = step, now
-        self._pending = (
-            None if self.on_host else Sum(self._numbers(self._signature, self._number()), self._group)
-        )
+        self._pending = None if self.on_host else Sum(self._numbers(self._signature, self._number()))
 
     def sum_with(
         self, loss: Tensor, behind: Tensor | None = None, signature: Callable[[], int] = lambda: 0
@@ -165,7 +158,7 @@ class Stopper:
 
     def check_now(self) -> StopDecision:
         """Decide now, between the batches of an evaluation, in which no step ends for long."""
-        return self._decision(Sum(self._numbers(0, self._number()), self._group).wait()[-1])
+        return self._decision(Sum(self._numbers(0, self._number())).wait()[-1])
 
     def saved(self) -> None:
         """Restart the clock of `every_minutes`: a save has begun."""
@@ -204,7 +197,7 @@ class Stopper:
         """One of the ranks' reasons, the same on all of them. Collective, once in a run."""
         place = torch.tensor(REASONS.index(self._request) if self._request else -1)
         if self._env.world_size > 1:
-            dist.all_reduce(place, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(place, dist.ReduceOp.MAX)
         return REASONS[int(place)]
 
     def _reason(self) -> StopReason | None:

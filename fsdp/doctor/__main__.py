@@ -18,8 +18,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp.base.errors import LaunchError, ShardrunError
-from fsdp.config.command_line import CommandParser, number, whole_number
+from fsdp.base.errors import ConfigError, LaunchError
+from fsdp.config.command_line import CommandParser, number, prints_errors, whole_number
 
 ENDED = LaunchError.exit_code
 LEAST_S, MOST_S = 5.0, 86400.0
@@ -47,25 +47,41 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default=0,
         help="in a single process: ranks to start (default: 0, a rank per GPU, or two)",
     )
+    parser.add_argument(
+        "--nccl-log",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="read NCCL's transport from a log of NCCL_DEBUG=INFO, and check nothing else; may be repeated",
+    )
     # the file in which a rank leaves its exit code for the process that started it
     parser.add_argument("--verdict-to", type=Path, help=argparse.SUPPRESS)
     return parser.parse(argv)
 
 
+@prints_errors("fsdp.doctor")
 def main(argv: Sequence[str]) -> int:
-    try:
-        options = parse(argv)
-        from fsdp.dist.env import from_environment
+    options = parse(argv)
+    if options.nccl_log:
+        from fsdp.dist.nccl_log import NOTHING
+        from fsdp.doctor import transport
 
-        env = from_environment()
-        if env.launcher == "a single process" and options.ranks != 1:
-            return _start_ranks(options, env.device.type == "cuda")
-        from fsdp.doctor.rank import as_rank
+        seen = transport.about(options.nccl_log, 0, ())
+        if seen["summary"] == NOTHING:
+            raise ConfigError(
+                f"{', '.join(map(str, options.nccl_log))} has no line of NCCL.",
+                "start the run with NCCL_DEBUG=INFO, and give the file of its output",
+            )
+        print(transport.text(seen))
+        return 0
+    from fsdp.dist.env import from_environment
 
-        return as_rank(options.dir.absolute(), options.limit_s, options.verdict_to)
-    except ShardrunError as error:
-        print(f"fsdp.doctor: {error}", file=sys.stderr)
-        return error.exit_code
+    env = from_environment()
+    if env.launcher == "a single process" and options.ranks != 1:
+        return _start_ranks(options, env.device.type == "cuda")
+    from fsdp.doctor.rank import as_rank
+
+    return as_rank(options.dir.absolute(), options.limit_s, options.verdict_to)
 
 
 def _start_ranks(options: argparse.Namespace, on_cuda: bool) -> int:

@@ -13,6 +13,7 @@ from math import isfinite
 from statistics import median
 from typing import Any, TypeVar
 
+from fsdp.base.text import counted, named_ranks
 from fsdp.dist.preflight import RankFacts, differences
 
 Key = TypeVar("Key")
@@ -59,16 +60,18 @@ class Diagnosis:
     def fit(self) -> bool:
         return self.complete and not any(finding.out for finding in self.findings)
 
+    @property
+    def flag(self) -> str:
+        """The flag of sbatch or srun that leaves these nodes out; empty if no node is at fault."""
+        return f"--exclude={','.join(self.exclude)}" if self.exclude and not self.fit else ""
+
     def __str__(self) -> str:
         if self.fit:
-            count = len(self.findings)
-            odd = f"; {count} finding{'s' * (count > 1)} above" if count else ""
+            odd = f"; {counted(len(self.findings), 'finding')} above" if self.findings else ""
             return f"fit to train{odd}."
         if self.exclude:
             count = len(self.exclude)
-            return (
-                f"{count} node{'s are' if count > 1 else ' is'} not fit: --exclude={','.join(self.exclude)}"
-            )
+            return f"{count} node{'s are' if count > 1 else ' is'} not fit: {self.flag}"
         return f"not fit to train{', and no single node is at fault' * (self.nodes > 1)}: see above."
 
 
@@ -111,6 +114,7 @@ def judge(reports: NodeReports) -> Diagnosis:
         _memory,
         _within,
         _between,
+        _transport,
         _storage,
         _disks,
         _clocks,
@@ -132,7 +136,7 @@ def _absent(reports: NodeReports) -> Iterator[Finding]:
     for node, ranks in enumerate(reports.nodes):
         missing = [rank for rank in ranks if rank not in reports.by_rank]
         if missing:
-            some = f"ranks {', '.join(map(str, missing))} did not start"
+            some = f"{named_ranks(missing)} did not start"
             what = "none of its ranks started" if len(missing) == len(ranks) else some
             yield reports.of_node(node, what, "read its log; check that it reaches the first node", out=True)
 
@@ -204,6 +208,11 @@ def _below(share: float, rates: Mapping[Key, float]) -> Iterator[tuple[Key, floa
     yield from ((key, rate, usual) for key, rate in rates.items() if rate < share * usual)
 
 
+def slow_device(kind: str) -> float:
+    """The least share of the median for a device of this kind."""
+    return SLOW_CPU if kind == "cpu" else SLOW_CUDA
+
+
 def slow_ranks(by_rank: Mapping[int, RankReport]) -> dict[int, float]:
     """Rank → its share of the median among devices of its kind, if that is too low."""
     found = {}
@@ -212,12 +221,7 @@ def slow_ranks(by_rank: Mapping[int, RankReport]) -> dict[int, float]:
         if "device" in report:
             by_kind.setdefault(report["facts"]["device"], {})[rank] = report["device"]["tflops"]
     for kind, rates in by_kind.items():
-        found.update(
-            {
-                rank: rate / usual
-                for rank, rate, usual in _below(SLOW_CPU if kind == "cpu" else SLOW_CUDA, rates)
-            }
-        )
+        found.update({rank: rate / usual for rank, rate, usual in _below(slow_device(kind), rates)})
     return found
 
 
@@ -262,13 +266,24 @@ def _memory(reports: NodeReports) -> Iterator[Finding]:
 # ---------------------------------------------------------------- links
 
 
-def _rate(link: Mapping[str, float]) -> float:
+def link_rate(link: Mapping[str, float]) -> float:
+    """The slower of the two collectives."""
     return min(link["gather_gb_s"], link["scatter_gb_s"])
+
+
+def rates_between(reports: NodeReports) -> dict[tuple[int, int], float]:
+    """Two nodes → the rate of their link; of one that both measured, the lower."""
+    rates: dict[tuple[int, int], float] = {}
+    for node, report in reports.heads():
+        for other, link in report.get("links", {}).get("between", {}).items():
+            pair = (min(node, int(other)), max(node, int(other)))
+            rates[pair] = min(rates.get(pair, float("inf")), link_rate(link))
+    return rates
 
 
 def _within(reports: NodeReports) -> Iterator[Finding]:
     rates = {
-        node: _rate(report["links"]["within"])
+        node: link_rate(report["links"]["within"])
         for node, report in reports.heads()
         if "within" in report.get("links", {})
     }
@@ -281,11 +296,7 @@ def _within(reports: NodeReports) -> Iterator[Finding]:
 
 def _between(reports: NodeReports) -> Iterator[Finding]:
     """A node whose links are all slow is at fault; a single slow link is reported with both ends."""
-    rates: dict[tuple[int, int], float] = {}
-    for node, report in reports.heads():
-        for other, link in report.get("links", {}).get("between", {}).items():
-            pair = (min(node, int(other)), max(node, int(other)))
-            rates[pair] = min(rates.get(pair, float("inf")), _rate(link))
+    rates = rates_between(reports)
     usual = median(rates.values()) if rates else 0.0
     slow = {pair for pair, _, _ in _below(LINK, rates)}
     for node in range(len(reports.nodes)):
@@ -299,6 +310,16 @@ def _between(reports: NodeReports) -> Iterator[Finding]:
     for one, other in sorted(slow):
         what = f"{rates[(one, other)]:.3g} GB/s to {reports.hosts[other]}, where {usual:.3g} is usual"
         yield reports.of_node(one, what, "check the link between the two", out=False)
+
+
+def _transport(reports: NodeReports) -> Iterator[Finding]:
+    """NCCL's own choice of links, once for nodes that have the same."""
+    seen: set[str] = set()
+    for node, report in reports.heads():
+        for one in report.get("transport", {}).get("verdicts", ()):
+            if one["hint"] and one["what"] not in seen:
+                seen.add(one["what"])
+                yield reports.of_node(node, one["what"], one["hint"], out=False)
 
 
 # ---------------------------------------------------------------- storage and clocks

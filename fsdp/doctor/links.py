@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp.dist.collectives import all_gather_objects
 from fsdp.dist.env import DistEnv
 from fsdp.doctor.device import synchronize
 
@@ -97,7 +98,6 @@ def clock_offset(env: DistEnv) -> float:
     offsets = []
     for _ in range(TIMES):
         dist.barrier()
-        times: list[float] = [0.0] * env.world_size
-        dist.all_gather_object(times, time.time())
+        times = all_gather_objects(time.time())
         offsets.append(times[env.rank] - times[0])
     return min(offsets, key=abs)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fsdp.base.errors import LaunchError
+from fsdp.base.errors import LaunchError, first_line
 from fsdp.dist.env import from_environment
 from fsdp.dist.process_group import rendezvous_store
 from fsdp.doctor import stages, table
@@ -44,7 +44,7 @@ def as_rank(run: Path, limit_s: float, verdict_to: Path | None) -> int:
             stages.examine(exam)
         except (RuntimeError, dist.DistError) as error:
             # A stage that fails on one rank fails on others too: rank 0 reports what each has published.
-            failed = str(error).splitlines()[0][:200]
+            failed = first_line(error)
             if not env.is_main:
                 return _publish_failure(exam, failed, incomplete)
             exam.publish(failure=failed)

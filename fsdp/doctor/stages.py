@@ -25,7 +25,7 @@ import torch.distributed as dist
 from fsdp.dist.env import DistEnv, gloo_interface_is_set, rendezvous_host
 from fsdp.dist.preflight import facts_of
 from fsdp.dist.process_group import process_group, rendezvous_store
-from fsdp.doctor import device, links, network, storage
+from fsdp.doctor import device, links, network, storage, transport
 from fsdp.doctor.findings import NodeReports, can_form_group, slow_ranks
 
 log = logging.getLogger(__name__)
@@ -175,8 +175,14 @@ def _check_device(exam: RankExam) -> None:
 def _check_links(exam: RankExam) -> None:
     exam.stage("forming a process group")
     nodes = nodes_of(exam.gather("here"))
-    with process_group(exam.env, exam.left_s, dist.PrefixStore("group", exam.store)):
+    on_cuda = exam.env.device.type == "cuda"
+    with (
+        transport.recorded(on_cuda) as log,
+        process_group(exam.env, exam.left_s, dist.PrefixStore("group", exam.store)),
+    ):
         exam.publish(links=links.check(exam.env, nodes, exam.stage))
+        if log is not None:
+            exam.publish(transport=transport.read(log, len(nodes)))
         exam.gather_reports("links")
 
 

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from fsdp.base.html import chip, document, joined, paragraph, render, section
+from fsdp.base.html import chip, code, details, document, header, joined, paragraph, section
 from fsdp.base.html import table as html_table
+from fsdp.base.text import columns, counted
 from fsdp.doctor.findings import GIB, Diagnosis, Finding, NodeReports, RankReport
+from fsdp.doctor.heat import drawn, heat_maps
 
 MOST_ROWS = 40
 """Above this many ranks a node has one row: its slowest rank."""
 HEADS = ("node", "rank", "device", "TFLOP/s", "free", "gather", "scatter", "small", "write", "read", "clock")
 UNITS = ("", "", "", "", "GiB", "GB/s", "GB/s", "µs", "MB/s", "MB/s", "ms")
 DEVICE = HEADS.index("device")
+MAPS = "A cell's name and value are under the pointer. Cells are compared with those of the same device."
 LINK_HEADS = ("link", "gather GB/s", "scatter GB/s", "small µs")
 
 
@@ -101,8 +104,7 @@ def about(reports: NodeReports) -> str:
 def size(reports: NodeReports, seconds: float) -> str:
     ranks, nodes = sum(len(ranks) for ranks in reports.nodes), len(reports.nodes)
     device = f", {the_device(reports)}" if the_device(reports) else ""
-    where = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}{device}"
-    return f"{where}; checked in {seconds:.0f} s"
+    return f"{counted(ranks, 'rank')} on {counted(nodes, 'node')}{device}; checked in {seconds:.0f} s"
 
 
 # ---------------------------------------------------------------- as text
@@ -114,6 +116,8 @@ def text(reports: NodeReports, verdict: Diagnosis, seconds: float) -> str:
     if the_device(reports):
         shown = [[*row[:DEVICE], "", *row[DEVICE + 1 :]] for row in shown]
     parts = [size(reports, seconds), about(reports), "", _columns([HEADS, UNITS, *shown])]
+    if transport := reports.by_rank.get(0, {}).get("transport"):
+        parts.append(f"rank 0: {transport['summary']}")
     if any(row[1].endswith("*") for row in shown):
         parts.append("* the slowest rank of its node")
     if pairs := links(reports):
@@ -131,14 +135,8 @@ def _columns(lines: Sequence[Sequence[str]]) -> str:
     """Text is aligned left, numbers right; an empty column is left out."""
     body = lines[2:] if lines[0] == HEADS else lines[1:]
     kept = [at for at in range(len(lines[0])) if any(row[at] for row in body)]
-    widths = {at: max(len(row[at]) for row in lines) for at in kept}
-    left = {at for at in kept if lines[0][at] in ("node", "device", "link")}
-    return "\n".join(
-        "  ".join(
-            row[at].ljust(widths[at]) if at in left else row[at].rjust(widths[at]) for at in kept
-        ).rstrip()
-        for row in lines
-    )
+    right = [nth for nth, at in enumerate(kept) if lines[0][at] not in ("node", "device", "link")]
+    return "\n".join(columns([[row[at] for at in kept] for row in lines], right))
 
 
 # ---------------------------------------------------------------- as a page
@@ -146,17 +144,27 @@ def _columns(lines: Sequence[Sequence[str]]) -> str:
 
 def page(reports: NodeReports, verdict: Diagnosis, seconds: float) -> str:
     state = chip("fit to train", "finished") if verdict.fit else chip("not fit", "failed")
-    pairs = links(reports)
     parts = [
-        render(
-            "doctor/templates/header.html", state=state, size=size(reports, seconds), about=about(reports)
-        ),
-        section("Verdict", paragraph(str(verdict))),
+        header("doctor: nodes before a run", state, lines=[size(reports, seconds), about(reports)]),
+        section("Verdict", paragraph(_verdict(verdict))),
         section("Findings", _findings(verdict)) if verdict.findings else "",
-        section("Ranks", _ranks(reports)),
-        section("Between nodes", html_table(LINK_HEADS, pairs, numeric=LINK_HEADS[1:])) if pairs else "",
+        section("Maps", drawn(heat_maps(reports)), MAPS),
+        section("Numbers", _numbers(reports)),
     ]
     return document("doctor", joined(parts))
+
+
+def _verdict(verdict: Diagnosis) -> Markup:
+    flag = verdict.flag
+    return joined([str(verdict).removesuffix(flag), code(flag) if flag else ""])
+
+
+def _numbers(reports: NodeReports) -> Markup:
+    """Folded: at many ranks the maps show the same."""
+    pairs = links(reports)
+    ranks = details(f"{len(rows(reports))} rows of ranks", _ranks(reports))
+    between = html_table(LINK_HEADS, pairs, numeric=LINK_HEADS[1:])
+    return joined([ranks, details(f"{len(pairs)} links between nodes", between) if pairs else ""])
 
 
 def _findings(verdict: Diagnosis) -> Markup:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +20,20 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.torch_private.fake import TorchDispatchMode
 from fsdp.base.torch_private.fsdp import Run, after_resizes, around_collectives
+from fsdp.dist.local_tensors import tensors_in
 from fsdp.memory.account import KINDS, owned_storages, storages_of
 from fsdp.memory.account_timeline import Mark, Timeline
+from fsdp.memory.live_storages import LiveStorages
 
 ACTIVATIONS = ("forward", "backward", "evaluate")
+
+
+@dataclass
+class _Block:
+    """The number in the timeline, and the bytes, which FSDP's gathers change."""
+
+    number: int
+    size: int = 0
 
 
 class StorageTracker(TorchDispatchMode):
@@ -33,8 +43,7 @@ class StorageTracker(TorchDispatchMode):
         super().__init__()
         self.timeline = Timeline(KINDS)
         self._root, self._optimizer, self._device = root, optimizer, device
-        # address of the storage object → block, bytes, weak reference
-        self._live: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}
+        self._live = LiveStorages(self._gone)
         self._kind = "other"
         self._patches = contextlib.ExitStack()
 
@@ -45,10 +54,10 @@ class StorageTracker(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # it becomes operations on shards, which are dispatched here
-        for tensor in _tensors(args):
+        for tensor in tensors_in(args):
             self._meet(tensor, "other")
         out = func(*args, **(kwargs or {}))
-        for tensor in _tensors((out,)):
+        for tensor in tensors_in(out):
             self._meet(tensor, self._kind)
         return out
 
@@ -64,29 +73,25 @@ class StorageTracker(TorchDispatchMode):
 
     def _name(self, storage: torch.UntypedStorage, kind: str) -> None:
         if storage.device.type == self._device:
-            self._see(storage, kind)
-            self.timeline.kind_of[self._live[id(storage)][0]] = kind
+            self.timeline.kind_of[self._see(storage, kind).number] = kind
 
     def _meet(self, tensor: Tensor, kind: str) -> None:
         for storage in storages_of(tensor):
             if storage.device.type == self._device:
                 self._see(storage, kind)
 
-    def _see(self, storage: torch.UntypedStorage, kind: str) -> None:
-        key, size = id(storage), storage.nbytes()
-        if key not in self._live:
-            block = self.timeline.block(kind)
-            self._live[key] = (block, size, weakref.ref(storage, lambda _: self._gone(key)))
-            self.timeline.change(time.perf_counter(), block, size)
-            return
-        block, known, reference = self._live[key]
-        if size != known:
-            self._live[key] = (block, size, reference)
-            self.timeline.change(time.perf_counter(), block, size - known)
+    def _see(self, storage: torch.UntypedStorage, kind: str) -> _Block:
+        size, block = storage.nbytes(), self._live.get(storage)
+        if block is None:
+            block = _Block(self.timeline.block(kind))
+            self._live.add(storage, block)
+        if size != block.size:
+            self.timeline.change(time.perf_counter(), block.number, size - block.size)
+            block.size = size
+        return block
 
-    def _gone(self, key: int) -> None:
-        block, size, _ = self._live.pop(key)
-        self.timeline.change(time.perf_counter(), block, -size)
+    def _gone(self, block: _Block) -> None:
+        self.timeline.change(time.perf_counter(), block.number, -block.size)
 
     # ------------------------------------------------------------ enter and exit
 
@@ -119,11 +124,3 @@ class StorageTracker(TorchDispatchMode):
             return run()
         finally:
             self._kind = before
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

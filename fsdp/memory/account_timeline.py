@@ -115,7 +115,9 @@ def curve(timeline: Timeline, points: int = POINTS) -> dict[str, Any]:
     times = [moment.time_s for moment in timeline.moments()]
     if not times:
         return {"t_s": [], "kinds": {}, "marks": []}
-    first, span = times[0], max(times[-1] - times[0], 1e-9)
+    # A phase's mark is taken before the tracker counts what is there: the first moment may be the later one.
+    first = min(times)
+    span = max(max(times) - first, 1e-9)
     chosen: dict[int, tuple[int, float, dict[str, int]]] = {}
     marks = []
     for moment in timeline.moments():

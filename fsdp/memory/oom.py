@@ -21,18 +21,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.base.errors import ConfigError, Scope, ShardrunError, one_line
 from fsdp.base.phases import Phases
 from fsdp.base.units import byte_size
-from fsdp.config import Config, reshard_policy
+from fsdp.config import Config, changed_flags, flatten, reshard_policy
+from fsdp.config.checks_memory import check_masters
 from fsdp.data.types import Samples
-from fsdp.dist.env import DistEnv
+from fsdp.dist.env import DistEnv, expandable_segments
 from fsdp.dist.mesh import BatchPlan, MeshSizes
 from fsdp.memory import oom_page
 from fsdp.memory.account import by_size, device_bytes, process_bytes, tally
@@ -63,7 +64,7 @@ class OutOfMemory(ShardrunError):
     """Memory ran out on one rank; the page has the details."""
 
     exit_code = 6
-    scope: Literal["all", "node", "rank"] = "rank"
+    scope: Scope = "rank"
 
 
 @dataclass(kw_only=True)
@@ -157,6 +158,8 @@ class OutOfMemoryHandler:
             process=process,
             allocator=allocator,
             limits=limits(),
+            run=self.run_dir.name,
+            flags=changed_flags(flatten(self.config)),
         )
 
     def _advice(self, facts: oom_page.OomFacts) -> tuple[Advice | None, str]:
@@ -194,8 +197,7 @@ class ActivationEstimates:
             except Exception as error:
                 # A user's model may do what fake tensors do not support: the page has a note, and the
                 # estimate is scaled from what was held.
-                message = " ".join(str(error).split())[:200]
-                self.note = f"Some estimates on fake tensors failed: {type(error).__name__}: {message}"
+                self.note = f"Some estimates on fake tensors failed: {one_line(error)[:200]}"
                 same = (micro, self.now.checkpointing, self.now.loss_chunk)
                 found = self._known.get(same, self.held * micro // self.now.micro)
             self._known[asked] = found
@@ -246,11 +248,22 @@ def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Foo
         loss_chunk=config.memory.loss_chunk,
         chunkable=_is_chunkable(scene),
         offload=config.memory.cpu_offload and device.type == "cuda",
+        bf16_masters=_takes_bf16_masters(config),
         own_optimizer=is_custom(config.optim) or config.optim.name == "muon",
         nvme=config.memory.nvme != "off",
         ddp=scene.sizes.strategy == "ddp",
         recomputes=bool(blocks_of([list(unit) for unit in scene.units])),
     )
+
+
+def _takes_bf16_masters(config: Config) -> bool:
+    try:
+        check_masters(
+            dataclasses.replace(config, precision=dataclasses.replace(config.precision, master="bf16"))
+        )
+    except ConfigError:
+        return False
+    return True
 
 
 def _is_chunkable(scene: OomContext) -> bool:
@@ -280,7 +293,7 @@ def comes_first(config: Config, scene: OomContext, facts: oom_page.OomFacts, nee
     if facts.phase == "save" and config.checkpoint.mode == "async":
         copied = facts.kinds["parameters"] + facts.kinds["optimizer"]
         return Suggestion("--checkpoint.mode blocking", copied, "training waits for each save")
-    if facts.allocator:
+    if facts.allocator and not expandable_segments():
         unused = facts.allocator["reserved"] - facts.allocator["allocated"]
         if unused > facts.requested and unused > KEPT * facts.held:
             return Suggestion(
@@ -288,7 +301,7 @@ def comes_first(config: Config, scene: OomContext, facts: oom_page.OomFacts, nee
                 unused,
                 "in the environment: free blocks are merged",
             )
-    elif facts.held - needs > KEPT * needs:
+    elif not facts.allocator and facts.held - needs > KEPT * needs:
         return Suggestion(
             "MALLOC_MMAP_THRESHOLD_=131072 MALLOC_TRIM_THRESHOLD_=131072",
             facts.held - needs,

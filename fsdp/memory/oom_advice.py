@@ -53,6 +53,8 @@ class Footprint:
     """Whether the loss of its tokens may be computed in chunks."""
     own_optimizer: bool = False
     """A user's, or Muon: its states have no other form, and move to no file."""
+    bf16_masters: bool = False
+    """Whether --precision.master bf16 goes with the other flags."""
 
     @property
     def total(self) -> int:
@@ -183,6 +185,13 @@ def _moved(now: Footprint, device: str) -> Iterator[Step]:
     if now.state == 2 * now.master == 8 and not now.nvme and not now.own_optimizer:
         half = change(now, state=now.state / 2)
         yield "--optim.state bf16", half, "keeps Adam's moments in bf16, with stochastic rounding"
+    if now.bf16_masters and now.master == 4:
+        half = change(now, master=2, state=min(now.state, 4))
+        yield (
+            "--precision.master bf16",
+            half,
+            "stores weights and gradients in bf16, with stochastic rounding",
+        )
     if device == "cuda" and not now.offload and not now.ddp:
         yield (
             "--memory.cpu_offload true",

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp.base.html import document, render
+from markupsafe import Markup
+
+from fsdp.base.bars import bars
+from fsdp.base.html import document, header, joined, render, section
+from fsdp.base.palette import MEMORY_KINDS, kind_colour
+from fsdp.base.text import columns
 from fsdp.base.units import byte_size
 from fsdp.memory.oom_advice import Advice, Suggestion
 
@@ -28,6 +33,10 @@ class OomFacts:
     process: Mapping[str, int]
     allocator: Mapping[str, int]
     limits: Mapping[str, int]
+    run: str = ""
+    """Its name."""
+    flags: Sequence[str] = ()
+    """Those of the run that differ from their default."""
 
     def where(self) -> str:
         step = f" of step {self.step}" if self.step else ""
@@ -40,30 +49,73 @@ Rows = Sequence[tuple[str, ...]]
 
 def text(facts: OomFacts, advice: Advice | None, note: str) -> str:
     lines = [f"{facts.where()}.", f"torch's error: {facts.error}"]
-    for title, rows in _sections(facts, advice):
-        lines += ["", title]
-        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-        lines += [
-            "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
+    for title, rows in [*_amounts(facts, advice), *_advised(advice)]:
+        lines += ["", title, *(f"  {line}" for line in columns(rows))]
     if note:
         lines += ["", note]
     return "\n".join(lines) + "\n"
 
 
 def html_page(facts: OomFacts, advice: Advice | None, note: str) -> str:
-    body = render(
-        "memory/templates/oom.html",
-        title=facts.where(),
-        error=f"torch's error: {facts.error}",
-        sections=_sections(facts, advice),
-        note=note,
-    )
-    return document(facts.where(), body, style="memory/templates/memory.css")
+    of_run = f"{facts.run}: " if facts.run else ""
+    body = [
+        header(
+            f"{of_run}{facts.where()}",
+            lines=[f"torch's error: {facts.error}"],
+            flags=facts.flags,
+            notes=[note] if note else [],
+        ),
+        section("Against the limit", _against_the_limit(facts, advice), _limit_line(facts)),
+        render("memory/templates/oom.html", sections=[*_advised(advice), *_amounts(facts, advice)]),
+    ]
+    return document(f"{of_run}out of memory", joined(body))
 
 
-def _sections(facts: OomFacts, advice: Advice | None) -> list[tuple[str, Rows]]:
+# ---------------------------------------------------------------- the bars
+
+BAR_LABELS = {
+    "activations": "activations and communication buffers",
+    "outside": "outside these kinds",
+    "requested": "requested in addition",
+}
+
+
+def limit_of(facts: OomFacts) -> tuple[str, int]:
+    """Name and bytes of the limit that is reached first; the device's memory on CUDA. 0 if there is none."""
+    if facts.allocator:
+        return "memory of the device", facts.allocator["total"]
+    return min(facts.limits.items(), key=lambda limit: limit[1], default=("", 0))
+
+
+def _limit_line(facts: OomFacts) -> str:
+    name, size = limit_of(facts)
+    return f"The line: {name}, {byte_size(size)}." if size else "No limit of this process is known."
+
+
+def _against_the_limit(facts: OomFacts, advice: Advice | None) -> Markup:
+    """What was held and requested; what a step needs, as estimated."""
+    outside = max(0, _in_use(facts) - sum(facts.kinds.values()))
+    rows = {"at the failure": {**facts.kinds, "outside": outside, "requested": facts.requested}}
+    if advice is not None:
+        rows["a step needs"] = {**advice.needs, "outside": outside}
+    kinds = [kind for kind in MEMORY_KINDS if any(row.get(kind, 0) > 0 for row in rows.values())]
+    if not kinds:
+        return Markup("")
+    return bars(rows, kinds, byte_size, BAR_LABELS, colour_of=kind_colour, limit=limit_of(facts)[1])
+
+
+def _in_use(facts: OomFacts) -> int:
+    """Bytes that count towards the limit: of the device, the address space under `ulimit -v`, or resident."""
+    if facts.allocator:
+        return facts.allocator["total"] - facts.allocator["free"]
+    counted = "address_space" if limit_of(facts)[0] == "ulimit -v" else "rss_anon"
+    return facts.process.get(counted, facts.held)
+
+
+# ---------------------------------------------------------------- the tables
+
+
+def _amounts(facts: OomFacts, advice: Advice | None) -> list[tuple[str, Rows]]:
     sections: list[tuple[str, Rows]] = [("Memory by kind when the allocation failed", _held(facts))]
     around = [*_around(facts)]
     if around:
@@ -71,12 +123,19 @@ def _sections(facts: OomFacts, advice: Advice | None) -> list[tuple[str, Rows]]:
     if advice is not None:
         title = f"Estimated peak of a step on this rank; missing {byte_size(advice.missing)}"
         sections.append((title, _needs(advice)))
-        if advice.first is not None:
-            heading = "Change this first" if advice.enough else _not_enough(advice)
-            sections.append((heading, [_row("", advice.first)]))
+    return sections
+
+
+def _advised(advice: Advice | None) -> list[tuple[str, Rows]]:
+    """At the page's head, at the text's end: what is read first."""
+    sections: list[tuple[str, Rows]] = []
+    if advice is not None and advice.first is not None:
+        missing = f"All flags together free less than {byte_size(advice.missing)}"
+        heading = "Change this first" if advice.enough else f"{missing}: change this and use more ranks"
+        sections.append((heading, [_row("", advice.first)]))
+    if advice is not None and advice.others:
         others = [_row(str(at), one) for at, one in enumerate(advice.others, start=1)]
-        if others:
-            sections.append(("Each of these alone, in the order of their cost", others))
+        sections.append(("Each of these alone, in the order of their cost", others))
     return sections
 
 
@@ -114,10 +173,6 @@ def _needs(advice: Advice) -> Rows:
         if size
     ]
     return [*rows, ("total", byte_size(sum(advice.needs.values())))]
-
-
-def _not_enough(advice: Advice) -> str:
-    return f"All flags together free less than {byte_size(advice.missing)}: change this and use more ranks"
 
 
 def _row(number: str, one: Suggestion) -> tuple[str, str, str, str]:

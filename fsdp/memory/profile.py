@@ -12,7 +12,7 @@
 rankN_memory.json, bytes and seconds:
 
     format 1, rank, ranks, device, source (`storages` on the CPU, `allocator` on CUDA),
-    steps [first, last], parameters of the model
+    steps [first, last], parameters of the model, run (its name), flags [--name value] that it was given
     peak      {bytes, step, phase, kinds {kind: bytes}}: the highest moment of all
     phases    {phase: such a peak}: the highest moment of each phase
     ends      [{step, phase, kinds, beyond, process {…}, allocator {…}}]: memory at the end of each phase.
@@ -30,6 +30,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from torch import nn
 
 from fsdp.base.phases import Phases
 from fsdp.base.units import byte_size
-from fsdp.config import ProfileSection, profile_steps
+from fsdp.config import Config, ProfileSection, changed_flags, flatten, profile_steps
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv
 from fsdp.memory.account import by_size, device_bytes, process_bytes
@@ -61,11 +62,12 @@ class Profile:
         env: DistEnv,
         root: nn.Module,
         optimizer: torch.optim.Optimizer,
+        flags: Sequence[str] = (),
     ) -> None:
-        self.folder, self._env = folder, env
+        self.folder, self._env, self._flags = folder, env, list(flags)
         self.first, self.last = profile_steps(section.steps)
         self._root, self._optimizer = root, optimizer
-        self._with_memory, self._with_trace = section.memory, section.trace
+        self._section, self._with_memory, self._with_trace = section, section.memory, section.trace
         self.memory: StorageTracker | AllocatorTracker | None = None
         self._trace: Tracer | None = None
         self._processes: list[dict[str, Any]] = []
@@ -133,7 +135,9 @@ class Profile:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.memory = tracker.__enter__()
         if self._with_trace:
-            self._trace = Tracer(device, with_account=self._with_memory and device.type == "cpu")
+            self._trace = Tracer(
+                self._section, device, with_account=self._with_memory and device.type == "cpu"
+            )
             self._trace.begin()
         self._on = True
 
@@ -150,7 +154,7 @@ class Profile:
 
     def record(self, tracker: StorageTracker | AllocatorTracker) -> dict[str, Any]:
         """The account as rankN_memory.json holds it."""
-        phases = peaks_by_phase(tracker.timeline)
+        device, phases = self._env.device, peaks_by_phase(tracker.timeline)
         phases.pop("end", None)
         highest = max(phases.values(), key=lambda peak: peak.bytes)
         ends = ends_of_phases(tracker.timeline)
@@ -161,9 +165,11 @@ class Profile:
             "format": 1,
             "rank": self._env.rank,
             "ranks": self._env.world_size,
-            "device": _device_name(self._env.device),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "source": "allocator" if isinstance(tracker, AllocatorTracker) else "storages",
             "steps": [self.first, self.last],
+            "run": self.folder.parent.name,
+            "flags": self._flags,
             "parameters": sum(parameter.numel() for parameter in self._root.parameters()),
             "peak": highest.as_record(),
             "phases": {phase: peak.as_record() for phase, peak in phases.items()},
@@ -189,14 +195,16 @@ class Profile:
 
 
 def start(
-    section: ProfileSection,
+    config: Config,
     run_dir: Path,
     env: DistEnv,
     root: nn.Module,
     optimizer: torch.optim.Optimizer,
     phases: Phases,
 ) -> Profile:
-    profile = Profile(section, run_dir / "profile", env, root, optimizer)
+    profile = Profile(
+        config.profile, run_dir / "profile", env, root, optimizer, changed_flags(flatten(config))
+    )
     phases.listen(profile.on_phase)
     return profile
 
@@ -232,7 +240,3 @@ def _beyond(kinds: dict[str, int], process: dict[str, Any]) -> int | None:
         process["allocator"].get("reserved") if process["allocator"] else process["process"].get("rss_anon")
     )
     return None if held is None else held - sum(kinds.values())
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,6 +1,7 @@
 """The memory profile as one offline HTML file: stacked areas over time by kind, and peaks by phase.
 
-Made from a record of fsdp/memory/profile.py alone.
+Made from a record of fsdp/memory/profile.py alone. The report embeds the figure (`timeline_figure`) and the
+tables.
 """
 
 from __future__ import annotations
@@ -10,33 +11,47 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fsdp.base.html import document, render, table
-from fsdp.base.units import byte_size
+from fsdp.base.html import document, header, joined, paragraph, render, section, table
+from fsdp.base.palette import kind_colour
+from fsdp.base.units import byte_size, seconds
 
 WIDTH, HEIGHT = 1000, 400
-NARROW = 0.03
-"""A phase below this share of the width gets no label."""
+SCRIPT = "memory/templates/profile.js"
+ENDS = (
+    "Steps of equal amounts share a row. outside: what the process (on a CPU) or CUDA's allocator holds "
+    "beyond these kinds, such as the interpreter, libraries, cached blocks; the highest of the row's steps."
+)
 
 
 def page(record: Mapping[str, Any]) -> str:
-    title = f"Memory of rank {record['rank']} of {record['ranks']}"
     peak = record["peak"]
-    timeline = record["timeline"]
-    drawn = len(timeline["t_s"]) >= 2
-    body = render(
+    title = f"Memory of rank {record['rank']} of {record['ranks']}"
+    run = record.get("run", "")
+    drawn = len(record["timeline"]["t_s"]) >= 2
+    highest = f"Peak: {byte_size(peak['bytes'])} in {peak['phase']} of step {peak['step']}."
+    figure = timeline_figure(record["timeline"]) if drawn else paragraph("nothing was recorded", "none")
+    body = [
+        header(
+            f"{run}: {title[0].lower()}{title[1:]}" if run else title,
+            lines=[_about(record), highest],
+            flags=record.get("flags", ()),
+        ),
+        section("By kind over time", figure),
+        section("Peak of each phase", peaks_table(record["phases"])),
+        section("At the end of each phase", ends_table(record["ends"]), ENDS),
+    ]
+    return document(" · ".join(filter(None, (run, title))), joined(body), scripts=[SCRIPT] if drawn else [])
+
+
+def timeline_figure(timeline: Mapping[str, Any]) -> Markup:
+    """Areas over time. A page with it needs SCRIPT for the amounts under the pointer."""
+    return render(
         "memory/templates/profile.html",
-        title=title,
-        about=_about(record),
-        peak={"size": byte_size(peak["bytes"]), "phase": peak["phase"], "step": peak["step"]},
-        plot=_plot(timeline) if drawn else None,
+        plot=_plot(timeline),
         width=WIDTH,
         height=HEIGHT,
-        peaks=peaks_table(record["phases"]),
-        ends=ends_table(record["ends"]),
         timeline=timeline,
     )
-    script = "memory/templates/profile.js" if drawn else ""
-    return document(title, body, style="memory/templates/memory.css", script=script)
 
 
 def _about(record: Mapping[str, Any]) -> str:
@@ -60,7 +75,8 @@ def _plot(timeline: Mapping[str, Any]) -> dict[str, Any]:
         "levels": [(_y(level, top), f"{level / top:.2%}", byte_size(level)) for level in _levels(top)],
         "bands": bands,
         "phases": phases,
-        "milliseconds": f"{times[-1] * 1e3:.0f}",
+        "steps": _steps(timeline["marks"], times[-1]),
+        "duration": seconds(times[-1]),
     }
 
 
@@ -69,7 +85,10 @@ def _areas(times: Sequence[float], kinds: Mapping[str, Sequence[int]], top: floa
     areas, below = [], [0.0] * len(times)
     for kind, values in kinds.items():
         above = [low + value for low, value in zip(below, values, strict=True)]
-        areas.append({"kind": kind, "path": _area(times, below, above, top), "peak": byte_size(max(values))})
+        path = _area(times, below, above, top)
+        areas.append(
+            {"kind": kind, "colour": kind_colour(kind), "path": path, "peak": byte_size(max(values))}
+        )
         below = above
     return areas
 
@@ -96,20 +115,34 @@ def _levels(top: float) -> list[float]:
     return [step * n for n in range(1, int(top / step) + 1)]
 
 
-Phase = dict[str, Any]
+Label = dict[str, str]
+"""Text over a part of the time; the style sheet hides a label that its part cannot hold whole."""
 
 
-def _phases(marks: Sequence[Sequence[Any]], end: float) -> tuple[list[tuple[str, str]], list[Phase]]:
-    """Bands (x, width) behind every second phase; labels of phases that are wide enough."""
+def _phases(marks: Sequence[Sequence[Any]], end: float) -> tuple[list[tuple[str, str]], list[Label]]:
+    """Bands (x, width) behind every second phase, and the phases' labels."""
     bands, labels = [], []
     for place, (begin, phase, step) in enumerate(marks):
         until = marks[place + 1][0] if place + 1 < len(marks) else end
-        left, wide = begin / end, max(0.0, until - begin) / end
         if place % 2:
-            bands.append((f"{left * WIDTH:.1f}", f"{wide * WIDTH:.1f}"))
-        if wide >= NARROW:
-            labels.append({"left": f"{left:.2%}", "wide": f"{wide:.2%}", "phase": phase, "step": step})
+            wide = max(0.0, until - begin) / end
+            bands.append((f"{begin / end * WIDTH:.1f}", f"{wide * WIDTH:.1f}"))
+        labels.append(_label(phase, f"{phase}, step {step}", begin, until, end))
     return bands, labels
+
+
+def _steps(marks: Sequence[Sequence[Any]], end: float) -> list[Label]:
+    firsts = [mark for place, mark in enumerate(marks) if not place or marks[place - 1][2] != mark[2]]
+    untils = [*(mark[0] for mark in firsts[1:]), end]
+    return [
+        _label(f"step {step}", f"step {step}", begin, until, end)
+        for (begin, _, step), until in zip(firsts, untils, strict=True)
+    ]
+
+
+def _label(name: str, title: str, begin: float, until: float, end: float) -> Label:
+    wide = max(0.0, until - begin) / end
+    return {"left": f"{begin / end:.2%}", "wide": f"{wide:.2%}", "name": name, "title": title}
 
 
 # ---------------------------------------------------------------- tables
@@ -126,23 +159,44 @@ def peaks_table(phases: Mapping[str, Mapping[str, Any]]) -> Markup:
             phase,
             str(peak["step"]),
             byte_size(peak["bytes"]),
-            *(byte_size(peak["kinds"].get(kind, 0)) for kind in kinds),
+            *(_amount(peak["kinds"].get(kind, 0)) for kind in kinds),
         ]
         for phase, peak in phases.items()
     ]
-    return table(["phase", "step", "total", *kinds], rows)
+    heads = ["phase", "step", "total", *kinds]
+    return table(heads, rows, numeric=heads[1:])
+
+
+def _amount(size: float) -> str:
+    """A cell without bytes is empty, and left out on a phone."""
+    return byte_size(size) if size else ""
 
 
 def ends_table(ends: Sequence[Mapping[str, Any]]) -> Markup:
+    """A row for each phase; one more where its amounts differ between steps."""
     if not ends:
         return Markup("")
     kinds = [kind for kind in ends[0]["kinds"] if any(end["kinds"][kind] for end in ends)]
+    folded: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for end in ends:
+        amounts = tuple(_amount(end["kinds"][kind]) for kind in kinds)
+        folded.setdefault((end["phase"], *amounts), []).append(end)
     rows = [
-        [
-            f"{end['phase']} {end['step']}",
-            *(byte_size(end["kinds"][kind]) for kind in kinds),
-            "" if end.get("beyond") is None else byte_size(end["beyond"]),
-        ]
-        for end in ends
+        [phase, _steps_of([end["step"] for end in alike]), *amounts, _outside(alike)]
+        for (phase, *amounts), alike in folded.items()
     ]
-    return table(["phase and step", *kinds, "beyond"], rows)
+    heads = ["phase", "steps", *kinds, "outside"]
+    return table(heads, rows, numeric=heads[1:])
+
+
+def _steps_of(steps: Sequence[int]) -> str:
+    """`3 to 5`, or `3, 5, 9`."""
+    distinct = sorted(set(steps))
+    if len(distinct) > 2 and distinct[-1] - distinct[0] == len(distinct) - 1:
+        return f"{distinct[0]} to {distinct[-1]}"
+    return ", ".join(map(str, distinct))
+
+
+def _outside(ends: Sequence[Mapping[str, Any]]) -> str:
+    found = [end["beyond"] for end in ends if end.get("beyond") is not None]
+    return byte_size(max(found)) if found else ""

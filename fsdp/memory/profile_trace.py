@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
+from fsdp.base.torch_private.tensors import verbose_profiler
+from fsdp.config import ProfileSection
 from fsdp.memory.account_timeline import Mark
 
 PREFIX = "shardrun::"
@@ -30,6 +32,8 @@ OPERATORS = ("aten::", "fsdp::", "inductor", "torchao", "Torch-Compiled", "## Ca
 COLLECTIVES = ("gloo:", "nccl:", "c10d::", "ncclKernel", "ncclDevKernel")
 
 OPERATORS_SHOWN = 30
+FRAMES_SHOWN = 5
+"""Callers of an operation in its row, with --profile.stacks."""
 
 Span = tuple[float, float]
 
@@ -37,12 +41,17 @@ Span = tuple[float, float]
 class Tracer:
     """Call begin, then `phase` at every phase, then close."""
 
-    def __init__(self, device: torch.device, *, with_account: bool) -> None:
+    def __init__(self, section: ProfileSection, device: torch.device, *, with_account: bool) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if device.type == "cuda":
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        self._device, self._with_account = device, with_account
-        self._profiler = torch.profiler.profile(activities=kinds)
+        self._section, self._device, self._with_account = section, device, with_account
+        self._profiler = torch.profiler.profile(
+            activities=kinds,
+            record_shapes=section.shapes,
+            with_stack=section.stacks,
+            experimental_config=verbose_profiler() if section.stacks else None,
+        )
         self._ranges: list[Any] = []
         self._step = -1
 
@@ -60,9 +69,15 @@ class Tracer:
         self._open(mark.phase)
 
     def operators(self) -> str:
-        """torch's table of the operations that take longest, each with all its calls. After `close`."""
+        """torch's table of the operations that take longest, each with all its calls; with shapes or stacks a
+        row for each shape or caller. After `close`.
+        """
         own = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
-        return str(self._profiler.key_averages().table(sort_by=own, row_limit=OPERATORS_SHOWN)) + "\n"
+        averages = self._profiler.key_averages(
+            group_by_input_shape=self._section.shapes,
+            group_by_stack_n=FRAMES_SHOWN if self._section.stacks else 0,
+        )
+        return str(averages.table(sort_by=own, row_limit=OPERATORS_SHOWN)) + "\n"
 
     def close(self, path: Path) -> dict[str, Any]:
         self._end_ranges()

@@ -49,13 +49,12 @@ def resting_bytes(
     every = [p for p in model.parameters() if only is None or p in only]
     trained = [p for p in every if p.requires_grad]
     count = sum(p.numel() for p in trained)
+    matrices = [p for p in muon_matrices(section, model) if only is None or p in only]
     return RestingBytes(
         parameters=count * master.itemsize
         + (sum(p.numel() for p in every) - count) * (frozen or master).itemsize,
         gradients=count * master.itemsize,
-        optimizer=state_bytes(
-            section, trained, master.itemsize, muon_matrices(section, model) if only is None else ()
-        ),
+        optimizer=state_bytes(section, trained, master.itemsize, matrices),
     )
 
 

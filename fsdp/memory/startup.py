@@ -18,23 +18,22 @@ from fsdp.memory.account import device_bytes, process_bytes
 
 log = logging.getLogger(__name__)
 
-POINTS = ("before the model", "after the model", "after sharding", "after the optimizer")
+LAST = "after the optimizer"
 
 
 class StartupMemory:
-    """`mark` is called once for each of POINTS, in order; the last call writes the file."""
+    """`mark` is called with the name of each point of the start; LAST writes the file."""
 
     def __init__(self, section: ProfileSection, env: DistEnv, run_dir: Path) -> None:
         self._on, self._env, self._folder = section.memory, env, run_dir / "profile"
         self._marks: list[dict[str, Any]] = []
 
-    def mark(self) -> None:
+    def mark(self, point: str) -> None:
         if not self._on:
             return
-        point = POINTS[len(self._marks)]
         device = device_bytes(self._env.device)
         self._marks.append({"at": point, "process": process_bytes(), "allocator": device})
-        if len(self._marks) == len(POINTS):
+        if point == LAST:
             self._write()
 
     def _write(self) -> None:

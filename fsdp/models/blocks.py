@@ -6,7 +6,6 @@ Only the selection is here, on plain modules; fsdp/parallel/shard.py shards the 
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.text import nearest
 
 Unit = list[nn.Module]
 
@@ -51,6 +51,21 @@ def blocks_of(units: Sequence[Unit]) -> list[nn.Module]:
     return [module for unit in alike for module in unit if next(module.children(), None) is not None]
 
 
+def wrap_hint(model: nn.Module | None) -> str:
+    """--mesh.wrap with the classes of composite modules in lists, where none of them is repeated."""
+    inside = [] if model is None else [m for m in model.modules() if isinstance(m, _CONTAINERS)]
+    found = [
+        type(m).__name__
+        for one in inside
+        for m in _members(one)
+        if _is_block(m) and not isinstance(m, _CONTAINERS) and next(m.children(), None) is not None
+    ]
+    classes = ",".join(dict.fromkeys(found))
+    return (
+        f"--mesh.wrap class:{classes}" if classes else "--mesh.wrap class:NAME says which modules are units"
+    )
+
+
 def _joined(units: Sequence[Unit], count: int) -> list[Unit]:
     """Joins up to `count` consecutive units that are single blocks of one class."""
     found: list[Unit] = []
@@ -82,10 +97,8 @@ def _member(module: Any, model: nn.Module, members: set[nn.Module]) -> nn.Module
     if isinstance(module, str):
         named = dict(model.named_modules(remove_duplicate=False))
         if module not in named:
-            near = difflib.get_close_matches(module, named, n=1, cutoff=0.5)
-            raise ConfigError(
-                f"{whose} names {module}, which it does not have.", near[0] if near else "see named_modules()"
-            )
+            hint = nearest(module, named, "{}", "see named_modules()", cutoff=0.5)
+            raise ConfigError(f"{whose} names {module}, which it does not have.", hint)
         module = named[module]
     if not isinstance(module, nn.Module):
         raise ConfigError(
@@ -147,11 +160,10 @@ def _of_class(model: nn.Module, names: Sequence[str]) -> list[Unit]:
     usable = [name for name, m in present.items() if not isinstance(m, _HOLDERS) and m is not model]
     for name in names:
         if name not in usable:
-            near = difflib.get_close_matches(name, usable, n=1, cutoff=0.5)
             raise ConfigError(
                 f"--mesh.wrap class:{name}: {type(model).__name__} has no such class with parameters, "
                 f"only {', '.join(usable[:20]) or 'itself'}.",
-                f"--mesh.wrap class:{near[0]}" if near else "--mesh.wrap auto",
+                nearest(name, usable, "--mesh.wrap class:{}", "--mesh.wrap auto", cutoff=0.5),
             )
     return [[module] for module in model.modules() if type(module).__name__ in names]
 

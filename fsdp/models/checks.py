@@ -19,7 +19,7 @@ IGNORED = -100
 
 
 def check_parameters(model: nn.Module, name: str) -> None:
-    """Checks, before sharding, that shapes are known and that FSDP can reduce the dtypes."""
+    """Checks, before sharding, that shapes are known, and that FSDP can shard and reduce what is stored."""
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise ConfigError(
@@ -34,6 +34,31 @@ def check_parameters(model: nn.Module, name: str) -> None:
                 "which FSDP does not reduce.",
                 "nn.Parameter(torch.view_as_real(VALUES)), and torch.view_as_complex(parameter) in forward",
             )
+        if _is_packed(parameter):
+            raise ConfigError(
+                f"--model.name {name}: parameter {key} is of type {type(parameter).__name__}, whose packed "
+                "values cannot be cut into the shards of any number of ranks.",
+                f"{key} as it was before quantization; --precision.frozen bf16 stores what is not trained in "
+                "half the bytes",
+            )
+
+
+def _is_packed(parameter: nn.Parameter) -> bool:
+    """Whether it is a tensor of another library (torchao's NF4Tensor) with operations of its own."""
+    kind = type(parameter)
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not kind.__module__.startswith(
+        "torch."
+    )
+
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def batch_norms(model: nn.Module) -> list[str]:
+    """The names of modules whose result depends on how a global batch is split over ranks and micro-batches.
+    transformers and timm have classes of their own with BatchNorm as a base.
+    """
+    return [name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)]
 
 
 def check_vocabulary(model: nn.Module, name: str, facts: Mapping[str, Any]) -> None:

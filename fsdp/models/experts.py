@@ -1,4 +1,5 @@
-"""Selects transformers' loop over experts where torch has no grouped products for the dtype or the sizes.
+"""Experts of a mixture: transformers' loop over them where torch has no grouped products for the dtype or the
+sizes, and those that are modules of their own.
 
 transformers is not imported: a model is any module with `set_experts_implementation`. Not here: the choice of
 --model.args.experts_implementation (hf.py).
@@ -18,6 +19,16 @@ log = logging.getLogger(__name__)
 GROUPED, LOOP = "grouped_mm", "eager"
 ALIGNMENT = 16
 """Bytes: each row of a grouped product's operands, and of their gradients, is a multiple of them."""
+
+
+def has_separate_experts(module: nn.Module) -> bool:
+    """Whether its experts are modules in a list or a dict: one that no token of a batch selects has no
+    gradient, and the ranks select different ones.
+    """
+    return any(
+        name.endswith("experts") and isinstance(one, (nn.ModuleList, nn.ModuleDict)) and len(one) > 1
+        for name, one in module.named_modules()
+    )
 
 
 def select_experts_kernel(model: nn.Module, dtype: torch.dtype) -> None:

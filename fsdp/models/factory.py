@@ -5,7 +5,6 @@ An error in it is reported with the flag that named it and the line that failed.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import sys
@@ -15,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp.base.errors import ConfigError
+from fsdp.base.errors import ConfigError, one_line
+from fsdp.base.text import nearest
 from fsdp.base.torchvision_import import prepare_torchvision
+from fsdp.config.aliases import hint_for
 
 
 def load_attribute(path: str, flag: str) -> Callable[..., Any]:
@@ -64,21 +65,16 @@ def _import(module_name: str, path: str, flag: str) -> Any:
 
 def _unknown_attribute(owner: Any, name: str, path: str, flag: str) -> ConfigError:
     public = [n for n, value in vars(owner).items() if callable(value) and not n.startswith("_")]
-    near = difflib.get_close_matches(name, public, n=1, cutoff=0.5)
     module_name = path.partition(":")[0]
-    hint = (
-        f"{flag} {module_name}:{near[0]}"
-        if near
-        else f'python -c "import {module_name}; print(dir({module_name}))"'
-    )
+    listing = f'python -c "import {module_name}; print(dir({module_name}))"'
+    hint = nearest(name, public, f"{flag} {module_name}:{{}}", listing, cutoff=0.5)
     return ConfigError(f"{flag} {path}: {getattr(owner, '__name__', owner)} has no {name}.", hint)
 
 
 def blame(error: BaseException) -> str:
     """Formats an error in a user's code as one line with file and line number."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text} ({frame.filename}:{frame.lineno})"
+    return f"{one_line(error)} ({frame.filename}:{frame.lineno})"
 
 
 # ---------------------------------------------------------------- its parameters
@@ -116,8 +112,8 @@ def parameters_of(factory: Callable[..., Any]) -> Parameters | None:
 
 
 def unknown_argument(name: str, known: list[str], flag: str, owner: str) -> ConfigError:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     takes = f"it accepts {', '.join(known)}" if known else "it accepts none"
-    return ConfigError(
-        f"{flag}.{name} is not an argument of {owner}.", f"{flag}.{near[0]} VALUE" if near else takes
-    )
+    hint = hint_for(name, "true") or ""
+    if not hint.startswith("no counterpart"):
+        hint = nearest(name, known, f"{flag}.{{}} VALUE", takes, cutoff=0.5)
+    return ConfigError(f"{flag}.{name} is not an argument of {owner}.", hint)

@@ -24,7 +24,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.models.checks import check_parameters, check_vocabulary
 from fsdp.models.factory import blame, unknown_argument
-from fsdp.models.hf_names import NamePlan, Shape, plan_names, reverted, saved_pieces
+from fsdp.models.hf_names import plan_names, reverted, saved_pieces
 from fsdp.models.hub import find_folder, on_this_node
 from fsdp.models.init import name_seed
 from fsdp.models.packed_check import check_positions
@@ -99,17 +99,12 @@ class PretrainedFolder:
         named = self.config.dtype
         return getattr(torch, named, None) if isinstance(named, str) else named
 
-    def plan_names(self, model: Any, files: Mapping[str, Shape]) -> NamePlan:
-        return plan_names(model, files)
+    plan_names = staticmethod(plan_names)
+    saved_pieces = staticmethod(saved_pieces)
+    reverted = staticmethod(reverted)
 
     def draw_missing(self, name: str, seed: int) -> torch.Tensor:
         return draw_missing(self, name, seed)
-
-    def saved_pieces(self, model: Any) -> dict[str, dict[str, torch.Tensor]]:
-        return saved_pieces(model)
-
-    def reverted(self, model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        return reverted(model, name, tensor)
 
     def saved_layer(self, name: str) -> str:
         return name

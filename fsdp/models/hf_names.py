@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp.models.parameter_names import all_names
+from fsdp.models.parameter_names import all_names, first_names
 
 Shape = tuple[int, ...]
 
@@ -71,7 +71,7 @@ def plan_names(model: Any, files: Mapping[str, Shape]) -> NamePlan:
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     state = model.state_dict()
-    first = {name: names[0] for names in all_names(model).values() for name in names}
+    first = first_names(model)
     plan = NamePlan()
     groups: dict[str, Conversion] = {}
     shapes: dict[str, Shape] = {}

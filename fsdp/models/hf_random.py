@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fsdp.models.hf import initialise
 from fsdp.models.init import name_seed
-from fsdp.models.parameter_names import all_names
+from fsdp.models.parameter_names import first_names
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class ModuleDraws(Mapping[str, Tensor]):
         with torch.device("meta"):
             self._model: Any = build()
         self._seed, self._build_whole = seed, build_whole
-        self._first = {name: names[0] for names in all_names(self._model).values() for name in names}
+        self._first = first_names(self._model)
         self._last: tuple[str | None, dict[str, Tensor]] = (None, {})
         self._whole: dict[str, Tensor] = {}
 

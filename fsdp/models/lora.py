@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fsdp.base.errors import ConfigError
 from fsdp.config import LoraSection
 from fsdp.models.blocks import blocks_of, find_units
-from fsdp.models.init import Constant, Init, Uniform, draw_into
+from fsdp.models.init import Constant, Init, Uniform
 from fsdp.models.parameter_names import names_by_tensor
 from fsdp.models.trainable import matching, patterns
 
@@ -185,13 +185,6 @@ def lora_inits(model: nn.Module) -> dict[str, Init]:
     return inits
 
 
-def draw_adapters(model: nn.Module, seed: int) -> None:
-    """Draws the adapters of a whole model in one process."""
-    parameters = dict(model.named_parameters())
-    for name, init in lora_inits(model).items():
-        draw_into(parameters[name], init, seed, name)
-
-
 def base_names(model: nn.Module) -> set[str]:
     """Returns all names of the parameters that a checkpoint of adapters omits; empty without adapters."""
     if next(adapted(model), None) is None:
@@ -204,13 +197,3 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: bo
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     product = (b.to(wide) @ a.to(wide)) * scale
     return (weight.to(wide) + (product.T if transposed else product)).to(weight.dtype)
-
-
-def merge(model: nn.Module) -> None:
-    """Merges the adapters into plain linear layers, in place, in one process."""
-    for _, layer in list(adapted(model)):
-        a, b, scale = layer.lora_a, layer.lora_b, layer.lora_scale
-        del layer.lora_a, layer.lora_b
-        layer.__class__ = layer.lora_over  # type: ignore[assignment]
-        with torch.no_grad():
-            layer.weight.copy_(merged(layer.weight, a, b, scale, transposed=is_transposed(layer)))

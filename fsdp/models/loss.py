@@ -13,7 +13,7 @@ the number of labels.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,11 +89,18 @@ class LossFunction:
     """Calls a model with the arguments of its forward. Created before sharding, which replaces forward."""
 
     def __init__(
-        self, model: nn.Module, custom: CustomLoss | None = None, head: ChunkedHead | None = None
+        self,
+        model: nn.Module,
+        custom: CustomLoss | None = None,
+        head: ChunkedHead | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
         """`custom` replaces the cross entropy and the model's own loss; `head`, the model's output layer,
-        computes the cross entropy in chunks.
+        computes the cross entropy in chunks. `compiled`: in training the cross entropy of logits is one
+        compiled function, which keeps neither their fp32 copy nor their log-softmax for backward.
         """
+        self._summed: SummedEntropy = torch.compile(summed_entropy) if compiled else summed_entropy
         self.custom = custom
         self._head = head
         parameters = inspect.signature(model.forward).parameters
@@ -140,13 +147,15 @@ class LossFunction:
         if self._own is not None:
             # Without the model's loss: the memory of its graph is freed before this loss is computed.
             alone = Output(None, output.logits, output.auxiliary)
-            return own_parts(self._own, alone, data, valid, per_row=self.per_row)
+            return own_parts(self._own, alone, data, valid, per_row=self.per_row, summed=self._summed)
         self._own_loss = output.loss is not None
         if output.loss is not None:
             return LossParts(output.loss * valid_rows, None)
         assert output.logits is not None
         self.counts_tokens, self.classifies = data["targets"].dim() > 1, True
-        return cross_entropy_parts(output.logits, data["targets"], valid, per_row=self.per_row)
+        return cross_entropy_parts(
+            output.logits, data["targets"], valid, per_row=self.per_row, summed=self._summed
+        )
 
     def learn(self, model: nn.Module, data: Mapping[str, Tensor]) -> str:
         """Determines the model's own loss from one forward of these samples, without gradients and in eval
@@ -328,11 +337,17 @@ def matching_shift(output: Output, labels: Tensor, auxiliary_weight: float) -> b
 
 
 def own_parts(
-    own: OwnLoss, output: Output, data: Mapping[str, Tensor], valid: Tensor, *, per_row: bool = False
+    own: OwnLoss,
+    output: Output,
+    data: Mapping[str, Tensor],
+    valid: Tensor,
+    *,
+    per_row: bool = False,
+    summed: SummedEntropy | None = None,
 ) -> LossParts:
     labels = _targets(own, data)
     assert output.logits is not None
-    parts = cross_entropy_parts(output.logits, labels, valid, per_row=per_row)
+    parts = cross_entropy_parts(output.logits, labels, valid, per_row=per_row, summed=summed)
     return _with_auxiliary(parts, own, output, labels, valid)
 
 
@@ -348,7 +363,8 @@ def _with_auxiliary(
 ) -> LossParts:
     if own is None or not own.auxiliary or output.auxiliary is None:
         return parts
-    counted = (labels[valid] != IGNORED).sum()
+    # Not labels[valid]: the host would wait for a device to learn how many rows are valid.
+    counted = (_masked(labels, valid) != IGNORED).sum()
     return replace(parts, loss_sum=parts.loss_sum + own.auxiliary * output.auxiliary * counted)
 
 
@@ -388,13 +404,28 @@ def _next(labels: Tensor) -> Tensor:
 # ---------------------------------------------------------------- cross entropy
 
 
+SummedEntropy = Callable[[Tensor, Tensor], Tensor]
+
+
+def summed_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the losses of unmasked targets, in at least fp32."""
+    return F.cross_entropy(_flat(logits), targets.reshape(-1), reduction="sum", ignore_index=IGNORED)
+
+
 def cross_entropy_parts(
-    logits: Tensor, targets: Tensor, valid: Tensor, *, per_row: bool = False
+    logits: Tensor,
+    targets: Tensor,
+    valid: Tensor,
+    *,
+    per_row: bool = False,
+    summed: SummedEntropy | None = None,
 ) -> LossParts:
-    """Sums in at least fp32 over valid rows and unmasked targets."""
+    """Sums in at least fp32 over valid rows and unmasked targets. `summed` is `summed_entropy`, compiled."""
     targets = _masked(targets, valid)
-    flat, wanted = _flat(logits), targets.reshape(-1)
     rows = None
+    if torch.is_grad_enabled() and not per_row:
+        return LossParts((summed or summed_entropy)(logits, targets), None)
+    flat, wanted = _flat(logits), targets.reshape(-1)
     if per_row:
         losses = F.cross_entropy(flat, wanted, reduction="none", ignore_index=IGNORED).view(targets.shape)
         loss_sum, rows = losses.sum(), (row_sums(losses), row_sums(targets != IGNORED))

@@ -26,6 +26,18 @@ def all_names(model: nn.Module) -> dict[str, list[str]]:
     return {names[0]: names for names in names_by_tensor(named).values()}
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Each name of a parameter or buffer, with the first name of that tensor."""
+    return {name: names[0] for names in all_names(model).values() for name in names}
+
+
+def names_in_state(model: nn.Module) -> dict[str, list[str]]:
+    """Each name of a model's state dict, with all names of that tensor."""
+    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    names = names_by_tensor(state.items())
+    return {name: names[tensor] for name, tensor in state.items()}
+
+
 def clean_name(name: str, *, ddp: bool = False) -> str:
     """A name without the parts that wrappers put into it; `ddp` also removes the leading `module.` of DDP."""
     if ddp:

@@ -7,7 +7,6 @@ it is resolved, so that errors are reported before any process group exists. Not
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.text import nearest
 from fsdp.config import ModelSection
 from fsdp.models.builtin import BuiltIn, Facts, make_sizes
 from fsdp.models.checks import check_parameters, check_vocabulary
@@ -29,6 +29,7 @@ from fsdp.models.packed_check import check_positions
 from fsdp.models.source_folder import SourceFolder
 
 BUILT_INS = ("vit", "transformer", "mlp")
+OWN_MODEL = "--model.name package.module:factory for your own model"
 _DATA_FOR = {"num_classes": ("images", "digits"), "vocab_size": ("tokens", "text")}
 
 
@@ -56,11 +57,10 @@ def resolve(section: ModelSection, facts: Facts) -> ModelSpec:
     if ":" in section.name:
         return _resolve_factory(section, facts)
     if section.name not in BUILT_INS:
-        near = difflib.get_close_matches(section.name, BUILT_INS, n=1, cutoff=0.5)
         raise ConfigError(
             f"--model.name {section.name} is not {', '.join(BUILT_INS)}, hf:FOLDER or "
             "package.module:factory.",
-            f"--model.name {near[0] if near else 'package.module:factory for your own model'}",
+            nearest(section.name, BUILT_INS, "--model.name {}", OWN_MODEL, cutoff=0.5),
         )
     return _resolve_built_in(section, facts, importlib.import_module(f"fsdp.models.{section.name}").BUILT_IN)
 
@@ -68,10 +68,10 @@ def resolve(section: ModelSection, facts: Facts) -> ModelSpec:
 def _resolve_built_in(section: ModelSection, facts: Facts, model: BuiltIn) -> ModelSpec:
     preset = section.preset or next(iter(model.presets))
     if preset not in model.presets:
-        near = difflib.get_close_matches(preset, model.presets, n=1, cutoff=0.3)
+        first = f"--model.preset {next(iter(model.presets))}"
         raise ConfigError(
             f"--model.preset {preset} is not one of {section.name}'s: {', '.join(model.presets)}.",
-            f"--model.preset {near[0] if near else next(iter(model.presets))}",
+            nearest(preset, model.presets, "--model.preset {}", first, cutoff=0.3),
         )
     _check_kind_of_data(section.name, model, facts)
     folder = model.find_folder(section.weights) if model.find_folder is not None else None

@@ -10,6 +10,8 @@ from torch import nn
 
 from fsdp.base.errors import ConfigError
 
+FROZEN = "--model.frozen"
+
 
 def patterns(text: str) -> list[str]:
     """Splits `a.*, b` into patterns, in their order."""
@@ -38,17 +40,17 @@ def _nothing(pattern: str, names: Sequence[str], flag: str, what: str) -> Config
     return ConfigError(f"{flag} {pattern} matches no {what} of this model (of {len(names)}).", hint)
 
 
-def freeze(model: nn.Module, text: str, flag: str = "--model.frozen") -> list[str]:
+def freeze(model: nn.Module, text: str) -> list[str]:
     """Freezes the parameters whose names match, and returns the names. A tied parameter matches by any of its
     names.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
-    frozen = matching(patterns(text), list(named), flag, "parameter")
+    frozen = matching(patterns(text), list(named), FROZEN, "parameter")
     for name in frozen:
         named[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            f"{flag} {text} leaves nothing to train.", f"a narrower pattern: {flag} {_half(frozen)}"
+            f"{FROZEN} {text} leaves nothing to train.", f"a narrower pattern: {FROZEN} {_half(frozen)}"
         )
     return frozen
 

@@ -186,7 +186,7 @@ def _fault(parameter: Tensor, value: Any) -> str:
         if not isinstance(parameter, DTensor):
             return "a DTensor, unlike its parameter"
         as_parameter = value.shape == parameter.shape and value.placements == parameter.placements
-        placed = f"a DTensor of {tuple(value.shape)}, {_placed(value)}"
+        placed = f"a DTensor of {tuple(value.shape)}, {', '.join(map(str, value.placements))}"
         return "" if as_parameter else f"{placed}, unlike its parameter of {tuple(parameter.shape)}"
     if not isinstance(parameter, DTensor) or not value.dim():
         return ""
@@ -195,10 +195,6 @@ def _fault(parameter: Tensor, value: Any) -> str:
     if value.shape == parameter.to_local().shape:
         return f"a plain tensor of {tuple(value.shape)}, the shape of this rank's part"
     return ""
-
-
-def _placed(tensor: DTensor) -> str:
-    return ", ".join(map(str, tensor.placements))
 
 
 def _differing(every: Iterable[dict[str, tuple[Any, ...]]]) -> str | None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import NotFiniteError, TrainingError
+from fsdp.base.text import named_ranks
 from fsdp.config import TrainSection
 from fsdp.dist import collectives
 from fsdp.optim.gradients import Gradients
@@ -123,18 +124,9 @@ class Verdicts:
         gathered = collectives.all_gather_objects((where, own))
         ranks = [(rank, name) for rank, (name, _) in enumerate(gathered) if name]
         losses = [rank for rank, (_, finite) in enumerate(gathered) if not finite]
-        place = (
-            f", first in {ranks[0][1]} on rank{'s' * (len(ranks) > 1)} "
-            f"{', '.join(str(r) for r, _ in ranks[:8])}"
-            if ranks
-            else ""
-        )
+        place = f", first in {ranks[0][1]} on {named_ranks([rank for rank, _ in ranks])}" if ranks else ""
         again = f" {self._skipped} times in a row" if self._skipped > 1 else ""
-        place += (
-            f", from the loss of rank{'s' * (len(losses) > 1)} {', '.join(map(str, losses[:8]))}"
-            if losses
-            else ""
-        )
+        place += f", from the loss of {named_ranks(losses)}" if losses else ""
         return NotFiniteError(
             f"step {step}: loss {loss}, gradient norm {norm}{place}: not finite{again}.",
             "--optim.lr lower, --train.clip_grad_norm 1, or --train.nonfinite skip to skip such updates",

@@ -17,7 +17,7 @@ from fsdp.base.torch_private.tensors import LocalShardAdam
 from fsdp.config import OptimSection
 from fsdp.optim.custom_optimizer import LR_RATIO, build_custom, is_custom
 from fsdp.optim.muon import ShardedMuon, hidden_matrices
-from fsdp.optim.small_states import Kind, SmallStateAdam, adapt_states, places_of
+from fsdp.optim.small_states import Kind, SmallStateAdam, adapt_states
 
 
 class ShardedAdam(LocalShardAdam):
@@ -33,7 +33,10 @@ class ShardedAdamW(LocalShardAdam, torch.optim.AdamW): ...
 DECAYING = ("adamw", "muon")
 
 
-def build_optimizer(section: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(
+    section: OptimSection, model: nn.Module, *, compiled: bool = False
+) -> torch.optim.Optimizer:
+    """`compiled`: the update of bf16 and 8-bit moments, which torch has no kernel for, is compiled."""
     if is_custom(section):
         return build_custom(section, model)
     if section.name == "muon":
@@ -44,10 +47,11 @@ def build_optimizer(section: OptimSection, model: nn.Module) -> torch.optim.Opti
         return SmallStateAdam(
             groups,
             kind=kept,
-            places=places_of(model.parameters()),
+            places={parameter: at for at, parameter in enumerate(model.parameters())},
             lr=section.lr,
             betas=(section.beta1, section.beta2),
             eps=section.eps,
+            compiled=compiled,
         )
     fused = section.fused != "false"
     if section.name == "sgd":

@@ -123,6 +123,8 @@ def apply_comm(root: nn.Module, section: CommSection, hooks: Hooks) -> None:
             unit.set_custom_all_gather(_InOrder(hooks.all_gather))
         if hooks.reduce_scatter is not None:
             unit.set_custom_reduce_scatter(_InOrder(hooks.reduce_scatter))
+        if section.allocate_from_group:
+            module.set_allocate_memory_from_process_group_for_comm(True)
         if section.divide_by:
             module.set_gradient_divide_factor(section.divide_by)
             # A factor other than the group's size becomes ReduceOp.PREMUL_SUM: gloo refuses it, and NCCL up

@@ -23,6 +23,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp.base.cache_folder import cache_folder
 from fsdp.base.errors import ConfigError
 from fsdp.config import SpeedSection
 from fsdp.dist.env import DistEnv
@@ -54,7 +55,7 @@ def places(speed: SpeedSection) -> Places | None:
 
 def _shared_folder() -> Path | None:
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "shardrun", "compile")
+        return cache_folder("compile")
     except RuntimeError:
         return None  # no HOME, and a user without a password entry, as in many containers
 

@@ -27,6 +27,10 @@ def check_device(memory: MemorySection, device: torch.device) -> None:
         log.warning(
             "--memory.cpu_offload true changes nothing on a CPU: parameters are in host memory already"
         )
+    if memory.optimizer_offload and device.type == "cpu":
+        log.warning(
+            "--memory.optimizer_offload true gains nothing on a CPU: states are copied within host memory"
+        )
     if memory.activation_offload and device.type == "cpu":
         log.warning(
             "--memory.activation_offload true gains nothing on a CPU: what forward keeps is copied within "

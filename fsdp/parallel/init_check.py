@@ -1,57 +1,24 @@
 """The check that every value was initialised: memory is poisoned before, searched after, and digests of all
 ranks are compared.
 
-Also here: the cut of a parameter into shards, and a digest of the whole model. Not here: what fills the
+Also here: a digest of the whole model. Not here: what fills the
 memory (materialize.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
-from fsdp.base.digest import combine, digest_shard
+from fsdp.base.digest import as_int64, combine, digest_shard
 from fsdp.base.errors import TrainingError
+from fsdp.dist.collectives import all_gather_objects
 from fsdp.dist.local_tensors import local_tensor
+from fsdp.dist.shards import cut_of, shard_count
 from fsdp.models.init import Constant, Init
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The elements of a flattened parameter that a rank keeps: dim-0 rows are contiguous, so two numbers
-    suffice.
-    """
-
-    start: int
-    numel: int
-
-
-def cut_of(shape: torch.Size, index: int, count: int) -> Cut:
-    """Shard `index` of `count` along dim 0, as torch.chunk cuts: ceil(rows / count) each, the last ones
-    shorter or empty.
-    """
-    rows, row = (shape[0], shape[1:].numel()) if len(shape) else (1, 1)
-    chunk = -(-rows // count)
-    first, last = min(rows, index * chunk), min(rows, (index + 1) * chunk)
-    return Cut(first * row, (last - first) * row)
-
-
-def shard_count(tensor: Tensor) -> int:
-    """The number of pieces of a parameter, replicas not counted."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    sizes = [
-        tensor.device_mesh.size(at) for at, place in enumerate(tensor.placements) if isinstance(place, Shard)
-    ]
-    assert all(not isinstance(place, Shard) or place.dim == 0 for place in tensor.placements), (
-        "sharded on dim 0 alone"
-    )
-    return sizes[0] if sizes else 1
 
 
 def poison(root: nn.Module) -> None:
@@ -86,7 +53,7 @@ def check_initialised(root: nn.Module, *, drawn: Mapping[str, Init]) -> None:
     """
     problems = _everyones([*_unfilled(root, known=())])
     if not problems:
-        problems = [(text, ()) for text in _compare(root, _digests(root), drawn)]
+        problems = [(text, ()) for text in _compare(root, drawn)]
     _refuse(problems)
 
 
@@ -97,9 +64,11 @@ def check_unsaved(root: nn.Module) -> None:
 
 def _everyones(findings: list[str]) -> list[tuple[str, tuple[int, ...]]]:
     """Every rank's findings, each with that rank."""
-    gathered: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(gathered, findings)
-    return [(f"rank {rank}: {text}", (rank,)) for rank, texts in enumerate(gathered) for text in texts]
+    return [
+        (f"rank {rank}: {text}", (rank,))
+        for rank, texts in enumerate(all_gather_objects(findings))
+        for text in texts
+    ]
 
 
 def _refuse(problems: list[tuple[str, tuple[int, ...]]]) -> None:
@@ -138,25 +107,23 @@ def _is_poisoned(part: Tensor) -> bool:
     return bool((part.view(_plain(part.dtype)) == _rare(part.dtype)).all())
 
 
-def _digests(root: nn.Module) -> Tensor:
-    """A row for each tensor: numel, plain sum, weighted sum, constant; int64 for the collective."""
+def _digests(root: nn.Module) -> list[Tensor]:
+    """Every rank's table, with a row for each tensor: numel, plain sum, weighted sum, constant."""
     rows = []
     for tensor in [*root.parameters(), *root.buffers()]:
         d = digest_shard(local_tensor(tensor))
-        rows.append([d.numel, _signed(d.plain), _signed(d.weighted), int(d.constant)])
-    return torch.tensor(rows, dtype=torch.int64).view(-1, 4)
+        rows.append([d.numel, as_int64(d.plain), as_int64(d.weighted), int(d.constant)])
+    table = torch.tensor(rows, dtype=torch.int64).view(-1, 4)
+    tables = [torch.empty_like(table) for _ in range(dist.get_world_size())]
+    dist.all_gather(tables, table)
+    return tables
 
 
-def _signed(word: int) -> int:
-    return word - 2**64 if word >= 2**63 else word
-
-
-def _compare(root: nn.Module, table: Tensor, drawn: Mapping[str, Init]) -> list[str]:
+def _compare(root: nn.Module, drawn: Mapping[str, Init]) -> list[str]:
     """Compares every rank's digests. Equal shards are an error where values are random; elsewhere they
     may be intended.
     """
-    tables = [torch.empty_like(table) for _ in range(dist.get_world_size())]
-    dist.all_gather(tables, table)
+    tables = _digests(root)
     named = [*root.named_parameters(), *root.named_buffers()]
     found: list[str] = []
     equal: dict[str, list[str]] = {}
@@ -201,9 +168,7 @@ def _equal_shards(name: str, digests: list[tuple[int, ...]], count: int) -> list
 
 def state_digest(root: nn.Module) -> dict[str, int]:
     """One number a tensor for the whole model, equal at any number of ranks. Collective."""
-    table = _digests(root)
-    tables = [torch.empty_like(table) for _ in range(dist.get_world_size())]
-    dist.all_gather(tables, table)
+    tables = _digests(root)
     whole: dict[str, int] = {}
     for row, (name, tensor) in enumerate([*root.named_parameters(), *root.named_buffers()]):
         count = shard_count(tensor)

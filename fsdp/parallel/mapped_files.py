@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.text import counted
+from fsdp.base.units import byte_size
 from fsdp.dist import collectives
 
 log = logging.getLogger(__name__)
@@ -72,7 +74,7 @@ class MappedFile:
     def _advise(self, tensor: Tensor, advice: int) -> None:
         first = tensor.data_ptr() - self._base
         start = first // mmap.PAGESIZE * mmap.PAGESIZE
-        self._memory.madvise(advice, start, first + tensor.numel() * tensor.element_size() - start)
+        self._memory.madvise(advice, start, first + tensor.nbytes - start)
 
 
 def room_for(nbytes: int) -> int:
@@ -148,9 +150,8 @@ def _refuse(needs: list[_DiskNeed], folder: Path, flag: str, what: str) -> None:
         free = min(other.free for other in sharers)
         if total > free:
             raise ConfigError(
-                f"{what} of {len(sharers)} rank{'s' * (len(sharers) > 1)} "
-                f"{'take' if len(sharers) > 1 else 'takes'} "
-                f"{total / 2**30:.2f} GiB, but {folder} on {one.host} has {free / 2**30:.2f} GiB free.",
+                f"{what} of {counted(len(sharers), 'rank')} {'take' if len(sharers) > 1 else 'takes'} "
+                f"{byte_size(total)}, but {folder} on {one.host} has {byte_size(free)} free.",
                 f"--{flag} a folder on a larger disk",
             )
 

@@ -22,18 +22,18 @@ from torch.distributed.tensor import DTensor
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.dist.collectives import all_gather_objects, on_main
 from fsdp.dist.local_tensors import local_tensor
+from fsdp.dist.shards import cut_of, shard_count
 from fsdp.models import ModelSpec, to_empty
-from fsdp.models.init import Init, draw, draw_into
+from fsdp.models.device_draw import draw_into
+from fsdp.models.init import Init, draw
 from fsdp.models.lora import lora_inits
 from fsdp.models.parameter_names import all_names
 from fsdp.models.unsharded import persistent, seeded
 from fsdp.parallel.init_check import (
     check_initialised,
     check_unsaved,
-    cut_of,
     fill_with_poison,
     poison,
-    shard_count,
 )
 from fsdp.parallel.nvme import NvmeFiles
 from fsdp.parallel.shard import Sharded
@@ -134,15 +134,7 @@ def materialize(
     elif inits and init == "shard" and weights is None:
         _draw_shards(root, inits, seed, rank)
     else:
-        source: WeightSource | None = None
-
-        def open_source() -> None:
-            nonlocal source
-            source = _source(spec, inits, seed, weights, root)
-
-        # An error on rank 0 alone is sent to all, so that no rank waits for weights.
-        on_main(rank, open_source)
-        _send_all(sharded, source, added)
+        _send_all(sharded, lambda: _source(spec, inits, seed, weights, root), added, rank)
     check_initialised(root, drawn={**({} if weights is not None else inits), **added})
 
 
@@ -285,17 +277,24 @@ def build_on_host(spec: ModelSpec, seed: int) -> nn.Module:
         fills.fill_uninitialized_memory = filled
 
 
-@torch.no_grad()
-def _send_all(sharded: Sharded, source: WeightSource | None, added: Mapping[str, Init]) -> None:
+def _send_all(
+    sharded: Sharded, open_source: Callable[[], WeightSource], added: Mapping[str, Init], rank: int
+) -> None:
+    """An error on rank 0, which alone opens the source, is sent to all: no rank waits for weights."""
+    opened: list[WeightSource] = []
+    on_main(rank, lambda: opened.append(open_source()))
     root = sharded.root
-    for name, target in [*root.named_parameters(), *_sent_buffers(root)]:
-        if name in added:
-            continue
-        full = source.take(name) if source is not None else None
-        if shard_count(target) == 1:
-            _broadcast_whole(target, full, is_source=source is not None)
-        else:
-            _scatter_rows(target, full, sharded, is_source=source is not None)
+    with torch.no_grad():
+        for name, target in [*root.named_parameters(), *_sent_buffers(root)]:
+            if name not in added:
+                _send(sharded, target, opened[0].take(name) if opened else None, is_source=bool(opened))
+
+
+def _send(sharded: Sharded, target: Tensor, full: Tensor | None, *, is_source: bool) -> None:
+    if shard_count(target) == 1:
+        _broadcast_whole(target, full, is_source=is_source)
+    else:
+        _scatter_rows(target, full, sharded, is_source=is_source)
 
 
 def _broadcast_whole(target: Tensor, full: Tensor | None, *, is_source: bool) -> None:
@@ -314,7 +313,7 @@ def _scatter_rows(target: Tensor, full: Tensor | None, sharded: Sharded, *, is_s
     chunk = -(-target.shape[0] // count) * target.shape[1:].numel() * part.element_size()
     if not chunk:
         return
-    fits = part.is_contiguous() and part.numel() * part.element_size() == chunk
+    fits = part.is_contiguous() and part.nbytes == chunk
     # Straight into the shard, but where its rows end early: a second shard's memory would stand beside the
     # whole.
     received = _bytes(part) if fits else torch.empty(chunk, dtype=torch.uint8, device=part.device)
@@ -326,7 +325,7 @@ def _scatter_rows(target: Tensor, full: Tensor | None, sharded: Sharded, *, is_s
     if sharded.sizes.replicate > 1:
         dist.broadcast(received, src=dist.get_rank() % count, group=sharded.mesh.get_group("dp_replicate"))
     if not fits:
-        part.copy_(received[: part.numel() * part.element_size()].view(part.dtype).view(part.shape))
+        part.copy_(received[: part.nbytes].view(part.dtype).view(part.shape))
 
 
 def _padded_pieces(wire: Tensor, chunk: int, count: int) -> list[Tensor]:

@@ -22,14 +22,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.base.torch_private.fsdp import move_padded_shard, padded_shard, parameter_groups
-from fsdp.base.torch_private.tensors import tree_leaves
+from fsdp.base.units import byte_size
 from fsdp.config import MemorySection, OptimSection
-from fsdp.dist.local_tensors import local_tensor
+from fsdp.dist.local_tensors import local_tensor, tensors_in
+from fsdp.dist.shards import rows_of, shard_count
 from fsdp.parallel.mapped_files import MappedFile, reserve, room_for
+from fsdp.parallel.state_parts import (
+    MOMENTS,
+    cut_into_parts,
+    moments_of,
+    offered_states,
+    parts_of,
+    step_some,
+    trained_parameters,
+)
 
 PART_BYTES = 64 << 20
 """Bytes of states in a part: resident at once, and updated by one call of the optimizer."""
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 RETURNED_BYTES = 1 << 20
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 FRAME = 4096  # more than head, tail and alignment of a tensor in a checkpoint's file
@@ -71,11 +80,12 @@ class NvmeFiles:
         self._moments = MOMENTS[optim.name] if optim.name != "sgd" or optim.momentum else ()
         self._slots: dict[tuple[nn.Parameter, str], Tensor] = {}
         sizes = self._sizes(root)
+        shown = ", ".join(f"{name} {byte_size(size)}" for name, size in sizes.items())
         files = reserve(
             folder,
             sizes.values(),
             flag="memory.nvme_dir",
-            what=f"What --memory.nvme puts there ({_sizes_line(sizes)})",
+            what=f"What --memory.nvme puts there ({shown})",
         )
         self._files: dict[str, MappedFile] = dict(zip(sizes, files, strict=True))
 
@@ -87,11 +97,7 @@ class NvmeFiles:
         trained = [_local(p) for p in root.parameters() if p.requires_grad]
         states = sum(room_for(part.numel() * self._dtype.itemsize) for part in trained) * len(self._moments)
         tensors = [*kept.values(), *(b for b in root.buffers())]
-        framed = (
-            sum(t.numel() * t.element_size() + FRAME for t in tensors)
-            + states
-            + 3 * FRAME * (len(trained) + 64)
-        )
+        framed = sum(t.nbytes + FRAME for t in tensors) + states + 3 * FRAME * (len(trained) + 64)
         sizes = {"states": states, "staging": framed}
         if self._everything:
             # Padded to the first rank's rows, as FSDP gathers them; those with fewer are laid twice.
@@ -151,26 +157,20 @@ class NvmeFiles:
 
     @contextlib.contextmanager
     def offered(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Context in which a checkpoint is read: it fills states that are in files. States that it does
-        not fill are dropped after.
-        """
-        offers: dict[Tensor, Any] = {
-            p: {m: self._state(p, m, self._dtype) for m in self._moments} for p in _trained(optimizer)
-        }
-        optimizer.state.update(offers)
+        """Context in which a checkpoint is read: it fills states that are in files."""
+        parameters = trained_parameters(optimizer)
+        offers = {p: {m: self._state(p, m, self._dtype) for m in self._moments} for p in parameters}
         try:
-            yield
+            with offered_states(optimizer, offers):
+                yield
         finally:
-            for parameter, offer in offers.items():
-                if optimizer.state.get(parameter) is offer:
-                    del optimizer.state[parameter]
-            self._move_states(optimizer, _trained(optimizer))
-            self.forget(_trained(optimizer))
+            self._move_states(optimizer, parameters)
+            self.forget(parameters)
             self.forget(self._slots.values())
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's own step, part by part; the disk loads the next part meanwhile."""
-        parts = list(self._parts(optimizer))
+        parts = list(parts_of(optimizer, self._dtype.itemsize * len(self._moments), PART_BYTES))
         for at, part in enumerate(parts):
             for parameter in parts[at + 1] if at + 1 < len(parts) else ():
                 self._fetch([parameter, parameter.grad, *optimizer.state.get(parameter, {}).values()])
@@ -179,23 +179,14 @@ class NvmeFiles:
             for parameter in part:
                 self.forget([parameter, parameter.grad, *optimizer.state.get(parameter, {}).values()])
 
-    def _parts(self, optimizer: torch.optim.Optimizer) -> Iterator[list[nn.Parameter]]:
-        """Parameters in their order, cut where a part is full. One parameter is never cut."""
-        sized = [
-            (p, _local(p).numel() * self._dtype.itemsize * len(self._moments)) for p in _trained(optimizer)
-        ]
-        yield from _cut(sized, PART_BYTES)
-
     @torch.no_grad()
     def _move_states(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
         """Moves states that torch has just created in memory to their file."""
-        for parameter in parameters:
-            for name, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
-                    room = self._state(parameter, name, value.dtype)
-                    if _local(value).numel() and not self._files["states"].holds(_local(value)):
-                        _local(room).copy_(_local(value))
-                        optimizer.state[parameter][name] = room
+        for parameter, name, value in moments_of(optimizer, parameters):
+            room = self._state(parameter, name, value.dtype)
+            if _local(value).numel() and not self._files["states"].holds(_local(value)):
+                _local(room).copy_(_local(value))
+                optimizer.state[parameter][name] = room
 
     def _state(self, parameter: nn.Parameter, name: str, dtype: torch.dtype) -> Tensor:
         room = self._slot(parameter, name, dtype, "states")
@@ -212,7 +203,7 @@ class NvmeFiles:
 
     def in_turn(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
         """Yields local tensors a few at a time; pages of the previous ones are dropped at the next."""
-        for part in _cut([(t, t.numel() * t.element_size()) for t in tensors], PART_BYTES):
+        for part in cut_into_parts([(t, t.nbytes) for t in tensors], PART_BYTES):
             yield part
             self.forget(part)
 
@@ -257,37 +248,9 @@ class _Leave:
 
     def __call__(self, module: nn.Module, inputs: object, output: object) -> None:
         self._shelf.forget(self._own)
-        first = next((t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad), None)
+        first = next((t for t in tensors_in(output) if t.requires_grad), None)
         if first is not None:
             first.register_hook(lambda grad: self._shelf.forget(self._later))
-
-
-def step_some(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """The optimizer's step on these parameters alone."""
-    wanted, whole = set(parameters), optimizer.param_groups
-    few = [{**group, "params": [p for p in group["params"] if p in wanted]} for group in whole]
-    try:
-        optimizer.param_groups = [group for group in few if group["params"]]
-        optimizer.step()
-    finally:
-        optimizer.param_groups = whole
-
-
-def _cut(sized: Iterable[tuple[Any, int]], limit: int) -> Iterator[list[Any]]:
-    part: list[Any] = []
-    total = 0
-    for one, size in sized:
-        if part and total + size > limit:
-            yield part
-            part, total = [], 0
-        part.append(one)
-        total += size
-    if part:
-        yield part
-
-
-def _trained(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -302,12 +265,5 @@ def _like(shard: DTensor, local: Tensor) -> DTensor:
 
 def _padded(shard: Tensor) -> Tensor:
     """A meta tensor as large as every rank's piece is in a gather."""
-    assert isinstance(shard, DTensor)
-    count = max(
-        shard.device_mesh.size(at) if place.is_shard() else 1 for at, place in enumerate(shard.placements)
-    )
-    return torch.empty((-(-shard.shape[0] // count), *shard.shape[1:]), device="meta", dtype=shard.dtype)
-
-
-def _sizes_line(sizes: dict[str, int]) -> str:
-    return ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sizes.items())
+    rows = len(rows_of(shard.shape[0], 0, shard_count(shard)))
+    return torch.empty((rows, *shard.shape[1:]), device="meta", dtype=shard.dtype)

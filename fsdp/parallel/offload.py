@@ -234,11 +234,3 @@ class _Offloaded:
 
     def _unpack(self, kept: Any) -> Tensor:
         return kept.take(self.carrier) if isinstance(kept, _Kept) else kept
-
-
-def offloads(module: nn.Module) -> OffloadStreams | None:
-    """A unit's carrier, where it has one."""
-    for found in (compiled_call(module), module.forward):
-        if isinstance(found, _Offloaded):
-            return found.carrier
-    return None

@@ -8,6 +8,7 @@ the model may be on the meta device.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,9 +30,8 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.distributed import check_buckets_reduced
 from fsdp.base.torch_private.tensors import convert_tensors
 from fsdp.config import (
-    CommSection,
+    Config,
     MemorySection,
-    MeshSection,
     PrecisionSection,
     SpeedSection,
     reshard_policy,
@@ -39,13 +39,14 @@ from fsdp.config import (
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models.blocks import blocks_of, find_units
 from fsdp.models.checks import misfit
+from fsdp.models.experts import has_separate_experts
 from fsdp.models.unsharded import persistent
 from fsdp.parallel.activations import apply_activation_checkpointing, refused_recomputation
 from fsdp.parallel.attention import refused_attention
 from fsdp.parallel.comm_hooks import Hooks, apply_comm, load_hooks
 from fsdp.parallel.float8 import apply_float8
 from fsdp.parallel.offload import apply_activation_offload
-from fsdp.parallel.whole_parameters import apply_casts, average_gradients, whole_names
+from fsdp.parallel.whole_parameters import apply_casts, average_gradients, average_scalars, whole_names
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -114,11 +115,13 @@ class Sharded:
 
     @functools.cached_property
     def replicated(self) -> list[nn.Parameter]:
-        """0-dim parameters: FSDP does not shard them, so each rank keeps a copy and their gradients are
-        averaged here.
+        """Trained 0-dim parameters: FSDP does not shard them, so each rank keeps a copy and their gradients
+        are averaged here.
         """
         # Read when the weights are real: leaving meta replaces each parameter.
-        return [] if self.sizes.strategy == "ddp" else [p for p in self.root.parameters() if p.dim() == 0]
+        if self.sizes.strategy == "ddp":
+            return []
+        return [p for p in self.root.parameters() if p.dim() == 0 and p.requires_grad]
 
     @functools.cached_property
     def named_whole(self) -> list[nn.Parameter]:
@@ -166,14 +169,13 @@ class Sharded:
         except RuntimeError as error:
             unused = [name for name, p in self.root.named_parameters() if p.requires_grad and p.grad is None]
             more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
-            refused = ConfigError(
+            raise ConfigError(
                 f"the loss of rank {dist.get_rank()} does not depend on "
                 f"{unused[0] if unused else 'a parameter'}{more}, and "
                 "--mesh.strategy ddp reduces every gradient.",
                 f"--mesh.strategy fsdp, or --model.frozen {','.join(unused[:4])}",
-            )
-            refused.scope = "rank"
-            raise refused from error
+                scope="rank",
+            ) from error
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         """DDP keeps one copy of each parameter: autocast gives its computation the dtype that FSDP's policy
@@ -206,11 +208,8 @@ class Sharded:
         return self.runs if self.root.training else self.root
 
     def _average_replicated(self) -> None:
-        for parameter in self.replicated:
-            if parameter.grad is not None and self.ranks > 1:
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= self.divisor
         if self.ranks > 1:
+            average_scalars(self.replicated, self.divisor)
             average_gradients(self.named_whole, self.divisor)
 
 
@@ -230,20 +229,47 @@ def explained(root: nn.Module) -> Iterator[None]:
 
 def shard_model(
     model: nn.Module,
+    config: Config,
     *,
     sizes: MeshSizes,
     mesh: DeviceMesh,
     device: torch.device,
-    section: MeshSection,
-    precision: PrecisionSection,
-    memory: MemorySection,
-    speed: SpeedSection,
-    comm: CommSection | None = None,
     hooks: Hooks | None = None,
 ) -> Sharded:
-    """Shards the model; its weights may still be on meta. For DDP call `replicate` once they are real."""
-    comm = comm or CommSection()
-    dtypes = resolve_dtypes(precision, device)
+    """Shards the model as the sections mesh, precision, memory, speed and comm say; its weights may still be
+    on meta. For DDP call `replicate` once they are real.
+    """
+    memory, speed = config.memory, config.speed
+    dtypes = resolve_dtypes(config.precision, device)
+    _apply_dtypes(model, dtypes)
+    units = find_units(model, config.mesh.wrap)
+    apply_float8(units, speed, sharded=sizes.strategy != "ddp")
+    apply_activation_checkpointing(units, memory, compiled=compiles(speed, device), root=model)
+    apply_compile(units, model, speed, device)
+    apply_activation_offload(units, memory, device, compiled=compiles(speed, device))
+    policy = reshard_policy(config.mesh.reshard_after_forward)
+    sharded = Sharded(
+        root=model,
+        sizes=sizes,
+        mesh=mesh,
+        dtypes=dtypes,
+        device=device,
+        units=units,
+        accumulate=config.mesh.accumulate,
+        keep_gathered=policy == "step",
+        divides_by=config.comm.divide_by,
+        whole=whole_names(model, config.mesh.unsharded),
+    )
+    if sizes.strategy != "ddp":
+        _apply_fully_shard(sharded, policy, memory)
+        _reduce_unused_experts(model)
+        _apply_prefetch(units, speed)
+        apply_comm(model, config.comm, hooks or load_hooks(config.comm))
+    return sharded
+
+
+def _apply_dtypes(model: nn.Module, dtypes: Dtypes) -> None:
+    """Converts parameters and buffers to the dtypes in which they are stored."""
     if any(p.is_floating_point() and p.dtype != dtypes.master for p in model.parameters()):
         # Not model.to(dtype): it would take the imaginary part from complex buffers.
         convert_tensors(
@@ -254,29 +280,6 @@ def shard_model(
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtypes.stored(parameter))
-    units = find_units(model, section.wrap)
-    apply_float8(units, speed, sharded=sizes.strategy != "ddp")
-    apply_activation_checkpointing(units, memory, compiled=compiles(speed, device), root=model)
-    apply_compile(units, model, speed, device)
-    apply_activation_offload(units, memory, device, compiled=compiles(speed, device))
-    policy = reshard_policy(section.reshard_after_forward)
-    sharded = Sharded(
-        root=model,
-        sizes=sizes,
-        mesh=mesh,
-        dtypes=dtypes,
-        device=device,
-        units=units,
-        accumulate=section.accumulate,
-        keep_gathered=policy == "step",
-        divides_by=comm.divide_by,
-        whole=whole_names(model, section.unsharded),
-    )
-    if sizes.strategy != "ddp":
-        _apply_fully_shard(sharded, policy, memory)
-        _apply_prefetch(units, speed)
-        apply_comm(model, comm, hooks or load_hooks(comm))
-    return sharded
 
 
 def _kept(tensor: torch.Tensor, master: torch.dtype) -> torch.dtype:
@@ -310,17 +313,29 @@ def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: Memor
     ignored = {p for name, p in named if p.dim() == 0 or name in sharded.whole}
     if sharded.whole:
         apply_casts(sharded.root, ignored, dtypes.master, dtypes.param)
-    wrap = functools.partial(
-        fully_shard, mesh=mesh, mp_policy=mixed, offload_policy=offload, ignored_params=ignored or None
-    )
+    wrap = functools.partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=ignored or None)
+    # The model's output is the root's: a block's, cast too, would meet the root's parameters in bf16.
+    within = dataclasses.replace(mixed, output_dtype=None)
     # Backward begins with the last unit and the root's own parameters: once freed, they would be gathered
     # again at once.
     for at, unit in enumerate(sharded.units, start=1):
         wrap(
             unit if len(unit) > 1 else unit[0],
+            mp_policy=within,
             reshard_after_forward=reshard if at < len(sharded.units) else False,
         )
-    wrap(sharded.root, reshard_after_forward=False)
+    wrap(sharded.root, mp_policy=mixed, reshard_after_forward=False)
+
+
+def _reduce_unused_experts(root: nn.Module) -> None:
+    """Experts that a rank does not use take part in its reductions with zeros: without them each rank would
+    reduce other parameters. One that no rank uses has a gradient of zeros then, which AdamW decays.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule) and has_separate_experts(module):
+            reduce_unused = getattr(module, "set_reduce_scatter_unused_params", None)  # torch 2.11 has none
+            if reduce_unused is not None:
+                reduce_unused(True, recurse=False)
 
 
 def _apply_prefetch(units: Sequence[list[nn.Module]], speed: SpeedSection) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fsdp.base.units import byte_size
 from fsdp.config import MeshSection, reshard_policy
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models.blocks import find_units
@@ -36,11 +37,7 @@ class Traffic:
             "reduce-scatter": self.reduce_scatter,
             "all-reduce": self.all_reduce,
         }
-        return " + ".join(f"{name} {mib(sent)}" for name, sent in parts.items() if sent) or "nothing"
-
-
-def mib(sent: float) -> str:
-    return f"{sent / 2**20:,.1f} MiB" if sent >= 2**20 / 10 else f"{sent / 2**10:,.1f} KiB"
+        return " + ".join(f"{name} {byte_size(sent)}" for name, sent in parts.items() if sent) or "nothing"
 
 
 @dataclass(frozen=True)
@@ -167,6 +164,6 @@ def traffic_line(
     if accumulation == 1:
         return text
     beside = ", ".join(
-        f"{how} {mib(one.total)}" for how, one in others if sizes.strategy != "ddp" or how != "shard"
+        f"{how} {byte_size(one.total)}" for how, one in others if sizes.strategy != "ddp" or how != "shard"
     )
     return f"{text} (--mesh.accumulate {section.accumulate}; {beside})"

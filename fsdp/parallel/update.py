@@ -1,4 +1,4 @@
-"""The optimizer's update: as a whole, or part by part if its states are in files.
+"""The optimizer's update: as a whole, or part by part if its states are in files or host memory.
 
 The numbers are the same to the bit. Not here: which optimizer (fsdp/optim/optimizer.py), and whether a step
 updates (fsdp/run/step.py).
@@ -10,7 +10,11 @@ from typing import Protocol
 
 import torch
 
+from fsdp.parallel.host_states import HostStates
 from fsdp.parallel.nvme import NvmeFiles
+
+StateStore = NvmeFiles | HostStates
+"""Where states are between updates, if not on the device."""
 
 
 class Update(Protocol):
@@ -25,14 +29,14 @@ class Whole:
 
 
 class ByParts:
-    """Reads states from their files, a part at a time."""
+    """Reads states from where they are, a part at a time."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shelf: NvmeFiles) -> None:
-        self._optimizer, self._shelf = optimizer, shelf
+    def __init__(self, optimizer: torch.optim.Optimizer, store: StateStore) -> None:
+        self._optimizer, self._store = optimizer, store
 
     def step(self) -> None:
-        self._shelf.step(self._optimizer)
+        self._store.step(self._optimizer)
 
 
-def build_update(optimizer: torch.optim.Optimizer, shelf: NvmeFiles | None) -> Update:
-    return Whole(optimizer) if shelf is None else ByParts(optimizer, shelf)
+def build_update(optimizer: torch.optim.Optimizer, store: StateStore | None) -> Update:
+    return Whole(optimizer) if store is None else ByParts(optimizer, store)

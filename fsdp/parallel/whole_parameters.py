@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.torch_private.fake import FakeTensor
 from fsdp.models.trainable import matching, patterns
 
 FLAG = "--mesh.unsharded"
@@ -61,6 +62,25 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, tuple):
         return tuple(_cast(one, dtype) for one in value)
     return value
+
+
+@torch.no_grad()
+def average_scalars(parameters: Sequence[nn.Parameter], divisor: float) -> None:
+    """As `average_gradients`, one all-reduce a parameter. Collective: the parameters are those of all ranks.
+
+    A rank without a gradient gives -0.0, which changes no sum: only where all do is the sum -0.0.
+    """
+    for parameter in parameters:
+        absent = parameter.grad is None
+        total = torch.full_like(parameter, -0.0) if parameter.grad is None else parameter.grad.add_(0.0)
+        dist.all_reduce(total)
+        if not (absent and _is_negative_zero(total)):
+            parameter.grad = total.div_(divisor)
+
+
+def _is_negative_zero(value: Tensor) -> bool:
+    """True for a planner's fake tensor, which has no value."""
+    return isinstance(value, FakeTensor) or bool(torch.signbit(value) & (value == 0))
 
 
 @torch.no_grad()

@@ -23,22 +23,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from fsdp.base.errors import ShardrunError
-from fsdp.config.command_line import RUN_FLAGS, CommandParser, one_of, whole_number
+from fsdp.config.command_line import RUN_FLAGS, CommandParser, one_of, prints_errors, whole_number
 from fsdp.parity.compare import compare
 from fsdp.parity.measure import ParityDifference
 from fsdp.parity.options import BOUNDS, Comparison, ParityOptions, Row
+from fsdp.watch.last_process import ProcessExit
 
 
+@prints_errors("fsdp.parity")
 def main(argv: Sequence[str]) -> int:
-    try:
-        asked = _parse(argv)
-        return _show(
-            asked, compare(asked, lambda text: print(f"fsdp.parity: {text}", file=sys.stderr, flush=True))
-        )
-    except ShardrunError as error:
-        print(f"fsdp.parity: {error}", file=sys.stderr)
-        return error.exit_code
+    asked = _parse(argv)
+    return _show(
+        asked, compare(asked, lambda text: print(f"fsdp.parity: {text}", file=sys.stderr, flush=True))
+    )
 
 
 def _parse(argv: Sequence[str]) -> ParityOptions:
@@ -87,4 +84,5 @@ def _show(asked: ParityOptions, found: Iterator[tuple[Row, list[ParityDifference
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exiting = ProcessExit()
+    sys.exit(exiting.leave(main(sys.argv[1:])))

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp.base.errors import ConfigError
 from fsdp.parity.measure import NO_GRADIENT, ROUNDED_NO_GRADIENT, Measure, ParityDifference, without_gradient
@@ -129,19 +129,28 @@ def _refuse_random(job: Job) -> None:
     """ConfigError for dropout and BatchNorm: their results depend on how a batch is split."""
     from torch import nn
 
+    from fsdp.models.checks import batch_norms
     from fsdp.run.job import meta_model
 
     dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    for name, module in meta_model(job.spec).named_modules():
+    model = meta_model(job.spec)
+    for name, module in model.named_modules():
         if (isinstance(module, dropouts) and module.p) or (
             isinstance(module, nn.MultiheadAttention) and module.dropout
         ):
             raise ConfigError(
-                f"{name} drops values at random: runs cannot be compared.", "--model.args.dropout 0.0"
+                f"{name} drops values at random: runs cannot be compared.", _without_dropout(job)
             )
-        if isinstance(module, norms):
-            raise ConfigError(
-                f"{name} normalises over the rows that a rank has: runs cannot be compared.",
-                "a model without BatchNorm",
-            )
+    for name in batch_norms(model):
+        raise ConfigError(
+            f"{name} normalises over the rows that a rank has: runs cannot be compared.",
+            "a model without BatchNorm",
+        )
+
+
+def _without_dropout(job: Job) -> str:
+    """The flags that turn dropout off; a model of transformers has a field of its configuration for each."""
+    config: Any = getattr(job.spec.pretrained, "config", None)
+    given = config.to_dict() if hasattr(config, "to_dict") else {"dropout": 1.0}
+    names = (name for name, value in given.items() if "drop" in name and isinstance(value, float) and value)
+    return " ".join(f"--model.args.{name} 0.0" for name in names)

@@ -18,6 +18,7 @@
     search.py       the meshes and knobs worth trying, ranked
     goodput.py      failures, saves and restarts replayed
     report.py       the table, the best line, the recipe
+    page.py         all plans as an HTML page: memory against time
 
 Nothing here runs on a GPU or trains; fsdp/run/planned.py compares a plan with what its run measured.
 """

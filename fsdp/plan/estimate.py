@@ -20,7 +20,7 @@ from fsdp.plan.fake_runs import TracedStep, count
 from fsdp.plan.memory import Memory, memory_of, process_peak
 from fsdp.plan.model_shapes import Subject, subject_of
 from fsdp.plan.rates import GIB, Rates, rates_for
-from fsdp.plan.step_time import Setting, Step, mfu, time_step
+from fsdp.plan.step_time import Setting, Step, time_step
 from fsdp.plan.step_trace import FakeRun
 
 
@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        return mfu(self.step, self.rates)
+        return self.step.model_flops / self.step.seconds / self.rates.peak if self.step.seconds else 0.0
 
 
 def for_target(config: Config) -> Config:
@@ -104,10 +104,15 @@ def ask_for(config: Config, ranks: int) -> FakeRun:
         raise ConfigError(
             f"--plan.rank {config.plan.rank} is not among {ranks} ranks.", f"--plan.rank {ranks - 1}"
         )
+    return fake_run(config, sizes, config.plan.rank, batch.micro_batch, batch.accumulation, rates)
+
+
+def fake_run(
+    config: Config, sizes: MeshSizes, rank: int, micro_batch: int, accumulation: int, rates: Rates
+) -> FakeRun:
+    """The run of all blocks on the planned device. Of many micro-batches three are traced."""
     device = "cuda" if rates.has_allocator else "cpu"
-    return FakeRun(
-        for_target(config), sizes, config.plan.rank, batch.micro_batch, min(batch.accumulation, 3), 0, device
-    )
+    return FakeRun(for_target(config), sizes, rank, micro_batch, min(accumulation, 3), 0, device)
 
 
 def plan_one(config: Config) -> Plan:
@@ -175,6 +180,7 @@ _UNDERSTOOD = {
 _OWN = "counted as FSDP's own; what it takes itself is not known here"
 _SAYS_WHY = {
     "memory.activation_offload": "its copies over the bus are counted as hidden",
+    "memory.optimizer_offload": "optimizer states are counted on the device, and no copies over the bus",
     "memory.nvme": "what rests in files is counted as if it rested in memory",
     "speed.float8": "time counts compiled products as faster; memory and bytes sent are bf16's",
     "speed.float8_emulate": "time is that of hardware which has float8",

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.base.torch_private.distributed import init_fake_group
-from fsdp.base.torch_private.fake import FakeTensorMode
 from fsdp.base.torch_private.fsdp import chunks_by
 from fsdp.dist.mesh import MeshSizes, build_mesh
 
@@ -30,11 +29,6 @@ def fake_world(sizes: MeshSizes, rank: int) -> Iterator[DeviceMesh]:
             yield build_mesh(sizes, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
-
-
-def fake_mode() -> FakeTensorMode:
-    """A mode in which meta tensors and fake ones may be mixed: the model comes from meta."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class _Chunks:

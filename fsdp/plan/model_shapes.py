@@ -6,9 +6,7 @@ note. A data set that a run downloads is not downloaded: its samples have the sa
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +17,7 @@ import torch
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection, ModelSection
 from fsdp.data import build_dataset
+from fsdp.data.model_tokenizer import with_model_tokenizer
 from fsdp.data.types import DataSet
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
@@ -38,8 +37,7 @@ class Subject:
 
 
 def subject_of(model: ModelSection, data: DataSection) -> Subject:
-    key = json.dumps([dataclasses.asdict(model), dataclasses.asdict(data)], sort_keys=True, default=str)
-    return _subject(key, _Sections(model, data))
+    return _subject(_Sections(model, data))
 
 
 @dataclass(frozen=True)
@@ -48,11 +46,11 @@ class _Sections:
     data: DataSection
 
     def __hash__(self) -> int:
-        return 0  # the key beside it distinguishes them
+        return hash(str(self))  # sections hold dictionaries and have no hash of their own
 
 
 @functools.lru_cache(maxsize=16)
-def _subject(key: str, sections: _Sections) -> Subject:
+def _subject(sections: _Sections) -> Subject:
     dataset, note = _dataset(sections.model, sections.data)
     spec = resolve_model(sections.model, dataset.info.facts)
     batch = dataset.train.batch(np.arange(1))
@@ -65,7 +63,7 @@ def _dataset(model: ModelSection, data: DataSection) -> tuple[DataSet, str]:
     if not data.sources and data.name in (DataSection().name, "fashion_mnist") and stand_in is not None:
         return build_dataset(stand_in), ""
     try:
-        return build_dataset(data), ""
+        return build_dataset(with_model_tokenizer(data, model)), ""
     except ConfigError as error:
         if stand_in is None or not (data.dir or data.sources):
             raise

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp.base.cache_folder import cache_folder
 from fsdp.base.devices import DEVICES, find
 from fsdp.base.errors import ConfigError
 from fsdp.config import Config
@@ -202,7 +203,7 @@ def measure_rates(device: str) -> tuple[float, float, float]:
 
 
 def _kept() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shardrun" / "rates.json"
+    return cache_folder("rates.json")
 
 
 def calibrated(name: str) -> Rates | None:

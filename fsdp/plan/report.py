@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fsdp import config as configuration
+from fsdp.base.text import columns
+from fsdp.base.units import seconds
 from fsdp.config import Config
 from fsdp.plan.estimate import Plan, gib, not_modelled, plan_one
 from fsdp.plan.goodput import best_interval, costs_of, goodput
@@ -26,12 +28,7 @@ def table(plans: Sequence[Plan], rows: int) -> list[str]:
     limit = gib(plans[0].rates.memory)
     head = ["mesh", "reshard", "checkpointing", "micro-batch", "peak GiB", f"fits {limit:.0f}", "step s"]
     head += [f"{unit}/s/GPU", "MFU", "bound by"]
-    lines = [head, *(_row(plan) for plan in plans[:rows])]
-    widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
-    return [
-        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
+    return [f"  {line}" for line in columns([head, *(_row(plan) for plan in plans[:rows])])]
 
 
 def _row(plan: Plan) -> list[str]:
@@ -159,7 +156,7 @@ def _checkpoints(plan: Plan, config: Config) -> list[str]:
         f"{config.plan.store_gb_s:g} GB/s, behind the steps",
         f"with {config.plan.failures_per_gpu_year:g} failures a GPU and year: useful time {share:.1%} when "
         "saved each "
-        f"{_minutes(every)} ({max(1, round(every / plan.step.seconds)):,} steps)"
+        f"{seconds(every)} ({max(1, round(every / plan.step.seconds)):,} steps)"
         + (
             f", {goodput(costs, plan.sizes.ranks, given):.1%} each {config.checkpoint.every_steps} as given"
             if given
@@ -182,10 +179,6 @@ def _goal(plan: Plan, config: Config) -> list[str]:
         "with failures "
         f"{hours / share:,.1f} and {hours / share * plan.sizes.ranks:,.0f}"
     ]
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def notes(config: Config) -> list[str]:

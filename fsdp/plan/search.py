@@ -17,11 +17,11 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import Config
 from fsdp.dist.mesh import MeshSizes, Strategy, resolve
 from fsdp.parallel.comm_hooks import check_divide
-from fsdp.plan.estimate import Plan, check_device, for_target, plan_of, plan_one
+from fsdp.plan.estimate import Plan, check_device, fake_run, for_target, plan_of, plan_one
 from fsdp.plan.fake_runs import Family, Runs, run_all
 from fsdp.plan.model_shapes import Subject, subject_of
 from fsdp.plan.rates import Rates, rates_for
-from fsdp.plan.step_trace import FakeRun, parameter_bytes
+from fsdp.plan.step_trace import parameter_bytes
 
 LARGEST_MICRO_BATCH = 64
 MOST_RANKS = 4096
@@ -301,10 +301,8 @@ def _family(
     first = min(alike, key=lambda sizes: sizes.shard)
     if choice.reshard not in ("true", "false", "step") or first.shard == 1:
         first = choice.sizes
-    target = for_target(replace(choice, sizes=first).config(config))
-    base = FakeRun(
-        target, first, 0, batches[0], 3 if many else 1, 0, "cuda" if rates.has_allocator else "cpu"
-    )
+    chosen = replace(choice, sizes=first).config(config)
+    base = fake_run(chosen, first, 0, batches[0], 3 if many else 1, rates)
     return Family(base, (batches[0], batches[1] if len(batches) > 1 else batches[0] + 1))
 
 
@@ -325,15 +323,8 @@ def _best_of(
         chosen = choice.config(config)
         train = dataclasses.replace(chosen.train, global_batch=batch, micro_batch=micro)
         ranked = dataclasses.replace(chosen.plan, gpus=choice.sizes.ranks)
-        ask = FakeRun(
-            for_target(dataclasses.replace(chosen, train=train, plan=ranked)),
-            choice.sizes,
-            0,
-            micro,
-            min(accumulation, 3),
-            0,
-            "cuda" if rates.has_allocator else "cpu",
-        )
+        planned = dataclasses.replace(chosen, train=train, plan=ranked)
+        ask = fake_run(planned, choice.sizes, 0, micro, accumulation, rates)
         plan = plan_of(ask, counted, subject, accumulation, rates)
         yield plan
         if not plan.fits:

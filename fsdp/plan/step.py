@@ -6,7 +6,7 @@ Loader, saves and console are no part of it. Not here: what is computed from a t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fsdp.data.types import Batch
 from fsdp.dist.collectives import Sum
+from fsdp.dist.local_tensors import tensors_in
 from fsdp.models.blocks import blocks_of
 from fsdp.optim.small_states import SmallStateAdam, new_state
 from fsdp.parallel.shard import Sharded
@@ -135,7 +136,7 @@ class TracedSetup(StepHooks):
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if at == len(self.blocks):
                 self.tracker.mark(self.micro, "forward", ("after", 0))
-            for tensor in _outputs(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._backward_mark(at))
                     break
@@ -147,16 +148,6 @@ class TracedSetup(StepHooks):
             self.tracker.mark(self.micro, "backward", ("start", at))
 
         return mark
-
-
-def _outputs(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, (list, tuple)):
-        for part in output:
-            yield from _outputs(part)
-    elif isinstance(output, Mapping):
-        yield from _outputs(list(output.values()))
 
 
 def fill_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -296,11 +296,3 @@ class _Queues:
         step.parts["host"] = self._host
         step.seconds = max(elapsed, self._host)
         return step
-
-
-def mfu(step: Step, rates: Rates) -> float:
-    return step.model_flops / step.seconds / rates.peak if step.seconds else 0.0
-
-
-def shares(step: Step) -> Mapping[str, float]:
-    return {name: seconds / step.seconds for name, seconds in step.parts.items()}

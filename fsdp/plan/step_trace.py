@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.fake import READS_VALUES
+from fsdp.base.errors import ConfigError, first_line
+from fsdp.base.torch_private.fake import READS_VALUES, FakeTensorMode
 from fsdp.config import CommSection, Config, LoraSection
 from fsdp.data.types import Batch
 from fsdp.dist.mesh import MeshSizes
@@ -35,7 +35,7 @@ from fsdp.optim.small_states import dynamic_map
 from fsdp.optim.train_state import TrainState
 from fsdp.parallel.shard import Sharded, resolve_dtypes, shard_model
 from fsdp.parallel.update import Whole
-from fsdp.plan.fake_world import fake_mode, fake_world
+from fsdp.plan.fake_world import fake_world
 from fsdp.plan.model_shapes import Subject, subject_of
 from fsdp.plan.step import Buckets, TracedSetup, fill_optimizer
 from fsdp.plan.trace import Trace
@@ -100,23 +100,18 @@ def stage(ask: FakeRun) -> Iterator[Stage]:
         shorten(model, ask.blocks, config.mesh.wrap)
     head = maybe_chunked(model, config.memory.loss_chunk)
     loss_function = LossFunction(model, load_loss(config.train.loss), head)
-    # Compiled and float8 kernels cannot run on fake tensors; estimate.py names what that leaves out.
-    speed = dataclasses.replace(config.speed, compile="false", float8="off", float8_emulate=False)
+    # Compiled and float8 kernels cannot run on fake tensors; estimate.py names what that leaves out. Hooks of
+    # one's own are not called.
+    plain = dataclasses.replace(
+        config,
+        speed=dataclasses.replace(config.speed, compile="false", float8="off", float8_emulate=False),
+        comm=CommSection(divide_by=config.comm.divide_by),
+    )
     if config.optim.state == "8bit":  # cached for all that follow; on fake tensors there would be no values
         dynamic_map(True), dynamic_map(False)
     with fake_world(ask.sizes, ask.rank) as mesh:
-        sharded = shard_model(
-            model,
-            sizes=ask.sizes,
-            mesh=mesh,
-            device=CPU,
-            section=config.mesh,
-            precision=config.precision,
-            memory=config.memory,
-            speed=speed,
-            comm=CommSection(divide_by=config.comm.divide_by),
-        )
-        with fake_mode():
+        sharded = shard_model(model, plain, sizes=ask.sizes, mesh=mesh, device=CPU)
+        with FakeTensorMode(allow_non_fake_inputs=True):  # the model comes from meta
             to_empty(sharded.root, CPU)
             buckets = Buckets(sharded) if ask.sizes.strategy == "ddp" else None
             optimizer = build_optimizer(config.optim, sharded.root)
@@ -139,7 +134,7 @@ def _fill(optimizer: torch.optim.Optimizer, config: Config) -> None:
             raise
         raise ConfigError(
             f"--optim.name {config.optim.name} cannot step on fake tensors, which a plan needs "
-            f"({type(error).__name__}: {_first_line(error)}).",
+            f"({type(error).__name__}: {first_line(error)}).",
             "--optim.name adamw plans with two moments a parameter",
         ) from error
 
@@ -161,13 +156,9 @@ def trace_step(ask: FakeRun) -> Trace:
         loss = f", or --train.loss {ask.config.train.loss}," if ask.config.train.loss else ""
         raise ConfigError(
             f"--model.name {ask.config.model.name} reads tensor values in its forward{loss} "
-            f"({_first_line(error)}): a plan has shapes alone.",
+            f"({first_line(error)}): a plan has shapes alone.",
             "torch.where, or masks of a fixed size, in place of .item(), nonzero() and if on a tensor",
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _watch(ask: FakeRun) -> Trace:
@@ -203,10 +194,11 @@ def repeated_blocks(model: nn.Module, wrap: str) -> tuple[nn.Module, list[nn.Mod
     """The one list of equal blocks, alike in their parameters; None if there is none, or if a unit holds
     several.
     """
-    if wrap.startswith("every:"):
+    units = find_units(model, wrap)
+    blocks = blocks_of(units)
+    if len(blocks) < 2 or any(len(blocks_of([unit])) > 1 for unit in units):
         return None
-    blocks = blocks_of(find_units(model, wrap))
-    if len(blocks) < 2 or any(_shape_of(block) != _shape_of(blocks[0]) for block in blocks):
+    if any(_shape_of(block) != _shape_of(blocks[0]) for block in blocks):
         return None
     for module in model.modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and list(module) == blocks:

@@ -9,9 +9,8 @@ numbers mean (memory.py, step_time.py), or the step (step.py).
 from __future__ import annotations
 
 import contextlib
-import functools
-import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,21 @@ from torch.utils.flop_counter import flop_registry
 from fsdp.base.torch_private.fake import TorchDispatchMode
 from fsdp.base.torch_private.names import COLLECTIVE_OPS, WRITE_ONLY_OPS
 from fsdp.base.torch_private.tensors import schema
-from fsdp.dist.local_tensors import local_tensor
+from fsdp.dist.local_tensors import local_tensor, tensors_in
+from fsdp.memory.live_storages import LiveStorages
 from fsdp.plan.trace import CODE, COLUMNS, KINDS, Place, Segment, SegmentName, Trace, Work
 
 KIND = {name: at for at, name in enumerate(KINDS)}
+
+
+@dataclass(slots=True)
+class _Held:
+    """A storage: its bytes, the number of its kind, and the number of its allocation."""
+
+    size: int
+    kind: int
+    serial: int
+    exists: bool = True
 
 
 class Tracker(TorchDispatchMode):
@@ -40,17 +50,17 @@ class Tracker(TorchDispatchMode):
         self.kind, self.stream, self.group = KIND["activations"], 0, 0
         self.groups: Callable[[Any], int] = lambda _: 0
         """Maps an FSDP parameter group to its number; set by the step."""
-        self.replicate_group: str | None = None
         self._round = 512 if device == "cuda" else 1
         self.fake = fake
         self._copies = fake and device == "cpu"
         self._alive = [0] * len(COLUMNS)
-        self._live: dict[int, list[Any]] = {}
+        self._live = LiveStorages(self._gone)
         self._serial = 0
         self._segments: list[Segment] = []
         self._name = SegmentName(0, "start", ("before", 0))
         self.events: list[tuple[int, int]] = []
-        self._fused: dict[int, tuple[int, int]] = {}
+        self._fused: dict[int, tuple[_Held, int]] = {}
+        """Serial → the storage, and the bytes that the run of pointwise operations wrote there."""
         self._start_segment()
 
     # ------------------------------------------------------------ bytes
@@ -60,24 +70,23 @@ class Tracker(TorchDispatchMode):
         storage = _storage(tensor)
         if storage is None:
             return
-        self._see(storage, KIND[kind])
-        entry = self._live.get(id(storage))
-        if entry is not None and entry[1] != KIND[kind]:
-            self._alive[entry[1]] -= entry[0]
-            entry[1] = KIND[kind]
-            self._alive[entry[1]] += entry[0]
+        held, _ = self._see(storage, KIND[kind])
+        if held.kind != KIND[kind]:
+            self._alive[held.kind] -= held.size
+            held.kind = KIND[kind]
+            self._alive[held.kind] += held.size
 
-    def _see(self, storage: torch.UntypedStorage, kind: int) -> bool:
-        """True if it is new."""
-        key = id(storage)
-        if key in self._live:
-            return False
-        size = self._rounded(storage.nbytes())
+    def _see(self, storage: torch.UntypedStorage, kind: int) -> tuple[_Held, bool]:
+        """What is held about a storage, and whether it is new."""
+        held = self._live.get(storage)
+        if held is not None:
+            return held, False
         self._serial += 1
-        self._live[key] = [size, kind, self._serial, weakref.ref(storage, functools.partial(self._gone, key))]
-        if size:
-            self._grow(kind, size, self._serial)
-        return True
+        held = _Held(self._rounded(storage.nbytes()), kind, self._serial)
+        self._live.add(storage, held)
+        if held.size:
+            self._grow(kind, held.size, held.serial)
+        return held, True
 
     def _grow(self, kind: int, size: int, serial: int) -> None:
         self._alive[kind] += size
@@ -85,27 +94,24 @@ class Tracker(TorchDispatchMode):
         if size > 0:
             self._points.append(tuple(self._alive))
 
-    def _gone(self, key: int, _: Any) -> None:
-        size, kind, serial, _ = self._live.pop(key)
-        if size:
-            self._alive[kind] -= size
-            self.events.append((serial, -size))
+    def _gone(self, held: _Held) -> None:
+        held.exists = False
+        if held.size:
+            self._alive[held.kind] -= held.size
+            self.events.append((held.serial, -held.size))
 
     def _rounded(self, size: int) -> int:
         return -(-size // self._round) * self._round
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        entry = self._live.get(id(storage))
-        if entry is None:
-            self._see(storage, self.kind)
-            return
+        held, _ = self._see(storage, self.kind)
         size = self._rounded(storage.nbytes())
-        if size != entry[0]:
-            if not entry[0]:
+        if size != held.size:
+            if not held.size:
                 self._serial += 1
-                entry[1], entry[2] = self.kind, self._serial  # a gathered parameter is allocated again
-            change, entry[0] = size - entry[0], size
-            self._grow(entry[1], change, entry[2])
+                held.kind, held.serial = self.kind, self._serial  # a gathered parameter is allocated again
+            change, held.size = size - held.size, size
+            self._grow(held.kind, change, held.serial)
 
     @property
     def alive(self) -> dict[str, int]:
@@ -120,12 +126,12 @@ class Tracker(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func.namespace == "prim" or func.namespace == "profiler":
             return out
-        outputs = list(_tensors(out))
+        outputs = list(tensors_in(out))
         new = 0
         for tensor in outputs:
             storage = _storage(tensor)
-            if storage is not None and self._see(storage, self.kind):
-                new += tensor.numel() * tensor.element_size()
+            if storage is not None and self._see(storage, self.kind)[1]:
+                new += tensor.nbytes
         self._count(func, args, kwargs, out, outputs, new)
         return out
 
@@ -135,7 +141,7 @@ class Tracker(TorchDispatchMode):
             return
         if schema(func).name.startswith("aten::empty") or (not new and not schema(func).is_mutable):
             return  # a view, or uninitialised memory
-        inputs = [*_tensors(args), *_tensors(kwargs)]
+        inputs = [*tensors_in(args), *tensors_in(kwargs)]
         widest = max((t.element_size() for t in inputs or outputs), default=4)
         moved = sum(_extent(t) for t in inputs) + (new or _written(func, args))
         packet = func.overloadpacket
@@ -159,30 +165,21 @@ class Tracker(TorchDispatchMode):
         """
         moved = 0
         for tensor in inputs:
-            key, serial = self._identity(tensor)
-            if serial and serial not in self._fused:
-                self._fused[serial] = (key, 0)
+            storage = _storage(tensor)
+            held = None if storage is None else self._see(storage, self.kind)[0]
+            if held is not None and held.serial not in self._fused:
+                self._fused[held.serial] = (held, 0)
                 moved += _extent(tensor)
-        for tensor in outputs:
-            key, serial = self._identity(tensor)
-            if serial and new:
-                self._fused[serial] = (key, tensor.numel() * tensor.element_size())
+        for tensor in outputs if new else ():
+            if (storage := _storage(tensor)) is not None:
+                held, _ = self._see(storage, self.kind)
+                self._fused[held.serial] = (held, tensor.nbytes)
         return moved
-
-    def _identity(self, tensor: Tensor) -> tuple[int, int]:
-        """The address and the number of its storage: an address may be reused."""
-        storage = _storage(tensor)
-        if storage is None:
-            return 0, 0
-        self._see(storage, self.kind)
-        return id(storage), self._live[id(storage)][2]
 
     def _end_fusion(self) -> int:
         """Bytes written to memory: storages still alive when the run of pointwise operations ends."""
-        written = 0
-        for serial, (key, size) in self._fused.items():
-            entry = self._live.get(key)
-            written += size if entry is not None and entry[2] == serial else 0
+        kept = ((serial, held, size) for serial, (held, size) in self._fused.items())
+        written = sum(size for serial, held, size in kept if held.exists and held.serial == serial)
         self._fused = {}
         return written
 
@@ -190,7 +187,7 @@ class Tracker(TorchDispatchMode):
         name = COLLECTIVE_OPS.get(schema(func).name.partition("::")[2])
         if name is None:
             return
-        tensors = list(_tensors(args))
+        tensors = list(tensors_in(args))
         size = max((_extent(t) for t in tensors), default=0)
         if name == "reduce_scatter" and self._copies:
             self._grow(self.kind, size, -1)
@@ -247,17 +244,6 @@ def _work(rows: list[list[float]]) -> Work:
     )
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, dict):
-        for value in values.values():
-            yield from _tensors(value)
-
-
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     tensor = local_tensor(tensor)
     return tensor.untyped_storage() if tensor.layout is torch.strided else None
@@ -266,7 +252,7 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
 def _extent(tensor: Tensor) -> int:
     """Bytes that are read or written: an expanded tensor is no larger than its storage."""
     storage = _storage(tensor)
-    whole = tensor.numel() * tensor.element_size()
+    whole = tensor.nbytes
     return whole if storage is None else min(whole, max(storage.nbytes(), tensor.element_size()))
 
 
@@ -284,13 +270,13 @@ def _written(func: Any, args: Any) -> int:
         for place, value in places
         if place.alias_info and place.alias_info.is_write and place.name != "grads"
     ]
-    return sum(_extent(t) for t in _tensors(written))
+    return sum(_extent(t) for t in tensors_in(written))
 
 
 def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
     """Two products forward, five backward (scores are recomputed); a causal mask halves each."""
     backward = "backward" in schema(func).name
-    tensors = [t for t in _tensors(args) if t.dim() == 4]
+    tensors = [t for t in tensors_in(args) if t.dim() == 4]
     query, key = (tensors[1], tensors[2]) if backward else (tensors[0], tensors[1])
     scores = float(query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * query.shape[3]) * 2
     named = {a.name: v for a, v in zip(schema(func).arguments, args, strict=False)} | kwargs

@@ -22,13 +22,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.checkpoint.run_source import NO_LIMIT, opened, output_of
 from fsdp.config import TRUST_HELP
 from fsdp.config.command_line import CommandParser, number, one_of, whole_number
-from fsdp.dist.env import from_environment, prints_shared_errors, started_by, wait_for_rank_0_to_print
+from fsdp.dist.env import (
+    DistEnv,
+    from_environment,
+    prints_shared_errors,
+    started_by,
+    wait_for_rank_0_to_print,
+)
 from fsdp.predict import images, language, picture
 from fsdp.predict.images import Prediction
 from fsdp.predict.sharded import sharded_run
 from fsdp.predict.trained import TrainedModel, open_run
+from fsdp.watch.last_process import ProcessExit
 
 FOR_IMAGES, FOR_LANGUAGE = (
     ("image", "invert", "split", "samples"),
@@ -38,14 +46,12 @@ FOR_IMAGES, FOR_LANGUAGE = (
 
 def main(argv: Sequence[str]) -> int:
     try:
-        options, flags = _parse(argv)
-        run = Path(options.run)
-        if not started_by():
-            _answer(open_run(run, flags, options.trust_code), options)
-            return 0
-        env = from_environment()
-        with sharded_run(run, flags, options.trust_code, env) as trained:
-            _answer(trained, options, shows=env.is_main)
+        if started_by():
+            answer_as_rank(argv, from_environment())
+        else:
+            options, flags = parse(argv)
+            with opened(options.run, export_bytes=NO_LIMIT) as source:
+                _answer(open_run(source.path, flags, options.trust_code), options)
     except ShardrunError as error:
         if prints_shared_errors() or error.scope != "all":
             print(f"fsdp.predict: {error}", file=sys.stderr, flush=True)
@@ -53,6 +59,15 @@ def main(argv: Sequence[str]) -> int:
             wait_for_rank_0_to_print()
         return error.exit_code
     return 0
+
+
+def answer_as_rank(argv: Sequence[str], env: DistEnv) -> None:
+    """One rank's part of a prediction from shards, under any launcher; rank 0 prints. Of a run in an object
+    store each rank reads its rows of the newest checkpoint, not the export.
+    """
+    options, flags = parse(argv)
+    with opened(options.run) as source, sharded_run(source, flags, options.trust_code, env) as trained:
+        _answer(trained, options, shows=env.is_main)
 
 
 def _answer(trained: TrainedModel, options: argparse.Namespace, *, shows: bool = True) -> None:
@@ -65,9 +80,9 @@ def _answer(trained: TrainedModel, options: argparse.Namespace, *, shows: bool =
         _classify(trained, options, shows)
 
 
-def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = CommandParser("fsdp.predict", __doc__)
-    parser.add_argument("run", metavar="RUN", help="a run directory")
+    parser.add_argument("run", metavar="RUN", help="a run directory, a folder or s3://bucket/prefix")
     parser.add_argument(
         "--split", type=one_of("heldout", "train"), help="images: heldout or train (default: heldout)"
     )
@@ -91,7 +106,10 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--seed", type=whole_number(), help="text: another seed, another text (default: 0)")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the picture (default: RUN/predictions.png), or the text"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the picture (default: RUN/predictions.png; of a URL, NAME-predictions.png here), or the text",
     )
     parser.add_argument("--trust-code", action="append", default=[], metavar="NAME", help=TRUST_HELP)
     return parser.parse_with_run_flags(argv, sections=["data"])
@@ -115,7 +133,7 @@ def _or(value: float | None, default: float) -> float:
 def _classify(trained: TrainedModel, options: argparse.Namespace, shows: bool) -> None:
     split = options.split or "heldout"
     samples = trained.data.train if split == "train" else trained.data.heldout
-    file = options.out or trained.run / "predictions.png"
+    file = options.out or output_of(options.run, "predictions.png")
     picture.check_name(file)
     if options.image:
         predictions = images.of_files(trained, options.image, bool(options.invert))
@@ -181,4 +199,5 @@ def _generate(trained: TrainedModel, options: argparse.Namespace, shows: bool) -
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exiting = ProcessExit()
+    sys.exit(exiting.leave(main(sys.argv[1:])))

@@ -18,8 +18,8 @@ from fsdp.base.errors import CheckpointError, ConfigError
 from fsdp.checkpoint import inspect, load
 from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.restore import load_weights
+from fsdp.checkpoint.run_source import RunSource
 from fsdp.config import Config, MeshSection, check_store
-from fsdp.data import build_dataset
 from fsdp.dist.collectives import ObjectGroup, broadcast_object
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes, build_mesh
@@ -28,22 +28,23 @@ from fsdp.models import ModelSpec, resolve
 from fsdp.models.parameter_names import all_names
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import Sharded, resolve_dtypes, shard_model
-from fsdp.predict.trained import TrainedModel, has_export, open_export, read_config
+from fsdp.predict.trained import TrainedModel, data_of, has_export, open_export, read_config
 from fsdp.run.job import model_of
 
 
 @contextmanager
 def sharded_run(
-    run: Path, flags: Sequence[str], trusted: Collection[str], env: DistEnv
+    source: RunSource, flags: Sequence[str], trusted: Collection[str], env: DistEnv
 ) -> Iterator[TrainedModel]:
     """The model on all ranks, in the run's precision. Collective, as is each of its forwards."""
+    run = source.path
     config = read_config(run, flags, trusted)
-    data = build_dataset(config.data)
+    data = data_of(run, config)
     spec, state = _model_and_tensors(run, config, data.info.facts)
     with process_group(env, config.run.process_group_timeout_s):
         sharded = _sharded(config, spec, env)
         if state is None:
-            _load_checkpoint(run, config, spec, sharded)
+            _load_checkpoint(source, config, spec, sharded)
         else:
             _load_export(run, config, spec, state, sharded, env.rank)
         sharded.root.eval()
@@ -70,13 +71,10 @@ def _sharded(config: Config, spec: ModelSpec, env: DistEnv) -> Sharded:
     return shard_model(
         # frozen parameters may have their own dtype
         model_of(replace(plain, model=config.model), spec, resolve_dtypes(config.precision, env.device)),
+        Config(mesh=MeshSection(strategy="fsdp"), precision=config.precision),
         sizes=mesh,
         mesh=build_mesh(mesh, env.device, config.run.process_group_timeout_s),
         device=env.device,
-        section=MeshSection(strategy="fsdp"),
-        precision=config.precision,
-        memory=plain.memory,
-        speed=plain.speed,
     )
 
 
@@ -116,18 +114,19 @@ def _load_export(
     )
 
 
-def _load_checkpoint(run: Path, config: Config, spec: ModelSpec, sharded: Sharded) -> None:
+def _load_checkpoint(run: RunSource, config: Config, spec: ModelSpec, sharded: Sharded) -> None:
     """Reads the newest whole checkpoint's shards, with checksums and digests."""
-    place = check_store(run, config.checkpoint.dir) if config.checkpoint.dir else str(run / "checkpoints")
+    named = config.checkpoint.dir
+    place = check_store(run.path, named) if named else run.checkpoints
     store, group = open_store(place), ObjectGroup()
     found = group.on_main(
         lambda: next((one for one in inspect.scan(store) if one.manifest is not None), None)
     )
     if found is None:
         raise CheckpointError(
-            f"{run} has neither an exported model nor a whole checkpoint.",
-            f"python -m fsdp.checkpoint {run} verify",
+            f"{run.place} has neither an exported model nor a whole checkpoint.",
+            f"python -m fsdp.checkpoint {run.place} verify",
         )
     materialize(sharded, spec=spec, seed=0, init="shard", rank=group.rank, restored=True)
-    source = load.open_one(store, found.folder, found.manifest)
-    load_weights(source, sharded.root, group, verify=config.checkpoint.verify)
+    checkpoint = load.open_one(store, found.folder, found.manifest)
+    load_weights(checkpoint, sharded.root, group, verify=config.checkpoint.verify)

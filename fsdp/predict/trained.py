@@ -16,6 +16,7 @@ from fsdp.checkpoint.full_state import INDEX_FILE, TORCH_FILE, open_full_state
 from fsdp.checkpoint.pretrained import SINGLE_FILE, PretrainedWeights
 from fsdp.config import Config
 from fsdp.data import DataSet, build_dataset
+from fsdp.data.model_tokenizer import with_model_tokenizer
 from fsdp.dist.env import pick_device
 from fsdp.models import ModelSpec, resolve
 from fsdp.models.experts import select_experts_kernel
@@ -61,7 +62,7 @@ def open_run(run: Path, flags: Sequence[str] = (), trusted: Collection[str] = ()
     """
     config = read_config(run, flags, trusted)
     device = pick_device(0)
-    data = build_dataset(config.data)
+    data = data_of(run, config)
     model = _load(run, config, data.info.facts)
     model.to(device).eval()
     dtype = resolve_dtypes(config.precision, device).param
@@ -69,6 +70,15 @@ def open_run(run: Path, flags: Sequence[str] = (), trusted: Collection[str] = ()
         parameter.data = parameter.data.to(dtype)
     select_experts_kernel(model, dtype)
     return TrainedModel(run, config, model, data, device)
+
+
+def data_of(run: Path, config: Config) -> DataSet:
+    """The run's data with the tokenizer of its model: of the export if the model's folder is gone."""
+    whole = run / "full_model"
+    data = with_model_tokenizer(config.data, config.model)
+    if not data.tokenizer and (whole / "tokenizer_config.json").is_file():
+        data = with_model_tokenizer(data, replace(config.model, name=f"{PREFIX}{whole}"))
+    return build_dataset(data)
 
 
 def read_config(run: Path, flags: Sequence[str], trusted: Collection[str]) -> Config:

@@ -1,18 +1,22 @@
-"""Printed progress of rank 0: one live line on a terminal, one plain line per record in a log.
+"""Printed progress of rank 0: a live line on a terminal or in a notebook, a plain line per record in a log.
 
-A log's lines have at most 80 columns at fixed positions, so that they can be compared; a terminal's line
-shows as many fields as its width holds, the most important first. fsdp/record/metrics.py has the numbers. A
-stream that cannot be written (a log on a full disk, a closed pipe) loses lines; the run continues.
+A log's lines have at most 80 columns at fixed positions, so that they can be compared; a live line shows as
+many fields as its width holds, the most important first, and other lines are printed above it.
+fsdp/record/metrics.py has the numbers. A stream that cannot be written (a log on a full disk, a closed pipe)
+loses lines; the run continues.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
+import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
 from fsdp.dist.env import DistEnv
@@ -21,22 +25,28 @@ from fsdp.record.metrics import StepMetrics
 log = logging.getLogger(__name__)
 
 LOG_COLUMNS = 80
-ORDER = ("step", "loss", "epoch", "grad", "lr", "rate", "mfu", "memory", "left", "saved")
-ON_A_TERMINAL = ("step", "loss", "rate", "left", "saved", "memory", "mfu", "epoch", "grad", "lr")
+NOTEBOOK_COLUMNS = 100
+ORDER = ("step", "bar", "percent", "loss", "epoch", "grad", "lr", "rate", "mfu", "memory", "left", "saved")
+LIVE = (
+    "step", "loss", "rate", "percent", "left", "memory", "mfu", "bar", "saved", "epoch", "grad", "lr",
+)  # fmt: skip
 IN_A_LOG = ("step", "loss", "rate", "left", "memory", "mfu", "epoch", "grad", "lr")
 """The most important field first. A log has a separate line for each save."""
 WAIT_SHOWN = 0.1
 """From this part of a step on, the wait for data is shown instead of memory: --data.workers reduces it."""
+BAR = 8
+"""Columns of the bar: it fits into 80 columns beside the fields before it."""
 BOLD, GREEN, PLAIN = "\x1b[1m", "\x1b[32m", "\x1b[0m"
-COLOURS = {"loss": BOLD, "saved": GREEN}
+COLOURS = {"loss": BOLD, "bar": GREEN}
+ERASE = "\r\x1b[2K"
 
 
-def set_up_logging(env: DistEnv, stream: TextIO | None = None) -> None:
+def set_up_logging(env: DistEnv) -> None:
     """Rank 0 logs from INFO, other ranks from WARNING, with their rank as prefix."""
     root = logging.getLogger("fsdp")
     for handler in list(root.handlers):
         root.removeHandler(handler)
-    handler = _LiveHandler(stream or sys.stderr)
+    handler = _LiveHandler(sys.stderr)
     handler.setFormatter(
         logging.Formatter("%(message)s" if env.is_main else f"[rank {env.rank}] %(message)s")
     )
@@ -46,15 +56,15 @@ def set_up_logging(env: DistEnv, stream: TextIO | None = None) -> None:
 
 
 class _LiveHandler(logging.StreamHandler[TextIO]):
-    """A stream handler that ends the live line before it prints a log line."""
+    """A stream handler that prints a log line above the live line."""
 
     _failed = 0
     """Consecutive records that could not be written."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        Console.clear_live()
         before = self._failed
-        super().emit(record)
+        with Console.above_live():
+            super().emit(record)
         if before and self._failed == before:
             self._failed = 0
             log.warning("this log can be written again: %d lines came late or are lost", before)
@@ -98,7 +108,10 @@ class Console:
     def __init__(self, *, total_steps: int, every: int, unit: str, stream: TextIO | None = None) -> None:
         self._out = stream or sys.stdout
         self.terminal = self._out.isatty() and os.environ.get("TERM") != "dumb"
+        self._notebook = not self.terminal and is_notebook(self._out)
         self._colours = self.terminal and not os.environ.get("NO_COLOR")
+        self._shown = ""
+        """The live line."""
         self._total, self._every, self._unit = total_steps, every, unit
         self._drawn_at = 0.0
         self._failed = 0
@@ -112,7 +125,7 @@ class Console:
     def step(self, m: StepMetrics, checkpoint: str) -> None:
         if self._started is None:
             self._started = (m.step - 1, time.monotonic() - m.step_time_s)
-        if self.terminal:
+        if self.terminal or self._notebook:
             if time.monotonic() - self._drawn_at > 0.1 or m.step == self._total:
                 self._draw(self._fields(m, checkpoint))
         elif self.prints(m.step):
@@ -128,6 +141,8 @@ class Console:
         waited = m.data_wait_s / max(m.step_time_s, 1e-9)
         fields = {
             "step": f"step {m.step:>{width}}/{self._total}",
+            "bar": bar(m.step / max(1, self._total), self._out.encoding),
+            "percent": f"{m.step * 100 // max(1, self._total):>3}%",
             "loss": f"loss {m.loss:<6.4f}",
             "grad": f"grad {m.grad_norm:<6.3g}",
             "lr": f"lr {m.lr:.1e}",
@@ -154,25 +169,46 @@ class Console:
             return f"{days}d {hours_of_day:02}h"
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
-    def _draw(self, fields: Mapping[str, str]) -> None:
+    def _columns(self) -> int:
+        if self._notebook:
+            return NOTEBOOK_COLUMNS
         try:
-            columns = os.get_terminal_size(self._out.fileno()).columns or LOG_COLUMNS
+            return os.get_terminal_size(self._out.fileno()).columns or LOG_COLUMNS
         except OSError:  # the terminal is gone: the write reports it
-            columns = LOG_COLUMNS
+            return LOG_COLUMNS
+
+    def _draw(self, fields: Mapping[str, str]) -> None:
         # The last column stays free: a terminal wraps a full line, which could then not be overwritten.
-        self._write("\r\x1b[2K" + fit(fields, ON_A_TERMINAL, columns - 1, COLOURS if self._colours else {}))
-        self._drawn_at = time.monotonic()
+        line = fit(fields, LIVE, self._columns() - 1, COLOURS if self._colours else {})
+        self._write(self._erasing() + line)
+        self._shown, self._drawn_at = line, time.monotonic()
         Console._live = self
+
+    def _erasing(self) -> str:
+        """A notebook has no erasing: spaces cover the line."""
+        return ERASE if self.terminal else "\r" + " " * len(self._shown) + "\r"
 
     @classmethod
     def clear_live(cls) -> None:
+        """End the live line: what follows is printed below it."""
         if cls._live is not None:
             live, cls._live = cls._live, None
             live._write("\n")
 
+    @classmethod
+    @contextlib.contextmanager
+    def above_live(cls) -> Iterator[None]:
+        """Around printing a line: it takes the live line's place, which is drawn again below it."""
+        live = cls._live
+        if live is not None:
+            live._write(live._erasing())
+        yield
+        if live is not None:
+            live._write(live._shown)
+
     def print_line(self, text: str) -> None:
-        self.clear_live()
-        self._write(text + "\n")
+        with self.above_live():
+            self._write(text + "\n")
 
     def _write(self, text: str) -> None:
         try:
@@ -186,6 +222,32 @@ class Console:
         if self._failed:
             failed, self._failed = self._failed, 0
             log.warning("the steps' lines are printed again: %d came late or are lost", failed)
+
+
+def is_notebook(stream: TextIO) -> bool:
+    """Whether the stream is ipykernel's, shown in a notebook's cell."""
+    return type(stream).__module__.partition(".")[0] == "ipykernel"
+
+
+def bar(share: float, encoding: str | None) -> str:
+    """A bar of BAR columns; `#` and `-` where the stream has no blocks."""
+    full = min(BAR, max(0, int(share * BAR)))
+    done, left = ("█", "░") if "utf" in (encoding or "").lower() else ("#", "-")
+    return done * full + left * (BAR - full)
+
+
+def start_facts(facts: Mapping[str, str], stream: TextIO | None = None) -> Mapping[str, str]:
+    """On a terminal the facts as one text, a fact a line and aligned; in a log as they are."""
+    stream = stream or sys.stderr
+    if not stream.isatty() or os.environ.get("TERM") == "dumb":
+        return facts
+    width = max(map(len, facts)) + 2
+    columns = max(width + 20, shutil.get_terminal_size().columns - 1)
+    lines = [
+        textwrap.fill(text, columns, initial_indent=f" {name:<{width}}", subsequent_indent=" " * (width + 1))
+        for name, text in facts.items()
+    ]
+    return {"": "\n".join(lines).removeprefix(" ")}
 
 
 def fit(

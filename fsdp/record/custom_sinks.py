@@ -48,11 +48,8 @@ class CustomSink:
 
 def load_sinks(text: str) -> dict[str, Callable[..., Any]]:
     """The classes by name, imported. Raises ConfigError, on every rank the same."""
-    return {path: load_attribute(path, FLAG) for path in _paths(text)}
-
-
-def _paths(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
+    paths = [part.strip() for part in text.split(",")]
+    return {path: load_attribute(path, FLAG) for path in paths if path}
 
 
 def build_sinks(config: Config, run_dir: Path, from_step: int) -> list[CustomSink]:

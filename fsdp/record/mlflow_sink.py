@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp.base.errors import ConfigError
+from fsdp.base.errors import ConfigError, one_line
 from fsdp.config import Config, flatten
+from fsdp.rundir.paths import lasting_name
 
 TAG = "shardrun.run_dir"
 """The tag by which a later start finds its MLflow run."""
@@ -42,13 +43,13 @@ class MlflowSink:
             self._open(config, run_dir)
         except Exception as error:
             raise ConfigError(
-                f"--run.mlflow {config.run.mlflow}: {type(error).__name__}: {' '.join(str(error).split())}",
+                f"--run.mlflow {config.run.mlflow}: {one_line(error)}",
                 "export MLFLOW_TRACKING_URI=http://HOST:PORT, or leave --run.mlflow out",
             ) from error
 
     def _open(self, config: Config, run_dir: Path) -> None:
         self._client = self._mlflow.MlflowClient()
-        name = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
+        name = hashlib.sha256(lasting_name(config, run_dir).encode()).hexdigest()[:16]
         experiment = self._experiment(config.run.mlflow)
         found = self._client.search_runs([experiment], f"tags.`{TAG}` = '{name}'", max_results=1)
         self._continued = bool(found)

@@ -18,9 +18,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fsdp.base.units import byte_size
 from fsdp.dist.env import DistEnv
 from fsdp.record.console import Console
 from fsdp.record.custom_sinks import CustomSink
+from fsdp.record.grouped import Record, StepGroups
 from fsdp.record.metrics import Reporter, StepMetrics
 from fsdp.record.tensorboard import EventWriter
 from fsdp.rundir.line_files import Appender
@@ -28,6 +30,8 @@ from fsdp.rundir.paths import RunDir
 
 log = logging.getLogger(__name__)
 
+NOT_SCALARS = ("step", "steps")
+RECORDED = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "step_time_s", "data_wait_s")
 ASYNCHRONOUS_DEVICES = ("cuda",)
 """Devices on which fetching a number waits for all work queued before it."""
 
@@ -87,7 +91,7 @@ class Sink(Protocol):
 
 class Recorder:
     """One run's numbers on one rank. `mfu_of` is the MFU of one sample a second; 0 where the device's peak is
-    not known.
+    not known. `full_records`: the last step with a record of its own (grouped.py); 0 for all.
     """
 
     def __init__(
@@ -100,11 +104,15 @@ class Recorder:
         from_step: int,
         sinks: Sequence[Sink] = (),
         mfu_of: float = 0.0,
+        full_records: int = 0,
     ) -> None:
         self._env, self._reporter, self._console, self._mfu_of = env, reporter, console, mfu_of
         self._metrics, self._saves = Appender(run.metrics), Appender(run.path / "saves.jsonl")
-        events = [EventWriter(run.path / "tensorboard", purge_step=from_step + 1)] if env.is_main else []
-        self._sinks: list[Sink] = [*events, *sinks]
+        self._groups = StepGroups(full_records)
+        self._events = (
+            EventWriter(run.path / "tensorboard", purge_step=from_step + 1) if env.is_main else None
+        )
+        self._sinks: list[Sink] = [*([self._events] if self._events is not None else []), *sinks]
         self._missed: dict[int, int] = {}
         """Consecutive failures by sink."""
         self._pending: list[Pending] = []
@@ -128,7 +136,7 @@ class Recorder:
             fetched = [replace(one, extra={**one.extra, "mfu": self._mfu(one)}) for one in fetched]
         if self._env.is_main:
             for metrics in fetched:
-                self._write(metrics.step, step_record(metrics), "train")
+                self._write_step(step_record(metrics))
                 self._console.step(metrics, self.checkpoint_note)
         self.last = fetched[-1]
         for metrics in fetched:
@@ -169,43 +177,60 @@ class Recorder:
             return [float(number) for number in numbers]
         return torch.stack([number.double() for number in numbers]).tolist()
 
-    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+    def evaluation(self, step: int, values: Mapping[str, float], epoch: float | None) -> None:
+        """Record an evaluation; a value with "/" in its name is of one source, and is not printed."""
+        found = {"step": step, **values, **_epoch(epoch)}
         if self._env.is_main:
-            self._write(step, {"step": step, **values}, "eval")
-            self._console.print_line(
-                "  ".join(
-                    f"{name} {value:.4f}"
-                    for name, value in values.items()
-                    if "/" not in name and name != "epoch"
-                )
-                + f"  at step {step}"
-                + (f", epoch {values['epoch']:.2f}" if "epoch" in values else "")
-            )
-        self._reporter.report({"step": step, **values})
+            self._metrics.append(found)
+            self._send(self._sinks, step, "eval", found)
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items() if "/" not in name)
+            at = "" if epoch is None else f", epoch {epoch:.2f}"
+            self._console.print_line(f"{shown}  at step {step}{at}")
+        self._reporter.report(found)
 
     def _mfu(self, m: StepMetrics) -> float:
         return self._mfu_of * m.samples / max(m.step_time_s, 1e-9)
 
     def saving(self, step: int) -> None:
         self.checkpoint_note = f"saving {step}"
+        self._close_group()
 
     def saved(
         self, step: int, path: str, *, stall_s: float = 0.0, write_s: float = 0.0, size: int = 0
     ) -> None:
         """Record a sealed checkpoint: the seconds that it stalled the steps, and those of its write."""
-        self.checkpoint_note = f"saved {step}"
+        self.checkpoint_note = ""
         if self._env.is_main:
             self._saves.append({"step": step, "stall_s": stall_s, "write_s": write_s, "bytes": size})
-            if not self._console.terminal:
-                self._console.print_line(
-                    f"checkpoint of step {step} sealed: {size / 2**20:.1f} MiB in {write_s:.2f} s"
-                )
+            self._console.print_line(
+                f"checkpoint of step {step} sealed: {byte_size(size)} in {write_s:.2f} s"
+            )
         self._reporter.report({"step": step}, checkpoint=path)
 
-    def _write(self, step: int, record: Mapping[str, float], group: str) -> None:
-        self._metrics.append(record)  # unbuffered: a kill loses nothing that was printed
-        values = {f"{group}/{name}": float(v) for name, v in record.items() if name != "step"}
-        for nth, sink in enumerate(self._sinks):
+    def _write_step(self, record: dict[str, float]) -> None:
+        """The run directory's files get grouped records; the sinks that others made get each step."""
+        step = int(record["step"])
+        self._write_group(self._groups.add(record))
+        self._send([one for one in self._sinks if one is not self._events], step, "train", record)
+
+    def _close_group(self) -> None:
+        self._write_group(self._groups.close())
+
+    def _write_group(self, record: Record | None) -> None:
+        if record is None:
+            return
+        self._metrics.append(record)  # unbuffered: a kill loses nothing that was printed, but for a group
+        if self._events is not None:
+            self._send([self._events], int(record["step"]), "train", record)
+
+    def _send(self, sinks: Sequence[Sink], step: int, group: str, record: Record) -> None:
+        values = {
+            f"{group}/{name}": float(v)
+            for name, v in record.items()
+            if name not in NOT_SCALARS and not isinstance(v, Mapping)
+        }
+        for sink in sinks:
+            nth = self._sinks.index(sink)
             try:
                 sink.scalars(step, values)
             except Exception as error:  # a full disk, a server that is away, an error in a user's sink
@@ -231,6 +256,7 @@ class Recorder:
 
     def close(self) -> None:
         Console.clear_live()
+        self._close_group()
         self._metrics.close()
         self._saves.close()
         for nth, sink in enumerate(self._sinks):
@@ -252,17 +278,16 @@ def _label(sink: Sink) -> str:
 def step_record(metrics: StepMetrics) -> dict[str, float]:
     """One record of metrics.jsonl, in full precision."""
     rate = metrics.tokens or metrics.samples
+    numbers = {name: getattr(metrics, name) for name in RECORDED}
     return {
-        "step": metrics.step,
-        "loss": metrics.loss,
-        "grad_norm": metrics.grad_norm,
-        "lr": metrics.lr,
-        "samples": metrics.samples,
-        "tokens": metrics.tokens,
-        "step_time_s": metrics.step_time_s,
-        "data_wait_s": metrics.data_wait_s,
+        **numbers,
         "per_s": rate / max(metrics.step_time_s, 1e-9),
         "max_mem_gib": metrics.max_mem_gib,
-        **({} if metrics.epoch is None else {"epoch": metrics.epoch}),
+        **_epoch(metrics.epoch),
         **metrics.extra,
     }
+
+
+def _epoch(epoch: float | None) -> dict[str, float]:
+    """As a field of a record; a stream has none."""
+    return {} if epoch is None else {"epoch": epoch}

@@ -14,6 +14,7 @@ from typing import Any
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import Config, flatten
+from fsdp.rundir.paths import lasting_name
 
 
 def check_wandb(project: str) -> None:
@@ -29,7 +30,7 @@ class WandbSink:
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         wandb: Any = importlib.import_module("wandb")
-        name = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
+        name = hashlib.sha256(lasting_name(config, run_dir).encode()).hexdigest()[:16]
         self._run = wandb.init(
             project=config.run.wandb,
             name=run_dir.name,

@@ -16,6 +16,7 @@ import numpy as np
 
 from fsdp.base.html import span
 from fsdp.base.units import byte_size, seconds
+from fsdp.config import shown_value
 from fsdp.report.run_data import RunData
 from fsdp.report.timing import LABELS
 from fsdp.report.watch_records import WAITING
@@ -82,12 +83,16 @@ def phase(name: str) -> Callable[[RunData], float | None]:
     return lambda run: run.watched.timing.mean(name)
 
 
+def loss_text(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
+
+
 FIGURES = (
     Figure("last step", lambda run: float(run.last_step), lambda v: f"{v:,.0f}"),
-    Figure("last loss", last("loss"), lambda v: f"{v:.4f}"),
-    Figure("lowest loss", best("loss", -1), lambda v: f"{v:.4f}"),
-    Figure("last held-out loss", last("eval_loss"), lambda v: f"{v:.4f}"),
-    Figure("lowest held-out loss", best("eval_loss", -1), lambda v: f"{v:.4f}"),
+    Figure("last loss", last("loss"), loss_text),
+    Figure("lowest loss", best("loss", -1), loss_text),
+    Figure("last held-out loss", last("eval_loss"), loss_text),
+    Figure("lowest held-out loss", best("eval_loss", -1), loss_text),
     Figure("last held-out accuracy", last("eval_accuracy"), lambda v: f"{v:.2%}"),
     Figure("median step", median("step_time_s"), seconds, -1, interval("step_time_s")),
     Figure("median wait for data", median("data_wait_s"), seconds, 0, interval("data_wait_s")),
@@ -102,16 +107,41 @@ FIGURES = (
 )
 
 
-def figures(one: RunData, two: RunData) -> list[list[object]]:
-    """Rows of name, value of each run, difference of the second from the first."""
-    rows: list[list[object]] = []
+@dataclass(frozen=True)
+class Difference:
+    """A figure of two runs: its texts, and by how much the second differs from the first."""
+
+    name: str
+    texts: tuple[str, str]
+    text: str = ""
+    kind: str = ""
+    """`better`, `worse`, or empty: not significant, or neither."""
+    ratio: float | None = None
+    """The second over the first; None where that has no meaning."""
+    interval: Interval | None = None
+    """From the least to the greatest ratio that the two intervals allow: it holds 1 where they overlap."""
+
+    short: str = ""
+    """The text without its interval."""
+
+    def cell(self) -> str:
+        return span(self.text, self.kind) if self.text else ""
+
+
+def differences(one: RunData, two: RunData) -> list[Difference]:
+    found = []
     for figure in FIGURES:
         a, b = figure.of(one), figure.of(two)
         if a is not None or b is not None:
             spreads = [figure.spread(run) if figure.spread is not None else None for run in (one, two)]
-            values = [_text(figure, value, spread) for value, spread in zip((a, b), spreads, strict=True)]
-            rows.append([figure.name, *values, _difference(figure, a, b, spreads)])
-    return rows
+            texts = _text(figure, a, spreads[0]), _text(figure, b, spreads[1])
+            found.append(_difference(figure, texts, a, b, spreads))
+    return found
+
+
+def figures(found: Sequence[Difference]) -> list[list[object]]:
+    """Rows of name, value of each run, difference of the second from the first."""
+    return [[one.name, *one.texts, one.cell()] for one in found]
 
 
 def _text(figure: Figure, value: float | None, spread: Interval | None) -> str:
@@ -127,17 +157,34 @@ def _significant(figure: Figure, a: float, b: float, spreads: Sequence[Interval 
     return one is not None and two is not None and (one[1] < two[0] or two[1] < one[0])
 
 
-def _difference(figure: Figure, a: float | None, b: float | None, spreads: Sequence[Interval | None]) -> str:
+def _difference(
+    figure: Figure,
+    texts: tuple[str, str],
+    a: float | None,
+    b: float | None,
+    spreads: Sequence[Interval | None],
+) -> Difference:
     if a is None or b is None:
-        return ""
+        return Difference(figure.name, texts)
     if a == b or not (a == a and b == b):
-        return "the same" if a == b else "not comparable"
-    text = f"{(b - a) / abs(a):+.1%}" if a else f"{b - a:+.4g}"
-    if a > 0 and b / a >= MANY:
-        text = f"{b / a:.3g} times"
+        return Difference(figure.name, texts, "the same" if a == b else "not comparable")
+    ratio = b / a if a > 0 and b > 0 else None
+    interval = _ratios(spreads) if ratio else None
+    short = f"{(b - a) / abs(a):+.1%}" if a else f"{b - a:+.4g}"
+    spread = f" ({interval[0] - 1:+.1%} to {interval[1] - 1:+.1%})" if interval else ""
+    if ratio and ratio >= MANY:
+        short = f"{ratio:.3g} times"
+        spread = f" ({interval[0]:.3g} to {interval[1]:.3g})" if interval else ""
     good = figure.better * (b - a) if _significant(figure, a, b, spreads) else 0
     kind = "better" if good > 0 else "worse" if good < 0 else ""
-    return span(f"{text} {kind}".rstrip(), kind)
+    return Difference(figure.name, texts, f"{short}{spread} {kind}".rstrip(), kind, ratio, interval, short)
+
+
+def _ratios(spreads: Sequence[Interval | None]) -> Interval | None:
+    one, two = spreads
+    if one is None or two is None or min(*one, *two) <= 0:
+        return None
+    return two[0] / one[1], two[1] / one[0]
 
 
 NOT_COMPARED = ("run.dir", "checkpoint.dir")
@@ -148,12 +195,8 @@ def settings(runs: Sequence[RunData]) -> list[list[Any]]:
     """Fields in which the runs differ, with the value of each."""
     names = dict.fromkeys(name for run in runs for name in run.config)
     rows = [
-        [name, *(shown(run.config.get(name, "")) for run in runs)]
+        [name, *(shown_value(run.config.get(name, "")) for run in runs)]
         for name in names
         if name not in NOT_COMPARED
     ]
     return [row for row in rows if len({str(value) for value in row[1:]}) > 1]
-
-
-def shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else "empty" if value == "" else str(value)

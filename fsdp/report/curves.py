@@ -14,17 +14,12 @@ import numpy as np
 from markupsafe import Markup
 
 from fsdp.base.html import render
+from fsdp.base.palette import colour
 from fsdp.report.series import Band, Series, thin
 
-COLOURS = 9
 SPIKE = 3.0
 """Values this many frame heights above the 99th percentile are left out; a note names the highest."""
 SMOOTH_FROM = 80
-
-
-def colour(nth: int) -> str:
-    """A class of page.css."""
-    return f"c{nth % COLOURS}"
 
 
 @dataclass(frozen=True)
@@ -146,10 +141,10 @@ def _notes(name: str, series: Series, frame: Frame, several: bool) -> list[dict[
     who = f"{name}: " if several else ""
     notes = []
     finite = series.finite
-    above = finite.values > frame.high
+    above = finite.highest > frame.high
     if above.any():
-        top = int(finite.values.argmax())
-        highest = f"{label(float(finite.values[top]))} at step {finite.steps[top]:,.0f}"
+        top = int(finite.highest.argmax())
+        highest = f"{label(float(finite.highest[top]))} at step {finite.steps[top]:,.0f}"
         notes.append(
             {
                 "before": f"{who}▲ {int(above.sum()):,} above the frame, the highest {highest}",

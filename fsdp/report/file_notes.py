@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fsdp.base.text import counted
+
 LARGEST = 1e15
 """Steps, seconds, bytes and counts are below it."""
 UNREADABLE = (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError)
@@ -41,11 +43,11 @@ class Notes:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        counted = (
-            f"left out: {count} line{'s' * (count > 1)} of {name} that could not be read"
+        lines = (
+            f"left out: {counted(count, 'line')} of {name} that could not be read"
             for name, count in self._lost.items()
         )
-        return (*self._texts, *counted)
+        return (*self._texts, *lines)
 
 
 def number(value: Any, most: float = LARGEST) -> float:

@@ -1,4 +1,4 @@
-"""The page of one run, or of two runs side by side.
+"""The page of one run, of two runs side by side (two_runs.py), or of more as a table (sweep.py).
 
 Order: outcome, failures, curves, time, memory, plan, samples, checkpoints, starts, configuration.
 """
@@ -7,16 +7,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from markupsafe import Markup
 
-from fsdp.base.html import chip, details, div, document, joined, paragraph, render, section, table, tiles
+from fsdp.base.html import (
+    chip,
+    details,
+    div,
+    document,
+    header,
+    joined,
+    paragraph,
+    render,
+    section,
+    span,
+    table,
+    tiles,
+)
+from fsdp.base.palette import colour
+from fsdp.base.text import counted, listed
 from fsdp.base.units import byte_size, seconds
-from fsdp.report import compare
+from fsdp.config import changed_flags, shown_value
+from fsdp.memory import profile_page
+from fsdp.report import sweep, two_runs
+from fsdp.report.compare import loss_text
 from fsdp.report.curves import Marks, chart
 from fsdp.report.plan_section import ABOUT as PLAN
 from fsdp.report.plan_section import planned
-from fsdp.report.profile_section import memory_by_rank, memory_of_runs
+from fsdp.report.profile_files import ABOUT as PROFILE
+from fsdp.report.profile_files import profile_body
+from fsdp.report.profile_section import memory_by_rank
 from fsdp.report.run_data import RunData, Start
 from fsdp.report.sample_section import SampleSection
 from fsdp.report.series import Series
@@ -30,31 +51,48 @@ KNOWN = {
 }  # fmt: skip
 MOST_CHARTS = 12
 THINNED = 720
-FIGURES = (
-    "In brackets the 95% interval of a median over steps. Better and worse: the intervals do not overlap. "
-    "Last and lowest losses are single numbers without an interval."
+MEMORY = (
+    "Peak of the profiled steps on each rank, by kind; the rank with the highest peak over time; then the "
+    "peak of each phase."
 )
-HIGHEST = "Peak of the profiled steps, by kind, on the rank where it is highest; one scale."
-MEMORY = "Peak of the profiled steps on each rank, by kind; then the peak of each phase."
+SCRIPTS = ("report/templates/page.js", profile_page.SCRIPT)
+MOST_SIDE_BY_SIDE = 2
 
 
-def page(runs: Sequence[RunData], samples: Sequence[SampleSection] = ()) -> str:
-    names = " and ".join(run.name for run in runs)
-    body = [_header(runs), *([_differences(runs)] if len(runs) > 1 else [])]
+def page(
+    runs: Sequence[RunData],
+    samples: Sequence[SampleSection] = (),
+    *,
+    folder: Path | None = None,
+    refresh_s: int = 0,
+) -> str:
+    """`folder`: where the page is written, for its links; None if it is not a file. `refresh_s`: the browser
+    loads it again; 0 for a page that stays.
+    """
+    if len(runs) > MOST_SIDE_BY_SIDE:
+        title, body = f"{len(runs)} runs", sweep.sections(runs, [state_of(run) for run in runs])
+    else:
+        title, body = " and ".join(run.name for run in runs), _body(runs, samples, folder)
+    return document(f"{title} · report", body, scripts=SCRIPTS, refresh_s=refresh_s)
+
+
+def _body(runs: Sequence[RunData], samples: Sequence[SampleSection], folder: Path | None) -> Markup:
+    body = [_header(runs), *([two_runs.sections(runs)] if len(runs) > 1 else [])]
     body += [failures(run.watched, _of(run, runs)) for run in runs]
     body += [section("Curves", _curves(runs), _about_curves(runs))]
     for run, sample in zip(runs, [*samples, *[SampleSection()] * len(runs)], strict=False):
-        body += _sections(run, sample, _of(run, runs))
+        body += _sections(run, sample, _of(run, runs), folder)
     body.append(_configuration(runs))
-    return document(f"{names} · report", joined(body), script="report/templates/page.js")
+    return joined(body)
 
 
-def _sections(run: RunData, sample: SampleSection, of: str) -> Iterator[Markup]:
+def _sections(run: RunData, sample: SampleSection, of: str, folder: Path | None) -> Iterator[Markup]:
     yield section(f"Where the time goes{of}", time_by_rank(run.watched.timing, _marks(run)), TIME)
     yield late_ranks(run.watched, of)
     yield spikes(run.watched, of)
     yield section(f"Planned and measured{of}", planned(run), PLAN)
     yield section(f"Memory{of}", memory_by_rank(run.accounts), MEMORY)
+    yield section(f"Time of the profiled steps{of}", profile_body(run.profile, folder), PROFILE)
     yield _samples(sample, of)
     yield section(f"Checkpoints{of}", _checkpoints(run))
     yield section(f"Starts{of}", _starts(run))
@@ -72,19 +110,29 @@ def _marks(run: RunData) -> Marks:
 
 
 def _header(runs: Sequence[RunData]) -> Markup:
-    header = render("report/templates/header.html", runs=[_headline(run) for run in runs])
-    return header if len(runs) > 1 else joined([header, _tiles(runs[0])])
+    if len(runs) == 1:
+        return joined([_headline(runs[0], runs[0].name, "header"), _tiles(runs[0])])
+    title = header(" and ".join(run.name for run in runs))
+    heads = [_headline(run, joined([span("", colour(nth)), run.name]), "div") for nth, run in enumerate(runs)]
+    return joined([title, div(joined(heads), "runs")])
 
 
-def _headline(run: RunData) -> dict[str, object]:
+def _headline(run: RunData, name: str, element: str) -> Markup:
     last = run.starts[-1] if run.starts else None
-    return {
-        "name": run.name,
-        "state": chip(last.outcome, last.outcome) if last else chip("never started", "killed"),
-        "line": _line(run),
-        "why": last.why if last and last.outcome in ("failed", "killed", "stopped") else "",
-        "notes": run.notes,
-    }
+    why = last.why if last and last.outcome in ("failed", "killed", "stopped") else ""
+    return header(
+        name,
+        state_of(run),
+        lines=[_line(run), why],
+        flags=changed_flags(run.config),
+        notes=run.notes,
+        name=element,
+    )
+
+
+def state_of(run: RunData) -> Markup:
+    last = run.starts[-1] if run.starts else None
+    return chip(last.outcome, last.outcome) if last else chip("never started", "killed")
 
 
 def _line(run: RunData) -> str:
@@ -96,7 +144,7 @@ def _line(run: RunData) -> str:
 
 def _where(start: Start) -> str:
     nodes = f"{len(start.nodes)} nodes" if len(start.nodes) > 1 else "one node"
-    return f"{start.ranks} rank{'s' * (start.ranks != 1)} on {nodes} by {start.launcher}"
+    return f"{counted(start.ranks, 'rank')} on {nodes} by {start.launcher}"
 
 
 Tile = tuple[str, object, str]
@@ -119,8 +167,8 @@ def _quality_tiles(run: RunData) -> Iterator[Tile]:
     for name, label in (("loss", "training loss"), ("eval_loss", "held-out loss")):
         if series := run.series.get(name):
             lowest = series.finite
-            under = f"lowest {_loss(float(lowest.values.min()))}" if len(lowest) else ""
-            yield label, _loss(series.last), under
+            under = f"lowest {loss_text(float(lowest.values.min()))}" if len(lowest) else ""
+            yield label, loss_text(series.last), under
     if series := run.series.get("eval_accuracy"):
         best = f"best {series.finite.values.max():.2%}" if len(series.finite) else ""
         yield "held-out accuracy", f"{series.last:.2%}", best
@@ -144,10 +192,6 @@ def _speed_tiles(run: RunData) -> Iterator[Tile]:
 def _failed_starts(run: RunData) -> str:
     counts = {kind: sum(start.outcome == kind for start in run.starts) for kind in ("failed", "killed")}
     return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "no failures"
-
-
-def _loss(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
 
 
 def _unit(run: RunData) -> str:
@@ -206,20 +250,7 @@ def _scaled(lines: dict[str, Series], unit: str) -> tuple[dict[str, Series], str
         factor, unit = 1e3, "ms"
     if factor == 1:
         return lines, unit
-    return {name: Series(one.steps, one.values * factor) for name, one in lines.items()}, unit
-
-
-# ---------------------------------------------------------------- two runs
-
-
-def _differences(runs: Sequence[RunData]) -> Markup:
-    heads = ["", *(run.name for run in runs), "difference"]
-    numbers = table(heads, compare.figures(*runs), numeric=heads[1:])
-    fields = table(
-        ["setting", *heads[1:-1]], compare.settings(runs), nothing="Both have the same configuration."
-    )
-    memory = section("Memory of both", memory_of_runs({run.name: run.accounts for run in runs}), HIGHEST)
-    return joined([section("Results", numbers, FIGURES), memory, section("Different settings", fields)])
+    return {name: one.scaled(factor) for name, one in lines.items()}, unit
 
 
 # ---------------------------------------------------------------- samples, checkpoints, starts
@@ -240,7 +271,7 @@ def _checkpoints(run: RunData) -> Markup:
             rows.append([f"{found.step:,}", "", *times, "", chip("incomplete", "failed"), found.detail])
             continue
         total = byte_size(sum(count for count, _ in manifest.files.values()))
-        writers = f"{manifest.ranks} rank{'s' * (manifest.ranks != 1)}, {manifest.mesh}"
+        writers = f"{counted(manifest.ranks, 'rank')}, {manifest.mesh}"
         state = chip("complete", "finished")
         epoch = f", epoch {manifest.metrics['epoch']:.2f}" if "epoch" in manifest.metrics else ""
         rows.append([f"{found.step:,}", total, *times, writers, state, manifest.reason + epoch])
@@ -258,8 +289,7 @@ def _starts(run: RunData) -> Markup:
 
 
 def _start(start: Start) -> list[object]:
-    more = f" and {len(start.nodes) - 8} more" if len(start.nodes) > 8 else ""
-    nodes = ", ".join(start.nodes[:8]) + more
+    nodes = listed(start.nodes)
     return [
         _date(start.time),
         start.launcher,
@@ -301,7 +331,7 @@ def _bar(start: Start, reached: int, end: int) -> dict[str, str]:
 
 def _configuration(runs: Sequence[RunData]) -> Markup:
     names = dict.fromkeys(name for run in runs for name in run.config)
-    rows = [[name, *(compare.shown(run.config.get(name, "")) for run in runs)] for name in names]
+    rows = [[name, *(shown_value(run.config.get(name, "")) for run in runs)] for name in names]
     if not rows:
         return Markup("")
     changed = {name for run in runs for name in run.changed}

@@ -15,14 +15,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.base.errors import ConfigError, ShardrunError, without_hint
 from fsdp.base.phases import Ending
 from fsdp.checkpoint.inspect import CheckpointListing, scan
 from fsdp.checkpoint.open_store import open_store
 from fsdp.config import FIELDS, check_store, parse_value, read_recipe
 from fsdp.report.file_notes import LARGEST, Notes, integer, number
+from fsdp.report.profile_files import TimeProfile, read_time_profile
 from fsdp.report.profile_section import read_accounts
 from fsdp.report.series import Series, read_numbers
+from fsdp.report.transport_data import note_transport
 from fsdp.report.watch_records import VerdictRecord, WatchData, read_watched
 from fsdp.rundir.line_files import read_lines
 from fsdp.rundir.paths import RunDir
@@ -74,6 +76,7 @@ class RunData:
     watched: WatchData = field(default_factory=WatchData)
     accounts: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """Rank → its memory account, if the run was profiled."""
+    profile: TimeProfile = field(default_factory=TimeProfile)
     planned: Mapping[str, float] = field(default_factory=dict)
     """Measurements to compare with the plan, from the last start that ended."""
     notes: tuple[str, ...] = field(default=())
@@ -96,7 +99,8 @@ class RunData:
         return self.starts[-1].outcome if self.starts else "killed"
 
 
-def read_run(path: Path) -> RunData:
+def read_run(path: Path, checkpoints: str = "") -> RunData:
+    """`checkpoints`: their place, if they are not below the folder and config.toml names no other."""
     run, notes = RunDir(path), Notes()
     if not any(file.exists() for file in (run.config, run.metrics, run.history)):
         raise ConfigError(f"{path} is not a run directory: it has no config.toml.", "ls -d runs/*")
@@ -107,12 +111,14 @@ def read_run(path: Path) -> RunData:
         config=config,
         series=read_numbers(run.metrics, notes),
         starts=tuple(_starts(run, notes)),
-        checkpoints=tuple(_checkpoints(path, str(config.get("checkpoint.dir", "")), notes)),
+        checkpoints=tuple(_checkpoints(path, str(config.get("checkpoint.dir", "")) or checkpoints, notes)),
         saves=_saves(path / "saves.jsonl", notes),
         watched=read_watched(path, notes),
         planned=_planned(run),
         accounts=read_accounts(path / "profile", notes),
+        profile=read_time_profile(path / "profile", notes),
     )
+    note_transport(path, notes)
     starts = _with_verdicts(_with_state(run, data), data.watched.verdicts)
     return replace(data, starts=starts, notes=notes.lines)
 
@@ -125,14 +131,14 @@ def _config(run: RunDir, notes: Notes) -> dict[str, Any]:
     try:
         fields = read_recipe(str(run.config))
     except ConfigError as error:
-        notes.add(str(error).partition(" HINT:")[0])
+        notes.add(without_hint(error))
         return {}
     found: dict[str, Any] = {}
     for name, value in fields.items():
         try:
             found[name] = _typed(name, value)
         except ConfigError as error:
-            notes.add(f"config.toml: {str(error).partition(' HINT:')[0][:200]} It is left out.")
+            notes.add(f"config.toml: {without_hint(error)[:200]} It is left out.")
     return found
 
 
@@ -266,7 +272,7 @@ def _checkpoints(run: Path, place: str, notes: Notes) -> list[CheckpointListing]
     try:
         return scan(open_store(check_store(run, place)))
     except (ShardrunError, OSError, ImportError) as error:
-        notes.add(f"checkpoints in {place} could not be listed: {str(error).partition(' HINT:')[0]}")
+        notes.add(f"checkpoints in {place} could not be listed: {without_hint(error)}")
         return []
 
 

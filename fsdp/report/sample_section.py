@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
+from fsdp.base.errors import first_line
 from fsdp.base.html import render
 from fsdp.config import CodeRefused
 
@@ -50,8 +51,8 @@ def read_samples(run: Path, trusted: Collection[str] = ()) -> SampleSection:
         return SampleSection(why_not=str(error), refused=str(error))
     except Exception as error:
         # A model, a data set or a damaged file can fail in any way; the rest of the page is still useful.
-        first = (str(error).splitlines() or [""])[0].partition(" HINT:")[0]
-        return SampleSection(why_not=f"the model could not be run ({type(error).__name__}: {first[:200]})")
+        first = first_line(error).partition(" HINT: ")[0]
+        return SampleSection(why_not=f"the model could not be run ({type(error).__name__}: {first})")
 
 
 def _missing(export: Path) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from markupsafe import Markup
 
+from fsdp.base.bars import bars, shown_ranks
 from fsdp.base.html import div, joined, table
 from fsdp.base.units import seconds
-from fsdp.report.bars import bars, shown_ranks
 from fsdp.report.curves import Marks, chart
 from fsdp.report.series import Series
 from fsdp.report.watch_records import SHOWN, STEP_PHASES, WAITING, Timing

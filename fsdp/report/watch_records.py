@@ -18,6 +18,7 @@ import numpy as np
 
 from fsdp.base.phases import PHASES
 from fsdp.report.file_notes import Notes, integer, number
+from fsdp.report.own_files import own_text
 from fsdp.report.series import Series, in_order
 from fsdp.rundir.line_files import read_lines
 
@@ -135,7 +136,9 @@ def _timing(folder: Path, notes: Notes) -> Timing:
     by_rank = {
         rank: {name: value / counts[rank] for name, value in sums[rank].items()} for rank in sorted(sums)
     }
-    return Timing(by_rank, {name: in_order(np.array(steps[name]), np.array(means[name])) for name in steps})
+    return Timing(
+        by_rank, {name: in_order(Series(np.array(steps[name]), np.array(means[name]))) for name in steps}
+    )
 
 
 def _seconds(value: Any) -> float:
@@ -199,26 +202,16 @@ def _stacks(watch: Path, verdict: VerdictRecord) -> str:
     answer, also those of a rank that waits for it.
     """
     folder = watch / verdict.folder
-    named = _of_rank(folder, verdict.ranks[0]) if verdict.ranks else ""
+    named = own_text(folder / f"rank-{verdict.ranks[0]}.txt", STACK) if verdict.ranks else ""
     if len(named) > SHORT:
         return named
     others = sorted(
         int(found[1]) for file in folder.glob("rank-*.txt") if (found := _STACK_FILE.fullmatch(file.name))
     )
     other = next((rank for rank in others if rank not in verdict.ranks), None)
-    return named if other is None else f"{named}\n\nrank {other}:\n{_of_rank(folder, other)}".lstrip()
-
-
-def _of_rank(folder: Path, rank: int) -> str:
-    """Links are not followed: the page would show the text of another file."""
-    file = folder / f"rank-{rank}.txt"
-    try:
-        if folder.is_symlink() or file.is_symlink() or not file.is_file():
-            return ""
-        with file.open(encoding="utf-8", errors="replace") as stream:
-            return stream.read(STACK).rstrip()
-    except OSError:
-        return ""
+    if other is None:
+        return named
+    return f"{named}\n\nrank {other}:\n{own_text(folder / f'rank-{other}.txt', STACK)}".lstrip()
 
 
 def _late(folder: Path, notes: Notes) -> Iterator[LateRecord]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from fsdp.base.html import chip, details, joined, pre, section, table
+from fsdp.base.text import listed
 from fsdp.report.watch_records import LateRecord, Spike, VerdictRecord, WatchData
 
 MOST = 24
@@ -74,13 +75,8 @@ def _spikes(found: Sequence[Spike]) -> Markup:
         return Markup("")
     highest = sorted(found, key=lambda one: one.grad_norm if one.grad_norm == one.grad_norm else float("inf"))
     rows = [
-        [f"{one.step:,}", f"{one.grad_norm:.4g}", f"{one.usual:.4g}", _few(one.samples)]
+        [f"{one.step:,}", f"{one.grad_norm:.4g}", f"{one.usual:.4g}", listed(one.samples, FEW_SAMPLES)]
         for one in sorted(highest[-MOST:], key=lambda one: one.step)
     ]
     heads = ("step", "gradient norm", "usual", "samples")
     return table(heads, rows, numeric=heads[:3])
-
-
-def _few(samples: Sequence[int]) -> str:
-    more = f" and {len(samples) - FEW_SAMPLES} more" if len(samples) > FEW_SAMPLES else ""
-    return ", ".join(map(str, samples[:FEW_SAMPLES])) + more

@@ -7,9 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor, nn
 
-from fsdp.config import Config, DataSection, TrainSection
+from fsdp import config as configuration
+from fsdp.base.errors import ConfigError
+from fsdp.config import Config
 from fsdp.data import DataSet, heldout_batches
+from fsdp.data.types import Batch, Samples
 from fsdp.dist.collectives import sum_over_ranks
 from fsdp.dist.mesh import BatchPlan, DataRank
 from fsdp.models.loss import LossFunction
@@ -35,6 +39,28 @@ class Evaluation:
         found |= {f"eval_loss/{label}": loss for label, loss in self.by_source.items()}
         more = {} if self.averaged is None else self.averaged.values()
         return found | {name.replace("eval_", "eval_ema_", 1): value for name, value in more.items()}
+
+
+def as_evaluated(config: Config) -> Config:
+    """The configuration of an evaluation alone: the run that it may come from keeps its checkpoints."""
+    return configuration.replace(
+        config, checkpoint__dir="", checkpoint__local_dir="", checkpoint__export=False
+    )
+
+
+def check_evaluates(config: Config, data: DataSet, finds: bool, run: str) -> None:
+    """Refuses an evaluation alone in the directory of a run, or without held-out data."""
+    if finds:
+        raise ConfigError(
+            f"--train.evaluate_only true in --run.dir {run}, which has checkpoints of its own: "
+            "its configuration and records would be replaced.",
+            f"--checkpoint.resume {run} --run.dir {run}-evaluated",
+        )
+    if data.heldout is None:
+        raise ConfigError(
+            f"--train.evaluate_only true, but --data.name {config.data.name} has no held-out data.",
+            "--data.name of a data set that has some: docs/data.md",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,70 +98,71 @@ class Evaluator:
         self.after_swap()
 
     def _measure(self) -> Evaluation:
-        return evaluate(
-            self.sharded,
-            self.loss_function,
-            self.data,
-            section=self.config.train,
-            reading=self.config.data,
-            batch=self.batch,
+        """A request to stop, agreed by all ranks, ends it early."""
+        assert self.data.heldout is not None
+        sums = _Sums(self.data, self.loss_function, self.sharded.device)
+        stopped: str | None = None
+        with self.sharded.evaluating():
+            for batch in self._batches(self.data.heldout):
+                sums.add(self.sharded.called, batch)
+                stopped = self.asked_to_stop()
+                if stopped:
+                    break
+        return sums.over_ranks(stopped)
+
+    def _batches(self, heldout: Samples) -> Iterator[Batch]:
+        reading, device = self.config.data, self.sharded.device
+        return heldout_batches(
+            heldout,
+            batch=self.config.train.eval_batch or self.batch.micro_batch,
             rank=self.rank,
-            asked_to_stop=self.asked_to_stop,
+            limit=self.config.train.eval_samples,
+            workers=reading.workers,
+            prefetch=reading.prefetch,
+            pin=device.type == "cuda",
+            device=device if reading.to_device else None,
+            source_of=None if self.data.sources is None else self.data.sources.of_heldout,
         )
 
 
-def evaluate(
-    sharded: Sharded,
-    loss_function: LossFunction,
-    data: DataSet,
-    *,
-    section: TrainSection,
-    reading: DataSection,
-    batch: BatchPlan,
-    rank: DataRank,
-    asked_to_stop: Callable[[], str | None],
-) -> Evaluation:
-    """Collective. A request to stop, agreed by all ranks, ends it early and leaves no evaluation."""
-    assert data.heldout is not None
-    size = section.eval_batch or batch.micro_batch
-    loss_sum = torch.zeros((), dtype=torch.float64, device=sharded.device)
-    correct = torch.zeros((), dtype=torch.int64, device=sharded.device)
-    weight, weighed = 0.0, torch.zeros((), dtype=torch.float64, device=sharded.device)
-    stopped: str | None = None
-    labels = () if data.sources is None else data.sources.labels
-    by_source = torch.zeros(2 * len(labels), dtype=torch.float64, device=sharded.device)
-    with sharded.evaluating():
-        on_cuda = sharded.device.type == "cuda"
-        for host in heldout_batches(
-            data.heldout,
-            batch=size,
-            rank=rank,
-            limit=section.eval_samples,
-            workers=reading.workers,
-            prefetch=reading.prefetch,
-            pin=on_cuda,
-            device=sharded.device if reading.to_device else None,
-            source_of=None if data.sources is None else data.sources.of_heldout,
-        ):
-            one = host.to(sharded.device)
-            parts = loss_function(sharded.called, one.data, one.valid, one.valid_rows)
-            loss_sum += parts.loss_sum.double()
-            if own := sums_by_source(parts, one, len(labels)):
-                by_source += torch.cat(own)
-            if parts.correct is not None:
-                correct += parts.correct
-            if parts.weight is not None:
-                weighed += parts.weight
-            else:
-                tokens = loss_function.counts_tokens
-                weight += loss_function.tokens(host.counted) if tokens else host.valid_rows
-            stopped = asked_to_stop()
-            if stopped:
-                break
-    total, right, count, *own_sums = sum_over_ranks(
-        float(loss_sum), float(correct), weight + float(weighed), *by_source.tolist()
-    )
-    losses, weights = own_sums[: len(labels)], own_sums[len(labels) :]
-    means = {label: loss / n for label, loss, n in zip(labels, losses, weights, strict=True) if n}
-    accuracy = right / max(count, 1) if loss_function.classifies else None
-    return Evaluation(total / (count or 1), accuracy, stopped, by_source=means)
+class _Sums:
+    """Sums over the batches of this rank: losses, weights, right answers."""
+
+    def __init__(self, data: DataSet, loss_function: LossFunction, device: torch.device) -> None:
+        self._loss_function, self._device = loss_function, device
+        self._labels = () if data.sources is None else data.sources.labels
+        self._loss, self._weighed = self._zeros(()), self._zeros(())
+        self._correct = torch.zeros((), dtype=torch.int64, device=device)
+        self._counted = 0.0
+        self._by_source = self._zeros(2 * len(self._labels))
+
+    def _zeros(self, shape: int | tuple[()]) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self._device)
+
+    def add(self, model: nn.Module, host: Batch) -> None:
+        one = host.to(self._device)
+        parts = self._loss_function(model, one.data, one.valid, one.valid_rows)
+        self._loss += parts.loss_sum.double()
+        if own := sums_by_source(parts, one, len(self._labels)):
+            self._by_source += torch.cat(own)
+        if parts.correct is not None:
+            self._correct += parts.correct
+        if parts.weight is not None:
+            self._weighed += parts.weight
+        elif self._loss_function.counts_tokens:
+            self._counted += self._loss_function.tokens(host.counted)
+        else:
+            self._counted += host.valid_rows
+
+    def over_ranks(self, stopped: str | None) -> Evaluation:
+        """Collective."""
+        total, right, count, *own = sum_over_ranks(
+            float(self._loss),
+            float(self._correct),
+            self._counted + float(self._weighed),
+            *self._by_source.tolist(),
+        )
+        losses, weights = own[: len(self._labels)], own[len(self._labels) :]
+        means = {label: loss / n for label, loss, n in zip(self._labels, losses, weights, strict=True) if n}
+        accuracy = right / max(count, 1) if self._loss_function.classifies else None
+        return Evaluation(total / (count or 1), accuracy, stopped, by_source=means)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp.base import devices
+from fsdp.base.errors import first_line
 from fsdp.data import DataSet
 from fsdp.models.custom_loss import CustomLoss
 from fsdp.models.loss import LossFunction
@@ -36,7 +37,7 @@ def flops_per_sample(model: nn.Module, data: DataSet, loss: CustomLoss | None = 
         # A model that reads values cannot run on meta.
         log.info(
             "MFU by 6 × parameters × tokens: the model cannot be counted on meta (%s)",
-            str(error).splitlines()[0][:80],
+            first_line(error, 80),
         )
         return 6.0 * sum(p.numel() for p in model.parameters()) * max(1, data.info.tokens_per_sample)
 

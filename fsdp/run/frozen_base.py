@@ -15,7 +15,7 @@ from fsdp.checkpoint.adapter_weights import Base, digest_of
 from fsdp.config import Config
 from fsdp.models import ModelSpec, build_real
 from fsdp.models.lora import adapted, base_names
-from fsdp.models.parameter_names import names_by_tensor
+from fsdp.models.parameter_names import names_in_state
 from fsdp.parallel.init_check import state_digest
 from fsdp.parallel.materialize import build_on_host
 from fsdp.parallel.shard import Dtypes
@@ -50,7 +50,7 @@ def base_of(config: Config, spec: ModelSpec, dtypes: Dtypes, digest: str) -> Bas
             return weights.open_folder(config, spec)
         state = weights.maybe_state(config)
         if state is not None:
-            return _Renamed(state, _all_names(build()))
+            return _Renamed(state, names_in_state(build()))
         seed = config.run.seed
         if spec.knows_inits:
             return build_real(spec, seed).state_dict()
@@ -77,10 +77,3 @@ def maybe_base(config: Config, spec: ModelSpec, dtypes: Dtypes, root: nn.Module)
     frozen = base_names(root)
     digests = {name: value for name, value in state_digest(root).items() if name in frozen}
     return base_of(config, spec, dtypes, digest_of(digests))
-
-
-def _all_names(model: nn.Module) -> dict[str, list[str]]:
-    """Maps each name of a state dict to all names of its tensor."""
-    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    names = names_by_tensor(state.items())
-    return {name: names[tensor] for name, tensor in state.items()}

@@ -16,18 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.base.errors import ConfigError
+from fsdp.base.errors import ConfigError, first_line
+from fsdp.base.text import columns
+from fsdp.base.units import byte_size
 from fsdp.config import Config
 from fsdp.data import Cursor, DataSet, MixCursor, build_dataset
 from fsdp.data.mixture import first_segment
+from fsdp.data.model_tokenizer import with_model_tokenizer
 from fsdp.data.stream_cursor import StreamCursor
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import BatchPlan, MeshSizes, plan_batch, resolve
+from fsdp.dist.shards import cut_of
 from fsdp.memory.resting import resting_bytes
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
 from fsdp.models.blocks import find_units
-from fsdp.models.checks import lacks_base, make_contiguous
+from fsdp.models.checks import batch_norms, lacks_base, make_contiguous
 from fsdp.models.chunked_loss import output_layer
 from fsdp.models.custom_loss import CustomLoss, load_loss
 from fsdp.models.experts import select_experts_kernel
@@ -42,7 +46,6 @@ from fsdp.parallel.attention import check_attention
 from fsdp.parallel.comm_hooks import Hooks, check_divide, load_hooks
 from fsdp.parallel.device_check import check_device
 from fsdp.parallel.float8 import check_float8, check_float8_tokens, gathered_in_float8
-from fsdp.parallel.init_check import cut_of
 from fsdp.parallel.shard import Dtypes, resolve_dtypes
 from fsdp.parallel.whole_parameters import whole_parameters
 from fsdp.run.epochs import check_epochs
@@ -122,7 +125,7 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
 
 def _data_of_this_node(config: Config) -> DataSet:
     try:
-        return build_dataset(config.data)
+        return build_dataset(with_model_tokenizer(config.data, config.model))
     except ConfigError as error:
         error.scope = "node"  # files may be missing on this node alone
         raise
@@ -176,7 +179,7 @@ def meta_model(spec: ModelSpec) -> nn.Module:
             return model
         why = f"{stray} is a tensor that no register_buffer made" if stray else f"{base} is not made there"
     except (NotImplementedError, RuntimeError) as error:
-        why = str(error).splitlines()[0]
+        why = first_line(error)
     log.warning("%s cannot be built on the meta device (%s): each rank builds it whole once", spec.name, why)
     with seeded(0), torch.device("cpu"):
         return spec.build().to("meta")
@@ -184,6 +187,13 @@ def meta_model(spec: ModelSpec) -> nn.Module:
 
 def trained_model(config: Config, job: Job) -> nn.Module:
     model = model_of(config, job.spec, job.dtypes)
+    if job.sizes.ranks > 1 and (norms := batch_norms(model)):
+        log.warning(
+            "%s%s: BatchNorm over the rows that a rank has, so the result depends on the number of ranks. "
+            "HINT: --train.micro_batch sets how many rows these are",
+            norms[0],
+            f" (and {len(norms) - 1} more)" if len(norms) > 1 else "",
+        )
     if job.sizes.strategy == "ddp":  # autocast leaves the operands of grouped products in the master's dtype
         select_experts_kernel(model, job.dtypes.master)
     return model
@@ -320,8 +330,7 @@ def unit_table(model: nn.Module, wrap: str, shards: int, whole: Collection[nn.Pa
             for rank in range(shards)
         ]
         rows.append((name, f"{sum(p.numel() for p in parameters):,}", _by_rank(kept)))
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return [f"{name:<{widths[0]}}  {numel:>{widths[1]}}  {kept}" for name, numel, kept in rows]
+    return columns(rows, right=(1,))
 
 
 def _kept(parameter: nn.Parameter, rank: int, shards: int) -> int:
@@ -352,7 +361,7 @@ def _bytes_a_rank(config: Config, job: Job, model: nn.Module) -> str:
     kept = resting_bytes(config.optim, model, dtypes.master, dtypes.frozen, only=whole).total
     resting = kept + (held - kept) / job.sizes.shard
     counted = " (its states counted as Adam's)" if is_custom(config.optim) else ""
-    return f"{resting / 2**30:.3f} GiB of parameters, gradients and optimizer{counted}"
+    return f"{byte_size(resting)} of parameters, gradients and optimizer{counted}"
 
 
 def dry_run(config: Config, env: DistEnv) -> str:
@@ -361,8 +370,6 @@ def dry_run(config: Config, env: DistEnv) -> str:
     ranks = named if env.world_size == 1 else env.world_size
     job = prepare(config, world_size=ranks, num_nodes=env.num_nodes, device=env.device)
     model = trained_model(config, job)
-    facts = describe(config, job, model)
-    width = max(map(len, facts))
     whole = whole_parameters(model, config.mesh.unsharded)
     table = unit_table(model, config.mesh.wrap, job.sizes.shard, whole)
-    return "\n".join([*(f"{name:<{width}}  {text}" for name, text in facts.items()), "", *table])
+    return "\n".join([*columns(list(describe(config, job, model).items())), "", *table])

@@ -67,14 +67,10 @@ def shard(build: Callable[[], nn.Module], config: Config, env: DistEnv) -> Shard
     spec = ModelSpec(name=getattr(build, "__name__", "model"), build=build, sizes={}, knows_inits=False)
     sharded = shard_model(
         meta_model(spec),
+        config,
         sizes=sizes,
         mesh=build_mesh(sizes, env.device, config.run.process_group_timeout_s),
         device=env.device,
-        section=config.mesh,
-        precision=config.precision,
-        memory=config.memory,
-        speed=config.speed,
-        comm=config.comm,
     )
     host = torch.device("cpu") if config.memory.cpu_offload else None
     materialize(
@@ -118,12 +114,13 @@ class Training:
                 self._model.sizes,
                 config_hash=config_hash(self._config),
                 claim=claim,
+                place=self._run.place,
             )
             restored = self._checkpointer.restore(self._state)
             on_main(self._env.rank, lambda: history.truncate_metrics(self._run, self.step))
             if self._env.is_main:
                 resumed = f", resumes from step {restored.step}" if restored is not None else ""
-                log.info("run %s%s", self._run.path, resumed)
+                log.info("run %s%s", self._run.place, resumed)
             self._saved = self._checkpointer.resumed_step
             self._stack = stack.pop_all()
         return self

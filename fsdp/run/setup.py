@@ -10,17 +10,16 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.checkpointer import Restored
 from fsdp.checkpoint.full_state import open_full_state
 from fsdp.checkpoint.lock import Locks, hold
 from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.run_mirror import open_mirror
 from fsdp.config import Config
 from fsdp.data import Loader
 from fsdp.dist import collectives, preflight
@@ -32,7 +31,7 @@ from fsdp.models.chunked_loss import maybe_chunked
 from fsdp.models.loss import LossFunction
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.nvme import NvmeFiles
-from fsdp.parallel.shard import Sharded, compiles, replicate, shard_model
+from fsdp.parallel.shard import Sharded, compiles, replicate
 from fsdp.record.console import Console
 from fsdp.record.custom_sinks import build_sinks
 from fsdp.record.metrics import Reporter
@@ -58,16 +57,22 @@ def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | N
     """
     held: list[Locks] = []
 
-    def open_run() -> str:
-        run = paths.create(paths.choose(config))
-        store = open_store(config.checkpoint.dir or str(run.path / "checkpoints"))
-        held.append(hold(run.path, store, env.launcher, env.job))
-        return str(run.path)
+    def lock_run() -> str:
+        run = paths.open_run(paths.place_of(config))
+        store = open_store(config.checkpoint.dir or f"{run.place}/checkpoints")
+        if run.url:
+            held.append(open_mirror(run, store, env.launcher, env.job))
+        paths.create(run.path)
+        if not run.url:
+            held.append(hold(run.path, store, env.launcher, env.job))
+        return run.place
 
     try:
-        path = collectives.on_main(env.rank, open_run)
-        preflight.check(env, Path(path))
-        yield RunDir(Path(path)), held[0] if held else None
+        run = paths.open_run(collectives.on_main(env.rank, lock_run))
+        if run.url:
+            run.path.mkdir(parents=True, exist_ok=True)  # each node has one
+        preflight.check(env, None if run.url else run.path)
+        yield run, held[0] if held else None
     finally:
         for claim in held:
             claim.release()
@@ -75,22 +80,14 @@ def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | N
 
 def loss_function(config: Config, env: DistEnv, job: Job, model: nn.Module) -> LossFunction:
     compiled = compiles(config.speed, env.device)
-    return LossFunction(model, job.loss, maybe_chunked(model, config.memory.loss_chunk, compiled=compiled))
+    head = maybe_chunked(model, config.memory.loss_chunk, compiled=compiled)
+    return LossFunction(model, job.loss, head, compiled=compiled)
 
 
-def sharded(config: Config, env: DistEnv, job: Job, model: nn.Module, mesh: DeviceMesh) -> Sharded:
-    return shard_model(
-        model,
-        sizes=job.sizes,
-        mesh=mesh,
-        device=env.device,
-        section=config.mesh,
-        precision=config.precision,
-        memory=config.memory,
-        speed=config.speed,
-        comm=config.comm,
-        hooks=job.hooks,
-    )
+def compiles_update(config: Config, env: DistEnv) -> bool:
+    """Whether the update of small states is compiled: where blocks are, and states rest on the device."""
+    on_host = config.memory.cpu_offload or config.memory.nvme != "off"
+    return compiles(config.speed, env.device) and not (on_host and env.device.type == "cuda")
 
 
 def oom_context(config: Config, job: Job, model: Sharded) -> OomContext:
@@ -130,7 +127,6 @@ def stopper(
         run.path,
         reporter.should_stop,
         end_time=end_time(),
-        timeout_s=config.run.process_group_timeout_s,
         every_minutes=config.checkpoint.every_minutes,
         save_seconds=lambda: checkpointer.save_seconds,
     )
@@ -191,11 +187,12 @@ def recorder(
         from_step=step,
         sinks=_sinks(config, env, run, job, planned, step),
         mfu_of=mfu_of,
+        full_records=config.run.full_records,
     )
 
 
 def log_start(run: RunDir, facts: Mapping[str, str], restored: Restored | None, data_note: str) -> None:
-    log.info("run %s", run.path)
+    log.info("run %s%s", run.place, f", with its files in {run.path}" if run.url else "")
     for note in restored.notes if restored is not None else ():
         log.info("%s", note)
     if restored is not None:

@@ -81,15 +81,14 @@ def gradients_of(sharded: Sharded, in_turn: InTurn | None = None) -> Gradients:
 
 def run_step(
     parts: StepParts, batches: Iterator[Batch], count: int, *, lr: float, hooks: StepHooks
-) -> tuple[Tensor, bool]:
-    """A step of `count` micro-batches: the gradient norm, and whether the parameters were updated."""
+) -> Tensor:
+    """A step of `count` micro-batches; returns the gradient norm."""
     accumulate(parts, batches, count, hooks)
     norm = reduced_norm(parts, hooks)
-    applied = hooks.may_update(norm)
-    if applied:
+    if hooks.may_update(norm):
         apply_update(parts, norm, lr, hooks)
     parts.optimizer.zero_grad(set_to_none=True)
-    return norm, applied
+    return norm
 
 
 def accumulate(parts: StepParts, batches: Iterator[Batch], count: int, hooks: StepHooks) -> None:

@@ -6,14 +6,16 @@ import os
 import shlex
 
 from fsdp.base.commands import as_typed
+from fsdp.base.object_client import is_url
 from fsdp.config import Config
-from fsdp.run.loop import Outcome
+from fsdp.run.training_loop import Outcome
 
 
 def summary(outcome: Outcome, config: Config, command: str) -> str:
     """`command` starts a run under the same launcher; its flags follow."""
-    where = os.path.relpath(outcome.run_dir)
-    shown = str(outcome.run_dir) if where.startswith("..") else where
+    shown = _shown(outcome, config)
+    if config.train.evaluate_only and not outcome.stopped:
+        return _evaluated(outcome, config, shown)
     lines = []
     if outcome.evaluation is not None and outcome.evaluation.accuracy is not None:
         lines.append(
@@ -36,3 +38,19 @@ def summary(outcome: Outcome, config: Config, command: str) -> str:
         lines.append(f"  {resume} --train.steps {outcome.step * 2} --train.epochs 0   # trains further")
     lines += [f"  python -m fsdp.report {target}", f"  python -m fsdp.checkpoint {run}"]
     return as_typed("\n".join(lines))
+
+
+def _shown(outcome: Outcome, config: Config) -> str:
+    """The run directory as a command takes it: a URL, or a path that is short from here."""
+    if is_url(config.run.dir):
+        return config.run.dir.rstrip("/")
+    where = os.path.relpath(outcome.run_dir)
+    return str(outcome.run_dir) if where.startswith("..") else where
+
+
+def _evaluated(outcome: Outcome, config: Config, shown: str) -> str:
+    """The closing lines of an evaluation alone."""
+    found = {} if outcome.evaluation is None else outcome.evaluation.values()
+    numbers = "  ".join(f"{name} {value:.6g}" for name, value in found.items())
+    source = config.checkpoint.resume if config.checkpoint.resume != "auto" else config.model.weights
+    return f"evaluated step {outcome.step} of {source}: {numbers}\n{shown}/metrics.jsonl has every digit"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,15 @@ def count_starts(run: RunDir) -> int:
 def last_step(run: RunDir) -> int:
     """The last step in metrics.jsonl; 0 before the first."""
     return max((record["step"] for record in tail.last_records(run.metrics)), default=0)
+
+
+def newest_start(events: Sequence[Mapping[str, Any]]) -> float:
+    """The time of the newest start, in seconds since 1970; 0 if there is none."""
+    texts = [str(event.get("time", "")) for event in events if event["event"] == "start"]
+    try:
+        return datetime.datetime.fromisoformat(texts[-1]).timestamp() if texts else 0.0
+    except ValueError:
+        return 0.0
 
 
 def truncate_metrics(run: RunDir, step: int) -> None:

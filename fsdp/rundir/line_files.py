@@ -16,6 +16,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fsdp.base.text import listed
+
 log = logging.getLogger(__name__)
 
 BLOCK_LINES = 2048
@@ -66,9 +68,7 @@ def warn_torn(path: Path, lines: list[int]) -> None:
     if not lines or (path, tuple(lines)) in _warned_torn:
         return
     _warned_torn.add((path, tuple(lines)))
-    numbers = ", ".join(map(str, lines[:SHOWN]))
-    if len(lines) > SHOWN:
-        numbers += f" and {len(lines) - SHOWN} more"
+    numbers = listed(lines, SHOWN)
     what = f"line {numbers} is torn and" if len(lines) == 1 else f"lines {numbers} are torn and"
     log.warning("%s: %s left out", path, what)
 

@@ -8,8 +8,10 @@
     FAILED          the last start's error, for its launcher
     checkpoints/ full_model/ tensorboard/ logs/
 
-Rank 0 alone writes here, except checkpoints. Not here: the lock (lock.py), the records of starts and ends
-(history.py), the format of `*.jsonl` (line_files.py).
+Rank 0 alone writes here, except checkpoints. A run directory in an object store, --run.dir
+s3://bucket/prefix, is a folder of the same files on rank 0's node, under ~/.cache/shardrun/runs: its
+checkpoints are in the store alone, and fsdp/checkpoint/run_mirror.py copies the other files there. Not here:
+the lock (lock.py), the records of starts and ends (history.py), the format of `*.jsonl` (line_files.py).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsdp.base.cache_folder import cache_folder
 from fsdp.base.errors import ConfigError
+from fsdp.base.object_client import is_url, without_secrets
 from fsdp.rundir.atomic_write import write_atomically, writing
 
 if TYPE_CHECKING:
@@ -37,6 +41,14 @@ class RunDir:
     """The paths in a run directory."""
 
     path: Path
+    """The folder on this machine."""
+    url: str = ""
+    """The URL of a run directory in an object store; empty for a folder."""
+
+    @property
+    def place(self) -> str:
+        """The run directory as a user names it."""
+        return self.url or str(self.path)
 
     @property
     def config(self) -> Path:
@@ -80,9 +92,35 @@ def new_name(config: Config) -> str:
     return f"{now}-{model}-{data}-{os.urandom(2).hex()}"
 
 
+def place_of(config: Config) -> str:
+    """--run.dir, a URL or an absolute folder; or a new folder under runs/."""
+    if is_url(config.run.dir):
+        return config.run.dir.rstrip("/")
+    return str(Path(config.run.dir).absolute() if config.run.dir else (RUNS / new_name(config)).absolute())
+
+
+def open_run(place: str) -> RunDir:
+    """The run directory of a URL or a folder. Creates nothing."""
+    return RunDir(local_folder(place), place.rstrip("/")) if is_url(place) else RunDir(Path(place).absolute())
+
+
+def local_folder(url: str) -> Path:
+    """The folder on this machine for the run directory in an object store: the same for each start here."""
+    import hashlib  # OpenSSL, which the monitor process of each node does without
+
+    shown = without_secrets(url)
+    key = hashlib.sha256(shown.encode()).hexdigest()[:16]
+    return cache_folder("runs", key, shown.rpartition("/")[2] or "run").absolute()
+
+
+def lasting_name(config: Config, run_dir: Path) -> str:
+    """The run directory's name for services that know a run by it: the same on every machine."""
+    return config.run.dir.rstrip("/") if is_url(config.run.dir) else str(run_dir.resolve())
+
+
 def choose(config: Config) -> Path:
-    """--run.dir, or a new folder under runs/."""
-    return Path(config.run.dir).absolute() if config.run.dir else (RUNS / new_name(config)).absolute()
+    """The folder of `place_of` on this machine."""
+    return open_run(place_of(config)).path
 
 
 def create(path: Path) -> RunDir:

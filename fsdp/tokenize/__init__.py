@@ -2,12 +2,18 @@
 
     locate         a source by its name
     sources        row files of a folder or a pattern; their rows by number
+    line_rows      lines of JSON; compressed files
+    json_rows      lists of rows in a .json file
+    rows           what a row is
     object_files   row files in an object store
     hub_dataset    a data set of Hugging Face
     tokenizer      a tokenizer by folder, file or id, offline; bytes
     documents      a row as tokens, and which of them are trained on
     conversations  the chat template, and which characters the assistant writes
-    shards         the token files, by parallel processes that can be killed
+    shards         the token files of a folder, finished by a start after a killed one
+    shard_plan     which rows a shard holds, and what its tokens follow from
+    shard_files    the files of one shard
+    shard_pool     processes that write shards
     cache          files made once, for every rank and later runs
 
 Not here: samples of a run (fsdp/data/documents.py).

@@ -3,7 +3,7 @@
     python -m fsdp.tokenize 'corpus/*.jsonl.gz' tokens/ --tokenizer DIR --workers 8
     torchrun --nproc_per_node=8 train.py --data.name tokens/
 
-SOURCE is a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, a pattern in quotes, the
+SOURCE is a .jsonl, .json (.gz or .zst), .parquet or .txt file, a folder of them, a pattern in quotes, the
 same in a store (s3://bucket/prefix), or hf:NAME, a data set in Hugging Face's cache of this machine.
 Killed and started again, it keeps the finished shards of OUT. OUT's bytes are the same at any number of
 workers. Formats: docs/data.md.
@@ -19,7 +19,9 @@ from fsdp.base.errors import ShardrunError
 from fsdp.config.command_line import CommandParser, number, one_of, whole_number
 from fsdp.tokenize.documents import DocumentOptions, template_text
 from fsdp.tokenize.progress import ProgressLine, cores
-from fsdp.tokenize.shards import SHARD_BYTES, TokenizeJob, tokenize
+from fsdp.tokenize.shard_plan import SHARD_BYTES, TokenizeJob
+from fsdp.tokenize.shards import tokenize
+from fsdp.tokenize.sources import left_out
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,8 +54,10 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("fsdp.tokenize: stopped. HINT: the same command continues", file=sys.stderr)
         return 130
-    left_out = f", {found.empty:,} rows without a token to train on left out" if found.empty else ""
-    print(f"{given.out}: {found.tokens:,} tokens, {found.documents:,} documents{left_out}")
+    empty = f", {found.empty:,} rows without a token to train on left out" if found.empty else ""
+    print(f"{given.out}: {found.tokens:,} tokens, {found.documents:,} documents{empty}")
+    if others := left_out(given.source):
+        print(f"fsdp.tokenize: {others}", file=sys.stderr)
     return 0
 
 

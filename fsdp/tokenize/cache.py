@@ -16,11 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from fsdp.base.cache_folder import cache_folder
 from fsdp.base.errors import ConfigError
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "shardrun", "data")
+from fsdp.base.freed_memory import return_freed_memory
 
 
 def digest(key: Any) -> str:
@@ -41,7 +39,7 @@ def made_once(name: str, key: Any, make: Callable[[Path], None]) -> Path:
 
     `make` gets the same path again after a killed start, and may continue what is there.
     """
-    place = cache_folder() / f"{name}-{digest(key)}"
+    place = cache_folder("data") / f"{name}-{digest(key)}"
     if place.exists():
         return place
     try:
@@ -51,6 +49,7 @@ def made_once(name: str, key: Any, make: Callable[[Path], None]) -> Path:
                 return place
             aside = place.with_name(f"{place.name}.partial" + ("" if alone else f".{os.urandom(4).hex()}"))
             make(aside)
+            return_freed_memory()
             with suppress(OSError):  # another process was first, without a lock between them
                 aside.rename(place)
             if aside.is_dir():

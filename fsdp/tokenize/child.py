@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import fsdp
-from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.base.errors import ConfigError, ShardrunError, without_hint
 from fsdp.tokenize.documents import DocumentOptions
 from fsdp.tokenize.locate import is_remote
 from fsdp.tokenize.progress import ProgressLine, cores
-from fsdp.tokenize.shards import TokenizeJob, tokenize
+from fsdp.tokenize.shard_plan import TokenizeJob
+from fsdp.tokenize.shards import tokenize
 
 
 def tokenize_in_child(job: TokenizeJob, out: Path) -> None:
@@ -66,7 +67,7 @@ def main(out: Sequence[str], given: dict[str, Any]) -> int:
             return 0
         tokenize(job, Path(out[0]), cores(), line.show)
     except ShardrunError as error:
-        print(json.dumps([str(error).partition(" HINT: ")[0], error.hint]))
+        print(json.dumps([without_hint(error), error.hint]))
         return error.exit_code
     line.end()
     return 0

@@ -7,15 +7,17 @@ assistant's. That needs a template in which a longer conversation continues the 
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp.base.errors import ConfigError
+from fsdp.base.errors import ConfigError, message_line
 from fsdp.tokenize.tokenizer import HubTokenizer
 
 Message = dict[str, Any]
 Span = tuple[int, int]
+_PROBE = "probe\u2603content"
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -29,6 +31,17 @@ class ChatTemplate:
         )
 
     def render(self, messages: Sequence[Message], place: str, **more: Any) -> str:
+        text = self._rendered(messages, place, **more)
+        for n, message in enumerate(messages, 1):
+            content = message.get("content")
+            if isinstance(content, list) and str(content) in text:
+                raise ConfigError(
+                    f"{place}: content of message {n} is a list, which the chat template does not read.",
+                    """text as in "content": "Hi"; or --data.args.chat_template FILE that reads lists""",
+                )
+        return text
+
+    def _rendered(self, messages: Sequence[Message], place: str, **more: Any) -> str:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -36,52 +49,77 @@ class ChatTemplate:
                 )
             )
         except Exception as error:  # a template raises what it likes
-            what = " ".join(str(error).split())[:200].rstrip(".")
+            what = message_line(error)
             raise ConfigError(
                 f"{place}: the chat template refuses the conversation: {what}.",
                 f"roles here are {', '.join(str(m['role']) for m in messages)}; leave the row out, or "
                 "--data.args.chat_template FILE",
             ) from None
 
-    def spans(self, messages: Sequence[Message], place: str) -> tuple[str, list[Span]]:
-        """The conversation's text, and the [start, end) that the assistant writes, by turn."""
+    def spans(self, messages: Sequence[Message], place: str, **more: Any) -> tuple[str, list[Span]]:
+        """The conversation's text, and the [start, end) that the assistant writes, by turn. `more` are
+        arguments of the template.
+        """
         if MARKED.search(self._text):
-            return self._marked(messages, place)
-        whole = self.render(messages, place)
+            return self._marked(messages, place, **more)
+        whole = self.render(messages, place, **more)
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        return whole, [self._turn(messages, n, whole, place) for n in turns]
+        return whole, [self._turn(messages, n, whole, place, **more) for n in turns]
 
-    def _marked(self, messages: Sequence[Message], place: str) -> tuple[str, list[Span]]:
+    def _marked(self, messages: Sequence[Message], place: str, **more: Any) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        self.render(messages, place)  # its errors become one line
+        self.render(messages, place, **more)  # its errors become one line
         kept = [{key: value for key, value in one.items() if value is not None} for one in messages]
         rendered: Any = render_jinja_template(
             conversations=[kept],
             chat_template=self._text,
             return_assistant_tokens_mask=True,
             add_generation_prompt=False,
-            **self._tokenizer.special_tokens_map,
+            **{**self._tokenizer.special_tokens_map, **more},
         )
         texts, spans = rendered
         return str(texts[0]), [(int(start), int(end)) for start, end in spans[0]]
 
-    def _turn(self, messages: Sequence[Message], n: int, whole: str, place: str) -> Span:
-        before = self.render(messages[:n], place, add_generation_prompt=True) if n else ""
-        after = self.render(messages[: n + 1], place)
+    def _turn(self, messages: Sequence[Message], n: int, whole: str, place: str, **more: Any) -> Span:
+        before = self.render(messages[:n], place, **{**more, "add_generation_prompt": True}) if n else ""
+        after = self._continued(self.render(messages[: n + 1], place, **more), whole)
         if not whole.startswith(after):
             raise _not_a_prefix(place, n)
         if not after.startswith(before):  # a prompt that no turn begins with, such as an empty thought
-            before = self.render(messages[:n], place)
+            before = self.render(messages[:n], place, **more)
         if not after.startswith(before):
             raise _not_a_prefix(place, n)
         start, end = len(before), len(after)
         content = messages[n].get("content")
         if isinstance(content, str) and content.strip() and not messages[n].get("tool_calls"):
-            # Past the header of a first turn, or of a template without a generation prompt.
-            start = max(start, after.find(content.strip(), start))
+            # Past the header of a first turn, or of a template without a generation prompt. As it is, or as a
+            # template writes it that removes the space around it.
+            places = [after.find(text, start) for text in (content, content.strip())]
+            start = next((place for place in places if place >= 0), start)
+        else:
+            start = max(start, self._header_end(messages[:n], after, place, **more))
         bare = after.rstrip()
         return start, len(bare) if bare.endswith(self._special) and len(bare) > start else end
+
+    def _continued(self, after: str, whole: str) -> str:
+        """`after` without the special tokens that end a conversation but no turn, where `whole` continues."""
+        text = after
+        while not whole.startswith(text):
+            bare = text.rstrip()
+            end = next((token for token in self._special if bare.endswith(token)), "")
+            if not end:
+                return after
+            text = bare.removesuffix(end)
+        return text
+
+    def _header_end(self, earlier: Sequence[Message], after: str, place: str, **more: Any) -> int:
+        """The end of the header of a turn without text of its own (tool calls alone): where text would stand.
+        0 if the template writes another header for text.
+        """
+        probe = self.render([*earlier, {"role": "assistant", "content": _PROBE}], place, **more)
+        header = probe.partition(_PROBE)[0]
+        return len(header) if after.startswith(header) else 0
 
 
 def _of_tokenizer(tokenizer: HubTokenizer, name: str) -> str:
@@ -106,22 +144,57 @@ def check_messages(value: Any, field: str, place: str) -> list[Message]:
     """Raises ConfigError unless it is a list of messages with role and content."""
     if not isinstance(value, list) or not value:
         shown = "an empty list" if value == [] else f"a {type(value).__name__}"
-        raise ConfigError(f"{place}: {field} is {shown}, not a list of messages.", _EXAMPLE)
+        raise ConfigError(f"{place}: {field} is {shown}, not a list of messages.", EXAMPLE)
     for n, message in enumerate(value, 1):
         if not isinstance(message, dict):
-            raise ConfigError(f"{place}: message {n} of {field} is a {type(message).__name__}.", _EXAMPLE)
+            raise ConfigError(f"{place}: message {n} of {field} is a {type(message).__name__}.", EXAMPLE)
         for key in ("role", "content"):
             given = message.get(key)
             if given is None and (key == "role" or not message.get("tool_calls")):
                 has = ", ".join(map(str, message)) or "nothing"
-                raise ConfigError(f"{place}: message {n} of {field} has no {key}; it has {has}.", _EXAMPLE)
+                raise ConfigError(f"{place}: message {n} of {field} has no {key}; it has {has}.", EXAMPLE)
         if not isinstance(message["role"], str):
             raise ConfigError(
-                f"{place}: role of message {n} of {field} is {message['role']!r}, not text.", _EXAMPLE
+                f"{place}: role of message {n} of {field} is {message['role']!r}, not text.", EXAMPLE
             )
-        if isinstance(message.get("content"), str):
-            check_unicode(message["content"], f"content of message {n} of {field}", place)
+        _check_content(message.get("content"), f"content of message {n} of {field}", place)
     return value
+
+
+def _check_content(content: Any, name: str, place: str) -> None:
+    """Text, a list of parts such as {"type": "text", "text": "Hi"}, or nothing."""
+    if isinstance(content, str):
+        check_unicode(content, name, place)
+    elif isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict):
+                raise ConfigError(
+                    f"{place}: {name} is a list with a {type(part).__name__}, not of parts.", EXAMPLE
+                )
+    elif content is not None:
+        raise ConfigError(f"{place}: {name} is a {type(content).__name__}, not text.", EXAMPLE)
+
+
+def template_arguments(values: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """What a row has for its chat template beside the messages, in the columns that TRL reads: `tools`, a
+    list or its JSON, and `chat_template_kwargs`.
+    """
+    given = values.get("chat_template_kwargs") or {}
+    tools = values.get("tools") or None
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise ConfigError(f"{place}: tools is text that is not JSON: {error}.", _TOOLS) from None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
+        raise ConfigError(f"{place}: tools is a {type(tools).__name__}, not a list of objects.", _TOOLS)
+    if not isinstance(given, dict) or (wrong := _OWN_ARGUMENTS & given.keys()):
+        what = f"has {min(wrong)}" if isinstance(given, dict) else f"is a {type(given).__name__}"
+        raise ConfigError(
+            f"{place}: chat_template_kwargs {what}, not an object of a template's own variables.",
+            'as in {"enable_thinking": false}',
+        )
+    return {**given, **({"tools": tools} if tools else {})}
 
 
 def check_unicode(text: str, name: str, place: str) -> None:
@@ -138,4 +211,9 @@ def check_unicode(text: str, name: str, place: str) -> None:
         ) from None
 
 
-_EXAMPLE = """messages are [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]"""
+_TOOLS = """tools are [{"type": "function", "function": {"name": "f", "parameters": {}}}], or such JSON"""
+_OWN_ARGUMENTS = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations",
+    "messages", "return_assistant_tokens_mask", "tokenize",
+}  # fmt: skip
+EXAMPLE = """messages are [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]"""

@@ -14,9 +14,18 @@ from typing import Any, Literal
 import numpy as np
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.grouping import grouped
 from fsdp.config.values import expanded
-from fsdp.tokenize.conversations import ChatTemplate, Message, Span, check_messages, check_unicode
-from fsdp.tokenize.sources import SourceRow
+from fsdp.tokenize.conversations import (
+    EXAMPLE,
+    ChatTemplate,
+    Message,
+    Span,
+    check_messages,
+    check_unicode,
+    template_arguments,
+)
+from fsdp.tokenize.rows import SourceRow
 from fsdp.tokenize.tokenizer import ByteTokenizer, HubTokenizer, Tokenizer, load_tokenizer
 
 AT_ONCE = 1 << 18
@@ -79,7 +88,7 @@ class DocumentReader:
         if self._form != "text":
             yield from map(self.read, rows)
             return
-        for texts in _chunks(map(self._text_of, rows)):
+        for texts in grouped(map(self._text_of, rows), len, AT_ONCE):
             for tokens in self.tokenizer.encode_all(texts, special=True):
                 yield Document(self._ended(tokens), None)
 
@@ -124,11 +133,12 @@ class DocumentReader:
         self, template: ChatTemplate, row: SourceRow, messages: list[Message], given: int
     ) -> Document:
         """The first `given` messages are a prompt, which is not trained on."""
+        more = template_arguments(row.values, row.place)
         if self._options.loss == "all":
-            return Document(_array(self._plain(template.render(messages, row.place)).tokens), None)
-        whole, spans = template.spans(messages, row.place)
+            return Document(_array(self._plain(template.render(messages, row.place, **more)).tokens), None)
+        whole, spans = template.spans(messages, row.place, **more)
         if given:
-            before = len(template.render(messages[:given], row.place))
+            before = len(template.render(messages[:given], row.place, **more))
             spans = [span for span in spans if span[0] >= before]
         if self._options.loss == "last":
             spans = spans[-1:]
@@ -163,20 +173,6 @@ class DocumentReader:
         return Document(tokens, (np.arange(len(tokens)) >= first).astype(np.uint8))
 
 
-def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Lists of about AT_ONCE characters each."""
-    waiting: list[str] = []
-    count = 0
-    for text in texts:
-        waiting.append(text)
-        count += len(text)
-        if count >= AT_ONCE:
-            yield waiting
-            waiting, count = [], 0
-    if waiting:
-        yield waiting
-
-
 def _within(tokens: Any, spans: list[Span]) -> np.ndarray:
     """1 for each token that has a character in one of the spans."""
     places = np.asarray(tokens, np.int64).reshape(-1, 2)
@@ -199,19 +195,25 @@ def _array(tokens: Any) -> np.ndarray:
 def _column(row: SourceRow, name: str) -> Any:
     if name not in row.values:
         here = ", ".join(map(str, row.values)) or "none"
-        texts = [key for key, value in row.values.items() if isinstance(value, str)]
-        raise ConfigError(
-            f"{row.place} has no column {name}; its columns are {here}.",
-            f"--data.args.text {texts[0] if texts else 'COLUMN'}",
-        )
+        raise ConfigError(f"{row.place} has no column {name}; its columns are {here}.", _columns_hint(row))
     return row.values[name]
+
+
+def _columns_hint(row: SourceRow) -> str:
+    texts = [key for key, value in row.values.items() if isinstance(value, str)]
+    if texts:
+        return f"--data.args.text {texts[0]}"
+    lists = any(isinstance(value, list) for value in row.values.values())
+    return (
+        EXAMPLE if lists else """write the rows with a column of text, such as {"text": "Once upon a time"}"""
+    )
 
 
 def _string(row: SourceRow, name: str, value: Any) -> str:
     if not isinstance(value, str):
         shown = "null" if value is None else f"a {type(value).__name__}"
         raise ConfigError(
-            f"{row.place}: {name} is {shown}, not text.", f"write the row again with text in {name}"
+            f"{row.place}: {name} is {shown}, not text.", "write the row again, with text there"
         )
     return value
 

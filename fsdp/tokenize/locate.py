@@ -9,7 +9,8 @@ from fsdp.base.errors import ConfigError
 from fsdp.tokenize.cache import identity
 from fsdp.tokenize.hub_dataset import PREFIX, DatasetRows, HubName
 from fsdp.tokenize.object_files import fetched, find_objects, is_object_url
-from fsdp.tokenize.sources import SourceRows, find_files, open_rows
+from fsdp.tokenize.rows import SourceRows
+from fsdp.tokenize.sources import find_files, open_rows
 
 
 def is_remote(name: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from fsdp.base.errors import ConfigError
 from fsdp.base.object_client import open_url, retried, without_secrets
 from fsdp.tokenize.cache import made_once
-from fsdp.tokenize.sources import ROWS, SUFFIXES
+from fsdp.tokenize.sources import LISTED, row_files
 
 SCHEMES = ("s3", "gs", "gcs", "abfs", "az")
 AT_ONCE = 8
@@ -37,7 +37,7 @@ class ObjectFile:
 
 
 def find_objects(url: str) -> list[ObjectFile]:
-    """An object, the row files below a prefix (else its .txt), or those of a pattern, sorted by name."""
+    """An object, the row files below a prefix, or those of a pattern, sorted by name."""
     fs, root, shown = _opened(url)
     pattern = any(sign in root for sign in "*?[")
     find = partial(fs.glob if pattern else fs.find, root, detail=True)
@@ -48,10 +48,9 @@ def find_objects(url: str) -> list[ObjectFile]:
         for path, one in sorted(listed.items())
         if one.get("type") == "file" and int(one["size"]) and not path.rpartition("/")[2].startswith(".")
     ]
-    rows = [one for one in found if one.path.endswith(ROWS)]
-    rows = rows or [one for one in found if one.path.endswith(SUFFIXES)]
+    rows, _ = row_files(found, lambda one: Path(one.path).name)
     if not rows:
-        raise ConfigError(f"{shown} has no {', '.join(SUFFIXES)} object with a byte in it.", EXAMPLE)
+        raise ConfigError(f"{shown} has no {LISTED} object with a byte in it.", EXAMPLE)
     return rows
 
 

@@ -1,85 +1,137 @@
-"""Files of rows by number: .jsonl (also .gz and .zst), .parquet, and .txt, where a file is a row.
+"""Files of rows by number: .jsonl and .json (also .gz and .zst), .parquet, and .txt, where a file is a row.
 
-A .jsonl file is mapped; the offsets of its lines are an index in the cache, mapped too. A compressed one is
-decompressed into the cache once. Parquet is read by row groups. Nothing is held in memory beyond one of them.
+Parquet is read by row groups, of which one is in memory. Not here: lines (line_rows.py), lists in .json files
+(json_rows.py).
 """
 
 from __future__ import annotations
 
-import codecs
-import gzip
 import importlib
 import itertools
-import json
-import mmap
-import shlex
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from json import JSONDecodeError
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fsdp.base.errors import ConfigError
 from fsdp.config.values import expanded
-from fsdp.tokenize.cache import identity, made_once
+from fsdp.tokenize.file_names import broken_link, shell_word, shown, unreadable
+from fsdp.tokenize.json_rows import open_json
+from fsdp.tokenize.line_rows import LineRows, decompressed, gzip_blocks, zst_blocks
+from fsdp.tokenize.rows import SourceRow, SourceRows
+from fsdp.tokenize.zero_bytes import check_no_zero_byte, converting_hint, encoding_of
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
-ROWS = SUFFIXES[:-1]
-READ = 1 << 24
-PACKED = 1 << 17
-"""Of a .zst file, at once: what it expands to is in memory."""
-HINT = "a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, or a pattern in quotes"
-
-
-@dataclass(frozen=True)
-class SourceRow:
-    place: str
-    """The file and the line, as messages name it."""
-    values: dict[str, Any]
-
-
-class SourceRows(Protocol):
-    """A file's rows."""
-
-    count: int
-
-    def read(self, first: int, last: int) -> Iterator[SourceRow]: ...
-
-    def cuts(self, size: int) -> list[int]:
-        """Rows at which the file may be cut into parts of about `size` bytes; the last is `count`."""
-        ...
+JSON = (".json", ".json.gz", ".json.zst")
+LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst", ".parquet")
+ROWS = (*LINES, *JSON)
+SUFFIXES = (*ROWS, ".txt")
+SETTINGS = frozenset(
+    {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+)
+"""Files beside those of rows, as the libraries of Hugging Face write them."""
+LISTED = ".jsonl, .json (.gz and .zst too), .parquet or .txt"
+HINT = "a .jsonl, .json, .parquet or .txt file (.gz and .zst too), a folder of them, or a pattern in quotes"
+_File = TypeVar("_File")
 
 
 def find_files(name: str) -> list[Path]:
-    """The files of a path or a pattern, in the order of names. Of a folder, its row files, else its .txt."""
+    """The files of a path or a pattern, in the order of names; of a folder, those of `row_files`."""
+    try:
+        found = _found(name)
+        for path in found:
+            _check_file(path)
+    except OSError as error:
+        raise unreadable(error, name) from None
+    return found
+
+
+def _found(name: str) -> list[Path]:
     root = expanded(name)
     if root.is_dir():
-        below = sorted(path for path in root.rglob("*") if path.is_file() and not _hidden(path, root))
-        found = [path for path in below if path.name.endswith(ROWS)]
-        found = found or [path for path in below if path.suffix == ".txt"]
+        entries = _entries(root)
+        _check_links(entries)
+        found, _ = row_files(sorted(path for path in entries if path.is_file()), _name)
     elif root.exists():
         found = [root]
     else:
         found = matching(name)
         if not found:
             raise _absent(name)
+        if "**" in name:  # glob leaves out what it cannot list
+            _entries(expanded(str(plain_folder(name))))
     if not found:
-        raise ConfigError(f"{name} has no {', '.join(SUFFIXES)} file.", HINT)
-    for path in found:
-        if not path.name.endswith(SUFFIXES):
-            raise ConfigError(f"{path} is not a {', '.join(SUFFIXES)} file.", HINT)
-        if not path.stat().st_size:
-            raise ConfigError(f"{path} is empty.", f"rm {shlex.quote(str(path))}, or write it again")
+        raise ConfigError(f"{shown(name)} has no {LISTED} file.", HINT)
     return found
+
+
+def _check_file(path: Path) -> None:
+    if not ends_with(path.name, SUFFIXES):
+        raise ConfigError(f"{shown(path)} is not a {LISTED} file.", HINT)
+    if not path.stat().st_size:
+        raise ConfigError(f"{shown(path)} is empty.", f"rm {shell_word(path)}, or write it again")
+
+
+def ends_with(name: str, suffixes: tuple[str, ...]) -> bool:
+    """Whether the name has one of the suffixes, in upper or lower case."""
+    return name.lower().endswith(suffixes)
+
+
+def left_out(name: str) -> str:
+    """A line about the .json files of a folder that are not read; empty without one."""
+    root = expanded(name)
+    others = row_files(sorted(_entries(root)), _name)[1] if root.is_dir() else []
+    if not others:
+        return ""
+    return (
+        f"{len(others)} .json files are left out beside the other files of {name}, as {others[0]}. "
+        f"HINT: {shell_word(str(root / '**' / '*.json'))} as the source reads them"
+    )
+
+
+def _entries(root: Path) -> list[Path]:
+    """The files below, without hidden ones. One that cannot be listed is an error: its rows would lack."""
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root, onerror=_raise):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "lost+found"]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return found
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _name(path: Path) -> str:
+    return path.name
+
+
+def row_files(files: Iterable[_File], name: Callable[[_File], str]) -> tuple[list[_File], list[_File]]:
+    """Of a folder: its .jsonl and .parquet files, else its .json or its .txt, of which there are more.
+
+    The second list has the .json files that are left out, without settings of other libraries.
+    """
+    named = [(name(file), file) for file in files]
+    lines = [file for one, file in named if ends_with(one, LINES)]
+    rows = [file for one, file in named if ends_with(one, JSON) and one not in SETTINGS]
+    texts = [file for one, file in named if ends_with(one, (".txt",))]
+    if not lines and len(rows) > len(texts):
+        return rows, []
+    return lines or texts or rows, rows
+
+
+def _check_links(paths: list[Path]) -> None:
+    """A link to a file that is gone would leave out its rows in silence."""
+    for path in paths:
+        if ends_with(path.name, SUFFIXES) and path.is_symlink() and not path.exists():
+            raise broken_link(path)
 
 
 def _absent(name: str) -> ConfigError:
     if not is_pattern(name):
         return ConfigError(f"{name} does not exist.", HINT)
-    return ConfigError(f"{name} matches no file.", f"ls {shlex.quote(str(plain_folder(name)))}")
+    return ConfigError(f"{name} matches no file.", f"ls {shell_word(str(plain_folder(name)))}")
 
 
 def plain_folder(pattern: str) -> Path:
@@ -101,27 +153,36 @@ def matching(name: str) -> list[Path]:
     return sorted(path for path in found if path.is_file() and not path.name.startswith("."))
 
 
-def _hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
-
-
 def open_rows(files: list[Path], names: Mapping[Path, str] | None = None) -> list[SourceRows]:
     """One source a row file; the .txt files are one source together. `names` are shown in messages."""
-    shown = {path: str(path) for path in files} | dict(names or {})
-    texts = [path for path in files if path.suffix == ".txt"]
-    opened: list[SourceRows] = [_opened(path, shown[path]) for path in files if path.suffix != ".txt"]
-    return [*opened, TextFiles(texts, shown)] if texts else opened
+    told = {path: shown(path) for path in files} | dict(names or {})
+    texts = [path for path in files if _kind(path) == ".txt"]
+    opened: list[SourceRows] = [_opened(path, told[path]) for path in files if _kind(path) != ".txt"]
+    return [*opened, TextFiles(texts, told)] if texts else opened
+
+
+def _kind(path: Path) -> str:
+    return path.suffix.lower()
 
 
 def _opened(path: Path, name: str) -> SourceRows:
-    if path.suffix == ".parquet":
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise unreadable(error, name) from None
+    plain, kind = path, _kind(path)
+    if kind == ".parquet":
         return ParquetRows(path, name)
-    if path.suffix == ".gz":
-        return LineRows(path, _decompressed(path, name, lambda: _gzip_blocks(path)), name)
-    if path.suffix == ".zst":
-        zstandard = optional("zstandard", name)
-        return LineRows(path, _decompressed(path, name, lambda: _zst_blocks(path, zstandard)), name)
-    return LineRows(path, path, name)
+    if kind in (".gz", ".zst"):
+        plain, kind = _unpacked(path, name), _kind(path.with_suffix(""))
+    return open_json(path, plain, name) if kind == ".json" else LineRows(path, plain, name)
+
+
+def _unpacked(path: Path, name: str) -> Path:
+    if _kind(path) == ".gz":
+        return decompressed(path, name, lambda: gzip_blocks(path))
+    zstandard = optional("zstandard", name)
+    return decompressed(path, name, lambda: zst_blocks(path, zstandard))
 
 
 def optional(package: str, name: str) -> Any:
@@ -131,121 +192,6 @@ def optional(package: str, name: str) -> Any:
         raise ConfigError(
             f"{name} needs the package {package}, which is not installed.", f"pip install {package}"
         ) from None
-
-
-# ---------------------------------------------------------------- lines of JSON
-
-
-class LineRows:
-    """Lines of a mapped file. `path` is the source, `plain` the same without compression."""
-
-    def __init__(self, path: Path, plain: Path, name: str) -> None:
-        self._path, self._plain, self._name = path, plain, name
-        index = made_once("lines", identity(plain), lambda aside: _index_lines(plain, aside))
-        self._starts: np.ndarray = np.memmap(index, np.int64, "r")
-        self.count = len(self._starts) - 1
-
-    def read(self, first: int, last: int) -> Iterator[SourceRow]:
-        """A blank line has no row."""
-        if first >= last:
-            return
-        with self._plain.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            for n in range(first, last):
-                line = text[int(self._starts[n]) : int(self._starts[n + 1])]
-                if n == 0:
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                if line.strip():
-                    yield self._row(n + 1, line)
-
-    def cuts(self, size: int) -> list[int]:
-        marks = np.arange(size, int(self._starts[-1]), size)
-        found = np.unique(np.searchsorted(self._starts, marks))
-        return [int(row) for row in found if 0 < row < self.count] + [self.count]
-
-    def _row(self, number: int, line: bytes) -> SourceRow:
-        place = f"{self._name} line {number}"
-        try:
-            values = json.loads(line.decode())
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{place} is not UTF-8 at byte {error.start} of the line: {error.reason}.", self._show(number)
-            ) from None
-        except (ValueError, RecursionError) as error:
-            what = (
-                f"{error.msg} at character {error.pos + 1}" if isinstance(error, JSONDecodeError) else error
-            )
-            raise ConfigError(f"{place} is not JSON: {what}.", self._show(number)) from None
-        if not isinstance(values, dict):
-            raise ConfigError(
-                f"{place} is a {type(values).__name__}, not an object with columns.",
-                """one line a row, such as {"text": "Once upon a time"}""",
-            )
-        return SourceRow(place, values)
-
-    def _show(self, number: int) -> str:
-        name, show = shlex.quote(str(self._path)), f"sed -n {number}p"
-        tool = {".gz": "zcat", ".zst": "zstdcat"}.get(self._path.suffix)
-        return f"{tool} {name} | {show} shows it" if tool else f"{show} {name} shows it"
-
-
-def _index_lines(path: Path, aside: Path) -> None:
-    """Writes the offset of each line, and of the end."""
-    done = 0
-    with path.open("rb") as file, aside.open("wb") as out:
-        np.zeros(1, np.int64).tofile(out)
-        last = b"\n"
-        while block := file.read(READ):
-            ends = np.flatnonzero(np.frombuffer(block, np.uint8) == 10) + (done + 1)
-            ends.astype(np.int64).tofile(out)
-            done, last = done + len(block), block[-1:]
-        if last != b"\n":
-            np.array([done], np.int64).tofile(out)
-
-
-def _gzip_blocks(path: Path) -> Iterator[bytes]:
-    with gzip.open(path, "rb") as file:
-        while block := file.read(READ):
-            yield block
-
-
-def _zst_blocks(path: Path, zstandard: Any) -> Iterator[bytes]:
-    """Frame by frame: zstandard.open ends without an error where a file is cut short."""
-    library = zstandard.ZstdDecompressor()
-    frame, complete = library.decompressobj(), True
-    with path.open("rb") as file:
-        while packed := file.read(PACKED):
-            while packed:
-                yield frame.decompress(packed)
-                packed, complete = frame.unused_data, frame.eof
-                if complete:
-                    frame = library.decompressobj()
-    if not complete:
-        raise EOFError("it ends within a frame")
-
-
-def _decompressed(path: Path, name: str, blocks: Callable[[], Iterator[bytes]]) -> Path:
-    def write(aside: Path) -> None:
-        try:
-            with aside.open("wb") as out:
-                out.writelines(blocks())
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise _damaged(path, name, error) from None
-        except Exception as error:
-            if type(error).__name__ != "ZstdError":
-                raise
-            raise _damaged(path, name, error) from None
-        if not aside.stat().st_size:
-            raise ConfigError(f"{name} is empty.", f"rm {shlex.quote(str(path))}, or write it again")
-
-    return made_once("plain", identity(path), write)
-
-
-def _damaged(path: Path, name: str, error: Exception) -> ConfigError:
-    test = "zstd -t" if path.suffix == ".zst" else "gzip -t"
-    return ConfigError(
-        f"{name} is damaged or cut short: {error}.",
-        f"copy it again; {test} {shlex.quote(str(path))} checks it",
-    )
 
 
 # ---------------------------------------------------------------- Parquet
@@ -265,7 +211,7 @@ class ParquetRows:
         self._bytes = [group.total_byte_size for group in groups]
         self.count = int(self._ends[-1])
         if not self.count:
-            raise ConfigError(f"{name} has no rows.", f"rm {shlex.quote(str(path))}, or write it again")
+            raise ConfigError(f"{name} has no rows.", f"rm {shell_word(path)}, or write it again")
 
     def read(self, first: int, last: int) -> Iterator[SourceRow]:
         with self._reading(), self._parquet.ParquetFile(self._path) as file:
@@ -329,7 +275,7 @@ class _ParquetErrors:
             what = " ".join(str(error).split())[:200].rstrip(".")
             raise ConfigError(
                 f"{self._place()} is not a whole Parquet file: {what}.",
-                f"copy it again; ls -l {shlex.quote(str(self._path))} shows its size",
+                f"copy it again; ls -l {shell_word(self._path)} shows its size",
             ) from None
 
 
@@ -345,17 +291,20 @@ class TextFiles:
 
     def read(self, first: int, last: int) -> Iterator[SourceRow]:
         for path in self.paths[first:last]:
-            try:
-                text = path.read_bytes().decode("utf-8-sig")
-            except UnicodeDecodeError as error:
-                name = shlex.quote(str(path))
-                raise ConfigError(
-                    f"{self._names[path]} is not UTF-8 at byte {error.start}: {error.reason}.",
-                    f"iconv -f latin1 -t utf-8 {name} > {name}.utf8 && mv {name}.utf8 {name}",
-                ) from None
-            except OSError as error:
-                raise ConfigError(f"{path} cannot be read ({error.strerror}).", f"ls -l {path}") from None
-            yield SourceRow(self._names[path], {"text": text})
+            yield SourceRow(self._names[path], {"text": self._text(path, self._names[path])})
+
+    def _text(self, path: Path, name: str) -> str:
+        try:
+            raw = path.read_bytes()
+            check_no_zero_byte(raw, path, name)
+            return raw.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{name} is not UTF-8 at byte {error.start}: {error.reason}.",
+                converting_hint(encoding_of(raw) or "latin1", path),
+            ) from None
+        except OSError as error:
+            raise unreadable(error, path) from None
 
     def cuts(self, size: int) -> list[int]:
         sums = np.cumsum([path.stat().st_size for path in self.paths])

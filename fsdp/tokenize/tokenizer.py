@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from fsdp.base.errors import ConfigError
+from fsdp.base.errors import ConfigError, message_line
 from fsdp.config.values import expanded
 
 BYTES = "bytes"
@@ -77,7 +77,8 @@ class FileTokenizer:
             self._made = library.Tokenizer.from_file(str(path))
         except Exception as error:
             raise ConfigError(
-                f"--data.tokenizer {path} is not a tokenizer.json: {_line(error)}.", f"head -c 300 {path}"
+                f"--data.tokenizer {path} is not a tokenizer.json: {message_line(error)}.",
+                f"head -c 300 {path}",
             ) from None
         self._made.no_truncation()
         self._made.no_padding()
@@ -111,7 +112,7 @@ class HubTokenizer:
             )
         except Exception as error:
             raise ConfigError(
-                f"--data.tokenizer {name} cannot be loaded: {_line(error)}.",
+                f"--data.tokenizer {name} cannot be loaded: {message_line(error)}.",
                 f"ls {folder}; a folder of AutoTokenizer.save_pretrained, without code of its own",
             ) from None
         if not self.made.is_fast:
@@ -235,12 +236,10 @@ def _library(name: str, path: Path) -> Any:
 
 def _end(path: Path, token: int | None) -> int:
     if token is None:
+        folder = path.parent if path.is_file() else path
         raise ConfigError(
             f"--data.tokenizer {path} has no token that ends a text.",
-            "set eos_token in its tokenizer_config.json",
+            f'"eos_token": "TOKEN", one of its tokens, in {folder}/tokenizer_config.json'
+            + (f"; then --data.tokenizer {folder}" if path.is_file() else ""),
         )
     return token
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200].rstrip(".")

@@ -21,6 +21,7 @@ from fsdp.base.errors import (
     ShardrunError,
     TrainingError,
     error_number,
+    first_line,
 )
 from fsdp.dist.env import DistEnv
 from fsdp.dist.lost_peer import is_peer_failure
@@ -98,7 +99,7 @@ def printed(error: BaseException, env: DistEnv) -> str:
         alone = env.is_main or error.scope == "all"
         return f"train.py{'' if alone else f' (rank {env.rank})'}: {error}"
     if is_peer_failure(error):
-        return f"[rank {env.rank}] ended because another rank did: {str(error).splitlines()[0][:160]}"
+        return f"[rank {env.rank}] ended because another rank did: {first_line(error, 160)}"
     hint = kind_and_hint(error)[1]
     return f"[rank {env.rank}] failed on {env.device}:\n{_trace(error)}" + (f"\nHINT: {hint}" if hint else "")
 

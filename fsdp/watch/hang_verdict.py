@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from fsdp.base.phases import PHASES
+from fsdp.base.text import named_ranks
 from fsdp.watch.observation import BUSY_S, Observation, own_line, prepares, waits, waits_for_save, writes
 
 AT_ONCE_S = 0.05
@@ -74,13 +75,12 @@ def judge(found: Sequence[Observation], *, ranks: int = 0, endless_s: float = ma
     return None
 
 
-def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
-
-
 def _who(e: Observation) -> str:
     return f"rank {e.rank}" + (f" ({e.node})" if e.node else "")
+
+
+def _names(some: Sequence[Observation]) -> str:
+    return _who(some[0]) if len(some) == 1 else named_ranks([e.rank for e in some])
 
 
 def _at(e: Observation) -> str:
@@ -95,7 +95,7 @@ def _waiting(found: Sequence[Observation], culprits: Sequence[int]) -> str:
         return ""
     op = Counter((e.op if e.in_call else "its end", e.step, e.phase) for e in rest).most_common(1)[0][0]
     verb = "waits" if len(rest) == 1 else "wait"
-    return f"{_named([e.rank for e in rest])} {verb} in {op[0]} (step {op[1]}, {op[2]})"
+    return f"{named_ranks([e.rank for e in rest])} {verb} in {op[0]} (step {op[1]}, {op[2]})"
 
 
 def _failed(found: Sequence[Observation]) -> Verdict | None:
@@ -141,8 +141,7 @@ def _dead(found: Sequence[Observation]) -> Verdict | None:
         one, how = faults[0], faults[0].fatal.splitlines()[0].removeprefix("Fatal Python error: ")
         what = f"{_who(one)} died of a fault in C ({how}): {_at(one)}"
         return Verdict("fault", (one.rank,), what, others, "its stacks are in RUN/watch/")
-    name = _who(first[0]) if len(who) == 1 else _named(who)
-    what = f"{name} died without an error message (killed, or out of memory): {_at(first[0])}"
+    what = f"{_names(first)} died without an error message (killed, or out of memory): {_at(first[0])}"
     hint = "dmesg or the scheduler's log shows what killed it; memory is the usual reason"
     return Verdict("died", who, what, others, hint)
 
@@ -162,7 +161,7 @@ def _echoes(found: Sequence[Observation]) -> Verdict | None:
 
 
 def _after(ranks: Sequence[int]) -> str:
-    return f"{_named(ranks)} ended after it" if ranks else ""
+    return f"{named_ranks(ranks)} ended after it" if ranks else ""
 
 
 def _unseen(found: Sequence[Observation]) -> Verdict | None:
@@ -177,7 +176,7 @@ def _unseen(found: Sequence[Observation]) -> Verdict | None:
 def _killed(found: Sequence[Observation], killed: Sequence[Observation]) -> Verdict:
     who = [e.rank for e in killed]
     nodes = _nodes(killed)
-    gone = f"the processes of {nodes} ({_named(who)}) are gone, and the node can still be reached"
+    gone = f"the processes of {nodes} ({named_ranks(who)}) are gone, and the node can still be reached"
     what = f"{gone}: {_at(killed[0])}"
     left = [e.rank for e in found if e.rank not in who and e.has_left and not e.over]
     others = _waiting(found, who) or _after(left)
@@ -188,7 +187,7 @@ def _partition(found: Sequence[Observation], silent: Sequence[Observation]) -> V
     nodes = _nodes(silent)
     here = {e.node for e in found} - {e.node for e in silent}
     from_here = f" from {here.pop()}" if len(here) == 1 else ""
-    ranks, seconds = _named([e.rank for e in silent]), silent[0].silent_node_s
+    ranks, seconds = named_ranks([e.rank for e in silent]), silent[0].silent_node_s
     what = f"node {nodes} ({ranks}) cannot be reached{from_here} for {seconds:.1f} s"
     return Verdict(
         "partition",
@@ -247,7 +246,7 @@ def _differing_pair(calling: Sequence[Observation]) -> Verdict | None:
 
 def _odd(odd: Sequence[Observation], place: tuple[int, int], op: str, numel: int, others: str) -> Verdict:
     who, one = tuple(e.rank for e in odd), odd[0]
-    name = _who(one) if len(odd) == 1 else _named(who)
+    name = _names(odd)
     if one.place > place:
         skipped = f"{op} of step {place[0]}, {PHASES[place[1]]}"
         what = f"{name} has left out {skipped}, and is already in {one.op}: {_at(one)}"
@@ -274,8 +273,7 @@ def _absent(found: Sequence[Observation], endless_s: float) -> Verdict | None:
         return None  # a rank that is at work may be the reason why another waits
     one, (kind, doing) = reasons[0]
     who = tuple(e.rank for e in absent)
-    name = _who(one) if len(absent) == 1 else _named(who)
-    return Verdict(kind, who, f"{name} {doing}: {_at(one)}", _waiting(found, who), HINTS[kind])
+    return Verdict(kind, who, f"{_names(absent)} {doing}: {_at(one)}", _waiting(found, who), HINTS[kind])
 
 
 def _behind_the_front(found: Sequence[Observation]) -> list[Observation]:
@@ -324,8 +322,7 @@ def _storage(found: Sequence[Observation]) -> Verdict | None:
     one = at_it[0]
     who = tuple(e.rank for e in at_it)
     stack = next((s for s in (one.threads.get("checkpoint", ()), one.stack) if s), ())
-    name = _who(one) if len(at_it) == 1 else _named(who)
-    slow = f"{name} is in a save and its storage is slow, {one.still_s:.1f} s by now"
+    slow = f"{_names(at_it)} is in a save and its storage is slow, {one.still_s:.1f} s by now"
     what = f"{slow}: step {one.step}, at {own_line(stack)}"
     return Verdict(
         "storage", who, what, _waiting(found, who), "check its storage, or --checkpoint.dir elsewhere"

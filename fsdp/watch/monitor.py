@@ -37,7 +37,7 @@ from fsdp.watch.monitor_options import MonitorOptions
 from fsdp.watch.node_ranks import NodeRanks
 from fsdp.watch.observation import Observation, decode
 from fsdp.watch.observe import ANSWER_S
-from fsdp.watch.records import RecordFiles
+from fsdp.watch.records import ENDED, RecordFiles
 from fsdp.watch.timing import RankTimes, TimingRecorder
 
 INTERVAL_S = 0.2
@@ -51,6 +51,8 @@ ENDLESS = 2
 """Multiple of that stillness, in processor time of one rank: more than any step computes."""
 NO_STEP_YET_S = 20.0
 HANG_LEAST_S, HANG_STEPS = 60.0, 30
+STORAGE_LEAST_S = 600.0
+"""A restart needs the same storage, and would lose the save that waits for it."""
 """How long a rank that may recover is waited for, at least; the second in steps."""
 UNREACHED_S = 10.0
 """A node that has not reached the head by then judges for itself."""
@@ -253,13 +255,16 @@ class Monitor:
             return
         if self.shown is None:
             self._shown_still = still
-            self._show(verdict, found, ends_in_s=self._hang_s() - still)
-        if not verdict.recoverable or still > self._hang_s():
+            self._show(verdict, found, ends_in_s=max(0.0, self._hang_s(verdict) - still))
+        if not verdict.recoverable or still > self._hang_s(verdict):
             self._end_everyone()
 
-    def _hang_s(self) -> float:
-        hang_s = self.options.hang_s
-        return hang_s if hang_s > 0 else max(HANG_LEAST_S, HANG_STEPS * self._step_s())
+    def _hang_s(self, verdict: Verdict) -> float:
+        """The longest stillness of a run in this state."""
+        if self.options.hang_s > 0:
+            return self.options.hang_s
+        least = STORAGE_LEAST_S if verdict.kind == "storage" else HANG_LEAST_S
+        return max(least, HANG_STEPS * self._step_s())
 
     def _ask_all_ranks(self) -> list[Observation]:
         """Observations with the responders' answers, of all nodes in reach."""
@@ -326,12 +331,14 @@ class Monitor:
         self._end_ranks(failed)
 
     def _end_ranks(self, failed: bool) -> None:
-        if not self.ranks.end(failed):
+        if not self.ranks.to_end(failed):
             return
+        # before the ranks end: their launcher reads it when they have
         self.files.append(
             "verdicts.jsonl",
-            {"time": time.time(), "kind": "ended", "ranks": list(self.options.ranks), "what": "by the watch"},
+            {"time": time.time(), "kind": ENDED, "ranks": list(self.options.ranks), "what": "by the watch"},
         )
+        self.ranks.end(failed)
 
     def _rank_times(self) -> RankTimes:
         reports = self.head.reports.values() if self.head is not None else ()

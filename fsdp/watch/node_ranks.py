@@ -116,14 +116,20 @@ class NodeRanks:
         for one in self.ranks:
             one.mark_printed()
 
-    def end(self, failed: bool = False) -> bool:
-        """End the ranks; True if there were any to end.
-
-        By the responder's exit command, which gives the exit code, then by SIGKILL. Ranks that have failed
-        end by themselves, unless their teardown hangs: `failed` ends them as well.
+    def to_end(self, failed: bool = False) -> list[LocalRank]:
+        """The ranks that still run. Ranks that have failed end by themselves, unless their teardown hangs:
+        `failed` includes them.
         """
         spared = (OVER,) if failed else (OVER, FAILED)
-        ending = [one for one in self.ranks if one.seen.alive and one.status.state not in spared]
+        return [one for one in self.ranks if one.seen.alive and one.status.state not in spared]
+
+    def end(self, failed: bool = False) -> bool:
+        """End the ranks by the responder's exit command, which gives the exit code, then by SIGKILL.
+
+        True if there were any to end.
+        """
+        spared = (OVER,) if failed else (OVER, FAILED)
+        ending = self.to_end(failed)
         for one in ending:
             connection = one.request(f"exit {ENDED_BY_THE_WATCH}")
             if connection is not None:

@@ -19,11 +19,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp.rundir.line_files import Appender
+from fsdp.rundir.line_files import Appender, read_records
 
 log = logging.getLogger(__name__)
 
 CLOSE_S = 3.0
+ENDED = "ended"
+"""The kind of the record that the watch ends the ranks; it follows the verdict that is the reason."""
+OF_DEATHS = ("died", "fault", "lost")
+
+
+def hang_ended(watch: Path, since: float) -> bool:
+    """Whether, after this time, the watch has ended ranks that stood still, and not those of a dead peer."""
+    records = read_records(watch / "verdicts.jsonl")
+    kinds = [one.get("kind") for one in records if _number(one.get("time")) >= since]
+    before = kinds[: kinds.index(ENDED)] if ENDED in kinds else []
+    return bool(before) and before[-1] not in OF_DEATHS
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 class RecordFiles:

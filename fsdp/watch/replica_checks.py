@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.digest import digest_shard
 from fsdp.base.errors import ConfigError, TrainingError
+from fsdp.base.text import named_ranks
 from fsdp.config import WatchSection
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv, set_variable
@@ -130,7 +131,7 @@ class ReplicaChecks:
 def _diverged(step: int, name: str, ranks: Sequence[int], parameters: int, differing: int) -> TrainingError:
     return TrainingError(
         f"step {step}: replicas differ in {differing} of {parameters} parameters, first {name}: the bits of "
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} are not the others'.",
+        f"{named_ranks(ranks)} are not the others'.",
         "start again from the previous checkpoint; if it is the same node each time, leave it out",
         ranks=tuple(ranks),
     )

@@ -87,10 +87,12 @@ class Responder:
 
 
 def _stack(frame: FrameType | None) -> list[list[Any]]:
-    """Innermost first: file, line, function."""
+    """Innermost first: file, line, function. An instruction that belongs to no line, as of an except block's
+    end, has None for its line: it is 0 here.
+    """
     found: list[list[Any]] = []
     while frame is not None and len(found) < DEEPEST:
-        found.append([frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name])
+        found.append([frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name])
         frame = frame.f_back
     return found
 

@@ -34,7 +34,8 @@ PAGE = 16384
 TEXT_AT = 8192
 TEXT_MOST = PAGE - TEXT_AT - 8
 
-STARTING, TRAINING, OVER, FAILED = range(4)
+TRAINING, OVER, FAILED = 1, 2, 3
+"""STATE, which is 0 before the first step."""
 
 (
     PID,

@@ -19,7 +19,10 @@ PAUSE = 20
 """Pause before the next update, as a multiple of what the last one took: with thousands of ranks an update
 takes longer than the monitor's interval.
 """
-TIMING_S = 2.0
+TIMING_S, TIMING_SHARE = 2.0, 0.01
+"""An interval of timing.jsonl: so many seconds at least, and this share of the run's duration."""
+TIMING_RANKS, MOST_TIMING_SHARE = 64, 0.25
+"""Above this many ranks intervals grow with them: a line of 4,096 ranks has 0.9 MB."""
 
 
 @dataclass(frozen=True)
@@ -120,13 +123,13 @@ class TimingRecorder:
     # ------------------------------------------------------------ timing.jsonl
 
     def _write_timing(self, now: float, times: RankTimes, last: bool) -> None:
-        """One line per interval, which grows with the run to a hundredth of its duration."""
+        """One line per interval, which grows with the run and with the ranks."""
         if self._since is None or not times.spent.keys() <= self._since[1].spent.keys():
             self._since = (now, times)
             return
         then, before = self._since
         steps = times.count - before.count
-        if steps <= 0 or not (last or now - then >= max(TIMING_S, 0.01 * (now - self._began))):
+        if steps <= 0 or not (last or now - then >= timing_interval_s(now - self._began, len(times.spent))):
             return
         means = {
             str(rank): {
@@ -142,3 +145,9 @@ class TimingRecorder:
         }
         self._files.append("timing.jsonl", {**record, "ranks": means})
         self._since = (now, times)
+
+
+def timing_interval_s(since_start_s: float, ranks: int) -> float:
+    """Seconds between two lines of timing.jsonl: its size is bounded by the logarithm of the duration."""
+    times = max(1.0, ranks / TIMING_RANKS)
+    return max(TIMING_S * times, min(TIMING_SHARE * times, MOST_TIMING_SHARE) * since_start_s)

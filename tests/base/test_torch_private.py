@@ -510,6 +510,36 @@ def test_adam_updates_local_shards() -> None:
     holds(given[2:] == expected, "tensors.LocalShardAdam", f"the lists of a group are {given[2:]}")
 
 
+def a_shard_elsewhere(env: DistEnv) -> tuple[bool, bool]:
+    mesh = dist.init_device_mesh("cpu", (2,))
+    shard = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])
+    made = tensors.like_shard(shard, torch.empty(2, 2, dtype=torch.bfloat16, device="meta"))
+    same = tensors.like_shard(shard, shard.to_local() + 1)
+    fits = isinstance(made, DTensor) and made.shape == shard.shape and made.dtype == torch.bfloat16
+    whole = isinstance(same, DTensor) and torch.equal(same.full_tensor(), shard.full_tensor() + 1)
+    return fits and made.device.type == "meta", whole
+
+
+def test_a_shard_in_other_memory() -> None:
+    with works("tensors.like_shard", "a DTensor is made in another way"):
+        stays, whole = run_world(2, a_shard_elsewhere)[0]
+    holds(stays, "tensors.like_shard", "the shard moves to the mesh's device")
+    holds(whole, "tensors.like_shard", "the whole tensor is another")
+
+
+def test_the_profiler_keeps_callers() -> None:
+    with works("tensors.verbose_profiler", "the profiler has another configuration"):
+        verbose = tensors.verbose_profiler()
+        with torch.profiler.profile(with_stack=True, experimental_config=verbose) as profiler:
+            torch.ones(3) + 1
+    callers = [frame for one in profiler.key_averages(group_by_stack_n=3) for frame in one.stack]
+    holds(
+        any("test_torch_private.py" in frame for frame in callers),
+        "tensors.verbose_profiler",
+        "no caller is kept",
+    )
+
+
 def test_the_compiled_call_is_replaced() -> None:
     module = nn.Linear(2, 2)
     holds(tensors.compiled_call(module) is None, "tensors.compiled_call", "it is there before compile")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from bench import gpu
 from bench.gpu_parts import PARTS, Part
 from bench.gpu_runs import Bench, Failed, NotPossible, Ran, apart
+from fsdp.base import proc
 
 ROOT = Path(gpu.__file__).parents[1]
 
@@ -32,7 +34,7 @@ def test_an_unknown_part_is_refused_with_the_names(capsys: pytest.CaptureFixture
 
 def test_without_a_gpu_it_names_the_form_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([]) == 2
-    assert "no CUDA device is here. HINT: python -m bench.gpu --device cpu" in capsys.readouterr().err
+    assert "no CUDA device is here. HINT: python -m bench.gpu --run.device cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,47 @@ def test_parts_that_did_not_start_are_not_passed_and_keep_their_row(
     assert (tmp_path / "gpu-a-device.md").read_text().count("| passed |") == 2
 
 
+def test_each_row_is_written_when_its_part_ends_and_resume_runs_the_rest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[str] = []
+
+    def part(one: Part, device: str, folder: Path) -> gpu.Row:
+        if one.name == "saves" and len(ran) == 2:
+            raise KeyboardInterrupt
+        ran.append(one.name)
+        return gpu.Row(one.name, one.claim, gpu.FAILED if one.name == "resume" else gpu.PASSED, "", 1.0)
+
+    words = ["--run.device", "cpu", "--results", str(tmp_path / "new"), "--only", "ranks,resume,saves,syncs"]
+    monkeypatch.setattr(gpu, "run_part", part)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.main(words)
+    assert [row["part"] for row in gpu.earlier(gpu.device_name("cpu"), tmp_path / "new")] == [
+        "ranks",
+        "resume",
+    ]
+    assert gpu.main([*words, "--resume"]) == 1
+    assert ran == ["ranks", "resume", "resume", "saves", "syncs"]
+
+
+STARTS_A_SESSION = """
+import subprocess, sys, time
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_part_at_its_limit_leaves_no_process_behind() -> None:
+    words = [sys.executable, "-c", STARTS_A_SESSION]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as started:
+        assert started.stdout is not None
+        child = int(started.stdout.readline())
+        gpu.kill_tree(started)
+    assert started.returncode == -signal.SIGKILL
+    assert not proc.is_alive(child)
+
+
 def test_losses_of_a_resumed_run_are_the_last_of_each_step(tmp_path: Path) -> None:
     lines = [
         {"step": 1, "loss": 2.0},
@@ -100,7 +143,17 @@ def test_losses_of_a_resumed_run_are_the_last_of_each_step(tmp_path: Path) -> No
 
 
 def battery(tmp_path: Path, only: str = "") -> dict[str, tuple[str, str]]:
-    words = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--results", str(tmp_path), "--only", only]
+    words = [
+        sys.executable,
+        "-m",
+        "bench.gpu",
+        "--run.device",
+        "cpu",
+        "--results",
+        str(tmp_path),
+        "--only",
+        only,
+    ]
     ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     (kept,) = tmp_path.glob("gpu-*.json")
     rows = {row["part"]: (row["result"], row["about"]) for row in json.loads(kept.read_text())["rows"]}
@@ -119,7 +172,7 @@ def test_two_parts_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("only", ["resume,saves,precisions", "two-ranks,float8"])
+@pytest.mark.parametrize("only", ["resume,saves,precisions", "two-ranks,float8", "plan"])
 def test_other_parts_on_a_cpu(only: str, tmp_path: Path) -> None:
-    """Not parity, options, profile, doctor, mfu: `python -m bench.gpu --device cpu` runs all, in minutes."""
+    """`python -m bench.gpu --run.device cpu` runs all, in minutes: these stand for them."""
     assert set(battery(tmp_path, only)) == set(only.split(","))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +53,8 @@ class Recorder:
         self.changes: list[Change] = []
         self.notes: list[tuple[int, str]] = []
         """What the test has noted, with the number of operations before it."""
+        self.times: list[int] = []
+        """When each operation ended, on the clock that all recorders of this process share."""
         self._forgets, self._files = forgets, dict[int, tuple[Node, str]]()
         self._lock, self._real = threading.RLock(), dict[str, Callable[..., Any]]()
 
@@ -113,6 +116,7 @@ class Recorder:
             change.node.data = change.data
         if not self._forgets(change):
             self.changes.append(change)
+            self.times.append(time.perf_counter_ns())
 
     def _come(self, path: Any, folder: bool) -> None:
         if (found := self._find(path)) is not None:
@@ -255,6 +259,8 @@ class Left:
         return self.sizes(folder).get(file)
 
     def read(self, folder: str, file: str) -> bytes:
+        if file not in self.tree[folder]:
+            raise FileNotFoundError(file)
         return self.tree[folder][file]
 
     def read_into(self, folder: str, file: str, offset: int, buffers: list[memoryview]) -> None:

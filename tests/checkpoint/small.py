@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp.checkpoint import Checkpointer
-from fsdp.checkpoint.lock import Lock
+from fsdp.checkpoint.lock import Locks
 from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes, build_mesh
@@ -119,7 +119,7 @@ def build(
     env: DistEnv,
     kind: Kind,
     run_dir: str,
-    claim: Lock | None = None,
+    claim: Locks | None = None,
     section: Mapping[str, Any] | None = None,
     **how: Any,
 ) -> Run:

@@ -21,6 +21,7 @@ from fsdp.checkpoint import manifest
 from fsdp.checkpoint.file_names import MANIFEST, METADATA
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.dist.env import DistEnv
+from tests.checkpoint.manifests import a_manifest
 from tests.checkpoint.small import bits, build, save_once
 from tests.support.marks import quick_are
 from tests.support.world import run_world
@@ -329,3 +330,11 @@ def test_resume_from_a_path_leaves_the_checkpoint_unchanged(run_dir: Path, tmp_p
 def test_a_manifest_with_an_odd_checksum_is_not_whole(head: bytes) -> None:
     with pytest.raises(manifest.Broken, match="the manifest cannot be read"):
         manifest.decode(head + b"\n{}}\n")
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63), True, "0.5", None, [0.5]])
+def test_a_metric_that_is_no_number_is_refused(value: Any) -> None:
+    whole = a_manifest(counters={"step": 2**63 - 1}, metrics={"loss": 0.5})
+    assert manifest.decode(manifest.encode(whole)) == whole
+    with pytest.raises(manifest.Broken, match="is not a number"):
+        manifest.decode(manifest.encode(replace(whole, metrics={"loss": value})))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsdp.checkpoint.full_state import StoredTensor
 from fsdp.checkpoint.pretrained import PretrainedWeights
-from fsdp.config import MemorySection, MeshSection, ModelSection, PrecisionSection, SpeedSection
+from fsdp.config import Config, ModelSection
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models import ModelSpec, resolve
 from fsdp.models.llama_folder import saved_name
@@ -81,13 +81,10 @@ def sharded_on_meta(spec: ModelSpec, sizes: MeshSizes, rank: int) -> Iterator[Sh
     with fake_world(sizes, rank) as mesh:
         yield shard_model(
             model,
+            Config(),
             sizes=sizes,
             mesh=mesh,
             device=torch.device("cpu"),
-            section=MeshSection(),
-            precision=PrecisionSection(),
-            memory=MemorySection(),
-            speed=SpeedSection(),
         )
 
 

@@ -21,7 +21,7 @@ from tests.torture.chain import Chain, Shape
 
 ROOT = Path(__file__).parents[2]
 STEPS = 60
-SHAPES = [Shape("fsdp", 2), Shape("hsdp", 4), Shape("ddp", 2)]
+SHAPES = [Shape("fsdp", 2, STEPS), Shape("hsdp", 4, STEPS), Shape("ddp", 2, STEPS)]
 
 
 @pytest.mark.parametrize("shape", sample_are(SHAPES[:1], SHAPES), ids=lambda shape: shape.strategy)
@@ -30,7 +30,7 @@ def test_a_killed_run_has_the_losses_of_an_uninterrupted_one_bit_for_bit(
 ) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    whole, broken = (Chain(shape, tmp_path / name, keep=0, steps=STEPS) for name in ("whole", "broken"))
+    whole, broken = (Chain(shape, tmp_path / name, keep=0) for name in ("whole", "broken"))
     whole.live()
     reference = whole.read()
     step = random.Random(seed).randrange(6, STEPS - 2)

@@ -12,9 +12,9 @@ import pytest
 
 from fsdp.checkpoint import file_names, inspect, manifest
 from fsdp.checkpoint.crc import crc32
-from fsdp.checkpoint.manifest import Manifest
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.retention import sweep
+from tests.checkpoint.manifests import a_manifest
 
 DATA, ATTEMPT = b"tensors", "0123abcd"
 
@@ -40,23 +40,8 @@ def save(store: ObjectStore, step: int, *, seal: bool = True) -> str:
     folder = store.staging(step, ATTEMPT)
     store.write(folder, "__0_0.distcp", [DATA])
     store.write(folder, file_names.METADATA, [DATA])
-    about = Manifest(
-        step=step,
-        attempt=ATTEMPT,
-        created=0.0,
-        torch="2",
-        strategy="ddp",
-        replicate=1,
-        shard=1,
-        ranks=1,
-        config="c",
-        reason="test",
-        counters={},
-        metrics={},
-        digests={},
-        bytes=len(DATA),
-        files=dict.fromkeys(["__0_0.distcp", file_names.METADATA], (len(DATA), crc32(DATA))),
-    )
+    files = dict.fromkeys(["__0_0.distcp", file_names.METADATA], (len(DATA), crc32(DATA)))
+    about = a_manifest(step=step, attempt=ATTEMPT, strategy="ddp", bytes=len(DATA), files=files)
     if seal:
         store.write(folder, file_names.MANIFEST, [manifest.encode(about)])
     return folder

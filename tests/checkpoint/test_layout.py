@@ -1,25 +1,193 @@
-"""`.metadata` of consecutive saves: packed once, and again when the length of a value changes."""
+"""The layout of a save and its `.metadata`: each byte written once, even loads; read by torch and by us."""
 
 from __future__ import annotations
 
+import math
 import pickle
+from collections import Counter
+from collections.abc import Callable, Sequence
 
+import numpy as np
+import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
-from fsdp.checkpoint import metadata, write_plan
-from fsdp.checkpoint.snapshot import KeyPath
-from fsdp.checkpoint.write_plan import PieceDescription, WritePlan
+from fsdp.checkpoint import layout, metadata, torch_file, write_plan
+from fsdp.checkpoint.layout import Layout, WholeTensor
+from fsdp.checkpoint.metadata_pickle import metadata_pickle
+from fsdp.checkpoint.snapshot import KeyPath, Piece, Snapshot
+from fsdp.checkpoint.write_plan import WritePlan
+from fsdp.dist.collectives import ObjectGroup
+from fsdp.dist.env import DistEnv
+from tests.support.world import run_world
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def layout() -> WritePlan:
+def tensor(key: str, *size: int, dtype: torch.dtype = torch.float32, buffer: bool = False) -> WholeTensor:
+    return WholeTensor(((key, tuple(key.split("."))),), size, dtype, buffer)
+
+
+def rows(size: Sequence[int], nth: int, parts: int, dim: int = 0) -> Box | None:
+    """torch's chunks: all but the last full ones have as many rows; the last may have none."""
+    each = -(-size[dim] // parts)
+    first, last = min(nth * each, size[dim]), min((nth + 1) * each, size[dim])
+    offsets, sizes = [0] * len(size), list(size)
+    offsets[dim], sizes[dim] = first, last - first
+    return (tuple(offsets), tuple(sizes)) if last > first else None
+
+
+TENSORS = (
+    *(tensor(f"model.{nth}.w", 10, 6) for nth in range(5)),
+    *(tensor(f"model.{nth}.b", 7) for nth in range(5)),
+    tensor("model.big", 900, 1024),
+    tensor("model.wide", 4, 3, 8, dtype=torch.bfloat16),
+    tensor("model.statistics", 12, buffer=True),
+    WholeTensor(
+        (("model.tied", ("model", "tied")), ("model.head", ("model", "head"))), (9, 2), torch.float32
+    ),
+    *(tensor(f"optim.{nth}.step") for nth in range(9)),
+)
+
+
+def fsdp(rank: int, ranks: int, size: tuple[int, ...]) -> Box | None:
+    return rows(size, rank, ranks) if size else ((), ())
+
+
+def hsdp(rank: int, ranks: int, size: tuple[int, ...]) -> Box | None:
+    return fsdp(rank % (ranks // 2), ranks // 2, size)
+
+
+def ddp(rank: int, ranks: int, size: tuple[int, ...]) -> Box | None:
+    return (0,) * len(size), size
+
+
+def by_columns(rank: int, ranks: int, size: tuple[int, ...]) -> Box | None:
+    return rows(size, rank, ranks, dim=len(size) - 1) if size else ((), ())
+
+
+def mixed(rank: int, ranks: int, size: tuple[int, ...]) -> Box | None:
+    """Replicas that hold different numbers of boxes."""
+    return ddp(rank, ranks, size) if size == (7,) or rank >= ranks - 2 else fsdp(rank, ranks - 2, size)
+
+
+SPREADS = (fsdp, hsdp, ddp, by_columns)
+
+
+def made(spread: Callable[..., Box | None], ranks: int) -> Layout:
     told = [
-        [PieceDescription((("model.w", ("model", "w")),), (4, 2), (2 * rank, 0), (2, 2), torch.float32)]
-        for rank in range(2)
+        {
+            nth: box
+            for nth, one in enumerate(TENSORS)
+            if (box := spread(rank, ranks, () if not one.size else one.size)) is not None
+        }
+        for rank in range(ranks)
     ]
-    shares = write_plan.share_out(told)
-    made, ends = write_plan.lay_out(told, shares)
-    return WritePlan("", shares[0], made, ends)
+    return layout.make_layout(TENSORS, [layout.packed_row(TENSORS, boxes) for boxes in told])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
+@pytest.mark.parametrize("spread", SPREADS)
+def test_each_element_is_written_once(spread: Callable[..., Box | None], ranks: int) -> None:
+    if spread is hsdp and ranks % 2:
+        pytest.skip("two replicas")
+    found = made(spread, ranks)
+    for nth, one in enumerate(TENSORS):
+        times, writers = np.zeros(one.size), found.writers(nth)
+        assert (np.diff(writers.ranks) > 0).all()
+        for offsets, sizes in zip(writers.offsets.tolist(), writers.sizes.tolist(), strict=True):
+            times[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))] += 1
+        assert (times == 1).all(), one
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_replicas_write_equal_amounts(ranks: int) -> None:
+    found = made(ddp, ranks)
+    load: Counter[int] = Counter()
+    for nth in range(len(TENSORS)):
+        writers = found.writers(nth)
+        for rank, length in zip(writers.ranks.tolist(), found.lengths(nth, writers).tolist(), strict=True):
+            load[rank] += length
+    assert max(load.values()) - min(load.values()) < 2 * torch_file.item_length(1024 * 900)
+    assert len(found.writers(10).ranks) == ranks, "a large tensor is shared by rows"
+    assert found.writers(12).ranks.tolist() == [0], "rank 0's statistics"
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_a_rank_finds_its_own_parts(spread: Callable[..., Box | None]) -> None:
+    found = made(spread, 4)
+    parts = {(rank, *part) for rank in range(4) for part in found.parts_of(rank)}
+    assert parts == {
+        (rank, nth, first, last)
+        for nth in range(len(TENSORS))
+        for writers in [found.writers(nth)]
+        for rank, first, last in zip(
+            writers.ranks.tolist(), writers.first.tolist(), writers.last.tolist(), strict=True
+        )
+    }
+
+
+def test_tensors_of_one_shape_share_a_division_unless_a_rank_holds_them_differently() -> None:
+    told = [{nth: ((0,) * len(one.size), one.size) for nth, one in enumerate(TENSORS)} for _ in range(2)]
+    told[1][3] = ((0, 0), (10, 6))
+    rows_of = [layout.packed_row(TENSORS, boxes) for boxes in told]
+    assert len(layout.make_layout(TENSORS, rows_of).divisions) == 7
+    del told[1][3]
+    rows_of = [layout.packed_row(TENSORS, boxes) for boxes in told]
+    found = layout.make_layout(TENSORS, rows_of)
+    assert len(found.divisions) == 8
+    assert found.writers(3).ranks.tolist() == [0]
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_metadata_is_read_by_torch_and_by_our_own_reader(spread: Callable[..., Box | None]) -> None:
+    found = made(spread, 4)
+    values: list[tuple[str, KeyPath, bytes]] = [("train.step", ("train", "step"), b"12345")]
+    data = metadata_pickle(found, values)
+    theirs, ours = pickle.loads(data), metadata.read(data)
+    assert isinstance(theirs, Metadata)
+    assert theirs.state_dict_metadata == ours.state_dict_metadata
+    assert theirs.storage_data == ours.storage_data
+    assert theirs.planner_data == ours.planner_data
+    assert list(theirs.state_dict_metadata) == [key for one in TENSORS for key, _ in one.keys] + [
+        "train.step"
+    ]
+    ends: Counter[str] = Counter()
+    for nth, one in enumerate(TENSORS):
+        writers = found.writers(nth)
+        for rank, offsets, sizes in zip(
+            writers.ranks.tolist(), writers.offsets.tolist(), writers.sizes.tolist(), strict=True
+        ):
+            length = torch_file.item_length(math.prod(sizes) * one.dtype.itemsize)
+            file = f"__{rank}_0.distcp"
+            for key, _ in one.keys:
+                place = theirs.storage_data[MetadataIndex(key, offsets)]
+                assert (place.relative_path, place.offset, place.length) == (file, ends[file], length)
+                entry = theirs.state_dict_metadata[key]
+                assert isinstance(entry, TensorStorageMetadata)
+                assert entry.properties.dtype == one.dtype
+                assert [list(chunk.offsets) for chunk in entry.chunks] == writers.offsets.tolist()
+                assert [list(chunk.sizes) for chunk in entry.chunks] == writers.sizes.tolist()
+            ends[file] = torch_file.aligned(ends[file] + length)
+    assert theirs.storage_data[MetadataIndex("train.step")].offset == ends["__0_0.distcp"]
+
+
+def test_large_offsets_and_many_dimensions_are_written() -> None:
+    tensors = (tensor("big", 3 * 2**31, 2, dtype=torch.float64), tensor("conv", 4, 3, 2, 2, 2))
+    told = [{nth: rows(one.size, rank, 2) for nth, one in enumerate(tensors)} for rank in range(2)]
+    packed = [layout.packed_row(tensors, boxes) for boxes in told]  # type: ignore[arg-type]
+    read = metadata.read(metadata_pickle(layout.make_layout(tensors, packed), []))
+    big, conv = read.state_dict_metadata["big"], read.state_dict_metadata["conv"]
+    assert isinstance(big, TensorStorageMetadata)
+    assert isinstance(conv, TensorStorageMetadata)
+    assert tuple(big.chunks[1].offsets) == (3 * 2**30, 0)
+    assert tuple(conv.chunks[1].offsets) == (2, 0, 0, 0, 0)
+    assert read.storage_data[MetadataIndex("conv", (0, 0, 0, 0, 0))].offset > 2**35
 
 
 def value(name: str, data: bytes) -> tuple[str, KeyPath, bytes]:
@@ -27,25 +195,46 @@ def value(name: str, data: bytes) -> tuple[str, KeyPath, bytes]:
 
 
 def test_metadata_is_packed_once_while_lengths_stay_the_same() -> None:
-    agreed = layout()
+    agreed = WritePlan("", [], TENSORS, made(fsdp, 2))
     first = write_plan.metadata_bytes(agreed, [value("step", b"12345678")])
     assert write_plan.metadata_bytes(agreed, [value("step", b"87654321")]) is first
-    assert agreed.metadata is None
 
 
 def test_offsets_follow_values_that_grow_disappear_or_appear() -> None:
-    agreed = layout()
-    write_plan.metadata_bytes(agreed, [value("step", b"1"), value("gone", b"22")])
+    agreed = WritePlan("", [], TENSORS, made(fsdp, 2))
+    before = metadata.read(write_plan.metadata_bytes(agreed, [value("step", b"1"), value("gone", b"22")]))
     read = metadata.read(
         write_plan.metadata_bytes(agreed, [value("step", b"4444"), value("new", b"7777777")])
     )
-    fresh = layout()
-    whole = metadata.read(
-        write_plan.metadata_bytes(fresh, [value("step", b"4444"), value("new", b"7777777")])
-    )
-    assert pickle.dumps(read.storage_data) == pickle.dumps(whole.storage_data)
-    assert read == whole
     kept = [key for key, entry in read.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)]
     assert kept == ["train.step", "train.new"]
-    new = read.storage_data[MetadataIndex("train.new")]
-    assert (new.offset, new.length) == (fresh.ends[0] + 4, 7)
+    old, new = before.storage_data[MetadataIndex("train.step")], read.storage_data[MetadataIndex("train.new")]
+    assert (new.offset, new.length) == (old.offset + 4, 7)
+
+
+def test_digests_are_sums_of_the_ranks_shares_under_every_key() -> None:
+    plan = WritePlan("", [], TENSORS)
+    shares = [{"model.0.w": 2**64 - 1, "model.tied": 5}, {"model.0.w": 3}]
+    found = write_plan.sum_digests(plan, [write_plan.pack_shares(plan, one) for one in shares])
+    two, five = f"{2:016x}", f"{5:016x}"
+    assert found == {"model.0.w": (60, two), "model.tied": (18, five), "model.head": (18, five)}
+
+
+def plans(env: DistEnv) -> tuple[bool, list[str], list[list[int]]]:
+    """Whether a plan is kept, the tensors of one after rank 1 alone has a further one, each plan's parts."""
+
+    def snapshot(*keys: str) -> Snapshot:
+        pieces = [Piece(key, ("model", key), (2, 3), (env.rank, 0), torch.zeros(1, 3)) for key in keys]
+        return Snapshot(pieces, {})
+
+    group = ObjectGroup()
+    first = write_plan.make_plan(snapshot("a"), None, group)
+    kept = write_plan.make_plan(snapshot("a"), first, group)
+    more = write_plan.make_plan(snapshot(*("a", "b")[: env.rank + 1]), kept, group)
+    tensors = [one.keys[0][0] for one in more.tensors]
+    return kept is first, tensors, [[part.index for part in plan.mine] for plan in (first, more)]
+
+
+def test_a_plan_is_kept_until_any_rank_has_another_tensor() -> None:
+    """Optimizer states of experts that only one rank's samples have reached."""
+    assert run_world(2, plans) == [(True, ["a", "b"], [[0], [0]]), (True, ["a", "b"], [[0], [0, 1]])]

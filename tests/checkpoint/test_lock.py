@@ -19,7 +19,7 @@ from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect, lock
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.lock import ObjectLock, hold
-from fsdp.checkpoint.object_store import ObjectStore
+from fsdp.checkpoint.object_store import ObjectStore, VersionedObject
 from fsdp.checkpoint.open_store import open_store
 from fsdp.dist.env import DistEnv
 from fsdp.rundir.lock import FILE, FolderLock, this_holder
@@ -197,6 +197,32 @@ def test_one_of_several_jobs_takes_over_from_a_silent_holder(place: str) -> None
     assert "it gave no sign for 0.5 s" in taken[0].took_over
     assert taken[0].ousted() is None
     taken[0].release()
+
+
+@pytest.mark.parametrize("place", ["memory"], indirect=True)
+def test_a_silent_holder_of_a_run_in_a_store_and_its_checkpoints_is_watched_once(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "OBJECT_STALE_S", 1.0)
+    run, checkpoints = remote(place), remote(f"{place}/checkpoints")
+    for store in (run, checkpoints):
+        leave(store, 1, "another machine")
+    watched: list[float] = []
+    changes = lock._changes
+
+    def counted(store: ObjectStore, found: VersionedObject, stale_s: float) -> bool:
+        watched.append(stale_s)
+        return changes(store, found, stale_s)
+
+    monkeypatch.setattr(lock, "_changes", counted)
+    live = lock.hold(run, checkpoints, "torchrun")
+    assert watched == [1.0, 0.0]
+    with pytest.raises(RefusedError, match=r"another --run\.dir, or end that job"):
+        lock.hold(run, checkpoints, "srun")
+    live.release()
+    once = lock.hold(run, run, "torchrun")
+    assert once.ousted() is None
+    once.release()
 
 
 @pytest.mark.parametrize("since", ["1e999", "-1", '"now"', "1" + "0" * 400])

@@ -14,35 +14,20 @@ from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import file_names, inspect, local_store
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.local_store import LocalStore
-from fsdp.checkpoint.manifest import Manifest
+from fsdp.checkpoint.lock import Locks
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.retention import prune, superfluous
 from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv
 from fsdp.rundir.lock import FILE, FolderLock
+from tests.checkpoint.manifests import a_manifest
 from tests.checkpoint.small import build
 from tests.support.world import run_world
 
 
 def whole(step: int, **metrics: float) -> CheckpointListing:
-    about = Manifest(
-        step=step,
-        attempt="",
-        created=0.0,
-        torch="",
-        strategy="fsdp",
-        replicate=1,
-        shard=1,
-        ranks=1,
-        config="",
-        reason="",
-        counters={},
-        metrics=metrics,
-        files={},
-        digests={},
-    )
-    return CheckpointListing(f"step-{step}", step, about)
+    return CheckpointListing(f"step-{step}", step, a_manifest(step=step, metrics=metrics))
 
 
 LOSSES = {1: 5.0, 2: 3.0, 3: 4.0, 4: 2.0, 5: 9.0, 6: 8.0}
@@ -268,7 +253,9 @@ def test_an_object_stores_content_decides_the_outcome_of_a_save(tmp_path: Path) 
 def save_ousted(env: DistEnv, run_dir: str, when: str) -> str:
     """Another job takes over the run directory before a save, while files are written, or after the seal."""
     claim = FolderLock.acquire(Path(run_dir), "torchrun") if env.is_main else None
-    run = build(env, "fsdp", run_dir, claim=claim, section={"keep_last": 1})
+    run = build(
+        env, "fsdp", run_dir, claim=Locks(claim) if claim is not None else None, section={"keep_last": 1}
+    )
     run.checkpointer.restore(run.state)
     run.step()
     run.save(wait=True)

@@ -15,12 +15,12 @@ import torch
 
 from fsdp.checkpoint import tensor_reader
 from fsdp.checkpoint.local_store import LocalStore
-from fsdp.checkpoint.manifest import Manifest
 from fsdp.checkpoint.saver import SaveJob, Saver
 from fsdp.checkpoint.snapshot import Snapshot
 from fsdp.data.loader import Loader
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.mesh import DataRank
+from tests.checkpoint.manifests import a_manifest
 
 ROOT = Path(__file__).parents[2]
 GPU = torch.device("cuda", 1)
@@ -59,24 +59,8 @@ def test_the_savers_thread_sets_its_device(
         copy=calls.noting("copy", lambda *_: SimpleNamespace(data=b"", staged=[])), event=lambda: None
     )
     monkeypatch.setattr("fsdp.checkpoint.saver.Staging", lambda device, room: staging)
-    about = Manifest(
-        step=1,
-        attempt="",
-        created=0.0,
-        torch="",
-        strategy="fsdp",
-        replicate=1,
-        shard=1,
-        ranks=1,
-        config="",
-        reason="",
-        counters={},
-        metrics={},
-        files={},
-        digests={},
-    )
     saver = Saver(LocalStore(tmp_path), ObjectGroup(), GPU, "00000000", lambda: None, lambda: None)
-    saver.put(SaveJob(1, Snapshot([], {}), about))
+    saver.put(SaveJob(1, Snapshot([], {}), a_manifest()))
     saver.stop()
     assert calls.of == {"checkpoint": [GPU, "copy"]}
 
@@ -129,12 +113,13 @@ WITHOUT_TENSORS = {
     "fsdp/rundir/lock.py": 1, "fsdp/checkpoint/lock.py": 1, "fsdp/parallel/compile_cache.py": 1,
     "fsdp/watch/last_process.py": 1, "fsdp/doctor/stages.py": 1, "fsdp/doctor/network.py": 2,
     "fsdp/dist/stop.py": 1, "fsdp/watch/records.py": 1, "fsdp/watch/responder.py": 1,
-    "fsdp/tokenize/object_files.py": 1, "fsdp/data/tokens.py": 1,
+    "fsdp/tokenize/object_files.py": 1, "fsdp/data/tokens.py": 1, "fsdp/checkpoint/run_mirror.py": 1,
     "launch/ray_output.py": 1, "launch/ray_own.py": 1, "launch/ray_trainer.py": 1, "launch/ray_worker.py": 1,
 }  # fmt: skip
 """Threads that read files, sockets and signals, and touch no tensor: how many a file starts."""
 WITH_TENSORS = {
     "fsdp/checkpoint/saver.py": 1,
+    "fsdp/checkpoint/copier.py": 1,
     "fsdp/checkpoint/tensor_reader.py": 1,
     "fsdp/data/reader_threads.py": 1,
 }

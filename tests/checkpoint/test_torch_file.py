@@ -86,3 +86,11 @@ def test_a_tensors_digest_is_the_sum_of_its_boxes_cut_along_any_axis(axis: int) 
         total += pieces.digest(part.contiguous(), offsets, (4, 5, 6))
         at += part.shape[axis]
     assert total % 2**64 == digest.digest_shard(whole).at(0)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex128], ids=str)
+@pytest.mark.parametrize("size", [(0,), (), (7,), (3, 5)], ids=str)
+def test_a_digest_is_the_same_on_a_cpu_and_on_a_device(dtype: torch.dtype, size: tuple[int, ...]) -> None:
+    """numpy computes it on a CPU, torch elsewhere: one checkpoint is verified on both."""
+    whole = torch.arange(int(np.prod(size, dtype=int))).reshape(size).to(dtype)
+    assert pieces.digest(whole, (0,) * len(size), size) == digest.digest_shard(whole).at(0)

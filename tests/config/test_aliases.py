@@ -11,6 +11,10 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import FIELDS, load, pair_flags, parse_value
 from fsdp.config.aliases import ALIASES, Alias, is_flags, table
 
+LAUNCHER = "the launcher makes the ranks, as in torchrun --nproc_per_node=2 train.py"
+DATA_PARALLEL = "ranks are data-parallel, on the axes --mesh.replicate and --mesh.shard"
+ACCUMULATED = "micro-batches follow from --train.global_batch and --train.micro_batch"
+DOCUMENTS = "where --data.name is a file or folder of documents"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrate.md"
 
 
@@ -70,6 +74,46 @@ def hint_of(*typed: str) -> str:
         ("--elasticity.max_train_batch_size 3", "no counterpart"),
         ("--output_dir 'my run'", "--run.dir 'my run'"),
         ("--optim adamw_8bit", "--optim.name adamw --optim.state 8bit"),
+        ("--n_layer 12", "--model.args.layers 12, with --model.name transformer or vit"),
+        ("--init_from resume", "--checkpoint.resume auto"),
+        ("--grad_clip 1.0", "--train.clip_grad_norm 1.0"),
+        ("--attn_implementation flash_attention_2", "--speed.attention flash"),
+        ("--zero3", "--mesh.strategy fsdp"),
+        ("--sequence_len 4096", "--data.seq_len 4096"),
+        ("--ema_decay 0.999", "--optim.ema 0.999"),
+        ("--base_model ./llama", "--model.name hf:./llama"),
+        ("--tensor-model-parallel-size 4", f"no counterpart: {DATA_PARALLEL}"),
+        ("--use-distributed-optimizer", "--mesh.strategy fsdp"),
+        ("--train-iters 5000", "--train.steps 5000"),
+        ("--lr-decay-style cosine", "--optim.schedule cosine"),
+        ("--lr-warmup-iters 200", "--optim.warmup_steps 200"),
+        ("--recompute-granularity selective", "--memory.activation_checkpointing ops"),
+        ("--model.encoder_seq_length 4096", "--data.seq_len 4096"),
+        ("--model.optim.sched.name CosineAnnealing", "--optim.schedule cosine"),
+        ("--step_scheduler.ckpt_every_steps 500", "--checkpoint.every_steps 500"),
+        ("--checkpoint.save_consolidated true", "--checkpoint.export true"),
+        ("--peft.dim 8", "--lora.rank 8"),
+        ("--finetuning_type lora", "--lora.rank 16"),
+        ("--lora_target q_proj,v_proj", "--lora.targets q_proj,v_proj"),
+        ("--cutoff_len 2048", "--data.seq_len 2048"),
+        ("--flash_attn fa2", "--speed.attention flash"),
+        ("--pure_bf16", "--precision.master bf16"),
+        ("--val_size 0.1", f"--data.args.heldout 0.1, {DOCUMENTS}"),
+        ("--neat_packing", f"--data.args.rows packed, {DOCUMENTS}"),
+        ("--train_on_inputs true", f"--data.args.loss all, {DOCUMENTS}"),
+        ("--train_on_inputs false", "leave it out: that is the default"),
+        (
+            "--preprocessing_num_workers 16",
+            "leave it out: a text is tokenized once a machine, into a cache",
+        ),
+        ("--max_samples 1000", "--train.steps N, counted in optimizer steps"),
+        ("--grad_accum_steps 4", f"leave it out: {ACCUMULATED}"),
+        ("--half_precision", "--precision.param fp16"),
+        ("--mix_strategy interleave_under", "--data.sources FILE.toml, with a weight for each source"),
+        ("--dist-url tcp://localhost:23456", f"leave it out: {LAUNCHER}"),
+        ("--hostfile hosts", f"leave it out: {LAUNCHER}"),
+        ("--ray.storage_path /shared/runs/first", "--run.dir /shared/runs/first"),
+        ("--arch resnet50", "--model.name resnet50"),
         ("--steps 3", "did you mean --train.steps?"),
         ("--train.stepz 3", "did you mean --train.steps?"),
     ],

@@ -32,6 +32,9 @@ FLAGS = {
     "package.module:function. HINT: --optim.name adamw",
     "--precision.param torch.bfloat16": "--precision.param torch.bfloat16 is not one of auto, fp64, fp32, "
     "bf16, fp16. HINT: --precision.param bf16",
+    "--precision.frozen nf4": "--precision.frozen nf4 is not one of auto, bf16. "
+    "HINT: --precision.frozen bf16 --lora.rank 8",
+    "--qlora true": "--qlora is not a flag. HINT: no counterpart: frozen weights in half the bytes are ",
     "--optim.lr": "--optim.lr has no value. HINT: --optim.lr 0.0005",
     "--train.steps": "--train.steps has no value. HINT: --train.steps VALUE",
     "--train.steps ten": "--train.steps ten is not a whole number. HINT: --train.steps 0",
@@ -61,6 +64,15 @@ FLAGS = {
     "HINT: --mesh.wrap size:1000000",
     "--ray.num_workers 4:2": "--ray.num_workers 4:2 is not a number of workers or a range. "
     "HINT: --ray.num_workers 2 or 2:8",
+    "--ray.env NCCL_DEBUG": "--ray.env NCCL_DEBUG has no name. HINT: --ray.env NAME=NCCL_DEBUG",
+    "--ray.env A-B=1": "--ray.env A-B: not a name of an environment variable. HINT: --ray.env NAME=VALUE",
+    "--run.dir ftp://host/run": "--run.dir ftp://host/run is not in a store of s3://, gs://, gcs://, "
+    "abfs://, az://, adl://. HINT: --run.dir s3://bucket/run, or a folder",
+    "--run.dir s3://bucket/": "--run.dir s3://bucket/ has no prefix below its bucket. "
+    "HINT: --run.dir s3://bucket/runs/mine",
+    "--run.dir s3://[/a": "--run.dir s3://[/a is not a URL. HINT: --run.dir s3://bucket/runs/mine",
+    "--run.dir s3://u:p@bucket/a": "--run.dir has a user, a password or a query. "
+    "HINT: --run.dir s3://bucket/a, and keys in the environment",
     "--config nowhere.toml": "--config nowhere.toml cannot be read (No such file or directory). "
     "HINT: ls recipes/",
     "--model.weights nowhere.pt": "--model.weights nowhere.pt does not exist. "
@@ -298,5 +310,5 @@ def test_dry_run_prints_what_follows_and_makes_nothing(tmp_path: Path) -> None:
     assert facts["steps"].startswith("7, ")
     assert facts["tokens a step"] == "16,384"
     assert "parameters" in facts["model"]
-    assert facts["bytes a rank"].endswith("GiB of parameters, gradients and optimizer")
+    assert facts["bytes a rank"].endswith("iB of parameters, gradients and optimizer")
     assert not (tmp_path / "r").exists()

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
-from fsdp.config import FIELDS, Config, config_hash, flatten, load, to_toml
+from fsdp.config import FIELDS, Config, changed_flags, config_hash, flatten, load, to_toml
 
 OTHER = {"int": "7", "float": "0.5", "bool": "true", "str": "text"}
 
@@ -71,6 +71,13 @@ def test_a_value_becomes_the_field_s_type(words: list[str], value: object) -> No
 )
 def test_free_arguments_are_typed_by_what_they_look_like(text: str, value: object) -> None:
     assert load(["--model.args.x", text]).model.args == {"x": value}
+
+
+def test_named_values_may_be_typed_with_an_equals_sign() -> None:
+    flags = ["--model.args", "x=3", "--model.args", "y=a=b", "--ray.env", "A=1e3", "--ray.env.B=true"]
+    config = load([*flags, "--ray.env", "C="])
+    assert config.model.args == {"x": 3, "y": "a=b"}
+    assert config.ray.env == {"A": "1e3", "B": "true", "C": ""}
 
 
 def test_config_toml_gives_the_same_configuration_back(tmp_path: Path) -> None:
@@ -133,3 +140,17 @@ def test_replace_checks_again() -> None:
     assert configuration.replace(Config(), train__steps=4).train.steps == 4
     with pytest.raises(ConfigError, match="both set the length"):
         configuration.replace(Config(), train__steps=4, train__epochs=2)
+
+
+def test_changed_flags_make_the_same_configuration() -> None:
+    given = ["--optim.lr", "0.5", "--model.args.width", "64", "--mesh.reshard_after_forward", "false"]
+    config = load(given)
+    assert changed_flags(flatten(Config())) == []
+    flags = changed_flags(flatten(config))
+    assert sorted(flags) == [
+        "--mesh.reshard_after_forward false",
+        "--model.args.width 64",
+        "--optim.lr 0.5",
+    ]
+    assert load(" ".join(flags).split()) == config
+    assert changed_flags({**flatten(config), "run.dir": "elsewhere", "unknown.field": "<b>"}) == flags

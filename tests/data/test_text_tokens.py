@@ -79,9 +79,16 @@ def test_text_is_bounded() -> None:
 
 
 def test_too_little_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
     with pytest.raises(
         ConfigError, match=r"has 0 bytes to train on, no sample of --data.seq_len 256.*HINT: .*--data.dir"
     ):
+        text(dir=str(tmp_path))
+
+
+def test_a_folder_without_a_text_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".hidden").write_text("text " * 100, encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf" has no text file\. HINT: ls -a {tmp_path}$"):
         text(dir=str(tmp_path))
 
 
@@ -130,6 +137,30 @@ def test_bytes_that_are_no_utf_8_are_named_and_the_hint_mends_them(tmp_path: Pat
     assert whole(text(dir=str(tmp_path), seq_len=1))[700:702] == "é".encode()
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+def test_text_of_another_encoding_is_named_and_the_hint_converts_it(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "a b.txt"
+    path.write_text(PROSE, encoding=encoding)
+    with pytest.raises(ConfigError, match=rf"not UTF-8: byte .* looks like {encoding[:6].upper()}") as caught:
+        text(dir=str(path))
+    assert subprocess.run(["sh", "-c", str(caught.value.hint)]).returncode == 0
+    assert whole(text(dir=str(path), seq_len=1)) == PROSE.encode()
+
+
+def test_a_zero_byte_far_in_a_file_is_named_and_the_hint_drops_it(tmp_path: Path) -> None:
+    path = tmp_path / "a b.txt"
+    path.write_bytes(PROSE.encode() * 10 + b"\0" + PROSE.encode())
+    place = len(PROSE.encode()) * 10
+    for name in (path, tmp_path):
+        with pytest.raises(
+            ConfigError, match=rf"a b.txt is not text: byte {place} is zero\. HINT: "
+        ) as caught:
+            text(dir=str(name))
+    command = str(caught.value.hint).rpartition("stray zero bytes, ")[2]
+    assert subprocess.run(["sh", "-c", command]).returncode == 0
+    assert whole(text(dir=str(path), seq_len=1)) == 11 * PROSE.encode()
+
+
 def test_a_limit_may_cut_a_character_in_two(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("日" * 1000, encoding="utf-8")
     assert len(whole(text(dir=str(tmp_path), seq_len=1, args={"max_mb": 0.001}))) == 1000
@@ -161,7 +192,9 @@ def test_a_place_without_text_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--data.dir .*/none is neither a file nor a folder. HINT: ls "):
         text(dir=str(tmp_path / "none"))
     (tmp_path / "a").write_bytes(bytes(1000))
-    with pytest.raises(ConfigError, match=r"--data.dir .*/a is not text: it has zero bytes"):
+    with pytest.raises(
+        ConfigError, match=r"--data.dir .*/a is not text: byte \d+ is zero\. HINT: another file; "
+    ):
         text(dir=str(tmp_path / "a"))
 
 
@@ -240,6 +273,29 @@ def test_a_token_beyond_the_vocabulary_deep_inside_is_seen_when_read(tmp_path: P
         match=r"a.bin: the token at position 150000 is 1500, beyond --data.args.vocab_size 1000",
     ):
         data.train.batch(np.array([150_000 // 8]))
+
+
+@pytest.mark.parametrize("how", ["cut", "gone"])
+def test_a_file_that_changes_during_the_run_is_one_line(how: str, tmp_path: Path) -> None:
+    """Not SIGBUS, which ends a process that maps a file that has become shorter."""
+    np.arange(4000, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    data = tokens(tmp_path, vocab_size=4000)
+    if how == "cut":
+        data.train.batch(np.array([0]))
+        with (tmp_path / "a.bin").open("r+b") as file:
+            file.truncate(3001)
+        assert data.train.batch(np.array([186]))["targets"][0, -1] == 1496
+        message = (
+            r"a.bin ends at token 1500; it had 4000 tokens at the start\. HINT: copy it again and .* ls -l /"
+        )
+    else:
+        (tmp_path / "a.bin").unlink()
+        message = (
+            r"a.bin cannot be read \(No such file .* it had 4000 tokens at the start\. HINT: copy it again"
+        )
+    with pytest.raises(TrainingError, match=message) as caught:
+        data.train.batch(np.array([3, 187]))
+    assert "\n" not in str(caught.value)
 
 
 def test_files_that_are_not_tokens_are_named(tmp_path: Path) -> None:

@@ -4,14 +4,16 @@ and the ranks are real.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +22,12 @@ import torch.distributed as dist
 
 from fsdp.base.errors import LaunchError
 from fsdp.config import StopSection
-from fsdp.dist.env import DistEnv, pick_device
+from fsdp.dist.collectives import ObjectGroup
+from fsdp.dist.env import ALLOCATOR_VARIABLES, DistEnv, pick_device, set_allocator
 from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.dist.process_group import check_devices_differ, process_group, raise_open_files_limit
 from fsdp.dist.stop import Stopper
-from tests.support.world import run_world
+from tests.support.world import _env, run_world
 
 ROOT = Path(__file__).parents[2]
 
@@ -134,6 +137,46 @@ def test_two_ranks_on_one_gpu_are_refused_on_every_rank(
     assert said[0].endswith(f"HINT: {hint}")
 
 
+def groups_made(devices: list[str], gpus: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The arguments of each rank's default group, and the errors; torch.cuda and the group are stand-ins."""
+    store, made, said = dist.HashStore(), list[dict[str, Any]](), list[str]()
+
+    def start(rank: int) -> None:
+        env = replace(_env(rank, 2), device=torch.device(devices[rank]), launcher="torchrun")
+        try:
+            with process_group(env, timeout_s=30.0, store=store):
+                pass
+        except LaunchError as error:
+            said.append(str(error))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "set_device", lambda device: None)
+        patched.setattr(
+            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=gpus[device.index])
+        )
+        patched.setattr(dist, "init_process_group", lambda **arguments: made.append(arguments))
+        patched.setattr(dist, "destroy_process_group", lambda: None)
+        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return sorted(made, key=lambda arguments: arguments["rank"]), said
+
+
+def test_a_shared_gpu_is_refused_before_the_group_and_nccl_gets_each_ranks_own() -> None:
+    made, said = groups_made(["cuda:0", "cuda:1"], ["GPU-a", "GPU-a"])
+    assert not made
+    assert [one.partition(" on ")[0] for one in said] == ["ranks 0, 1"] * 2
+    made, said = groups_made(["cuda:0", "cuda:1"], ["GPU-a", "GPU-b"])
+    assert not said
+    assert [one["backend"] for one in made] == ["cpu:gloo,cuda:nccl"] * 2
+    assert [one["device_id"] for one in made] == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    made, said = groups_made(["cpu", "cpu"], [])
+    assert not said
+    assert [(one["backend"], one["device_id"]) for one in made] == [("gloo", None)] * 2
+
+
 def test_equal_numbers_on_different_hosts_are_different_gpus() -> None:
     """Drivers without UUIDs of their own number them alike on each host."""
     assert run_world(2, refusal, "torchrun", ["n1 GPU-a", "n2 GPU-a"]) == ["", ""]
@@ -172,14 +215,62 @@ def test_the_process_group_timeout_reaches_the_groups_of_the_mesh(axis: str) -> 
     assert run_world(4, seconds_in_a_group_of_the_mesh, axis)[0] < 60.0  # gloo's own is 30 minutes
 
 
-def timeout_of_the_stop_group(env: DistEnv, run_dir: str) -> timedelta:
-    on_gpu = replace(env, device=torch.device("cuda", env.local_rank))
-    stopper = Stopper(StopSection(), on_gpu, Path(run_dir), lambda: None, timeout_s=77.0)
+def sockets() -> set[str]:
+    """Those open in this process, by inode: some of an earlier group may close meanwhile."""
+    found = set()
+    for one in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.add(str(one.readlink()))
+    return {one for one in found if one.startswith("socket:")}
+
+
+def sockets_opened(env: DistEnv, run_dir: str) -> dict[str, int]:
+    """By the parts of a start on CUDA that need a group of their own, or none."""
+    on_gpu, counts = replace(env, device=torch.device("cuda", env.local_rank)), {}
+    dist.barrier()
+    known = sockets()
+
+    def opened() -> int:
+        nonlocal known
+        more, known = sockets() - known, sockets() | known
+        return len(more)
+
+    mesh = build_mesh(MeshSizes("fsdp", 1, env.world_size), env.device, timeout_s=60.0)
+    assert mesh.get_group("dp_shard") is dist.group.WORLD
+    counts["mesh"] = opened()
+    stopper = Stopper(StopSection(), on_gpu, Path(run_dir), lambda: None)
+    stopper.begin(1)
+    assert not stopper.agreed().stop
     stopper.close()
-    assert stopper._group is not None
-    backend: Any = stopper._group._get_backend(torch.device("cpu"))
-    return backend.options._timeout
+    counts["stop requests"] = opened()
+    saver = ObjectGroup()
+    assert saver.any_rank(True)
+    counts["saves"] = opened()
+    dist.barrier()
+    return counts
 
 
-def test_the_process_group_timeout_reaches_the_group_that_agrees_on_stops(tmp_path: Path) -> None:
-    assert run_world(2, timeout_of_the_stop_group, str(tmp_path)) == [timedelta(seconds=77)] * 2
+def test_only_saves_open_sockets_beside_those_of_the_default_group(tmp_path: Path) -> None:
+    for counts in run_world(4, sockets_opened, str(tmp_path)):
+        assert counts["stop requests"] == 0
+        assert counts["mesh"] <= 1  # the listener of a group of this rank alone, dp_replicate's
+        assert counts["saves"] >= 3  # a pair for each other rank
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "settings", "after"),
+    [
+        ({}, "cuda", "expandable_segments:True", "expandable_segments:True"),
+        ({}, "cuda", "", None),
+        ({}, "cpu", "expandable_segments:True", None),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "cuda", "expandable_segments:True", None),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, "cuda", "expandable_segments:True", "backend:native"),
+    ],
+)
+def test_the_allocator_is_set_on_cuda_where_the_environment_does_not(
+    given: dict[str, str], device: str, settings: str, after: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.setenv(name, given.get(name, ""))
+    set_allocator(settings, torch.device(device))
+    assert (os.environ["PYTORCH_ALLOC_CONF"] or None) == after

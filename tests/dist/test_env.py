@@ -16,6 +16,7 @@ from fsdp.dist.env import (
     started_by,
     unused_allocation,
 )
+from fsdp.dist.hostlist import expand_hostlist
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
@@ -32,6 +33,20 @@ def test_torchrun_s_variables() -> None:
 def test_alone() -> None:
     made = from_environment({})
     assert (made.rank, made.world_size, made.launcher, made.is_main) == (0, 1, "a single process", True)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "names"),
+    [
+        ("", []),
+        ("login", ["login"]),
+        ("gpu[01-03,7],login", ["gpu01", "gpu02", "gpu03", "gpu7", "login"]),
+        ("r[1-2]n[09-10]-ib", ["r1n09-ib", "r1n10-ib", "r2n09-ib", "r2n10-ib"]),
+    ],
+)
+def test_host_lists(hosts: str, names: list[str]) -> None:
+    """tests/slurm compares with scontrol's own, where Slurm is installed."""
+    assert expand_hostlist(hosts) == names
 
 
 def test_a_variable_that_is_no_number() -> None:

@@ -33,6 +33,7 @@ RUN = {
     "python -m fsdp.predict RUN": 0,
     "python -m fsdp.report RUN": 0,
     "python -m fsdp.report A B --out both.html": 0,
+    "python -m fsdp.report A B C --out sweep.html": 0,
     "python -m fsdp.config table": 0,
     "python -m bench.claims vit_parameters": 0,
     "python -m tests.house_picture": 0,
@@ -51,6 +52,8 @@ LONG = {
     "torchrun --nproc_per_node=2 train.py --model.name mine:build --data.name text": 0,
     "torchrun --nproc_per_node=2 train.py --profile.memory true --profile.steps 3:5 --train.steps 8": 0,
     "torchrun --nproc_per_node=4 train.py --config RUN/config.toml --run.dir RUN": 0,
+    "torchrun --nproc_per_node=2 train.py --config RUN/config.toml --checkpoint.resume RUN "
+    "--run.dir runs/evaluated --train.evaluate_only true": 0,
     **{
         f"torchrun --nproc_per_node=2 train.py --config recipes/text.toml --train.steps 4{more}": 0
         for more in (
@@ -78,13 +81,18 @@ NOT_RUN = {
     r"pytest ": "tests",
     r"(LAUNCHER=srun )?sbatch ": "needs Slurm: tests/slurm submits these scripts to a real one",
     r"python -m launch\.submit": "needs Slurm: tests/slurm/test_submit.py",
+    r"python -m launch\.ray_predict RUN": "starts a Ray: tests/ray/test_predict.py",
     r"python train\.py --backend ray": "starts or joins a Ray: tests/ray",
     r"torchrun .*--model\.name hf:FOLDER": "needs a folder of transformers: tests/run/test_pretrained.py",
-    r"torchrun --nproc_per_node=2 -m fsdp\.predict RUN --prompt": "tests/predict/test_sharded.py",
+    r"torchrun --nproc_per_node=2 -m fsdp\.predict RUN --(prompt|samples)": "tests/predict/test_sharded.py",
+    r"torchrun .*--checkpoint\.dir s3://": "needs a server: tests/checkpoint/test_s3.py",
+    r"torchrun .*--run\.dir s3://": "needs a server: tests/checkpoint/test_run_in_store.py",
     r"python -m fsdp\.predict RUN --prompt \"text\"": "needs its tokenizer: tests/run/test_pretrained.py",
+    r"python -m fsdp\.doctor --nccl-log FILE": "tests/doctor/test_transport.py",
     r"python -m fsdp\.config migrate FILE": "a file of another trainer: tests/config/test_migrate.py",
     r"(torchrun --nproc_per_node=2|python) examples/": "tests/launch/test_library.py",
     r"torchrun --nproc_per_node=2 -m shardrun train": "needs pip install .: tests/launch/test_installed.py",
+    r"(torchrun|python) .*--train\.stop_after": "with Slurm and Ray between them: tests/slurm/test_chain.py",
     r"torchrun train\.py$": "names the program",
     r"torchrun --max-restarts=N$": "names a flag of torchrun",
     r"torchrun --tee$": "names a flag of torchrun",
@@ -100,6 +108,7 @@ NOT_RUN = {
     r"python -m fsdp\.plan --model\.name ": "tests/plan/test_command.py runs it as typed",
     r"python -m fsdp\.plan --config recipes/llama": "tests/plan/test_recipes.py plans every recipe",
     r"python -m fsdp\.checkpoint RUN export --ema": "needs a run with --optim.ema: tests/optim/test_ema.py",
+    r"python -m fsdp\.report RUN --serve$": "serves until Ctrl-C: tests/report/test_serve.py",
     r"python -m fsdp\.report RUN --trust-code": "names a person's package; tests/security/test_named_code.py",
     r"python -m fsdp\.(plan|parity|predict|report)$": "names the tool; other commands run it",
     r"python -m launch\.agent$": "the job scripts' torchrun: tests/slurm",
@@ -139,7 +148,9 @@ def build(folder=None, width: int = 64, vocab_size: int = 256):
 
 def listed_for(command: str) -> list[str]:
     patterns = [pattern for pattern in NOT_RUN if re.match(pattern, command)]
-    return patterns if command not in RUN and command not in LONG else [command]
+    typed_here = command in RUN or command in LONG
+    # tests/docs/test_tutorials.py runs the others of that page
+    return [command] if typed_here or all_commands()[command].stem == "tutorials" else patterns
 
 
 def test_every_printed_command_is_run_or_listed() -> None:
@@ -164,7 +175,8 @@ def test_modules_recipes_and_flags_of_a_command_exist(command: str) -> None:
     own = [word for word in words[first:] if word not in ("--dry-run", "--preflight", "--help")]
     if own and not own[0].startswith("-") and words[0] == "sbatch":
         own = own[1:]  # a strategy or a recipe in front: tests/slurm/test_scripts.py
-    if own and "--batch_size" not in own and not own[1].startswith(("RUN/", "runs/")):
+    of_a_run = own[:1] == ["--config"] and own[1].startswith(("RUN/", "runs/", "s3://"))
+    if own and "--batch_size" not in own and not of_a_run:
         configuration.load(own)
 
 
@@ -204,7 +216,7 @@ def run(place: Path) -> Path:
 
 def typed(command: str, place: Path) -> subprocess.CompletedProcess[str]:
     filled = re.sub(r"\b(RUN|A)\b", "runs/A", command)
-    filled = re.sub(r"\bB\b", "runs/B", filled).replace("FOLDER", "exported")
+    filled = re.sub(r"\b[BC]\b", "runs/B", filled).replace("FOLDER", "exported")
     environment = {
         **os.environ,
         "PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}",

@@ -126,7 +126,7 @@ def test_sound_nodes_are_fit() -> None:
             "n2",
             "no connection between it and n1 (Connection timed out)",
         ),
-        (lambda by_rank: by_rank.pop(7), "n3", "ranks 7 did not start"),
+        (lambda by_rank: by_rank.pop(7), "n3", "rank 7 did not start"),
     ],
 )
 def test_only_the_node_with_the_fault_is_excluded(change: Any, excluded: str, says: str) -> None:

@@ -35,6 +35,7 @@ from fsdp.watch.monitor_options import MonitorOptions
 from fsdp.watch.observation import Observation
 from launch import slurm_job
 from launch.marker import TOKEN
+from tests.checkpoint.manifests import a_manifest
 from tests.fuzz import inputs
 
 Check = Callable[..., None]
@@ -201,26 +202,10 @@ def manifest_file(run: RunDir, data: bytes, resealed: bool) -> None:
         is_one_error(error)
 
 
-def a_manifest() -> bytes:
-    return manifest.encode(
-        manifest.Manifest(
-            step=3,
-            attempt="a",
-            created=1.5,
-            torch="2",
-            strategy="fsdp",
-            replicate=1,
-            shard=2,
-            ranks=2,
-            config="c",
-            reason="end",
-            counters={"step": 3, "samples": 12},
-            metrics={"loss": 0.5},
-            files={"__0_0.distcp": (10, 20), ".metadata": (5, 6)},
-            digests={"model.w": (4, "ab")},
-            bytes=15,
-        )
-    )
+def sealed_manifest() -> bytes:
+    files, digests = {"__0_0.distcp": (10, 20), ".metadata": (5, 6)}, {"model.w": (4, "ab")}
+    made = a_manifest(counters={"step": 3}, metrics={"loss": 0.5}, files=files, digests=digests, bytes=15)
+    return manifest.encode(made)
 
 
 def metadata_file(run: RunDir, data: bytes) -> None:
@@ -309,8 +294,8 @@ class LocalNode:
     def mark_printed(self) -> None:
         pass
 
-    def end(self, failed: bool = False) -> bool:
-        return False
+    def to_end(self, failed: bool = False) -> list[Any]:
+        return []
 
 
 def a_monitor(run: Path, **more: Any) -> Monitor:
@@ -417,7 +402,7 @@ TARGETS: dict[str, Target] = {
     "config of a run": Target(config_of_a_run, lambda: {"text": inputs.another_part(a_config())}, 30),
     "lock": Target(lock_file, lambda: {"text": inputs.locks()}, 30),
     "manifest": Target(
-        manifest_file, lambda: {"data": inputs.another_part(a_manifest()), "resealed": st.booleans()}, 60
+        manifest_file, lambda: {"data": inputs.another_part(sealed_manifest()), "resealed": st.booleans()}, 60
     ),
     "metadata": Target(metadata_file, lambda: {"data": inputs.another_part(a_metadata())}, 60),
     "monitor reports": Target(

@@ -94,16 +94,34 @@ def cell(end: Ended, launcher: str) -> str:
     return f"{times}{tries[0]}, end {code}" if tries else f"end {code}"
 
 
-ON_ONE_MACHINE = [name for name in ENDS if name not in ("a lost node", "preemption")]
 SRUN = "LAUNCHER=srun sbatch"
+STOPPED, PREEMPTED = "Ctrl-C, SIGTERM; `scancel`", "preemption"
+REFUSED, DEADLINE = "a run directory that another job writes", "a deadline or time limit"
+ON_ONE_MACHINE = [(name, launcher) for launcher in ("torchrun", "launch.local") for name in ENDS]
+ON_ONE_MACHINE.remove(("a lost node", "launch.local"))
+FAILURES = ("an exception of your own code", "out of memory", "a killed rank", "a rank that hangs")
+ON_SLURM = [
+    (STOPPED, "sbatch"),
+    (STOPPED, "launch.submit"),
+    (DEADLINE, SRUN),
+    ("a wrong flag or mesh", SRUN),
+    ("a wrong flag or mesh", "launch.submit"),
+    ("numbers that are not finite", "launch.submit"),
+    (REFUSED, SRUN),
+    (REFUSED, "launch.submit"),
+    *((name, launcher) for name in FAILURES for launcher in SLURM),
+]
+"""The cells of tests/slurm/test_ends.py; the others of Slurm have a test in tests/slurm/test_jobs.py."""
+ON_RAY = [*FAILURES, DEADLINE]
 _FINAL = "slurm/test_jobs.py::test_an_error_that_would_come_again_ends_the_job_at_once"
 _BOTH_MODES = "slurm/test_jobs.py::test_two_nodes_of_two_ranks_train_as_torchrun_does_on_one"
 _SUBMITTED = "slurm/test_jobs.py::test_submitit_is_requeued_at_its_limit_and_when_preempted"
 TESTED: Mapping[tuple[str, str], str] = {
-    (name, launcher): "launch/test_ends.py::test_what_follows"
-    for name in ON_ONE_MACHINE
-    for launcher in ("torchrun", "launch.local")
-} | {
+    **dict.fromkeys(ON_ONE_MACHINE, "launch/test_ends.py::test_what_follows"),
+    **dict.fromkeys(ON_SLURM, "slurm/test_ends.py::test_what_follows_on_slurm"),
+    **{(name, "Ray"): "ray/test_ends.py::test_what_follows_under_ray" for name in ON_RAY},
+    ("a lost node", "launch.submit"): "slurm/test_ends.py::test_submitit_continues_without_a_lost_node",
+
     ("success", "sbatch"): _BOTH_MODES,
     ("success", SRUN): _BOTH_MODES,
     ("success", "launch.submit"):
@@ -115,7 +133,7 @@ TESTED: Mapping[tuple[str, str], str] = {
         "slurm/test_jobs.py::test_a_second_job_on_a_live_run_directory_is_refused_and_writes_nothing",
     ("a lost node", "sbatch"): "slurm/test_jobs.py::test_the_first_node_too_can_be_lost",
     ("a lost node", SRUN): "slurm/test_jobs.py::test_a_lost_node_is_left_out_of_the_next_start",
-    ("Ctrl-C, SIGTERM; `scancel`", SRUN):
+    (STOPPED, SRUN):
         "slurm/test_jobs.py::test_scancel_leaves_a_sealed_checkpoint_and_no_second_start",
     ("a deadline or time limit", "sbatch"):
         "slurm/test_jobs.py::test_a_time_limit_reached_twice_loses_nothing",
@@ -130,7 +148,7 @@ TESTED: Mapping[tuple[str, str], str] = {
     ("a run directory that another job writes", "Ray"):
         "ray/test_continued.py::test_a_driver_on_a_live_run_directory_is_refused_and_writes_nothing",
     ("a lost node", "Ray"): "ray/test_faults.py::test_a_node_is_lost",
-    ("Ctrl-C, SIGTERM; `scancel`", "Ray"):
+    (STOPPED, "Ray"):
         "ray/test_joined.py::test_ctrl_c_at_the_driver_seals_a_checkpoint_and_leaves_with_0",
     ("preemption", "Ray"):
         "ray/test_faults.py::test_a_node_that_will_be_taken_away_is_left_with_a_checkpoint",
@@ -195,8 +213,10 @@ def flags_of(name: str) -> list[str]:
         "a wrong flag or mesh": ["--mesh.strategy", "fsdp", "--mesh.shard", "3"],
         "numbers that are not finite": ["--optim.lr", "1e30", "--train.clip_grad_norm", "0"],
         "a rank that hangs": ["--watch.hang_s", "5"],
-        "a deadline or time limit": ["--train.steps", "10000000", "--stop.deadline_s", "5"],
-        "Ctrl-C, SIGTERM; `scancel`": ["--train.steps", "10000000"],
+        DEADLINE: ["--train.steps", "10000000", "--stop.deadline_s", "5"],
+        STOPPED: ["--train.steps", "10000000"],
+        PREEMPTED: ["--train.steps", "10000000"],
+        "a lost node": ["--train.steps", "10000000"],
     }
     return [*SMALL, *model, "--train.steps", "5", *more.get(name, [])]
 

@@ -61,4 +61,7 @@ def test_the_command_is_the_launchers_own(shape: DistEnv, environ: dict[str, str
 def test_under_ray_the_drivers_own_flags_are_in_it() -> None:
     config = load(["--backend", "ray", "--ray.num_workers", "2:4", "--ray.address", "auto"])
     assert ray_command(config, {}) == "python train.py --backend ray --ray.address auto --ray.num_workers 2:4"
+    with_variables = load(["--backend", "ray", "--ray.env", "A=two words", "--ray.env", "B=1"])
+    typed = "python train.py --backend ray --ray.env 'A=two words' --ray.env B=1"
+    assert ray_command(with_variables, {}) == typed
     assert ray_command(config, {"SHARDRUN_RAY_NODES": "2"}) == "sbatch --nodes=2 slurm/ray.sbatch"

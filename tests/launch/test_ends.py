@@ -16,17 +16,30 @@ from fsdp.rundir import line_files, paths
 from fsdp.rundir.lock import FolderLock
 from fsdp.rundir.paths import RunDir
 from launch.policy import Act
+from launch.rendezvous import free_port
 from tests.docs.pages import ROOT, text_of
-from tests.launch.ends import ENDS, LAUNCHERS, ON_ONE_MACHINE, TESTED, cell, flags_of, sequence, table
+from tests.launch.ends import (
+    DEADLINE,
+    ENDS,
+    LAUNCHERS,
+    ON_ONE_MACHINE,
+    PREEMPTED,
+    REFUSED,
+    STOPPED,
+    TESTED,
+    cell,
+    flags_of,
+    sequence,
+    table,
+)
 from tests.support.marks import sample_are
-from tests.support.processes import eventually
+from tests.support.processes import eventually, pids_with
 
 COMMANDS = {
     "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"],
     "launch.local": ["launch.local", "--ranks", "2"],
 }
-REFUSED, STOPPED = "a run directory that another job writes", "Ctrl-C, SIGTERM; `scancel`"
-CASES = [(launcher, name) for launcher in COMMANDS for name in ON_ONE_MACHINE]
+CASES = [(launcher, name) for name, launcher in ON_ONE_MACHINE]
 FEW = [("launch.local", "out of memory")]
 
 
@@ -52,20 +65,52 @@ def held(run: Path) -> Iterator[None]:
         lock.release()
 
 
-def end_of(launcher: str, name: str, run: Path) -> tuple[int, str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", *COMMANDS[launcher], *flags_of(name), "--run.dir", str(run)],
+ENDS_S = 300
+"""A hang is three starts, each ended by the watch: a minute alone, over 150 s beside two other workers."""
+
+
+def started(command: list[str], name: str, run: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *command, *flags_of(name), "--run.dir", str(run)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
-    if name == STOPPED:
-        eventually("a step", lambda: bool(list(line_files.read_records(RunDir(run).metrics))), 120)
-        process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=150)
+
+
+def until_a_step(run: Path) -> None:
+    eventually("a step", lambda: bool(list(line_files.read_records(RunDir(run).metrics))), 120)
+
+
+def end_of(launcher: str, name: str, run: Path) -> tuple[int, str]:
+    if name == "a lost node":
+        return after_a_lost_node(run)
+    process = started(COMMANDS[launcher], name, run)
+    if name in (STOPPED, PREEMPTED):
+        until_a_step(run)
+        # a terminal's Ctrl-C and a scheduler signal all processes
+        os.killpg(process.pid, signal.SIGINT if name == STOPPED else signal.SIGTERM)
+    said, _ = process.communicate(timeout=ENDS_S)
     return process.returncode, said
+
+
+def after_a_lost_node(run: Path) -> tuple[int, str]:
+    """Two torchruns as two nodes: all processes of the second are killed. The end of the first."""
+    port = free_port(os.getpid())
+    words = ["torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
+    words += [f"--master-port={port}"]
+    nodes = [started([*words, f"--node-rank={rank}", "train.py"], "a lost node", run) for rank in (0, 1)]
+    until_a_step(run)
+    lost = pids_with("RANK=1", f"MASTER_PORT={port}")
+    assert lost
+    for pid in [nodes[1].pid, *lost]:
+        os.kill(pid, signal.SIGKILL)
+    nodes[1].communicate()
+    said, _ = nodes[0].communicate(timeout=ENDS_S)
+    return nodes[0].returncode, said
 
 
 @pytest.mark.slow
@@ -79,6 +124,6 @@ def test_what_follows(launcher: str, name: str, tmp_path: Path) -> None:
     starts = [one for one in line_files.read_records(RunDir(run).history) if one["event"] == "start"]
     never = name in (REFUSED, "a wrong flag or mesh")
     assert len(starts) == (0 if never else 1 + acts.count(Act.AGAIN)), said
-    if name in (STOPPED, "a deadline or time limit"):
+    if name in (STOPPED, PREEMPTED, DEADLINE):
         assert RunDir(run).stopped.exists()
         assert list((run / "checkpoints").glob("step-*"))

@@ -26,7 +26,7 @@ from fsdp.memory.oom import OutOfMemory
 from fsdp.rundir import line_files
 from fsdp.rundir.paths import RunDir
 from launch.guard import already_failed, failure_of, report
-from launch.marker import Failure, Marker, marker_of
+from launch.marker import Failure, Marker, failed_before_this_restart, marker_of, note_of_torchrun
 from launch.policy import Kind
 from tests.launch.test_local import ROOT, SMALL
 
@@ -111,6 +111,44 @@ def test_a_wrong_mesh_is_not_tried_again_without_a_run_directory(
     for restart in (0, 1):
         shown = json.loads((tmp_path / f"torchelastic/run/attempt_{restart}/0/error.json").read_text())
         assert shown["message"]["message"] == "a wrong mesh HINT: another"
+
+
+ODD = {
+    "empty": b"",
+    "torn": b'{"code": 2, "mess',
+    "not UTF-8": b'{"code": 2, "message": "\xff"}',
+    "a list": b"[2]",
+    "no message": b'{"code": 2}',
+    "code of another type": b'{"code": "2", "message": "a"}',
+    "true for a code": b'{"code": true, "message": "a"}',
+    "code out of range": b'{"code": 256, "message": "a"}',
+    "a number of 5,000 digits": b'{"code": ' + b"9" * 5000 + b', "message": "a"}',
+    "message of another type": b'{"code": 2, "message": ["a"]}',
+    "nested 100,000 deep": b"[" * 100_000,
+    "2 MiB": b'{"code": 2, "message": "' + b"a" * 2**21 + b'"}',
+}
+
+
+@pytest.mark.parametrize("written", ODD.values(), ids=ODD.keys())
+def test_a_note_of_odd_content_is_left_out(tmp_path: Path, written: bytes) -> None:
+    environ = attempts(tmp_path, 1)
+    note = note_of_torchrun(environ)
+    assert note is not None
+    note.write_bytes(written)
+    assert failed_before_this_restart(None, environ) is None
+    marker = Marker(RunDir(tmp_path), "this")
+    marker.run.failed.write_bytes(written.replace(b"{", b'{"start": "this", "kind": "FINAL", ', 1))
+    assert marker.read() is None
+    note.write_bytes(b'{"code": 2, "message": "a wrong mesh"}')
+    assert failed_before_this_restart(marker, environ) == Failure(Kind.FINAL, 2, "a wrong mesh")
+
+
+def test_a_fifo_in_place_of_a_note_does_not_block(tmp_path: Path) -> None:
+    environ = attempts(tmp_path, 1)
+    note = note_of_torchrun(environ)
+    assert note is not None
+    os.mkfifo(note)
+    assert failed_before_this_restart(None, environ) is None
 
 
 def test_another_torchrun_does_not_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp import config as configuration
-from fsdp.config import MemorySection, MeshSection, OptimSection, PrecisionSection, SpeedSection
+from fsdp.config import Config, MemorySection, MeshSection, OptimSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import build_mesh, resolve
 from fsdp.models import resolve as resolve_model
@@ -54,13 +54,10 @@ def made(env: DistEnv, name: str, folder: Path, everything: bool) -> Trained:
         model = spec.build()
     sharded = shard_model(
         model,
+        Config(memory=memory),
         sizes=sizes,
         mesh=build_mesh(sizes, env.device),
         device=env.device,
-        section=MeshSection(),
-        precision=PrecisionSection(),
-        memory=memory,
-        speed=SpeedSection(),
     )
     shelf = maybe_nvme_files(memory, OptimSection(), sharded.root, sharded.units, torch.float32)
     assert shelf is not None

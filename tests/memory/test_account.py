@@ -185,6 +185,18 @@ def test_the_allocator_s_history_by_kind() -> None:
     }  # fmt: skip
 
 
+def test_a_phase_marked_before_what_is_counted_first() -> None:
+    """The tracker counts at 2.0 what is there; the phase's mark was taken at 1.5."""
+    timeline = Timeline(("activations",))
+    timeline.change(2.0, timeline.block("activations"), 8)
+    timeline.mark(Mark(1.5, "forward", 1))
+    timeline.change(4.0, timeline.block("activations"), 8)
+    drawn = curve(timeline)
+    assert drawn["marks"] == [[0.0, "forward", 1]]
+    assert drawn["t_s"] == sorted(drawn["t_s"])
+    assert min(drawn["t_s"]) >= 0
+
+
 def test_a_thinned_timeline_keeps_the_peak() -> None:
     timeline = Timeline(("activations",))
     timeline.mark(Mark(0.0, "forward", 1))

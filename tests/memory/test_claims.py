@@ -15,6 +15,10 @@ from tests.support.world import run_world
 PAGE = (Path(__file__).parents[2] / "docs" / "claims.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| (.*) \| (true|false) \| (.*) \| `python -m bench\.claims (\w+)` \|$", re.MULTILINE)
 VERDICTS = {name: verdict == "true" for _, verdict, _, name in ROW.findall(PAGE)}
+FIGURES = {
+    name: re.findall(r"\d{1,3}(?:,\d{3}){2,}|\d+ GB|\d+\.\d%", happens)
+    for _, _, happens, name in ROW.findall(PAGE)
+}
 LONG = {"half_activations_of_a_decoder", "reshard_frees", "unnormalised"}
 
 
@@ -35,6 +39,7 @@ def test_the_command_agrees_with_the_page(name: str) -> None:
         seen = claims.check(name)
         holds, what = seen.holds, seen.what
     assert holds is VERDICTS[name], what
+    assert [figure for figure in FIGURES[name] if figure not in what] == [], what
 
 
 def test_an_unknown_claim(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,10 +16,12 @@ import torch
 
 from fsdp.base.errors import OneRankError
 from fsdp.config import Config
+from fsdp.dist.env import ALLOCATOR_VARIABLES
 from fsdp.memory.account import KINDS
 from fsdp.memory.oom import comes_first, is_out_of_memory, requested_bytes
 from fsdp.memory.oom_advice import Footprint, advise, steps
-from fsdp.memory.oom_page import OomFacts, html_page, text
+from fsdp.memory.oom_page import html_page, text
+from tests.support.oom import oom_facts
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -156,29 +158,22 @@ def test_several_together_where_none_alone_is_enough() -> None:
 
 
 @pytest.mark.parametrize(("device", "held", "reserved"), [("cpu", 3000, 0), ("cuda", 2000, 2600)])
-def test_memory_cached_by_the_allocator_is_suggested_first(device: str, held: int, reserved: int) -> None:
+def test_memory_cached_by_the_allocator_is_suggested_first(
+    device: str, held: int, reserved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.setenv(name, "")
     allocator = {"reserved": reserved, "allocated": held} if reserved else {}
-    facts = OomFacts(
-        rank=0,
-        ranks=1,
-        host="n1",
-        device=device,
-        phase="backward",
-        step=2,
-        error="",
-        kinds={},
-        held=held,
-        requested=10,
-        process={},
-        allocator=allocator,
-        limits={},
-    )
+    facts = oom_facts(device=device, held=held, allocator=allocator)
     nothing: Any = None
     found = comes_first(Config(), nothing, facts, 2000)
     assert found is not None
     assert "_ALLOC_CONF=expandable" in found.flags or "MALLOC_MMAP_THRESHOLD_=131072" in found.flags
     assert found.bytes == max(held - 2000, reserved - held)
     assert comes_first(Config(), nothing, dataclasses.replace(facts, held=2100, allocator={}), 2000) is None
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    set_already = comes_first(Config(), nothing, facts, 2000)
+    assert set_already is None if reserved else set_already == found
 
 
 def test_a_flag_that_is_already_set_is_not_suggested() -> None:
@@ -188,10 +183,20 @@ def test_a_flag_that_is_already_set_is_not_suggested() -> None:
     assert [flags for flags, _, _ in steps(NOW, "cuda") if "cpu_offload" in flags]
 
 
+def test_bf16_masters_halve_what_is_stored() -> None:
+    fits = dataclasses.replace(NOW, bf16_masters=True)
+    found = {flags: changed for flags, changed, _ in steps(fits, "cpu")}["--precision.master bf16"]
+    before, after = NOW.needs(activations), found.needs(activations)
+    assert (after["parameters"], after["optimizer"]) == (before["parameters"] / 2, before["optimizer"] / 2)
+    assert before["gradients"] - after["gradients"] == NOW.trained * 2 / NOW.shard
+    refused = [*steps(NOW, "cpu"), *steps(dataclasses.replace(fits, master=2), "cpu")]
+    assert not [flags for flags, _, _ in refused if "precision.master" in flags]
+
+
 def test_every_flag_that_is_suggested_parses() -> None:
     from fsdp import config as configuration
 
-    wide = dataclasses.replace(NOW, reshard=False, accumulation=2, replicate=2)
+    wide = dataclasses.replace(NOW, reshard=False, accumulation=2, replicate=2, bf16_masters=True)
     suggested = [flags for flags, _, _ in steps(wide, "cuda") if flags.startswith("--")]
     assert len(suggested) > 3
     now = ["--mesh.reshard_after_forward", "false"]
@@ -228,18 +233,15 @@ def test_the_requested_bytes_are_read_from_the_error() -> None:
 
 
 def test_text_and_html_have_the_same_content() -> None:
-    facts = OomFacts(
+    facts = oom_facts(
         rank=3,
         ranks=8,
-        host="n1",
         device="cuda:3",
-        phase="backward",
         step=12,
         error="CUDA out of memory <x>",
         kinds={**dict.fromkeys(KINDS, 0), "parameters": 5 * MIB, "activations": 80 * MIB},
         held=85 * MIB,
         requested=7 * MIB,
-        process={},
         allocator={"reserved": 100 * MIB, "allocated": 85 * MIB, "free": 0, "total": 100 * MIB},
         limits={"the cgroup": 2**30},
     )
@@ -258,3 +260,34 @@ def test_text_and_html_have_the_same_content() -> None:
         assert words in page
     assert "&lt;x&gt;" in page
     assert "://" not in page
+
+
+@pytest.mark.parametrize(
+    ("process", "allocator", "limits", "expected"),
+    [
+        ({}, {"reserved": 90, "allocated": 80, "free": 2, "total": 100}, {"the cgroup": 50}, (100, 18)),
+        ({"rss_anon": 95}, {}, {"the cgroup": 100, "ulimit -d": 200}, (100, 15)),
+        ({"rss_anon": 95, "address_space": 300}, {}, {"ulimit -v": 320}, (320, 220)),
+        ({"rss_anon": 95}, {}, {}, (0, 15)),
+    ],
+)
+def test_the_bar_ends_at_the_limit_that_was_reached(
+    process: dict[str, int], allocator: dict[str, int], limits: dict[str, int], expected: tuple[int, int]
+) -> None:
+    facts = oom_facts(
+        kinds={"parameters": 80 * MIB},
+        held=80 * MIB,
+        requested=7 * MIB,
+        process={name: size * MIB for name, size in process.items()},
+        allocator={name: size * MIB for name, size in allocator.items()},
+        limits={name: size * MIB for name, size in limits.items()},
+        run="night",
+        flags=["--optim.lr 1"],
+    )
+    page = html_page(facts, None, "")
+    limit, outside = expected
+    assert (f"limit {limit} MiB</span>" in page) is bool(limit)
+    assert f'title="outside these kinds {outside} MiB"' in page
+    assert 'title="requested in addition 7 MiB"' in page
+    assert "<h1>night: rank 0 of 1" in page
+    assert "<code>--optim.lr 1</code>" in page

@@ -16,9 +16,9 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import ProfileSection, profile_steps
 from fsdp.dist.env import DistEnv
 from fsdp.memory import profile
+from fsdp.memory.account_timeline import Mark
 from fsdp.memory.profile_page import page
-from fsdp.memory.profile_trace import PARTS, intersect, length, table, union, without
-from fsdp.memory.startup import POINTS
+from fsdp.memory.profile_trace import PARTS, Tracer, intersect, length, table, union, without
 from tests.support import runs
 
 
@@ -38,11 +38,11 @@ def test_the_page_opens_offline(profiled: Path) -> None:
     text = (profiled / "rank1_memory_profile.html").read_text()
     assert not re.search(r"https?://|src=|<link|@import", text)
     assert len(text) < 500_000
-    assert "Memory of rank 1 of 2" in text
-    assert "prefers-color-scheme: dark" in text
+    assert "memory of rank 1 of 2" in text
+    assert "prefers-color-scheme:dark" in text
     assert 'name="viewport"' in text
     for kind in ("parameters", "gathered", "gradients", "optimizer", "activations", "communication"):
-        assert f"fill:var(--{kind})" in text
+        assert f'<path class="k-{kind}"' in text
     for phase in ("forward", "backward", "reduce", "optimizer", "save"):
         assert f'<td data-head="phase">{phase}</td>' in text
 
@@ -66,9 +66,28 @@ def test_the_longest_operations_are_a_table(profiled: Path) -> None:
     assert len(rows) <= 30
 
 
+@pytest.mark.parametrize(("shapes", "stacks"), [(False, False), (True, False), (False, True), (True, True)])
+def test_shapes_and_callers_are_columns_of_the_table(shapes: bool, stacks: bool, tmp_path: Path) -> None:
+    section = ProfileSection(trace=True, shapes=shapes, stacks=stacks)
+    tracer = Tracer(section, torch.device("cpu"), with_account=False)
+    tracer.begin()
+    tracer.phase(Mark(0.0, "forward", 3))
+    for width in (8, 16):
+        torch.ones(width, width) @ torch.ones(width, width)
+    tracer.close(tmp_path / "trace.json.gz")
+    text = tracer.operators()
+    assert ("[[16, 16], [16, 16]]" in text) is shapes
+    assert ("test_profile.py" in text) is stacks
+
+
 def test_memory_is_marked_at_four_points_of_the_start(profiled: Path) -> None:
     marks = json.loads((profiled / "rank1_startup.json").read_text())["marks"]
-    assert [mark["at"] for mark in marks] == list(POINTS)
+    assert [mark["at"] for mark in marks] == [
+        "before the model",
+        "after the model",
+        "after sharding",
+        "after the optimizer",
+    ]
     assert all(mark["process"]["rss_anon"] > 0 for mark in marks)
 
 
@@ -134,6 +153,11 @@ def test_profile_flags_without_effect() -> None:
         configuration.load(["--profile.steps", "4:5"])
     with pytest.raises(ConfigError, match=r"--profile.steps 30 starts after the last step, 10"):
         configuration.load(["--profile.steps", "30", "--profile.memory", "--train.steps", "10"])
+    for name in ("shapes", "stacks"):
+        with pytest.raises(
+            ConfigError, match=rf"--profile.{name} true has no effect alone.*HINT: --profile.trace"
+        ):
+            configuration.load([f"--profile.{name}", "true"])
     assert profile_steps("4") == (4, 4)
 
 

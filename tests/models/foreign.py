@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from fsdp.data import Cursor, build_dataset
 from fsdp.models import build_real, resolve
+from tests.models import further_hf, more_hf, small_timm
 from tests.support.plain_loop import relative_difference
 from tests.support.runs import run, settings
 
@@ -42,7 +43,12 @@ KINDS = {
     "vision_transformer": "images", "convnext": "images", "mixer": "images",
 }  # fmt: skip
 """Models of small_hf.py and small_timm.py, and what they read."""
-TIMM = ("vision_transformer", "convnext", "mixer")
+OTHERS = more_hf.MODELS | further_hf.MODELS
+KIND_OF = KINDS | {model: more_hf.kind_of(name) for model, (name, _) in OTHERS.items()} | further_hf.KINDS
+KIND_OF |= dict.fromkeys(small_timm.MORE, "images")
+WRAPS = {"albert": "--mesh.wrap class:AlbertLayerGroup "}
+"""Where no block is repeated."""
+TIMM = ("vision_transformer", "convnext", "mixer", *small_timm.MORE)
 MESHES = {
     "1 rank": (1, ""), "2 ranks": (2, ""), "3 ranks": (3, ""),
     "hsdp 2×2": (4, "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2"),
@@ -54,8 +60,11 @@ RATES = {"t5": 0.005}
 
 def build(model: str, exact: bool = False) -> nn.Module:
     """The factory of --model.name. `exact`: without the model's own casts to float32."""
-    file = "small_timm" if model in TIMM else "small_hf"
-    built: nn.Module = getattr(importlib.import_module(f"tests.models.{file}"), model)()
+    if model in OTHERS:
+        built = more_hf.build(*OTHERS[model])
+    else:
+        file = "small_timm" if model in TIMM else "small_hf"
+        built = getattr(importlib.import_module(f"tests.models.{file}"), model)()
     if exact:
         for module in built.modules():
             kind: Any = type(module)
@@ -89,9 +98,9 @@ def _without_casts(cls: Any) -> Any:
 
 
 def words_of(model: str, data: str = "texts", *, exact: bool = False) -> str:
-    kind = f"{data} --data.args.kind {KINDS[model]}" if KINDS[model] != "images" else "pictures"
+    kind = f"{data} --data.args.kind {KIND_OF[model]}" if KIND_OF[model] != "images" else "pictures"
     named = f"--model.name tests.models.foreign:build --model.args.model {model}"
-    casts = "--model.args.exact true " if exact else ""
+    casts = ("--model.args.exact true " if exact else "") + WRAPS.get(model, "")
     return f"{named} {casts}--data.name tests.models.small_hf:{kind} --optim.lr {rate_of(model)} {FLAGS}"
 
 
@@ -109,15 +118,15 @@ def plain_loss(model: nn.Module, batch: Mapping[str, Tensor], kind: str, pieces:
     if kind == "images":
         output = model(batch["inputs"].double())
         return F.cross_entropy(output if isinstance(output, Tensor) else output.logits, batch["targets"])
-    given = {"labels": batch["labels"]} if kind == "seq2seq" else {}
+    given = {"labels": batch["labels"]} if kind in ("seq2seq", "speech") else {}
     labels = batch["labels"][:, 1:] if kind == "causal" else batch["labels"]
     total, count = torch.zeros((), dtype=torch.float64), (labels != -100).sum()
     for rows in pieces:
-        output = model(
-            batch["inputs"][rows],
-            attention_mask=batch["attention_mask"][rows],
-            **{k: v[rows] for k, v in given.items()},
-        )
+        given_rows = {k: v[rows] for k, v in given.items()}
+        if kind == "speech":
+            output = model(input_features=batch["inputs"][rows].double(), **given_rows)
+        else:
+            output = model(batch["inputs"][rows], attention_mask=batch["attention_mask"][rows], **given_rows)
         logits = output.logits[:, :-1] if kind == "causal" else output.logits
         total = total + F.cross_entropy(logits.flatten(0, -2), labels[rows].flatten(), reduction="sum")
         if getattr(output, "aux_loss", None) is not None:
@@ -129,7 +138,7 @@ def plain(
     model: str, ranks: int, micro: int, *, exact: bool = False
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Parameters and losses. The cut over ranks and micro-batches matters only to an auxiliary loss."""
-    cut = (ranks, micro) if "moe" in model or model in ("mixtral", "gpt_oss") else (1, 1)
+    cut = (ranks, micro) if "moe" in model or model in ("mixtral", "gpt_oss", "jamba", "dbrx") else (1, 1)
     return _plain(model, *cut, exact)
 
 
@@ -145,7 +154,7 @@ def _plain(model: str, ranks: int, micro: int, exact: bool) -> tuple[dict[str, T
     losses = []
     for step in range(STEPS):
         module.zero_grad()
-        loss = plain_loss(module, data.train.batch(cursor.indices(step)), KINDS[model], pieces)
+        loss = plain_loss(module, data.train.batch(cursor.indices(step)), KIND_OF[model], pieces)
         loss.backward()
         with torch.no_grad():
             for parameter in module.parameters():

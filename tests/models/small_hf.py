@@ -18,6 +18,12 @@ SIZES: dict[str, Any] = {
 NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 LABELS: dict[str, Any] = {"num_labels": 5}
 START: dict[str, Any] = {"decoder_start_token_id": 0}
+HEADS: dict[str, Any] = {"head_dim": 12}
+ROUTED: dict[str, Any] = {
+    "num_key_value_heads": 1, "num_experts_per_tok": 2, "output_router_logits": True,
+    "router_aux_loss_coef": 0.5, "use_cache": False,
+}  # fmt: skip
+MOE: dict[str, Any] = {**ROUTED, "num_experts": 3, "moe_intermediate_size": 20}
 
 
 def llama() -> nn.Module:
@@ -86,23 +92,8 @@ def t5() -> nn.Module:
 def mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    config = MixtralConfig(
-        **SIZES,
-        num_key_value_heads=1,
-        num_local_experts=3,
-        num_experts_per_tok=2,
-        output_router_logits=True,
-        router_aux_loss_coef=0.5,
-        use_cache=False,
-    )
+    config = MixtralConfig(**SIZES, **ROUTED, num_local_experts=3)
     return MixtralForCausalLM(config)
-
-
-HEADS: dict[str, Any] = {"head_dim": 12}
-MOE: dict[str, Any] = {
-    "num_key_value_heads": 1, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
-    "output_router_logits": True, "router_aux_loss_coef": 0.5, "use_cache": False,
-}  # fmt: skip
 
 
 def qwen3() -> nn.Module:
@@ -137,19 +128,8 @@ def gpt_oss() -> nn.Module:
     """Experts with biases, whose matrices are transposed and interleaved, of an odd width."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    return GptOssForCausalLM(
-        GptOssConfig(
-            **(SIZES | {"intermediate_size": 19}),
-            num_key_value_heads=1,
-            num_local_experts=5,
-            num_experts_per_tok=2,
-            output_router_logits=True,
-            router_aux_loss_coef=0.5,
-            use_cache=False,
-            pad_token_id=0,
-            **(HEADS | {"attn_implementation": "eager"}),
-        )
-    )
+    odd = {"intermediate_size": 19, "num_local_experts": 5, "attn_implementation": "eager"}
+    return GptOssForCausalLM(GptOssConfig(**(SIZES | HEADS | odd), **ROUTED, pad_token_id=0))
 
 
 def mamba() -> nn.Module:
@@ -191,6 +171,9 @@ class Texts(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         length = 2 + (index * 3) % 8
         there = torch.arange(9) < length
+        if self.kind == "speech":
+            sounds = torch.randn(4, 12, generator=torch.Generator().manual_seed(index))
+            return {"inputs": sounds, "labels": self.translation(index)}
         item: dict[str, Any] = {"input_ids": self.tokens[index] * there, "attention_mask": there.long()}
         if self.kind == "causal":
             return item | {"labels": torch.where(there, self.tokens[index], -100)}
@@ -199,8 +182,11 @@ class Texts(Dataset[dict[str, Tensor]]):
                 "labels": torch.where(there & (torch.arange(9) % 3 == index % 3), self.tokens[index], -100)
             }
         if self.kind == "seq2seq":
-            return item | {"labels": torch.where(torch.arange(5) < 1 + index % 5, self.others[index], -100)}
+            return item | {"labels": self.translation(index)}
         return item | {"labels": index % 5}
+
+    def translation(self, index: int) -> Tensor:
+        return torch.where(torch.arange(5) < 1 + index % 5, self.others[index], -100)
 
 
 def texts(kind: str, count: int = 50) -> Texts:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fsdp.base.errors import ConfigError
 from fsdp.base.torchvision_import import import_torchvision
 from fsdp.dist.env import DistEnv
-from fsdp.models.blocks import blocks_of, find_units
+from fsdp.models.blocks import blocks_of, find_units, wrap_hint
 from fsdp.models.transformer import Transformer, TransformerSizes
 from tests.support.world import run_world
 
@@ -318,3 +318,19 @@ def test_fsdp_takes_each_choice_and_its_gradients_are_right() -> None:
     for found in run_world(2, largest_differences):
         assert found.keys() == CHOICES.keys()
         assert max(found.values()) < 1e-10, found
+
+
+def test_the_hint_names_blocks_of_which_there_is_one_a_class() -> None:
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+    class Attention(Mixer):
+        pass
+
+    unlike = nn.ModuleDict({"layers": nn.ModuleList([Mixer(), Attention(), nn.Linear(2, 2)])})
+    assert find_units(unlike) == []
+    assert wrap_hint(unlike) == "--mesh.wrap class:Mixer,Attention"
+    assert len(find_units(unlike, "class:Mixer,Attention")) == 2
+    assert "class:NAME" in wrap_hint(nn.Linear(2, 2))

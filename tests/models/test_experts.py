@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp.base.torchvision_import import prepare_torchvision
-from fsdp.models.experts import select_experts_kernel
+from fsdp.models.experts import has_separate_experts, select_experts_kernel
 from fsdp.predict.trained import open_run
 from tests.models import foreign
 from tests.models.foreign import plain, words_of
@@ -104,3 +104,10 @@ def test_a_prediction_selects_the_loop_too(tmp_path: Path) -> None:
     for flags in ([], ["--precision.master", "fp32"]):
         opened = open_run(tmp_path, flags, trusted)
         assert opened.logits(torch.arange(12).view(2, 6)).isfinite().all()
+
+
+def test_experts_that_are_modules_of_their_own_are_found() -> None:
+    experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    assert has_separate_experts(nn.ModuleDict({"layer": nn.ModuleDict({"experts": experts})}))
+    assert not has_separate_experts(nn.ModuleDict({"layers": experts}))
+    assert not has_separate_experts(nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2)])}))

@@ -13,8 +13,9 @@ from torch import nn
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.config import LoraSection
-from fsdp.models.lora import adapted, apply_lora, base_names, draw_adapters, lora_inits, merge
+from fsdp.models.lora import adapted, apply_lora, base_names, lora_inits
 from tests.support import user_code
+from tests.support.adapters import draw_adapters, merge
 
 
 def made(model: nn.Module, **section: Any) -> nn.Module:

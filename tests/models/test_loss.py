@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp.models.checks import IGNORED
 from fsdp.models.loss import (
     AUXILIARY,
     BY_SAMPLES,
@@ -20,6 +21,7 @@ from fsdp.models.loss import (
     count_tokens,
     cross_entropy_parts,
     loss_or_logits,
+    summed_entropy,
 )
 
 VALID = torch.tensor([True, True, False])
@@ -229,3 +231,41 @@ def test_a_loss_per_sample_needs_no_word() -> None:
 
     model = Own()
     assert LossFunction(model).learn(model, {"inputs": INPUTS, "targets": TARGETS}) == ""
+
+
+# ---------------------------------------------------------------- compiled
+
+
+def bytes_kept(summed: Any, logits: Tensor, targets: Tensor) -> int:
+    """For backward, each tensor counted once."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        summed(logits, targets).backward()
+    return sum(kept.values())
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_compiled_cross_entropy_is_the_eager_one_and_keeps_the_logits_alone() -> None:
+    compiled = LossFunction(nn.Linear(2, 2), compiled=True)._summed
+    logits = torch.randn(4, 7, 50, dtype=torch.float64)
+    targets = torch.randint(0, 50, (4, 7))
+    targets[0, :3] = IGNORED
+    found = []
+    for summed in (compiled, summed_entropy):
+        leaf = logits.clone().requires_grad_()
+        loss = cross_entropy_parts(leaf, targets, torch.tensor([1, 1, 1, 0]).bool(), summed=summed).loss_sum
+        loss.backward()
+        assert leaf.grad is not None
+        found.append((loss.detach(), leaf.grad))
+    for ours, eager in zip(*found, strict=True):
+        assert torch.allclose(ours, eager, rtol=1e-12, atol=1e-13)
+    half = torch.randn(64, 1000, dtype=torch.bfloat16, requires_grad=True)
+    wanted = torch.randint(0, 1000, (64,))
+    assert bytes_kept(summed_entropy, half, wanted) >= 4 * half.numel()
+    assert bytes_kept(compiled, half, wanted) < 2.5 * half.numel()

@@ -200,6 +200,24 @@ def test_a_model_without_positions_is_refused() -> None:
     check_positions(transformer(), "a", {"packed": True})
 
 
+def test_experts_are_known_by_their_names_and_may_round() -> None:
+    """DBRX has their number in a part of its configuration."""
+
+    class Rounds(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.inner = transformer()
+            self.add_module(name, nn.Identity())
+
+        def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+            found = logits(self.inner(tokens, position_ids=position_ids))
+            return found * (1 + float(tokens[0, 0]) * torch.finfo(found.dtype).eps)
+
+    check(Rounds("experts"))
+    with pytest.raises(ConfigError, match="its attention crosses"):
+        check(Rounds("other"))
+
+
 @pytest.mark.slow
 @pytest.mark.needs("transformers")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -132,6 +132,11 @@ BAD_BUILT_IN: list[tuple[dict[str, Any], str, str]] = [
         "--model.preset 125m is not one of transformer's",
         "--model.preset 124m",
     ),
+    (
+        {"name": "mlp", "load_in_4bit": True},
+        "--model.args.load_in_4bit is not an argument of --model.name mlp",
+        "frozen weights in half the bytes are --precision.frozen bf16",
+    ),
     ({"name": "transformer", "layer": 3}, "--model.args.layer is not an argument", "--model.args.layers"),
     (
         {"name": "mlp", "xyz": 3},

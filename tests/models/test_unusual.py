@@ -5,13 +5,19 @@ of torch's.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from fsdp.base.errors import ConfigError
+from fsdp.base.torchvision_import import prepare_torchvision
+from fsdp.config import MemorySection
 from fsdp.dist.env import DistEnv
+from fsdp.models.blocks import find_units
+from fsdp.parallel.activations import apply_activation_checkpointing
 from tests.support.runs import failures, run
 from tests.support.world import run_world
 
@@ -38,6 +44,8 @@ def test_the_order_of_a_parameter_in_memory_changes_nothing(tmp_path: Path) -> N
 REFUSED = {
     "Complex": "Complex: parameter phase is complex64, which FSDP does not reduce. HINT: "
         "nn.Parameter(torch.view_as_real(",
+    "Quantized": "Quantized: parameter packed is of type Packed, whose packed values cannot be cut into the "
+        "shards of any number of ranks. HINT: packed as it was before quantization; --precision.frozen bf16",
     "Lazy": "Lazy: stem.weight has no shape before the first forward, but sharding comes before it."
         " HINT: nn.Linear(IN, OUT)",
     "PerSample": "the model's own loss has the shape (2,), not that of one number. HINT: return "
@@ -55,16 +63,34 @@ REFUSED = {
     "Numbering --memory.activation_budget 0.5": "--memory.activation_budget 0.5: the forward of blocks.0 "
         "changes its own "
     "state, blocks.0.calls,",
-    "Alternating --memory.activation_checkpointing full": "a unit's forward computes something else when "
-        "backward repeats it",
-    "Alternating --memory.activation_checkpointing ops": "a unit's forward computes something else when "
-        "backward repeats it",
+    "Alternating --memory.activation_checkpointing full": "the forward of blocks.1 computes something else "
+        "when backward repeats it (",
+    "Alternating --memory.activation_checkpointing ops": "the forward of blocks.1 computes something else "
+        "when backward repeats it (",
+    "Caching --memory.activation_checkpointing ops": "--memory.activation_checkpointing ops: the forward of "
+        "blocks.0 writes into its argument cache (Cache), and backward would change it a second time. HINT: ",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_a_model_is_refused_in_a_line(words: str, tmp_path: Path) -> None:
     refused(f"--model.name {HERE}:" + words.replace("{HERE}", HERE), REFUSED[words], tmp_path)
+
+
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize("kind", ["full", "ops"])
+def test_recomputation_of_xlm_is_refused_with_the_module(kind: Literal["full", "ops"]) -> None:
+    prepare_torchvision()
+    from transformers import XLMConfig, XLMWithLMHeadModel
+
+    sizes: Any = {"vocab_size": 50, "emb_dim": 16, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 16}
+    model = XLMWithLMHeadModel(XLMConfig(**sizes)).train()
+    units = find_units(model, "auto")
+    apply_activation_checkpointing(units, MemorySection(activation_checkpointing=kind), root=model)
+    with pytest.raises(
+        ConfigError, match=r"forward of transformer.attentions.0 writes into its argument cache"
+    ):
+        model(torch.zeros(2, 8, dtype=torch.int64))
 
 
 OTHERS = {

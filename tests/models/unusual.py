@@ -69,6 +69,29 @@ class PerSample(Uneven):
         return {"loss": loss, "logits": logits}
 
 
+class Packed(Tensor):
+    """A weight as a library of quantized tensors has it: operations of its own, no other."""
+
+    @staticmethod
+    def __new__(cls: type[Packed], values: Tensor) -> Packed:
+        made: Packed = Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{func} is not supported")
+
+
+class Quantized(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Parameter(Packed(torch.zeros(13, 4)), requires_grad=False)
+
+
 class Counts(Block):
     """A block that counts its calls in a buffer."""
 
@@ -123,6 +146,41 @@ class Numbering(Uneven):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Numbered() for _ in range(2))
+
+
+class Cache:
+    """A key-value cache as transformers' have it: what the blocks append to."""
+
+    def __init__(self) -> None:
+        self.layers: list[dict[str, Tensor]] = []
+
+    def get_seq_length(self) -> int:
+        return len(self.layers)
+
+
+class Caches(Block):
+    def __init__(self) -> None:
+        super().__init__(13)
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        out = super().forward(x)
+        if cache is not None:
+            cache.layers.append({"keys": out})
+        return out
+
+
+class Caching(Uneven):
+    """A model that makes a cache in each forward, though it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Caches() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, cache = self.stem(x), Cache()
+        for block in self.blocks:
+            x = block(x, cache=cache)
+        return self.head(x)
 
 
 class Words(nn.Module):

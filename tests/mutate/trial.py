@@ -89,7 +89,9 @@ class Copy:
         if code == NONE_COLLECTED:
             raise SystemExit(f"no test was collected:\n{output[-2000:]}")
         for line in output.splitlines():
-            if line.startswith(("FAILED ", "ERROR ")):
+            if line.startswith(
+                ("FAILED tests/", "ERROR tests/")
+            ):  # a captured log has lines "ERROR    fsdp…"
                 return line.split(" ")[1]
         return f"pytest's exit code {code}"
 

@@ -22,8 +22,9 @@ from fsdp.dist.env import DistEnv
 from fsdp.dist.stop import Stopper
 from fsdp.optim import nonfinite
 from fsdp.record import recorder
-from fsdp.run.loop import _Loop, train
+from fsdp.run.loop import train
 from fsdp.run.step_hooks import TokenSum
+from fsdp.run.training_loop import TrainingLoop
 from tests.optim.test_nonfinite_runs import DDP, HSDP, SPOILT, step_of
 from tests.support.marks import quick_are
 from tests.support.runs import failures, flags
@@ -40,23 +41,23 @@ def as_on_cuda() -> Iterator[None]:
 
 def decided_by_device(env: DistEnv, words: list[str]) -> tuple[str | None, bool]:
     """The error, and whether all of a rank's values are finite afterwards."""
-    loops: list[_Loop] = []
-    begin = _Loop.run_to_end
+    loops: list[TrainingLoop] = []
+    begin = TrainingLoop.run_to_end
 
-    def spy(self: _Loop) -> Any:
+    def spy(self: TrainingLoop) -> Any:
         assert self.verdicts.device_decides
         loops.append(self)
         return begin(self)
 
     said = None
-    _Loop.run_to_end = spy  # type: ignore[method-assign]
+    TrainingLoop.run_to_end = spy  # type: ignore[method-assign]
     try:
         with as_on_cuda():
             train(configuration.load(words), env)
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
     finally:
-        _Loop.run_to_end = begin  # type: ignore[method-assign]
+        TrainingLoop.run_to_end = begin  # type: ignore[method-assign]
     held = [*loops[0].sharded.root.parameters()]
     held += [v for s in loops[0].state.optimizer.state.values() for v in s.values()]
     return said, all(bool((getattr(t, "_local_tensor", t)).isfinite().all()) for t in held)
@@ -116,7 +117,7 @@ class _Fetches(TorchDispatchMode):
     not counted.
     """
 
-    def __init__(self, loop: _Loop, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, loop: TrainingLoop, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.seen: Counter[tuple[int, str]] = Counter()
         self._loop, self._talking = loop, False
@@ -151,15 +152,15 @@ class _Fetches(TorchDispatchMode):
 
 
 def fetches(env: DistEnv, words: list[str]) -> dict[tuple[int, str], int]:
-    begin, seen = _Loop.run_to_end, []
+    begin, seen = TrainingLoop.run_to_end, []
     with pytest.MonkeyPatch.context() as patch, as_on_cuda():
 
-        def spy(self: _Loop) -> Any:
+        def spy(self: TrainingLoop) -> Any:
             with _Fetches(self, patch) as mode:
                 seen.append(mode.seen)
                 return begin(self)
 
-        patch.setattr(_Loop, "run_to_end", spy)
+        patch.setattr(TrainingLoop, "run_to_end", spy)
         train(configuration.load(words), env)
     return dict(seen[0])
 

@@ -101,8 +101,10 @@ def test_codes_are_those_of_a_search_in_the_table(signed: bool) -> None:
 # ---------------------------------------------------------------- the optimizer
 
 
-def stepped(model: nn.Module, section: OptimSection, steps: int) -> torch.optim.Optimizer:
-    optimizer = build_optimizer(section, model)
+def stepped(
+    model: nn.Module, section: OptimSection, steps: int, *, compiled: bool = False
+) -> torch.optim.Optimizer:
+    optimizer = build_optimizer(section, model, compiled=compiled)
     for step in range(steps):
         for at, parameter in enumerate(model.parameters()):
             generator = torch.Generator().manual_seed(100 * step + at)
@@ -123,11 +125,11 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(300, 7), nn.Tanh(), nn.Linear(7, 100, bias=False), nn.Linear(100, 101))
 
 
-def sharded_update(env: DistEnv, state: Any) -> list[Tensor]:
+def sharded_update(env: DistEnv, state: Any, compiled: bool = False) -> list[Tensor]:
     model = layers()
     fully_shard(model, mesh=init_device_mesh("cpu", (env.world_size,), mesh_dim_names=("dp_shard",)))
     with mock.patch.object(adam, "SLICE", 500):  # several slices a shard
-        stepped(model, OptimSection(state=state), 5)
+        stepped(model, OptimSection(state=state), 5, compiled=compiled)
     return [p.full_tensor().detach() for p in model.parameters() if isinstance(p, DTensor)]
 
 
@@ -137,6 +139,36 @@ def test_shards_are_updated_as_the_whole_is_to_the_bit(state: Any) -> None:
     stepped(model, OptimSection(state=state), 5)
     for found in run_world(3, sharded_update, state):
         assert all(torch.equal(a, b) for a, b in zip(found, model.parameters(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("state", ["bf16", "8bit"])
+def test_a_compiled_update_is_near_the_eager_one_and_knows_no_number_of_ranks(state: Any) -> None:
+    eager, compiled = layers(), layers()
+    stepped(eager, OptimSection(state=state), 5)
+    stepped(compiled, OptimSection(state=state), 5, compiled=True)
+    apart = relative_difference(
+        *({str(at): p.detach() for at, p in enumerate(m.parameters())} for m in (compiled, eager))
+    )
+    assert apart < 1e-4
+    for found in run_world(3, sharded_update, state, True):
+        assert all(torch.equal(a, b) for a, b in zip(found, compiled.parameters(), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("state", ["bf16", "8bit"])
+def test_a_compiled_update_is_compiled_in_the_first_steps_alone(state: Any) -> None:
+    model = layers()
+    optimizer = stepped(model, OptimSection(state=state), 2, compiled=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for step in range(4):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 / (step + 1)
+            optimizer.step()
 
 
 @pytest.mark.parametrize(("state", "bound"), [("bf16", 0.02), ("8bit", 0.1)])

@@ -136,6 +136,38 @@ def test_the_compiler_keeps_the_budget() -> None:
         functorch.activation_memory_budget = before
 
 
+class Writes(nn.Module):
+    """Into a product, seen by its version; with `batched` into one that is a view with another version."""
+
+    def __init__(self, batched: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.batched = batched
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = torch.matmul(x, x.transpose(1, 2)) @ x if self.batched else self.first(x)
+        product += x
+        return x + self.second(torch.tanh(product))
+
+
+def writing(batched: bool, memory: MemorySection) -> list[Tensor]:
+    torch.manual_seed(3)
+    model = nn.Sequential(Writes(batched), Writes(batched))
+    apply_activation_checkpointing(find_units(model), memory, root=model)
+    gradients(model, model(INPUT / 8))
+    return gradients(model, model(INPUT / 8))
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("how", ["ops", "full", "budget"])
+def test_a_unit_that_writes_into_a_product(batched: bool, how: Any) -> None:
+    """As transformers' LongT5, Llama 4 and Gemma 3n do: the product is not kept."""
+    expected = writing(batched, MemorySection())
+    memory = MemorySection(activation_budget=0.6) if how == "budget" else None
+    found = writing(batched, memory or MemorySection(activation_checkpointing=how))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_recomputing_without_units_is_refused() -> None:
     with pytest.raises(
         ConfigError,

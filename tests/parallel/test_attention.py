@@ -14,6 +14,7 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.config import SpeedSection
 from fsdp.dist.env import DistEnv
+from fsdp.parallel import attention
 from fsdp.parallel.attention import attention_kernel, check_attention, refused_attention
 from fsdp.run.loop import train
 from tests.support.runs import failures, flags
@@ -46,6 +47,34 @@ def attention_of_a_run(env: DistEnv, words: list[str]) -> bool:
 def test_the_named_kernel_computes(kernel: str, fused: bool, tmp_path: Path) -> None:
     words = flags(WORDS, f"--run.dir {tmp_path} --speed.attention {kernel}")
     assert run_world(1, attention_of_a_run, words) == [fused]
+
+
+@pytest.mark.parametrize("name", ["fa3", "fa4"])
+def test_a_package_of_flash_attention_takes_flashs_place_for_the_run(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", calls.append)
+    monkeypatch.setattr(attention, "restore_flash_attention_impl", lambda: calls.append("restored"))
+    query = torch.ones(1, 1, 4, 8)
+    with attention_kernel(SpeedSection(attention=name)), _Operators() as operators:  # type: ignore[arg-type]
+        F.scaled_dot_product_attention(query, query, query)
+    assert any("flash" in one for one in operators.seen)
+    assert calls == [name.upper(), "restored"]
+
+
+@pytest.mark.parametrize(("name", "module"), [("fa3", "flash_attn_interface"), ("fa4", "flash_attn.cute")])
+def test_an_absent_package_of_flash_attention_is_refused(name: str, module: str) -> None:
+    speed = SpeedSection(attention=name)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=f"needs the module {module}, which is not installed. HINT: --speed"
+    ):
+        check_attention(speed, torch.device("cuda"))
+    with (
+        pytest.raises(ConfigError, match=f"--speed.attention {name} cannot be activated"),
+        attention_kernel(speed),
+    ):
+        pass
 
 
 def test_a_kernel_that_does_not_fit_ends_the_run_with_a_hint() -> None:

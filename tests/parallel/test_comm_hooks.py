@@ -4,6 +4,7 @@ and the logged bytes are the bytes sent.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,8 @@ from fsdp.dist.env import DistEnv
 from fsdp.parallel.comm_hooks import load_hooks
 from fsdp.parallel.traffic import Traffic, traffic
 from fsdp.run.job import prepare, trained_model
-from fsdp.run.loop import _Loop, train
+from fsdp.run.loop import train
+from fsdp.run.training_loop import TrainingLoop
 from tests.support import comm_hooks
 from tests.support.marks import quick_are
 from tests.support.plain_loop import relative_difference
@@ -144,6 +146,35 @@ def test_ddp_refuses_them(words: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+def allocations_of_a_run(env: DistEnv, words: list[str]) -> int:
+    """Buffers for which FSDP's collectives ask their group's backend."""
+    asked = 0
+    plain = dist.ProcessGroup._get_backend
+
+    def backend(self: dist.ProcessGroup, device: torch.device) -> Any:
+        nonlocal asked
+        asked += sys._getframe(1).f_code.co_name == "allocate"
+        return plain(self, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.ProcessGroup, "_get_backend", backend)
+        train(configuration.load(words), env)
+    return asked
+
+
+@pytest.mark.parametrize("on", ["true", "false"])
+def test_buffers_come_from_the_groups_backend_where_the_flag_is_set(on: str, tmp_path: Path) -> None:
+    words = flags(f"--run.dir {tmp_path} --train.steps 2 --comm.allocate_from_group {on}")
+    for asked in run_world(2, allocations_of_a_run, words):
+        assert (asked > 0) is (on == "true")
+
+
+def test_a_groups_allocator_and_a_collective_of_the_user_are_refused() -> None:
+    words = f"--comm.allocate_from_group true --comm.reduce_scatter {HERE}:scatter"
+    with pytest.raises(ConfigError, match=r"allocates its buffers\. HINT: --comm.allocate_from_group false"):
+        configuration.load(words.split())
+
+
 def test_a_divisor_without_shards_is_refused(tmp_path: Path) -> None:
     for text in failures(
         2, tmp_path, "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 1 --comm.divide_by 2"
@@ -185,22 +216,22 @@ def counted(env: DistEnv, words: list[str]) -> Traffic:
 
         return call
 
-    step = _Loop.train_step
+    step = TrainingLoop.train_step
 
-    def once(self: _Loop, *args: Any) -> Any:
+    def once(self: TrainingLoop, *args: Any) -> Any:
         inside[0] = True
         try:
             return step(self, *args)
         finally:
             inside[0] = False
 
-    _Loop.train_step = once  # type: ignore[assignment, method-assign]
+    TrainingLoop.train_step = once  # type: ignore[assignment, method-assign]
     for name, function in real.items():
         setattr(dist, name, counting(name, function))
     try:
         train(configuration.load(words), env)
     finally:
-        _Loop.train_step = step  # type: ignore[method-assign]
+        TrainingLoop.train_step = step  # type: ignore[method-assign]
         for name, function in real.items():
             setattr(dist, name, function)
     return Traffic(sent["all_gather"], sent["reduce_scatter"], sent["all_reduce"])

@@ -146,9 +146,11 @@ def test_kernels_are_read_from_the_home_and_new_ones_copied_there(node: Path, tm
     assert names(own) == {"ab/old"}
     write(own, ab__in__new="new", locks__in__x="", ab__in__half="half")
     (own / "ab" / "half").rename(own / "ab" / ".half.tmp")
+    (own / "ab" / "new").chmod(0o711)
     cache.publish(wait=False)
     cache.publish(wait=True)
     assert names(shared) == {"ab/old", "ab/new"}
+    assert (shared / "ab" / "new").stat().st_mode & 0o777 == 0o711, "what a linker makes stays executable"
 
 
 def test_a_file_that_a_linker_writes_is_not_copied(node: Path, tmp_path: Path) -> None:

@@ -55,14 +55,10 @@ def ahead(env: DistEnv, words: list[str]) -> dict[str, list[int]]:
     model = user_code.Uneven()
     sharded = shard_model(
         model,
+        config,
         sizes=sizes,
         mesh=build_mesh(sizes, env.device),
         device=env.device,
-        section=config.mesh,
-        precision=config.precision,
-        memory=config.memory,
-        speed=config.speed,
-        comm=config.comm,
         hooks=load_hooks(config.comm),
     )
     seen: dict[str, list[int]] = {"forward": [], "backward": []}

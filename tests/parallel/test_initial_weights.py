@@ -51,13 +51,10 @@ def digests(env: DistEnv, words: str) -> dict[str, dict[str, int]]:
             job = prepare(config, world_size=env.world_size, num_nodes=1, device=env.device)
             sharded = shard_model(
                 meta_model(job.spec),
+                config,
                 sizes=job.sizes,
                 mesh=build_mesh(job.sizes, env.device),
                 device=env.device,
-                section=config.mesh,
-                precision=config.precision,
-                memory=config.memory,
-                speed=config.speed,
             )
             materialize(sharded, spec=job.spec, seed=3, init=init, rank=env.rank)
             found[f"{strategy} {init}"] = state_digest(sharded.root)

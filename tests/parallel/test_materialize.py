@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from fsdp.base.errors import OtherRankFailed
 from fsdp.checkpoint.full_state import open_full_state
-from fsdp.config import MemorySection, MeshSection, PrecisionSection, SpeedSection
+from fsdp.config import Config, MeshSection, PrecisionSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.local_tensors import local_tensor
 from fsdp.dist.mesh import Strategy, build_mesh, resolve
 from fsdp.models import ModelSpec
 from fsdp.models.init import Init, Normal
 from fsdp.parallel.init_check import check_initialised
-from fsdp.parallel.materialize import materialize
+from fsdp.parallel.materialize import _in_checkpoint, materialize
 from fsdp.parallel.shard import Sharded, shard_model
 from fsdp.run.job import meta_model
 from tests.support import user_code
@@ -43,13 +43,10 @@ def made(
     spec = ModelSpec(name="own", build=build, sizes={}, knows_inits=False)
     sharded = shard_model(
         meta_model(spec),
+        Config(precision=precision or PrecisionSection()),
         sizes=sizes,
         mesh=build_mesh(sizes, env.device),
         device=env.device,
-        section=MeshSection(),
-        precision=precision or PrecisionSection(),
-        memory=MemorySection(),
-        speed=SpeedSection(),
     )
     source = (lambda: open_full_state(weights)) if weights else None
     materialize(sharded, spec=spec, seed=0, init=init, rank=env.rank, weights=source)
@@ -248,3 +245,22 @@ def test_a_file_that_is_no_state_dict(tmp_path: Path) -> None:
     (tmp_path / "weights.pt").write_text("not weights")
     texts = run_world(2, whole_of, "Uneven", str(tmp_path / "weights.pt"))
     assert all("weights.pt" in text and "HINT:" in text for text in texts), texts
+
+
+class OwnBuffer(nn.Module):
+    """`persistent`: whether a checkpoint holds the buffer."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("scale", torch.ones(2), persistent=persistent)
+
+
+class FillsItself(OwnBuffer):
+    def init_buffers(self) -> None: ...
+
+
+def test_a_resumed_run_computes_the_buffers_that_no_checkpoint_holds() -> None:
+    assert _in_checkpoint(OwnBuffer(persistent=True))
+    assert not _in_checkpoint(OwnBuffer(persistent=False))
+    assert _in_checkpoint(FillsItself(persistent=False))

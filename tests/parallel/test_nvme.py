@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import load
 from fsdp.dist.env import DistEnv
+from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.parallel import mapped_files
+from fsdp.parallel.nvme import _padded
 from tests.memory import small
 from tests.support.marks import quick_are, sample_are
-from tests.support.runs import failures, run
+from tests.support.runs import check_same_numbers, failures, run
 from tests.support.world import run_world
 
 HSDP = "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2"
@@ -51,13 +53,8 @@ SAMPLE = (
 @pytest.mark.parametrize("case", quick_are(["optimizer, ddp"], CASES, SAMPLE))
 def test_the_numbers_are_those_of_a_run_in_memory(case: str, tmp_path: Path) -> None:
     ranks, what, words = CASES[case]
-    inside = run(ranks, tmp_path / "inside", words)
-    outside = run(
-        ranks, tmp_path / "outside", words, f"--memory.nvme {what} --memory.nvme_dir {tmp_path / 'disk'}"
-    )
-    assert [r.get("loss") for r in outside.records] == [r.get("loss") for r in inside.records]
-    assert [r.get("grad_norm") for r in outside.records] == [r.get("grad_norm") for r in inside.records]
-    assert all(torch.equal(outside.parameters[name], value) for name, value in inside.parameters.items())
+    in_files = f"--memory.nvme {what} --memory.nvme_dir {tmp_path / 'disk'}"
+    check_same_numbers(ranks, tmp_path, words, in_files)
     assert not any((tmp_path / "disk").iterdir())
 
 
@@ -125,7 +122,7 @@ def test_a_full_disk_is_refused_before_training(tmp_path: Path) -> None:
     assert said[0] is not None
     assert "ConfigError: What --memory.nvme puts there" in said[0]
     assert "of 2 ranks take" in said[0]
-    assert "GiB free. HINT: --memory.nvme_dir" in said[0]
+    assert "iB free. HINT: --memory.nvme_dir" in said[0]
     assert not any((tmp_path / "disk").iterdir())
 
 
@@ -160,3 +157,17 @@ def test_impossible_flags_are_refused(words: str, said: str) -> None:
 
 def test_a_folder_in_memory_is_named() -> None:
     assert mapped_files.file_system(Path("/proc")) == "proc"
+
+
+def padded_shapes(env: DistEnv) -> list[tuple[int, ...]]:
+    """Of a tensor of 5 rows, as every rank's piece in a gather."""
+    found = []
+    for sizes in (MeshSizes("fsdp", 1, 2), MeshSizes("ddp", 2, 1)):
+        mesh = build_mesh(sizes, env.device)
+        shard = distribute_tensor(torch.zeros(5, 3), mesh, [Replicate(), Shard(0)])
+        found.append(tuple(_padded(shard).shape))
+    return found
+
+
+def test_a_piece_has_the_first_ranks_rows_and_is_not_cut_over_replicas() -> None:
+    assert run_world(2, padded_shapes) == [[(3, 3), (5, 3)]] * 2

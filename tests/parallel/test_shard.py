@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp.config import MemorySection, MeshSection, PrecisionSection, SpeedSection
+from fsdp.config import Config, MeshSection, PrecisionSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import build_mesh, resolve
 from fsdp.parallel.shard import Sharded, replicate, resolve_dtypes, shard_model
@@ -24,13 +24,10 @@ def sharded_of(env: DistEnv, name: str, section: MeshSection) -> Sharded:
     sizes = resolve(section, env.world_size)
     return shard_model(
         getattr(user_code, name)(),
+        Config(mesh=section),
         sizes=sizes,
         mesh=build_mesh(sizes, env.device),
         device=env.device,
-        section=section,
-        precision=PrecisionSection(),
-        memory=MemorySection(),
-        speed=SpeedSection(),
     )
 
 
@@ -87,13 +84,10 @@ def after_evaluation(env: DistEnv, policy: str) -> tuple[bool, bool]:
     sizes = resolve(MeshSection(), env.world_size)
     sharded = shard_model(
         user_code.Uneven(),
+        Config(mesh=MeshSection(reshard_after_forward=policy)),
         sizes=sizes,
         mesh=build_mesh(sizes, env.device),
         device=env.device,
-        section=MeshSection(reshard_after_forward=policy),
-        precision=PrecisionSection(),
-        memory=MemorySection(),
-        speed=SpeedSection(),
     )
     with sharded.evaluating():
         sharded.called(torch.zeros(2, 12))

@@ -5,17 +5,20 @@ resumed elsewhere, planned.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp.config import MemorySection, MeshSection, PrecisionSection, SpeedSection
+from fsdp.config import Config, MeshSection, PrecisionSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import build_mesh, resolve
 from fsdp.models.blocks import blocks_of, find_units
 from fsdp.parallel.shard import shard_model
 from fsdp.parallel.traffic import traffic
+from fsdp.parallel.whole_parameters import average_gradients, average_scalars
 from tests.parallel.test_unit_messages import said
 from tests.plan.test_memory import kinds
 from tests.support import user_code
@@ -71,13 +74,10 @@ def dtypes_of(env: DistEnv) -> tuple[list[str], list[str]]:
     sizes = resolve(section, env.world_size)
     root = shard_model(
         user_code.Uneven(),
+        Config(mesh=section, precision=PrecisionSection(param="bf16")),
         sizes=sizes,
         mesh=build_mesh(sizes, env.device),
         device=env.device,
-        section=section,
-        precision=PrecisionSection(param="bf16"),
-        memory=MemorySection(),
-        speed=SpeedSection(),
     ).root
     whole = [name for name, p in root.named_parameters() if not isinstance(p, DTensor)]
     out = root(torch.ones(2, 12))
@@ -162,3 +162,69 @@ def test_a_plan_counts_whole_parameters_and_pairs() -> None:
     single, pairs = kinds(*deep), kinds(*deep, "--mesh.wrap", "every:2")
     assert pairs["parameters"] == pytest.approx(single["parameters"], rel=0.02)
     assert pairs["gathered"] > single["gathered"]
+
+
+def averaged(env: DistEnv, scalars: bool) -> list[list[float] | None]:
+    """The gradients after the average: one that every rank has, one of no rank, and one of rank 1 alone."""
+    size = () if scalars else (2,)
+    every, none, other, zero = (nn.Parameter(torch.zeros(size)) for _ in range(4))
+    every.grad = torch.full(size, env.rank + 1.0)
+    other.grad = torch.full(size, 2.0) if env.rank == 1 else None
+    zero.grad = torch.full(size, -0.0) if env.rank == 1 else None
+    (average_scalars if scalars else average_gradients)([every, none, other, zero], 4.0)
+    return [None if p.grad is None else p.grad.reshape(-1).tolist() for p in (every, none, other, zero)]
+
+
+def test_a_parameter_without_a_gradient_keeps_none_and_one_rank_s_reaches_all() -> None:
+    assert run_world(2, averaged, False) == [[[0.75, 0.75], None, [0.5, 0.5], [0.0, 0.0]]] * 2
+    assert run_world(2, averaged, True) == [[[0.75], None, [0.5], [0.0]]] * 2
+
+
+class Seldom(user_code.Uneven):
+    """A scalar and a layer that only samples with a positive first number use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seldom, self.scale = nn.Linear(12, 13), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        some = x[:, 0] > 0
+        extra = self.scale * self.seldom(x[some]).sum() if some.any() else 0.0
+        return super().forward(x) + extra * 1e-3
+
+
+def gradients(env: DistEnv, accumulate: Literal["last", "every"]) -> dict[str, list[float]]:
+    """Of a global batch of four samples, two a rank; those of rank 0 use neither the layer nor the scalar."""
+    torch.manual_seed(0)
+    model = Seldom().double()
+    section = MeshSection(unsharded="seldom.*", accumulate=accumulate)
+    sizes = resolve(section, env.world_size)
+    sharded = shard_model(
+        model,
+        Config(mesh=section, precision=PrecisionSection(master="fp64")),
+        sizes=sizes,
+        mesh=build_mesh(sizes, env.device),
+        device=env.device,
+    )
+    x = torch.linspace(0.1, 1, 48, dtype=torch.float64).view(4, 12)
+    x[:2, 0] = -1
+    for rows in x[2 * env.rank :][:2].split(1):
+        with sharded.micro_batch(last=bool(rows[0, 1] == x[2 * env.rank + 1, 1])):
+            sharded.called(rows).square().sum().backward()
+    names = ("scale", "seldom.weight", "seldom.bias")
+    found = dict(model.named_parameters())
+    return {name: grad.flatten().tolist() for name in names if (grad := found[name].grad) is not None}
+
+
+@pytest.mark.parametrize("accumulate", ["last", "every"])
+def test_a_scalar_and_a_whole_layer_that_one_rank_does_not_use(accumulate: Literal["last", "every"]) -> None:
+    torch.manual_seed(0)
+    model = Seldom().double()
+    x = torch.linspace(0.1, 1, 48, dtype=torch.float64).view(4, 12)
+    x[:2, 0] = -1
+    sum(model(rows).square().sum() for rows in x.split(1)).backward()
+    expected = {name: p.grad / 2 for name, p in model.named_parameters() if p.grad is not None}
+    for found in run_world(2, gradients, accumulate):
+        assert set(found) == {"scale", "seldom.weight", "seldom.bias"}
+        for name, values in found.items():
+            assert values == pytest.approx(expected[name].flatten().tolist(), rel=1e-12)

@@ -16,14 +16,14 @@ from torch.distributed.fsdp import FSDPModule
 import fsdp.models.loss
 import fsdp.optim.optimizer
 import fsdp.run.loop
-import fsdp.run.setup
+import fsdp.run.step
 from fsdp.dist.env import DistEnv
 from fsdp.models.loss import LossFunction, LossParts
 from fsdp.optim.gradients import Gradients
 from fsdp.parallel.shard import Sharded
 from fsdp.parity.options import ParityOptions, Row
 from fsdp.parity.ranks import train_rows
-from fsdp.run.loop import _Loop
+from fsdp.run.training_loop import TrainingLoop
 
 Break = Callable[[DistEnv], contextlib.AbstractContextManager[Any]]
 
@@ -61,13 +61,13 @@ def rank_left_out(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
 
 def divided_by_micro_batches(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
     def make(train_step: Any) -> Any:
-        def broken(self: _Loop, batch: Any, lr: float) -> Any:
+        def broken(self: TrainingLoop, batch: Any, lr: float) -> Any:
             self.sharded.divides_by = self.sharded.ranks / len(batch.micro)
             return train_step(self, batch, lr)
 
         return broken
 
-    return instead(_Loop, "train_step", make)
+    return instead(TrainingLoop, "train_step", make)
 
 
 def mean_over_tokens(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -99,18 +99,135 @@ class Scatter:
         own_part(output_tensor, input_tensor, group, op)
 
 
-def unit_not_reduced(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+class Rounded(Scatter):
+    """The gradients are rounded to float32 on their way."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, *_: Any) -> None:
+        dist.reduce_scatter_tensor(output_tensor, input_tensor.float().to(input_tensor.dtype), op, group)
+
+
+class Largest(Scatter):
+    """The greatest gradient of any rank for their mean."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, *_: Any) -> None:
+        dist.reduce_scatter_tensor(output_tensor, input_tensor, dist.ReduceOp.MAX, group)
+
+
+class Rolled(Scatter):
+    """Each rank's part is one element further."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, *_: Any) -> None:
+        dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
+        output_tensor.copy_(output_tensor.roll(1))
+
+
+class LaterTurned(Scatter):
+    """The sign of the gradients is wrong from the second step on."""
+
+    calls = 0
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, *_: Any) -> None:
+        dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
+        self.calls += 1
+        if self.calls > 1:
+            output_tensor.neg_()
+
+
+def one_unit_by(scatter: Callable[[], Scatter]) -> Break:
+    """One unit's gradients are reduced in another way."""
+
     def make(shard_model: Any) -> Any:
         def broken(*args: Any, **kwargs: Any) -> Sharded:
             sharded: Sharded = shard_model(*args, **kwargs)
             unit = sharded.units[1][0]
             if isinstance(unit, FSDPModule):
-                unit.set_custom_reduce_scatter(Scatter())  # type: ignore[arg-type]
+                unit.set_custom_reduce_scatter(scatter())  # type: ignore[arg-type]
             return sharded
 
         return broken
 
-    return instead(fsdp.run.setup, "shard_model", make)
+    return lambda env: instead(fsdp.run.loop, "shard_model", make)
+
+
+class Gather(Scatter):
+    """The parameters are rounded to float32 on their way."""
+
+    def __call__(  # type: ignore[override]
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> None:
+        dist.all_gather_into_tensor(output_tensor, input_tensor, group)
+        whole = output_tensor.view(torch.float64) if output_tensor.dtype == torch.uint8 else output_tensor
+        whole.copy_(whole.float().double())
+
+
+def gathered_in_float32(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    def make(shard_model: Any) -> Any:
+        def broken(*args: Any, **kwargs: Any) -> Sharded:
+            sharded: Sharded = shard_model(*args, **kwargs)
+            unit = sharded.units[1][0]
+            if isinstance(unit, FSDPModule):
+                unit.set_custom_all_gather(Gather())  # type: ignore[arg-type]
+            return sharded
+
+        return broken
+
+    return instead(fsdp.run.loop, "shard_model", make)
+
+
+def targets_of_others(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    """On one rank each sample has the target of its neighbour."""
+
+    def make(call: Any) -> Any:
+        def broken(self: LossFunction, model: Any, data: Any, *args: Any) -> Any:
+            if env.rank == 1:
+                data = {**data, "targets": data["targets"].roll(1, 0)}
+            return call(self, model, data, *args)
+
+        return broken
+
+    return instead(LossFunction, "__call__", make)
+
+
+def gradient_lost(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    """One rank's part of one parameter has no gradient after the reduction."""
+
+    def make(norm: Any) -> Any:
+        def broken(self: Gradients) -> Tensor:
+            if env.rank == 1:
+                self._locals([*self._sharded, *self._plain])[0].zero_()
+            return norm(self)
+
+        return broken
+
+    return instead(Gradients, "norm", make)
+
+
+def norm_counts_replicas(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    """The norm alone is wrong."""
+    return instead(Gradients, "norm", lambda norm: lambda self: norm(self) * 2**0.5)
+
+
+def loss_alone(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    """The loss that is reported has one rank's part twice; its gradient is right."""
+
+    def make(call: Any) -> Any:
+        def broken(self: LossFunction, *args: Any) -> LossParts:
+            parts: LossParts = call(self, *args)
+            more = parts.loss_sum.detach() if env.rank == 1 else 0.0
+            return replace(parts, loss_sum=parts.loss_sum + more)
+
+        return broken
+
+    return instead(LossFunction, "__call__", make)
+
+
+def own_rate(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    """One rank updates its part with a rate of its own."""
+
+    def make(set_lr: Any) -> Any:
+        return lambda optimizer, lr: set_lr(optimizer, lr * (2 if env.rank == 1 else 1))
+
+    return instead(fsdp.run.step, "set_lr", make)
 
 
 def sum_for_mean(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -126,7 +243,7 @@ def sum_for_mean(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
 
         return broken
 
-    return instead(fsdp.run.setup, "shard_model", make)
+    return instead(fsdp.run.loop, "shard_model", make)
 
 
 def replicas_not_averaged(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -151,7 +268,7 @@ def replicas_not_averaged(env: DistEnv) -> contextlib.AbstractContextManager[Any
         return broken
 
     stack = contextlib.ExitStack()
-    stack.enter_context(instead(fsdp.run.setup, "shard_model", marked))
+    stack.enter_context(instead(fsdp.run.loop, "shard_model", marked))
     stack.enter_context(instead(dist, "all_reduce", make))
     return stack
 
@@ -164,7 +281,7 @@ def first_micro_batch_dropped(env: DistEnv) -> contextlib.AbstractContextManager
     left: list[int] = []
 
     def counted(train_step: Any) -> Any:
-        def broken(self: _Loop, batch: Any, lr: float) -> Any:
+        def broken(self: TrainingLoop, batch: Any, lr: float) -> Any:
             left[:] = [0 if at == 0 and len(batch.micro) > 1 else 1 for at in range(len(batch.micro))]
             return train_step(self, batch, lr)
 
@@ -174,7 +291,7 @@ def first_micro_batch_dropped(env: DistEnv) -> contextlib.AbstractContextManager
         return lambda self, *args: with_gradient(call(self, *args), float(left.pop(0)) if left else 1.0)
 
     stack = contextlib.ExitStack()
-    stack.enter_context(instead(_Loop, "train_step", counted))
+    stack.enter_context(instead(TrainingLoop, "train_step", counted))
     stack.enter_context(instead(LossFunction, "__call__", dropped))
     return stack
 
@@ -224,7 +341,17 @@ BREAKS: dict[str, Break] = {
     "a rank left out": rank_left_out,
     "divided by micro-batches": divided_by_micro_batches,
     "mean over tokens": mean_over_tokens,
-    "a unit not reduced": unit_not_reduced,
+    "a unit not reduced": one_unit_by(Scatter),
+    "reduced in float32": one_unit_by(Rounded),
+    "the greatest for the mean": one_unit_by(Largest),
+    "parts shifted": one_unit_by(Rolled),
+    "turned from the second step": one_unit_by(LaterTurned),
+    "gathered in float32": gathered_in_float32,
+    "targets of others": targets_of_others,
+    "a part's gradient lost": gradient_lost,
+    "norm alone": norm_counts_replicas,
+    "loss alone": loss_alone,
+    "a rank's own rate": own_rate,
     "a sum for a mean": sum_for_mean,
     "replicas not averaged": replicas_not_averaged,
     "divisor of one axis": divisor_of_one_axis,

@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsdp.base.errors import ConfigError
 from fsdp.parity.__main__ import _show
+from fsdp.parity.compare import _refuse_random
 from fsdp.parity.measure import ParityDifference, relative_differences
 from fsdp.parity.options import Comparison, ParityOptions, Row, rows
+from fsdp.run.job import Job, prepare, trained_model
+from tests.models.small_hf import SIZES
 from tests.run.hf_folders import DATA, write_folder
+from tests.support.runs import settings
 from tests.test_house import imports
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +76,34 @@ def test_a_folder_of_transformers_with_default_flags(name: str, tmp_path: Path) 
 def test_a_wrong_flag_is_one_line(words: list[str], message: str) -> None:
     done = parity(*words)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message + "\n")
+
+
+@pytest.mark.needs("transformers")
+def test_the_hint_for_dropout_turns_it_off(tmp_path: Path) -> None:
+    """BERT's configuration has two fields for it, and none of the name dropout."""
+    from transformers import BertConfig
+
+    BertConfig(**SIZES, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path)
+    words = f"--model.name hf:{tmp_path} {DATA['bert']}"
+
+    def job(*more: str) -> Job:
+        return prepare(settings(words, *more), world_size=2, num_nodes=1, device=torch.device("cpu"))
+
+    with pytest.raises(ConfigError, match=r"dropout drops values at random: .* HINT: --model") as caught:
+        _refuse_random(job())
+    assert caught.value.hint is not None
+    _refuse_random(job(caught.value.hint))
+
+
+def test_batch_norm_is_refused_and_named_at_the_start_of_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    config = settings("--model.name tests.support.user_code:Buffers")
+    for ranks, warnings in ((1, 0), (2, 1)):
+        job = prepare(config, world_size=ranks, num_nodes=1, device=torch.device("cpu"))
+        caplog.clear()
+        trained_model(config, job)
+        assert sum("BatchNorm over the rows that a rank has" in said for said in caplog.messages) == warnings
+    with pytest.raises(ConfigError, match=r"norm normalises over the rows that a rank has"):
+        _refuse_random(job)
 
 
 def test_every_mesh_has_as_many_ranks_as_given() -> None:

@@ -42,3 +42,14 @@ def test_a_recipe_fits_its_hardware_as_its_comment_says(
     row = next(line for line in page.splitlines() if line.startswith(f"| [{recipe.name}]"))
     assert [said["mesh"], said["peak"], said["step"]] == [row.split(" | ")[at] for at in (2, 5, 6)], row
     assert float(said["step"]) == pytest.approx(float(now["step"]), rel=0.05, abs=0.001), printed
+
+
+def test_the_readme_has_each_recipes_peak() -> None:
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    told = dict(re.findall(r"([\w-]+)\.toml (?:takes )?(\d+\.\d) ", readme))
+    others = re.search(r"the others (\d+\.\d) GiB", readme)
+    assert others is not None
+    for recipe in RECIPES:
+        row = ROW.search(recipe.read_text(encoding="utf-8"))
+        assert row is not None
+        assert told.get(recipe.stem, others[1]) == row["peak"], recipe.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,21 +9,15 @@ import pytest
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection, ModelSection
 from fsdp.data import build_dataset
-from fsdp.dist.env import DistEnv
 from fsdp.models import resolve
 from fsdp.predict.__main__ import main
-from tests.support import runs
+from tests.support.data_cache import on_a_rank
 from tests.support.data_cache import own_cache as own_cache
 from tests.support.world import run_world
 from tests.tokenize.chat import save_tokenizer
 from tests.tokenize.rows import texts, write_lines
 
 pytestmark = pytest.mark.needs("transformers")
-
-
-def on_a_rank(env: DistEnv, words: list[str], cache: str) -> str | None:
-    os.environ["XDG_CACHE_HOME"] = cache
-    return runs.on_a_rank(env, words)
 
 
 @pytest.mark.slow

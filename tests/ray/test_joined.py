@@ -96,6 +96,16 @@ def test_ctrl_c_at_the_driver_seals_a_checkpoint_and_leaves_with_0(
     check_whole(Driver(run.path, cluster=joined).finish(), undisturbed)
 
 
+def test_variables_reach_the_workers_alone(tmp_path: Path, joined: Cluster) -> None:
+    given = {"SHARDRUN_GIVEN": "two words", "OMP_NUM_THREADS": "2"}
+    flags = [word for name, value in given.items() for word in ("--ray.env", f"{name}={value}")]
+    expected = [f"--model.args.{name}={value!r}" for name, value in given.items()]
+    model = ("--model.name", "tests.ray.variables:build", *expected, "--train.steps", "1")
+    run = Driver(tmp_path / "run", *model, *flags, cluster=joined).finish()
+    assert run.steps == [1]
+    assert "SHARDRUN_GIVEN" not in os.environ
+
+
 def test_more_workers_than_the_cluster_has_is_said_at_once(tmp_path: Path, joined: Cluster) -> None:
     driver = Driver(tmp_path / "run", "--ray.num_workers", "9", cluster=joined)
     assert driver.wait(60) == 3

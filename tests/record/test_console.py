@@ -19,7 +19,17 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.record.console import BOLD, GREEN, LOG_COLUMNS, PLAIN, Console, _LiveHandler, fit
+from fsdp.record.console import (
+    BOLD,
+    GREEN,
+    LOG_COLUMNS,
+    PLAIN,
+    Console,
+    _LiveHandler,
+    bar,
+    fit,
+    start_facts,
+)
 from fsdp.record.metrics import StepMetrics
 from tests.support.marks import sample_are
 
@@ -83,7 +93,7 @@ def test_the_live_line_fits_its_terminal(columns: int, monkeypatch: pytest.Monke
 
 def test_eighty_columns_show_all_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     _, seen = drawn(80, monkeypatch)
-    for expected in ("1200/5000", "loss 2.3457", "156k tok/s", "41% MFU", "61.2 GiB", "left", "saved 1000"):
+    for expected in ("1200/5000", " 24%", "█░", "loss 2.3457", "156k tok/s", "41% MFU", "61.2 GiB", "left"):
         assert expected in seen, seen
 
 
@@ -121,8 +131,73 @@ def test_a_log_line_never_lands_in_the_live_one(monkeypatch: pytest.MonkeyPatch)
         console = Console(total_steps=5000, every=1, unit="tok", stream=stream)  # type: ignore[arg-type]
         console.step(metrics(), "")
         console.print_line("eval_loss 1.2  at step 1200")
-    lines = terminal.read().splitlines()
-    assert lines[-1] == "eval_loss 1.2  at step 1200"
+        Console.clear_live()
+    drawn = terminal.read().split("\r\x1b[2K")
+    assert drawn[-1].splitlines()[0] == "eval_loss 1.2  at step 1200"
+    below = ESCAPE.sub("", drawn[-1].splitlines()[1])
+    assert below.startswith("step 1200/5000"), "the live line is drawn again below"
+    assert drawn[-1].splitlines()[1] == drawn[-2]
+
+
+# ---------------------------------------------------------------- notebooks
+
+
+class Cell(io.StringIO):
+    """As ipykernel's stream: no terminal, no descriptor."""
+
+
+Cell.__module__ = "ipykernel.iostream"
+
+
+def test_a_notebook_has_a_live_line_and_other_lines_above_it() -> None:
+    cell = Cell()
+    console = Console(total_steps=5000, every=1000, unit="tok", stream=cell)
+    console.step(metrics(1200), "")
+    console.print_line("eval_loss 1.2  at step 1200")
+    console._drawn_at = 0.0
+    console.step(metrics(1201, loss=2.25), "")
+    Console.clear_live()
+    assert not ESCAPE.search(cell.getvalue())
+    seen = shown(cell.getvalue())
+    assert seen[0] == "eval_loss 1.2  at step 1200"
+    assert seen[1].startswith("step 1201/5000")
+    assert "loss 2.2500" in seen[1]
+    assert len(seen) == 2
+
+
+def shown(text: str) -> list[str]:
+    """The lines as they are seen: what follows a carriage return covers the line."""
+    lines = []
+    for line in text.removesuffix("\n").split("\n"):
+        seen = ""
+        for part in line.split("\r"):
+            seen = part + seen[len(part) :]
+        lines.append(seen.rstrip())
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("share", "drawn"), [(0.0, "░" * 8), (0.5, "████░░░░"), (1.0, "█" * 8), (1.5, "█" * 8)]
+)
+def test_the_bar_is_full_at_the_last_step(share: float, drawn: str) -> None:
+    assert bar(share, "utf-8") == drawn
+    assert bar(share, "latin-1") == drawn.replace("█", "#").replace("░", "-")
+
+
+def test_the_facts_of_a_start_are_a_table_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
+    facts = {"mesh": "fsdp, 2 ranks", "global batch": "64 samples = micro-batch 8 × 4 × 2 ranks, padded"}
+    assert start_facts(facts, io.StringIO()) == facts
+    terminal = Terminal(60)
+    with terminal.stream() as stream:
+        (name, text), *_ = start_facts(facts, stream).items()  # type: ignore[arg-type]
+    terminal.read()
+    lines = f"{name} {text}".splitlines()
+    assert lines[0] == " mesh          fsdp, 2 ranks"
+    assert lines[1].startswith(" global batch  64 samples")
+    assert lines[2] == " " * 15 + "padded"
+    assert all(len(line) < 60 for line in lines)
 
 
 # ---------------------------------------------------------------- logs
@@ -265,10 +340,11 @@ def test_a_real_run_on_a_terminal_of_eighty_columns(tmp_path: Path, no_color: st
     ) as process:
         text = terminal.read()
     assert process.returncode == 0, text
-    live = [ESCAPE.sub("", part.partition("\n")[0]).rstrip("\r") for part in text.split("\r\x1b[2K")[1:]]
-    assert live
-    assert live[-1].startswith("step 6/6  loss")
+    drawn = [line.rstrip("\r") for part in text.split("\r\x1b[2K") for line in part.split("\n")]
+    live = [line for part in drawn if (line := ESCAPE.sub("", part)).startswith("step ")]
+    assert live[-1].split()[:5] == ["step", "6/6", "████████", "100%", "loss"]
     assert all(len(line) < 80 for line in live)
+    assert any(line.startswith("checkpoint of step 3 sealed") for line in drawn), "a line above the live one"
     assert set(ESCAPE.findall(text)) == ({"\x1b[2K"} if no_color else {"\x1b[2K", BOLD, GREEN, PLAIN})
 
 

@@ -57,7 +57,7 @@ def test_each_number_goes_to_the_file_and_to_everyone_who_asked(tmp_path: Path) 
     told = recorder(tmp_path, out, hears)
     told.step(one_step())
     told.flush()
-    told.evaluation(1, {"eval_loss": 2.0})
+    told.evaluation(1, {"eval_loss": 2.0}, None)
     told.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 1]
@@ -130,8 +130,8 @@ def test_a_save_is_told_and_kept_with_what_it_took(tmp_path: Path) -> None:
     told.saving(3)
     assert told.checkpoint_note == "saving 3"
     told.saved(3, "somewhere", stall_s=0.25, write_s=1.5, size=1 << 21)
-    assert told.checkpoint_note == "saved 3"
-    assert out.getvalue() == "checkpoint of step 3 sealed: 2.0 MiB in 1.50 s\n"
+    assert told.checkpoint_note == ""
+    assert out.getvalue() == "checkpoint of step 3 sealed: 2 MiB in 1.50 s\n"
     assert json.loads((tmp_path / "saves.jsonl").read_text()) == {
         "step": 3,
         "stall_s": 0.25,

@@ -6,7 +6,7 @@ import pytest
 from markupsafe import Markup
 
 from fsdp.base import html
-from fsdp.report.bars import bars
+from fsdp.base.bars import bars
 from fsdp.report.curves import chart
 from fsdp.report.series import Series, in_order
 
@@ -16,7 +16,7 @@ EVIL = """</script></title></style>"'><img src=x onerror=alert(1)>{{ 7 * 7777 }}
 def series() -> Series:
     import numpy as np
 
-    return in_order(np.arange(3.0), np.arange(3.0))
+    return in_order(Series(np.arange(3.0), np.arange(3.0)))
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,8 @@ def series() -> Series:
         html.chip(EVIL, EVIL),
         html.paragraph(EVIL, EVIL),
         html.pre(EVIL),
+        html.header(EVIL, EVIL, lines=[EVIL], flags=[EVIL] * 20, notes=[EVIL]),
+        html.link(EVIL, EVIL),
         html.joined([EVIL, EVIL], "<br>"),
         html.document(EVIL, EVIL),
         html.render("report/templates/timeline.html", end=EVIL,

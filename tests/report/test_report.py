@@ -120,14 +120,14 @@ def with_step_times(run: Path, times: list[float]) -> Path:
 
 @pytest.mark.parametrize(
     ("times", "told"),
-    [([0.115, 0.125, 0.120], "20.0% worse"), ([0.05] * 20 + [0.2] * 20, "")],
+    [([0.115, 0.125, 0.120], "+20.0% ("), ([0.05] * 20 + [0.2] * 20, "")],
 )
 def test_a_difference_within_the_spread_is_neither_better_nor_worse(
     times: list[float], told: str, run: Path, tmp_path: Path
 ) -> None:
     with_step_times(run, [0.095, 0.1, 0.105])
     other = with_step_times(made(tmp_path / "other"), times)
-    rows = compare.figures(read_run(run), read_run(other))
+    rows = compare.figures(compare.differences(read_run(run), read_run(other)))
     row = next(row for row in rows if row[0] == "median step")
     assert " to " in str(row[1])
     assert told in str(row[3])
@@ -339,7 +339,7 @@ def test_a_profiled_run_shows_memory_by_kind_and_phase(run: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "0 runs were named"),
+        ([], "no run was named"),
         (["no-such-run"], "no-such-run is not a run directory"),
         (["--outt", "x"], "--outt is not a flag"),
         (["x", "--out"], "--out has no value"),

@@ -102,8 +102,8 @@ def test_the_rank_that_waits_least_is_shown_among_many(tmp_path: Path) -> None:
     ranks = {str(rank): {**TIMES, WAITING: 0.0 if rank == 77 else 0.01} for rank in range(96)}
     write(run / "watch" / "timing.jsonl", [{"from_step": 0, "step": 5, "ranks": ranks}])
     text = text_of(run)
-    assert "<span>rank 77</span>" in text
-    assert "<span>rank 50</span>" not in text
+    assert '<span class="name">rank 77</span>' in text
+    assert '<span class="name">rank 50</span>' not in text
 
 
 def test_a_verdict_is_shown_with_its_hint_and_stacks(run: Path) -> None:

@@ -101,14 +101,10 @@ def _load(env: DistEnv, name: str, folder: str, words: str) -> LoadedRank:
     mesh = build_mesh(job.sizes, env.device, 60.0)
     sharded = shard_model(
         trained_model(config, job),
+        config,
         sizes=job.sizes,
         mesh=mesh,
         device=env.device,
-        section=config.mesh,
-        precision=config.precision,
-        memory=config.memory,
-        speed=config.speed,
-        comm=config.comm,
         hooks=job.hooks,
     )
     opened = weights.open_folder(config, job.spec)

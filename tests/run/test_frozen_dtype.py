@@ -79,13 +79,10 @@ def shard_bytes(env: DistEnv, words: list[str]) -> tuple[int, set[torch.dtype], 
     job = prepare(config, world_size=env.world_size, num_nodes=1, device=env.device)
     sharded = shard_model(
         trained_model(config, job),
+        config,
         sizes=MeshSizes("fsdp", 1, env.world_size),
         mesh=build_mesh(job.sizes, env.device, 60.0),
         device=env.device,
-        section=config.mesh,
-        precision=config.precision,
-        memory=config.memory,
-        speed=config.speed,
     )
     parameters = list(sharded.root.parameters())
     parts = [local_tensor(p) for p in parameters]

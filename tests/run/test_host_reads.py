@@ -21,7 +21,8 @@ from fsdp.dist.env import DistEnv
 from fsdp.dist.stop import Stopper
 from fsdp.optim import nonfinite
 from fsdp.record import recorder
-from fsdp.run.loop import _Loop, train
+from fsdp.run.loop import train
+from fsdp.run.training_loop import TrainingLoop
 from tests.support.marks import quick_are
 from tests.support.runs import flags
 from tests.support.world import run_world
@@ -88,9 +89,9 @@ def _counted(reads: _Reads, name: str) -> Any:
 def reads_of_a_run(env: DistEnv, words: list[str]) -> dict[int, set[str]]:
     """Reads by step of a run whose CPU rank takes a device's paths; 0 is outside of steps."""
     reads = _Reads()
-    one_step, begin = _Loop._one_step, Stopper.__init__
+    one_step, begin = TrainingLoop._one_step, Stopper.__init__
 
-    def step(self: _Loop) -> None:
+    def step(self: TrainingLoop) -> None:
         reads.step = self.state.step + 1
         with reads:
             one_step(self)
@@ -103,7 +104,7 @@ def reads_of_a_run(env: DistEnv, words: list[str]) -> dict[int, set[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nonfinite, "DEVICES_THAT_SKIP", ("cuda", "cpu"))
         patch.setattr(recorder, "ASYNCHRONOUS_DEVICES", ("cuda", "cpu"))
-        patch.setattr(_Loop, "_one_step", step)
+        patch.setattr(TrainingLoop, "_one_step", step)
         patch.setattr(Stopper, "__init__", on_a_device)
         for name in ("tolist", "cpu", "numpy"):
             patch.setattr(Tensor, name, _counted(reads, name))

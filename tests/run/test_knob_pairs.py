@@ -72,6 +72,7 @@ KNOBS = {
     "micro-batches": Knob("--train.micro_batch 1"),
     "prefetch": Knob("--speed.prefetch_forward 2 --speed.prefetch_backward 2"),
     "cpu offload": Knob("--memory.cpu_offload true"),
+    "states on the host": Knob("--memory.optimizer_offload true"),
     "states in files": Knob("--memory.nvme optimizer --memory.nvme_dir DISK"),
     "all in files": Knob("--memory.nvme all --memory.nvme_dir DISK"),
     "states in bf16": Knob("--optim.state bf16", computes="fp32"),
@@ -112,6 +113,8 @@ REFUSED = {
     ("frozen", "adapters"),
     *itertools.product((*FILES, "states in bf16", "states in 8 bits"), ("muon",)),
     *itertools.product(FILES, ("moving average",)),
+    ("cpu offload", "states on the host"),
+    *itertools.product(("states on the host",), (*FILES, "states in 8 bits", "muon", "moving average")),
     *itertools.product(("ddp", "all in files", "float8", "frozen"), ("frozen in bf16",)),
 }
 """In the order of KNOBS."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.checkpoint.__main__ import main as checkpoint
 from fsdp.predict.__main__ import main as predict
 from tests.run.hf_folders import write_folder
@@ -32,6 +33,7 @@ def train(ranks: int, run: Path, words: str) -> None:
 
 
 def logits(folder: Path) -> Tensor:
+    prepare_torchvision()
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -97,6 +99,10 @@ def test_a_model_from_scratch_is_exported_as_llama(tmp_path: Path) -> None:
     found = logits(full)
     train(2, tmp_path / "next", f"--model.weights {full} --train.steps 1 --optim.lr 1e-12")
     assert torch.allclose(logits(tmp_path / "next" / "full_model"), found, atol=1e-5)
+    for form, folders in (("hf", True), ("safetensors", False)):
+        out = tmp_path / form
+        assert checkpoint([str(tmp_path / "run"), "export", "--format", form, "--out", str(out)]) == 0
+        assert (out / "config.json").exists() is folders, form
 
 
 @pytest.mark.long

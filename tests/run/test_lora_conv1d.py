@@ -15,8 +15,9 @@ from torch import Tensor
 
 from fsdp.config import Config
 from fsdp.data import Cursor, build_dataset
-from fsdp.models.lora import adapted, apply_lora, draw_adapters
+from fsdp.models.lora import adapted, apply_lora
 from tests.run.hf_folders import TEXTS, write_folder
+from tests.support.adapters import draw_adapters
 from tests.support.marks import quick_are
 from tests.support.plain_loop import relative_difference
 from tests.support.runs import Finished, run, settings

@@ -18,7 +18,8 @@ from fsdp.checkpoint.full_state import open_full_state
 from fsdp.config import Config
 from fsdp.data import Cursor, build_dataset
 from fsdp.models import build_real, resolve
-from fsdp.models.lora import apply_lora, draw_adapters, merge
+from fsdp.models.lora import apply_lora
+from tests.support.adapters import draw_adapters, merge
 from tests.support.plain_loop import relative_difference
 from tests.support.runs import failures, flags, run, settings
 

@@ -28,6 +28,7 @@ RATE = 0.5
 MODELS = {
     "transformer": ["--model.name", "transformer", "--model.preset", "toy", "--model.args.kv_heads", "2"],
     "llama": ["--model.name", "tests.run.test_packed_runs:llama"],
+    "mistral": ["--model.name", "tests.run.test_packed_runs:mistral"],
     "gpt2": ["--model.name", "tests.run.test_packed_runs:gpt2"],
 }
 TEXTS = [f"{'upon a time '[: n % 13]}{n}" for n in range(28)] + ["once upon a time, long ago", "", "x" * 16]
@@ -49,9 +50,20 @@ def llama() -> nn.Module:
     """With torch's norm: transformers' own computes in float32, and rounds gradients by their factor."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1, intermediate_size=40))
+    return exact(LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1, intermediate_size=40)))
+
+
+def mistral() -> nn.Module:
+    """A token sees itself and two before it, within its document."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes: dict[str, Any] = {"num_key_value_heads": 1, "intermediate_size": 40, "sliding_window": 3}
+    return exact(MistralForCausalLM(MistralConfig(**SIZES, **sizes)))
+
+
+def exact(model: nn.Module) -> nn.Module:
     for name, module in list(model.named_modules()):
-        if type(module).__name__ == "LlamaRMSNorm":
+        if type(module).__name__.endswith("RMSNorm"):
             model.set_submodule(name, nn.RMSNorm(SIZES["hidden_size"], eps=1e-6))
     return model
 

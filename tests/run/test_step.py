@@ -45,8 +45,7 @@ def stepped(env: DistEnv, update: bool) -> tuple[list[str], bool, bool]:
     parts, hooks = built.watched.parts, Recorded(update)
     parameters = list(parts.sharded.root.parameters())
     before = [p.detach().clone() for p in parameters]
-    _, applied = run_step(parts, built.batches("cpu"), 2, lr=0.1, hooks=hooks)
-    assert applied == update
+    run_step(parts, built.batches("cpu"), 2, lr=0.1, hooks=hooks)
     changed = any(not torch.equal(a, b.detach()) for a, b in zip(before, parameters, strict=True))
     return hooks.phases, changed, any(p.grad is not None for p in parameters)
 

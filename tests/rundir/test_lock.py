@@ -4,6 +4,7 @@ notices.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -211,3 +212,21 @@ def test_a_holder_notices_within_a_beat_that_it_was_replaced(
     assert "Slurm job 7, start 2" in (held.lost or "")
     held.release()
     later.release()
+
+
+def test_a_released_lock_leaves_no_file_and_no_open_one(tmp_path: Path) -> None:
+    """A process that makes many runs (a sweep under Ray) must not run out of descriptors."""
+    held = FolderLock.acquire(tmp_path, "torchrun")
+    assert len(open_below(tmp_path)) == 1
+    held.release()
+    assert not open_below(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def open_below(folder: Path) -> list[str]:
+    """This process's open files there, also deleted ones."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the listing's own is closed by now
+            found.append(str(link.readlink()))
+    return [name for name in found if name.startswith(f"{folder}/")]

@@ -30,6 +30,15 @@ def fresh(run: RunDir) -> None:
     run.path.mkdir()
 
 
+def test_the_marker_of_an_end_has_its_reason_until_the_next_start(run: RunDir) -> None:
+    fresh(run)
+    for marker in (run.stopped, run.done):
+        history.write_marker(marker, "the deadline at step 7\n")
+        assert marker.read_text() == "the deadline at step 7\n"
+    history.remove_markers(run)
+    assert not list(run.path.iterdir())
+
+
 # ---------------------------------------------------------------- things that are no files
 
 

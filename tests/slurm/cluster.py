@@ -15,6 +15,7 @@ import contextlib
 import getpass
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -60,6 +61,10 @@ class Shape:
     grace_s: int = 0
     kill_wait_s: int = 15
     slurmd_timeout_s: int = 20
+    message_timeout_s: int = 10
+    """10 is Slurm's own default. On a busy machine the controller repeats the kill of a step after it, and
+    ends the step of that number in the requeued job.
+    """
     controller: str = ""
     """SlurmctldParameters, e.g. preempt_send_user_signal."""
 
@@ -171,6 +176,7 @@ class Cluster:
         facts = {
             "host": host, "address": address, "port": ports[0], "user": user, "folder": self.folder,
             "kill_wait": self.shape.kill_wait_s, "slurmd_timeout": self.shape.slurmd_timeout_s,
+            "message_timeout": self.shape.message_timeout_s,
             "controller": self.shape.controller or "requeue_on_resume_failure",
         }  # fmt: skip
         lines = (HERE / "slurm.conf.in").read_text().format(**facts)
@@ -299,8 +305,9 @@ class Cluster:
 
     def job(self, job: str) -> dict[str, str]:
         """scontrol's view of one job."""
-        words = self.run("scontrol", "show", "job", "-o", job).stdout.split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        text = self.run("scontrol", "show", "job", "-o", job).stdout.strip()
+        # values such as folders may have spaces
+        return dict(word.split("=", 1) for word in re.split(r" (?=[A-Z][\w:/]*=)", text) if "=" in word)
 
     def state(self, job: str) -> str:
         return self.job(job)["JobState"]

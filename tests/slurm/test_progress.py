@@ -50,6 +50,7 @@ def fail(run: RunDir, monkeypatch: pytest.MonkeyPatch, kind: Kind, code: int) ->
 def test_done_is_done(run: RunDir) -> None:
     run.done.touch()
     assert (judge(run).act, judge(run).code) == (Act.END, 0)
+    assert slurm_job.message(run, judge(run)) == "done: the run has all its steps."
 
 
 @pytest.mark.parametrize("reason", policy.SCHEDULERS_REASONS)
@@ -64,6 +65,12 @@ def test_a_job_without_requeue_says_that_it_is_not(run: RunDir) -> None:
     stopped(run, 10, "SIGUSR1")
     said = slurm_job.message(run, judge(run, requeue=False))
     assert said.startswith("stopped: SIGUSR1; this launcher does not requeue. Not requeued;")
+
+
+def test_the_command_that_continues_has_a_folder_with_a_space_in_quotes(tmp_path: Path) -> None:
+    run = paths.create(tmp_path / "my run")
+    stopped(run, 10, "SIGUSR1")
+    assert f"--run.dir '{run.path}' continues" in slurm_job.message(run, judge(run, requeue=False))
 
 
 def test_an_error_that_would_come_again_is_final_with_its_own_code(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import subprocess
@@ -10,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from launch import submit
+from launch import sbatch_options, submit
 from launch.slurm_request import Request, gibibytes, minutes
 from tests.slurm.cluster import FOREIGN, REPOSITORY, Cluster
 from tests.slurm.conftest import need_slurm
 from tests.slurm.job import FLAGS, STEPS, Run, Undisturbed
+from tests.slurm.scenarios import submit as submitted
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,77 @@ def test_what_is_typed_wrongly_is_said_in_one_line(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+NAMES = frozenset(("dependency", "exclusive", "gpus-per-task", "gres", "job-name", "ntasks-per-node", "wait"))
+
+
+def test_options_of_sbatch_are_read_with_and_without_values() -> None:
+    words = ["--dependency", "afterok:12", "--exclusive", "--gpus-per-task=1", "--typo", "3"]
+    passed = {"dependency": "afterok:12", "exclusive": True, "gpus-per-task": "1"}
+    assert sbatch_options.read(words, NAMES) == (passed, ["--typo", "3"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("--ntasks-per-node=4", "--tasks-per-node 4"),
+        ("--job-name mine", "--name mine"),
+        ("--wait", "--follow"),
+        ("--gres=gpu:8", "--tasks-per-node 8, or --gpus-per-node 8 in its place"),
+        ("--gpus-per-task=1", "--tasks-per-node 8, or --gpus-per-node 8 in its place"),
+        ("--cluster local --dependency=afterok:12", "leave --dependency out"),
+    ],
+)
+def test_an_option_of_sbatch_that_cannot_pass_is_one_line(
+    typed: str, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sbatch_options, "known", lambda: NAMES)
+    assert submit.main(["--dry-run", *typed.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith(f" HINT: {hint}\n")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.long
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_any_option_of_sbatch_passes_through(slurm: Cluster, tmp_path: Path) -> None:
+    """A dependency, a reservation, mail, GPUs a task, no requeue, a comment of two words."""
+    before = slurm.sbatch("--hold", "--output=/dev/null", "--wrap", "true")
+    user = getpass.getuser()
+    kept = [
+        "StartTime=now",
+        "Duration=60",
+        f"Users={user}",
+        "Nodes=n3",
+        "ReservationName=kept",
+        "Flags=OVERLAP",
+    ]
+    slurm.run("scontrol", "create", "reservation", *kept)
+    options = [f"--dependency=afterok:{before}", "--reservation", "kept", "--mail-type=END", "--no-requeue"]
+    options += ["--gpus-per-task=1", "--tasks-per-node", "2", "--comment=two words"]
+    flags = [*FLAGS, "--train.steps", "2", "--run.device", "cpu"]
+    job = submitted(slurm, tmp_path, *options, flags=flags)
+    facts = slurm.job(job.id)
+    slurm.run("scontrol", "release", before)
+    assert facts["JobState"] == "PENDING"
+    assert facts["Dependency"] == f"afterok:{before}(unfulfilled)"
+    assert (facts["Reservation"], facts["Requeue"]) == ("kept", "0")
+    assert job.wait() == "COMPLETED", job.log()
+    assert job.run.steps == [1, 2]
+    assert job.run.starts[0]["ranks"] == 2
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_an_array_is_throttled(slurm: Cluster, tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.toml").write_text("[train]\nsteps = 2\n")
+    words = ["--dry-run", "--array", "a.toml", "b.toml", "c.toml", "--array-parallelism", "2"]
+    command = [sys.executable, "-m", "launch.submit", *words]
+    said = slurm.run(*command, cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)}).stdout
+    assert "#SBATCH --array=0-2%2\n" in said
 
 
 def test_without_slurm_the_way_without_it_is_named(

@@ -1,19 +1,23 @@
-"""Remakes docs/pictures from real runs: the report of a run that was stopped, failed and continued, the
-doctor on a Slurm with one unfit node, and the memory page. Takes minutes, a browser, and Slurm as root.
+"""Remakes docs/pictures: report and memory page of a real run that was stopped, failed and continued, and the
+other pages of tests/support/pages.py. Takes minutes and a browser.
 
     python -m tests.support.pictures                    into docs/pictures
     python -m tests.support.pictures --to FOLDER --keep RUN      elsewhere; the run is kept
+    python -m tests.support.pictures --run RUN          of a run that is there, profiled with --profile.memory
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,12 +25,17 @@ from typing import Literal
 from PIL import Image
 
 from fsdp.base import proc
-from tests.slurm import scenarios
+from fsdp.memory.profile_page import page as memory_page
+from fsdp.report.page import page as report_page
+from fsdp.report.run_data import read_run
+from tests.report.test_report import made
+from tests.report.test_report import write as write_records
 from tests.slurm.job import Run
 from tests.support.browser import Browser
+from tests.support.pages import write
 from tests.support.processes import eventually
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RANKS = 4
 FLAGS = (
     "--config", "recipes/digits.toml", "--train.steps", "600", "--train.eval_every_steps", "25",
@@ -53,27 +62,89 @@ def main() -> int:
     )
     parser.add_argument("--to", type=Path, default=ROOT / "docs" / "pictures")
     parser.add_argument("--keep", type=Path, help="where the run stays")
+    parser.add_argument("--run", type=Path, help="a run that is there, in place of a new one")
     options = parser.parse_args()
     options.to.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="pictures-") as folder:
-        run = (options.keep or Path(folder, "digits")).absolute()
-        a_night(run)
-        sick = scenarios.preflight(Path(folder))["sick"].run.path / "doctor" / "doctor.html"
-        memory = run / "profile" / "rank0_memory_profile.html"
-        take(options.to, shots(run / "report.html", sick, memory))
+        run = (options.run or options.keep or Path(folder, "digits")).absolute()
+        if options.run is None:
+            a_night(run)
+        pages = write(Path(folder, "pages"))
+        pages |= of_run(run, Path(folder)) | of_sweep(Path(folder))
+        take(options.to, shots(pages))
     return 0
 
 
-def shots(report: Path, doctor: Path, memory: Path) -> list[Shot]:
-    return [
-        Shot("report", report, 1100, 1320, "light"),
-        Shot("report-time", report, 1100, 860, "light", "Where the time goes"),
-        Shot("report-phone", report, 390, 1250, "dark"),
-        Shot("doctor", doctor, 1000, 820, "light"),
-        Shot("doctor-phone", doctor, 390, 1000, "dark"),
-        Shot("memory", memory, 1100, 900, "light"),
-        Shot("memory-phone", memory, 390, 1000, "dark"),
+def of_run(run: Path, folder: Path) -> dict[str, Path]:
+    """Its report and its memory page, written into `folder`."""
+    account = json.loads((run / "profile" / "rank0_memory.json").read_text())
+    texts = {"report": report_page([read_run(run)]), "memory": memory_page(account)}
+    for name, text in texts.items():
+        (folder / f"{name}.html").write_text(text)
+    return {name: folder / f"{name}.html" for name in texts}
+
+
+def of_sweep(folder: Path) -> dict[str, Path]:
+    """Three made-up runs of other learning rates: two of them compared, and all as a table."""
+    runs = [read_run(decoder(folder / f"decoder-{n}", n)) for n in (1, 2, 3)]
+    texts = {"compare": report_page(runs[:2]), "sweep": report_page(runs)}
+    for name, text in texts.items():
+        (folder / f"{name}.html").write_text(text)
+    return {name: folder / f"{name}.html" for name in texts}
+
+
+def decoder(folder: Path, nth: int) -> Path:
+    run = made(folder, steps=400, model__name="transformer", optim__lr=0.001 * nth)
+    noise = random.Random(nth)
+    records: list[dict[str, object]] = []
+    for step in range(1, 401):
+        loss = 2.1 + 6.0 / (1 + step * 0.02 * nth**0.5) + noise.gauss(0, 0.05)
+        seconds = 0.21 * (1 + 0.04 * nth) * noise.uniform(0.95, 1.1)
+        records.append({"step": step, "loss": loss, "grad_norm": noise.uniform(0.8, 1.3), "lr": 0.001 * nth})
+        records[-1] |= {
+            "step_time_s": seconds,
+            "data_wait_s": 0.002,
+            "per_s": 65536 / seconds,
+            "tokens": step,
+        }
+        if step % 50 == 0:
+            records.append({"step": step, "eval_loss": 2.15 + 6.0 / (1 + step * 0.02 * nth**0.5)})
+    write_records(run / "metrics.jsonl", records)
+    kinds = {"parameters": 3.1, "optimizer": 6.2, "gradients": 1.6, "activations": 9.0 / nth, "gathered": 0.8}
+    peak = {
+        "bytes": int(sum(kinds.values()) * 2**30),
+        "step": 4,
+        "phase": "backward",
+        "kinds": {kind: int(size * 2**30) for kind, size in kinds.items()},
+    }
+    (run / "profile").mkdir()
+    record = {"format": 1, "peak": peak, "phases": {"backward": peak}}
+    (run / "profile" / "rank0_memory.json").write_text(json.dumps(record))
+    return run
+
+
+HEIGHTS = {
+    "doctor-64": 1220,
+    "doctor-1024": 1560,
+    "report": 1320,
+    "sweep": 1000,
+    "oom": 1150,
+    "compare": 1150,
+}
+"""Of the wide picture; 900 for others."""
+TALL = ("doctor-64", "doctor-1024")
+"""On a phone their maps begin below 1250."""
+
+
+def shots(pages: Mapping[str, Path]) -> list[Shot]:
+    """Each page at both widths, and the report's times."""
+    wide = [Shot(name, file, 1280, HEIGHTS.get(name, 900), "light") for name, file in pages.items()]
+    phone = [
+        Shot(f"{name}-phone", file, 390, 2300 if name in TALL else 1250, "dark")
+        for name, file in pages.items()
     ]
+    times = Shot("report-time", pages["report"], 1280, 860, "light", "Where the time goes")
+    return [*wide, *phone, times]
 
 
 def take(folder: Path, wanted: list[Shot]) -> None:

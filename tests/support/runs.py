@@ -64,3 +64,11 @@ def finished(folder: Path) -> Finished:
 
 def failures(ranks: int, folder: Path, *more: str) -> list[str | None]:
     return run_world(ranks, on_a_rank, ["--run.dir", str(folder), *flags(*more)])
+
+
+def check_same_numbers(ranks: int, folder: Path, words: str, more: str) -> None:
+    """Trains without `more` and with it: equal losses, gradient norms and parameters."""
+    here, there = run(ranks, folder / "without", words), run(ranks, folder / "with", words, more)
+    for name in ("loss", "grad_norm"):
+        assert [one.get(name) for one in there.records] == [one.get(name) for one in here.records]
+    assert all(torch.equal(there.parameters[name], value) for name, value in here.parameters.items())

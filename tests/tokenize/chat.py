@@ -75,6 +75,41 @@ STYLES = {
         "</s>",
         systems=False,
     ),
+    "gemma": ChatStyle(
+        "<bos>{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}{{ '\n' }}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}<end_of_turn>{% endgeneration %}"
+        "{% else %}{{ m.content | trim }}<end_of_turn>{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        ("<bos>", "<start_of_turn>", "<end_of_turn>"),
+        "<end_of_turn>",
+        systems=False,
+    ),
+    "tools": ChatStyle(
+        "{%- set begin = messages[0].content if messages[0].role == 'system' else 'You have tools.' %}"
+        "{{- '<|im_start|>system\n' + begin }}"
+        "{%- if tools %}{{ '\n# Tools' }}{% for t in tools %}{{ '\n' + (t | tojson) }}{% endfor %}{% endif %}"
+        "{{- '<|im_end|>\n' }}"
+        "{%- for m in messages %}{%- if m.role == 'assistant' %}"
+        "{{- '<|im_start|>assistant\n' }}{% generation %}{{ m.content }}"
+        "{%- for c in m.tool_calls or [] %}{{ '\n<tool_call>\n' + (c.function | tojson) + '\n</tool_call>' }}"
+        "{%- endfor %}{{- '<|im_end|>' }}{% endgeneration %}{{- '\n' }}"
+        "{%- elif m.role == 'tool' %}"
+        "{{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
+        "{%- elif m.role != 'system' %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+        "{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}",
+        SPECIAL,
+        "<|im_end|>",
+    ),
+    "phi3": ChatStyle(
+        "{% for m in messages %}<|{{ m.role }}|>{{ '\n' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}"
+        "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n"
+        "{% elif messages[-1].role == 'user' %}<|endoftext|>{% endif %}",
+        ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>"),
+        "<|end|>",
+    ),
 }
 
 

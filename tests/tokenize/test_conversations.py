@@ -15,7 +15,7 @@ from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
 from fsdp.tokenize import documents
 from fsdp.tokenize.documents import Document, DocumentOptions, DocumentReader
-from fsdp.tokenize.sources import SourceRow
+from fsdp.tokenize.rows import SourceRow
 from fsdp.tokenize.tokenizer import load_tokenizer
 from tests.tokenize import chat
 from tests.tokenize.chat import said, save_tokenizer
@@ -195,8 +195,28 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": "Hi"}, "messages is a str, not a list of messages"),
     ({"messages": []}, "messages is an empty list, not"),
     ({"messages": ["Hi"]}, "message 1 of messages is a str"),
+    (
+        {"messages": [{"role": "user", "content": 3}]},
+        "content of message 1 of messages is a int, not text. HINT: messages are [",
+    ),
+    (
+        {"messages": [*said("a"), {"role": "assistant", "content": {"text": "b"}}]},
+        "content of message 2 of messages is a dict, not text",
+    ),
+    (
+        {"messages": [{"role": "user", "content": ["a"]}]},
+        "content of message 1 of messages is a list with a str, not of parts",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+        "content of message 1 is a list, which the chat template does not read. HINT: ",
+    ),
     ({"messages": [{"role": 1, "content": "a"}]}, "role of message 1 of messages is 1, not text"),
     ({"text": "Hi"}, "has no column messages; its columns are text"),
+    (
+        {"conversations": [{"from": "human", "value": "Hi"}]},
+        "has no column messages; its columns are conversations. HINT: messages are [",
+    ),
     (
         {"messages": said("a", system="b")},
         "the chat template refuses the conversation: only user and assistant. HINT: roles here are system",
@@ -213,6 +233,28 @@ def test_wrong_conversations_are_named(values: dict[str, Any], message: str, tmp
     assert message in str(caught.value)
     assert " HINT: " in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_that_reads_parts_gets_them(tmp_path: Path) -> None:
+    read = reader(save_tokenizer(tmp_path, PARTS))
+    parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": " there"}]
+    document = of(read, messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": parts}])
+    assert trained_texts(read, document) == ["Hello there<|im_end|>"]
+
+
+def test_a_template_that_ends_a_conversation_with_a_token_of_its_own(tmp_path: Path) -> None:
+    """As Phi 3's: each shorter rendering ends with it, and a longer one continues without it."""
+    template = chat.PLAIN.replace("{% endif %}", "{% else %}<|s|>{% endif %}")
+    read = reader(save_tokenizer(tmp_path, template))
+    found = trained_texts(read, of(read, messages=said("Hello", "first", "again", "second")))
+    assert found == ["first<|im_end|>", "second<|im_end|>\n<|s|>"]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:

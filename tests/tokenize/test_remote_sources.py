@@ -233,6 +233,23 @@ def test_wrong_objects_are_named_by_their_url(bucket: str, monkeypatch: pytest.M
         SourceName("s3://no-such-bucket/a").identity()
 
 
+@pytest.mark.needs("s3")
+def test_lists_in_json_objects(bucket: str) -> None:
+    import fsspec
+
+    fs, below = fsspec.filesystem("s3"), f"{bucket}/lists".removeprefix("s3://")
+    fs.pipe_file(f"{below}/a.json", json.dumps({"data": texts(5)}).encode())
+    fs.pipe_file(f"{below}/b.json.gz", gzip.compress(json.dumps(texts(3)).encode()))
+    fs.pipe_file(f"{below}/dataset_info.json", b"{}")
+    opened = SourceName(f"{bucket}/lists").open()
+    assert [row.values for rows in opened for row in rows.read(0, rows.count)] == texts(5) + texts(3)
+    fs.pipe_file(f"{below}/c.json", b'[{"text": "a"}, nothing, {"text": "c"}]')
+    with pytest.raises(
+        ConfigError, match=rf"^{bucket}/lists/c.json line 1 column 17 .*is not JSON: .*HINT: "
+    ):
+        SourceName(f"{bucket}/lists/c.json").open()
+
+
 def test_only_stores_are_urls() -> None:
     with pytest.raises(
         ConfigError, match=r"https://host/a.jsonl is not a URL of s3, gs, .* HINT: s3://bucket"

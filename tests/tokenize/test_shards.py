@@ -13,7 +13,9 @@ import pytest
 
 from fsdp.base.errors import ConfigError
 from fsdp.tokenize.documents import DocumentOptions
-from fsdp.tokenize.shards import Tokenized, TokenizeJob, read_index, tokenize
+from fsdp.tokenize.shard_files import Tokenized, read_index
+from fsdp.tokenize.shard_plan import TokenizeJob
+from fsdp.tokenize.shards import tokenize
 from tests.tokenize.rows import bytes_in, texts, write_lines
 
 ROOT = Path(__file__).parents[2]
@@ -62,9 +64,9 @@ def test_any_number_of_processes_writes_the_same_bytes(workers: int, tmp_path: P
 def test_a_killed_start_continues_and_keeps_finished_shards(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", texts(4000))
     made(source, tmp_path / "whole")
-    job = "fsdp.tokenize.shards.TokenizeJob(sys.argv[1], shard_bytes=2000)"
+    job = "fsdp.tokenize.shard_plan.TokenizeJob(sys.argv[1], shard_bytes=2000)"
     code = (
-        "import sys, os, pathlib, fsdp.tokenize.shards\n"
+        "import sys, os, pathlib, fsdp.tokenize.shard_plan, fsdp.tokenize.shards\n"
         "def show(done, shards, total):\n"
         "    print(done, flush=True)\n"
         "    if done == 3: sys.stdin.read()\n"
@@ -100,6 +102,16 @@ def test_another_source_or_flag_is_refused_in_a_begun_folder(tmp_path: Path) -> 
         made(source, tmp_path)
 
 
+def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", texts(300))
+
+    def write_more(done: int, shards: int, total: Tokenized) -> None:
+        write_lines(source, texts(301))
+
+    with pytest.raises(ConfigError, match=r"a.jsonl changed while it was tokenized\. HINT: start again when"):
+        tokenize(TokenizeJob(str(source)), tmp_path / "out", 1, write_more)
+
+
 def test_an_error_in_a_worker_is_one_line(tmp_path: Path) -> None:
     rows = texts(300)
     rows[200] = {"id": 200}
@@ -107,7 +119,8 @@ def test_an_error_in_a_worker_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         made(source, tmp_path / "out", 2)
     assert str(caught.value).endswith(
-        "a.jsonl line 201 has no column text; its columns are id. HINT: --data.args.text COLUMN"
+        "a.jsonl line 201 has no column text; its columns are id. HINT: write the rows with a column of "
+        'text, such as {"text": "Once upon a time"}'
     )
 
 
@@ -125,10 +138,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == (
         f"fsdp.tokenize: {source} line 1 has no column text; its columns are body. HINT: --text body"
     )
-    done = command(str(source), str(tmp_path / "two"), "--text", "body", "--heldout", "0")
+    done = command(str(source), out, "--text", "body", "--heldout", "0")
     assert (done.returncode, done.stderr.splitlines()[-1].split("  ")[:2]) == (0, ["1/1 shards", "8 tokens"])
-    assert (
-        done.stdout
-        == f"{tmp_path / 'two'}: 8 tokens, 2 documents, 1 rows without a token to train on left out\n"
-    )
-    assert bytes_in(tmp_path / "two", "train") == b"one\0two\0"
+    assert done.stdout == f"{out}: 8 tokens, 2 documents, 1 rows without a token to train on left out\n"
+    assert bytes_in(tmp_path / "out", "train") == b"one\0two\0"

@@ -94,7 +94,7 @@ def test_a_changed_file_has_another_index(tmp_path: Path) -> None:
 WRONG: dict[str, tuple[bytes, str]] = {
     "broken": (b'{"text": "a"}\n{"text": \n{}\n', r"line 2 is not JSON: Expecting value at .*sed -n 2p "),
     "latin": (b'{"text": "a"}\n\n{"text": "\xe9"}\n', r"line 3 is not UTF-8 at byte 10 of .*sed -n 3p "),
-    "a list": (b"[1]\n", r"line 1 is a list, not an object with columns\. HINT: one line a row"),
+    "a list": (b"[1]\n", r"line 1 is a list, not an object with columns\. HINT: an object for each row"),
     "empty": (b"", r"a.jsonl is empty\. HINT: rm "),
     "deep": (b"[" * 100_000 + b"\n", r"line 1 is not JSON: .* HINT: sed -n 1p"),
 }  # fmt: skip
@@ -180,9 +180,68 @@ def test_a_parquet_file_that_is_damaged_within_is_named_with_its_rows(tmp_path: 
     one_line(r"a.parquet, rows 3001 to 6000 is not a whole Parquet file: .* HINT: ", lambda: values_of(path))
 
 
+OTHER_KINDS = {
+    ".jsonl.gz": gzip.compress,
+    ".parquet": lambda rows: b"PAR1\xff" + rows,
+    ".jsonl.zst": lambda rows: b"\x28\xb5\x2f\xfd\xff" + rows,
+}
+
+
+@pytest.mark.parametrize("suffix", OTHER_KINDS)
+def test_the_hint_for_a_file_of_another_kind_renames_it(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / "some rows.jsonl"
+    path.write_bytes(OTHER_KINDS[suffix](b'{"text": "a"}\n'))
+    error = one_line(r"some rows.jsonl line 1 is not UTF-8 at byte", lambda: values_of(path))
+    subprocess.run(["sh", "-c", str(error.hint).partition(": ")[2]], check=True)
+    assert (tmp_path / f"some rows{suffix}").is_file()
+
+
+def test_a_link_to_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", texts(3))
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    one_line(
+        r"b.jsonl is a link to .*gone.jsonl, which does not exist\. HINT: rm ", lambda: values_of(tmp_path)
+    )
+
+
 def test_text_that_is_no_utf_8(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"ab\xe9cd")
     one_line(r"a.txt is not UTF-8 at byte 2: .* HINT: iconv ", lambda: values_of(tmp_path))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
+@pytest.mark.parametrize(
+    "text", ["Once upon a time, ünder the sea.\n" * 9, "Жил-был у бабушки козлик.\n" * 9]
+)
+def test_text_of_another_encoding_is_named_and_the_hint_converts_it(
+    text: str, encoding: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a b.txt"
+    path.write_text(text, encoding=encoding)
+    error = one_line(
+        rf"a b.txt is not UTF-8: byte \d+ .* looks like {encoding[:6].upper()}", lambda: values_of(path)
+    )
+    subprocess.run(["sh", "-c", str(error.hint)], check=True)
+    assert [row["text"].removeprefix("\ufeff") for row in values_of(path)] == [text]
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x89PNG\0\0\0\1" * 100, b"ab\0", b"a long line of text " * 9 + b"\0 more"]
+)
+def test_a_zero_byte_in_a_text_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    at = content.index(0)
+    one_line(rf"a.txt is not text: byte {at} is zero\. HINT: another file; ", lambda: values_of(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
+def test_the_hint_for_rows_of_utf_16_converts_them(name: str, encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text('{"text": "ü"}\n{"text": "b"}\n', encoding=encoding)
+    error = one_line(rf"{name} .*HINT: iconv -f utf-16", lambda: values_of(path))
+    subprocess.run(["sh", "-c", str(error.hint)], check=True)
+    assert values_of(tmp_path / name.replace(".", ".utf8."))[0]["text"] == "ü"
 
 
 def test_a_name_without_files(tmp_path: Path) -> None:

@@ -9,19 +9,21 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from fsdp.checkpoint import inspect, load
 from fsdp.checkpoint.file_names import MANIFEST, METADATA
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.manifest import Manifest
-from tests.support.forked import FORKED
-from tests.torture import rank as rank_module
+from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.store import Store
+from tests.torture.starts import FORKED_RANKS, LAUNCHERS, ForkedRanks, Launched, Start
 
 STEPS, EVERY, KEEP = 150, 5, 2
 MOMENTS = {"anytime": 2, "starting": 1, "saving": 3, "sealing": 3, "pruning": 3}
 """When to kill, and how often each: most lie within a save."""
+OBJECT_MOMENTS = {"anytime": 2, "starting": 1, "saving": 6}
+"""A listing shows no more: objects are sealed and pruned without a change of name."""
 LOOK_S = 0.0005
 TOO_LONG_S = 120.0
 
@@ -34,6 +36,15 @@ class Violation(Exception):
 class Shape:
     strategy: str
     ranks: int
+    steps: int = STEPS
+    objects: bool = False
+    """Checkpoints in an object store, else in the run directory."""
+    local: bool = False
+    """Sealed in --checkpoint.local_dir first."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.strategy}-{self.ranks}-{self.steps}"
 
 
 @dataclass
@@ -48,6 +59,7 @@ class Reference:
 @dataclass
 class Death:
     moment: str
+    launcher: str
     victim: str
     reached: int
     sealed: int
@@ -56,73 +68,67 @@ class Death:
 class Chain:
     """One run directory, started again and again with the same flags."""
 
-    def __init__(self, shape: Shape, folder: Path, keep: int = KEEP, steps: int = STEPS) -> None:
+    def __init__(self, shape: Shape, folder: Path, keep: int = KEEP, bucket: str = "") -> None:
         self.shape, self.folder = shape, folder
         self.run_dir, self.starts = folder / "run", 0
-        self.store = LocalStore(self.run_dir / "checkpoints")
         replicate = ["--mesh.replicate", "2"] if shape.strategy == "hsdp" else []
+        place = f"{bucket}/{folder.name}" if shape.objects else str(self.run_dir / "checkpoints")
+        self.store = open_store(place)
         self.flags = [
             "--run.dir", str(self.run_dir), "--model.name", "mlp", "--data.name", "digits",
-            "--mesh.strategy", shape.strategy, "--train.steps", str(steps), "--train.global_batch", "16",
+            "--mesh.strategy", shape.strategy, "--train.steps", str(shape.steps),
+            "--train.global_batch", "16",
             "--checkpoint.every_steps", str(EVERY), "--checkpoint.keep_last", str(keep), *replicate,
+            *(["--checkpoint.dir", place] if shape.objects else []),
+            *(["--checkpoint.local_dir", str(folder / "local")] if shape.local else []),
         ]  # fmt: skip
         folder.mkdir(parents=True)
 
     # ---- living and dying
 
-    def start(self) -> list[BaseProcess]:
+    def start(self, launcher: str = FORKED_RANKS) -> Start:
         self.starts += 1
-        store, log = str(self.folder / f"store-{self.starts}"), str(self.folder / "log")
-        ranks = [
-            FORKED.Process(
-                target=rank_module.run, args=(rank, self.shape.ranks, self.flags, store, log), daemon=True
-            )
-            for rank in range(self.shape.ranks)
-        ]
-        for rank in ranks:
-            rank.start()
-        return list(ranks)
+        log = self.folder / "log"
+        if launcher != FORKED_RANKS:
+            return Launched(launcher, self.shape.ranks, self.flags, self.run_dir, log)
+        return ForkedRanks(self.shape.ranks, self.flags, self.folder / f"store-{self.starts}", log)
 
-    def live(self) -> None:
+    def live(self, launcher: str = FORKED_RANKS) -> None:
         """Runs to the end, without a kill."""
-        ranks = self.start()
-        for rank in ranks:
-            rank.join(TOO_LONG_S)
-        codes = [rank.exitcode for rank in ranks]
-        if codes != [0] * len(codes):
+        codes = self.start(launcher).codes(TOO_LONG_S)
+        if any(codes):
             raise Violation(
                 f"{self.run_dir}: a run without kills exited with {codes}; its log is {self.folder / 'log'}"
             )
 
     def die_at(self, step: int) -> int:
         """Starts, kills all ranks when this step is recorded; returns the last recorded step."""
-        ranks = self.start()
-        while self.reached() < step and all(rank.exitcode is None for rank in ranks):
+        start = self.start()
+        while self.reached() < step and not start.any_ended():
             time.sleep(LOOK_S)
-        for rank in ranks:
-            rank.kill()
-        for rank in ranks:
-            rank.join()
+        start.kill_all()
         return self.reached()
 
     def die(self, dice: random.Random) -> Death | None:
         """Starts and kills the run at a random moment; None if it ended before that."""
-        moment = dice.choices(list(MOMENTS), list(MOMENTS.values()))[0]
-        ranks = self.start()
-        came = self._await(moment, dice, ranks)
-        victim = self._kill(ranks, dice)
+        moments = OBJECT_MOMENTS if self.shape.objects else MOMENTS
+        moment = dice.choices(list(moments), list(moments.values()))[0]
+        launcher = dice.choices(list(LAUNCHERS), list(LAUNCHERS.values()))[0]
+        start = self.start(launcher)
+        came = self._await(moment, dice, start)
+        victim = start.kill(dice)
         if not came and (self.run_dir / "DONE").exists():
             return None
-        return Death(moment, victim, self.reached(), self.newest_sealed())
+        return Death(moment, launcher, victim, self.reached(), self.newest_sealed())
 
-    def _await(self, moment: str, dice: random.Random, ranks: list[BaseProcess]) -> bool:
+    def _await(self, moment: str, dice: random.Random, start: Start) -> bool:
         """True at the moment; False if a rank has ended before it."""
         late = time.monotonic() + {"anytime": dice.uniform(0, 4), "starting": dice.uniform(0, 1)}.get(
             moment, TOO_LONG_S
         )
         saves_to_let_pass, last = dice.randrange(4), ""
         while time.monotonic() < late:
-            if any(rank.exitcode is not None for rank in ranks):
+            if start.any_ended():
                 return False
             seen = self._signs(moment)
             if seen and seen != last:
@@ -140,8 +146,11 @@ class Chain:
 
     def _signs(self, moment: str) -> str:
         """The folder that marks the moment; empty if there is none."""
+        store = self.stores()[-1]
+        if not isinstance(store, LocalStore):
+            return self._object_signs() if moment == "saving" else ""
         try:
-            names = sorted(entry.name for entry in os.scandir(self.store.root))
+            names = sorted(entry.name for entry in os.scandir(store.root))
         except FileNotFoundError:
             return ""
         staged = [name for name in names if ".tmp-" in name]
@@ -150,7 +159,7 @@ class Chain:
         if moment == "sealing":
             signs = (METADATA, MANIFEST)
             return next(
-                (name for name in staged if any((self.store.root / name / sign).exists() for sign in signs)),
+                (name for name in staged if any((store.root / name / sign).exists() for sign in signs)),
                 "",
             )
         if moment == "pruning":
@@ -159,18 +168,9 @@ class Chain:
             return gone[0] if gone else (finals[-1] if len(finals) > KEEP else "")
         return ""
 
-    def _kill(self, ranks: list[BaseProcess], dice: random.Random) -> str:
-        """Kills all ranks at once, as a power cut does, or one rank and the others up to 3 s later."""
-        chosen = dice.choice(["all", *range(len(ranks))])
-        for nth, rank in enumerate(ranks):
-            if chosen in ("all", nth):
-                rank.kill()
-        for rank in ranks:
-            rank.join(0 if chosen == "all" else dice.uniform(0, 3))
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-        return "all ranks" if chosen == "all" else f"rank {chosen}"
+    def _object_signs(self) -> str:
+        """The first folder without a manifest: one request to the server, some milliseconds."""
+        return next((folder for folder in sorted(self.store.folders()) if ".tmp-" in folder), "")
 
     # ---- looking
 
@@ -183,9 +183,20 @@ class Chain:
     def reached(self) -> int:
         return max((step for step, _ in self.records("loss")), default=0)
 
+    def stores(self) -> list[Store]:
+        """The shared one, and the node's own if there is one."""
+        local = self.folder / "local"
+        return [self.store, *(LocalStore(place) for place in (local.iterdir() if local.exists() else ()))]
+
     def newest_sealed(self) -> int:
         return max(
-            (found.step for found in inspect.scan(self.store) if found.manifest is not None), default=0
+            (
+                found.step
+                for store in self.stores()
+                for found in inspect.scan(store)
+                if found.manifest is not None
+            ),
+            default=0,
         )
 
     def check_death(self, death: Death, reference: Reference) -> None:
@@ -195,19 +206,20 @@ class Chain:
             raise Violation(
                 f"{self.run_dir}: at step {death.reached} the newest sealed was {death.sealed}, every {EVERY}"
             )
-        for found in inspect.scan(self.store):
-            if found.manifest is not None:
-                self._check_one(found.folder, found.manifest, reference)
-            elif MANIFEST in self.store.sizes(found.folder):
-                raise Violation(f"{self.run_dir}: {found.folder} is sealed and not whole: {found.detail}")
+        for store in self.stores():
+            for found in inspect.scan(store):
+                if found.manifest is not None:
+                    self._check_one(store, found.folder, found.manifest, reference)
+                elif MANIFEST in store.sizes(found.folder):
+                    raise Violation(f"{self.run_dir}: {found.folder} is sealed and not whole: {found.detail}")
 
-    def _check_one(self, folder: str, about: Manifest, reference: Reference) -> None:
+    def _check_one(self, store: Store, folder: str, about: Manifest, reference: Reference) -> None:
         """Every byte is as sealed, every tensor equals the uninterrupted run's at that step bit for bit."""
         for file, (size, crc) in about.files.items():
-            inspect.check_file(self.store, folder, file, size, crc)
+            inspect.check_file(store, folder, file, size, crc)
         if dict(about.digests) != reference.digests[about.step]:
             raise Violation(f"{self.run_dir}: {folder} is not the state of step {about.step}")
-        source = load.open_one(self.store, folder, about)
+        source = load.open_one(store, folder, about)
         for key in about.digests:
             load.whole(source, key)
 

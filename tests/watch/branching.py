@@ -38,28 +38,30 @@ class Dropped(Uneven):
         return self.head(x)
 
 
-class Experts(nn.Module):
-    """A unit of several experts, of which each rank uses its own."""
+class Branches(nn.Module):
+    """A unit of several branches, of which each rank uses its own. Named experts, a rank would reduce zeros
+    for the others.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(Block(13) for _ in range(4))
+        self.branches = nn.ModuleList(Block(13) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.experts[dist.get_rank() % 4](x)
+        return self.branches[dist.get_rank() % 4](x)
 
 
-class OwnExpert(Uneven):
+class OwnBranch(Uneven):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Experts() for _ in range(2))
+        self.blocks = nn.ModuleList(Branches() for _ in range(2))
 
     def units(self) -> list[nn.Module]:
         return list(self.blocks)
 
 
 class InTurn(Uneven):
-    """The experts of one unit, in turn by micro-batch, in another order on each rank: after all, each has a
+    """The branches of one unit, in turn by micro-batch, in another order on each rank: after all, each has a
     gradient.
     """
 

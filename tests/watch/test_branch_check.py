@@ -19,11 +19,11 @@ KEPT = "--mesh.reshard_after_forward false"
     [
         (2, "Dropped", 3, "(and 11 more parameters) has a gradient on rank 0 and none on rank 1"),
         (4, f"Dropped --mesh.strategy hsdp --mesh.replicate 2 {KEPT}", 3, "has a gradient on rank"),
-        (2, "OwnExpert", 1, "experts.0.norm.weight (and 23 more parameters) has a gradient on rank 0"),
+        (2, "OwnBranch", 1, "branches.0.norm.weight (and 23 more parameters) has a gradient on rank 0"),
         (2, f"Dropped --model.args.order true {KEPT}", 3, "rank 0 runs blocks.0 where rank 1 runs blocks.2"),
         (2, f"InTurn {EVERY}", 1, "blocks.0.a.norm.weight where rank 1 runs blocks.0.b"),
     ],
-    ids=["layerdrop", "layerdrop_hsdp", "experts", "order", "micro_batches"],
+    ids=["layerdrop", "layerdrop_hsdp", "branches", "order", "micro_batches"],
 )  # fmt: skip
 def test_a_difference_is_found_at_its_step(
     ranks: int, words: str, step: int, what: str, tmp_path: Path

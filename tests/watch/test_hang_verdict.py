@@ -8,6 +8,7 @@ import ast
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from fsdp.base.phases import Activity
 from fsdp.watch.hang_verdict import Verdict, judge
 from fsdp.watch.observation import Frame, Observation, decode, own_line
 from fsdp.watch.observe import parse_stacks
+from fsdp.watch.responder import _stack
 
 WATCH = Path(__file__).parents[2] / "fsdp" / "watch"
 MINE = (
@@ -286,3 +288,10 @@ def test_an_abort_after_a_death_is_a_consequence() -> None:
     verdict = judge(ranks)
     assert verdict is not None
     assert (verdict.kind, verdict.ranks) == ("died", (2,))
+
+
+def test_an_instruction_without_a_line_is_in_a_stack() -> None:
+    """CPython: `f_lineno` is None between the lines of a function."""
+    code = SimpleNamespace(co_filename="a.py", co_name="f")
+    frame: Any = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
+    assert _stack(frame) == [["a.py", 0, "f"]]

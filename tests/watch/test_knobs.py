@@ -17,7 +17,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import config_hash
 from fsdp.watch.monitor import print_lines
 from fsdp.watch.records import RecordFiles
-from fsdp.watch.timing import RankTimes, TimingRecorder
+from fsdp.watch.timing import RankTimes, TimingRecorder, timing_interval_s
 from tests.support.runs import failures, run
 
 ROOT = Path(__file__).parents[2]
@@ -180,6 +180,13 @@ def test_times_are_means_per_step_over_a_growing_interval(tmp_path: Path) -> Non
     assert [(one["from_step"], one["step"]) for one in lines] == [(100, 130), (130, 160), (160, 190)]
     assert lines[0]["ranks"]["2"] == {"forward": pytest.approx(0.01), "waiting": pytest.approx(0.002)}
     assert lines[0] == {**lines[0], "seconds": 12.0}
+
+
+def test_lines_of_times_come_less_often_the_longer_the_run_and_the_more_ranks() -> None:
+    intervals = {
+        (since, ranks): timing_interval_s(since, ranks) for since in (10, 1e6) for ranks in (8, 4096)
+    }
+    assert intervals == {(10, 8): 2.0, (10, 4096): 128.0, (1e6, 8): 1e4, (1e6, 4096): 2.5e5}
 
 
 def test_a_folder_that_cannot_be_written_blocks_nothing(

@@ -91,14 +91,23 @@ if "handler" in sys.argv:
     atexit.register(time.sleep, 3600)
 if "thread" in sys.argv:
     threading.Thread(target=time.sleep, args=(3600,)).start()
-sys.exit(end.leave(4))
+sys.exit(end.leave(int(sys.argv[1])))
 """
+
+
+def ends(code: int, stuck: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", ENDS, str(code), stuck]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+
+
+def test_a_process_that_succeeds_ends_after_its_handlers_without_teardown() -> None:
+    done = ends(0)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "handler of a user\n", "")
 
 
 @pytest.mark.parametrize(("stuck", "printed"), [("", True), ("handler", False), ("thread", False)])
 def test_a_failed_process_ends_with_its_code_whatever_holds_it(stuck: str, printed: bool) -> None:
-    command = [sys.executable, "-c", ENDS, stuck]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    done = ends(4, stuck)
     assert (done.returncode, done.stderr) == (4, "")
     assert (done.stdout == "handler of a user\n") is printed
 

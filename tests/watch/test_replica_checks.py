@@ -12,7 +12,7 @@ import torch
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.dist.env import DistEnv
-from fsdp.run.loop import _Loop
+from fsdp.run.training_loop import TrainingLoop
 from fsdp.watch.replica_checks import SpikeRecorder, odd_ones
 from tests.support.runs import failures, flags, on_a_rank, run
 from tests.support.world import run_world
@@ -58,20 +58,20 @@ def test_unit_norms_make_up_the_whole_norm(tmp_path: Path, strategy: str) -> Non
 
 def diverging(env: DistEnv, words: list[str]) -> str | None:
     """A bit of one rank's weights is flipped behind step 3."""
-    compare_at = _Loop.train_step
+    compare_at = TrainingLoop.train_step
 
-    def stepped(self: _Loop, *args: object) -> object:
+    def stepped(self: TrainingLoop, *args: object) -> object:
         if env.rank == 1 and self.state.step == 3:
             with torch.no_grad():
                 parameter = next(self.sharded.root.parameters())
                 (parameter.to_local() if hasattr(parameter, "to_local") else parameter).view(-1)[0] += 1e-3
         return compare_at(self, *args)  # type: ignore[arg-type]
 
-    _Loop.train_step = stepped  # type: ignore[method-assign, assignment]
+    TrainingLoop.train_step = stepped  # type: ignore[method-assign, assignment]
     try:
         return on_a_rank(env, words)
     finally:
-        _Loop.train_step = compare_at  # type: ignore[method-assign]
+        TrainingLoop.train_step = compare_at  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "hsdp --mesh.replicate 2 --mesh.shard 1"])

@@ -111,6 +111,27 @@ class LocalShardAdam(torch.optim.Adam):
         return has_complex
 
 
+def like_shard(shard: Tensor, local: Tensor) -> Tensor:
+    """`local` with the placement of `shard`, on the device where it is: `DTensor.from_local` would move it to
+    the mesh's. FSDP2 makes its parameters in host memory so. If `shard` is no DTensor, `local` itself.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    if not isinstance(shard, DTensor):
+        return local
+    meta = TensorMeta(shard.shape, shard.stride(), local.dtype)
+    spec = DTensorSpec(shard.device_mesh, shard.placements, meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def verbose_profiler() -> Any:
+    """torch's profiler keeps the callers of each operation only so; otherwise its table has none."""
+    from torch._C._profiler import _ExperimentalConfig
+
+    return _ExperimentalConfig(verbose=True)
+
+
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """What Module.compile puts before forward; None if the module is not compiled."""
     found: Callable[..., Any] | None = module._compiled_call_impl

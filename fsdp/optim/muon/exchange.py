@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp.dist import collectives
+from fsdp.dist.shards import rows_of, shard_axis, shard_count
 
 OWNED = 1 << 26
 """Elements of a rank's own matrices in one round: 128 MiB of bf16 for each of its buffers."""
@@ -42,28 +43,22 @@ class Matrix:
         return short * short * (2 * long + short)
 
     def rows_of(self, rank: int) -> slice:
-        """dim 0 is divided as by torch.chunk."""
-        chunk = -(-self.rows // self.shards)
-        first = min(self.rows, chunk * (rank % self.shards))
-        return slice(first, min(self.rows, first + chunk))
+        kept = rows_of(self.rows, rank % self.shards, self.shards)
+        return slice(kept.start, kept.stop)
 
     def size_on(self, rank: int) -> int:
-        rows = self.rows_of(rank)
-        return (rows.stop - rows.start) * self.columns
+        return len(rows_of(self.rows, rank % self.shards, self.shards)) * self.columns
 
     def same_replica(self, rank: int, other: int) -> bool:
         return rank // self.shards == other // self.shards
 
 
 def matrix_of(parameter: Tensor) -> Matrix:
-    rows, columns = parameter.shape
-    shards = 1
     if isinstance(parameter, DTensor):
-        axes = [axis for axis, placement in enumerate(parameter.placements) if placement.is_shard()]
-        assert axes in ([], [parameter.device_mesh.ndim - 1]), "sharded along the last axis of the mesh"
-        assert not axes or parameter.placements[axes[0]].is_shard(0), "sharded by rows"
-        shards = parameter.device_mesh.size(axes[0]) if axes else 1
-    return Matrix(rows, columns, shards)
+        last = parameter.device_mesh.ndim - 1
+        assert shard_axis(parameter) in (None, last), "sharded along the last axis of the mesh"
+    rows, columns = parameter.shape
+    return Matrix(rows, columns, shard_count(parameter))
 
 
 Round = list[list[int]]

@@ -18,8 +18,14 @@ from fsdp.optim.small_states.adam import (
     adapt_states,
     moment_bytes,
     new_state,
-    places_of,
 )
 from fsdp.optim.small_states.bits import dynamic_map
 
-__all__ = ["Kind", "SmallStateAdam", "adapt_states", "dynamic_map", "moment_bytes", "new_state", "places_of"]
+__all__ = [
+    "Kind",
+    "SmallStateAdam",
+    "adapt_states",
+    "dynamic_map",
+    "moment_bytes",
+    "new_state",
+]

@@ -7,7 +7,7 @@ Not here: how a number becomes bf16 or 8 bits (bits.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.dist.local_tensors import local_tensor
+from fsdp.dist.shards import first_row
 from fsdp.optim.small_states.bits import Table, blocks_of, decode, encode, mixed, noise_at, round_at_random
+from fsdp.optim.small_states.compiled import Scalars, update_coded, update_plain
+from fsdp.optim.small_states.compiled import compiled as compiled_update
 
 Kind = Literal["bf16", "8bit"]
 
@@ -27,6 +30,7 @@ PARAMETERS = 0x27D4EB2F
 """Distinguishes the random bits of a parameter from those of its moments."""
 SLICE = 1 << 20
 """Elements that are widened to fp32 at a time."""
+COMPILED_SLICE = 1 << 26
 
 
 class SmallStateAdam(torch.optim.Optimizer):
@@ -41,13 +45,15 @@ class SmallStateAdam(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
+        compiled: bool = False,
     ) -> None:
-        """`places` numbers the parameters the same way at any number of ranks."""
+        """`places` numbers the parameters the same way at any number of ranks. `compiled`: as compiled.py."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.kind = kind
         self._places = places
         self._counts: dict[nn.Parameter, tuple[Tensor, int]] = {}
         self._tables = _Tables()
+        self._scalars = Scalars() if compiled else None
         if kind == "8bit":
             # A restore fills existing tensors: scales are then read sharded, and codes are not coded again.
             self.state.update({p: new_state(p, kind) for group in self.param_groups for p in group["params"]})
@@ -65,6 +71,9 @@ class SmallStateAdam(torch.optim.Optimizer):
             state.update(new_state(parameter, self.kind))
         count = self._count(parameter, state)
         views = _views(parameter, state, self._tables)
+        if self._scalars is not None and views.contiguous:
+            _update_compiled(views, group, count, self._places[parameter], self._scalars)
+            return
         for first, rows in _slices(views.parameter):
             _update_rows(views, first, rows, group, count, self._places[parameter])
 
@@ -141,7 +150,7 @@ def _reformed(
     written, tables = {key: _local(value) for key, value in fresh.items()}, _Tables()
     for first, rows in _slices(_local(parameter)):
         for name in MOMENTS:
-            moment = _read(name, state, tables, first, rows, _first_row(parameter))
+            moment = _read(name, state, tables, first, rows, first_row(parameter))
             _write(name, written, tables, first, rows, moment, None)
     return fresh
 
@@ -181,18 +190,22 @@ class _Views:
     tables: _Tables
     first: int
 
+    @property
+    def contiguous(self) -> bool:
+        return all(one.is_contiguous() for one in (self.parameter, self.grad, *self.state.values()))
+
 
 def _views(parameter: nn.Parameter, state: Mapping[str, Tensor], tables: _Tables) -> _Views:
     assert parameter.grad is not None
     local = {name: _rowed(_local(value)) for name, value in state.items() if name != "step"}
     whole = _rowed(_local(parameter)), _rowed(_local(parameter.grad))
-    return _Views(*whole, local, tables, _first_row(parameter))
+    return _Views(*whole, local, tables, first_row(parameter))
 
 
-def _slices(local: Tensor) -> Iterator[tuple[int, int]]:
-    """(first row, number of rows) of each slice."""
+def _slices(local: Tensor, most: int | None = None) -> Iterator[tuple[int, int]]:
+    """(first row, number of rows) of each slice of at most `most` elements."""
     rows, row = (local.shape[0], local.shape[1:].numel()) if local.dim() else (1, 1)
-    step = max(1, SLICE // max(1, row))
+    step = max(1, (most or SLICE) // max(1, row))
     yield from ((first, min(step, rows - first)) for first in range(0, rows, step))
 
 
@@ -217,6 +230,30 @@ def _update_rows(
     if moved is not parameter:
         # Bits of their own: those of the moments would round a parameter with its moment.
         parameter.copy_(round_at_random(moved, noise_at(start, moved, mixed(count, place) ^ PARAMETERS)))
+
+
+def _update_compiled(
+    views: _Views, group: Mapping[str, Any], count: int, place: int, scalars: Scalars
+) -> None:
+    """The same by compiled code, in larger slices: it keeps little between its inputs and its outputs."""
+    device, numbers = views.parameter.device, scalars.numbers(group, count, views.parameter.device)
+    word = mixed(count, place)
+    coded = views.state["exp_avg"].dtype == torch.uint8
+    for first, rows in _slices(views.parameter, COMPILED_SLICE):
+        whole = views.parameter.narrow(0, first, rows), views.grad.narrow(0, first, rows)
+        seeds = scalars.seeds(
+            (views.first + first) * whole[0].shape[1:].numel(), word, word ^ PARAMETERS, device
+        )
+        moments = [views.state[name].narrow(0, first, rows) for name in MOMENTS]
+        if not coded:
+            compiled_update(update_plain)(*(one.view(-1) for one in (*whole, *moments)), numbers, seeds)
+            continue
+        scales = tuple(views.state[f"{name}_scale"].narrow(0, first, rows) for name in MOMENTS)
+        codes = tuple(one.flatten(1) for one in moments)
+        tables = tuple(views.tables.of(name, device) for name in MOMENTS)
+        compiled_update(update_coded)(
+            *(one.flatten(1) for one in whole), codes, scales, tables, numbers, seeds
+        )
 
 
 def _read(
@@ -267,23 +304,6 @@ def _rowed(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() else tensor.view(1)
 
 
-def _first_row(parameter: Tensor) -> int:
-    """The place of this rank's shard in the whole: dim 0 is cut as by torch.chunk."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    mesh = parameter.device_mesh
-    axes = [axis for axis, placement in enumerate(parameter.placements) if placement.is_shard()]
-    assert len(axes) <= 1, "sharded along one axis"
-    if not axes:
-        return 0
-    chunk = -(-parameter.shape[0] // mesh.size(axes[0]))
-    # Not get_local_rank: a spec that DTensor caches from an earlier run of this process has groups that
-    # are gone.
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    return min(parameter.shape[0], chunk * coordinate[axes[0]])
-
-
 def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
     """A DTensor sharded as the parameter is; only the shape of the rows may differ."""
     if not isinstance(parameter, DTensor):
@@ -293,7 +313,3 @@ def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
     return DTensor.from_local(
         local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
     )
-
-
-def places_of(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:
-    return {parameter: at for at, parameter in enumerate(parameters)}

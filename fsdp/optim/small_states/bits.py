@@ -29,21 +29,27 @@ def round_at_random(value: Tensor, noise: Tensor) -> Tensor:
 
 
 def noise_at(start: int, like: Tensor, seed: int) -> Tensor:
-    """32 random bits for each element, from its place alone: Wellons' lowbias32 of place and seed."""
-    x = torch.arange(like.numel(), dtype=torch.int32, device=like.device)
-    x += _signed(start)
-    x ^= _signed(seed)
+    """32 random bits for each element, from its place alone."""
+    places = torch.arange(like.numel(), dtype=torch.int32, device=like.device)
+    places += signed(start)
+    return hashed(places, signed(seed)).view(like.shape)
+
+
+def hashed(places: Tensor, seed: Tensor | int) -> Tensor:
+    """Wellons' lowbias32 of place and seed, both int32."""
+    x = places ^ seed
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x ^= (x >> shift) & ((1 << (32 - shift)) - 1)  # >> keeps the sign
-        x *= _signed(factor)
-    return (x ^ ((x >> 16) & 0xFFFF)).view(like.shape)
+        x *= signed(factor)
+    return x ^ ((x >> 16) & 0xFFFF)
 
 
 def mixed(step: int, place: int) -> int:
     return (step * 0x9E3779B1 + place * 0x85EBCA77 + 0x165667B1) & 0xFFFFFFFF
 
 
-def _signed(word: int) -> int:
+def signed(word: int) -> int:
+    """A word of 32 bits as int32."""
     return (word + 0x80000000) % 0x100000000 - 0x80000000
 
 

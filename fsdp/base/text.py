@@ -1,0 +1,43 @@
+"""Counts, lists and tables as text, for messages, logs and terminals.
+
+Not here: numbers with a unit (units.py), tables of pages (html.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Sequence
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 rank`, `3 ranks`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def listed(items: Sequence[object], most: int = 8) -> str:
+    """`a, b and 3 more`."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 1, 2, 5`."""
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
+
+
+def nearest(word: str, known: Iterable[str], form: str, otherwise: str, *, cutoff: float = 0.6) -> str:
+    """`form` with the most similar of `known` words for its {}, or `otherwise`: for hints."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return form.replace("{}", found[0]) if found else otherwise
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """A line for each row, its cells aligned to the left, in the columns `right` to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,225 @@
+"""Copies of checkpoints from the nodes' own disks to the shared store, behind the training steps.
+
+A thread on every rank makes one round for each checkpoint that was sealed locally, in the same order. In a
+round rank 0 chooses the newest one that waits, each rank copies its own file, and rank 0 seals the copy in
+the shared store: files, `.metadata`, manifest, rename. Not here: local saves (local_saver.py), and what a
+restart does with local copies (local_tier.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fsdp.base.devices import set_thread_device
+from fsdp.base.errors import CheckpointError
+from fsdp.checkpoint import file_names, manifest
+from fsdp.checkpoint.crc import crc32
+from fsdp.checkpoint.inspect import CHUNK
+from fsdp.checkpoint.local_store import LocalStore
+from fsdp.checkpoint.manifest import Broken
+from fsdp.checkpoint.store import Store
+from fsdp.dist.collectives import ObjectGroup
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CopyFailure:
+    """Why a checkpoint was not copied. `damaged`: its local files are not what was sealed."""
+
+    text: str
+    damaged: bool = False
+
+
+def copy_file(local: LocalStore, folder: str, store: Store, staged: str, file: str, crc: int) -> None:
+    """Copies one file through a mapping; Broken if it is not what was sealed."""
+    path = Path(local.path(folder), file)
+    if not path.stat().st_size:
+        store.write(staged, file, [b""])
+        return
+    with path.open("rb") as stream:
+        # not closed: a failed write's traceback still refers to parts of it, and closing would raise
+        view = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
+    found = 0
+    for at in range(0, len(view), CHUNK):
+        found = crc32(view[at : at + CHUNK], found)
+    if found != crc:
+        raise Broken("checksum", f"{path} is not what was written: its checksum differs")
+    store.write(staged, file, [view])
+
+
+def copy_step(
+    store: Store,
+    local: LocalStore,
+    group: ObjectGroup,
+    *,
+    folder: str,
+    attempt: str,
+    mine: Sequence[str],
+    seals: bool,
+    may_write: Callable[[], str | None],
+) -> CopyFailure | None:
+    """Copies a locally sealed checkpoint; returns why it failed, the same on every rank.
+
+    `mine` are the files that this rank copies. One rank `seals`: rank 0 writes the manifest of that rank.
+    Collective.
+    """
+    name = file_names.parse(folder)
+    assert name is not None
+    staged = store.staging(name.step, attempt)
+    failure: CopyFailure | None
+    failure = group.broadcast(_begin(store, staged, may_write) if group.rank == 0 else None)
+    if failure is not None:
+        return failure
+    reports = group.gather(_copy_mine(store, local, folder, staged, mine, seals))
+    final = store.final(name.step, attempt)
+    failure = group.broadcast(_seal(store, staged, final, reports, may_write) if reports else None)
+    return failure
+
+
+def _begin(store: Store, staged: str, may_write: Callable[[], str | None]) -> CopyFailure | None:
+    try:
+        if (why := may_write()) is not None:
+            return CopyFailure(why)
+        store.begin(staged)
+    except Exception as error:  # the other ranks wait for it, whatever it is
+        return CopyFailure(f"rank 0: {type(error).__name__}: {error}")
+    return None
+
+
+def _copy_mine(
+    store: Store, local: LocalStore, folder: str, staged: str, mine: Sequence[str], seals: bool
+) -> CopyFailure | bytes:
+    """The manifest if this rank's is sealed, else nothing."""
+    if not mine and not seals:
+        return b""
+    try:
+        data = local.read(folder, file_names.MANIFEST)
+        sealed = manifest.decode(data)
+        for file in mine:
+            copy_file(local, folder, store, staged, file, sealed.files[file][1])
+    except Broken as broken:
+        return CopyFailure(broken.detail, damaged=True)
+    except Exception as error:  # the other ranks wait for it, whatever it is
+        return CopyFailure(f"{type(error).__name__}: {error}")
+    return data if seals else b""
+
+
+def _seal(
+    store: Store,
+    staged: str,
+    final: str,
+    reports: Sequence[CopyFailure | bytes],
+    may_write: Callable[[], str | None],
+) -> CopyFailure | None:
+    failures = [(rank, one) for rank, one in enumerate(reports) if isinstance(one, CopyFailure)]
+    text = "; ".join(f"rank {rank}: {one.text}" for rank, one in failures)
+    try:
+        if failures:
+            store.remove(staged, "failed")
+            return CopyFailure(text, all(one.damaged for _, one in failures))
+        if (why := may_write()) is not None:
+            return CopyFailure(why)
+        data = next(one for one in reports if isinstance(one, bytes) and one)
+        store.write(staged, file_names.MANIFEST, [data])
+        store.seal(staged, final)
+    except Exception as error:  # the other ranks wait for it, whatever it is
+        return CopyFailure(f"{text}; rank 0: {type(error).__name__}: {error}".removeprefix("; "))
+    return None
+
+
+class Copier:
+    """The thread. `put` after each local seal, on every rank; `close` waits for the last copy."""
+
+    def __init__(
+        self,
+        store: Store,
+        local: LocalStore,
+        device: torch.device,
+        attempt: str,
+        may_write: Callable[[], str | None],
+        after_copy: Callable[[], None],
+    ) -> None:
+        self._store, self._local, self._attempt, self._device = store, local, attempt, device
+        self._may_write, self._after_copy = may_write, after_copy
+        self._group = ObjectGroup()
+        self._lock = threading.Lock()
+        self._waiting = ""
+        self._copying = ""
+        self._failure: CopyFailure | None = None
+        self.copy_seconds = 0.0
+        """The duration of the last copy."""
+        self._rounds: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="checkpoint-copy", daemon=True)
+        self._thread.start()
+
+    def next(self, folder: str) -> set[str]:
+        """Rank 0: this folder is copied next, in place of one that still waits; the folders to keep."""
+        with self._lock:
+            self._waiting = folder
+            return {name for name in (self._waiting, self._copying) if name}
+
+    def put(self) -> None:
+        """A further checkpoint is sealed on all nodes."""
+        self._rounds.put(True)
+
+    def close(self) -> None:
+        """CheckpointError on every rank if the last copy failed: the shared store lacks the last state."""
+        self._rounds.put(False)
+        self._thread.join()
+        if self._failure is not None:
+            raise CheckpointError(
+                f"the last checkpoint is on the nodes' own disks alone: {self._failure.text}.",
+                "repair what it names, then start the same command on the same nodes: it copies and resumes",
+            )
+
+    def _serve(self) -> None:
+        set_thread_device(self._device)  # object collectives make tensors
+        while self._rounds.get():
+            try:
+                self._round()
+            except Exception as error:  # the ranks are disconnected: a peer has died
+                self._failure = CopyFailure(f"{type(error).__name__}: {error}")
+                return
+
+    def _round(self) -> None:
+        folder: str = self._group.broadcast(self._take() if self._group.rank == 0 else None)
+        if not folder:
+            return  # an earlier round has copied it, or a newer one
+        started = time.perf_counter()
+        mine = [file_names.data_file(self._group.rank)]
+        mine += [file_names.METADATA] if self._group.rank == 0 else []
+        self._failure = copy_step(
+            self._store,
+            self._local,
+            self._group,
+            folder=folder,
+            attempt=self._attempt,
+            mine=mine,
+            seals=self._group.rank == 0,
+            may_write=self._may_write,
+        )
+        self.copy_seconds = time.perf_counter() - started
+        with self._lock:
+            self._copying = ""
+        if self._group.rank:
+            return
+        if self._failure is not None:
+            log.error("%s was NOT copied to %s: %s.", folder, self._store.where, self._failure.text)
+            return
+        log.info("%s copied to %s in %.1f s", folder, self._store.where, self.copy_seconds)
+        self._after_copy()
+
+    def _take(self) -> str:
+        with self._lock:
+            self._copying, self._waiting = self._waiting, ""
+            return self._copying

@@ -1,0 +1,142 @@
+"""A save that is sealed on each node's own disk: --checkpoint.local_dir.
+
+Every rank writes its file to its node's folder. When all have, the same `.metadata` and manifest are written
+and the folder is renamed on every node; the manifest names the files of all nodes. A step counts once every
+node has sealed it. Then older local folders are deleted, but for one that is being copied, and the copier
+receives the new one. Plan, copy and writing are those of saver.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fsdp.base.errors import error_number
+from fsdp.checkpoint import file_names, inspect
+from fsdp.checkpoint.copier import Copier
+from fsdp.checkpoint.local_store import LocalStore
+from fsdp.checkpoint.rank_file import Written
+from fsdp.checkpoint.saver import PartFailure, SaveJob, SaveOutcome, Saver, failed, one_line
+from fsdp.checkpoint.staging import Room
+from fsdp.checkpoint.store import Store
+from fsdp.dist.collectives import ObjectGroup
+
+log = logging.getLogger(__name__)
+
+
+class LocalSaver(Saver):
+    """`leads`: this rank makes and seals its node's folder."""
+
+    def __init__(
+        self,
+        shared: Store,
+        local: LocalStore,
+        group: ObjectGroup,
+        device: torch.device,
+        attempt: str,
+        lock_lost: Callable[[], str | None],
+        copier: Copier,
+        *,
+        leads: bool,
+        room: Room | None = None,
+    ) -> None:
+        self._shared, self._local, self._copier, self._leads = shared, local, copier, leads
+        super().__init__(local, group, device, attempt, lock_lost, lambda: None, room)
+
+    def _begin(self, job: SaveJob) -> tuple[str, SaveOutcome | None]:
+        folder = self._local.staging(job.step, self._attempt)
+        why = self._on_leader(lambda: self._local.begin(folder))
+        refused: SaveOutcome | None = None
+        failures = self._failures(why)
+        if self._group.rank == 0:
+            refused = self._refusal(job) or (failed(job.step, failures) if failures else None)
+        refused = self._group.broadcast(refused)
+        if refused is not None:
+            self._on_leader(lambda: self._local.remove(folder, self._attempt))
+        return folder, refused
+
+    def _refusal(self, job: SaveJob) -> SaveOutcome | None:
+        """Rank 0: the outcome of a save that needs or gets none."""
+        try:
+            if (why := self._lock_lost()) is not None:
+                return SaveOutcome(job.step, "", why, fatal=True)
+            if (whole := inspect.sealed_step(self._shared, job.step)) is not None:
+                return SaveOutcome(job.step, self._shared.path(whole.folder))
+        except Exception as error:  # the other ranks wait for it, whatever it is
+            return failed(job.step, [self._part_failure(error)])
+        return None
+
+    def _end(self, job: SaveJob, folder: str, reports: list[Written | PartFailure] | None) -> SaveOutcome:
+        failures = [one for one in reports or [] if isinstance(one, PartFailure)]
+        sealed, ousted = self._sealed(job, reports, failures)
+        final = self._local.final(job.step, self._attempt)
+        if sealed is None:
+            self._on_leader(lambda: self._local.remove(folder, self._attempt))
+        else:
+            metadata, about, _ = sealed
+            why = self._on_leader(lambda: self._seal_here(folder, final, metadata, about))
+            failures += self._failures(why)
+        outcome: SaveOutcome | None = None
+        keep: set[str] = set()
+        if self._group.rank == 0:
+            total = 0 if sealed is None else sealed[2]
+            outcome = SaveOutcome(job.step, self._local.path(final), bytes=total)
+            outcome = failed(job.step, failures) if failures else outcome
+            outcome = SaveOutcome(job.step, "", ousted, fatal=True) if ousted else outcome
+            keep = set() if outcome.failure else self._copier.next(final)
+        outcome, keep = self._group.broadcast((outcome, keep))
+        assert outcome is not None
+        if not outcome.failure:
+            self._prune_here(keep)
+            self._copier.put()
+        return outcome
+
+    def _sealed(
+        self, job: SaveJob, reports: list[Written | PartFailure] | None, failures: list[PartFailure]
+    ) -> tuple[Any, str]:
+        """`.metadata`, manifest and bytes, or None if a rank failed, and who took the lock. Collective."""
+        sealed, ousted = None, ""
+        if reports is not None and not failures:
+            try:
+                ousted = self._lock_lost() or ""
+                written = [one for one in reports if isinstance(one, Written)]
+                self._compare_buffers(written)
+                sealed = None if ousted else self._contents(job, written)
+            except Exception as error:  # the other ranks wait for it, whatever it is
+                failures.append(self._part_failure(error))
+        sealed, ousted = self._group.broadcast((sealed, ousted))
+        return sealed, ousted
+
+    def _seal_here(self, folder: str, final: str, metadata: bytes, about: bytes) -> None:
+        self._local.write(folder, file_names.METADATA, [metadata])
+        self._local.write(folder, file_names.MANIFEST, [about])
+        if final in self._local.folders():  # of an earlier start, which not every node sealed
+            self._local.remove(final, self._attempt)
+        self._local.seal(folder, final)
+
+    def _prune_here(self, keep: set[str]) -> None:
+        """Deletes this node's other sealed folders: every node has sealed the newest."""
+        if not self._leads:
+            return
+        for folder in inspect.finals(self._local):
+            if folder not in keep:
+                try:
+                    self._local.remove(folder, self._attempt)
+                except OSError as error:
+                    log.warning("%s could not be deleted: %s", self._local.path(folder), error)
+
+    def _on_leader(self, act: Callable[[], None]) -> PartFailure | None:
+        if not self._leads:
+            return None
+        try:
+            act()
+        except Exception as error:  # the other ranks wait for it, whatever it is
+            return PartFailure(self._group.rank, one_line(error, self._local.where), error_number(error))
+        return None
+
+    def _failures(self, mine: PartFailure | None) -> list[PartFailure]:
+        """Those of all nodes, on rank 0. Collective."""
+        return [one for one in self._group.gather(mine) or [] if one is not None]

@@ -1,0 +1,83 @@
+"""What tokens follow from, and which rows of the source each shard holds. The same in every process."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fsdp.base.errors import ConfigError
+from fsdp.tokenize.documents import DocumentOptions, Form, form_of
+from fsdp.tokenize.locate import SourceName
+from fsdp.tokenize.rows import SourceRow, SourceRows
+from fsdp.tokenize.tokenizer import digest_of_tokenizer
+
+VERSION = 2
+"""Of the tokens: 2 has the tools of conversations."""
+SHARD_BYTES = 1 << 26
+"""Of the source; a shard holds the rows of about so many bytes."""
+
+
+@dataclass(frozen=True)
+class TokenizeJob:
+    """What the tokens follow from. Read from flags; equal jobs give equal bytes."""
+
+    source: str
+    options: DocumentOptions = field(default_factory=DocumentOptions)
+    heldout: float = 0.01
+    shard_bytes: int = SHARD_BYTES
+    config: str = ""
+    split: str = ""
+    """Both of a source hf:NAME."""
+
+    @property
+    def place(self) -> SourceName:
+        return SourceName(self.source, self.config, self.split)
+
+    def key(self) -> dict[str, Any]:
+        """Of the files' names, sizes and times, the tokenizer's files, and the options."""
+        options = {**asdict(self.options), "tokenizer": digest_of_tokenizer(self.options.tokenizer)}
+        return {
+            "version": VERSION, "files": self.place.identity(),
+            "options": options, "heldout": self.heldout, "shard_bytes": self.shard_bytes,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shard:
+    number: int
+    source: int
+    first: int
+    last: int
+    row: int
+    """Of its first row, counted over all sources."""
+
+
+@dataclass(frozen=True)
+class TokenizePlan:
+    """The same in every process."""
+
+    job: TokenizeJob
+    form: Form
+    every: int
+    """Every such document is held out; 0: none."""
+    shards: tuple[Shard, ...]
+
+
+def plan_of(job: TokenizeJob, sources: list[SourceRows]) -> TokenizePlan:
+    shards: list[Shard] = []
+    row = 0
+    for place, rows in enumerate(sources):
+        first = 0
+        for last in rows.cuts(job.shard_bytes):
+            shards.append(Shard(len(shards), place, first, last, row + first))
+            first = last
+        row += rows.count
+    every = max(2, min(round(1 / job.heldout), row)) if job.heldout and row > 1 else 0
+    return TokenizePlan(job, form_of(_first_row(job, sources), job.options), every, tuple(shards))
+
+
+def _first_row(job: TokenizeJob, sources: list[SourceRows]) -> SourceRow:
+    for rows in sources:
+        for row in rows.read(0, rows.count):
+            return row
+    raise ConfigError(f"{job.source} has no rows.", f"ls -l {job.source}")

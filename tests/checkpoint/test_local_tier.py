@@ -1,0 +1,351 @@
+"""--checkpoint.local_dir: sealed on the nodes' own disks, copied to shared storage behind the steps.
+
+Killed at each point of that, or without a node, a run resumes the newest step that is whole.
+
+Two nodes are four ranks, two a node, with a local folder for each node.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp.base.errors import CheckpointError
+from fsdp.checkpoint import copier, file_names
+from fsdp.checkpoint.crc import crc32
+from fsdp.checkpoint.inspect import scan
+from fsdp.checkpoint.local_store import LocalStore
+from fsdp.checkpoint.local_tier import Offer, whole_over_nodes
+from fsdp.checkpoint.manifest import encode
+from fsdp.checkpoint.near_store import NearStore
+from fsdp.checkpoint.store import Buffer
+from fsdp.dist.env import DistEnv
+from tests.checkpoint.manifests import a_manifest
+from tests.checkpoint.small import Kind, Run, bits, build, save_once
+from tests.support.world import WorldError, run_world
+
+PER_NODE = 2
+
+
+def on_node(env: DistEnv, folder: str, kind: Kind = "fsdp", **section: Any) -> Run:
+    node = env.rank // PER_NODE
+    env = replace(
+        env,
+        local_rank=env.rank % PER_NODE,
+        local_world_size=PER_NODE,
+        node_rank=node,
+        num_nodes=env.world_size // PER_NODE,
+    )
+    return build(env, kind, folder, section={"local_dir": f"{folder}/node{node}", **section})
+
+
+def train(
+    env: DistEnv, folder: str, steps: int, every: int = 1, dies: str = "", kind: Kind = "fsdp"
+) -> tuple[int, dict[str, int]]:
+    """Restores, trains to `steps`, saves each `every`; the step that it resumed from, and the final bits.
+    From the last save on, `dies` names a function of copier.py at which every rank is killed.
+    """
+    run = on_node(env, folder, kind)
+    run.checkpointer.restore(run.state)
+    resumed = run.state.step
+    while run.state.step < steps:
+        run.step()
+        if run.state.step % every == 0:
+            if dies and run.state.step == steps:
+                setattr(copier, dies, lambda *_, **__: os._exit(9))
+            run.save(wait=True)
+    found = bits(run.state)
+    run.checkpointer.close()
+    return resumed, found
+
+
+def shared_steps(folder: Path) -> list[int]:
+    return [one.step for one in scan(LocalStore(folder / "checkpoints")) if one.manifest is not None]
+
+
+def local_folder(folder: Path, node: int) -> Path:
+    (found,) = (folder / f"node{node}").iterdir()
+    return found
+
+
+def local_steps(folder: Path, node: int) -> list[str]:
+    return sorted(one.name for one in local_folder(folder, node).iterdir())
+
+
+def damage(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def killed(folder: Path, at: str, kind: Kind = "fsdp", ranks: int = 4) -> None:
+    """Step 2 in the shared store and on the nodes; then steps 3 and 4, killed within the copy of 4."""
+    run_world(ranks, train, str(folder), 2, 2, "", kind)
+    with pytest.raises(WorldError):
+        run_world(ranks, train, str(folder), 4, 2, at, kind)
+
+
+@pytest.fixture(scope="module")
+def after(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, int]]:
+    """The bits after steps 2 and 4 of a run without local folders."""
+    folder = tmp_path_factory.mktemp("plain")
+    return {steps: run_world(4, save_once, "fsdp", str(folder / str(steps)), steps)[0] for steps in (2, 4)}
+
+
+@pytest.mark.parametrize("at", ["copy_step", pytest.param("_seal", marks=pytest.mark.long)])
+def test_killed_within_the_copy_it_resumes_from_the_local_disks(
+    at: str, tmp_path: Path, after: dict[int, dict[str, int]]
+) -> None:
+    """At `_seal` the shared store holds all files of step 4 without the manifest: a torn copy."""
+    killed(tmp_path, at)
+    names = [one.name for one in (tmp_path / "checkpoints").iterdir()]
+    assert any(name.startswith("step-00000004.tmp-") for name in names) == (at == "_seal")
+    assert shared_steps(tmp_path) == [2]
+    assert "step-00000004" in local_steps(tmp_path, 0)
+    assert run_world(4, train, str(tmp_path), 4) == [(4, after[4])] * 4
+    assert shared_steps(tmp_path) == [4, 2]
+
+
+@pytest.mark.long
+def test_a_lost_node_leaves_the_step_before(tmp_path: Path, after: dict[int, dict[str, int]]) -> None:
+    killed(tmp_path, "_seal")
+    shutil.rmtree(tmp_path / "node1")
+    assert run_world(4, train, str(tmp_path), 2) == [(2, after[2])] * 4
+    assert shared_steps(tmp_path) == [2]
+
+
+@pytest.mark.long
+def test_other_ranks_resume_what_was_on_the_disks_alone(tmp_path: Path) -> None:
+    killed(tmp_path, "copy_step", "hsdp")
+    (tmp_path / "node0").rename(tmp_path / "swap")
+    (tmp_path / "node1").rename(tmp_path / "node0")
+    (tmp_path / "swap").rename(tmp_path / "node1")
+    assert [step for step, _ in run_world(4, train, str(tmp_path), 4, 1, "", "fsdp")] == [4] * 4
+
+
+def test_each_rank_reads_its_own_nodes_files_and_the_shared_ones_where_those_are_damaged(
+    tmp_path: Path, after: dict[int, dict[str, int]]
+) -> None:
+    run_world(4, train, str(tmp_path), 2, 2)
+    keep = tmp_path / "keep"
+    shutil.copytree(tmp_path / "checkpoints", keep)
+    for rank in range(4):
+        damage(tmp_path / "checkpoints" / "step-00000002" / file_names.data_file(rank))
+    assert run_world(4, train, str(tmp_path), 2) == [(2, after[2])] * 4
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000002")
+    shutil.copytree(keep / "step-00000002", tmp_path / "checkpoints" / "step-00000002")
+    damage(local_folder(tmp_path, 1) / "step-00000002" / file_names.data_file(3))
+    assert run_world(4, train, str(tmp_path), 2) == [(2, after[2])] * 4
+    assert shared_steps(tmp_path) == [2], "the whole shared one keeps its name"
+
+
+@pytest.mark.long
+def test_damage_on_a_local_disk_is_found_before_the_copy(
+    tmp_path: Path, after: dict[int, dict[str, int]]
+) -> None:
+    killed(tmp_path, "copy_step")
+    damage(local_folder(tmp_path, 1) / "step-00000004" / file_names.data_file(2))
+    assert run_world(4, train, str(tmp_path), 2) == [(2, after[2])] * 4
+    assert shared_steps(tmp_path) == [2]
+
+
+def test_a_new_run_in_the_place_of_a_deleted_one_starts_at_step_0(tmp_path: Path) -> None:
+    run_world(2, train, str(tmp_path), 2, 2)
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert [step for step, _ in run_world(2, train, str(tmp_path), 1)] == [0, 0]
+
+
+def slow_copies(env: DistEnv, folder: str) -> list[list[str]]:
+    """The folders on this node after each of four saves, while the copy of the first is held up."""
+    run = on_node(env, folder, keep_last=1)
+    held, copy = threading.Event(), copier.copy_file
+
+    def waits(*args: Any) -> None:
+        held.wait(60)
+        copy(*args)
+
+    setattr(copier, "copy_file", waits)  # noqa: B010
+    seen = []
+    try:
+        for _ in range(4):
+            run.step()
+            run.save(wait=True)
+            seen.append(local_steps(Path(folder), env.rank // PER_NODE))
+        held.set()
+        run.checkpointer.close()
+    finally:
+        copier.copy_file = copy
+    return [*seen, local_steps(Path(folder), env.rank // PER_NODE)]
+
+
+def test_the_newest_and_the_one_in_copy_stay_on_a_slow_store(tmp_path: Path) -> None:
+    for seen in run_world(4, slow_copies, str(tmp_path))[::PER_NODE]:
+        assert all(f"step-{at:08d}" in names for at, names in enumerate(seen[:4], 1))
+        assert max(map(len, seen)) <= 2
+        assert "step-00000004" in seen[4]
+    assert shared_steps(tmp_path) == [4], "in between only the newest was copied"
+
+
+class FullStore(LocalStore):
+    def write(self, folder: str, file: str, buffers: Sequence[Buffer]) -> None:
+        part = memoryview(buffers[0])[1:]
+        raise OSError(errno.ENOSPC, f"No space left on device, {len(part)} bytes to go")
+
+
+def copy_to_a_full_store(env: DistEnv, folder: str) -> list[str]:
+    """The errors of the save and of the end."""
+    run = on_node(env, folder)
+    copying = run.checkpointer._copier
+    assert copying is not None
+    copying._store = FullStore(Path(folder) / "checkpoints")
+    run.step()
+    run.save(wait=True)
+    try:
+        run.checkpointer.close()
+    except CheckpointError as error:
+        return [str(error)]
+    return []
+
+
+def test_a_copy_that_fails_is_named_and_the_next_start_makes_it(tmp_path: Path) -> None:
+    for said in run_world(2, copy_to_a_full_store, str(tmp_path)):
+        assert len(said) == 1
+        assert "the last checkpoint is on the nodes' own disks alone: rank 0: OSError" in said[0]
+        assert "No space left on device" in said[0]
+        assert "HINT: repair what it names, then start the same command on the same nodes" in said[0]
+    assert not [one.name for one in (tmp_path / "checkpoints").iterdir() if one.is_dir()], (
+        "no torn copy stays"
+    )
+    assert [step for step, _ in run_world(2, train, str(tmp_path), 1)] == [1, 1]
+
+
+def last_save_fails(env: DistEnv, folder: str) -> tuple[str, bool, list[int]]:
+    """The error of the end, whether the copier ended, and the steps in the shared store then."""
+    run = on_node(env, folder)
+    held, copy = threading.Event(), copier.copy_file
+
+    def waits(*args: Any) -> None:
+        held.wait(60)
+        copy(*args)
+
+    setattr(copier, "copy_file", waits)  # noqa: B010
+    try:
+        run.step()
+        run.save(wait=True)
+        copying = run.checkpointer._copier
+        assert copying is not None
+        run.checkpointer._saver._store = FullStore(Path(folder) / f"node{env.rank // PER_NODE}")
+        run.step()
+        run.save()
+        held.set()
+        with pytest.raises(CheckpointError) as caught:
+            run.checkpointer.close()
+    finally:
+        copier.copy_file = copy
+    return str(caught.value), not copying._thread.is_alive(), shared_steps(Path(folder))
+
+
+def test_the_end_waits_for_the_copy_of_an_earlier_step_if_the_last_save_failed(tmp_path: Path) -> None:
+    for said, ended, steps in run_world(2, last_save_fails, str(tmp_path)):
+        assert "step 2 was not saved" in said
+        assert ended
+        assert steps == [1]
+
+
+def resumed_and_stopped(env: DistEnv, folder: str) -> list[str]:
+    """A start that saves the step it resumed, as a run that stops at once does."""
+    run = on_node(env, folder)
+    run.checkpointer.restore(run.state)
+    run.save(wait=True)
+    run.checkpointer.close()
+    return local_steps(Path(folder), env.rank // PER_NODE)
+
+
+def test_a_sealed_step_is_neither_sealed_nor_copied_again(tmp_path: Path) -> None:
+    run_world(2, train, str(tmp_path), 2, 2)
+    places = [tmp_path / "checkpoints", local_folder(tmp_path, 0)]
+    before = [(place / "step-00000002" / file_names.MANIFEST).read_bytes() for place in places]
+    assert run_world(2, resumed_and_stopped, str(tmp_path))[0] == ["step-00000002"]
+    assert [(place / "step-00000002" / file_names.MANIFEST).read_bytes() for place in places] == before
+    assert [one.name for one in places[0].iterdir() if one.is_dir()] == ["step-00000002"]
+
+
+def test_a_copier_that_lost_its_peers_reports_that_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(_: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(copier, "ObjectGroup", lambda: SimpleNamespace(rank=1, broadcast=gone))
+    stores = LocalStore(tmp_path / "shared"), LocalStore(tmp_path / "local")
+    copying = copier.Copier(*stores, torch.device("cpu"), "00000000", lambda: None, lambda: None)
+    copying.put()
+    with pytest.raises(CheckpointError, match="own disks alone: RuntimeError: Connection closed by peer"):
+        copying.close()
+
+
+def refused(env: DistEnv, folder: str, name: str) -> str:
+    try:
+        build(
+            replace(env, local_rank=0, node_rank=env.rank, num_nodes=2),
+            "fsdp",
+            folder,
+            section={"local_dir": name},
+        )
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_nodes_share_or_cannot_write_is_refused(tmp_path: Path) -> None:
+    for said in run_world(2, refused, str(tmp_path), str(tmp_path / "same")):
+        assert "is the folder of nodes [" in said
+        assert "HINT: --checkpoint.local_dir a folder on each node's own disk" in said
+    (tmp_path / "file").write_text("")
+    for said in run_world(2, refused, str(tmp_path), str(tmp_path / "file" / "under")):
+        assert "cannot be written on" in said
+
+
+def test_whole_over_nodes() -> None:
+    files = frozenset({"a", "b", ".metadata"})
+
+    def offer(step: int, *held: str, seal: str = "x") -> Offer:
+        return Offer(f"step-{step:08d}", step, seal, frozenset(held), files)
+
+    gathered = [
+        [offer(4, "a", ".metadata"), offer(6, "a", ".metadata"), offer(8, "a", ".metadata")],
+        [],
+        [offer(4, "b", ".metadata"), offer(6, ".metadata"), offer(8, "b", ".metadata", seal="y")],
+    ]
+    assert [(one.step, one.files) for one in whole_over_nodes(gathered)] == [
+        (4, {0: (".metadata", "a"), 2: ("b",)})
+    ]
+
+
+def test_the_own_copy_is_read_and_the_shared_one_for_what_it_lacks(tmp_path: Path) -> None:
+    shared, local = LocalStore(tmp_path / "shared"), LocalStore(tmp_path / "local")
+    files = {"a": b"one", "b": b"two"}
+    sizes = {name: (len(data), crc32(data)) for name, data in files.items()}
+    whole = a_manifest(shard=2, ranks=2, files=sizes)
+    for store, held in ((shared, ("a", "b")), (local, ("a",))):
+        store.begin("step-00000001")
+        store.write("step-00000001", file_names.MANIFEST, [encode(whole)])
+        for name in held:
+            store.write("step-00000001", name, [files[name] if store is shared else files[name].upper()])
+    near = NearStore(shared, local, scan(shared)[0])
+    found = {name: near.read("step-00000001", name) for name in files}
+    assert found == {"a": b"ONE", "b": b"two"}
+    for name, data in found.items():
+        view = memoryview(bytearray(3))
+        near.read_into("step-00000001", name, 0, [view])
+        assert bytes(view) == data

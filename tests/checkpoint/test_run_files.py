@@ -1,0 +1,207 @@
+"""The files of a run directory in an object store: what is copied, what a copy costs, whose files win."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp.base.phases import ACTIVITIES, Activity
+from fsdp.checkpoint import run_files, run_mirror
+from fsdp.checkpoint.lock import Locks
+from fsdp.checkpoint.object_store import ObjectStore
+from fsdp.checkpoint.run_files import WRITER, RunFiles
+from fsdp.checkpoint.run_mirror import RunMirror
+from fsdp.checkpoint.run_source import opened
+from fsdp.checkpoint.store import Buffer
+from tests.support.processes import eventually
+
+
+class Counting(ObjectStore):
+    """An object store in memory that keeps the names of the objects that are written."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.written: list[str] = []
+        self.is_away = False
+
+    def put(self, name: str, buffers: Iterable[Buffer]) -> None:
+        if self.is_away:
+            raise OSError(110, "writing: it is away")
+        self.written.append(name)
+        super().put(name, buffers)
+
+    def new(self) -> list[str]:
+        found, self.written = self.written, []
+        return found
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> Iterator[Counting]:
+    import fsspec
+
+    yield Counting(f"memory://{abs(hash(request.node.name)):x}/run")
+    fsspec.filesystem("memory").store.clear()
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def texts(folder: Path) -> dict[str, str]:
+    return {
+        file.relative_to(folder).as_posix(): file.read_text()
+        for file in folder.rglob("*")
+        if file.is_file() and file.name != run_files.INDEX
+    }
+
+
+FILES = {"config.toml": "a = 1\n", "metrics.jsonl": '{"step": 1}\n', "watch/timing.jsonl": "{}\n", "DONE": ""}
+
+
+def begun(store: ObjectStore, folder: Path) -> RunFiles:
+    files = RunFiles(store, folder)
+    files.take_over()
+    return files
+
+
+def test_another_machine_has_the_files_and_not_the_exports(store: Counting, tmp_path: Path) -> None:
+    here = begun(store, tmp_path / "here")
+    write(here.folder, FILES | {"full_model/full-model.pt": "w", ".staged": "x", "checkpoints/step/a": "c"})
+    (here.folder / "link").symlink_to(tmp_path)
+    here.upload()
+    assert set(store.objects()) == {*FILES, "full_model/full-model.pt", WRITER}
+    assert texts(begun(store, tmp_path / "there").folder) == FILES
+    with opened(store.where) as source:
+        assert texts(source.path) == FILES
+    with opened(store.where + "/", export_bytes=1) as source:
+        assert texts(source.path) == FILES | {"full_model/full-model.pt": "w"}
+        assert source.path.name == "run"
+    assert not source.path.exists()
+
+
+def test_a_file_that_has_grown_costs_its_last_part_and_the_new_ones(
+    store: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_files, "PART_BYTES", 10)
+    here = begun(store, tmp_path / "here")
+    metrics = here.folder / "metrics.jsonl"
+    metrics.write_text("0123456789" * 3 + "01")
+    store.new()
+    here.upload()
+    name = "metrics.jsonl"
+    assert store.new() == [name, f"{name}.part-0001", f"{name}.part-0002", f"{name}.part-0003"]
+    here.upload()
+    assert store.new() == []
+    with metrics.open("a") as file:
+        file.write("2345678901")
+    here.upload()
+    assert store.new() == [f"{name}.part-0003", f"{name}.part-0004"]
+    assert texts(begun(store, tmp_path / "there").folder) == {name: "0123456789" * 4 + "01"}
+    here = RunFiles(store, here.folder)  # another start
+    metrics.write_text("0123456789" + "abc")
+    store.new()
+    here.upload()
+    assert store.new() == [f"{name}.part-0001"]
+    assert texts(begun(store, tmp_path / "third").folder) == {name: "0123456789abc"}
+
+
+def test_the_folder_that_wrote_last_keeps_its_newer_files(store: Counting, tmp_path: Path) -> None:
+    here = begun(store, tmp_path / "here")
+    write(here.folder, FILES)
+    here.upload()
+    write(here.folder, {"metrics.jsonl": "newer\n"})  # killed before the next copy
+    assert not RunFiles(store, here.folder).take_over()
+    assert texts(here.folder)["metrics.jsonl"] == "newer\n"
+    there = begun(store, tmp_path / "there")
+    write(there.folder, {"metrics.jsonl": "of another machine\n"})
+    there.upload()
+    write(here.folder, {"STOPPED": "old"})
+    assert RunFiles(store, here.folder).take_over()
+    assert texts(here.folder) == FILES | {"metrics.jsonl": "of another machine\n"}
+
+
+def test_a_deleted_run_leaves_nothing_in_the_folder(store: Counting, tmp_path: Path) -> None:
+    here = begun(store, tmp_path / "here")
+    write(here.folder, FILES)
+    here.upload()
+    for name in store.objects():
+        store.delete(name)
+    assert texts(begun(store, here.folder).folder) == {}
+
+
+def test_a_marker_that_is_removed_here_is_deleted_there(store: Counting, tmp_path: Path) -> None:
+    here = begun(store, tmp_path / "here")
+    store.put("FAILED", [b"of another node"])
+    write(here.folder, {"STOPPED": "x"})
+    here.upload()
+    assert set(store.objects()) == {"STOPPED", WRITER}
+    (here.folder / "STOPPED").unlink()
+    here.upload()
+    assert set(store.objects()) == {WRITER}
+
+
+def test_a_name_that_leads_out_of_the_folder_is_left_out(store: Counting, tmp_path: Path) -> None:
+    for name in ("../out", "a/../../out", "a//b", ".bashrc", "watch/.hidden", "CLAIM", "good"):
+        store.put(name, [b"x"])
+    folder = tmp_path / "deep" / "run"
+    assert texts(begun(store, folder).folder) == {"good": "x"}
+    assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == [run_files.INDEX, "good"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"folder": 3}', '{"folder": ""}'])
+def test_an_odd_record_of_the_last_writer_is_another_folders(
+    store: Counting, tmp_path: Path, text: str
+) -> None:
+    folder = begun(store, tmp_path / "here").folder
+    store.put(WRITER, [text.encode()])
+    (folder / run_files.INDEX).write_text(text)
+    assert RunFiles(store, folder).take_over()
+
+
+def test_a_store_that_is_away_is_named_once_and_copied_to_when_it_is_back(
+    store: Counting, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "fsdp")
+    mirror = RunMirror(Locks(), begun(store, tmp_path / "here"))
+    write(tmp_path / "here", FILES)
+    store.is_away = True
+    assert mirror.before_seal() is None
+    mirror.upload()
+    assert [line for line in caplog.messages if "it is away: the run continues" in line] == caplog.messages
+    assert len(caplog.messages) == 1
+    store.is_away = False
+    mirror.release()
+    assert caplog.messages[1:] == [f"{store.where} is written again"]
+    assert set(FILES) <= set(store.objects())
+
+
+def test_the_thread_is_no_activity_of_the_run(
+    store: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announced: list[Activity] = []
+    files = begun(store, tmp_path / "here")
+    monkeypatch.setattr(run_mirror, "FIRST_UPLOAD_S", 0.0)
+    monkeypatch.setattr(ACTIVITIES, "listener", announced.append)
+    write(tmp_path / "here", FILES)
+    mirror = RunMirror(Locks(), files)
+    eventually("a copy", lambda: "DONE" in store.written, 10)
+    assert announced == []
+    mirror.upload()
+    store.objects()
+    assert set(announced) == {Activity.STORAGE, Activity.NONE}, "of this thread"
+    mirror.release()
+
+
+def test_files_that_stay_behind_are_named_at_the_end(
+    store: Counting, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mirror = RunMirror(Locks(), begun(store, tmp_path / "here"))
+    write(tmp_path / "here", FILES)
+    store.is_away = True
+    mirror.release()
+    assert f"{store.where} lacks files of this run, which are in {tmp_path / 'here'}" in caplog.text

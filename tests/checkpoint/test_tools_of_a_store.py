@@ -1,0 +1,123 @@
+"""The tools on the URL of a run: report, predict, checkpoint."""
+
+from __future__ import annotations
+
+import io
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from fsdp.checkpoint import __main__ as checkpoints
+from fsdp.checkpoint import inspect
+from fsdp.checkpoint.object_store import ObjectStore
+from fsdp.checkpoint.open_store import open_store
+from fsdp.dist.env import DistEnv
+from fsdp.predict import __main__ as predict
+from fsdp.report import __main__ as report
+from fsdp.report.run_data import read_run
+from tests.checkpoint import s3_server
+from tests.checkpoint.test_run_in_store import train_on
+from tests.checkpoint.test_s3 import use
+from tests.support.world import run_world
+
+pytestmark = pytest.mark.needs("s3")
+FLAGS = (
+    "--model.name", "mlp", "--data.name", "synthetic", "--data.args.heldout", "20", "--train.steps", "6",
+    "--train.global_batch", "12", "--checkpoint.every_steps", "2", "--watch.enabled", "false", "--run.dir",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def url(server: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A finished run, whose folder on this machine is not the one of the tools."""
+    import fsspec
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**s3_server.KEYS, "AWS_ENDPOINT_URL": server}.items():
+            patch.setenv(name, value)
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        fsspec.filesystem("s3").mkdir("tools")
+    url = "s3://tools/runs/mine"
+    machine = str(tmp_path_factory.mktemp("machine"))
+    assert run_world(2, train_on, server, machine, [*FLAGS, url]) == [None] * 2
+    return url
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    for name, value in {**s3_server.KEYS, "AWS_ENDPOINT_URL": server}.items():
+        monkeypatch.setenv(name, value)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_report(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([url]) == 0
+    assert capsys.readouterr().out == "mine-report.html\n"
+    page = (tmp_path / "mine-report.html").read_text()
+    assert "could not be listed" not in page
+    for step in (2, 4, 6):
+        assert re.search(rf"<td[^>]*>{step}</td>", page)
+    assert report.main([url, f"{url}/", "--out", "both.html"]) == 0
+    with report.opened(url) as source:
+        assert [found.step for found in read_run(source.path, source.checkpoints).checkpoints] == [6, 4, 2]
+        assert not (source.path / "full_model").exists()
+
+
+def test_a_run_in_progress_is_known_by_its_lock(url: str) -> None:
+    ObjectStore(url).put("CLAIM", [b"{}"])
+    with report.opened(url) as source:
+        assert (source.path / "CLAIM").stat().st_mtime == pytest.approx(
+            ObjectStore(url).modified_at("CLAIM"), abs=1
+        )
+        ObjectStore(url).delete("CLAIM")
+        source.read(export_bytes=0)
+        assert not (source.path / "CLAIM").exists()
+
+
+def printed(env: DistEnv, server: str, words: list[str]) -> str:
+    use(server)
+    with redirect_stdout(io.StringIO()) as out:
+        predict.answer_as_rank(words, env)
+    return out.getvalue()
+
+
+def test_a_prediction(url: str, server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert predict.main([url, "--samples", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "accuracy" in said
+    assert (tmp_path / "mine-predictions.png").exists() == ("picture   mine-predictions.png" in said)
+    words = [url, "--samples", "3", "--out", str(tmp_path / "other.png")]
+    sharded = run_world(2, printed, server, words)
+    assert sharded[0].splitlines()[:3] == said.splitlines()[:3]
+    assert sharded[1] == ""
+
+
+def test_its_checkpoints(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checkpoints.main([url]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["6", "4", "2"]
+    assert checkpoints.main([f"{url}/checkpoints", "verify"]) == 0
+    assert checkpoints.main([url, "export"]) == 2
+    assert "HINT: --out FOLDER" in capsys.readouterr().err
+    assert checkpoints.main([url, "export", "--out", "full", "--format", "safetensors"]) == 0
+    assert Path("full/model-00001-of-00001.safetensors").exists()
+    assert checkpoints.main([url, "prune", "--keep-last", "2"]) == 0
+    assert [found.step for found in inspect.scan(open_store(f"{url}/checkpoints"))] == [6, 4]
+    assert {"CLAIM", "checkpoints/CLAIM"}.isdisjoint(ObjectStore(url).objects())
+    ObjectStore(url).delete("config.toml")  # a loop of one's own writes none
+    capsys.readouterr()
+    assert checkpoints.main([url]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_url_without_a_run_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for tool in (report.main, predict.main, checkpoints.main):
+        assert tool([f"{url}-absent"]) in (2, 4)
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert f"{url}-absent" in said
+        assert "HINT: " in said

@@ -1,0 +1,166 @@
+"""Odd files, names, links and permissions as --data.name: a good run, or one line with a HINT."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import DataSection
+from fsdp.data import build_dataset
+from tests.support.data_cache import own_cache as own_cache
+from tests.support.marks import quick_are
+from tests.tokenize.rows import texts
+
+LIST = json.dumps(texts(20)).encode()
+LINES = "".join(json.dumps(row) + "\n" for row in texts(20)).encode()
+
+
+def samples(name: Path | str) -> int:
+    return len(build_dataset(DataSection(name=str(name), seq_len=8)).train)
+
+
+def put(folder: Path, **files: bytes) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("_", ".", 1)).write_bytes(content)
+    return folder
+
+
+def a_link_to_itself(folder: Path) -> Path:
+    put(folder, a_jsonl=LINES, README_md=b"About the rows.")
+    (folder / "self").symlink_to(folder)
+    return folder
+
+
+def rows_in_subfolders(folder: Path) -> Path:
+    put(folder / "2024", a_json=LIST)
+    return folder
+
+
+def written(name: str, content: bytes) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return write
+
+
+READ: dict[str, Callable[[Path], Path]] = {
+    "a folder with a link to itself": a_link_to_itself,
+    "rows in subfolders": rows_in_subfolders,
+    "settings beside rows": lambda folder: put(folder, a_json=LIST, config_json=b"{}", LICENSE_=b"None."),
+    "spaces": written("a b  c.json", LIST),
+    "a line break": written("a\nb.jsonl", LINES),
+    "unicode": written("日本 é.json", LIST),
+    "bytes that are no text": written(os.fsdecode(b"a\xff.jsonl"), LINES),
+    "brackets": written("a[1]*.json", LIST),
+    "upper case": written("A.JSON", LIST),
+    "ndjson": written("a.ndjson", LINES),
+    "a byte order mark": written("a.json", b"\xef\xbb\xbf" + LIST),
+    "carriage returns": written("a.jsonl", LINES.replace(b"\n", b"\r\n")),
+    "compressed": written("a.json.gz", gzip.compress(LIST)),
+}
+
+
+SAMPLE = ["a folder with a link to itself", "rows in subfolders", "upper case"]
+
+
+@pytest.mark.parametrize("name", quick_are(SAMPLE, READ, []))
+def test_rows_are_read(name: str, tmp_path: Path) -> None:
+    plain = samples(written("plain.jsonl", LINES)(put(tmp_path / "plain")))
+    assert samples(READ[name](put(tmp_path / "odd"))) == plain
+
+
+def looped(folder: Path) -> Path:
+    (folder / "a.jsonl").symlink_to(folder / "b.jsonl")
+    (folder / "b.jsonl").symlink_to(folder / "a.jsonl")
+    return folder / "a.jsonl"
+
+
+def pipe(folder: Path) -> Path:
+    os.mkfifo(folder / "a.json")
+    return folder / "a.json"
+
+
+def mixed(folder: Path) -> Path:
+    put(folder, a_json=LIST, b_jsonl=LINES, c_png=b"\x89PNG")
+    return folder / "*"
+
+
+NULLS = json.dumps([{"text": None, "id": 1}] * 9).encode()
+REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "links to each other": (looped, "a.jsonl is a link to .*b.jsonl, which does not exist. HINT: rm "),
+    "a pipe": (pipe, "a.json is neither a file nor a folder. HINT: cat .*a.json > rows.json makes one"),
+    "no match": (lambda folder: folder / "*.json", r"\*.json matches no file. HINT: ls "),
+    "a mixture": (mixed, "c.png is not a .jsonl, .json .* file. HINT: "),
+    "a column of nulls": (written("a.json", NULLS), "a.json element 1: text is null, not text. HINT: "),
+    "a null": (written("a.json", b'[{"text": "a"}, null]'), "element 2 is null, not an object with col"),
+    "a list in .gz": (written("a.json.gz", LIST), r"is not compressed: .* HINT: mv .*a.json.gz .*a.json, "),
+    "text in .gz": (written("a.gz", gzip.compress(LINES)), "a.gz is compressed. HINT: zcat .*a.gz > .*a; "),
+    "a line break": (
+        written("a\nb.json", b"[1"),
+        r"a\\nb.json is cut short: .* tail -c 80 \$'.*a\\x0ab.json' shows",
+    ),
+    "a long name": (lambda folder: Path("x" * 5000), "cannot be read .File name too long.. HINT: ls -ld x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_in_a_line(name: str, tmp_path: Path) -> None:
+    make, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message) as caught:
+        samples(make(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+CLOSED = """
+import os, sys
+from pathlib import Path
+from fsdp.base.errors import ConfigError
+from tests.data.test_odd_sources import LINES, LIST, put, samples
+
+root = Path(sys.argv[1])
+put(root / "above", a_jsonl=LINES)
+put(root / "above/closed", b_jsonl=LINES)
+put(root / "above/text", c_txt=b"a" * 100)
+put(root, a_jsonl=LINES, b_json=LIST)
+closed = ("above/closed", "a.jsonl", "b.json")
+for name in closed:
+    os.chmod(root / name, 0)
+below = ("above/closed", "above/closed/b.jsonl", "above/closed/*.jsonl", "above/**/*.jsonl")
+for name in ("above", *below, "a.jsonl", "b.json"):
+    try:
+        print(samples(root / name))
+    except ConfigError as error:
+        print(error)
+for name in closed:
+    os.chmod(root / name, 0o755)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_what_may_not_be_read_is_named(tmp_path: Path) -> None:
+    """Root reads everything: its process gives up that right."""
+    drop = "-dac_override,-dac_read_search"
+    user = ["setpriv", f"--inh-caps={drop}", f"--bounding-set={drop}"] if not os.geteuid() else []
+    done = subprocess.run(
+        [*user, sys.executable, "-c", CLOSED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 7, done.stderr
+    named = [*["above/closed"] * 5, "a.jsonl", "b.json"]
+    for line, name in zip(lines, named, strict=True):
+        assert line.startswith(f"{tmp_path / name}")
+        assert " cannot be read (Permission denied). HINT: ls -ld " in line

@@ -1,0 +1,178 @@
+"""NCCL's transport as read from its log. The lines have the formats of logs of NCCL 2.18 to 2.28 in public
+issues, with other names; none was recorded here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp.dist.nccl_log import Transport, path_kind, read_log, summary, verdicts
+from fsdp.doctor import transport
+from fsdp.doctor.__main__ import main
+from fsdp.doctor.findings import judge
+from fsdp.doctor.table import text
+from fsdp.report.run_data import read_run
+from tests.doctor.test_findings import reports
+
+SOCKET = """\
+NCCL version 2.18.5+cuda12.0
+n0:571:571 [0] NCCL INFO NCCL_SOCKET_IFNAME set by environment to en,eth,bond
+n0:571:571 [0] NCCL INFO Bootstrap : Using enp10s0:10.10.7.1<0>
+n0:571:571 [0] NCCL INFO NET/Plugin : No plugin found, using internal implementation
+n0:571:580 [0] NCCL INFO NET/IB : No device found.
+n0:571:580 [0] NCCL INFO NET/Socket : Using [0]enp10s0:10.10.7.1<0> [1]bond0:10.10.8.1<0>
+n0:571:580 [0] NCCL INFO Using network Socket
+n0:571:580 [0] NCCL INFO Channel 00/02 :    0   1   2   3
+n0:571:580 [0] NCCL INFO Channel 01/02 :    0   1   2   3
+n0:571:580 [0] NCCL INFO Channel 00/0 : 3[1] -> 0[0] [receive] via NET/Socket/0
+n0:571:580 [0] NCCL INFO Channel 01/0 : 3[1] -> 0[0] [receive] via NET/Socket/1
+n0:571:580 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via SHM/direct/direct
+n0:571:580 [0] NCCL INFO Connected all rings
+n0:571:580 [0] NCCL INFO 2 coll channels, 0 nvls channels, 2 p2p channels, 2 p2p channels per peer
+"""
+INFINIBAND = """\
+NCCL version 2.21.5+cuda12.4
+gpu-a:5664:5734 [1] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth0:172.24.1.7<0>
+gpu-a:5664:5734 [1] NCCL INFO Using network IBext_v8
+gpu-a:5664:5734 [1] NCCL INFO               + NVL[264.0] - NVS/0
+gpu-a:5664:5734 [1] NCCL INFO Channel 07/0 : 0[0] -> 2[0] [receive] via NET/IBext_v8/3/GDRDMA
+gpu-a:5664:5734 [1] NCCL INFO Channel 00/0 : 1[1] -> 3[1] [send] via NET/IBext_v8/2/GDRDMA/Shared
+gpu-a:5664:5734 [1] NCCL INFO Channel 00/0 : 3[1] -> 2[0] via P2P/CUMEM
+gpu-a:5664:5734 [1] NCCL INFO Channel 01/0 : 8[0] -> 15[7] via P2P/IPC/read
+gpu-a:5664:5734 [1] NCCL INFO 16 coll channels, 0 collnet channels, 4 nvls channels, 16 p2p channels
+"""
+
+
+def of(log: str, **how: object) -> list[tuple[str, bool]]:
+    found = verdicts(read_log(log.splitlines()), nodes=2, **how)  # type: ignore[arg-type]
+    return [(one.what, bool(one.hint)) for one in found]
+
+
+def test_sockets_and_shared_memory() -> None:
+    found = read_log(SOCKET.splitlines())
+    assert (found.version, found.network, found.devices) == ("2.18.5", "Socket", ())
+    assert found.interfaces == ("enp10s0", "bond0")
+    assert found.paths == {"NET/Socket": 2, "SHM": 1}
+    assert (found.channels, found.rings, found.nvls, found.nvlink) == (2, 2, 0, False)
+    assert summary(found) == "NCCL 2.18.5, network Socket, 2 channels, 2 rings, NET/Socket 2, SHM 1"
+    assert of(SOCKET) == [
+        ("NET/Socket between nodes (enp10s0, bond0): the node has no InfiniBand device", False),
+        ("SHM within the node: its GPUs exchange through host memory", True),
+    ]
+    assert of(SOCKET, host_devices=["mlx5_0"])[0] == (
+        "NET/Socket between nodes (enp10s0, bond0) though InfiniBand devices exist (mlx5_0)",
+        True,
+    )
+
+
+def test_infiniband_with_direct_access_and_nvlink() -> None:
+    found = read_log(INFINIBAND.splitlines())
+    assert (found.network, found.devices) == ("IB", ("mlx5_0", "mlx5_1"))
+    assert found.paths == {"NET/IB/GDRDMA": 2, "P2P": 2}
+    assert (found.channels, found.nvls, found.nvlink) == (16, 4, True)
+    assert of(INFINIBAND) == [
+        ("NET/IB with GPUDirect RDMA between nodes (mlx5_0, mlx5_1)", False),
+        ("NVLink within the node", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "what", "hint"),
+    [
+        ("NCCL_IB_DISABLE set by environment to 1.", "NCCL_IB_DISABLE is set", "unset NCCL_IB_DISABLE"),
+        ("NCCL_NET set by environment to Socket", "NCCL_NET is Socket", "unset NCCL_NET"),
+        ("NCCL_P2P_DISABLE set by environment to 1.", "because NCCL_P2P_DISABLE", "unset NCCL_P2P_DISABLE"),
+    ],
+)
+def test_a_variable_that_causes_it_is_named(more: str, what: str, hint: str) -> None:
+    log = f"{SOCKET}n0:571:571 [0] NCCL INFO {more}\n"
+    found = [one for one in verdicts(read_log(log.splitlines()), nodes=2) if what in one.what]
+    assert [one.hint for one in found] == [hint]
+
+
+def test_infiniband_through_host_memory_and_other_networks() -> None:
+    through = INFINIBAND.replace("/GDRDMA/Shared", "").replace("/GDRDMA", "")
+    assert of(through)[0] == (
+        "NET/IB between nodes (mlx5_0, mlx5_1) without GPUDirect RDMA: each byte goes through host memory",
+        True,
+    )
+    efa = [
+        "ip-10-0-0-1:1:2 [0] NCCL INFO Using network AWS Libfabric",
+        "ip-10-0-0-1:1:2 [0] NCCL INFO Channel 00/0 : 8[0] -> 0[0] [receive] via NET/AWS Libfabric/0/GDRDMA",
+    ]
+    assert [one.what for one in verdicts(read_log(efa), nodes=2)] == ["NET/AWS Libfabric between nodes"]
+
+
+def test_other_forms_of_a_line() -> None:
+    kinds = {
+        "P2P/direct pointer": "P2P", "P2P/CUMEM/read": "P2P", "SHM/direct/direct": "SHM",
+        "NET/Socket/3": "NET/Socket", "NET/IB/0": "NET/IB", "NET/IB/0(2)/GDRDMA": "NET/IB/GDRDMA",
+    }  # fmt: skip
+    assert {path: path_kind(path) for path in kinds} == kinds
+    stamped = ["[2025-08-19 10:00:00] [3] node:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"]
+    old = ["node:1:2 [0] NCCL INFO Channel 05 : 8[101c0] -> 9[101d0] via P2P/IPC/read", "not NCCL's"]
+    assert read_log(stamped).paths == read_log(old).paths == {"P2P": 1}
+    assert read_log([]) == Transport()
+    assert summary(Transport()) == "no line of NCCL"
+
+
+def test_the_command_reads_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.log").write_text(SOCKET)
+    assert main(["--nccl-log", str(tmp_path / "a.log")]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("NCCL 2.18.5, network Socket")
+    assert "odd  SHM within the node" in said
+    assert "     HINT: nvidia-smi topo -m" in said
+    assert main(["--nccl-log", str(tmp_path / "absent.log")]) == 2
+    assert "absent.log cannot be read (No such file or directory). HINT: " in capsys.readouterr().err
+    (tmp_path / "other.log").write_text("step 1\n")
+    assert main(["--nccl-log", str(tmp_path / "other.log")]) == 2
+    assert (
+        "other.log has no line of NCCL. HINT: start the run with NCCL_DEBUG=INFO" in capsys.readouterr().err
+    )
+
+
+def test_the_doctor_names_it_once(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text(SOCKET)
+    seen = json.loads(json.dumps(transport.about([tmp_path / "a.log"], 2, ["mlx5_0"])))
+
+    def change(by_rank: dict[int, dict[str, Any]]) -> None:
+        for one in by_rank.values():
+            one["transport"] = seen
+
+    examined = reports(change)
+    verdict = judge(examined)
+    assert [one.what for one in verdict.findings] == [
+        "NET/Socket between nodes (enp10s0, bond0) though InfiniBand devices exist (mlx5_0)",
+        "SHM within the node: its GPUs exchange through host memory",
+    ]
+    assert verdict.fit
+    assert "rank 0: NCCL 2.18.5, network Socket, 2 channels" in text(examined, verdict, 1.0)
+
+
+def test_the_report_of_a_run_has_it(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "nccl.n0.571.log").write_text(SOCKET)
+    assert [note for note in read_run(tmp_path).notes if note.startswith("NCCL: SHM within the node")]
+    (tmp_path / "logs" / "nccl.n0.571.log").unlink()
+    assert not [note for note in read_run(tmp_path).notes if note.startswith("NCCL")]
+
+
+def test_nothing_is_recorded_on_a_cpu_or_over_a_persons_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    with transport.recorded(False) as folder:
+        assert folder is None
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    with transport.recorded(True) as folder:
+        assert folder is None
+    monkeypatch.delenv("NCCL_DEBUG")
+    with transport.recorded(True) as folder:
+        assert os.environ["NCCL_DEBUG"] == "INFO"
+        assert folder is not None
+        assert os.environ["NCCL_DEBUG_FILE"].startswith(str(folder))
+    assert "NCCL_DEBUG" not in os.environ

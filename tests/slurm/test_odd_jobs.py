@@ -1,0 +1,122 @@
+"""No environment, folders with a space, a cancel while ranks start, two jobs on one run directory at once, a
+requeue onto fewer nodes, an array of a moved and renamed job script. All on one cluster.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster, Shape
+from tests.slurm.conftest import need_slurm
+from tests.slurm.job import FLAGS, Job, Run
+from tests.slurm.scenarios import SLOWLY
+from tests.slurm.test_requests import clone
+from tests.support.processes import eventually
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
+
+END_S = 400.0
+SHORT = (*FLAGS, "--train.steps", "3", "--watch.enabled", "false")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A cluster, and a clone in a folder whose name has a space."""
+
+    cluster: Cluster
+    home: Path
+    folder: Path
+
+    def submit(
+        self, *words: str, run: str, flags: Sequence[str] = SHORT, env: Mapping[str, str] = SLOWLY
+    ) -> Job:
+        place = self.folder / run
+        options = [*words, "--run.dir", str(place), *flags]
+        return Job(self.cluster, self.cluster.sbatch(*options, env=env, cwd=self.home), Run(place))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    need_slurm()
+    folder = tmp_path_factory.mktemp("odd")
+    home = clone(folder / "my clone")
+    with Cluster(folder / "slurm", Shape(nodes=3)) as cluster:
+        yield Place(cluster, home, folder)
+
+
+@pytest.mark.parametrize("export", ["NONE", "LAUNCHER=srun"])
+def test_a_job_without_the_environment_of_the_shell_trains(place: Place, export: str) -> None:
+    """Sites that recommend `--export=NONE`: Slurm then gives it to each srun of the job too."""
+    job = place.submit(f"--export={export}", "--nodes=2", "slurm/fsdp.sbatch", run=f"export {export}")
+    assert job.wait(END_S) == "COMPLETED", job.log()
+    assert job.run.steps == [1, 2, 3]
+    launcher = "srun" if export != "NONE" else "torchrun under Slurm"
+    assert [start["launcher"] for start in job.run.starts] == [launcher]
+    assert "[c10d]" not in job.log(), "a warning for each host name that does not resolve"
+    assert "done: the run has all its steps." in job.log()
+
+
+def test_submitit_without_the_environment_of_the_shell_trains(place: Place) -> None:
+    run = place.folder / "my submitted run"
+    request = ["--nodes", "1", "--tasks-per-node", "2", "--export=NONE"]
+    command = ["python", "-m", "launch.submit", *request, "--", *SHORT, "--run.dir", str(run)]
+    said = place.cluster.run(*command, cwd=place.home, timeout_s=200).stdout
+    job = Job(place.cluster, said.split()[1], Run(run))
+    assert job.wait(END_S) == "COMPLETED", job.log() + said
+    assert job.run.steps == [1, 2, 3]
+
+
+def test_a_cancel_while_the_ranks_start_ends_the_job(place: Place) -> None:
+    """Ranks that do not train yet ignore SIGTERM, so Slurm ends them after KillWait."""
+    flags = (*SHORT, "--train.steps", "1000000")
+    job = place.submit("--nodes=2", "slurm/fsdp.sbatch", run="cancelled", flags=flags)
+    eventually("the ranks start", lambda: " reach " in job.log(), END_S, job.log)
+    place.cluster.run("scancel", job.id)
+    assert job.wait(END_S) == "CANCELLED", job.log()
+    assert place.cluster.job(job.id)["Restarts"] == "0"
+    assert "Traceback" not in job.log()
+    assert [event for event in job.run.history if event["event"] == "crash"] == []
+
+
+def test_of_two_jobs_at_once_on_one_run_directory_one_trains(place: Place) -> None:
+    pair = [place.submit("--nodes=1", "slurm/fsdp.sbatch", run="shared") for _ in range(2)]
+    states = sorted((job.wait(END_S), place.cluster.job(job.id)["ExitCode"]) for job in pair)
+    logs = "\n".join(job.log() for job in pair)
+    assert states == [("COMPLETED", "0:0"), ("FAILED", "4:0")], logs
+    assert pair[0].run.steps == [1, 2, 3], logs
+    assert len(pair[0].run.starts) == 1, logs
+
+
+def test_a_requeue_onto_fewer_nodes_continues(place: Place) -> None:
+    """As an administrator does it for a job of two nodes."""
+    flags = (*FLAGS, "--watch.enabled", "false")
+    words = ("--nodes=2", "--exclude=n1", "slurm/fsdp.sbatch")
+    job = place.submit(*words, run="fewer", flags=flags, env={**SLOWLY, "SLOW_STARTS": "1"})
+    job.until_resumable(13)
+    place.cluster.run("scontrol", "requeuehold", job.id)
+    eventually("it is held", lambda: place.cluster.state(job.id) == "PENDING", END_S, job.log)
+    place.cluster.run("scontrol", "update", f"jobid={job.id}", "NumTasks=1", "NumNodes=1")
+    place.cluster.run("scontrol", "release", job.id)
+    assert job.wait(END_S) == "COMPLETED", job.log()
+    assert [len(start["nodes"]) for start in job.run.starts] == [2, 1]
+    assert job.run.starts[1]["from_step"] >= 13
+    assert job.run.steps == list(range(1, 41))
+
+
+def test_each_task_of_an_array_of_a_moved_and_renamed_script_trains(place: Place) -> None:
+    script = place.folder / "my jobs" / "train my model.sh"
+    script.parent.mkdir()
+    shutil.copy(place.home / "slurm/fsdp.sbatch", script)
+    words = ["--array=3,5", "--nodes=1", str(script), *SHORT]
+    env = {"SHARDRUN_HOME": str(place.home)}
+    job = place.cluster.sbatch(*words, env=env, cwd=script.parent)
+    for task in (3, 5):
+        run = Run(script.parent / "runs" / f"shardrun-{job}_{task}")
+        state = place.cluster.wait(f"{job}_{task}", END_S)
+        assert state == "COMPLETED", place.cluster.log(f"{job}_{task}")
+        assert run.steps == [1, 2, 3]
