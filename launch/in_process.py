@@ -6,6 +6,7 @@ here: messages and exit codes (guard.py), the parts for a loop of one's own (fsd
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -41,9 +42,14 @@ def train(config: Config | Sequence[str], *, reporter: Reporter | None = None) -
             "backend ray starts ranks of its own, which a call in this process cannot.",
             "leave it out in a worker of Ray Train, or python train.py --backend ray",
         )
-    if not _is_ray_worker():
-        return train_rank(resolved, from_environment(device=resolved.run.device), reporter)
-    return _train_in_ray(resolved, reporter)
+    try:
+        if not _is_ray_worker():
+            return train_rank(resolved, from_environment(device=resolved.run.device), reporter)
+        return _train_in_ray(resolved, reporter)
+    finally:
+        # FSDP2's modules are reference cycles: until a collection of the oldest generation, which is rare,
+        # they keep the run's device memory, and its process groups their threads.
+        gc.collect()
 
 
 def record_of(outcome: Outcome) -> dict[str, Any]:
