@@ -16,7 +16,7 @@ help:
 	@echo "make train         the default job on every GPU, or on two CPU processes; prints accuracy and next commands"
 	@echo "make test          the tests that this machine can run"
 	@echo "make test-quick    without Slurm, Ray and slow tests"
-	@echo "make test-full     what make test leaves out"
+	@echo "make test-full     what make test leaves out; PART=2/3 for the second third of its long tests"
 	@echo "make test-torch    TORCH=2.15.0: the quick tests on another torch; TESTS=\"tests/dist tests/optim\" for some of them"
 	@echo "make lint          format, lint and types"
 	@echo "make bench         short benchmarks beside other tools; bench/results has the full ones"
@@ -44,9 +44,10 @@ test-quick: $(READY)
 
 # What make test leaves out: the remaining similar cases, long tests, and tests that need a package of
 # .ci/requirements.txt or an S3 server. Tests that start a cluster run in two processes: three at once overload two cores.
+PART ?=
 test-full: $(READY)
-	@SHARDRUN_FULL=1 $(BIN)/python -m pytest tests -m "(long or needs) and not slurm and not ray" $(SHARED)
-	@SHARDRUN_FULL=1 $(BIN)/python -m pytest tests -m "long and (slurm or ray)" -n 2 $(BY_FILE)
+	@SHARDRUN_FULL=1 SHARDRUN_PART=$(PART) $(BIN)/python -m pytest tests -m "(long or needs) and not slurm and not ray" $(SHARED)
+	@SHARDRUN_FULL=1 SHARDRUN_PART=$(PART) $(BIN)/python -m pytest tests -m "long and (slurm or ray)" -n 2 $(BY_FILE)
 
 # The same tests on another torch, in an environment of its own. From PyPI it is a CUDA build: 5 GiB, about two minutes.
 TORCH ?= 2.15.0

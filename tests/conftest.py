@@ -1,4 +1,4 @@
-"""Order of the tests, skips (full form, absent packages and servers), and no GPU except for tests of CUDA.
+"""Order of the tests, parts and skips (full form, absent packages and servers), no GPU except for tests of CUDA.
 
 `make test` distributes the files over pytest's processes (pytest-xdist): a file stays in one process, and the
 longest start first. `pytest tests` runs the same tests in one process.
@@ -7,6 +7,7 @@ longest start first. `pytest tests` runs the same tests in one process.
 from __future__ import annotations
 
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             needs.check(name)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def in_part(name: str, part: str) -> bool:
+    """Whether a test is in this part of the full form: "2/3" is the second of three. Parts are about equal in
+    number, and stay as they are when other tests are added.
+    """
+    number, _, parts = part.partition("/")
+    return not part or zlib.crc32(name.encode()) % int(parts) == int(number) - 1
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := os.environ.get("SHARDRUN_PART", ""):
+        other = {
+            item for item in items if item.get_closest_marker("long") and not in_part(item.nodeid, part)
+        }
+        config.hook.pytest_deselected(items=list(other))
+        items[:] = [item for item in items if item not in other]
     order = {HERE / name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))  # stable: files keep their order
     for item in items:

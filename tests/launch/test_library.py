@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -33,6 +34,23 @@ def test_train_in_this_process(tmp_path: Path) -> None:
     record = shardrun.record_of(again)
     assert b"fsdp" not in pickle.dumps(record)
     assert record["step"] == 6
+
+
+def trained_tensors(env: DistEnv, run_dir: str) -> int:
+    """Tensors that are alive after a second run of train() and were not before, garbage or not."""
+    flags = [*QUIET, "--train.steps", "2"]
+    shardrun.train([*flags, "--run.dir", f"{run_dir}/first"])
+    gc.disable()
+    before = {id(one) for one in gc.get_objects() if issubclass(type(one), torch.Tensor)}
+    shardrun.train([*flags, "--run.dir", f"{run_dir}/second"])
+    after = {id(one) for one in gc.get_objects() if issubclass(type(one), torch.Tensor)}
+    gc.enable()
+    return len(after - before)
+
+
+def test_a_finished_run_frees_its_tensors(tmp_path: Path) -> None:
+    """A notebook's next run has the memory of the one before: FSDP2's modules are reference cycles."""
+    assert run_world(1, trained_tensors, str(tmp_path)) == [0]
 
 
 def test_an_error_is_raised() -> None:

@@ -28,7 +28,8 @@ def test_a_job_continues_what_another_began_on_other_machines(server: str, url: 
         for launcher, steps in (("torchrun", "10"), ("srun", "20")):
             env = {**store, "LAUNCHER": launcher, "XDG_CACHE_HOME": str(tmp_path / launcher)}
             more = ("--run.dir", url, "--train.stop_after" if steps == "10" else "--train.steps", steps)
-            job = cluster.sbatch("--nodes=2", "slurm/fsdp.sbatch", *FLAGS, *more, env=env)
+            log = f"--output={tmp_path}/%j.log"
+            job = cluster.sbatch("--nodes=2", log, "slurm/fsdp.sbatch", *FLAGS, *more, env=env)
             assert cluster.wait(job, END_S) == "COMPLETED", cluster.log(job)
     assert set(losses(records(url, "metrics.jsonl"))) == set(range(1, 21)), cluster.log(job)
     starts = [one for one in records(url, "history.jsonl") if one["event"] == "start"]

@@ -109,8 +109,6 @@ def _serve(pipe: Connection) -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # a collection after each world, below, passes over all that was imported
     while True:
         try:
             function, args, rank, ranks, store = pipe.recv()
@@ -140,6 +138,7 @@ def _serve(pipe: Connection) -> None:
             # times a second. Without this a third of the tests' processor time went to 600 such threads.
             function = args = value = None
             gc.collect()
+            gc.freeze()  # what stayed are modules and caches: the next collection passes over them
 
 
 def _env(rank: int, ranks: int) -> DistEnv:
