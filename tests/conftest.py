@@ -1,4 +1,4 @@
-"""Order of the tests, parts and skips (full form, absent packages and servers), no GPU except for tests of CUDA.
+"""Order of the tests, parts and skips (full form, absent packages), and no GPU except for tests of CUDA.
 
 `make test` distributes the files over pytest's processes (pytest-xdist): a file stays in one process, and the
 longest start first. `pytest tests` runs the same tests in one process.
@@ -48,9 +48,7 @@ def in_part(name: str, part: str) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if part := os.environ.get("SHARDRUN_PART", ""):
-        other = {
-            item for item in items if item.get_closest_marker("long") and not in_part(item.nodeid, part)
-        }
+        other = {item for item in items if item.get_closest_marker("long") and not in_part(item.nodeid, part)}
         config.hook.pytest_deselected(items=list(other))
         items[:] = [item for item in items if item not in other]
     order = {HERE / name: at for at, name in enumerate(LONGEST)}

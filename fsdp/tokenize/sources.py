@@ -57,10 +57,10 @@ def _found(name: str) -> list[Path]:
         found = [root]
     else:
         found = matching(name)
+        if is_pattern(name):
+            _check_nothing_left_out(expanded(name))
         if not found:
             raise _absent(name)
-        if "**" in name:  # glob leaves out what it cannot list
-            _entries(expanded(str(plain_folder(name))))
     if not found:
         raise ConfigError(f"{shown(name)} has no {LISTED} file.", HINT)
     return found
@@ -140,6 +140,26 @@ def plain_folder(pattern: str) -> Path:
     return Path(*itertools.takewhile(lambda part: not is_pattern(part), parts))
 
 
+def _check_nothing_left_out(pattern: Path) -> None:
+    """glob leaves out folders that it cannot list, and links to files that are gone."""
+    plain = plain_folder(str(pattern))
+    if not plain.is_dir():
+        return
+    if "**" in pattern.parts:
+        _check_links([path for path in _entries(plain) if path.match(pattern.name)])
+        return
+    folders = [plain]
+    for depth in range(len(plain.parts), len(pattern.parts)):
+        folders = [path for path in _glob(Path(*pattern.parts[:depth])) if path.is_dir()]
+        for folder in folders:
+            os.scandir(folder).close()
+    _check_links(_glob(pattern) if is_pattern(pattern.name) else [one / pattern.name for one in folders])
+
+
+def _glob(pattern: Path) -> list[Path]:
+    return list(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)) or "."))
+
+
 def is_pattern(name: str) -> bool:
     return any(sign in name for sign in "*?[")
 
@@ -148,9 +168,7 @@ def matching(name: str) -> list[Path]:
     """The files of a pattern such as 'corpus/**/*.jsonl', hidden ones left out; empty if it is none."""
     if not is_pattern(name):
         return []
-    pattern = expanded(name)
-    found = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
-    return sorted(path for path in found if path.is_file() and not path.name.startswith("."))
+    return sorted(path for path in _glob(expanded(name)) if path.is_file() and not path.name.startswith("."))
 
 
 def open_rows(files: list[Path], names: Mapping[Path, str] | None = None) -> list[SourceRows]:

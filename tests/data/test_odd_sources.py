@@ -85,6 +85,18 @@ def looped(folder: Path) -> Path:
     return folder / "a.jsonl"
 
 
+def links_below(pattern: str) -> Callable[[Path], Path]:
+    """A pattern over two folders, of which one has its file as a link to nothing."""
+
+    def make(folder: Path) -> Path:
+        put(folder / "good", a_jsonl=LINES)
+        (folder / "gone").mkdir()
+        (folder / "gone/a.jsonl").symlink_to(folder / "absent.jsonl")
+        return folder / pattern
+
+    return make
+
+
 def pipe(folder: Path) -> Path:
     os.mkfifo(folder / "a.json")
     return folder / "a.json"
@@ -98,6 +110,9 @@ def mixed(folder: Path) -> Path:
 NULLS = json.dumps([{"text": None, "id": 1}] * 9).encode()
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "links to each other": (looped, "a.jsonl is a link to .*b.jsonl, which does not exist. HINT: rm "),
+    "a link of a pattern": (links_below("*/*.jsonl"), "gone/a.jsonl is a link to .*absent.jsonl, which does"),
+    "of a plain name": (links_below("*/a.jsonl"), "gone/a.jsonl is a link to .*absent.jsonl, which does"),
+    "of all below": (links_below("**/*.jsonl"), "gone/a.jsonl is a link to .*absent.jsonl, which does"),
     "a pipe": (pipe, "a.json is neither a file nor a folder. HINT: cat .*a.json > rows.json makes one"),
     "no match": (lambda folder: folder / "*.json", r"\*.json matches no file. HINT: ls "),
     "a mixture": (mixed, "c.png is not a .jsonl, .json .* file. HINT: "),
@@ -130,12 +145,13 @@ from tests.data.test_odd_sources import LINES, LIST, put, samples
 root = Path(sys.argv[1])
 put(root / "above", a_jsonl=LINES)
 put(root / "above/closed", b_jsonl=LINES)
-put(root / "above/text", c_txt=b"a" * 100)
+put(root / "above/text", c_txt=b"a" * 100, d_jsonl=LINES)
 put(root, a_jsonl=LINES, b_json=LIST)
 closed = ("above/closed", "a.jsonl", "b.json")
 for name in closed:
     os.chmod(root / name, 0)
-below = ("above/closed", "above/closed/b.jsonl", "above/closed/*.jsonl", "above/**/*.jsonl")
+below = ("above/closed", "above/closed/b.jsonl", "above/closed/*.jsonl", "above/**/*.jsonl",
+         "above/*/*.jsonl", "above/*/*.txt", "ab*/[a-t]*/[a-d].jsonl")
 for name in ("above", *below, "a.jsonl", "b.json"):
     try:
         print(samples(root / name))
@@ -159,8 +175,8 @@ def test_what_may_not_be_read_is_named(tmp_path: Path) -> None:
         cwd=Path(__file__).parents[2],
     )
     lines = done.stdout.splitlines()
-    assert len(lines) == 7, done.stderr
-    named = [*["above/closed"] * 5, "a.jsonl", "b.json"]
+    assert len(lines) == 10, done.stderr
+    named = [*["above/closed"] * 8, "a.jsonl", "b.json"]
     for line, name in zip(lines, named, strict=True):
         assert line.startswith(f"{tmp_path / name}")
         assert " cannot be read (Permission denied). HINT: ls -ld " in line
