@@ -318,7 +318,8 @@ def measure(block: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: d
     def pack(tensor: Tensor) -> Tensor:
         if storage_of(tensor) not in own:
             saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
+        # The tensor itself would be a cycle through its graph that no collection finds: the model would stay.
+        return tensor.detach()
 
     inputs = {
         storage_of(t): t.untyped_storage().nbytes()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
-from fsdp.config import Config
+from fsdp.config import Config, TrainSection
 from fsdp.data import DataSet, heldout_batches
 from fsdp.data.types import Batch, Samples
 from fsdp.dist.collectives import sum_over_ranks
@@ -48,19 +48,31 @@ def as_evaluated(config: Config) -> Config:
     )
 
 
-def check_evaluates(config: Config, data: DataSet, finds: bool, run: str) -> None:
-    """Refuses an evaluation alone in the directory of a run, or without held-out data."""
+def check_own_directory(finds: bool, run: str) -> None:
+    """Refuses an evaluation alone in the directory of a run."""
     if finds:
         raise ConfigError(
             f"--train.evaluate_only true in --run.dir {run}, which has checkpoints of its own: "
             "its configuration and records would be replaced.",
             f"--checkpoint.resume {run} --run.dir {run}-evaluated",
         )
-    if data.heldout is None:
+
+
+def check_heldout(train: TrainSection, name: str, data: DataSet) -> None:
+    """Refuses evaluations that have no data. That at the end of a run is made only where there is some."""
+    if data.heldout is not None:
+        return
+    if train.evaluate_only:
         raise ConfigError(
-            f"--train.evaluate_only true, but --data.name {config.data.name} has no held-out data.",
+            f"--train.evaluate_only true, but --data.name {name} has no held-out data.",
             "--data.name of a data set that has some: docs/data.md",
         )
+    for field_name in ("eval_every_steps", "eval_every_epochs"):
+        if every := getattr(train, field_name):
+            raise ConfigError(
+                f"--train.{field_name} {every:g}, but --data.name {name} has no held-out data.",
+                f"--train.{field_name} 0, or a data set that has some: docs/data.md",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

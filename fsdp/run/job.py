@@ -49,6 +49,7 @@ from fsdp.parallel.float8 import check_float8, check_float8_tokens, gathered_in_
 from fsdp.parallel.shard import Dtypes, resolve_dtypes
 from fsdp.parallel.whole_parameters import whole_parameters
 from fsdp.run.epochs import check_epochs
+from fsdp.run.evaluate import check_heldout
 from fsdp.run.weights import saved_as
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
     data = _data_of_this_node(config)
     check_float8_tokens(config.speed, batch.micro_batch, data.info.tokens_per_sample)
     check_epochs(config, data)
+    check_heldout(config.train, config.data.name, data)
     cursor = _cursor(config, data)
     total_steps = _total_steps(config, data, cursor)
     spec = resolve_model(config.model, data.info.facts)

@@ -45,7 +45,7 @@ from fsdp.record.mlflow_sink import check_mlflow
 from fsdp.record.wandb_sink import check_wandb
 from fsdp.run import setup, weights
 from fsdp.run.epochs import with_imported_epoch
-from fsdp.run.evaluate import as_evaluated, check_evaluates
+from fsdp.run.evaluate import as_evaluated, check_own_directory
 from fsdp.run.frozen_base import maybe_base
 from fsdp.run.job import Job, describe, prepare, resumed, steps_line, trained_model
 from fsdp.run.planned import maybe_planned
@@ -222,7 +222,7 @@ def _build_model(start: _Start, job: Job, startup: startup_memory.StartupMemory)
     checkpointer.base = maybe_base(config, job.spec, job.dtypes, sharded.root)
     checkpointer.pretrained = weights.saved_as(config, job.spec)
     if config.train.evaluate_only:
-        check_evaluates(config, job.data, checkpointer.finds(), start.run.place)
+        check_own_directory(checkpointer.finds(), start.run.place)
     return _Built(
         sharded=sharded,
         loss_function=loss_function,

@@ -36,9 +36,9 @@ def test_train_in_this_process(tmp_path: Path) -> None:
     assert record["step"] == 6
 
 
-def trained_tensors(env: DistEnv, run_dir: str) -> int:
+def trained_tensors(env: DistEnv, run_dir: str, more: str) -> int:
     """Tensors that are alive after a second run of train() and were not before, garbage or not."""
-    flags = [*QUIET, "--train.steps", "2"]
+    flags = [*QUIET, "--train.steps", "2", *more.split()]
     shardrun.train([*flags, "--run.dir", f"{run_dir}/first"])
     gc.disable()
     before = {id(one) for one in gc.get_objects() if issubclass(type(one), torch.Tensor)}
@@ -48,9 +48,13 @@ def trained_tensors(env: DistEnv, run_dir: str) -> int:
     return len(after - before)
 
 
-def test_a_finished_run_frees_its_tensors(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more",
+    ["", "--memory.activation_budget 0.4", "--memory.activation_checkpointing ops", "--optim.ema 0.9"],
+)
+def test_a_finished_run_frees_its_tensors(more: str, tmp_path: Path) -> None:
     """A notebook's next run has the memory of the one before: FSDP2's modules are reference cycles."""
-    assert run_world(1, trained_tensors, str(tmp_path)) == [0]
+    assert run_world(1, trained_tensors, str(tmp_path), more) == [0]
 
 
 def test_an_error_is_raised() -> None:

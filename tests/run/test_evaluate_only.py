@@ -74,3 +74,13 @@ def test_what_cannot_be_evaluated_is_refused(trained: Path, tmp_path: Path) -> N
     said = failures(1, tmp_path, only, "--checkpoint.resume", str(trained))
     assert said[0] is not None
     assert "has no held-out data" in said[0]
+
+
+@pytest.mark.parametrize("flag", ["eval_every_steps", "eval_every_epochs"])
+def test_evaluations_without_held_out_data_are_refused_at_the_start(flag: str, tmp_path: Path) -> None:
+    said = failures(1, tmp_path, f"--train.{flag} 1")
+    assert said == [
+        f"ConfigError: --train.{flag} 1, but --data.name tests.support.user_code:vectors has no held-out "
+        f"data. HINT: --train.{flag} 0, or a data set that has some: docs/data.md"
+    ]
+    assert not (tmp_path / "metrics.jsonl").exists()
