@@ -13,19 +13,29 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from fsdp.base.phases import PHASES
 from fsdp.base.text import named_ranks
-from fsdp.watch.observation import BUSY_S, Observation, own_line, prepares, waits, waits_for_save, writes
+from fsdp.watch.observation import (
+    BUSY_S,
+    Observation,
+    own_line,
+    place_of,
+    prepares,
+    waits,
+    waits_for_save,
+    writes,
+)
+from fsdp.watch.recorded_calls import StuckCall, find_stuck
 
 AT_ONCE_S = 0.05
 """Ranks found dead within this time of each other: none of them counts as the first."""
 NETWORK_S = 10.0
 """All ranks in one collective: on a full machine its transport may only be waiting for a processor."""
-RECOVERABLE = ("stopped", "data", "loop", "lock", "blocked", "storage", "network")
+RECOVERABLE = ("stopped", "data", "loop", "lock", "blocked", "storage", "device", "network")
 """Kinds from which a rank may recover by itself: printed at once, and the job ends later."""
 NOT_YET = ("start", "end")
 """Phases without steps, in which one rank may work for long while others wait: loading, the export."""
@@ -68,7 +78,7 @@ def judge(found: Sequence[Observation], *, ranks: int = 0, endless_s: float = ma
     # An unseen rank may be at fault: comparing the collectives of the others would blame one of those.
     all_seen = len(found) >= ranks and not any(e.silent_node_s for e in found)
     absent = partial(_absent, endless_s=endless_s)
-    for one in (_failed, _dead, _echoes, _unseen, _stopped, _apart, absent, _network):
+    for one in (_failed, _dead, _echoes, _unseen, _stopped, _apart, _storage, _recorded, absent, _network):
         verdict = one(found) if all_seen or one not in COMPARING else None
         if verdict is not None:
             return verdict
@@ -84,7 +94,7 @@ def _names(some: Sequence[Observation]) -> str:
 
 
 def _at(e: Observation) -> str:
-    where = own_line(e.stack)
+    where = place_of(e)
     return f"step {e.step}, {e.phase}" + (f", at {where}" if where else "")
 
 
@@ -261,19 +271,66 @@ def _odd(odd: Sequence[Observation], place: tuple[int, int], op: str, numel: int
 
 def _absent(found: Sequence[Observation], endless_s: float) -> Verdict | None:
     """Some ranks wait and others have not come: names those by what they do."""
-    storage = _storage(found)
-    if storage is not None:
-        return storage
+    if _stuck_on_cuda(found) is not None:
+        return None  # hosts run ahead of their devices: the records alone tell who waits for whom
     there = [e for e in found if waits(e)] or _behind_the_front(found)
     absent = [e for e in found if e.alive and not e.over and e not in there]
     if not absent or (not there and len(found) > 1):
         return None
+    return _not_come(absent, _waiting(found, [e.rank for e in absent]), endless_s)
+
+
+def _not_come(absent: Sequence[Observation], others: str, endless_s: float = math.inf) -> Verdict | None:
     reasons = [(e, _reason(e, endless_s)) for e in absent]
     if any(kind == "" for _, (kind, _) in reasons):
         return None  # a rank that is at work may be the reason why another waits
     one, (kind, doing) = reasons[0]
     who = tuple(e.rank for e in absent)
-    return Verdict(kind, who, f"{_names(absent)} {doing}: {_at(one)}", _waiting(found, who), HINTS[kind])
+    return Verdict(kind, who, f"{_names(absent)} {doing}: {_at(one)}", others, HINTS[kind])
+
+
+def _recorded(found: Sequence[Observation]) -> Verdict | None:
+    """On CUDA, from the flight recorders: hosts wait for their device, not in the call."""
+    stuck = _stuck_on_cuda(found)
+    if stuck is None:
+        return None
+    live = {e.rank: e for e in found if e.alive and not e.over}
+    others = f"{named_ranks(stuck.waiting)} wait{'s' * (len(stuck.waiting) == 1)} in {stuck.call.shown}"
+    mute = [e for e in live.values() if not e.answered]
+    if mute or (stuck.absent and stuck.crossing is None):
+        return _not_come(mute or [live[rank] for rank in stuck.absent], others)
+    return _all_came(live, stuck, others)
+
+
+def _stuck_on_cuda(found: Sequence[Observation]) -> StuckCall | None:
+    live = [e for e in found if e.alive and not e.over]
+    if len(live) < 2 or not all(e.cuda and e.answered is not None for e in live):
+        return None
+    return find_stuck({e.rank: e.calls for e in live if e.answered})
+
+
+def _all_came(live: Mapping[int, Observation], stuck: StuckCall, others: str) -> Verdict | None:
+    """No rank is absent: the calls differ, a device is busy, or the network moves nothing."""
+    call, first = stuck.call, live[stuck.waiting[0]]
+    if stuck.crossing is not None:
+        what = f"{_names([live[rank] for rank in stuck.absent])} waits in {stuck.crossing.shown}"
+        return Verdict("collective", stuck.absent, f"{what}: {_at(live[stuck.absent[0]])}", others, CROSSED)
+    if stuck.odd:
+        # On CUDA hosts run ahead of their device: of the place only what the call itself has counts.
+        odd = [replace(live[rank], op=one.op, numel=one.numel) for rank, one in stuck.odd.items()]
+        return _odd(odd, odd[0].place, call.op, call.numel, others)
+    if stuck.not_started:
+        busy = [live[rank] for rank in stuck.not_started]
+        what = f"the GPU of {_names(busy)} has not begun {call.shown}, that of the others has: {_at(busy[0])}"
+        return Verdict("device", stuck.not_started, what, others, HINTS["device"])
+    if any(e.still_s < NETWORK_S or e.phase in NOT_YET for e in live.values()):
+        return None
+    what = (
+        f"{named_ranks(stuck.waiting)} are in {call.shown} and it does not end, {first.still_s:.1f} s by now"
+    )
+    return Verdict(
+        "network", stuck.waiting, f"{what}: {_at(first)}", "", "check the network between the ranks"
+    )
 
 
 def _behind_the_front(found: Sequence[Observation]) -> list[Observation]:
@@ -290,7 +347,9 @@ HINTS = {
     "loop": "the line above does not end",
     "lock": "C code waits or computes while it holds Python's lock; its stack is in RUN/watch/",
     "blocked": "the line above waits for something that does not come",
+    "device": "nvidia-smi shows whether its GPU computes, dmesg its Xid errors",
 }
+CROSSED = "call the collectives of two groups in the same order on every rank"
 
 
 def _reason(e: Observation, endless_s: float) -> tuple[str, str]:
@@ -305,6 +364,8 @@ def _reason(e: Observation, endless_s: float) -> tuple[str, str]:
     if e.phase == "data":
         return "data", f"waits for its data, {e.still_s:.1f} s by now"
     if endless or e.cpu_s > max(BUSY_S, 0.6 * e.still_s):
+        if e.cuda and not e.moving:  # a host that waits for its device spins: processor time is no evidence
+            return "device", f"computes without end or waits for its GPU, {e.still_s:.1f} s by now"
         return "loop", f"computes without end, {e.cpu_s:.1f} s by now" + (", in Python" if e.moving else "")
     if e.state in "SD" and e.cpu_s < BUSY_S:
         return "blocked", f"waits outside of any collective, {e.still_s:.1f} s by now"
@@ -341,5 +402,5 @@ def _network(found: Sequence[Observation]) -> Verdict | None:
     return Verdict("network", tuple(r.rank for r in live), what, "", "check the network between the ranks")
 
 
-COMPARING = (_echoes, _apart, _network)
+COMPARING = (_echoes, _apart, _recorded, _network)
 """Checks that compare the ranks' collectives: made only if every rank is seen."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from fsdp.base.phases import PHASES, Activity
 from fsdp.watch.observation import Observation
+from fsdp.watch.recorded_calls import GroupCalls
 from fsdp.watch.stragglers import Work
 
 KIND = re.compile(r"[a-z]+( [a-z]+)*")
@@ -114,6 +115,15 @@ def _is_stack(value: Any) -> bool:
     )
 
 
+def _are_calls(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, dict)
+        and one.keys() == _CALL_CHECKS.keys()
+        and all(check(one[name]) for name, check in _CALL_CHECKS.items())
+        for one in value
+    )
+
+
 def _is_failure(value: Any) -> bool:
     """None, or the form of failure_report.py."""
     return value is None or (
@@ -138,6 +148,8 @@ _BY_TYPE: Mapping[str, Callable[[Any], bool]] = {
     "dict[str, tuple[Frame, ...]]": lambda value: (
         isinstance(value, dict) and all(map(_is_stack, value.values()))
     ),
+    "tuple[GroupCalls, ...]": _are_calls,
     "dict[str, Any] | None": _is_failure,
 }
+_CALL_CHECKS = {field.name: _BY_TYPE[str(field.type)] for field in dataclasses.fields(GroupCalls)}
 _CHECKS = {field.name: _BY_TYPE[str(field.type)] for field in dataclasses.fields(Observation)}

@@ -14,12 +14,15 @@ from typing import Any
 
 from fsdp.base.phases import PHASES, Activity
 from fsdp.base.torch_private.names import BACKWARD_FUNCTION, COMPILER_PACKAGES
+from fsdp.watch.recorded_calls import GroupCalls
 
 Frame = tuple[str, int, str]
 """File, line, function."""
 
 WATCH_FOLDER = f"{Path(__file__).parent}/"
 
+UNNAMED = "unnamed"
+"""Prefix of threads that Python did not start: on CUDA a backward runs in such ones."""
 BUSY_S = 2.0
 """Less processor time than this on one line proves nothing."""
 
@@ -57,6 +60,8 @@ class Observation:
     """The training thread was at different instructions in two answers."""
     stack: tuple[Frame, ...] = ()
     threads: dict[str, tuple[Frame, ...]] = field(default_factory=dict)
+    calls: tuple[GroupCalls, ...] = ()
+    """From PyTorch's flight recorder, as the responder answered."""
     failure: dict[str, Any] | None = None
     """The rank's failure report (failure_report.py)."""
     fatal: str = ""
@@ -96,7 +101,8 @@ def decode(data: dict[str, Any]) -> Observation:
     threads = {name: tuple((f, n, w) for f, n, w in stack) for name, stack in data["threads"].items()}
     activities = {name: Activity(data[name]) for name in ("activity", "save_activity")}
     stack = tuple((f, n, w) for f, n, w in data["stack"])
-    return Observation(**{**data, **activities, "stack": stack, "threads": threads})
+    calls = tuple(GroupCalls(**one) for one in data["calls"])
+    return Observation(**{**data, **activities, "stack": stack, "threads": threads, "calls": calls})
 
 
 # ---------------------------------------------------------------- what a stack shows
@@ -116,6 +122,16 @@ def own_line(stack: Sequence[Frame]) -> str:
         if not _foreign(frame):
             return f"{_short(frame[0])}:{frame[1]} {frame[2]}"
     return f"{_short(stack[0][0])}:{stack[0][1]} {stack[0][2]}" if stack else ""
+
+
+def place_of(e: Observation) -> str:
+    """Its innermost own line. In a backward on CUDA it is in a thread of autograd, if that runs Python."""
+    if e.cuda and e.stack and e.stack[0][2] == BACKWARD_FUNCTION:
+        hooks = (stack for name, stack in e.threads.items() if name.startswith(UNNAMED))
+        for stack in hooks:
+            if any(not _foreign(frame) for frame in stack):
+                return own_line(stack)
+    return own_line(e.stack)
 
 
 def _short(file: str) -> str:

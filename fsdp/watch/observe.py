@@ -20,6 +20,7 @@ from typing import Any, TextIO
 from fsdp.base import proc
 from fsdp.watch import status_page
 from fsdp.watch.observation import Frame, Observation
+from fsdp.watch.recorded_calls import GroupCalls
 from fsdp.watch.status_page import OVER, STACK_SIGNAL, RankStatus
 
 ANSWER_S = 1.0
@@ -153,7 +154,8 @@ class LocalRank:
         at = (answer["lasti"], hash(stack))
         moving, self._instruction = bool(self._instruction) and at != self._instruction, at
         threads = {name: _frames(frames) for name, frames in answer["threads"].items()}
-        return replace(self.seen, answered=True, stack=stack, threads=threads, moving=moving)
+        calls = tuple(GroupCalls(**one) for one in answer["groups"])
+        return replace(self.seen, answered=True, stack=stack, threads=threads, moving=moving, calls=calls)
 
     def _stack_by_signal(self) -> tuple[Frame, ...]:
         """Written in C by the stuck process; the thread that took the signal comes first."""

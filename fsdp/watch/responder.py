@@ -1,6 +1,6 @@
 """Responder: a thread in the rank that answers the monitor's requests over a Unix socket.
 
-    stacks       the stacks of all threads and the newest collectives, as one JSON line
+    stacks       the stacks of all threads and each group's unfinished collective, as one JSON line
     dump         the same with everything that PyTorch's flight recorder holds
     exit CODE    end this process at once
 
@@ -17,15 +17,17 @@ import os
 import socket
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from fsdp.base.torch_private.distributed import flight_recorder_entries
+from fsdp.watch.observation import UNNAMED
+from fsdp.watch.recorded_calls import group_calls
 from fsdp.watch.status_page import STACK_SIGNAL
 
 DEEPEST = 60
-NEWEST = 30
 
 
 class Responder:
@@ -75,6 +77,7 @@ class Responder:
     def snapshot(self, *, all_calls: bool) -> dict[str, Any]:
         """Stacks of all threads but this one, and the collectives in the flight recorder."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
+        recorded = flight_recorder_entries()
         stacks = {}
         training: list[list[Any]] = []
         lasti = 0
@@ -82,8 +85,14 @@ class Responder:
             if ident == self._training:
                 training, lasti = _stack(frame), frame.f_lasti
             elif ident != threading.get_ident():
-                stacks[f"{names.get(ident, 'unnamed')}"] = _stack(frame)
-        return {"training": training, "lasti": lasti, "threads": stacks, "calls": recorded_calls(all_calls)}
+                stacks[names.get(ident, f"{UNNAMED} {ident}")] = _stack(frame)
+        return {
+            "training": training,
+            "lasti": lasti,
+            "threads": stacks,
+            "groups": [asdict(one) for one in group_calls(recorded)],
+            "calls": recorded if all_calls else [],
+        }
 
 
 def _stack(frame: FrameType | None) -> list[list[Any]]:
@@ -95,9 +104,3 @@ def _stack(frame: FrameType | None) -> list[list[Any]]:
         found.append([frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name])
         frame = frame.f_back
     return found
-
-
-def recorded_calls(everything: bool) -> list[dict[str, Any]]:
-    """Entries of PyTorch's flight recorder; empty where this torch has none, so no verdict rests on them."""
-    found = flight_recorder_entries()
-    return found if everything else found[-NEWEST:]

@@ -33,8 +33,8 @@ def init_fake_group(rank: int, ranks: int) -> None:
 def flight_recorder_entries() -> list[dict[str, Any]]:
     """The collectives in PyTorch's flight recorder, oldest first; empty if this torch has none.
 
-    The generic recorder and, in torch 2.11 and 2.15, NCCL's own. Without them a hang report has no collective
-    calls.
+    The generic recorder and, in torch 2.11 and 2.15, NCCL's own. NCCL's lists the ranks of each group: they
+    are `group_ranks` of its entries. Without the recorder, a hang of NCCL has no verdict.
     """
     from torch._C import _distributed_c10d as c10d
 
@@ -42,7 +42,10 @@ def flight_recorder_entries() -> list[dict[str, Any]]:
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(c10d, name, None)
         if dump is not None:
-            found += json.loads(dump(True, False)).get("entries", [])
+            recorded = json.loads(dump(True, False))
+            ranks = {name: one.get("ranks", "") for name, one in recorded.get("pg_config", {}).items()}
+            for entry in recorded.get("entries", []):
+                found.append({**entry, "group_ranks": ranks.get(str(entry["process_group"][0]), "")})
     return found
 
 
