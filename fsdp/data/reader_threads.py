@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from fsdp.base.devices import set_thread_device, thread_device
+from fsdp.base.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -28,11 +29,21 @@ class Readers(Generic[T]):
         self._device = thread_device()  # the device to which the threads pin and copy
         self._jumps = 0  # numbers each sequence of consecutive steps: results of an earlier one are dropped
         # Daemons: a read that hangs does not keep the process from ending.
-        self._threads = [
-            threading.Thread(target=self._work, name=f"reader-{n}", daemon=True) for n in range(threads)
-        ]
-        for thread in self._threads:
+        self._threads: list[threading.Thread] = []
+        for n in range(threads):
+            self._start(threading.Thread(target=self._work, name=f"reader-{n}", daemon=True), threads)
+
+    def _start(self, thread: threading.Thread, wanted: int) -> None:
+        try:
             thread.start()
+        except RuntimeError as error:  # the system's limit
+            started = len(self._threads)
+            self.close()
+            raise ConfigError(
+                f"--data.workers {wanted}: this machine starts {started} threads more ({error}).",
+                f"--data.workers {max(1, min(started // 2, 16))}",
+            ) from None
+        self._threads.append(thread)
 
     def get(self, step: int) -> T:
         if step == self._expected:
