@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -41,6 +42,7 @@ ABSENT: dict[str, Callable[[], str]] = {
     "trl": functools.partial(_package, "trl"),
     "peft": functools.partial(_package, "peft"),
     "torchao": functools.partial(_package, "torchao"),
+    "bindfs": lambda: "" if shutil.which("bindfs") else "bindfs is not installed (apt-get install bindfs)",
     "s3": _s3,
 }
 """By name: a function that returns why a thing is absent, or an empty string where it is there."""
