@@ -67,7 +67,9 @@ def _group(entry: Mapping[str, Any]) -> str:
     return f"{description or name}{f' {ranks}' if ranks else ''}"
 
 
-def _in_brief(group: str, entries: Sequence[Mapping[str, Any]]) -> GroupCalls:
+def _in_brief(group: str, recorded: Sequence[Mapping[str, Any]]) -> GroupCalls:
+    # An earlier run of this process may have had a group of this name.
+    entries = [entry for entry in recorded if entry.get("pg_id") == recorded[-1].get("pg_id")]
     newest = max(entry["collective_seq_id"] for entry in entries)
     unfinished = [entry for entry in entries if entry["state"] != "completed" and not entry["retired"]]
     if not unfinished:

@@ -68,7 +68,13 @@ def records(env: DistEnv, folder: str) -> list[GroupCalls]:
     return found
 
 
+def ends_some(env: DistEnv) -> None:
+    for _ in range(9):
+        dist.all_reduce(torch.zeros(2))
+
+
 def test_the_absent_rank_is_found_in_real_records(tmp_path: Path) -> None:
+    run_world(3, ends_some)  # an earlier group of these processes, with the same name
     recorded = dict(enumerate(run_world(3, records, str(tmp_path))))
     stuck = find_stuck(recorded)
     assert stuck is not None
@@ -79,6 +85,7 @@ def test_the_absent_rank_is_found_in_real_records(tmp_path: Path) -> None:
 def nccl(number: int, state: str = "completed", **other: Any) -> dict[str, Any]:
     """An entry as torch/csrc/distributed/c10d/FlightRecorder writes it."""
     return {
+        "pg_id": 1,
         "process_group": ("1", "mesh_dp_shard"),
         "group_ranks": "[0, 1]",
         "collective_seq_id": number,
@@ -103,6 +110,8 @@ def test_a_record_of_nccl_in_brief() -> None:
         GroupCalls("mesh_dp_shard [0, 1]", 3, 2, "all_gather", 64, True),
         GroupCalls("default_pg", 4, 0),
     ]
+    earlier = nccl(70, "started", pg_id=0)
+    assert group_calls([earlier, *entries]) == group_calls(entries)
     split = nccl(1, "scheduled", profiling_name="nccl:all_to_all")
     assert group_calls([split])[0].numel == 0  # shares may differ
 
