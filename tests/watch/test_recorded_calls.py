@@ -24,6 +24,7 @@ from fsdp.watch.recorded_calls import GroupCalls, find_stuck, group_calls
 from launch.policy import EXIT_HUNG
 from tests.fuzz.targets import a_report
 from tests.support.marks import sample_are
+from tests.support.processes import eventually
 from tests.support.runs import QUIET
 from tests.support.world import run_world
 
@@ -53,11 +54,22 @@ WAITING = Observation(
 # ---------------------------------------------------------------- the recorder
 
 
+def default_group() -> GroupCalls:
+    return next(one for one in group_calls(flight_recorder_entries()) if one.group == "default_pg")
+
+
+def ended(one: GroupCalls, whole: bool) -> bool:
+    """All calls, or all but the newest."""
+    return one.unfinished == (0 if whole else one.newest)
+
+
 def records(env: DistEnv, folder: str) -> list[GroupCalls]:
     """All ranks end one collective, ranks 0 and 1 queue another, and each reads its record."""
     dist.all_reduce(torch.zeros(3))
     marks = dist.FileStore(f"{folder}/marks", env.world_size)
     work = dist.all_reduce(torch.zeros(7), async_op=True) if env.rank < 2 else None
+    # A thread of gloo marks the first call as ended, a moment after it has returned.
+    eventually("the end of the first call", lambda: ended(default_group(), work is None), 20)
     found = group_calls(flight_recorder_entries())
     marks.set(f"read {env.rank}", "")
     marks.wait([f"read {rank}" for rank in range(env.world_size)])
