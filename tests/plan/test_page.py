@@ -42,6 +42,8 @@ def test_flags_that_all_plans_have_are_said_once() -> None:
     assert "<code>--mesh.reshard_after_forward false</code>" in text
 
 
+@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.html"
     assert main([*QUICK, "--page", str(file)]) == 0

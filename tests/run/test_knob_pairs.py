@@ -271,7 +271,7 @@ def test_a_sample_of_triples_on_four_ranks(share: int, tmp_path: Path) -> None:
     check(triples(24, seed=6)[share::4], 4, tmp_path)
 
 
-@pytest.mark.parametrize("other", sample_are(["recompute"], ["recompute", "activations to the host"]))
+@pytest.mark.parametrize("other", sample_are([], ["recompute", "activations to the host"]))
 def test_compiled(other: str, tmp_path: Path) -> None:
     """Compiling takes seconds a run: two pairs stand for all."""
     words = [*words_of([other]), "--speed.compile", "true", "--run.dir", str(tmp_path / "run")]

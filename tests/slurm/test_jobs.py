@@ -110,6 +110,7 @@ def test_preempted_without_grace_saves_before_the_kill(outcome: Left, undisturbe
     check_preempted(outcome, undisturbed, "SIGTERM")
 
 
+@pytest.mark.long
 @pytest.mark.scenario("preempted_with_grace")
 def test_preempted_with_grace_requeues_itself(outcome: Left, undisturbed: Undisturbed) -> None:
     check_preempted(outcome, undisturbed, "SIGTERM")
