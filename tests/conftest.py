@@ -39,7 +39,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def in_part(name: str, part: str) -> bool:
-    """Whether a test is in this part of the full form: "2/3" is the second of three. Parts are about equal in
+    """Whether a test is in this part of the full form: "2/4" is the second of four. Parts are about equal in
     number, and stay as they are when other tests are added.
     """
     number, _, parts = part.partition("/")
