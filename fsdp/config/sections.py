@@ -26,6 +26,7 @@ def knob(
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
+    below: float | None = None,
     common: bool = False,
     names: tuple[str, ...] = (),
 ) -> Any:
@@ -35,7 +36,7 @@ def knob(
     """
     metadata = {
         "help": help, "detail": detail, "unit": unit, "low": low, "high": high, "above": above,
-        "common": common, "names": names,
+        "below": below, "common": common, "names": names,
     }  # fmt: skip
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
@@ -423,8 +424,8 @@ class OptimSection:
         names=OPTIMIZERS,
     )
     lr: float = knob(5e-4, "peak learning rate", above=0, common=True)
-    beta1: float = knob(0.9, "Adam: decay rate of the first moment", low=0, high=1)
-    beta2: float = knob(0.95, "Adam: decay rate of the second moment", low=0, high=1)
+    beta1: float = knob(0.9, "Adam: decay rate of the first moment", low=0, below=1)
+    beta2: float = knob(0.95, "Adam: decay rate of the second moment", low=0, below=1)
     eps: float = knob(1e-8, "Adam: term added to the denominator", above=0)
     weight_decay: float = knob(
         0.1,
@@ -461,7 +462,7 @@ class OptimSection:
         "decay of a moving average of the weights, as in 0.999; 0: none",
         "Saved, evaluated beside the weights as eval_ema_loss, and exported to full_model_ema/.",
         low=0,
-        high=0.999999999,
+        below=1,
     )
     schedule: str = knob(
         "cosine",

@@ -98,16 +98,17 @@ def _parse_number(spec: FieldSpec, value: Any) -> float | int:
 
 
 def _in_range(spec: FieldSpec, number: float | int) -> float | int:
-    low, high, above = spec.meta["low"], spec.meta["high"], spec.meta["above"]
+    low, high, above, below = (spec.meta[name] for name in ("low", "high", "above", "below"))
     wrong = (
         not math.isfinite(number)
         or (low is not None and number < low)
         or (high is not None and number > high)
         or (above is not None and number <= above)
+        or (below is not None and number >= below)
     )
     if wrong:
         bounds = [f"at least {low}"] * (low is not None) + [f"above {above}"] * (above is not None)
-        bounds += [f"at most {high}"] * (high is not None)
+        bounds += [f"at most {high}"] * (high is not None) + [f"below {below}"] * (below is not None)
         wanted = " and ".join(bounds) or "a number"
         raise ConfigError(
             f"--{spec.name} {number} is out of range: {wanted}.", f"--{spec.name} {spec.default}"

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp.base import proc
-from fsdp.base.errors import LaunchError
+from fsdp.base.errors import ConfigError, LaunchError
 from fsdp.base.phases import StopReason
 from fsdp.config import StopSection
 from fsdp.dist.collectives import Sum, call_after_backward
@@ -96,6 +96,9 @@ class Stopper:
     ) -> None:
         self._env, self._reporter_reason, self._save_seconds = env, reporter_reason, save_seconds
         self._file = Path(section.file) if section.file else run_dir / "STOP"
+        if self._file.is_dir():
+            instead = f"--stop.file {self._file / 'STOP'}" if section.file else f"rmdir {self._file}"
+            raise ConfigError(f"{self._file}, whose presence stops the run, is a folder.", instead)
         self.on_host = env.device.type == "cpu"
         self._ends = _ends(section.deadline_s, end_time)
         self._every_s, self._last_save = every_minutes * 60, time.monotonic()

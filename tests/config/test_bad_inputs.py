@@ -44,7 +44,8 @@ FLAGS = {
     "--optim.lr 0": "--optim.lr 0.0 is out of range: above 0. HINT: --optim.lr 0.0005",
     "--optim.lr nan": "--optim.lr nan is out of range: above 0. HINT: --optim.lr 0.0005",
     "--optim.lr inf": "--optim.lr inf is out of range: above 0. HINT: --optim.lr 0.0005",
-    "--optim.beta2 1.5": "--optim.beta2 1.5 is out of range: at least 0 and at most 1. "
+    "--optim.beta1 1": "--optim.beta1 1.0 is out of range: at least 0 and below 1. HINT: --optim.beta1 0.9",
+    "--optim.beta2 1.5": "--optim.beta2 1.5 is out of range: at least 0 and below 1. "
     "HINT: --optim.beta2 0.95",
     "--train.global_batch 0": "--train.global_batch 0 is out of range: at least 1. "
     "HINT: --train.global_batch 64",

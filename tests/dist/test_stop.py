@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from fsdp.base import proc
+from fsdp.base.errors import ConfigError
 from fsdp.base.phases import StopReason
 from fsdp.config import StopSection
 from fsdp.dist import stop
-from fsdp.dist.env import DistEnv
+from fsdp.dist.env import DistEnv, from_environment
 from fsdp.dist.stop import StopDecision, Stopper
 from tests.support.world import run_world
 
@@ -96,6 +97,15 @@ def test_the_stop_file_stops_this_run_and_not_the_next(tmp_path: Path) -> None:
     first = run_world(2, stopped_by_file, str(tmp_path))
     assert first in ([(1, "the stop file")] * 2, [(2, "the stop file")] * 2)
     assert not (tmp_path / "STOP").exists()
+
+
+@pytest.mark.parametrize("flag", ["", "asked"])
+def test_a_folder_in_its_place_is_refused_on_every_rank(flag: str, tmp_path: Path) -> None:
+    (tmp_path / "STOP").mkdir()
+    section = StopSection(file=str(tmp_path / "STOP") if flag else "")
+    hint = "--stop.file .*/STOP/STOP" if flag else "rmdir .*/STOP"
+    with pytest.raises(ConfigError, match=f"STOP, whose presence stops the run, is a folder. HINT: {hint}$"):
+        Stopper(section, from_environment(), tmp_path, lambda: None)
 
 
 def stopped_by_deadline(
