@@ -45,6 +45,7 @@ from launch.policy import (
 
 REQUEUE, AGAIN = 85, 86
 """The exit statuses of these decisions; any other is the job's own exit code."""
+_SEE_ABOVE = "see the error above"
 Event = dict[str, Any]
 
 
@@ -69,7 +70,13 @@ def holding(run: RunDir, start: str) -> Iterator[None]:
 def judge(
     run: RunDir, *, job: str, restart: int, code: int, allocation: Allocation, unmet: bool = False
 ) -> Decision:
-    """Decide what follows the last start. A crash or a missed rendezvous is recorded in the history."""
+    """Decide what follows the last start. A crash or a missed rendezvous is recorded in the history.
+
+    A start that was refused wrote nothing: the records are those of the job that refused it, which may have
+    finished or stopped since.
+    """
+    if code == EXIT_REFUSED and _marker(run).read() is None:
+        return decide(End(Kind.REFUSED, why=_SEE_ABOVE), Past(), allocation)
     after_this_try = slurm_start(
         {**os.environ, "SHARDRUN_TRY": str(int(os.environ.get("SHARDRUN_TRY", "0")) + 1)}
     )
@@ -92,7 +99,7 @@ def _judge(run: RunDir, job: str, restart: int, code: int, allocation: Allocatio
         text = run.stopped.read_text(encoding="utf-8", errors="replace")
         reason = text.partition(" at step ")[0].strip()
         return decide(End(kind_of_stop(reason), why=reason), past, allocation)
-    end = end_of(run, Marker(run, os.environ.get(TOKEN, "")), code, starting=_failed_while_starting(events))
+    end = end_of(run, _marker(run), code, starting=_failed_while_starting(events))
     history.record_crash(
         run,
         job=job,
@@ -105,6 +112,10 @@ def _judge(run: RunDir, job: str, restart: int, code: int, allocation: Allocatio
     return decide(end, past, allocation)
 
 
+def _marker(run: RunDir) -> Marker:
+    return Marker(run, os.environ.get(TOKEN, ""))
+
+
 def end_of(run: RunDir, marker: Marker, code: int, *, starting: bool) -> End:
     """The end of a start that failed, from RUN/FAILED or else from its exit code."""
     failure = marker.read()
@@ -114,9 +125,7 @@ def end_of(run: RunDir, marker: Marker, code: int, *, starting: bool) -> End:
     kind = {EXIT_REFUSED: Kind.REFUSED, ConfigError.exit_code: Kind.FINAL}.get(code, Kind.DIED)
     if kind is Kind.DIED and hang_ended_newest_start(run):
         code = EXIT_HUNG  # srun ends with the code of a rank that was killed after it
-    return End(
-        kind, history.last_step(run), starting, code, "" if kind is Kind.DIED else "see the error above"
-    )
+    return End(kind, history.last_step(run), starting, code, "" if kind is Kind.DIED else _SEE_ABOVE)
 
 
 def hang_ended_newest_start(run: RunDir) -> bool:

@@ -6,7 +6,16 @@ Not here: the other trainers (alias_table.py, alias_models.py), the search in th
 
 from __future__ import annotations
 
-from fsdp.config.alias_table import ALWAYS, DATA_PARALLEL, LAUNCHED, QUANTIZED, RECOMPUTED, SCHEDULES, Alias
+from fsdp.config.alias_table import (
+    ALWAYS,
+    DATA_PARALLEL,
+    LAUNCHED,
+    NOTHING_HERE,
+    QUANTIZED,
+    RECOMPUTED,
+    SCHEDULES,
+    Alias,
+)
 
 _UNSET = {"false": "leave it out", "none": "leave it out", "0": "leave it out"}
 _DOCUMENTS = "where --data.name is a file or folder of documents"
@@ -97,7 +106,7 @@ SCRIPTS: tuple[Alias, ...] = (
     Alias(
         "compression_training hybrid_engine load_universal additional_target noisy_embedding_alpha "
         "kwargs_handlers",
-        "no counterpart",
+        NOTHING_HERE,
         _UNSET,
     ),
     Alias("use_reentrant_gc", "leave it out: recomputation has no further settings"),

@@ -110,6 +110,9 @@ _OPTIMIZERS = {
     "adam": "--optim.name adam",
     "sgd": "--optim.name sgd",
 }
+NO_COUNTERPART = "no counterpart"
+"""How a reason begins if nothing here does what the name did."""
+NOTHING_HERE = f"{NO_COUNTERPART}: leave it out"
 _OWN_OPTIMIZER = "--optim.name package.module:factory, with an optimizer of your own"
 _OPTIMIZERS |= dict.fromkeys(
     ("adafactor", "lion_32bit", "lion", "lamb", "adagrad", "rmsprop", "onebitadam", "zerooneadam"),
@@ -438,8 +441,8 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
         Alias(
             "use_liger_kernel liger_kernel_config liger_kernel.* use_cache neftune_noise_alpha "
             "enable_fused_linear_cross_entropy",
-            "no counterpart",
-            {"false": "leave it out", "true": "no counterpart"},
+            NOTHING_HERE,
+            {"false": "leave it out", "true": NOTHING_HERE},
         ),
         Alias(
             "torch_empty_cache_steps gc_freq gc_debug",
@@ -696,8 +699,8 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
             "torchdynamo include_inputs_for_metrics use_legacy_prediction_loop sharded_ddp "
             "jit_mode_eval trace_buf_size use_for_integration_test custom_config_module "
             "fault_tolerance.* memory_estimation.* experimental.* debug",
-            "no counterpart",
-            {"false": "leave it out", "none": "leave it out", "true": "no counterpart"},
+            NOTHING_HERE,
+            {"false": "leave it out", "none": "leave it out", "true": NOTHING_HERE},
         ),
     ),
     "Processes and machines": (
@@ -765,8 +768,8 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
             "sparse_attention.* progressive_layer_drop.* eigenvalue.* hybrid_engine.* pipeline.* "
             "nebula.* comms_logger.* csv_monitor.* comet.* flops_profiler.* tensorboard.* wandb.* "
             "data_types.*",
-            "no counterpart",
-            {"false": "leave it out", "true": "no counterpart"},
+            NOTHING_HERE,
+            {"false": "leave it out", "true": NOTHING_HERE},
         ),
         Alias(
             "overlap_comm reduce_scatter contiguous_gradients allgather_partitions round_robin_gradients",
@@ -795,7 +798,7 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
         ),
         Alias(
             "partition_activations contiguous_memory_optimization synchronize_checkpoint_boundary profile",
-            "no counterpart",
+            NOTHING_HERE,
             {"false": "leave it out"},
         ),
         Alias("number_checkpoints", "--memory.activation_checkpointing_every N, every N-th unit"),
@@ -804,7 +807,7 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
             "checkpoint.load_universal checkpoint.use_node_local_storage "
             "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_inclusion_filter "
             "deepspeed_exclusion_filter deepspeed_moe_layer_cls_names",
-            "no counterpart",
+            NOTHING_HERE,
         ),
         Alias(
             "deepspeed deepspeed_config deepspeed_config_file",

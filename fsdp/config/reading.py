@@ -171,8 +171,6 @@ def _named(spec: FieldSpec, value: Any) -> Mapping[str, Any]:
 
 def _unknown_hint(name: str, value: Any = "") -> str:
     alias = hint_for(name, str(value))
-    if alias == "no counterpart":
-        return "leave it out: it has no counterpart here"
     if alias is not None:
         return _as_typed(alias)
     tails = {n.rpartition(".")[2]: n for n in FIELDS}

@@ -17,6 +17,7 @@ from typing import Any
 from fsdp.base.errors import ConfigError, one_line
 from fsdp.base.text import nearest
 from fsdp.base.torchvision_import import prepare_torchvision
+from fsdp.config.alias_table import NO_COUNTERPART
 from fsdp.config.aliases import hint_for
 
 
@@ -114,6 +115,6 @@ def parameters_of(factory: Callable[..., Any]) -> Parameters | None:
 def unknown_argument(name: str, known: list[str], flag: str, owner: str) -> ConfigError:
     takes = f"it accepts {', '.join(known)}" if known else "it accepts none"
     hint = hint_for(name, "true") or ""
-    if not hint.startswith("no counterpart"):
+    if not hint.startswith(NO_COUNTERPART):
         hint = nearest(name, known, f"{flag}.{{}} VALUE", takes, cutoff=0.5)
     return ConfigError(f"{flag}.{name} is not an argument of {owner}.", hint)

@@ -148,16 +148,20 @@ def _check_nothing_left_out(pattern: Path) -> None:
     if "**" in pattern.parts:
         _check_links([path for path in _entries(plain) if path.match(pattern.name)])
         return
-    folders = [plain]
-    for depth in range(len(plain.parts), len(pattern.parts)):
-        folders = [path for path in _glob(Path(*pattern.parts[:depth])) if path.is_dir()]
-        for folder in folders:
-            os.scandir(folder).close()
-    _check_links(_glob(pattern) if is_pattern(pattern.name) else [one / pattern.name for one in folders])
+    folders = [_listable(plain)]
+    for part in pattern.parts[len(plain.parts) : -1]:
+        below = [path for folder in folders for path in folder.glob(part)]
+        folders = [_listable(path) for path in below if path.is_dir()]
+    last = pattern.name
+    if is_pattern(last):
+        _check_links([path for folder in folders for path in folder.glob(last)])
+    else:
+        _check_links([folder / last for folder in folders])
 
 
-def _glob(pattern: Path) -> list[Path]:
-    return list(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)) or "."))
+def _listable(folder: Path) -> Path:
+    os.scandir(folder).close()
+    return folder
 
 
 def is_pattern(name: str) -> bool:
@@ -168,7 +172,9 @@ def matching(name: str) -> list[Path]:
     """The files of a pattern such as 'corpus/**/*.jsonl', hidden ones left out; empty if it is none."""
     if not is_pattern(name):
         return []
-    return sorted(path for path in _glob(expanded(name)) if path.is_file() and not path.name.startswith("."))
+    pattern = expanded(name)
+    found = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
+    return sorted(path for path in found if path.is_file() and not path.name.startswith("."))
 
 
 def open_rows(files: list[Path], names: Mapping[Path, str] | None = None) -> list[SourceRows]:

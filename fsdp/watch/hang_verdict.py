@@ -90,7 +90,8 @@ def _who(e: Observation) -> str:
 
 
 def _names(some: Sequence[Observation]) -> str:
-    return _who(some[0]) if len(some) == 1 else named_ranks([e.rank for e in some])
+    """The subject of a verb in the singular."""
+    return _who(some[0]) if len(some) == 1 else f"each of {named_ranks([e.rank for e in some])}"
 
 
 def _at(e: Observation) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -124,12 +124,11 @@ def _stuck_in(calls: Mapping[int, GroupCalls]) -> StuckCall | None:
 
 def _without(one: StuckCall, waiting: set[int]) -> StuckCall:
     absent = tuple(rank for rank in one.absent if rank not in waiting)
-    return StuckCall(one.call, one.waiting, absent, one.odd, one.not_started)
+    return replace(one, absent=absent)
 
 
 def _crossed(stuck: Sequence[StuckCall]) -> StuckCall:
     """Each stuck call lacks ranks that wait in another one."""
     first = stuck[0]
     other = next((one for one in stuck[1:] if set(one.waiting) & set(first.absent)), None)
-    crossing = other.call if other is not None else None
-    return StuckCall(first.call, first.waiting, first.absent, first.odd, first.not_started, crossing)
+    return replace(first, crossing=other.call if other is not None else None)

@@ -71,7 +71,7 @@ def hint_of(*typed: str) -> str:
             "no counterpart: ranks are data-parallel, on the axes --mesh.replicate and --mesh.shard",
         ),
         ("--flops_profiler.profile_step 3", "--profile.steps FIRST:LAST, with --profile.trace true"),
-        ("--elasticity.max_train_batch_size 3", "leave it out: it has no counterpart here"),
+        ("--elasticity.max_train_batch_size 3", "no counterpart: leave it out"),
         ("--output_dir 'my run'", "--run.dir 'my run'"),
         ("--optim adamw_8bit", "--optim.name adamw --optim.state 8bit"),
         ("--n_layer 12", "--model.args.layers 12, with --model.name transformer or vit"),

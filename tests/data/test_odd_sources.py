@@ -180,3 +180,18 @@ def test_what_may_not_be_read_is_named(tmp_path: Path) -> None:
     for line, name in zip(lines, named, strict=True):
         assert line.startswith(f"{tmp_path / name}")
         assert " cannot be read (Permission denied). HINT: ls -ld " in line
+
+
+@pytest.mark.parametrize("pattern", ["*.jsonl", "./*.jsonl", "abo*/*.jsonl", "abo*/a.jsonl", "../*/a.jsonl"])
+def test_a_pattern_may_begin_in_the_working_folder(
+    pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path / "here", a_jsonl=LINES)
+    put(tmp_path / "here" / "above", a_jsonl=LINES)
+    monkeypatch.chdir(tmp_path / "here")
+    assert samples(pattern)
+    for folder in ("here", "here/above"):
+        (tmp_path / folder / "b.jsonl").symlink_to("gone")
+    if pattern.endswith("*.jsonl"):
+        with pytest.raises(ConfigError, match=r"b\.jsonl is a link to gone, which does not exist"):
+            samples(pattern)

@@ -84,12 +84,19 @@ def test_a_cancel_while_the_ranks_start_ends_the_job(place: Place) -> None:
 
 
 def test_of_two_jobs_at_once_on_one_run_directory_one_trains(place: Place) -> None:
-    pair = [place.submit("--nodes=1", "slurm/fsdp.sbatch", run="shared") for _ in range(2)]
-    states = sorted((job.wait(END_S), place.cluster.job(job.id)["ExitCode"]) for job in pair)
-    logs = "\n".join(job.log() for job in pair)
-    assert states == [("COMPLETED", "0:0"), ("FAILED", "4:0")], logs
-    assert pair[0].run.steps == [1, 2, 3], logs
-    assert len(pair[0].run.starts) == 1, logs
+    flags = (*FLAGS, "--train.steps", "100000", "--watch.enabled", "false")
+    pair = [place.submit("--nodes=1", "slurm/fsdp.sbatch", run="shared", flags=flags) for _ in range(2)]
+
+    def failed() -> list[Job]:
+        return [job for job in pair if place.cluster.state(job.id) == "FAILED"]
+
+    (refused,) = eventually("one is refused", failed, END_S, pair[0].log)
+    trains = pair[1 - pair.index(refused)]
+    trains.until_step(1)
+    (trains.run.path / "STOP").touch()
+    assert trains.wait(END_S) == "COMPLETED", trains.log()
+    assert place.cluster.job(refused.id)["ExitCode"] == "4:0", refused.log()
+    assert len(trains.run.starts) == 1, refused.log()
 
 
 def test_a_requeue_onto_fewer_nodes_continues(place: Place) -> None:

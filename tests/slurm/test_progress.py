@@ -92,6 +92,15 @@ def test_a_start_without_a_marker_is_known_by_its_code(run: RunDir, code: int, a
     assert act is Act.AGAIN or decision.code == code
 
 
+def test_a_refused_start_is_refused_whatever_the_other_job_has_left(run: RunDir) -> None:
+    """It may end, or be stopped, between the refusal and this decision."""
+    reach(run, 3)
+    for leave in (lambda: stopped(run, 3, "SIGUSR1"), run.done.touch):
+        leave()
+        decision = slurm_job.judge(run, job="7", restart=0, code=4, allocation=Allocation(requeue=True))
+        assert (decision.act, decision.code) == (Act.END, 4)
+
+
 def test_what_an_earlier_start_left_counts_for_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     reach(run, 3)
     fail(run, monkeypatch, Kind.FINAL, 5)

@@ -43,7 +43,8 @@ def flight_recorder_entries() -> list[dict[str, Any]]:
         dump = getattr(c10d, name, None)
         if dump is not None:
             recorded = json.loads(dump(True, False))
-            ranks = {name: one.get("ranks", "") for name, one in recorded.get("pg_config", {}).items()}
+            groups = recorded.get("pg_config", {})
+            ranks = {group: about.get("ranks", "") for group, about in groups.items()}
             for entry in recorded.get("entries", []):
                 found.append({**entry, "group_ranks": ranks.get(str(entry["process_group"][0]), "")})
     return found
