@@ -26,6 +26,15 @@ KEYS = {
 }
 
 
+def use(url: str, setenv: Callable[[str, str], None] = os.environ.__setitem__) -> None:
+    """Directs fsspec in this process to that server; for a test alone with monkeypatch.setenv."""
+    import fsspec
+
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": url}.items():
+        setenv(name, value)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
 def program() -> Path | None:
     place = Path(os.environ.get("SHARDRUN_MOTO") or ROOT / ".cache/moto/bin/moto_server")
     return place if place.exists() else None

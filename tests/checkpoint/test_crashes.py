@@ -7,26 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fsdp.checkpoint import file_names, inspect
 from fsdp.checkpoint.local_store import LocalStore, sync_folder
 from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.saver import Saver
-from fsdp.dist.env import DistEnv
 from tests.checkpoint.crashes import Change, Left, Recorder, Tree, states
 from tests.checkpoint.small import build
+from tests.support.env import env_of
 
-ENV = DistEnv(
-    rank=0,
-    world_size=1,
-    local_rank=0,
-    local_world_size=1,
-    node_rank=0,
-    num_nodes=1,
-    device=torch.device("cpu"),
-    launcher="tests",
-)
+ENV = env_of()
 
 
 def record(folder: Path, forgets: Callable[[Change], bool] = lambda change: False) -> Recorder:

@@ -125,9 +125,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     name = "test-" + format(abs(hash(request.node.name)), "x")
     if request.param == "s3":
         server = request.getfixturevalue("server")
-        for key, value in {**s3_server.KEYS, "AWS_ENDPOINT_URL": server}.items():
-            monkeypatch.setenv(key, value)
-        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        s3_server.use(server, monkeypatch.setenv)
         fsspec.filesystem("s3").mkdir(name)
     yield f"{request.param}://{name}/run"
     if request.param == "memory":
@@ -325,9 +323,7 @@ def test_a_store_without_conditional_writes_is_locked_too(
     import fsspec
 
     with s3_server.without_conditions(server) as url:
-        for key, value in {**s3_server.KEYS, "AWS_ENDPOINT_URL": url}.items():
-            monkeypatch.setenv(key, value)
-        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        s3_server.use(url, monkeypatch.setenv)
         fsspec.filesystem("s3").mkdir("test-unconditional")
         store = remote("s3://test-unconditional/run")
         held = ObjectLock.acquire(store, "torchrun", beat_s=0.1)

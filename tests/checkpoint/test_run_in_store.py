@@ -15,7 +15,6 @@ from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.dist.env import DistEnv
 from tests.checkpoint import s3_server
 from tests.checkpoint.dying_model import VARIABLE
-from tests.checkpoint.test_s3 import use
 from tests.support.processes import eventually
 from tests.support.runs import flags, on_a_rank
 from tests.support.world import run_world
@@ -36,9 +35,7 @@ def url(server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     """A run directory in a bucket of the test's own."""
     import fsspec
 
-    for name, value in {**s3_server.KEYS, "AWS_ENDPOINT_URL": server}.items():
-        monkeypatch.setenv(name, value)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    s3_server.use(server, monkeypatch.setenv)
     bucket = "run-" + format(abs(hash(request.node.name)), "x")
     fsspec.filesystem("s3").mkdir(bucket)
     return f"s3://{bucket}/runs/a"
@@ -75,7 +72,7 @@ def losses(lines: list[dict[str, Any]]) -> dict[int, float]:
 
 
 def train_on(env: DistEnv, server: str, machine: str, words: list[str]) -> str | None:
-    use(server)
+    s3_server.use(server)
     os.environ["XDG_CACHE_HOME"] = machine
     try:
         return on_a_rank(env, words)

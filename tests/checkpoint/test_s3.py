@@ -23,22 +23,12 @@ from tests.support.world import WorldError, run_world
 pytestmark = pytest.mark.needs("s3")
 
 
-def use(url: str) -> None:
-    """Directs this process to that server."""
-    import fsspec
-
-    os.environ.update(s3_server.KEYS, AWS_ENDPOINT_URL=url)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-
-
 @pytest.fixture
 def bucket(server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A bucket of the test's own."""
     import fsspec
 
-    for name, value in {**s3_server.KEYS, "AWS_ENDPOINT_URL": server}.items():
-        monkeypatch.setenv(name, value)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    s3_server.use(server, monkeypatch.setenv)
     name = "test-" + format(abs(hash(request.node.name)), "x")
     fsspec.filesystem("s3").mkdir(name)
     return f"s3://{name}"
@@ -47,7 +37,7 @@ def bucket(server: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 def train(
     env: DistEnv, url: str, place: str, run_dir: str, section: Mapping[str, Any], steps: int
 ) -> tuple[int, dict[str, int]]:
-    use(url)
+    s3_server.use(url)
     run = build(env, "fsdp", run_dir, section={"dir": place, **section})
     found = run.checkpointer.restore(run.state)
     for _ in range(steps):
@@ -71,7 +61,7 @@ def test_saved_pruned_and_resumed_at_another_size(bucket: str, server: str, tmp_
 
 def killed_in_a_save(env: DistEnv, url: str, place: str, run_dir: str) -> None:
     """Rank 0 is killed by SIGKILL before it writes the manifest of step 2."""
-    use(url)
+    s3_server.use(url)
     run = build(env, "fsdp", run_dir, section={"dir": place})
     run.checkpointer.restore(run.state)
     run.step()
@@ -141,7 +131,7 @@ class Everything(logging.Handler):
 
 def speak_of_secrets(env: DistEnv, url: str, place: str, run_dir: str) -> str:
     """The log and the error for a bucket that does not exist."""
-    use(url)
+    s3_server.use(url)
     heard = Everything()
     logging.getLogger("fsdp").addHandler(heard)
     logging.getLogger("fsdp").setLevel(logging.DEBUG)

@@ -19,7 +19,6 @@ from fsdp.report import __main__ as report
 from fsdp.report.run_data import read_run
 from tests.checkpoint import s3_server
 from tests.checkpoint.test_run_in_store import train_on
-from tests.checkpoint.test_s3 import use
 from tests.support.world import run_world
 
 pytestmark = pytest.mark.needs("s3")
@@ -35,9 +34,7 @@ def url(server: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     import fsspec
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**s3_server.KEYS, "AWS_ENDPOINT_URL": server}.items():
-            patch.setenv(name, value)
-        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        s3_server.use(server, patch.setenv)
         fsspec.filesystem("s3").mkdir("tools")
     url = "s3://tools/runs/mine"
     machine = str(tmp_path_factory.mktemp("machine"))
@@ -47,11 +44,7 @@ def url(server: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def elsewhere(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fsspec
-
-    for name, value in {**s3_server.KEYS, "AWS_ENDPOINT_URL": server}.items():
-        monkeypatch.setenv(name, value)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    s3_server.use(server, monkeypatch.setenv)
     monkeypatch.chdir(tmp_path)
 
 
@@ -80,7 +73,7 @@ def test_a_run_in_progress_is_known_by_its_lock(url: str) -> None:
 
 
 def printed(env: DistEnv, server: str, words: list[str]) -> str:
-    use(server)
+    s3_server.use(server)
     with redirect_stdout(io.StringIO()) as out:
         predict.answer_as_rank(words, env)
     return out.getvalue()

@@ -27,7 +27,8 @@ from fsdp.dist.env import ALLOCATOR_VARIABLES, DistEnv, pick_device, set_allocat
 from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.dist.process_group import check_devices_differ, process_group, raise_open_files_limit
 from fsdp.dist.stop import Stopper
-from tests.support.world import _env, run_world
+from tests.support.env import env_of
+from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
 
@@ -142,7 +143,7 @@ def groups_made(devices: list[str], gpus: list[str]) -> tuple[list[dict[str, Any
     store, made, said = dist.HashStore(), list[dict[str, Any]](), list[str]()
 
     def start(rank: int) -> None:
-        env = replace(_env(rank, 2), device=torch.device(devices[rank]), launcher="torchrun")
+        env = replace(env_of(rank, 2), device=torch.device(devices[rank]), launcher="torchrun")
         try:
             with process_group(env, timeout_s=30.0, store=store):
                 pass

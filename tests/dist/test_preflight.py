@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from fsdp.base.errors import LaunchError
 from fsdp.config import load
@@ -18,6 +17,7 @@ from fsdp.dist.env import DistEnv
 from fsdp.dist.preflight import RankFacts, check, check_names, differences
 from fsdp.run.loop import train
 from tests.doctor.patients import AILMENTS
+from tests.support.env import env_of
 from tests.support.world import run_world
 
 
@@ -99,16 +99,7 @@ def test_the_checks_take_less_than_20_ms(tmp_path: Path) -> None:
 
 
 def two_nodes() -> DistEnv:
-    return DistEnv(
-        rank=1,
-        world_size=2,
-        local_rank=0,
-        local_world_size=1,
-        node_rank=1,
-        num_nodes=2,
-        device=torch.device("cpu"),
-        launcher="srun",
-    )
+    return env_of(1, 2, nodes=2, launcher="srun")
 
 
 @pytest.mark.parametrize(

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from fsdp.config import load
 from fsdp.dist.env import DistEnv
 from launch.command import rank_command, ray_command
+from tests.support.env import env_of
 
 
 def env(launcher: str, nodes: int = 1, each: int = 2) -> DistEnv:
-    return DistEnv(
-        rank=0,
-        world_size=nodes * each,
-        local_rank=0,
-        local_world_size=each,
-        node_rank=0,
-        num_nodes=nodes,
-        device=torch.device("cpu"),
-        launcher=launcher,
-    )
+    return env_of(0, nodes * each, nodes=nodes, launcher=launcher)
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ import torch
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.config import ProfileSection, profile_steps
-from fsdp.dist.env import DistEnv
 from fsdp.memory import profile
 from fsdp.memory.account_timeline import Mark
 from fsdp.memory.profile_page import page
 from fsdp.memory.profile_trace import PARTS, Tracer, intersect, length, table, union, without
 from tests.support import runs
+from tests.support.env import env_of
 
 
 @pytest.fixture(scope="module")
@@ -164,16 +164,7 @@ def test_profile_flags_without_effect() -> None:
 def test_steps_before_the_start_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(profile.log, "warning", lambda text, *args: warnings.append(text % args))
-    alone = DistEnv(
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
-        node_rank=0,
-        num_nodes=1,
-        device=torch.device("cpu"),
-        launcher="tests",
-    )
+    alone = env_of()
     model = torch.nn.Linear(2, 2)
     late = profile.Profile(
         ProfileSection(memory=True, steps="2:3"),

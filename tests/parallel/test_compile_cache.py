@@ -24,8 +24,8 @@ from fsdp.parallel.compile_cache import (
     places,
     torch_default,
 )
+from tests.support.env import env_of
 from tests.support.runs import flags
-from tests.support.world import _env
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,9 +35,9 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from fsdp import config
 from fsdp.run.loop import train
-from tests.support.world import _env
+from tests.support.env import env_of
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-train(config.load(sys.argv[1:]), _env(0, 1))
+train(config.load(sys.argv[1:]), env_of(0, 1))
 print(json.dumps({"inductor": dict(counters["inductor"]), "aot_autograd": dict(counters["aot_autograd"])}))
 """
 
@@ -116,9 +116,9 @@ def test_by_default_it_is_the_nodes_own_and_a_copy_in_the_users_cache(
 def test_it_is_set_where_something_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "/before")
     section = SpeedSection(compile="true", compile_cache=str(tmp_path / "c"))
-    maybe_compile_cache(SpeedSection(compile_cache=str(tmp_path / "c")), _env(0, 1))
+    maybe_compile_cache(SpeedSection(compile_cache=str(tmp_path / "c")), env_of(0, 1))
     assert os.environ[VARIABLE] == "/before"
-    assert maybe_compile_cache(section, _env(0, 1)) is None, "a folder that was named is copied nowhere"
+    assert maybe_compile_cache(section, env_of(0, 1)) is None, "a folder that was named is copied nowhere"
     assert os.environ[VARIABLE] == str(tmp_path / "c")
     assert (tmp_path / "c").stat().st_mode & 0o777 == 0o700
 
@@ -138,7 +138,7 @@ def test_kernels_are_read_from_the_home_and_new_ones_copied_there(node: Path, tm
     shared = tmp_path / "home" / "shardrun" / "compile"
     shared.mkdir(mode=0o700, parents=True)
     write(shared, ab__in__old="old")
-    cache = maybe_compile_cache(COMPILED, _env(0, 1))
+    cache = maybe_compile_cache(COMPILED, env_of(0, 1))
     assert isinstance(cache, CompileCache)
     own = Path(os.environ[VARIABLE])
     assert own.parent == node
@@ -154,7 +154,7 @@ def test_kernels_are_read_from_the_home_and_new_ones_copied_there(node: Path, tm
 
 
 def test_a_file_that_a_linker_writes_is_not_copied(node: Path, tmp_path: Path) -> None:
-    cache = maybe_compile_cache(COMPILED, _env(0, 1))
+    cache = maybe_compile_cache(COMPILED, env_of(0, 1))
     assert cache is not None
     own, shared = Path(os.environ[VARIABLE]), tmp_path / "home" / "shardrun" / "compile"
     write(own, ab__in__kernel="half")
@@ -173,9 +173,9 @@ def test_the_nodes_first_rank_fills_and_rank_0_alone_publishes(node: Path, tmp_p
     shared = tmp_path / "home" / "shardrun" / "compile"
     shared.mkdir(mode=0o700, parents=True)
     write(shared, old="old")
-    assert maybe_compile_cache(COMPILED, _env(1, 2)) is None
+    assert maybe_compile_cache(COMPILED, env_of(1, 2)) is None
     assert names(node) == set()
-    first_of_another = dataclasses.replace(_env(1, 2), local_rank=0)
+    first_of_another = dataclasses.replace(env_of(1, 2), local_rank=0)
     assert maybe_compile_cache(COMPILED, first_of_another) is None
     assert {Path(name).name for name in names(node)} == {"old"}
 
@@ -198,7 +198,7 @@ def test_without_a_usable_home_the_nodes_own_is_used(
         monkeypatch.setattr(
             Path, "home", classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home")))
         )
-    assert maybe_compile_cache(COMPILED, _env(0, 1)) is None
+    assert maybe_compile_cache(COMPILED, env_of(0, 1)) is None
     own = Path(os.environ[VARIABLE])
     assert own.name == f"shardrun-compile-{os.getuid()}"
     assert names(own) == set()
@@ -213,6 +213,6 @@ def test_a_folder_that_others_can_write_to_is_refused(
     with pytest.raises(
         ConfigError, match=r"can be written by others, and what lies there is run as code.*chmod 700"
     ):
-        maybe_compile_cache(SpeedSection(compile="true", compile_cache=str(tmp_path)), _env(0, 1))
+        maybe_compile_cache(SpeedSection(compile="true", compile_cache=str(tmp_path)), env_of(0, 1))
     with pytest.raises(ConfigError, match="cannot be made"):
-        maybe_compile_cache(SpeedSection(compile="true", compile_cache="/proc/nothing"), _env(0, 1))
+        maybe_compile_cache(SpeedSection(compile="true", compile_cache="/proc/nothing"), env_of(0, 1))

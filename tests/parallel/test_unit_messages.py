@@ -10,24 +10,15 @@ import pytest
 import torch
 
 from fsdp.config import load
-from fsdp.dist.env import DistEnv
 from fsdp.models import ModelSpec
 from fsdp.run.job import dry_run, model_of, unit_table
 from tests.parallel.test_shard import look
 from tests.support import user_code
+from tests.support.env import env_of
 from tests.support.runs import flags
 from tests.support.world import run_world
 
-ALONE = DistEnv(
-    rank=0,
-    world_size=1,
-    local_rank=0,
-    local_world_size=1,
-    node_rank=0,
-    num_nodes=1,
-    device=torch.device("cpu"),
-    launcher="tests",
-)
+ALONE = env_of()
 
 
 def said(*more: str) -> list[str]:

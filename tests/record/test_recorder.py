@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp.dist.env import DistEnv
 from fsdp.record.console import Console
 from fsdp.record.metrics import NoReporter, StepMetrics
 from fsdp.record.recorder import Pending, Recorder, step_record
 from fsdp.rundir.paths import RunDir
+from tests.support.env import env_of
 
 
 class Hears:
@@ -31,16 +31,7 @@ class Hears:
 
 
 def recorder(folder: Path, out: io.StringIO, hears: Hears, mfu_of: float = 0.0, rank: int = 0) -> Recorder:
-    env = DistEnv(
-        rank=rank,
-        world_size=2,
-        local_rank=rank,
-        local_world_size=2,
-        node_rank=0,
-        num_nodes=1,
-        device=torch.device("cpu"),
-        launcher="tests",
-    )
+    env = env_of(rank, 2)
     console = Console(total_steps=9, every=1, unit="img", stream=out)
     return Recorder(RunDir(folder), env, NoReporter(), console, from_step=0, sinks=[hears], mfu_of=mfu_of)
 

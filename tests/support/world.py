@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from fsdp.dist.env import DistEnv
+from tests.support.env import env_of
 from tests.support.forked import FORKED
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -124,7 +124,7 @@ def _serve(pipe: Connection) -> None:
             # A function that ends at once would close connections that another rank still waits to have.
             meeting.set(f"connected {rank}", "")
             meeting.wait([f"connected {other}" for other in range(ranks)])
-            value = function(_env(rank, ranks), *args)
+            value = function(env_of(rank, ranks), *args)
             pipe.send((True, value))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
@@ -139,18 +139,3 @@ def _serve(pipe: Connection) -> None:
             function = args = value = None
             gc.collect()
             gc.freeze()  # what stayed are modules and caches: the next collection passes over them
-
-
-def _env(rank: int, ranks: int) -> DistEnv:
-    import torch
-
-    return DistEnv(
-        rank=rank,
-        world_size=ranks,
-        local_rank=rank,
-        local_world_size=ranks,
-        node_rank=0,
-        num_nodes=1,
-        device=torch.device("cpu"),
-        launcher="tests",
-    )

@@ -165,9 +165,7 @@ def bucket(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """s3://NAME with two row files, and others."""
     import fsspec
 
-    for name, value in {**s3_server.KEYS, "AWS_ENDPOINT_URL": server}.items():
-        monkeypatch.setenv(name, value)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    s3_server.use(server, monkeypatch.setenv)
     store = fsspec.filesystem("s3")
     name = f"rows-{tmp_path.name.replace('_', '-')[-40:]}"
     store.mkdir(name)

@@ -10,24 +10,15 @@ import torch
 import torch.distributed as dist
 
 from fsdp import config
-from fsdp.dist.env import DistEnv
 from fsdp.run.loop import train
+from tests.support.env import env_of
 
 
 def run(rank: int, ranks: int, flags: list[str], store: str, log: str) -> None:
     _speak_into(Path(log))
     torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    env = DistEnv(
-        rank=rank,
-        world_size=ranks,
-        local_rank=rank,
-        local_world_size=ranks,
-        node_rank=0,
-        num_nodes=1,
-        device=torch.device("cpu"),
-        launcher="torture",
-    )
+    env = env_of(rank, ranks, launcher="torture")
     train(config.load(flags), env)
     sys.stdout.flush()
     os._exit(0)  # the group was made here and not by train(); nobody needs its orderly end

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 
 import pytest
-import torch
 
 from fsdp.base.errors import (
     CheckpointError,
@@ -15,20 +14,11 @@ from fsdp.base.errors import (
     OtherRankFailed,
     TrainingError,
 )
-from fsdp.dist.env import DistEnv
 from fsdp.memory.oom import OutOfMemory
 from fsdp.watch.failure_report import failure_report
+from tests.support.env import env_of
 
-ENV = DistEnv(
-    rank=2,
-    world_size=4,
-    local_rank=0,
-    local_world_size=2,
-    node_rank=1,
-    num_nodes=2,
-    device=torch.device("cpu"),
-    launcher="tests",
-)
+ENV = env_of(2, 4, nodes=2)
 
 
 @pytest.mark.parametrize(
