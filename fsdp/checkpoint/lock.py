@@ -207,7 +207,12 @@ def hold(run_dir: Path | ObjectStore | None, store: Store, launcher: str, job: s
     """Takes the locks of a run directory (if there is one) and its store, or RefusedError with a holder."""
     if run_dir is None or _same(store, run_dir):
         return Locks(_hold_store(store, launcher, job))
-    before, began = _peek(store), time.monotonic()
+    try:
+        before, began = _peek(store), time.monotonic()
+    except OSError as error:  # after a minute of retries, which acquiring would repeat
+        within = isinstance(run_dir, ObjectStore) and store.where.startswith(f"{run_dir.where}/")
+        place, flag = (run_dir, "--run.dir") if within else (store, "--checkpoint.dir")
+        raise _unwritable(place.where, error, flag) from None
     run: Lock = (
         FolderLock.acquire(run_dir, launcher, job)
         if isinstance(run_dir, Path)
@@ -234,11 +239,11 @@ def _same(store: Store, run_dir: Path | ObjectStore) -> bool:
 
 
 def _peek(store: Store) -> bytes | None:
-    """The lock's content; None if there is none or it cannot be read (acquiring it then raises)."""
+    """The lock's content; None if there is none. Acquiring the lock of an unreadable folder raises."""
+    if isinstance(store, ObjectStore):
+        return found.data if (found := store.get(FILE)) is not None else None
+    assert isinstance(store, LocalStore)
     try:
-        if isinstance(store, ObjectStore):
-            return found.data if (found := store.get(FILE)) is not None else None
-        assert isinstance(store, LocalStore)
         return (store.root / FILE).read_bytes()
     except OSError:
         return None
@@ -257,6 +262,9 @@ def _hold_store(
         held = str(error).removesuffix(f" HINT: {error.hint}")
         raise RefusedError(held, f"another {flag}, or end that job") from None
     except OSError as error:
-        hint = f"{flag} FOLDER that is writable"
-        what = f"{store.where} cannot be written: {error}."
-        raise CheckpointError(what, hint, error_number=error_number(error)) from None
+        raise _unwritable(store.where, error, flag) from None
+
+
+def _unwritable(place: str, error: OSError, flag: str) -> CheckpointError:
+    hint = f"{flag} FOLDER that is writable"
+    return CheckpointError(f"{place} cannot be written: {error}.", hint, error_number=error_number(error))

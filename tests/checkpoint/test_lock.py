@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -314,6 +315,29 @@ def test_a_run_whose_store_was_taken_over_seals_nothing(place: str, tmp_path: Pa
     ((said, left),) = run_world(1, save_replaced, str(tmp_path), place, environ)
     assert f"step 1 was not saved: {place} was taken over by" in said
     assert left == []
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "said"),
+    [
+        ("memory://runs/a/checkpoints", "memory://runs/a cannot be written: .* HINT: --run.dir FOLDER"),
+        ("memory://other", "memory://other cannot be written: .* HINT: --checkpoint.dir FOLDER"),
+    ],
+)
+def test_an_unreachable_store_is_asked_once(
+    checkpoints: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request that fails has been retried for a minute or more."""
+    asked: list[str] = []
+
+    def unreachable(store: ObjectStore, name: str) -> None:
+        asked.append(name)
+        raise OSError(errno.ETIMEDOUT, "Could not connect to the endpoint")
+
+    monkeypatch.setattr(ObjectStore, "get", unreachable)
+    with pytest.raises(CheckpointError, match=said):
+        hold(ObjectStore("memory://runs/a"), ObjectStore(checkpoints), "torchrun")
+    assert asked == ["CLAIM"]
 
 
 @pytest.mark.needs("s3")
