@@ -210,9 +210,9 @@ def hold(run_dir: Path | ObjectStore | None, store: Store, launcher: str, job: s
     try:
         before, began = _peek(store), time.monotonic()
     except OSError as error:  # after a minute of retries, which acquiring would repeat
-        within = isinstance(run_dir, ObjectStore) and store.where.startswith(f"{run_dir.where}/")
-        place, flag = (run_dir, "--run.dir") if within else (store, "--checkpoint.dir")
-        raise _unwritable(place.where, error, flag) from None
+        if isinstance(run_dir, ObjectStore) and store.where.startswith(f"{run_dir.where}/"):
+            raise _unwritable(run_dir.where, error, "--run.dir") from None
+        raise _unwritable(store.where, error, "--checkpoint.dir") from None
     run: Lock = (
         FolderLock.acquire(run_dir, launcher, job)
         if isinstance(run_dir, Path)
