@@ -9,6 +9,8 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 SHARED := -n 3 $(BY_FILE)
 # Ranks share the cores. Without this torchrun warns at every start.
 export OMP_NUM_THREADS ?= 1
+# Tests start hundreds of processes, and each would compile the product's modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-quick test-full test-torch bench gpu lint architecture setup clean help
 help:
