@@ -76,11 +76,12 @@ def run_here(config: Config) -> int:
 
 
 def dry_run(config: Config) -> int:
-    from fsdp.dist.env import from_environment
-    from fsdp.run.job import dry_run as facts
+    with garbage.held():
+        from fsdp.dist.env import from_environment
+        from fsdp.run.job import dry_run as facts
 
-    env = from_environment(device=config.run.device)
-    text = facts(config, env)
+        env = from_environment(device=config.run.device)
+        text = facts(config, env)
     if env.is_main:
         print(text)
     return 0

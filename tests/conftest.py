@@ -6,6 +6,7 @@ longest start first. `pytest tests` runs the same tests in one process.
 
 from __future__ import annotations
 
+import gc
 import os
 import zlib
 from pathlib import Path
@@ -56,3 +57,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("long") and not os.environ.get("SHARDRUN_FULL"):
             item.add_marker(pytest.mark.skip(reason="part of the full form: SHARDRUN_FULL=1"))
+
+
+def pytest_collection_finish() -> None:
+    """Imported modules and collected tests stay: later collections pass over them."""
+    gc.collect()
+    gc.freeze()
