@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
+from fsdp.base.torch_private.tensors import forget_meshes
 from fsdp.config import Config
 from fsdp.dist.env import DistEnv, from_environment
 from fsdp.record.metrics import Reporter
@@ -48,7 +49,8 @@ def train(config: Config | Sequence[str], *, reporter: Reporter | None = None) -
         return _train_in_ray(resolved, reporter)
     finally:
         # FSDP2's modules are reference cycles: until a collection of the oldest generation, which is rare,
-        # they keep the run's device memory, and its process groups their threads.
+        # they keep the run's device memory, and its process groups their threads. So do DTensor's caches.
+        forget_meshes()
         gc.collect()
 
 

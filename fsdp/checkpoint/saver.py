@@ -13,6 +13,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -115,8 +116,13 @@ class Saver:
         self._compared = False
         self._plan: WritePlan | None = None
         self._jobs: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="checkpoint", daemon=True)
+        # The thread holds no reference while it waits. After an exception nobody stops it: it ends with the
+        # Saver, and frees the staging buffer and the group in a process that lives on.
+        self._thread = threading.Thread(
+            target=_serve, args=(weakref.ref(self), self._jobs, device), name="checkpoint", daemon=True
+        )
         self._thread.start()
+        weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def put(self, job: SaveJob) -> None:
         self._jobs.put(job)
@@ -125,22 +131,17 @@ class Saver:
         self._jobs.put(None)
         self._thread.join()
 
-    def _serve(self) -> None:
-        set_thread_device(self._device)
-        if hasattr(os, "setpriority"):
-            os.setpriority(
-                os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICE
-            )
-        while (job := self._jobs.get()) is not None:
-            try:
-                job.outcome = self._save(job)
-            except Exception as error:
-                # The ranks are disconnected: a peer has died, or this one cannot even copy.
-                part = self._part_failure(error)
-                job.outcome = replace(failed(job.step, [part]), fatal=True)
-            finally:
-                job.copied.set()
-                job.done.set()
+    def serve(self, job: SaveJob) -> None:
+        """In the thread: fills in the job's outcome and sets its events."""
+        try:
+            job.outcome = self._save(job)
+        except Exception as error:
+            # The ranks are disconnected: a peer has died, or this one cannot even copy.
+            part = self._part_failure(error)
+            job.outcome = replace(failed(job.step, [part]), fatal=True)
+        finally:
+            job.copied.set()
+            job.done.set()
 
     def _save(self, job: SaveJob) -> SaveOutcome:
         started = time.perf_counter()
@@ -282,6 +283,18 @@ class Saver:
         digests = sum_digests(self._plan, (one.shares for one in written if one.shares))
         about = replace(job.about, created=time.time(), files=files, digests=digests, bytes=total)
         return metadata, manifest.encode(about), total
+
+
+def _serve(
+    saver_of: weakref.ref[Saver], jobs: queue.SimpleQueue[SaveJob | None], device: torch.device
+) -> None:
+    set_thread_device(device)
+    if hasattr(os, "setpriority"):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICE)
+    while (job := jobs.get()) is not None:
+        if (saver := saver_of()) is not None:
+            saver.serve(job)
+        del saver, job
 
 
 def failed(step: int, failures: Sequence[PartFailure]) -> SaveOutcome:

@@ -20,7 +20,7 @@ from fsdp.data.device_prefetch import maybe_carrier
 from fsdp.data.reader_threads import Readers
 from fsdp.data.types import Batch, Samples, StepBatch
 from fsdp.dist.mesh import DataRank
-from fsdp.models.loss import count_tokens
+from fsdp.models.cross_entropy import count_tokens
 
 
 class SampleOrder(Protocol):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp.config import Args
-from fsdp.models.loss import TokenCounts
+from fsdp.models.cross_entropy import TokenCounts
 
 if TYPE_CHECKING:
     from fsdp.data.stream import StreamItems

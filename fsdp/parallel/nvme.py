@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ class NvmeFiles:
             unit[-1].register_forward_hook(_Leave(self, held[at], held[at + 1] if at + 1 < len(held) else []))
         for parameter in self._root.parameters():
             if parameter.requires_grad and isinstance(parameter, DTensor):
-                parameter.register_post_accumulate_grad_hook(self._keep_gradient)
+                parameter.register_post_accumulate_grad_hook(_calls(self._keep_gradient))
 
     @torch.no_grad()
     def _keep_gradient(self, parameter: nn.Parameter) -> None:
@@ -251,6 +252,19 @@ class _Leave:
         first = next((t for t in tensors_in(output) if t.requires_grad), None)
         if first is not None:
             first.register_hook(lambda grad: self._shelf.forget(self._later))
+
+
+def _calls(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """The method without a reference to its object. The garbage collector does not see hooks of tensors: an
+    object that they keep, and that keeps the parameters, would stay for good, and with it their mesh.
+    """
+    found = weakref.WeakMethod(method)
+
+    def call(parameter: nn.Parameter) -> None:
+        if (alive := found()) is not None:
+            alive(parameter)
+
+    return call
 
 
 def _local(tensor: Tensor) -> Tensor:

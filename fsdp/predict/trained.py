@@ -23,7 +23,7 @@ from fsdp.models.experts import select_experts_kernel
 from fsdp.models.hf import KERNELS
 from fsdp.models.hub import PREFIX
 from fsdp.models.kv_cache import turn_caches_off
-from fsdp.models.loss import loss_or_logits
+from fsdp.models.model_output import loss_or_logits
 from fsdp.models.unsharded import fill_buffers, to_empty
 from fsdp.parallel.shard import resolve_dtypes
 

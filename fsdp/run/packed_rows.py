@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fsdp.config import Config
 from fsdp.data.loader import read_batch
-from fsdp.models.loss import read_output
+from fsdp.models.model_output import read_output
 from fsdp.models.packed_attention import POSITIONS
 from fsdp.models.packed_check import PACKED, check_documents_apart
 from fsdp.parallel.shard import Sharded

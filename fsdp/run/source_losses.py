@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdp.data.types import Batch
-from fsdp.models.loss import LossParts
+from fsdp.models.cross_entropy import LossParts
 
 NOT_KNOWN = (
     "the model returns its own loss and none for each row: losses of the sources of the mixture are left "

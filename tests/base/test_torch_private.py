@@ -7,6 +7,7 @@ changed there, and which of our functions depends on it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import inspect
 import io
@@ -23,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -569,6 +571,29 @@ def test_the_compiler_has_an_activation_budget() -> None:
         assert config.activation_memory_budget == 0.5
     finally:
         tensors.set_compiler_activation_budget(1.0)
+
+
+def mesh_is_free(env: DistEnv) -> tuple[bool, bool]:
+    """Whether a mesh that was used is freed: without forget_meshes, and with it."""
+    mesh = init_device_mesh("cpu", (env.world_size,))
+    sharded = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+    ((sharded * 2).sum() + 1).full_tensor()
+    sharded.redistribute(placements=[Shard(1)]).full_tensor()
+    kept = weakref.ref(mesh)
+    dist.destroy_process_group()
+    del mesh, sharded
+    gc.collect()
+    before = kept() is None
+    tensors.forget_meshes()
+    gc.collect()
+    return before, kept() is None
+
+
+def test_a_mesh_is_freed() -> None:
+    with works("tensors.forget_meshes", "DTensor's caches have other names"):
+        found = run_world(2, mesh_is_free)
+    holds(found[0][1], "tensors.forget_meshes", "a mesh that was used stays in a cache of DTensor")
+    holds(not found[0][0], "tensors.forget_meshes", "it is no longer needed: torch frees meshes by itself")
 
 
 # ---------------------------------------------------------------- files

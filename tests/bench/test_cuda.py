@@ -19,8 +19,8 @@ from fsdp.config import OptimSection
 from fsdp.dist import numa
 from fsdp.models import device_draw
 from fsdp.models.chunked_loss import ChunkedHead
+from fsdp.models.cross_entropy import summed_entropy
 from fsdp.models.init import BLOCK, Normal, draw
-from fsdp.models.loss import summed_entropy
 from fsdp.optim.optimizer import build_optimizer
 from tests.support.plain_loop import relative_difference
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import cast
 
@@ -17,8 +19,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 
 import shardrun
+from fsdp.base.errors import NotFiniteError
 from fsdp.dist.env import DistEnv
 from tests.launch.test_local import ROOT
+from tests.support.processes import eventually
 from tests.support.runs import QUIET
 from tests.support.world import run_world
 
@@ -38,7 +42,7 @@ def test_train_in_this_process(tmp_path: Path) -> None:
 
 def trained_tensors(env: DistEnv, run_dir: str, more: str) -> int:
     """Tensors that are alive after a second run of train() and were not before, garbage or not."""
-    flags = [*QUIET, "--train.steps", "2", *more.split()]
+    flags = [*QUIET, "--train.steps", "2", *more.format(run_dir).split()]
     shardrun.train([*flags, "--run.dir", f"{run_dir}/first"])
     gc.disable()
     before = {id(one) for one in gc.get_objects() if issubclass(type(one), torch.Tensor)}
@@ -50,11 +54,35 @@ def trained_tensors(env: DistEnv, run_dir: str, more: str) -> int:
 
 @pytest.mark.parametrize(
     "more",
-    ["", "--memory.activation_budget 0.4", "--memory.activation_checkpointing ops", "--optim.ema 0.9"],
+    [
+        "",
+        "--memory.activation_budget 0.4",
+        "--memory.activation_checkpointing ops",
+        "--memory.nvme all --memory.nvme_dir {}",
+        "--optim.ema 0.9",
+    ],
 )
 def test_a_finished_run_frees_its_tensors(more: str, tmp_path: Path) -> None:
     """A notebook's next run has the memory of the one before: FSDP2's modules are reference cycles."""
     assert run_world(1, trained_tensors, str(tmp_path), more) == [0]
+
+
+def threads_left(env: DistEnv, run_dir: str, more: str) -> int:
+    """Threads that two further runs leave in a process."""
+    counts = []
+    for number in range(3):
+        with contextlib.suppress(NotFiniteError):
+            shardrun.train([*QUIET, "--train.steps", "3", "--run.dir", f"{run_dir}/{number}", *more.split()])
+        gc.collect()
+        eventually("the save's thread has ended", lambda: threading.active_count() == 1, 10)
+        counts.append(len(list(Path("/proc/self/task").iterdir())))
+    return counts[2] - counts[0]
+
+
+@pytest.mark.parametrize("more", ["", "--optim.lr 1e30"])
+def test_runs_leave_no_threads(more: str, tmp_path: Path) -> None:
+    """Each group of gloo has three; a run that fails has a save thread too, and its staging buffer."""
+    assert run_world(1, threads_left, str(tmp_path), more) == [0]
 
 
 def test_an_error_is_raised() -> None:

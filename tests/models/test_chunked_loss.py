@@ -16,7 +16,8 @@ from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.config import load
 from fsdp.models.checks import misfit
 from fsdp.models.chunked_loss import ChunkedHead, output_layer
-from fsdp.models.loss import LossFunction, LossParts
+from fsdp.models.cross_entropy import LossParts
+from fsdp.models.loss import LossFunction
 from fsdp.models.transformer import Transformer, TransformerSizes
 
 SIZES = TransformerSizes(vocab_size=37, width=16, layers=1, heads=2, max_seq_len=9)

@@ -13,16 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp.models.checks import IGNORED
-from fsdp.models.loss import (
-    AUXILIARY,
-    BY_SAMPLES,
-    LossFunction,
-    TokenCounts,
-    count_tokens,
-    cross_entropy_parts,
-    loss_or_logits,
-    summed_entropy,
-)
+from fsdp.models.cross_entropy import TokenCounts, count_tokens, cross_entropy_parts, summed_entropy
+from fsdp.models.loss import AUXILIARY, BY_SAMPLES, LossFunction
+from fsdp.models.model_output import loss_or_logits
 
 VALID = torch.tensor([True, True, False])
 INPUTS, TARGETS = torch.randn(3, 4), torch.tensor([1, 0, 2])

@@ -15,7 +15,7 @@ from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.config import MemorySection
 from fsdp.models import packed_attention
 from fsdp.models.experts import select_experts_kernel
-from fsdp.models.loss import read_output
+from fsdp.models.model_output import read_output
 from fsdp.models.packed_attention import document_bounds, document_starts, documents_of, uses_varlen
 from fsdp.models.packed_check import check_documents_apart, check_positions
 from fsdp.models.transformer import Transformer, TransformerSizes

@@ -18,7 +18,8 @@ import fsdp.optim.optimizer
 import fsdp.run.loop
 import fsdp.run.step
 from fsdp.dist.env import DistEnv
-from fsdp.models.loss import LossFunction, LossParts
+from fsdp.models.cross_entropy import LossParts
+from fsdp.models.loss import LossFunction
 from fsdp.optim.gradients import Gradients
 from fsdp.parallel.shard import Sharded
 from fsdp.parity.options import ParityOptions, Row

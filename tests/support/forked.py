@@ -5,4 +5,6 @@ from __future__ import annotations
 import multiprocessing
 
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["fsdp.run.loop", "torch._dynamo", "torch.utils.tensorboard"])
+FORKED.set_forkserver_preload(
+    ["fsdp.run.loop", "torch._dynamo", "torch.utils.tensorboard", "tests.support.frozen_imports"]
+)

@@ -106,7 +106,8 @@ def _serve(pipe: Connection) -> None:
 
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    from fsdp.base.torch_private.tensors import forget_meshes
 
     torch.set_num_threads(1)
     while True:
@@ -131,11 +132,8 @@ def _serve(pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-                # Two meshes of one shape are equal to DTensor's cache: the next world would be given this
-                # one's dead groups.
-                _clear_sharding_prop_cache()
+                forget_meshes()
             # FSDP2's modules are cycles, and keep their groups: each gloo group has a thread that wakes 100
-            # times a second. Without this a third of the tests' processor time went to 600 such threads.
+            # times a second. Without this a third of the tests' processor time went to 700 such threads.
             function = args = value = None
             gc.collect()
-            gc.freeze()  # what stayed are modules and caches: the next collection passes over them

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = ["tree_leaves"]
 """tree_leaves, all leaves of nested containers: torch.utils has no public module for it."""
+
+
+_CACHED = type(functools.cache(lambda: None))
 
 
 def attention_products() -> frozenset[Any]:
@@ -153,3 +158,23 @@ def set_compiler_activation_budget(budget: float) -> None:
     """
     functorch: Any = torch._functorch.config
     functorch.activation_memory_budget = budget
+
+
+def forget_meshes() -> None:
+    """Empties DTensor's caches of what was computed for a mesh: torch has no public function for it.
+
+    They keep every mesh that was used, with its process groups and the groups' threads. And meshes of one
+    shape are equal to them: the next run in this process would be given the last one's dead groups.
+    """
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):
+        _redistribute.clear_redistribute_planner_cache()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor"):
+            own = [one for one in vars(module).values() if isinstance(one, type) and one.__module__ == name]
+            for value in [value for owner in (module, *own) for value in vars(owner).values()]:
+                if isinstance(cached := getattr(value, "__func__", value), _CACHED):
+                    cached.cache_clear()

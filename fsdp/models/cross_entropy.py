@@ -1,0 +1,101 @@
+"""The sum of a micro-batch's cross entropy, and what it is weighted by.
+
+Sum and weight stay apart: a global batch is weighted by its samples or tokens, not by micro-batch. Not here:
+calling the model (loss.py), a loss that the model computes itself (own_loss.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp.models.checks import IGNORED
+
+SummedEntropy = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class LossParts:
+    """loss_sum over the weight of the global batch is the mean. `correct` is counted in evaluation.
+
+    `weight` is this micro-batch's part of that weight if a user's loss returned it; None if it is known from
+    the data. `rows`, if LossFunction.per_row is set and the model gives them: each row's part of the sum
+    (without an auxiliary loss) and of the weight.
+    """
+
+    loss_sum: Tensor
+    correct: Tensor | None
+    weight: Tensor | None = None
+    rows: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Unmasked tokens of one micro-batch: all, and those after each row's first (causal targets)."""
+
+    all: int
+    after_first: int
+
+
+def summed_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the losses of unmasked targets, in at least fp32."""
+    return F.cross_entropy(flat_logits(logits), targets.reshape(-1), reduction="sum", ignore_index=IGNORED)
+
+
+def cross_entropy_parts(
+    logits: Tensor,
+    targets: Tensor,
+    valid: Tensor,
+    *,
+    per_row: bool = False,
+    summed: SummedEntropy | None = None,
+) -> LossParts:
+    """Sums in at least fp32 over valid rows and unmasked targets. `summed` is `summed_entropy`, compiled."""
+    targets = mask_padding(targets, valid)
+    rows = None
+    if torch.is_grad_enabled() and not per_row:
+        return LossParts((summed or summed_entropy)(logits, targets), None)
+    flat, wanted = flat_logits(logits), targets.reshape(-1)
+    if per_row:
+        losses = F.cross_entropy(flat, wanted, reduction="none", ignore_index=IGNORED).view(targets.shape)
+        loss_sum, rows = losses.sum(), (row_sums(losses), row_sums(targets != IGNORED))
+    else:
+        loss_sum = F.cross_entropy(flat, wanted, reduction="sum", ignore_index=IGNORED)
+    # A pass over all logits, skipped in training.
+    correct = None if torch.is_grad_enabled() else (flat.argmax(-1) == wanted).sum()
+    return LossParts(loss_sum, correct, rows=rows)
+
+
+def row_sums(values: Tensor) -> Tensor:
+    """The sum of each row in float64, without a gradient."""
+    return values.detach().reshape(len(values), -1).sum(1, dtype=torch.float64)
+
+
+def mask_padding(targets: Tensor, valid: Tensor) -> Tensor:
+    """Masks the targets of padding rows."""
+    return torch.where(valid.view(-1, *[1] * (targets.dim() - 1)), targets, IGNORED)
+
+
+def flat_logits(logits: Tensor) -> Tensor:
+    flat = logits.reshape(-1, logits.shape[-1])
+    return flat if flat.dtype == torch.float64 else flat.float()
+
+
+def next_labels(labels: Tensor) -> Tensor:
+    """Returns each position's next label. Shifting labels copies less than slicing logits."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def count_tokens(data: Mapping[str, Tensor], valid: Tensor) -> dict[str, TokenCounts]:
+    """Counts unmasked targets and labels on the host, before the copy to a device; empty without tokens."""
+    found = {name: data[name] for name in ("targets", "labels") if name in data}
+    return {
+        name: TokenCounts(int(marks.sum()), int(marks[:, 1:].sum()))
+        for name, labels in found.items()
+        if labels.dim() >= 2 and not labels.is_floating_point()
+        for marks in [labels[valid] != IGNORED]
+    }
