@@ -586,6 +586,7 @@ def frees_a_mesh(env: DistEnv) -> bool:
     return kept() is None
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 keeps some meshes in C++")
 def test_a_mesh_is_freed() -> None:
     with works("tensors.forget_meshes", "DTensor's caches have other names"):
         freed = run_world(2, frees_a_mesh)

@@ -164,7 +164,8 @@ def forget_meshes() -> None:
     """Empties DTensor's caches of what was computed for a mesh: torch has no public function for it.
 
     They keep every mesh that was used, with its process groups and the groups' threads. And meshes of one
-    shape are equal to them: the next run in this process would be given the last one's dead groups.
+    shape are equal to them: the next run in this process would be given the last one's dead groups. torch
+    2.11 keeps some meshes all the same, in C++.
     """
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
