@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from fsdp.base.devices import set_thread_device
 from fsdp.base.errors import CheckpointError
+from fsdp.base.worker_thread import WorkerThread
 from fsdp.checkpoint import file_names, manifest
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.inspect import CHUNK
@@ -149,7 +148,7 @@ class Copier:
         may_write: Callable[[], str | None],
         after_copy: Callable[[], None],
     ) -> None:
-        self._store, self._local, self._attempt, self._device = store, local, attempt, device
+        self._store, self._local, self._attempt = store, local, attempt
         self._may_write, self._after_copy = may_write, after_copy
         self._group = ObjectGroup()
         self._lock = threading.Lock()
@@ -158,9 +157,8 @@ class Copier:
         self._failure: CopyFailure | None = None
         self.copy_seconds = 0.0
         """The duration of the last copy."""
-        self._rounds: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="checkpoint-copy", daemon=True)
-        self._thread.start()
+        self._disconnected = False
+        self._thread: WorkerThread[None] = WorkerThread(self._serve, "checkpoint-copy", device)
 
     def next(self, folder: str) -> set[str]:
         """Rank 0: this folder is copied next, in place of one that still waits; the folders to keep."""
@@ -170,26 +168,25 @@ class Copier:
 
     def put(self) -> None:
         """A further checkpoint is sealed on all nodes."""
-        self._rounds.put(True)
+        self._thread.put(None)
 
     def close(self) -> None:
         """CheckpointError on every rank if the last copy failed: the shared store lacks the last state."""
-        self._rounds.put(False)
-        self._thread.join()
+        self._thread.stop()
         if self._failure is not None:
             raise CheckpointError(
                 f"the last checkpoint is on the nodes' own disks alone: {self._failure.text}.",
                 "repair what it names, then start the same command on the same nodes: it copies and resumes",
             )
 
-    def _serve(self) -> None:
-        set_thread_device(self._device)  # object collectives make tensors
-        while self._rounds.get():
-            try:
-                self._round()
-            except Exception as error:  # the ranks are disconnected: a peer has died
-                self._failure = CopyFailure(f"{type(error).__name__}: {error}")
-                return
+    def _serve(self, _: None) -> None:
+        if self._disconnected:
+            return
+        try:
+            self._round()
+        except Exception as error:  # the ranks are disconnected: a peer has died
+            self._failure = CopyFailure(f"{type(error).__name__}: {error}")
+            self._disconnected = True
 
     def _round(self) -> None:
         folder: str = self._group.broadcast(self._take() if self._group.rank == 0 else None)

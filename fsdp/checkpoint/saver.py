@@ -10,17 +10,15 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from fsdp.base.devices import set_thread_device
 from fsdp.base.errors import CheckpointError, error_number, without_hint
+from fsdp.base.worker_thread import WorkerThread
 from fsdp.checkpoint import file_names, inspect, manifest, pieces
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Manifest
@@ -115,24 +113,15 @@ class Saver:
         self._staging, self._device = Staging(device, room), device
         self._compared = False
         self._plan: WritePlan | None = None
-        self._jobs: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()
-        # The thread holds no reference while it waits. After an exception nobody stops it: it ends with the
-        # Saver, and frees the staging buffer and the group in a process that lives on.
-        self._thread = threading.Thread(
-            target=_serve, args=(weakref.ref(self), self._jobs, device), name="checkpoint", daemon=True
-        )
-        self._thread.start()
-        weakref.finalize(self, self._jobs.put, None).atexit = False
+        self._thread = WorkerThread(self._serve, "checkpoint", device, _lower_priority)
 
     def put(self, job: SaveJob) -> None:
-        self._jobs.put(job)
+        self._thread.put(job)
 
     def stop(self) -> None:
-        self._jobs.put(None)
-        self._thread.join()
+        self._thread.stop()
 
-    def serve(self, job: SaveJob) -> None:
-        """In the thread: fills in the job's outcome and sets its events."""
+    def _serve(self, job: SaveJob) -> None:
         try:
             job.outcome = self._save(job)
         except Exception as error:
@@ -285,16 +274,9 @@ class Saver:
         return metadata, manifest.encode(about), total
 
 
-def _serve(
-    saver_of: weakref.ref[Saver], jobs: queue.SimpleQueue[SaveJob | None], device: torch.device
-) -> None:
-    set_thread_device(device)
+def _lower_priority() -> None:
     if hasattr(os, "setpriority"):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICE)
-    while (job := jobs.get()) is not None:
-        if (saver := saver_of()) is not None:
-            saver.serve(job)
-        del saver, job
 
 
 def failed(step: int, failures: Sequence[PartFailure]) -> SaveOutcome:

@@ -34,6 +34,7 @@ from fsdp.dist.mesh import MeshSizes
 from fsdp.optim.train_state import TrainState
 from tests.checkpoint.crashes import Change, Left, Recorder, Tree, states
 from tests.checkpoint.test_crashes import ENV, no_fsync_of, violations
+from tests.support.processes import eventually
 
 NODES = 2
 Forgets = Callable[[Change], bool]
@@ -144,6 +145,11 @@ def recording(folder: Path, forgets: Forgets) -> Iterator[Recording]:
         yield found
 
 
+def copied(run: Checkpointer) -> bool:
+    assert run._copier is not None
+    return not (run._copier._waiting or run._copier._copying)
+
+
 def train(env: DistEnv, folder: Path, steps: list[int], fails: bool) -> None:
     """A start that saves these steps. `fails`: the last is sealed on node 0 alone, and the one before is not
     copied to the shared store.
@@ -162,6 +168,8 @@ def train(env: DistEnv, folder: Path, steps: list[int], fails: bool) -> None:
             state.optimizer.step()
             state.step = step
             run.save(state, metrics={}, reason="test", wait=True)
+            # A copy that starts late, on a busy machine, would pass over a step that a newer one follows.
+            eventually("the copy", lambda: copied(run), 60)
         run.close()
     except CheckpointError:
         if not fails:

@@ -252,7 +252,7 @@ def last_save_fails(env: DistEnv, folder: str) -> tuple[str, bool, list[int]]:
             run.checkpointer.close()
     finally:
         copier.copy_file = copy
-    return str(caught.value), not copying._thread.is_alive(), shared_steps(Path(folder))
+    return str(caught.value), not copying._thread._thread.is_alive(), shared_steps(Path(folder))
 
 
 def test_the_end_waits_for_the_copy_of_an_earlier_step_if_the_last_save_failed(tmp_path: Path) -> None:

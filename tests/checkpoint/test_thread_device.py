@@ -118,8 +118,7 @@ WITHOUT_TENSORS = {
 }  # fmt: skip
 """Threads that read files, sockets and signals, and touch no tensor: how many a file starts."""
 WITH_TENSORS = {
-    "fsdp/checkpoint/saver.py": 1,
-    "fsdp/checkpoint/copier.py": 1,
+    "fsdp/base/worker_thread.py": 1,
     "fsdp/checkpoint/tensor_reader.py": 1,
     "fsdp/data/reader_threads.py": 1,
 }

@@ -72,14 +72,23 @@ def threads_left(env: DistEnv, run_dir: str, more: str) -> int:
     counts = []
     for number in range(3):
         with contextlib.suppress(NotFiniteError):
-            shardrun.train([*QUIET, "--train.steps", "3", "--run.dir", f"{run_dir}/{number}", *more.split()])
+            shardrun.train(
+                [
+                    *QUIET,
+                    "--train.steps",
+                    "3",
+                    "--run.dir",
+                    f"{run_dir}/{number}",
+                    *more.format(run_dir).split(),
+                ]
+            )
         gc.collect()
         eventually("the save's thread has ended", lambda: threading.active_count() == 1, 10)
         counts.append(len(list(Path("/proc/self/task").iterdir())))
     return counts[2] - counts[0]
 
 
-@pytest.mark.parametrize("more", ["", "--optim.lr 1e30"])
+@pytest.mark.parametrize("more", ["", "--optim.lr 1e30", "--optim.lr 1e30 --checkpoint.local_dir {}/own"])
 def test_runs_leave_no_threads(more: str, tmp_path: Path) -> None:
     """Each group of gloo has three; a run that fails has a save thread too, and its staging buffer."""
     assert run_world(1, threads_left, str(tmp_path), more) == [0]
