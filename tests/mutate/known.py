@@ -286,8 +286,8 @@ KNOWN = [
     Known(
         "a copier without peers reports nothing",
         "fsdp/checkpoint/copier.py",
-        '                self._failure = CopyFailure(f"{type(error).__name__}: {error}")\n',
-        "                pass\n",
+        '            self._failure = CopyFailure(f"{type(error).__name__}: {error}")\n',
+        "            pass\n",
         ("tests/checkpoint/test_local_tier.py",),
     ),
     Known(
