@@ -17,6 +17,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TextIO
 
 from fsdp.dist.env import DistEnv
@@ -33,7 +34,7 @@ LIVE = (
 IN_A_LOG = ("step", "loss", "rate", "left", "memory", "mfu", "epoch", "grad", "lr")
 """The most important field first. A log has a separate line for each save."""
 WAIT_SHOWN = 0.1
-"""From this part of a step on, the wait for data is shown instead of memory: --data.workers reduces it."""
+"""From this part of the time on, the wait for data is shown instead of memory: --data.workers reduces it."""
 BAR = 8
 """Columns of the bar: it fits into 80 columns beside the fields before it."""
 BOLD, GREEN, PLAIN = "\x1b[1m", "\x1b[32m", "\x1b[0m"
@@ -100,6 +101,35 @@ def flush_output() -> None:
             os.close(nowhere)
 
 
+@dataclass
+class _Interval:
+    """The steps since the last line. Their means are shown: the last step of an epoch may be a short one."""
+
+    amount: int = 0
+    step_s: float = 1e-9
+    waited_s: float = 0.0
+    mfu_s: float = 0.0
+    """The sum of MFU times seconds."""
+
+    def add(self, m: StepMetrics) -> None:
+        self.amount += m.tokens or m.samples
+        self.step_s += m.step_time_s
+        self.waited_s += m.data_wait_s
+        self.mfu_s += m.extra.get("mfu", 0.0) * m.step_time_s
+
+    @property
+    def rate(self) -> float:
+        return self.amount / self.step_s
+
+    @property
+    def waited(self) -> float:
+        return self.waited_s / self.step_s
+
+    @property
+    def mfu(self) -> float:
+        return self.mfu_s / self.step_s
+
+
 class Console:
     """Progress of one run: a plain line every `every` steps, or a live line at most ten times a second."""
 
@@ -117,6 +147,7 @@ class Console:
         self._failed = 0
         """Consecutive lines that could not be written."""
         self._started: tuple[int, float] | None = None
+        self._since_line = _Interval()
 
     def prints(self, step: int) -> bool:
         """Whether this step is printed, so that its numbers must be fetched from the device."""
@@ -125,20 +156,17 @@ class Console:
     def step(self, m: StepMetrics, checkpoint: str) -> None:
         if self._started is None:
             self._started = (m.step - 1, time.monotonic() - m.step_time_s)
+        self._since_line.add(m)
         if self.terminal or self._notebook:
             if time.monotonic() - self._drawn_at > 0.1 or m.step == self._total:
                 self._draw(self._fields(m, checkpoint))
         elif self.prints(m.step):
-            self._write(self.line(m) + "\n")
-
-    def line(self, m: StepMetrics) -> str:
-        """The line of a record in a log."""
-        return fit(self._fields(m, ""), IN_A_LOG, LOG_COLUMNS).rstrip()
+            self._write(fit(self._fields(m, ""), IN_A_LOG, LOG_COLUMNS).rstrip() + "\n")
 
     def _fields(self, m: StepMetrics, checkpoint: str) -> dict[str, str]:
         width = len(str(self._total))
-        rate = (m.tokens or m.samples) / max(m.step_time_s, 1e-9)
-        waited = m.data_wait_s / max(m.step_time_s, 1e-9)
+        steps, self._since_line = self._since_line, _Interval()
+        memory, waited = f"{m.max_mem_gib:>4.1f} GiB", f"data {steps.waited:>3.0%}"
         fields = {
             "step": f"step {m.step:>{width}}/{self._total}",
             "bar": bar(m.step / max(1, self._total), self._out.encoding),
@@ -146,14 +174,14 @@ class Console:
             "loss": f"loss {m.loss:<6.4f}",
             "grad": f"grad {m.grad_norm:<6.3g}",
             "lr": f"lr {m.lr:.1e}",
-            "rate": f"{_short(rate):>4} {self._unit}/s",
-            "memory": f"{m.max_mem_gib:>4.1f} GiB" if waited < WAIT_SHOWN else f"data {waited:>3.0%}",
+            "rate": f"{_short(steps.rate):>4} {self._unit}/s",
+            "memory": memory if steps.waited < WAIT_SHOWN else waited,
             "left": f"{self._left(m.step):>5} left",
         }
         if m.epoch is not None:
             fields["epoch"] = f"ep {m.epoch:>5.2f}"
         if "mfu" in m.extra:
-            fields["mfu"] = f"{m.extra['mfu']:>3.0%} MFU"
+            fields["mfu"] = f"{steps.mfu:>3.0%} MFU"
         if checkpoint:
             fields["saved"] = checkpoint
         return fields

@@ -203,9 +203,9 @@ def test_the_facts_of_a_start_are_a_table_on_a_terminal_alone(monkeypatch: pytes
 # ---------------------------------------------------------------- logs
 
 
-def logged(steps: list[StepMetrics], total: int = 100_000) -> list[str]:
+def logged(steps: list[StepMetrics], total: int = 100_000, every: int = 1) -> list[str]:
     out = io.StringIO()
-    console = Console(total_steps=total, every=1, unit="tok", stream=out)
+    console = Console(total_steps=total, every=every, unit="tok", stream=out)
     for one in steps:
         console.step(one, "saved 1")
     return out.getvalue().splitlines()
@@ -391,8 +391,17 @@ def test_a_real_log_of_two_ranks_reads_down(tmp_path: Path) -> None:
 
 
 def test_a_step_that_waits_for_its_data_says_so_in_the_line() -> None:
-    console = Console(total_steps=5000, every=1, unit="tok", stream=io.StringIO())
-    console.step(metrics(data_wait_s=0.005), "")
-    assert "data" not in console.line(metrics(data_wait_s=0.005))
-    assert "data 24%" in console.line(metrics(data_wait_s=0.025))
-    assert len(console.line(metrics(data_wait_s=0.105))) <= LOG_COLUMNS
+    little, some, all_of_it = logged([metrics(data_wait_s=waited) for waited in (0.005, 0.025, 0.105)])
+    assert "data" not in little
+    assert "data 24%" in some
+    assert len(all_of_it) <= LOG_COLUMNS
+
+
+def test_a_line_shows_means_of_the_steps_since_the_last_one() -> None:
+    """A short last step of an epoch has a low rate of its own."""
+    full = {"samples": 64, "tokens": 0, "step_time_s": 0.2, "extra": {"mfu": 0.4}}
+    short = {**full, "samples": 18, "step_time_s": 0.18, "extra": {"mfu": 0.1}}
+    steps = [metrics(step, **(full if step % 5 else short)) for step in range(1, 11)]
+    lines = logged(steps, every=5)
+    assert len(lines) == 2
+    assert all(" 280 tok/s" in line and " 34% MFU" in line for line in lines)
