@@ -173,6 +173,7 @@ def start_ranks(count: int, folder: Path, mirror: Mirror) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_of_several_ranks_one_downloads_and_all_read(tmp_path: Path, mirror: Mirror) -> None:
     assert start_ranks(3, tmp_path, mirror) == ["50"] * 3
     assert set(mirror.asked.values()) == {1}

@@ -90,6 +90,7 @@ def test_the_same_death_twice_is_not_tried_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_second_one_on_a_live_run_directory_is_refused_and_writes_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = start(run, "--train.steps", "100000")
@@ -110,6 +111,7 @@ def test_a_second_one_on_a_live_run_directory_is_refused_and_writes_nothing(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_numbers_that_are_not_finite_are_final_and_leave_a_marker(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(run, "--train.steps", "9", "--optim.lr", "1e30", "--train.clip_grad_norm", "0")

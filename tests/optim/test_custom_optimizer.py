@@ -27,6 +27,7 @@ from fsdp.optim.optimizer import build_optimizer, set_lr
 from fsdp.parity.reference import _optimizer
 from fsdp.plan.step_trace import FakeRun, trace_step
 from tests.support import plain_loop
+from tests.support.marks import quick_are
 from tests.support.plain_loop import Trained, relative_difference, train_plainly
 from tests.support.runs import failures, flags, on_a_rank, run, settings
 from tests.support.user_code import Uneven
@@ -153,7 +154,7 @@ def test_a_run_updates_as_one_process_does(factory: str, ranks: int, more: str, 
     assert relative_difference(finished.parameters, plain(factory).parameters) <= 1e-10
 
 
-@pytest.mark.parametrize("factory", [OWN + "lion", "torch.optim:NAdam"])
+@pytest.mark.parametrize("factory", quick_are([OWN + "lion"], [OWN + "lion", "torch.optim:NAdam"], []))
 def test_a_run_resumes_on_other_numbers_of_ranks(factory: str, tmp_path: Path) -> None:
     flags = f"{FP64} --optim.name {factory}"
     assert failures(2, tmp_path, flags, "--train.stop_after 2") == [None] * 2

@@ -63,7 +63,7 @@ def decided_by_device(env: DistEnv, words: list[str]) -> tuple[str | None, bool]
     return said, all(bool((getattr(t, "_local_tensor", t)).isfinite().all()) for t in held)
 
 
-@pytest.mark.parametrize(("ranks", "mesh"), quick_are([(2, DDP)], [(2, ""), (4, HSDP), (2, DDP)]))
+@pytest.mark.parametrize(("ranks", "mesh"), quick_are([(2, DDP)], [(2, ""), (4, HSDP), (2, DDP)], [(2, "")]))
 def test_a_bad_sample_stops_the_run_with_the_same_message(ranks: int, mesh: str, tmp_path: Path) -> None:
     words = flags(SPOILT, mesh, "--run.log_every_steps 10")
     here = failures(ranks, tmp_path / "host", SPOILT, mesh)
@@ -81,7 +81,7 @@ def test_nothing_behind_a_bad_step_is_saved(tmp_path: Path) -> None:
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("optimizer", quick_are(["adamw"], ["adamw", "adam"]))
+@pytest.mark.parametrize("optimizer", quick_are(["adamw"], ["adamw", "adam"], []))
 def test_skipping_leaves_the_same_bits_as_where_the_host_decides(optimizer: str, tmp_path: Path) -> None:
     words = (
         f"{SPOILT} --train.nonfinite skip --train.steps 8 --run.log_every_steps 5 --optim.name {optimizer}"

@@ -45,7 +45,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", quick_are(["whole, hsdp", "pairs, recomputed"], WAYS))
+@pytest.mark.parametrize(
+    "way", quick_are(["whole, hsdp", "pairs, recomputed"], WAYS, ["pairs, 3 ranks", "both"])
+)
 def test_trains_as_one_process(way: str, tmp_path: Path) -> None:
     ranks, words = WAYS[way]
     found = run(ranks, tmp_path, FP64, words)

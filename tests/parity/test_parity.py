@@ -95,13 +95,10 @@ QUICK = ("gathered once a step", "ddp, 3 micro-batches")
 SAMPLE_MESHES = [
     ("fsdp of 3", "fp64"),
     ("ddp of 2", "fp16"),
-    ("fsdp of 4", "fp64"),
-    ("hsdp 2×2", "fp64"),
     ("ddp of 3", "fp64"),
 ]
 SAMPLE = (
-    "tied", "hsdp, scattered each time", "scalars", "own loss", "zero-2", "reshard to 2 of 4",
-    "uneven micro-batches",
+    "tied", "hsdp, scattered each time", "own loss", "zero-2",
     "clipped hard, hsdp", "sent and not drawn", "frozen, hsdp", "smaller than the mesh",
 )  # fmt: skip
 """One case per kind of fault, with those of the quick part. The others are in the full form."""

@@ -38,6 +38,7 @@ def parity(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_user_s_model_on_two_ranks() -> None:
     done = parity(*SMALL, "--parity.steps", "6")
     assert done.returncode == 0, done.stderr

@@ -43,7 +43,7 @@ def tensors(env: DistEnv, flags: tuple[str, ...]) -> float:
     return _real_steps(flags, env.world_size, env.rank)[0]
 
 
-@pytest.mark.parametrize("case", sample_are(CASES[1:3], CASES), ids=str)
+@pytest.mark.parametrize("case", sample_are(CASES[1:2], CASES), ids=str)
 def test_planned_bytes_are_those_of_a_real_step(case: Case) -> None:
     measured = run_world(case.ranks, tensors, case.flags)
     planned = [memory_of(count(ask)).peak for ask in _asks(case.flags, case.ranks)]

@@ -45,6 +45,7 @@ def test_flags_that_are_set_stay() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_strategy_that_is_set_stays() -> None:
     assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--mesh.strategy", "fsdp").plans} == {
         "fsdp"
@@ -120,6 +121,7 @@ def test_without_a_number_of_ranks_the_mesh_gives_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_no_number_of_ranks_is_tried_that_the_batch_does_not_divide() -> None:
     tight = ("--train.global_batch", "3", "--plan.memory_gib", "1.5", "--memory.cpu_offload", "false")
     with pytest.raises(
@@ -142,6 +144,7 @@ def test_a_second_process_finds_the_same() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_offload_is_tried_where_nothing_else_fits() -> None:
     wide = (
         "--model.args.width",

@@ -349,6 +349,7 @@ def command(*argv: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_command_without_a_run_exits_with_2() -> None:
     missing = subprocess.run(
         [sys.executable, "-m", "fsdp.predict", "runs/none"], cwd=ROOT, capture_output=True, text=True

@@ -123,13 +123,16 @@ def on_a_rank_with_log(env: DistEnv, words: list[str]) -> str:
     return log.getvalue()
 
 
+FULL_FORM = (pytest.mark.slow, pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     ("epoch", "first", "told"),
     [
         (1, 11, "its epoch 1 (counted from 0) is complete: epoch 2 begins at step 10"),
-        pytest.param(torch.tensor(1), 11, "is complete", marks=pytest.mark.slow),
-        pytest.param(7, 1, "is dropped: this run ends at step 15, within epoch 2", marks=pytest.mark.slow),
-        pytest.param("two", 1, "dropped, since a run has no place for it: app.epoch", marks=pytest.mark.slow),
+        pytest.param(torch.tensor(1), 11, "is complete", marks=FULL_FORM),
+        pytest.param(7, 1, "is dropped: this run ends at step 15, within epoch 2", marks=FULL_FORM),
+        pytest.param("two", 1, "dropped, since a run has no place for it: app.epoch", marks=FULL_FORM),
     ],
 )  # fmt: skip
 def test_an_app_state_resumes_behind_its_epoch_or_says_what_it_dropped(

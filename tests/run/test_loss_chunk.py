@@ -36,7 +36,7 @@ CASES = {
     "compiled": (2, "--speed.compile true"),
 }  # fmt: skip
 QUICK = ("two ranks, tied, micro-batches",)
-SAMPLE = ("three ranks, a batch that they do not divide", "hsdp")
+SAMPLE = ("hsdp",)
 
 
 @pytest.mark.parametrize("case", quick_are(QUICK, CASES, SAMPLE))

@@ -15,6 +15,7 @@ SHORT = "--data.args.count 27 --train.global_batch 3 --train.micro_batch 2 --tra
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_later_loss_is_the_same_to_the_bit(tmp_path: Path) -> None:
     straight = run(2, tmp_path / "straight", SHORT)
     for stop in (1, 2, 3):

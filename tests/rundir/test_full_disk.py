@@ -148,6 +148,7 @@ def test_a_run_trains_to_its_end_and_resumes_when_there_is_room(disk: SmallDisk)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_records_of_a_disk_that_was_full_for_a_while_are_complete(disk: SmallDisk) -> None:
     """Kept meanwhile, and written when there is room again."""
     when = {"fill_at": 20, "free_at": 50}

@@ -1,8 +1,8 @@
 """slurm/fsdp.sbatch and its like, on a real Slurm: the same numbers as torchrun's, whatever happens on the
 way.
 
-Some stand for all in `make test`: both modes, a preemption, a crash, a lost node, all launchers on one run.
-The others are in the full form, which .ci/run has.
+Some stand for all in `make test`: both modes, a lost node, all launchers on one run. The others are in the
+full form, of which .ci/run has a part.
 """
 
 from __future__ import annotations
@@ -189,6 +189,7 @@ def test_a_killed_rank_is_back_under_srun_too(outcome: Left, undisturbed: Undist
     check_rank_killed(outcome, undisturbed)
 
 
+@pytest.mark.long
 @pytest.mark.scenario("crashing")
 def test_a_job_that_crashes_twice_at_one_step_stops_and_says_so(outcome: Left) -> None:
     assert outcome.state == "FAILED"
@@ -198,6 +199,7 @@ def test_a_job_that_crashes_twice_at_one_step_stops_and_says_so(outcome: Left) -
     assert [event["event"] for event in outcome.run.history].count("crash") == 2
 
 
+@pytest.mark.long
 @pytest.mark.scenario("final_errors")
 @pytest.mark.parametrize(
     ("name", "code", "said"),
@@ -218,6 +220,7 @@ def test_an_error_that_would_come_again_ends_the_job_at_once(
     assert len(left.run.starts) == (name != "mesh")
 
 
+@pytest.mark.long
 @pytest.mark.scenario("second_job")
 def test_a_second_job_on_a_live_run_directory_is_refused_and_writes_nothing(outcome: Second) -> None:
     assert (outcome.second.state, outcome.second.code) == ("FAILED", 4), outcome.second.log

@@ -25,6 +25,7 @@ from fsdp.watch.node_ranks import NodeRanks
 from fsdp.watch.rank import Watch, _pid_namespace, _spawn, remove_stale_names, write_torchrun_error_file
 from fsdp.watch.records import RecordFiles
 from fsdp.watch.status_page import FAILED, MONITOR, PID, PRINTED, STATE, StatusPage
+from tests.support.marks import sample_are
 from tests.support.processes import eventually
 from tests.support.world import run_world
 
@@ -162,7 +163,7 @@ def start(rank: int, port: int, folder: Path, *flags: str) -> subprocess.Popen[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("watched", ["true", "false"])
+@pytest.mark.parametrize("watched", sample_are(["true"], ["true", "false"]))
 def test_both_ranks_end_soon_and_call_their_atexit_handlers(watched: str, tmp_path: Path) -> None:
     port = free_port()
     ranks = [start(rank, port, tmp_path, "--watch.enabled", watched) for rank in range(2)]
