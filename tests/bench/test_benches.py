@@ -303,6 +303,7 @@ def test_an_unknown_peer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_simulated_ranks_from_the_command_line() -> None:
     said = subprocess.check_output(
         [sys.executable, "-m", "bench.simulated", "256", "--preset", "toy"], text=True

@@ -28,16 +28,16 @@ RUN = {
     "python -m fsdp.plan --help": 0,
     "python -m fsdp.checkpoint RUN": 0,
     "python -m fsdp.checkpoint RUN verify": 0,
-    "python -m fsdp.checkpoint RUN export --format both --out FOLDER": 0,
     "python -m fsdp.predict RUN": 0,
     "python -m fsdp.report RUN": 0,
-    "python -m fsdp.report A B --out both.html": 0,
     "python -m fsdp.config table": 0,
 }
 """Exit code by command, in this order."""
 
 LONG = {
+    "python -m fsdp.report A B --out both.html": 0,
     "python -m fsdp.report A B C --out sweep.html": 0,
+    "python -m fsdp.checkpoint RUN export --format both --out FOLDER": 0,
     "python -m fsdp.checkpoint RUN prune --keep-last 2": 0,
     "python train.py --config recipes/text.toml --dry-run": 0,
     "torchrun --nproc_per_node=2 train.py --config recipes/text.toml --run.dir runs/first": 0,

@@ -267,6 +267,7 @@ def test_its_states_are_one_moment_of_the_matrices_and_two_of_the_others() -> No
         pytest.param(("--mesh.strategy", "fsdp", "--model.args.layers", "9"), marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_a_plan_counts_its_states_and_its_buffers(mesh: tuple[str, ...]) -> None:
     flags = (
         *SMALL,

@@ -152,6 +152,7 @@ def test_whole_parameters_are_counted_whole() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_plan_counts_whole_parameters_and_pairs() -> None:
     """A decoder on 4 ranks: an embedding kept whole is 4 shards of it; two blocks are gathered at once."""
     plain, whole = (

@@ -38,6 +38,7 @@ def run(*command: str, open_files: int = 4096) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.long
 def test_a_start_that_fails_once_is_made_again() -> None:
     done = run("-c", MENDED)
     assert done.returncode == 0, done.stderr

@@ -52,6 +52,7 @@ def stored(monkeypatch: pytest.MonkeyPatch, kind: str, path: str) -> None:
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
 
 
+@pytest.mark.long
 def test_a_folder_is_the_run_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     stored(monkeypatch, "local", "/shared/runs/mine")
     assert in_process._run_dir_of_storage() == "/shared/runs/mine"

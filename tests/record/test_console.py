@@ -349,6 +349,7 @@ def test_a_real_run_on_a_terminal_of_eighty_columns(tmp_path: Path, no_color: st
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_real_run_into_a_pipe_is_plain_lines(tmp_path: Path) -> None:
     said = subprocess.run(
         [sys.executable, *command(tmp_path / "run", "--run.log_every_steps", "2")],

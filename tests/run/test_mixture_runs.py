@@ -55,6 +55,7 @@ def test_killed_and_resumed_at_1_3_and_2_ranks_each_sample_comes_as_often_as_its
     assert sorted(steps) == list(range(1, 18))  # 119 samples in batches of 7
 
 
+@pytest.mark.long
 def test_packed_rows_of_a_mixture_come_as_often_as_their_epochs_say(tmp_path: Path, own_cache: Path) -> None:
     """Killed and resumed at 1, 3 and 2 ranks; each rank packs or finds the same rows."""
     expected: Counter[int] = Counter()

@@ -243,6 +243,7 @@ def test_local_goes_on_after_its_own_time_limit(tmp_path: Path, undisturbed: Und
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_debug_runs_in_this_process(tmp_path: Path) -> None:
     run = tmp_path / "run"
     said = launch(tmp_path, "--cluster", "debug", "--", *FLAGS, "--train.steps", "3", "--run.dir", str(run))
