@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp.base.garbage import without_owner
 from fsdp.base.torch_private.fsdp import move_padded_shard, padded_shard, parameter_groups
 from fsdp.base.units import byte_size
 from fsdp.config import MemorySection, OptimSection
@@ -142,7 +142,7 @@ class NvmeFiles:
             unit[-1].register_forward_hook(_Leave(self, held[at], held[at + 1] if at + 1 < len(held) else []))
         for parameter in self._root.parameters():
             if parameter.requires_grad and isinstance(parameter, DTensor):
-                parameter.register_post_accumulate_grad_hook(_calls(self._keep_gradient))
+                parameter.register_post_accumulate_grad_hook(without_owner(self._keep_gradient))
 
     @torch.no_grad()
     def _keep_gradient(self, parameter: nn.Parameter) -> None:
@@ -252,19 +252,6 @@ class _Leave:
         first = next((t for t in tensors_in(output) if t.requires_grad), None)
         if first is not None:
             first.register_hook(lambda grad: self._shelf.forget(self._later))
-
-
-def _calls(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
-    """The method without a reference to its object. The garbage collector does not see hooks of tensors: an
-    object that they keep, and that keeps the parameters, would stay for good, and with it their mesh.
-    """
-    found = weakref.WeakMethod(method)
-
-    def call(parameter: nn.Parameter) -> None:
-        if (alive := found()) is not None:
-            alive(parameter)
-
-    return call
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp.base.garbage import without_owner
 from fsdp.data.types import Batch
 from fsdp.dist.collectives import Sum
 from fsdp.dist.local_tensors import tensors_in
@@ -194,7 +195,7 @@ class Buckets:
             parts = bucket.split([p.numel() for p in same])
             self._views.update((p, part.view_as(p)) for p, part in zip(same, parts, strict=True))
         for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+            parameter.register_post_accumulate_grad_hook(without_owner(self._arrived))
 
     @contextlib.contextmanager
     def _micro_batch(self, last: bool) -> Iterator[None]:

@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import pytest
 
@@ -12,6 +13,7 @@ from fsdp.config import load
 from fsdp.plan.estimate import ask_for, not_modelled
 from fsdp.plan.fake_runs import count, peak_of
 from fsdp.plan.memory import MIB, Pool, memory_of, reserved_for
+from fsdp.plan.step import Buckets
 from fsdp.plan.step_trace import trace_step
 from tests.plan.asked import SMALL, plan
 from tests.support.marks import quick_are, sample_are
@@ -300,3 +302,9 @@ def test_free_neighbours_become_one_block() -> None:
 def test_reserved_is_at_least_the_tensors_bytes() -> None:
     memory = memory_of(count(ask_for(load([*SMALL, "--train.global_batch", "8"]), 4)))
     assert memory.peak <= memory.reserved <= 1.1 * memory.peak
+
+
+def test_a_plan_leaves_no_model_in_the_process() -> None:
+    plan("--mesh.strategy", "ddp", "--data.seq_len", "12")  # not in the cache of plans
+    gc.collect()
+    assert not [one for one in gc.get_objects() if isinstance(one, Buckets)]
