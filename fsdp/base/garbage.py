@@ -1,4 +1,4 @@
-"""Garbage collection paused during bulk allocation, and hooks that keep no object alive.
+"""Garbage collection paused during bulk allocation.
 
 Imports and the construction of a model create hundreds of thousands of objects that stay, and so does the
 metadata of a checkpoint of thousands of ranks. The collector would traverse all of them repeatedly (measured:
@@ -8,12 +8,8 @@ a seventh of the imports' processor time; 14 s to read `.metadata` at 4,096 rank
 from __future__ import annotations
 
 import gc
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -37,16 +33,3 @@ def importing() -> Iterator[None]:
     with held():
         yield
         gc.freeze()
-
-
-def without_owner(method: Callable[[T], None]) -> Callable[[T], None]:
-    """The method without a reference to its object. The collector does not see hooks of tensors: an object
-    that they keep, and that keeps the parameters, would stay for good, and with it their mesh.
-    """
-    found = weakref.WeakMethod(method)
-
-    def call(argument: T) -> None:
-        if (alive := found()) is not None:
-            alive(argument)
-
-    return call

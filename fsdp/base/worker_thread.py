@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import torch
 
 from fsdp.base.devices import set_thread_device
+from fsdp.base.weak_method import without_owner
 
 Job = TypeVar("Job")
 
@@ -34,7 +35,7 @@ class WorkerThread(Generic[Job]):
         self._jobs: queue.SimpleQueue[tuple[Job] | None] = queue.SimpleQueue()
         owner = method.__self__  # type: ignore[attr-defined]
         weakref.finalize(owner, self._jobs.put, None).atexit = False
-        arguments = (weakref.WeakMethod(method), self._jobs, device, begin)
+        arguments = (without_owner(method), self._jobs, device, begin)
         self._thread = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
         self._thread.start()
 
@@ -48,7 +49,7 @@ class WorkerThread(Generic[Job]):
 
 
 def _serve(
-    method_of: weakref.WeakMethod[Callable[[Job], None]],
+    act: Callable[[Job], None],
     jobs: queue.SimpleQueue[tuple[Job] | None],
     device: torch.device,
     begin: Callable[[], None],
@@ -56,6 +57,5 @@ def _serve(
     set_thread_device(device)
     begin()
     while (job := jobs.get()) is not None:
-        if (method := method_of()) is not None:
-            method(*job)
-        del method, job  # while it waits, the thread keeps nothing
+        act(*job)
+        del job  # while it waits, the thread keeps nothing

@@ -107,11 +107,11 @@ class Stopper:
         self._signature, self._sums = 0, [0.0, 0.0]
         self._request: StopReason | None = None
         self._step, self._step_began, self._step_s = 0, 0.0, 0.0
-        self._signals = _SignalRecorder()
         if env.is_main and self._file.exists():
             # From the stop before this start: the same command again continues the run.
             log.info("removed %s, which stopped the run before this one", self._file)
             self._file.unlink()
+        self._signals = _SignalRecorder()
 
     def begin(self, step: int) -> None:
         """Call before the forward pass, when its data are there.

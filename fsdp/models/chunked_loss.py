@@ -72,7 +72,7 @@ class ChunkedHead:
         self._targets: Tensor | None = None
         self._per_target = False
         self._sums: ChunkedSums | None = None
-        # Not a decorator: torch.compiler.disable would load torch._dynamo at every start.
+        # Not a decorator: torch.compiler.disable would load the compiler at every start.
         self._uncompiled = torch.compiler.disable(self._summed)
         layer.forward = self._forward  # type: ignore[method-assign, assignment]
 

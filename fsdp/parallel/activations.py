@@ -49,7 +49,7 @@ Key = tuple[Any, int]
 
 @functools.cache
 def _products() -> frozenset[Any]:
-    """Operators whose results are kept. Not a constant: torch's varlen loads torch._dynamo."""
+    """Operators whose results are kept. Not a constant: torch's varlen loads the compiler."""
     aten: Any = torch.ops.aten
     matrices = (aten.mm.default, aten.addmm.default, aten.bmm.default)
     return frozenset((*matrices, *attention_products(), float8_product()))

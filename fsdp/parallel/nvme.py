@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp.base.garbage import without_owner
 from fsdp.base.torch_private.fsdp import move_padded_shard, padded_shard, parameter_groups
 from fsdp.base.units import byte_size
+from fsdp.base.weak_method import without_owner
 from fsdp.config import MemorySection, OptimSection
 from fsdp.dist.local_tensors import local_tensor, tensors_in
 from fsdp.dist.shards import rows_of, shard_count

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.base.garbage import without_owner
+from fsdp.base.weak_method import without_owner
 from fsdp.data.types import Batch
 from fsdp.dist.collectives import Sum
 from fsdp.dist.local_tensors import tensors_in

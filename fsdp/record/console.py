@@ -107,6 +107,7 @@ class _Interval:
 
     amount: int = 0
     step_s: float = 1e-9
+    """Never 0: the others are divided by it."""
     waited_s: float = 0.0
     mfu_s: float = 0.0
     """The sum of MFU times seconds."""
@@ -157,16 +158,22 @@ class Console:
         if self._started is None:
             self._started = (m.step - 1, time.monotonic() - m.step_time_s)
         self._since_line.add(m)
-        if self.terminal or self._notebook:
-            if time.monotonic() - self._drawn_at > 0.1 or m.step == self._total:
-                self._draw(self._fields(m, checkpoint))
-        elif self.prints(m.step):
+        live = self.terminal or self._notebook
+        if not (self._draws(m.step) if live else self.prints(m.step)):
+            return
+        if live:
+            self._draw(self._fields(m, checkpoint))
+        else:
             self._write(fit(self._fields(m, ""), IN_A_LOG, LOG_COLUMNS).rstrip() + "\n")
+        self._since_line = _Interval()
+
+    def _draws(self, step: int) -> bool:
+        return time.monotonic() - self._drawn_at > 0.1 or step == self._total
 
     def _fields(self, m: StepMetrics, checkpoint: str) -> dict[str, str]:
         width = len(str(self._total))
-        steps, self._since_line = self._since_line, _Interval()
-        memory, waited = f"{m.max_mem_gib:>4.1f} GiB", f"data {steps.waited:>3.0%}"
+        steps = self._since_line
+        memory, wait = f"{m.max_mem_gib:>4.1f} GiB", f"data {steps.waited:>3.0%}"
         fields = {
             "step": f"step {m.step:>{width}}/{self._total}",
             "bar": bar(m.step / max(1, self._total), self._out.encoding),
@@ -175,7 +182,7 @@ class Console:
             "grad": f"grad {m.grad_norm:<6.3g}",
             "lr": f"lr {m.lr:.1e}",
             "rate": f"{_short(steps.rate):>4} {self._unit}/s",
-            "memory": memory if steps.waited < WAIT_SHOWN else waited,
+            "memory": memory if steps.waited < WAIT_SHOWN else wait,
             "left": f"{self._left(m.step):>5} left",
         }
         if m.epoch is not None:

@@ -8,7 +8,7 @@ its records and is logged; the run continues.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,11 @@ def load_sinks(text: str) -> dict[str, Callable[..., Any]]:
     return {path: load_attribute(path, FLAG) for path in paths if path}
 
 
-def build_sinks(config: Config, run_dir: Path, from_step: int) -> list[CustomSink]:
-    """On rank 0. Raises ConfigError."""
+def build_sinks(config: Config, run_dir: Path, from_step: int) -> Iterator[CustomSink]:
+    """One after the other, on rank 0. Raises ConfigError."""
     given = {"run_dir": run_dir, "config": flatten(config), "from_step": from_step}
-    return [_build(path, made, given) for path, made in load_sinks(config.run.sinks).items()]
+    for path, made in load_sinks(config.run.sinks).items():
+        yield _build(path, made, given)
 
 
 def _build(path: str, factory: Callable[..., Any], given: Mapping[str, Any]) -> CustomSink:

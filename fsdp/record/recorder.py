@@ -102,7 +102,6 @@ class Recorder:
         console: Console,
         *,
         from_step: int,
-        sinks: Sequence[Sink] = (),
         mfu_of: float = 0.0,
         full_records: int = 0,
     ) -> None:
@@ -112,13 +111,17 @@ class Recorder:
         self._events = (
             EventWriter(run.path / "tensorboard", purge_step=from_step + 1) if env.is_main else None
         )
-        self._sinks: list[Sink] = [*([self._events] if self._events is not None else []), *sinks]
+        self._sinks: list[Sink] = [self._events] if self._events is not None else []
         self._missed: dict[int, int] = {}
         """Consecutive failures by sink."""
         self._pending: list[Pending] = []
         self._asynchronous = env.device.type in ASYNCHRONOUS_DEVICES
         self.last: StepMetrics | None = None
         self.checkpoint_note = ""
+
+    def add(self, sink: Sink) -> None:
+        """It is closed with the recorder."""
+        self._sinks.append(sink)
 
     def step(self, pending: Pending) -> None:
         self._pending.append(pending)

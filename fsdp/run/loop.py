@@ -9,7 +9,7 @@ from __future__ import annotations
 import linecache
 import logging
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -103,35 +103,34 @@ class _Start:
 
 
 def _train(start: _Start, watch: Watch, oom: OutOfMemoryHandler) -> Outcome:
-    with garbage.held():
-        loop = _set_up(start, oom)
-    # 1.5 MiB of source, read for traces of the fake tensors from which FSDP2 infers shapes
-    linecache.clearcache()
-    loop.phases.listen(watch.phase)
-    profile = _maybe_profile(loop)
-    try:
-        with oom:
-            outcome = loop.run_to_end()
+    # A start that fails too closes what it has: a notebook's signal handlers and threads.
+    with ExitStack() as parts:
+        with garbage.held():
+            loop = _set_up(start, oom, parts)
+        # 1.5 MiB of source, read for traces of the fake tensors from which FSDP2 infers shapes
+        linecache.clearcache()
+        loop.phases.listen(watch.phase)
+        profile = _maybe_profile(loop)
         if profile is not None:
-            profile.finish()
-    except BaseException as error:
-        if start.env.is_main and (start.claim is None or start.claim.ousted() is None):
-            said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            history.record_end(start.run, step=loop.state.step, why=said, how=Ending.FAILED)
-        raise
-    finally:
-        if profile is not None:
-            profile.close()
-        loop.branches.close()
-        loop.loader.close()
-        loop.recorder.close()
-        loop.numbers.close()
-        loop.stopper.close()
+            parts.enter_context(closing(profile))
+        try:
+            with oom:
+                outcome = loop.run_to_end()
+            if profile is not None:
+                profile.finish()
+        except BaseException as error:
+            if start.env.is_main and (start.claim is None or start.claim.ousted() is None):
+                said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                history.record_end(start.run, step=loop.state.step, why=said, how=Ending.FAILED)
+            raise
     return outcome
 
 
-def _set_up(start: _Start, oom: OutOfMemoryHandler) -> TrainingLoop:
-    """Builds everything before the first step and restores the newest checkpoint. Collective."""
+def _set_up(start: _Start, oom: OutOfMemoryHandler, parts: ExitStack) -> TrainingLoop:
+    """Builds everything before the first step and restores the newest checkpoint. Collective.
+
+    `parts` receives what is to be closed.
+    """
     config, env, run = start.config, start.env, start.run
     planned = maybe_planned(config.plan, env.device.type)
     data = maybe_skipping(start.job.data, config.data.skip_unreadable, run.path, env.rank)
@@ -149,17 +148,18 @@ def _set_up(start: _Start, oom: OutOfMemoryHandler) -> TrainingLoop:
     ema = maybe_ema(config.optim, sharded.root, optimizer)
     states = built.shelf or maybe_host_states(config.memory, config.optim, sharded.dtypes.master, env.device)
     restored, job = _restore(config, job, checkpointer, state, states)
-    loader = setup.loader(config, env, job)
-    stopper = setup.stopper(config, env, run, start.reporter, checkpointer)
+    stopper = parts.enter_context(closing(setup.stopper(config, env, run, start.reporter, checkpointer)))
+    loader = parts.enter_context(closing(setup.loader(config, env, job)))
     setup.records(config, env, run, state.step, job.data_identity)
-    recorder = setup.recorder(
-        config, env, run, start.reporter, job, planned, mfu_of=built.mfu_of, step=state.step
-    )
+    recorder = setup.recorder(config, env, run, start.reporter, job, mfu_of=built.mfu_of, step=state.step)
+    parts.enter_context(closing(recorder))
+    setup.add_sinks(recorder, config, env, run, job, planned, state.step)
+    numbers = parts.enter_context(closing(ReplicaChecks(config.watch, env, run.path, sharded)))
     if env.is_main:
         facts = start_facts({**built.facts, "steps": steps_line(job)})
         setup.log_start(run, facts, restored, job.cursor.note() if restored is not None else "")
     oom_context.optimizer, oom_context.phases = optimizer, Phases()
-    return TrainingLoop(
+    loop = TrainingLoop(
         config=config,
         env=env,
         job=job,
@@ -175,11 +175,13 @@ def _set_up(start: _Start, oom: OutOfMemoryHandler) -> TrainingLoop:
         update=build_update(optimizer, states),
         in_turn=None if built.shelf is None else built.shelf.in_turn,
         claim=start.claim,
-        numbers=ReplicaChecks(config.watch, env, run.path, sharded),
+        numbers=numbers,
         planned=planned,
         kernels=kernels,
         ema=ema,
     )
+    parts.enter_context(closing(loop.branches))
+    return loop
 
 
 @dataclass(frozen=True, kw_only=True)

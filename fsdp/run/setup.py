@@ -36,7 +36,7 @@ from fsdp.record.console import Console
 from fsdp.record.custom_sinks import build_sinks
 from fsdp.record.metrics import Reporter
 from fsdp.record.mlflow_sink import MlflowSink
-from fsdp.record.recorder import Recorder, Sink
+from fsdp.record.recorder import Recorder
 from fsdp.record.wandb_sink import WandbSink
 from fsdp.run import weights
 from fsdp.run.flops import flops_per_sample, peak_flops
@@ -149,35 +149,9 @@ def records(config: Config, env: DistEnv, run: RunDir, step: int, data: Mapping[
     collectives.on_main(env.rank, write)
 
 
-def _sinks(
-    config: Config, env: DistEnv, run: RunDir, job: Job, planned: Planned | None, from_step: int
-) -> list[Sink]:
-    """Those of rank 0; the other ranks have none. Collective: every rank raises what rank 0 does."""
-    found: list[Sink] = []
-
-    def build() -> None:
-        found.append(SpikeRecorder(config.watch.spike, run.path, job.cursor.indices))
-        found.extend([planned] if planned is not None else [])
-        found.extend([WandbSink(config, run.path)] if config.run.wandb else [])
-        found.extend([MlflowSink(config, run.path)] if config.run.mlflow else [])
-        found.extend(build_sinks(config, run.path, from_step))
-
-    collectives.on_main(env.rank, build)
-    return found
-
-
 def recorder(
-    config: Config,
-    env: DistEnv,
-    run: RunDir,
-    reporter: Reporter,
-    job: Job,
-    planned: Planned | None,
-    *,
-    mfu_of: float,
-    step: int,
+    config: Config, env: DistEnv, run: RunDir, reporter: Reporter, job: Job, *, mfu_of: float, step: int
 ) -> Recorder:
-    """Collective."""
     every = 10 if env.device.type == "cuda" else max(1, job.total_steps // 40)
     return Recorder(
         run,
@@ -185,10 +159,34 @@ def recorder(
         reporter,
         Console(total_steps=job.total_steps, every=config.run.log_every_steps or every, unit=job.unit),
         from_step=step,
-        sinks=_sinks(config, env, run, job, planned, step),
         mfu_of=mfu_of,
         full_records=config.run.full_records,
     )
+
+
+def add_sinks(
+    recorder: Recorder,
+    config: Config,
+    env: DistEnv,
+    run: RunDir,
+    job: Job,
+    planned: Planned | None,
+    step: int,
+) -> None:
+    """On rank 0; the other ranks have none. Collective: every rank raises what rank 0 does."""
+
+    def add() -> None:
+        recorder.add(SpikeRecorder(config.watch.spike, run.path, job.cursor.indices))
+        if planned is not None:
+            recorder.add(planned)
+        if config.run.wandb:
+            recorder.add(WandbSink(config, run.path))
+        if config.run.mlflow:
+            recorder.add(MlflowSink(config, run.path))
+        for sink in build_sinks(config, run.path, step):
+            recorder.add(sink)
+
+    collectives.on_main(env.rank, add)
 
 
 def log_start(run: RunDir, facts: Mapping[str, str], restored: Restored | None, data_note: str) -> None:

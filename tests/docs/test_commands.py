@@ -34,13 +34,16 @@ RUN = {
 }
 """Exit code by command, in this order."""
 
+FIRST = "torchrun --nproc_per_node=2 train.py --config recipes/text.toml --run.dir runs/first"
+"""Makes runs/first, with which another command goes on."""
+
 LONG = {
     "python -m fsdp.report A B --out both.html": 0,
     "python -m fsdp.report A B C --out sweep.html": 0,
     "python -m fsdp.checkpoint RUN export --format both --out FOLDER": 0,
     "python -m fsdp.checkpoint RUN prune --keep-last 2": 0,
     "python train.py --config recipes/text.toml --dry-run": 0,
-    "torchrun --nproc_per_node=2 train.py --config recipes/text.toml --run.dir runs/first": 0,
+    FIRST: 0,
     "torchrun --nproc_per_node=4 train.py --config runs/first/config.toml --run.dir runs/first "
     "--train.steps 400": 0,
     "torchrun --nproc_per_node=2 train.py --config recipes/text.toml --data.name notes/": 0,
@@ -71,9 +74,6 @@ LONG = {
     "python -m bench.claims vit_parameters": 0,
     "python -m tests.house_picture": 0,
 }  # fmt: skip
-
-FIRST = next(command for command in LONG if command.endswith("--run.dir runs/first"))
-"""Makes runs/first, with which another command goes on."""
 
 NOT_RUN = {
     r"torchrun --nproc_per_node=2 train\.py --config recipes/text\.toml$": "with --run.dir runs/first, above",

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 
 import shardrun
-from fsdp.base.errors import NotFiniteError
+from fsdp.base.errors import ConfigError, NotFiniteError
 from fsdp.dist.env import DistEnv
 from tests.launch.test_local import ROOT
 from tests.support.processes import eventually
@@ -67,28 +68,53 @@ def test_a_finished_run_frees_its_tensors(more: str, tmp_path: Path) -> None:
     assert run_world(1, trained_tensors, str(tmp_path), more) == [0]
 
 
+def tasks() -> set[int]:
+    return {int(one.name) for one in Path("/proc/self/task").iterdir()}
+
+
 def threads_left(env: DistEnv, run_dir: str, more: str) -> int:
     """Threads that two further runs leave in a process."""
-    counts = []
-    for number in range(3):
-        with contextlib.suppress(NotFiniteError):
-            shardrun.train(
-                [
-                    *QUIET,
-                    "--train.steps",
-                    "3",
-                    "--run.dir",
-                    f"{run_dir}/{number}",
-                    *more.format(run_dir).split(),
-                ]
-            )
-        gc.collect()
-        eventually("the save's thread has ended", lambda: threading.active_count() == 1, 10)
-        counts.append(len(list(Path("/proc/self/task").iterdir())))
+    counts: list[int] = []
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def noted(thread: threading.Thread) -> None:
+        started.append(thread)
+        start(thread)
+
+    def ended() -> bool:
+        """Not is_alive(): the system's thread ends a moment after Python's."""
+        return tasks().isdisjoint(one.native_id for one in started)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", noted)
+        for number in range(3):
+            words = [*QUIET, "--train.steps", "3", "--run.dir", f"{run_dir}/{number}"]
+            with contextlib.suppress(ConfigError, NotFiniteError):
+                shardrun.train([*words, *more.format(run_dir).split()])
+            gc.collect()
+            eventually("the run's threads have ended", ended, 10, lambda: str(started))
+            counts.append(len(tasks()))
     return counts[2] - counts[0]
 
 
-@pytest.mark.parametrize("more", ["", "--optim.lr 1e30", "--optim.lr 1e30 --checkpoint.local_dir {}/own"])
+def test_a_start_that_fails_leaves_the_signal_handlers_as_they_were(tmp_path: Path) -> None:
+    """Else Ctrl-C would do nothing in the notebook."""
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(shardrun.ShardrunError, match="has no method scalars"):
+        shardrun.train([*QUIET, "--run.sinks", "builtins:object", "--run.dir", str(tmp_path)])
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "--run.sinks builtins:object",
+        "--optim.lr 1e30",
+        "--optim.lr 1e30 --checkpoint.local_dir {}/own",
+    ],
+)
 def test_runs_leave_no_threads(more: str, tmp_path: Path) -> None:
     """Each group of gloo has three; a run that fails has a save thread too, and its staging buffer."""
     assert run_world(1, threads_left, str(tmp_path), more) == [0]

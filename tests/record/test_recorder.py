@@ -33,7 +33,9 @@ class Hears:
 def recorder(folder: Path, out: io.StringIO, hears: Hears, mfu_of: float = 0.0, rank: int = 0) -> Recorder:
     env = env_of(rank, 2)
     console = Console(total_steps=9, every=1, unit="img", stream=out)
-    return Recorder(RunDir(folder), env, NoReporter(), console, from_step=0, sinks=[hears], mfu_of=mfu_of)
+    recorder = Recorder(RunDir(folder), env, NoReporter(), console, from_step=0, mfu_of=mfu_of)
+    recorder.add(hears)
+    return recorder
 
 
 def one_step() -> Pending:

@@ -116,7 +116,7 @@ def test_a_wrong_name_is_found_before_the_first_collective(name: str, message: s
 
 def test_a_class_without_scalars_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"object has no method scalars. HINT: def scalars\(self, step"):
-        build_sinks(load(["--run.sinks", "builtins:object"]), tmp_path, 0)
+        list(build_sinks(load(["--run.sinks", "builtins:object"]), tmp_path, 0))
 
 
 def test_they_change_nothing_that_is_trained() -> None:

@@ -24,6 +24,7 @@ from fsdp.report.run_data import read_run
 from fsdp.run.epochs import Epochs
 from tests.support import user_code
 from tests.support.data_ids import train_and_note
+from tests.support.marks import quick_are
 from tests.support.runs import Finished, failures, finished, flags, on_a_rank, run
 from tests.support.world import run_world
 
@@ -123,18 +124,15 @@ def on_a_rank_with_log(env: DistEnv, words: list[str]) -> str:
     return log.getvalue()
 
 
-FULL_FORM = (pytest.mark.slow, pytest.mark.long)
+EPOCHS = [
+    (1, 11, "its epoch 1 (counted from 0) is complete: epoch 2 begins at step 10"),
+    (torch.tensor(1), 11, "is complete"),
+    (7, 1, "is dropped: this run ends at step 15, within epoch 2"),
+    ("two", 1, "dropped, since a run has no place for it: app.epoch"),
+]
 
 
-@pytest.mark.parametrize(
-    ("epoch", "first", "told"),
-    [
-        (1, 11, "its epoch 1 (counted from 0) is complete: epoch 2 begins at step 10"),
-        pytest.param(torch.tensor(1), 11, "is complete", marks=FULL_FORM),
-        pytest.param(7, 1, "is dropped: this run ends at step 15, within epoch 2", marks=FULL_FORM),
-        pytest.param("two", 1, "dropped, since a run has no place for it: app.epoch", marks=FULL_FORM),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("epoch", "first", "told"), quick_are(EPOCHS[:1], EPOCHS, []))
 def test_an_app_state_resumes_behind_its_epoch_or_says_what_it_dropped(
     epoch: object, first: int, told: str, tmp_path: Path
 ) -> None:
