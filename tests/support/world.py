@@ -9,8 +9,10 @@ its own traceback. A world that hangs is ended and the pool recreated, so that t
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -22,6 +24,8 @@ from tests.support.env import env_of
 from tests.support.forked import FORKED
 
 DEFAULT_TIMEOUT_S = 120.0
+UNNAMED = ("Thread-", "ThreadPoolExecutor-")
+"""Threads of libraries: some stay, such as multiprocessing's that sends tensors. The product's have names."""
 
 
 class WorldError(AssertionError):
@@ -102,8 +106,6 @@ atexit.register(end_pool)
 
 def _serve(pipe: Connection) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import gc
-
     import torch
     import torch.distributed as dist
 
@@ -115,6 +117,8 @@ def _serve(pipe: Connection) -> None:
             function, args, rank, ranks, store = pipe.recv()
         except EOFError:
             return
+        answer: tuple[bool, Any]
+        before = set(threading.enumerate())
         try:
             from datetime import timedelta
 
@@ -125,15 +129,34 @@ def _serve(pipe: Connection) -> None:
             # A function that ends at once would close connections that another rank still waits to have.
             meeting.set(f"connected {rank}", "")
             meeting.wait([f"connected {other}" for other in range(ranks)])
-            value = function(env_of(rank, ranks), *args)
-            pipe.send((True, value))
+            answer = True, function(env_of(rank, ranks), *args)
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            answer = False, traceback.format_exc()
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
                 forget_meshes()
+            called = function.__name__
             # FSDP2's modules are cycles, and keep their groups: each gloo group has a thread that wakes 100
             # times a second. Without this a third of the tests' processor time went to 700 such threads.
-            function = args = value = None
+            function = args = None
             gc.collect()
+        if answer[0] and (left := _threads_left(before)):
+            answer = False, f"{called} has left threads in this process: {', '.join(left)}"
+        try:
+            pipe.send(answer)
+        except Exception:  # what cannot be pickled
+            pipe.send((False, traceback.format_exc()))
+        del answer
+
+
+def _threads_left(before: set[threading.Thread]) -> list[str]:
+    """Names of new threads that do not end, such as those of a run that was not closed."""
+    deadline = time.monotonic() + 10
+    while True:
+        new = [one.name for one in threading.enumerate() if one not in before]
+        left = [name for name in new if not name.startswith(UNNAMED)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+        gc.collect()  # what a thread that has ended meanwhile kept
