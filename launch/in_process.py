@@ -82,8 +82,10 @@ def _is_ray_worker() -> bool:
 
 
 def _train_in_ray(config: Config, reporter: Reporter | None) -> Outcome:
-    from launch.ray_worker import RayReporter, dist_env
+    from launch.ray_worker import LocalReporter, RayReporter, dist_env, is_local_mode
 
+    if is_local_mode():
+        return train_rank(config, from_environment(device=config.run.device), reporter or LocalReporter())
     env: DistEnv = dist_env()
     if not config.run.dir:
         config = configuration.replace(config, run__dir=_run_dir_of_storage())
@@ -101,12 +103,7 @@ def _run_dir_of_storage() -> str:
     """
     import ray.train
 
-    try:
-        storage: Any = ray.train.get_context().get_storage()
-    except NotImplementedError:  # ScalingConfig(num_workers=0)
-        raise ConfigError(
-            "run.dir is empty: every worker needs the same one.", 'train([..., "--run.dir", "/shared/run"])'
-        ) from None
+    storage: Any = ray.train.get_context().get_storage()
     kind, path = storage.storage_filesystem.type_name, storage.experiment_fs_path
     if kind == "local":
         return str(path)

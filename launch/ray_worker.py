@@ -73,6 +73,19 @@ def rank_failure(rank: int, error: Exception) -> RankFailed:
     return RankFailed(rank, failure.message, failure.code, failure.kind, failure.echo, trace)
 
 
+def is_local_mode() -> bool:
+    """Whether this is no worker: with ScalingConfig(num_workers=0) Ray calls the function in the driver's
+    process, or in the processes of torchrun.
+    """
+    import ray.train
+
+    try:
+        ray.train.get_context().get_storage()
+    except NotImplementedError:
+        return True
+    return False
+
+
 def dist_env() -> DistEnv:
     """The DistEnv of this worker. Collective: it counts the workers of each node."""
     import ray.train
@@ -195,3 +208,19 @@ class RayReporter:
         ray.train.report(
             metrics, checkpoint=Checkpoint(checkpoint), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD
         )
+
+
+class LocalReporter:
+    """For Ray's local mode, which keeps the newest report of each process for its Result."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, Any] = {}
+
+    def report(self, metrics: Mapping[str, float], checkpoint: str | None = None) -> None:
+        import ray.train
+
+        self._latest |= metrics
+        ray.train.report(self._latest | ({"checkpoint": checkpoint} if checkpoint else {}))
+
+    def should_stop(self) -> str | None:
+        return None
