@@ -191,7 +191,7 @@ def test_a_plan_recomputes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     words = (
         "--model.name my_llama:llama --data.name synthetic --data.args.kind tokens --data.args.vocab_size 100"
     )
-    plan = "--data.seq_len 16 --plan.gpus 2 --plan.gpu h100 --train.global_batch 8"
+    plan = "--data.seq_len 16 --plan.gpus 2 --plan.gpu h100 --train.global_batch 8 --train.micro_batch 4"
     for how in ("ops", "full"):
         given = [*words.split(), *plan.split(), "--memory.activation_checkpointing", how]
         lines = answer(load(given), fields_set(given))

@@ -41,7 +41,7 @@ CASES = {
     "all, offloaded": (2, "all", "--memory.cpu_offload true"),
 }  # fmt: skip
 
-SAMPLE = ("all, tied", "optimizer, hsdp")
+SAMPLE = ("all, tied",)
 
 
 @pytest.mark.parametrize("case", quick_are(["optimizer, ddp"], CASES, SAMPLE))

@@ -46,7 +46,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    "way", quick_are(["whole, hsdp", "pairs, recomputed"], WAYS, ["pairs, 3 ranks", "both"])
+    "way", quick_are(["whole, 2 ranks", "pairs, recomputed"], WAYS, ["pairs, 3 ranks", "both"])
 )
 def test_trains_as_one_process(way: str, tmp_path: Path) -> None:
     ranks, words = WAYS[way]

@@ -98,7 +98,7 @@ SAMPLE_MESHES = [
     ("ddp of 3", "fp64"),
 ]
 SAMPLE = (
-    "tied", "hsdp, scattered each time", "own loss", "zero-2",
+    "tied", "own loss", "zero-2",
     "clipped hard, hsdp", "sent and not drawn", "frozen, hsdp", "smaller than the mesh",
 )  # fmt: skip
 """One case per kind of fault, with those of the quick part. The others are in the full form."""

@@ -27,7 +27,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", quick_are(["zero-3"], WAYS, ["hsdp"]))
+@pytest.mark.parametrize("way", quick_are(["zero-3"], WAYS, []))
 def test_evaluation_numbers_and_unchanged_training_after(way: str, tmp_path: Path) -> None:
     """23 samples in batches of 4 a rank: the last are padded. Evaluated each third step, parameters are as
     without.

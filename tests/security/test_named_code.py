@@ -21,6 +21,7 @@ from fsdp.config.trust import TRAINING_CODE
 from fsdp.predict.__main__ import main as predict
 from fsdp.report.__main__ import main as report
 from tests.checkpoint.small import save_once
+from tests.support.marks import sample_are
 from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
@@ -136,8 +137,7 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tool", ["fsdp.predict", "fsdp.report"])
+@pytest.mark.parametrize("tool", sample_are(["fsdp.predict"], ["fsdp.predict", "fsdp.report"]))
 def test_the_hint_works_as_typed(tmp_path: Path, tool: str) -> None:
     """The run directory is elsewhere, the module in the working directory."""
     run = foreign(tmp_path / "run", "mine:build", "mine:data")

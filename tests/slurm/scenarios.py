@@ -46,14 +46,18 @@ def left(job: Job, reached: int = 0) -> Left:
 
 
 def both_modes(folder: Path) -> dict[str, Left]:
-    """Two jobs of four ranks and one of two, submitted together, on the same two nodes."""
+    """Two jobs of four ranks, submitted together, on the same two nodes."""
     with Cluster(folder / "slurm") as cluster:
         jobs = {
             "torchrun": sbatch(cluster, folder / "torchrun", ranks=2),
             "srun": sbatch(cluster, folder / "srun", ranks=2, env={"LAUNCHER": "srun"}),
-            "ddp": sbatch(cluster, folder / "ddp", script="ddp"),
         }
         return {name: left(job) for name, job in jobs.items()}
+
+
+def replicas(folder: Path) -> Left:
+    with Cluster(folder / "slurm") as cluster:
+        return left(sbatch(cluster, folder, script="ddp"))
 
 
 def loopback(folder: Path) -> Left:
