@@ -86,12 +86,10 @@ class StatusPage:
     path: Path
     numbers: memoryview[float]
     page: mmap.mmap
-    descriptor: int
 
     def close(self) -> None:
         self.numbers.release()
         self.page.close()
-        os.close(self.descriptor)
 
     def write_failure(self, failure: dict[str, Any]) -> None:
         """The length is stored last: a reader finds the whole text or none."""
@@ -136,8 +134,10 @@ def attach(path: Path) -> StatusPage:
 
 
 def _mapped(path: Path, descriptor: int) -> StatusPage:
+    """The map has a descriptor of its own, which is freed with it: an exception may keep the page."""
     page = mmap.mmap(descriptor, PAGE)
-    return StatusPage(path, memoryview(page)[:TEXT_AT].cast("d"), page, descriptor)
+    os.close(descriptor)
+    return StatusPage(path, memoryview(page)[:TEXT_AT].cast("d"), page)
 
 
 @dataclass(frozen=True)

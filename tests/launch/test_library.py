@@ -98,6 +98,22 @@ def threads_left(env: DistEnv, run_dir: str, more: str) -> int:
     return counts[2] - counts[0]
 
 
+def descriptors_left(env: DistEnv, run_dir: str) -> int:
+    """Open files that two further runs leave in a process."""
+    counts = []
+    for number in range(3):
+        words = [*QUIET, "--train.steps", "3", "--run.dir", f"{run_dir}/{number}", "--watch.enabled", "true"]
+        with pytest.raises(NotFiniteError):
+            shardrun.train([*words, "--optim.lr", "1e30"])
+        gc.collect()
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    return counts[2] - counts[0]
+
+
+def test_a_run_that_fails_leaves_no_open_files(tmp_path: Path) -> None:
+    assert run_world(1, descriptors_left, str(tmp_path)) == [0]
+
+
 def test_a_start_that_fails_leaves_the_signal_handlers_as_they_were(tmp_path: Path) -> None:
     """Else Ctrl-C would do nothing in the notebook."""
     before = signal.getsignal(signal.SIGINT)

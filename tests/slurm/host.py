@@ -30,8 +30,8 @@ class Host:
                 start_new_session=True,
             )
         self.say(
-            f"hostname {name}; mount --bind '{hosts}' /etc/hosts; ip link set lo up; "
-            f"echo {name} is up >>'{log}.up'"
+            f"hostname {name}; mount --bind '{hosts}' /etc/hosts; mount -t tmpfs none /dev/shm; "
+            f"ip link set lo up; echo {name} is up >>'{log}.up'"
         )
         eventually(f"host {name} is up", Path(f"{log}.up").exists, 10, log.read_text)
         Path(f"{log}.up").unlink()
