@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from fsdp.tokenize.tokenizer import modules_of
 def write_shards(plan: TokenizePlan, shards: list[Shard], out: Path, workers: int) -> Iterator[ShardResult]:
     """Yields each shard's result as it is finished: in this process, or by `workers` of them."""
     if workers < 2 or len(shards) < 2:
+        for name in modules_of(plan.job.options.tokenizer) if shards else ():
+            import_module(name)
         writer = ShardWriter(plan, out) if shards else None
         for shard in shards:
             assert writer is not None

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,12 +171,18 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def modules_of(name: str) -> tuple[str, ...]:
-    """The modules that loading this tokenizer imports. transformers takes a second or two, with torch."""
+    """The modules that a process which only tokenizes imports first, in this order; () if one is missing."""
     if name in ("", BYTES):
         return ()
     if find_tokenizer(name).is_file():
-        return ("tokenizers",)
-    return ("transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_tokenizers")
+        return ("tokenizers",) if importlib.util.find_spec("tokenizers") else ()
+    if importlib.util.find_spec("transformers") is None:
+        return ()
+    return (
+        "fsdp.tokenize.without_torch",
+        "transformers.models.auto.tokenization_auto",
+        "transformers.tokenization_utils_tokenizers",
+    )
 
 
 _ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
@@ -220,7 +227,8 @@ def digest_of_tokenizer(name: str) -> str:
 
 
 def _library(name: str, path: Path) -> Any:
-    if name == "transformers":
+    without_torch = sys.modules.get("fsdp.tokenize.without_torch")
+    if name == "transformers" and not (without_torch and without_torch.HIDDEN):
         # A config.json beside the tokenizer has transformers import its model's packages, torchvision too.
         from fsdp.base.torchvision_import import prepare_torchvision
 

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import pytest
 
+from fsdp.base.torchvision_import import prepare_torchvision
 from tests.checkpoint import s3_server
 
 
@@ -58,3 +59,5 @@ def skip_or_fail(name: str, reason: str) -> NoReturn:
 def check(name: str) -> None:
     if reason := ABSENT[name]():
         skip_or_fail(name, reason)
+    if name == "transformers":  # a test may import of it what imports torchvision
+        prepare_torchvision()

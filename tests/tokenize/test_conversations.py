@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -184,6 +185,26 @@ def test_a_tokenizer_beside_a_model(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip().isdecimal(), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_command_and_its_workers_import_no_torch(tmp_path: Path, workers: str) -> None:
+    """It is half of the processor time of their imports."""
+    from transformers import LlamaConfig
+
+    folder = save_tokenizer(tmp_path / "tokenizer", None)
+    LlamaConfig(vocab_size=340).save_pretrained(folder)
+    (tmp_path / "rows").mkdir()
+    for name in ("a", "b"):
+        write_lines(tmp_path / "rows" / f"{name}.jsonl", [{"text": "the capital of France is Paris"}] * 99)
+    places = [str(tmp_path / "rows"), str(tmp_path / "out"), "--tokenizer", str(folder)]
+    command = [sys.executable, "-X", "importtime", "-m", "fsdp.tokenize", *places, "--workers", workers]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "198 documents" in done.stdout, done.stderr
+    imported = set(re.findall(r"\|\s+([\w.]+)$", done.stderr, re.MULTILINE))
+    assert "transformers.utils.hub" in imported
+    assert "torch" not in imported
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
