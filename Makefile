@@ -28,11 +28,12 @@ help:
 
 setup: $(READY)
 
+# pip compiles every file, in one process: half of its minute. Python compiles those that it imports.
 $(READY): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python %d.%d is too old. HINT: make PYTHON=python3.11" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) from requirements.txt (once, a minute or two)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
 	@touch $(READY)
 
 train: $(READY)
