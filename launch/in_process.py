@@ -45,7 +45,8 @@ def train(config: Config | Sequence[str], *, reporter: Reporter | None = None) -
         )
     try:
         if not _is_ray_worker():
-            return train_rank(resolved, from_environment(device=resolved.run.device), reporter)
+            env = from_environment(device=resolved.run.device)
+            return train_rank(resolved, env, reporter, process_lives_on=True)
         return _train_in_ray(resolved, reporter)
     finally:
         # FSDP2's modules are reference cycles: until a collection of the oldest generation, which is rare,
@@ -85,7 +86,8 @@ def _train_in_ray(config: Config, reporter: Reporter | None) -> Outcome:
     from launch.ray_worker import LocalReporter, RayReporter, dist_env, is_local_mode
 
     if is_local_mode():
-        return train_rank(config, from_environment(device=config.run.device), reporter or LocalReporter())
+        alone = from_environment(device=config.run.device)
+        return train_rank(config, alone, reporter or LocalReporter(), process_lives_on=True)
     env: DistEnv = dist_env()
     if not config.run.dir:
         config = configuration.replace(config, run__dir=_run_dir_of_storage())

@@ -61,7 +61,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Outcome:
+def train(
+    config: Config, env: DistEnv, reporter: Reporter | None = None, *, process_lives_on: bool = False
+) -> Outcome:
     """One rank's whole run. Raises a ShardrunError, from which the launcher makes message and exit code."""
     check_torch()
     set_up_logging(env)
@@ -84,7 +86,7 @@ def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Out
         attention_kernel(config.speed),
         process_group(env, config.run.process_group_timeout_s),
         setup.locked_run(config, env) as (run, claim),
-        Watch(config.watch, env, run.path) as watch,
+        Watch(config.watch, env, run.path, process_lives_on=process_lives_on) as watch,
         OutOfMemoryHandler(config, env, run.path) as oom,
     ):
         return _train(_Start(config, env, reporter or NoReporter(), job, run, claim), watch, oom)

@@ -17,7 +17,7 @@ from fsdp.watch import status_page
 from fsdp.watch.observation import Observation
 from fsdp.watch.observe import ANSWER_S, LocalRank
 from fsdp.watch.records import RecordFiles
-from fsdp.watch.status_page import FAILED, OVER
+from fsdp.watch.status_page import FAILED, LEFT, OVER
 from fsdp.watch.stragglers import Work
 
 ENDED_BY_THE_WATCH = 7
@@ -45,12 +45,12 @@ class NodeRanks:
     @property
     def all_gone(self) -> bool:
         """None of them runs any more."""
-        return all(e.over or not e.alive for e in self.seen)
+        return all(one.seen.over or one.status.state == LEFT or not one.seen.alive for one in self.ranks)
 
     @property
     def all_ending(self) -> bool:
         """All have ended their run or failed; their processes may still exist."""
-        return all(one.status.state in (OVER, FAILED) or not one.seen.alive for one in self.ranks)
+        return all(one.status.state in (OVER, FAILED, LEFT) or not one.seen.alive for one in self.ranks)
 
     @property
     def step_s(self) -> float:
@@ -118,9 +118,9 @@ class NodeRanks:
 
     def to_end(self, failed: bool = False) -> list[LocalRank]:
         """The ranks that still run. Ranks that have failed end by themselves, unless their teardown hangs:
-        `failed` includes them.
+        `failed` includes them, but not those whose processes live on.
         """
-        spared = (OVER,) if failed else (OVER, FAILED)
+        spared = (OVER, LEFT) if failed else (OVER, LEFT, FAILED)
         return [one for one in self.ranks if one.seen.alive and one.status.state not in spared]
 
     def end(self, failed: bool = False) -> bool:
@@ -128,7 +128,7 @@ class NodeRanks:
 
         True if there were any to end.
         """
-        spared = (OVER,) if failed else (OVER, FAILED)
+        spared = (OVER, LEFT) if failed else (OVER, LEFT, FAILED)
         ending = self.to_end(failed)
         for one in ending:
             connection = one.request(f"exit {ENDED_BY_THE_WATCH}")

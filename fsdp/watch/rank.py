@@ -38,17 +38,24 @@ from fsdp.watch.failure_report import failure_report
 from fsdp.watch.last_process import wait_until_printed, wake
 from fsdp.watch.monitor_options import MonitorOptions
 from fsdp.watch.responder import Responder
-from fsdp.watch.status_page import FAILED, OVER, PID, STATE, THREAD, StatusPage, Writer
+from fsdp.watch.status_page import FAILED, LEFT, OVER, PID, STATE, THREAD, StatusPage, Writer
 
 ROOT = Path(__file__).resolve().parents[2]
 MONITOR_END_S = 2.0
 
 
 class Watch:
-    """Entering is collective. With --watch.enabled false it does nothing."""
+    """Entering is collective. With --watch.enabled false it does nothing.
 
-    def __init__(self, section: WatchSection, env: DistEnv, run: Path) -> None:
+    `process_lives_on`: after a failure too, as in a notebook. Otherwise the monitor ends a process that has
+    failed and does not end.
+    """
+
+    def __init__(
+        self, section: WatchSection, env: DistEnv, run: Path, *, process_lives_on: bool = False
+    ) -> None:
         self._section, self._env, self._run = section, env, run
+        self._process_lives_on = process_lives_on
         self._page: StatusPage | None = None
         self._monitor: subprocess.Popen[bytes] | None = None
 
@@ -90,7 +97,7 @@ class Watch:
             self._report(error)
         else:
             self._writer.phase("end", int(self._page.numbers[status_page.STEP]))
-            self._page.numbers[STATE] = OVER if error is None else FAILED
+            self._page.numbers[STATE] = OVER if error is None or self._process_lives_on else FAILED
         self._responder.close()
         if self._monitor is not None:
             self._end_monitor(self._monitor, error is None)
@@ -111,8 +118,9 @@ class Watch:
         failure = failure_report(error, self._env)
         self._page.write_failure(failure)
         write_torchrun_error_file(failure)
-        self._page.numbers[STATE] = FAILED
-        if self._env.launcher != "ray":  # Ray's driver prints its ranks' failures itself
+        self._page.numbers[STATE] = LEFT if self._process_lives_on else FAILED
+        # Ray's driver prints its ranks' failures itself
+        if self._env.launcher != "ray" and not self._process_lives_on:
             error.status_page = self._page  # type: ignore[attr-defined]
 
     def _end_monitor(self, monitor: subprocess.Popen[bytes], succeeded: bool) -> None:

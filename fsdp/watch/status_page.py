@@ -34,8 +34,8 @@ PAGE = 16384
 TEXT_AT = 8192
 TEXT_MOST = PAGE - TEXT_AT - 8
 
-TRAINING, OVER, FAILED = 1, 2, 3
-"""STATE, which is 0 before the first step."""
+TRAINING, OVER, FAILED, LEFT = 1, 2, 3, 4
+"""STATE, which is 0 before the first step. LEFT: failed in a process that lives on."""
 
 (
     PID,

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 
 import shardrun
+from fsdp.base import proc
 from fsdp.base.errors import ConfigError, NotFiniteError
 from fsdp.dist.env import DistEnv
 from tests.launch.test_local import ROOT
@@ -98,19 +99,25 @@ def threads_left(env: DistEnv, run_dir: str, more: str) -> int:
     return counts[2] - counts[0]
 
 
+def monitors() -> list[int]:
+    return [child for child in proc.children(os.getpid()) if proc.is_alive(child)]
+
+
 def descriptors_left(env: DistEnv, run_dir: str) -> int:
-    """Open files that two further runs leave in a process."""
+    """Open files that two further runs leave in a process, whose monitors have ended."""
     counts = []
     for number in range(3):
         words = [*QUIET, "--train.steps", "3", "--run.dir", f"{run_dir}/{number}", "--watch.enabled", "true"]
         with pytest.raises(NotFiniteError):
             shardrun.train([*words, "--optim.lr", "1e30"])
         gc.collect()
+        # A monitor that waited for this process to end would end it, as one whose teardown hangs.
+        eventually("the monitor has ended", lambda: not monitors(), 10, lambda: str(monitors()))
         counts.append(len(list(Path("/proc/self/fd").iterdir())))
     return counts[2] - counts[0]
 
 
-def test_a_run_that_fails_leaves_no_open_files(tmp_path: Path) -> None:
+def test_a_run_that_fails_leaves_no_monitor_and_no_open_files(tmp_path: Path) -> None:
     assert run_world(1, descriptors_left, str(tmp_path)) == [0]
 
 
