@@ -24,8 +24,6 @@ from tests.support.env import env_of
 from tests.support.forked import FORKED
 
 DEFAULT_TIMEOUT_S = 120.0
-UNNAMED = ("Thread-", "ThreadPoolExecutor-")
-"""Threads of libraries: some stay, such as multiprocessing's that sends tensors. The product's have names."""
 
 
 class WorldError(AssertionError):
@@ -151,12 +149,20 @@ def _serve(pipe: Connection) -> None:
 
 
 def _threads_left(before: set[threading.Thread]) -> list[str]:
-    """Names of new threads that do not end, such as those of a run that was not closed."""
+    """Names of new threads of the product that do not end, such as those of a run that was not closed.
+
+    Libraries keep some for good: fsspec's, tqdm's, multiprocessing's that sends tensors.
+    """
     deadline = time.monotonic() + 10
     while True:
-        new = [one.name for one in threading.enumerate() if one not in before]
-        left = [name for name in new if not name.startswith(UNNAMED)]
+        new = [one for one in threading.enumerate() if one not in before]
+        left = [one.name for one in new if _is_ours(one)]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.05)
         gc.collect()  # what a thread that has ended meanwhile kept
+
+
+def _is_ours(thread: threading.Thread) -> bool:
+    target = getattr(thread, "_target", None)
+    return str(getattr(target, "__module__", "")).startswith(("fsdp.", "launch."))
