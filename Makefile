@@ -28,7 +28,7 @@ help:
 
 setup: $(READY)
 
-# pip compiles every file, in one process: half of its minute. Python compiles those that it imports.
+# Compiling every file took pip 31 of 66 s, in one process. Python compiles those that it imports.
 $(READY): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python %d.%d is too old. HINT: make PYTHON=python3.11" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

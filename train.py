@@ -67,11 +67,9 @@ def run_here(config: Config) -> int:
         return code
     with garbage.importing():
         from fsdp.dist.env import from_environment
-        from fsdp.dist.stop import Stopper
         from fsdp.run import loop  # noqa: F401
         from launch.guard import run_rank
 
-    Stopper.process_ends = True
     return run_rank(config, from_environment(device=config.run.device))[0]
 
 

@@ -48,7 +48,7 @@ def run_rank(
     if (code := already_failed(marker, program)) is not None:
         return code, None
     try:
-        outcome = train(config, env)
+        outcome = train(config, env, process_ends=True)
     except Exception as error:
         return report(error, env, program, marker), None
     if env.is_main:

@@ -15,7 +15,7 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.tensors import forget_meshes
 from fsdp.config import Config
-from fsdp.dist.env import DistEnv, from_environment
+from fsdp.dist.env import from_environment
 from fsdp.record.metrics import Reporter
 from fsdp.run.loop import train as train_rank
 from fsdp.run.training_loop import Outcome
@@ -44,10 +44,9 @@ def train(config: Config | Sequence[str], *, reporter: Reporter | None = None) -
             "leave it out in a worker of Ray Train, or python train.py --backend ray",
         )
     try:
-        if not _is_ray_worker():
-            env = from_environment(device=resolved.run.device)
-            return train_rank(resolved, env, reporter, process_lives_on=True)
-        return _train_in_ray(resolved, reporter)
+        if _is_ray_worker():
+            return _train_in_ray(resolved, reporter)
+        return train_rank(resolved, from_environment(device=resolved.run.device), reporter)
     finally:
         # FSDP2's modules are reference cycles: until a collection of the oldest generation, which is rare,
         # they keep the run's device memory, and its process groups their threads. So do DTensor's caches.
@@ -86,15 +85,15 @@ def _train_in_ray(config: Config, reporter: Reporter | None) -> Outcome:
     from launch.ray_worker import LocalReporter, RayReporter, dist_env, is_local_mode
 
     if is_local_mode():
-        alone = from_environment(device=config.run.device)
-        return train_rank(config, alone, reporter or LocalReporter(), process_lives_on=True)
-    env: DistEnv = dist_env()
+        env = from_environment(device=config.run.device)
+        return train_rank(config, env, reporter or LocalReporter())
+    env = dist_env()
     if not config.run.dir:
         config = configuration.replace(config, run__dir=_run_dir_of_storage())
     if reporter is not None:
-        return train_rank(config, env, reporter)
+        return train_rank(config, env, reporter, process_ends=True)
     own = RayReporter(env.rank, paths.choose(config))
-    outcome = train_rank(config, env, own)
+    outcome = train_rank(config, env, own, process_ends=True)
     own.close()
     return outcome
 

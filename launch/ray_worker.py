@@ -57,7 +57,7 @@ def work(given: Mapping[str, Any]) -> Outcome:
     try:
         env = dist_env()
         reporter = RayReporter(env.rank, task.run)
-        outcome = train(task.config, env, reporter)
+        outcome = train(task.config, env, reporter, process_ends=True)
         reporter.close()
     except Exception as error:
         raise rank_failure(rank, error) from None

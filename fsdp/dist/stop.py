@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,11 +76,9 @@ class StopDecision:
 class Stopper:
     """The stop requests of one run. The constructor, `agreed` and `check_now` are collective; `begin` and
     `sum_with` start a reduction without waiting for it.
-    """
 
-    process_ends: ClassVar[bool] = False
-    """Set by a program that ends with its run. Its signal handlers then stay installed after an exception: a
-    launcher sends SIGTERM to all ranks when one has ended, which would skip this one's atexit handlers.
+    `process_ends`: after an exception too. The signal handlers then stay installed: a launcher sends SIGTERM
+    to all ranks when one has ended, which would skip this one's atexit handlers.
     """
 
     def __init__(
@@ -93,7 +91,9 @@ class Stopper:
         end_time: float | None = None,
         every_minutes: float = 0.0,
         save_seconds: Callable[[], float] = lambda: 0.0,
+        process_ends: bool = False,
     ) -> None:
+        self._process_ends = process_ends
         self._env, self._reporter_reason, self._save_seconds = env, reporter_reason, save_seconds
         self._file = Path(section.file) if section.file else run_dir / "STOP"
         if self._file.is_dir():
@@ -169,7 +169,7 @@ class Stopper:
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
-        self._signals.close(restore=not (self.process_ends and sys.exc_info()[0] is not None))
+        self._signals.close(restore=not (self._process_ends and sys.exc_info()[0] is not None))
         if self._file_seen:
             self._file.unlink(missing_ok=True)
 

@@ -62,9 +62,13 @@ log = logging.getLogger(__name__)
 
 
 def train(
-    config: Config, env: DistEnv, reporter: Reporter | None = None, *, process_lives_on: bool = False
+    config: Config, env: DistEnv, reporter: Reporter | None = None, *, process_ends: bool = False
 ) -> Outcome:
-    """One rank's whole run. Raises a ShardrunError, from which the launcher makes message and exit code."""
+    """One rank's whole run. Raises a ShardrunError, from which the launcher makes message and exit code.
+
+    `process_ends`: the caller ends the process after a failure, unlike a notebook. The watch then ends one
+    whose teardown hangs.
+    """
     check_torch()
     set_up_logging(env)
     config = as_evaluated(config) if config.train.evaluate_only else config
@@ -86,10 +90,12 @@ def train(
         attention_kernel(config.speed),
         process_group(env, config.run.process_group_timeout_s),
         setup.locked_run(config, env) as (run, claim),
-        Watch(config.watch, env, run.path, process_lives_on=process_lives_on) as watch,
+        Watch(config.watch, env, run.path, process_ends=process_ends) as watch,
         OutOfMemoryHandler(config, env, run.path) as oom,
     ):
-        return _train(_Start(config, env, reporter or NoReporter(), job, run, claim), watch, oom)
+        return _train(
+            _Start(config, env, reporter or NoReporter(), job, run, claim, process_ends), watch, oom
+        )
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,7 @@ class _Start:
     job: Job
     run: RunDir
     claim: Locks | None
+    process_ends: bool
 
 
 def _train(start: _Start, watch: Watch, oom: OutOfMemoryHandler) -> Outcome:
@@ -150,7 +157,8 @@ def _set_up(start: _Start, oom: OutOfMemoryHandler, parts: ExitStack) -> Trainin
     ema = maybe_ema(config.optim, sharded.root, optimizer)
     states = built.shelf or maybe_host_states(config.memory, config.optim, sharded.dtypes.master, env.device)
     restored, job = _restore(config, job, checkpointer, state, states)
-    stopper = parts.enter_context(closing(setup.stopper(config, env, run, start.reporter, checkpointer)))
+    stopper = setup.stopper(config, env, run, start.reporter, checkpointer, process_ends=start.process_ends)
+    parts.enter_context(closing(stopper))
     loader = parts.enter_context(closing(setup.loader(config, env, job)))
     setup.records(config, env, run, state.step, job.data_identity)
     recorder = setup.recorder(config, env, run, start.reporter, job, mfu_of=built.mfu_of, step=state.step)

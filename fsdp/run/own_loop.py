@@ -105,9 +105,7 @@ class Training:
     def __enter__(self) -> Training:
         with self._stack as stack:
             self._run, claim = stack.enter_context(setup.locked_run(self._config, self._env))
-            watch = stack.enter_context(
-                Watch(self._config.watch, self._env, self._run.path, process_lives_on=True)
-            )
+            watch = stack.enter_context(Watch(self._config.watch, self._env, self._run.path))
             self._phases.listen(watch.phase)
             self._checkpointer = Checkpointer(
                 self._config.checkpoint,

@@ -119,7 +119,13 @@ def loader(config: Config, env: DistEnv, job: Job) -> Loader:
 
 
 def stopper(
-    config: Config, env: DistEnv, run: RunDir, reporter: Reporter, checkpointer: Checkpointer
+    config: Config,
+    env: DistEnv,
+    run: RunDir,
+    reporter: Reporter,
+    checkpointer: Checkpointer,
+    *,
+    process_ends: bool,
 ) -> Stopper:
     return Stopper(
         config.stop,
@@ -129,6 +135,7 @@ def stopper(
         end_time=end_time(),
         every_minutes=config.checkpoint.every_minutes,
         save_seconds=lambda: checkpointer.save_seconds,
+        process_ends=process_ends,
     )
 
 

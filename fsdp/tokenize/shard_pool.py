@@ -21,12 +21,13 @@ from fsdp.tokenize.tokenizer import modules_of
 
 def write_shards(plan: TokenizePlan, shards: list[Shard], out: Path, workers: int) -> Iterator[ShardResult]:
     """Yields each shard's result as it is finished: in this process, or by `workers` of them."""
+    if not shards:
+        return
     if workers < 2 or len(shards) < 2:
-        for name in modules_of(plan.job.options.tokenizer) if shards else ():
+        for name in modules_of(plan.job.options.tokenizer):
             import_module(name)
-        writer = ShardWriter(plan, out) if shards else None
+        writer = ShardWriter(plan, out)
         for shard in shards:
-            assert writer is not None
             yield writer.write(shard)
         return
     pool = ProcessPoolExecutor(

@@ -379,6 +379,10 @@ def _storage(found: Sequence[Observation]) -> Verdict | None:
     at_it = [e for e in live if writes(e)]
     if not at_it or not all(writes(e) or waits_for_save(e) or waits(e) for e in live):
         return None
+    if any(e.answered is False for e in live):
+        return (
+            None  # calls to the storage let go of Python's lock: other code holds it, and the save waits too
+        )
     if any(e.phase in NOT_YET and not waits_for_save(e) and not writes(e) for e in live):
         return None
     one = at_it[0]

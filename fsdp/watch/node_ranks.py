@@ -128,7 +128,6 @@ class NodeRanks:
 
         True if there were any to end.
         """
-        spared = (OVER, LEFT) if failed else (OVER, LEFT, FAILED)
         ending = self.to_end(failed)
         for one in ending:
             connection = one.request(f"exit {ENDED_BY_THE_WATCH}")
@@ -137,9 +136,8 @@ class NodeRanks:
         deadline = time.monotonic() + EXIT_S
         while time.monotonic() < deadline and any(one.observe(time.monotonic()).alive for one in ending):
             time.sleep(0.05)
-        for one in ending:
-            if one.status.state not in spared:
-                one.kill()
+        for one in self.to_end(failed):  # the others have ended meanwhile
+            one.kill()
         return bool(ending)
 
     def remove_sockets(self) -> None:

@@ -47,15 +47,13 @@ MONITOR_END_S = 2.0
 class Watch:
     """Entering is collective. With --watch.enabled false it does nothing.
 
-    `process_lives_on`: after a failure too, as in a notebook. Otherwise the monitor ends a process that has
-    failed and does not end.
+    `process_ends`: after a failure too, unlike a notebook. The monitor then ends a process that has failed
+    and does not end.
     """
 
-    def __init__(
-        self, section: WatchSection, env: DistEnv, run: Path, *, process_lives_on: bool = False
-    ) -> None:
+    def __init__(self, section: WatchSection, env: DistEnv, run: Path, *, process_ends: bool = False) -> None:
         self._section, self._env, self._run = section, env, run
-        self._process_lives_on = process_lives_on
+        self._process_ends = process_ends
         self._page: StatusPage | None = None
         self._monitor: subprocess.Popen[bytes] | None = None
 
@@ -97,7 +95,7 @@ class Watch:
             self._report(error)
         else:
             self._writer.phase("end", int(self._page.numbers[status_page.STEP]))
-            self._page.numbers[STATE] = OVER if error is None or self._process_lives_on else FAILED
+            self._page.numbers[STATE] = FAILED if error is not None and self._process_ends else OVER
         self._responder.close()
         if self._monitor is not None:
             self._end_monitor(self._monitor, error is None)
@@ -118,9 +116,9 @@ class Watch:
         failure = failure_report(error, self._env)
         self._page.write_failure(failure)
         write_torchrun_error_file(failure)
-        self._page.numbers[STATE] = LEFT if self._process_lives_on else FAILED
+        self._page.numbers[STATE] = FAILED if self._process_ends else LEFT
         # Ray's driver prints its ranks' failures itself
-        if self._env.launcher != "ray" and not self._process_lives_on:
+        if self._env.launcher != "ray" and self._process_ends:
             error.status_page = self._page  # type: ignore[attr-defined]
 
     def _end_monitor(self, monitor: subprocess.Popen[bytes], succeeded: bool) -> None:

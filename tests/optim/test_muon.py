@@ -263,8 +263,8 @@ def test_its_states_are_one_moment_of_the_matrices_and_two_of_the_others() -> No
     "mesh",
     [
         ("--mesh.strategy", "fsdp"),
-        pytest.param(("--mesh.strategy", "ddp"), marks=pytest.mark.long),
-        pytest.param(("--mesh.strategy", "fsdp", "--model.args.layers", "9"), marks=pytest.mark.long),
+        ("--mesh.strategy", "ddp"),
+        ("--mesh.strategy", "fsdp", "--model.args.layers", "9"),
     ],
 )
 @pytest.mark.long

@@ -19,7 +19,7 @@ def run(rank: int, ranks: int, flags: list[str], store: str, log: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     env = env_of(rank, ranks, launcher="torture")
-    train(config.load(flags), env)
+    train(config.load(flags), env, process_ends=True)
     sys.stdout.flush()
     os._exit(0)  # the group was made here and not by train(); nobody needs its orderly end
 

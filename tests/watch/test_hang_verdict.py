@@ -161,6 +161,12 @@ def test_in_a_save_the_rank_at_its_storage_is_named() -> None:
     assert "at anywhere/place.py:9 write" in verdict.what
 
 
+def test_a_save_does_not_hide_a_rank_that_holds_pythons_lock() -> None:
+    """Its own save stands still because of that: the thread that writes needs the lock."""
+    verdict = on(**OUT, answered=False, save_activity=Activity.STORAGE)
+    assert (verdict.kind, verdict.ranks) == ("lock", (2,))
+
+
 @pytest.mark.parametrize(
     "odd",
     [
