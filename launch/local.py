@@ -112,7 +112,8 @@ def warm_up(config: Config, ranks: int) -> None:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    job = prepare(config, world_size=ranks, num_nodes=1, device=torch.device("cpu"))
+    hosts = config.run.device == "cpu" or not torch.cuda.is_available()
+    job = prepare(config, world_size=ranks, num_nodes=1, device=torch.device("cpu") if hosts else None)
     meta_model(job.spec)
     torch.set_num_threads(threads)
 

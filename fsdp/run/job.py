@@ -95,13 +95,17 @@ class Job:
         )
 
 
-def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.device) -> Job:
-    """Raises ConfigError, on every rank the same."""
+def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.device | None) -> Job:
+    """Raises ConfigError, on every rank the same.
+
+    `device` is None in a process that is no rank: whether a device supports the flags is left to the ranks.
+    """
     sizes = resolve(config.mesh, world_size, num_nodes)
     check_divide(config.comm, sizes)
-    check_float8(config.speed, device)
-    check_attention(config.speed, device)
-    check_device(config.memory, device)
+    if device is not None:
+        check_float8(config.speed, device)
+        check_attention(config.speed, device)
+        check_device(config.memory, device)
     batch = plan_batch(config.train, world_size)
     load_factory(config.optim)  # its errors come before the data is read
     data = _data_of_this_node(config)
@@ -119,7 +123,7 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
         batch=batch,
         cursor=cursor,
         total_steps=total_steps,
-        dtypes=resolve_dtypes(config.precision, device),
+        dtypes=resolve_dtypes(config.precision, device or torch.device("cpu")),
         hooks=load_hooks(config.comm),
         schedule=Schedule(config.optim, total_steps),
         loss=load_loss(config.train.loss),
