@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import logging
 import os
 import signal
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fsdp.base import garbage, object_client
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import file_names, inspect
+from fsdp.checkpoint import file_names, inspect, object_store
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.open_store import open_store
 from fsdp.dist.env import DistEnv
@@ -118,6 +122,41 @@ def test_requests_to_a_busy_server_are_retried(bucket: str, server: str, tmp_pat
         again = run_world(2, train, url, place, str(tmp_path), {}, 0)
     assert again == [(2, saved[0][1])] * 2
     assert {request.split()[0] for request in refused} >= {"PUT", "GET"}
+
+
+class Outage:
+    """The requests of some kinds that a client fails with, by their number: `upload_part` 2 is the second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **failing: int) -> None:
+        import s3fs
+        from fsspec.asyn import sync_wrapper
+
+        self.seen: Counter[str] = Counter()
+        plain = s3fs.S3FileSystem._call_s3
+
+        async def call(fs: Any, method: str, *args: Any, **more: Any) -> Any:
+            self.seen[method] += 1
+            if failing.get(method) == self.seen[method]:
+                raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+            return await plain(fs, method, *args, **more)
+
+        monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", call)
+        monkeypatch.setattr(s3fs.S3FileSystem, "call_s3", sync_wrapper(call))
+        monkeypatch.setattr(object_client, "PAUSES_S", (0.0, 0.0))
+
+
+def test_an_upload_that_an_outage_cut_off_does_not_replace_the_whole_object(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the upload nor its end succeeds; then a retry writes the object, and garbage is collected."""
+    monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)
+    outage = Outage(monkeypatch, upload_part=2, abort_multipart_upload=1)
+    store, data = ObjectStore(f"{bucket}/run"), os.urandom(12 << 20)
+    with garbage.held():
+        store.write("step-00000001-ab", "__0_0.distcp", [data])
+    assert outage.seen["create_multipart_upload"] == 2
+    gc.collect()
+    assert store.read("step-00000001-ab", "__0_0.distcp") == data
 
 
 class Everything(logging.Handler):
