@@ -109,7 +109,9 @@ class ObjectLock:
         # A request may be between retries; one that is written after the deletion would leave the lock.
         self._thread.join(OBJECT_BEAT_S)
         try:
-            self._store.drop(FILE, self._version)
+            dropped = self._store.drop(FILE, self._version)
+            if not dropped and (version := _version_of(self._store, self.holder)) is not None:
+                self._store.drop(FILE, version)  # the last renewal was written, and its response lost
         except Exception as error:  # each client has its own classes; the lock goes stale by itself
             log.warning("the lock on %s could not be removed: %s", self._store.where, error)
 
@@ -128,12 +130,20 @@ class ObjectLock:
 
 
 def _write(store: ObjectStore, holder: Holder, count: int, version: str | None) -> str | None:
-    """The new version, or None if another job wrote first. A read finds a write whose response was lost."""
+    """The new version, or None if another job has the lock.
+
+    A write whose response was lost, this one or the one before it, has left another version with this token.
+    """
     data = json.dumps(asdict(holder)).encode() + f"\n{count:020d}\n".encode()
     written = store.swap(FILE, data, version)
-    if written is None and (found := store.get(FILE)) is not None and found.data == data:
-        return found.version
-    return written
+    return _version_of(store, holder) if written is None else written
+
+
+def _version_of(store: ObjectStore, holder: Holder) -> str | None:
+    """The version of the lock that this holder has; None if it does not have it."""
+    found = store.get(FILE)
+    now = None if found is None else _holder(found.data)
+    return found.version if found is not None and now is not None and now.token == holder.token else None
 
 
 def _holder(data: bytes) -> Holder | None:

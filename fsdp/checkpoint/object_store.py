@@ -258,21 +258,25 @@ class ObjectStore:
         again = self._get(path)
         return again.version if again is not None and again.data == data else None
 
-    def drop(self, name: str, version: str) -> None:
-        """Deletes the object if it has this version. Without retries: the process is about to end."""
+    def drop(self, name: str, version: str) -> bool:
+        """Deletes the object if it has this version; whether it had. Without retries: the process is about to
+        end.
+        """
         path = f"{self._root}/{name}"
         if self._conditional:
             bucket, key, _ = self._fs.split_path(path)
             try:
                 self._fs.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=version)
-                return
+                return True
             except Exception as error:  # s3fs has a class for each code
                 if _refused(error):
-                    return
+                    return False
                 self._or_raise(error)
         now = self._get(path)
-        if now is not None and now.version == version:
-            self._fs.rm_file(path)
+        if now is None or now.version != version:
+            return False
+        self._fs.rm_file(path)
+        return True
 
     def _or_raise(self, error: Exception) -> None:
         """Some S3 servers have no conditional writes: from then on the store reads, compares and writes."""
