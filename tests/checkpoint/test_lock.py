@@ -116,6 +116,52 @@ def test_a_lost_store_is_a_lost_run(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / FILE).exists()
 
 
+def test_a_store_that_fails_while_it_is_released_leaves_the_run_directory_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the error that ends the run is the one that is raised."""
+    locks = hold(tmp_path / "run", LocalStore(tmp_path / "store"), "torchrun")
+    read = FolderLock.ousted
+
+    def stale(self: FolderLock) -> str | None:
+        if self._path.parent.name == "store":
+            raise OSError(errno.ESTALE, "Stale file handle", str(self._path))
+        return read(self)
+
+    monkeypatch.setattr(FolderLock, "ousted", stale)
+
+    def fails() -> None:
+        try:
+            raise CheckpointError("the disk", "repair it")
+        finally:
+            locks.release()
+
+    with pytest.raises(CheckpointError, match="the disk"):
+        fails()
+    assert "a lock was not released" in caplog.text
+    assert f"{tmp_path}/store/{FILE}" in caplog.text
+    assert not (tmp_path / "run" / FILE).exists()
+    hold(tmp_path / "run", LocalStore(tmp_path / "other"), "torchrun").release()
+
+
+def test_a_store_that_fails_once_the_run_directory_is_locked_leaves_it_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock is read before the run directory's is taken, and after."""
+    store = ObjectStore("memory://fails-later/checkpoints")
+    read = iter([VersionedObject(b"{}", "1")])
+
+    def get(self: ObjectStore, name: str) -> VersionedObject:
+        if (found := next(read, None)) is None:
+            raise OSError(errno.ETIMEDOUT, "Could not connect to the endpoint")
+        return found
+
+    monkeypatch.setattr(ObjectStore, "get", get)
+    with pytest.raises(CheckpointError, match=r"memory://fails-later/checkpoints cannot be written: .*HINT"):
+        hold(tmp_path, store, "torchrun")
+    assert not (tmp_path / FILE).exists()
+
+
 # ---- object stores
 
 
