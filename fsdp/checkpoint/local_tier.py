@@ -139,6 +139,10 @@ class LocalTier:
             )
             if failure is None:
                 return
+            if failure.sealed:
+                if self._group.rank == 0:
+                    log.warning(copier.SEALED_IN_DOUBT, choice.folder, self._shared.where, failure.text)
+                return
             if not failure.damaged:
                 raise CheckpointError(
                     f"step {choice.step} is whole on the nodes' own disks, and could not be copied to "
