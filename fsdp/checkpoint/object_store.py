@@ -30,6 +30,8 @@ from fsdp.checkpoint.store import Buffer
 log = logging.getLogger(__name__)
 
 PART_BYTES = 16 << 20
+MOST_PARTS = 10_000
+"""Of one object in S3. A larger object than 156 GiB is written in larger parts."""
 MARK = ".broken-"
 
 
@@ -131,10 +133,11 @@ class ObjectStore:
 
     def write(self, folder: str, file: str, buffers: Sequence[Buffer]) -> None:
         path = self._path(folder, file)
-        retried(lambda: self._put(path, buffers), f"writing {self.path(folder)}/{file}")
+        size = sum(memoryview(buffer).nbytes for buffer in buffers)
+        retried(lambda: self._put(path, buffers, size), f"writing {self.path(folder)}/{file}")
 
-    def _put(self, path: str, buffers: Iterable[Buffer]) -> None:
-        stream = self._fs.open(path, "wb", block_size=PART_BYTES)
+    def _put(self, path: str, buffers: Iterable[Buffer], size: int) -> None:
+        stream = self._fs.open(path, "wb", block_size=_part_bytes(size))
         try:
             for buffer in buffers:
                 view = memoryview(buffer).cast("B") if len(buffer) else memoryview(b"")
@@ -197,8 +200,9 @@ class ObjectStore:
         """Name below the prefix → size."""
         return self._listing("")
 
-    def put(self, name: str, buffers: Iterable[Buffer]) -> None:
-        retried(lambda: self._put(f"{self._root}/{name}", buffers), f"writing {self.path(name)}")
+    def put(self, name: str, buffers: Iterable[Buffer], size: int = 0) -> None:
+        """`size`: the buffers' bytes, needed for a file of any length."""
+        retried(lambda: self._put(f"{self._root}/{name}", buffers, size), f"writing {self.path(name)}")
 
     def delete(self, name: str) -> None:
         """Deletes the object, if it exists."""
@@ -337,6 +341,11 @@ def _listed_name(folder: str, files: set[str]) -> str:
     if mark is not None:
         return f"{folder}{mark}"
     return folder if file_names.MANIFEST in files else file_names.staging(name.step, name.attempt)
+
+
+def _part_bytes(size: int) -> int:
+    """The size of an upload's parts: two or three of them are held in memory."""
+    return PART_BYTES * max(1, -(-size // (PART_BYTES * MOST_PARTS)))
 
 
 def _prefix(folder: str) -> str:

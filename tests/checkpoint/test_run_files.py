@@ -27,11 +27,11 @@ class Counting(ObjectStore):
         self.written: list[str] = []
         self.is_away = False
 
-    def put(self, name: str, buffers: Iterable[Buffer]) -> None:
+    def put(self, name: str, buffers: Iterable[Buffer], size: int = 0) -> None:
         if self.is_away:
             raise OSError(110, "writing: it is away")
         self.written.append(name)
-        super().put(name, buffers)
+        super().put(name, buffers, size)
 
     def new(self) -> list[str]:
         found, self.written = self.written, []
