@@ -13,14 +13,14 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from fsdp.base.errors import CheckpointError
 from fsdp.base.worker_thread import WorkerThread
-from fsdp.checkpoint import file_names, manifest
+from fsdp.checkpoint import file_names, inspect, manifest
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.inspect import CHUNK
 from fsdp.checkpoint.local_store import LocalStore
@@ -30,13 +30,21 @@ from fsdp.dist.collectives import ObjectGroup
 
 log = logging.getLogger(__name__)
 
+SEALED_IN_DOUBT = (
+    "%s is whole in %s, but %s: a power cut may still lose it. "
+    "Older checkpoints are kept there until a later copy succeeds."
+)
+
 
 @dataclass(frozen=True)
 class CopyFailure:
-    """Why a checkpoint was not copied. `damaged`: its local files are not what was sealed."""
+    """Why a checkpoint was not copied."""
 
     text: str
     damaged: bool = False
+    """Its local files are not what was sealed."""
+    sealed: bool = False
+    """The copy is whole all the same: what failed is its fsync or a response."""
 
 
 def copy_file(local: LocalStore, folder: str, store: Store, staged: str, file: str, crc: int) -> None:
@@ -122,18 +130,34 @@ def _seal(
 ) -> CopyFailure | None:
     failures = [(rank, one) for rank, one in enumerate(reports) if isinstance(one, CopyFailure)]
     text = "; ".join(f"rank {rank}: {one.text}" for rank, one in failures)
+    data = next((one for one in reports if isinstance(one, bytes) and one), b"")
     try:
         if failures:
             store.remove(staged, "failed")
             return CopyFailure(text, all(one.damaged for _, one in failures))
         if (why := may_write()) is not None:
             return CopyFailure(why)
-        data = next(one for one in reports if isinstance(one, bytes) and one)
         store.write(staged, file_names.MANIFEST, [data])
         store.seal(staged, final)
     except Exception as error:  # the other ranks wait for it, whatever it is
-        return CopyFailure(f"{text}; rank 0: {type(error).__name__}: {error}".removeprefix("; "))
+        failure = CopyFailure(f"{text}; rank 0: {type(error).__name__}: {error}".removeprefix("; "))
+        return failure if failures else _after_failed_seal(store, staged, final, data, failure)
     return None
+
+
+def _after_failed_seal(
+    store: Store, staged: str, final: str, data: bytes, failure: CopyFailure
+) -> CopyFailure:
+    """`sealed` if the copy is whole: an fsync may fail after the rename, and a server's response may be lost
+    after it stored the manifest. Else what was copied is deleted.
+    """
+    try:
+        if inspect.listing_of(store, final).manifest == manifest.decode(data):
+            return replace(failure, sealed=True)
+        store.remove(staged, "failed")
+    except (OSError, Broken, CheckpointError) as error:  # the copy may be whole: nothing more is deleted
+        return replace(failure, text=f"{failure.text}; then {type(error).__name__}: {error}")
+    return failure
 
 
 class Copier:
@@ -195,7 +219,7 @@ class Copier:
         started = time.perf_counter()
         mine = [file_names.data_file(self._group.rank)]
         mine += [file_names.METADATA] if self._group.rank == 0 else []
-        self._failure = copy_step(
+        failure = copy_step(
             self._store,
             self._local,
             self._group,
@@ -206,12 +230,16 @@ class Copier:
             may_write=self._may_write,
         )
         self.copy_seconds = time.perf_counter() - started
+        self._failure = None if failure is not None and failure.sealed else failure
         with self._lock:
             self._copying = ""
         if self._group.rank:
             return
-        if self._failure is not None:
-            log.error("%s was NOT copied to %s: %s.", folder, self._store.where, self._failure.text)
+        if failure is not None:
+            if failure.sealed:
+                log.warning(SEALED_IN_DOUBT, folder, self._store.where, failure.text)
+            else:
+                log.error("%s was NOT copied to %s: %s.", folder, self._store.where, failure.text)
             return
         log.info("%s copied to %s in %.1f s", folder, self._store.where, self.copy_seconds)
         self._after_copy()

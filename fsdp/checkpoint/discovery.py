@@ -65,7 +65,10 @@ def find_checkpoint(path: str) -> tuple[str, CheckpointListing]:
             return place, found
     parent, _, folder = path.rstrip("/").rpartition("/")
     store = open_store(parent or ".")
-    sizes = store.sizes(folder) if folder in store.folders() else {}
+    try:
+        sizes = store.sizes(folder) if folder in store.folders() else {}
+    except OSError as error:
+        raise inspect.unreadable(store.where, error) from None
     if file_names.MANIFEST in sizes:
         found = inspect.listing_of(store, folder)
         if found.manifest is None:
@@ -94,17 +97,33 @@ def differences(manifest: Manifest, sizes: MeshSizes, ranks: int, config: str) -
 def check_shared(store: Store, group: ObjectGroup, attempt: str) -> None:
     """CheckpointError with the ranks that cannot see a file that rank 0 writes to the store. Collective."""
     group.on_main(lambda: _put_marker(store, attempt))
-    seen = group.gather((socket.gethostname(), store.has_marker(attempt)))
+    seen = group.gather((socket.gethostname(), _sees_marker(store, attempt)))
     blind = group.broadcast(
-        [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(seen or []) if not sees]
+        [(f"rank {rank} on {host}", why) for rank, (host, why) in enumerate(seen or []) if why]
     )
     if group.rank == 0:
-        store.remove_marker(attempt)
+        _remove_marker(store, attempt)
     if blind:
         raise CheckpointError(
-            f"{store.where} is not shared: {', '.join(blind)} cannot see what rank 0 wrote there.",
+            f"{store.where} is not shared: {', '.join(who for who, _ in blind)} {blind[0][1]}.",
             "--checkpoint.dir a folder that all nodes mount, or s3://bucket/prefix",
         )
+
+
+def _sees_marker(store: Store, attempt: str) -> str:
+    """Empty if this rank sees what rank 0 wrote, else why not."""
+    try:
+        return "" if store.has_marker(attempt) else "cannot see what rank 0 wrote there"
+    except OSError as error:
+        return f"cannot read it: {error}"
+
+
+def _remove_marker(store: Store, attempt: str) -> None:
+    """Where nothing may be deleted, as by a bucket's policy, a few bytes stay."""
+    try:
+        store.remove_marker(attempt)
+    except OSError as error:
+        log.warning("%s: a marker of a few bytes stays there", error)
 
 
 def _put_marker(store: Store, attempt: str) -> None:

@@ -1,28 +1,25 @@
 """Exports a checkpoint's model as one state dict: full_model/full-model.pt, or safetensors with an index.
 
 One process reads the checkpoint, saved by any number of ranks, compares each tensor with its digest and holds
-one tensor in memory at a time. A file gets its name when it is whole.
+one tensor in memory at a time. The files get their names when all are whole (export_files.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import secrets
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from fsdp.checkpoint import adapter_weights, full_state, load, pretrained_export
 from fsdp.checkpoint.adapter_weights import Base
+from fsdp.checkpoint.export_files import ExportFiles, new_files
 from fsdp.checkpoint.full_state import Entry
 from fsdp.checkpoint.load import CheckpointSource
-from fsdp.checkpoint.local_store import sync_folder
 from fsdp.checkpoint.pretrained import SINGLE_FILE
 from fsdp.models.source_folder import SourceFolder
 
@@ -45,8 +42,21 @@ def export(
     Adapters are merged into `base`, and also written alone. For a `pretrained` source the folder is one that
     from_pretrained reads.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    files = []
+    with new_files(folder) as files:
+        _add_all(files, source, format, int(shard_gib * 2**30), prefix, base, pretrained, dtype)
+        return files.take_names()
+
+
+def _add_all(
+    files: ExportFiles,
+    source: CheckpointSource,
+    format: Format,
+    largest: int,
+    prefix: str,
+    base: Base | None,
+    pretrained: SourceFolder | None,
+    dtype: str,
+) -> None:
     if format in ("auto", "hf"):
         format = "torch" if pretrained is None else "safetensors"
     if base is None:
@@ -54,26 +64,18 @@ def export(
     else:
         entries, fetch = adapter_weights.whole_model(source, base)
         layer_name = str if pretrained is None else pretrained.saved_layer
-        files += [
-            _whole_file(file, write)
-            for file, write in adapter_weights.peft_files(source, folder, base, layer_name).items()
-        ]
+        for file, write in adapter_weights.peft_files(source, files.folder, base, layer_name).items():
+            files.add(file, write)
     own = pretrained.dtype if pretrained is not None and format != "torch" else None
     entries, fetch = pretrained_export.with_dtype(entries, fetch, DTYPES.get(dtype, own))
     if format in ("torch", "both"):
-        files.append(
-            _whole_file(
-                folder / full_state.TORCH_FILE, partial(full_state.write_torch, entries=entries, fetch=fetch)
-            )
-        )
-    largest = int(shard_gib * 2**30)
+        write_all = partial(full_state.write_torch, entries=entries, fetch=fetch)
+        files.add(files.folder / full_state.TORCH_FILE, write_all)
     if format in ("safetensors", "both"):
         if pretrained is None:
-            files += _safetensors(folder, entries, fetch, largest)
+            _add_safetensors(files, entries, fetch, largest)
         else:
-            files += _folder_of_transformers(folder, entries, fetch, largest, pretrained)
-    sync_folder(folder)
-    return files
+            _add_folder_of_transformers(files, entries, fetch, largest, pretrained)
 
 
 def of_averages(source: CheckpointSource) -> CheckpointSource | None:
@@ -138,54 +140,40 @@ def _entries(source: CheckpointSource, prefix: str) -> list[Entry]:
     return entries
 
 
-def _safetensors(folder: Path, entries: list[Entry], fetch: full_state.Fetch, largest: int) -> list[Path]:
+def _add_safetensors(files: ExportFiles, entries: list[Entry], fetch: full_state.Fetch, largest: int) -> None:
     parts = full_state.into_files(entries, largest)
-    old = set(folder.glob("model-*-of-*.safetensors"))
-    files: list[Path] = []
     where: dict[str, str] = {}
     for nth, part in enumerate(parts, start=1):
-        file = folder / f"model-{nth:05d}-of-{len(parts):05d}.safetensors"
-        files.append(_whole_file(file, partial(full_state.write_safetensors, entries=part, fetch=fetch)))
+        file = files.folder / f"model-{nth:05d}-of-{len(parts):05d}.safetensors"
+        files.add(file, partial(full_state.write_safetensors, entries=part, fetch=fetch))
         where |= {entry.name: file.name for entry in part}
     index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": where}
     text = json.dumps(index, indent=1).encode()
-    files.append(_whole_file(folder / full_state.INDEX_FILE, lambda stream: stream.write(text)))
-    for file in old - set(files):
-        file.unlink()
-    return files
+    files.add(files.folder / full_state.INDEX_FILE, lambda stream: stream.write(text))
+    files.replace(*_in_parts(files.folder))
 
 
-def _folder_of_transformers(
-    folder: Path, entries: list[Entry], fetch: full_state.Fetch, largest: int, pretrained: SourceFolder
-) -> list[Path]:
+def _add_folder_of_transformers(
+    files: ExportFiles,
+    entries: list[Entry],
+    fetch: full_state.Fetch,
+    largest: int,
+    pretrained: SourceFolder,
+) -> None:
     """As save_pretrained: one file without an index if everything fits in it."""
     stored = next(one.dtype for one in entries if one.dtype.is_floating_point)
-    files = [
-        _whole_file(file, write)
-        for file, write in pretrained_export.side_files(pretrained, folder, stored).items()
-    ]
+    for file, write in pretrained_export.side_files(pretrained, files.folder, stored).items():
+        files.add(file, write)
     named, take = pretrained_export.with_saved_names(pretrained, entries, fetch)
+    single = files.folder / SINGLE_FILE
     if len(full_state.into_files(named, largest)) > 1:
-        files += _safetensors(folder, named, take, largest)
-        (folder / SINGLE_FILE).unlink(missing_ok=True)
-        return files
-    write_all = partial(full_state.write_safetensors, entries=named, fetch=take)
-    files.append(_whole_file(folder / SINGLE_FILE, write_all))
-    for old in [*folder.glob("model-*-of-*.safetensors"), folder / full_state.INDEX_FILE]:
-        old.unlink(missing_ok=True)
-    return files
+        _add_safetensors(files, named, take, largest)
+        files.replace(single)
+        return
+    files.add(single, partial(full_state.write_safetensors, entries=named, fetch=take))
+    files.replace(*_in_parts(files.folder))
 
 
-def _whole_file(file: Path, write: Callable[[BinaryIO], object]) -> Path:
-    """Writes under a temporary name and renames the file when it is whole and synced."""
-    # "x" and a random name: an existing link is not written through.
-    staged = file.with_name(f".{file.name}.tmp-{secrets.token_hex(8)}")
-    try:
-        with staged.open("xb") as stream:
-            write(stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        staged.rename(file)
-    finally:
-        staged.unlink(missing_ok=True)
-    return file
+def _in_parts(folder: Path) -> list[Path]:
+    """The files of an earlier export in parts."""
+    return [*folder.glob("model-*-of-*.safetensors"), folder / full_state.INDEX_FILE]

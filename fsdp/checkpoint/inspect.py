@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass
 
-from fsdp.base.errors import CheckpointError
+from fsdp.base.errors import CheckpointError, error_number
+from fsdp.base.object_client import is_url
 from fsdp.checkpoint import file_names, manifest
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Broken, Manifest
@@ -90,7 +91,20 @@ def finals(store: Store) -> list[str]:
 
 
 def scan(store: Store) -> list[CheckpointListing]:
-    return [listing_of(store, folder) for folder in finals(store)]
+    """The checkpoints, the newest first; CheckpointError for a store that cannot be listed."""
+    try:
+        folders = finals(store)
+    except OSError as error:
+        raise unreadable(store.where, error) from None
+    return [listing_of(store, folder) for folder in folders]
+
+
+def unreadable(place: str, error: OSError) -> CheckpointError:
+    """The error for a store or a folder that cannot be reached or may not be read."""
+    hint = f"ls -ld {place} shows who may read it"
+    if is_url(place):
+        hint = "keys and AWS_ENDPOINT_URL are read from the environment: aws s3 ls shows what they may read"
+    return CheckpointError(f"{place} cannot be read: {error}.", hint, error_number=error_number(error))
 
 
 def sealed_step(store: Store, step: int) -> CheckpointListing | None:

@@ -3,7 +3,8 @@
 Every rank writes its file to its node's folder. When all have, the same `.metadata` and manifest are written
 and the folder is renamed on every node; the manifest names the files of all nodes. A step counts once every
 node has sealed it. Then older local folders are deleted, but for one that is being copied, and the copier
-receives the new one. Plan, copy and writing are those of saver.py.
+receives the new one. A seal that failed after the rename counts, with a warning, and nothing older is deleted
+until a later save succeeds. Plan, copy and writing are those of saver.py.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fsdp.base.errors import error_number
+from fsdp.base.errors import CheckpointError, error_number, without_hint
 from fsdp.checkpoint import file_names, inspect
 from fsdp.checkpoint.copier import Copier
 from fsdp.checkpoint.local_store import LocalStore
@@ -55,7 +56,7 @@ class LocalSaver(Saver):
             refused = self._refusal(job) or (failed(job.step, failures) if failures else None)
         refused = self._group.broadcast(refused)
         if refused is not None:
-            self._on_leader(lambda: self._local.remove(folder, self._attempt))
+            self._remove_staged(folder)
         return folder, refused
 
     def _refusal(self, job: SaveJob) -> SaveOutcome | None:
@@ -73,24 +74,29 @@ class LocalSaver(Saver):
         failures = [one for one in reports or [] if isinstance(one, PartFailure)]
         sealed, ousted = self._sealed(job, reports, failures)
         final = self._local.final(job.step, self._attempt)
+        doubts: list[PartFailure] = []
         if sealed is None:
-            self._on_leader(lambda: self._local.remove(folder, self._attempt))
+            self._remove_staged(folder)
         else:
             metadata, about, _ = sealed
             why = self._on_leader(lambda: self._seal_here(folder, final, metadata, about))
-            failures += self._failures(why)
+            there = why is not None and self._is_sealed_here(folder, final)
+            failures += self._failures(None if there else why)
+            doubts = self._failures(why if there else None)
         outcome: SaveOutcome | None = None
         keep: set[str] = set()
         if self._group.rank == 0:
             total = 0 if sealed is None else sealed[2]
-            outcome = SaveOutcome(job.step, self._local.path(final), bytes=total)
+            doubt = "; ".join(map(str, doubts))
+            outcome = SaveOutcome(job.step, self._local.path(final), doubt=doubt, bytes=total)
             outcome = failed(job.step, failures) if failures else outcome
             outcome = SaveOutcome(job.step, "", ousted, fatal=True) if ousted else outcome
             keep = set() if outcome.failure else self._copier.next(final)
         outcome, keep = self._group.broadcast((outcome, keep))
         assert outcome is not None
         if not outcome.failure:
-            self._prune_here(keep)
+            if not outcome.doubt:  # a power cut may still lose it
+                self._prune_here(keep)
             self._copier.put()
         return outcome
 
@@ -116,6 +122,32 @@ class LocalSaver(Saver):
         if final in self._local.folders():  # of an earlier start, which not every node sealed
             self._local.remove(final, self._attempt)
         self._local.seal(folder, final)
+
+    def _is_sealed_here(self, folder: str, final: str) -> bool:
+        """Whether this node has the checkpoint after its seal failed; if not, what was written is deleted.
+
+        An fsync may fail after the rename.
+        """
+        try:
+            found = inspect.listing_of(self._local, final).manifest
+        except CheckpointError as error:  # it may be there: nothing is deleted
+            log.warning("%s", without_hint(error))
+            return False
+        if found is not None and found.attempt == self._attempt:
+            return True
+        self._remove_staged(folder)
+        return False
+
+    def _remove_staged(self, folder: str) -> None:
+        """On the leader: deletes what a save that failed has written, if it has made its folder."""
+        if not self._leads:
+            return
+        try:
+            self._local.remove(folder, self._attempt)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            log.warning("%s could not be deleted: %s", self._local.path(folder), error)
 
     def _prune_here(self, keep: set[str]) -> None:
         """Deletes this node's other sealed folders: every node has sealed the newest."""

@@ -16,15 +16,14 @@ A start, in this order:
        that lies on a rank's node is read there
 
 So the shared store alone decides which step all ranks resume: a node that was lost takes its part of newer
-local steps with it, and the step before them is whole. Not here: the saves (local_saver.py) and the thread
-(copier.py).
+local steps with it, and the step before them is whole. Not here: the saves (local_saver.py), the thread
+(copier.py) and the names of the local folders (local_names.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import secrets
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,17 +33,15 @@ from typing import cast
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import copier, file_names, inspect, manifest, retention
 from fsdp.checkpoint.inspect import CheckpointListing
+from fsdp.checkpoint.local_names import local_folder_name
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.near_store import NearStore
 from fsdp.checkpoint.store import Store
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
-from fsdp.rundir.atomic_write import write_atomically, writing
 
 log = logging.getLogger(__name__)
-
-TOKEN = ".local-checkpoints"
 
 
 @dataclass(frozen=True)
@@ -139,6 +136,10 @@ class LocalTier:
             )
             if failure is None:
                 return
+            if failure.sealed:
+                if self._group.rank == 0:
+                    log.warning(copier.SEALED_IN_DOUBT, choice.folder, self._shared.where, failure.text)
+                return
             if not failure.damaged:
                 raise CheckpointError(
                     f"step {choice.step} is whole on the nodes' own disks, and could not be copied to "
@@ -166,24 +167,6 @@ class LocalTier:
             self.store.remove(folder, self._attempt)
 
 
-def local_folder_name(shared: Store, run_dir: Path) -> str:
-    """The name of a run's local folders: that of the shared place, and a token that is deleted with it.
-
-    A new run in the place of a deleted one must not resume the local checkpoints of the old one.
-    """
-    file = (shared.root if isinstance(shared, LocalStore) else run_dir) / TOKEN
-    with writing(file):
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, secrets.token_hex(8) + "\n")
-        token = file.read_text(encoding="utf-8").strip()
-    return f"shardrun-{_digest(f'{shared.where} {token}'.encode())[:16]}"
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
 def offers_of(store: LocalStore) -> list[Offer]:
     """The sealed folders of a node, the newest first."""
     offers = []
@@ -195,7 +178,8 @@ def offers_of(store: LocalStore) -> list[Offer]:
             log.warning("%s is left out: %s", store.path(folder), error)
             continue
         held = frozenset(name for name, (size, _) in sealed.files.items() if sizes.get(name) == size)
-        offers.append(Offer(folder, sealed.step, _digest(data), held, frozenset(sealed.files)))
+        seal = hashlib.sha256(data).hexdigest()
+        offers.append(Offer(folder, sealed.step, seal, held, frozenset(sealed.files)))
     return offers
 
 

@@ -109,7 +109,9 @@ class ObjectLock:
         # A request may be between retries; one that is written after the deletion would leave the lock.
         self._thread.join(OBJECT_BEAT_S)
         try:
-            self._store.drop(FILE, self._version)
+            dropped = self._store.drop(FILE, self._version)
+            if not dropped and (version := _version_of(self._store, self.holder)) is not None:
+                self._store.drop(FILE, version)  # the last renewal was written, and its response lost
         except Exception as error:  # each client has its own classes; the lock goes stale by itself
             log.warning("the lock on %s could not be removed: %s", self._store.where, error)
 
@@ -128,12 +130,20 @@ class ObjectLock:
 
 
 def _write(store: ObjectStore, holder: Holder, count: int, version: str | None) -> str | None:
-    """The new version, or None if another job wrote first. A read finds a write whose response was lost."""
+    """The new version, or None if another job has the lock.
+
+    A write whose response was lost, this one or the one before it, has left another version with this token.
+    """
     data = json.dumps(asdict(holder)).encode() + f"\n{count:020d}\n".encode()
     written = store.swap(FILE, data, version)
-    if written is None and (found := store.get(FILE)) is not None and found.data == data:
-        return found.version
-    return written
+    return _version_of(store, holder) if written is None else written
+
+
+def _version_of(store: ObjectStore, holder: Holder) -> str | None:
+    """The version of the lock that this holder has; None if it does not have it."""
+    found = store.get(FILE)
+    now = None if found is None else _holder(found.data)
+    return found.version if found is not None and now is not None and now.token == holder.token else None
 
 
 def _holder(data: bytes) -> Holder | None:
@@ -199,8 +209,12 @@ class Locks:
         return self.ousted()
 
     def release(self) -> None:
+        """Releases each lock. A failure is logged: the run is at its end, or another error is on its way."""
         for one in reversed(self._held):
-            one.release()
+            try:
+                one.release()
+            except OSError as error:
+                log.warning("a lock was not released, and is stale when this process has ended: %s", error)
 
 
 def hold(run_dir: Path | ObjectStore | None, store: Store, launcher: str, job: str = "") -> Locks:
@@ -210,18 +224,19 @@ def hold(run_dir: Path | ObjectStore | None, store: Store, launcher: str, job: s
     try:
         before, began = _peek(store), time.monotonic()
     except OSError as error:  # after a minute of retries, which acquiring would repeat
-        if isinstance(run_dir, ObjectStore) and store.where.startswith(f"{run_dir.where}/"):
-            raise _unwritable(run_dir.where, error, "--run.dir") from None
-        raise _unwritable(store.where, error, "--checkpoint.dir") from None
-    run: Lock = (
+        raise _unwritable_store(run_dir, store, error) from None
+    run = Locks(
         FolderLock.acquire(run_dir, launcher, job)
         if isinstance(run_dir, Path)
         else hold_url(run_dir, launcher, job)
     )
-    # The time that the run directory's lock was watched counts for the store's, if that did not change.
-    watched = time.monotonic() - began if before is not None and _peek(store) == before else 0.0
     try:
+        # The time that the run directory's lock was watched counts for the store's, if that did not change.
+        watched = time.monotonic() - began if before is not None and _peek(store) == before else 0.0
         return Locks(run, _hold_store(store, launcher, job, watched))
+    except OSError as error:
+        run.release()
+        raise _unwritable_store(run_dir, store, error) from None
     except BaseException:
         run.release()
         raise
@@ -263,6 +278,13 @@ def _hold_store(
         raise RefusedError(held, f"another {flag}, or end that job") from None
     except OSError as error:
         raise _unwritable(store.where, error, flag) from None
+
+
+def _unwritable_store(run_dir: Path | ObjectStore, store: Store, error: OSError) -> CheckpointError:
+    """Names the run directory where the store is in it."""
+    if isinstance(run_dir, ObjectStore) and store.where.startswith(f"{run_dir.where}/"):
+        return _unwritable(run_dir.where, error, "--run.dir")
+    return _unwritable(store.where, error, "--checkpoint.dir")
 
 
 def _unwritable(place: str, error: OSError, flag: str) -> CheckpointError:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import CheckpointError
-from fsdp.base.object_client import open_url, retried, without_secrets
+from fsdp.base.object_client import open_url, redacted, retried, without_secrets
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.checkpoint import file_names
 from fsdp.checkpoint.store import Buffer
@@ -30,6 +30,8 @@ from fsdp.checkpoint.store import Buffer
 log = logging.getLogger(__name__)
 
 PART_BYTES = 16 << 20
+MOST_PARTS = 10_000
+"""Of one object in S3. A larger object than 156 GiB is written in larger parts."""
 MARK = ".broken-"
 
 
@@ -131,21 +133,35 @@ class ObjectStore:
 
     def write(self, folder: str, file: str, buffers: Sequence[Buffer]) -> None:
         path = self._path(folder, file)
-        retried(lambda: self._put(path, buffers), f"writing {self.path(folder)}/{file}")
+        size = sum(memoryview(buffer).nbytes for buffer in buffers)
+        retried(lambda: self._put(path, buffers, size), f"writing {self.path(folder)}/{file}")
 
-    def _put(self, path: str, buffers: Iterable[Buffer]) -> None:
-        stream = self._fs.open(path, "wb", block_size=PART_BYTES)
+    def _put(self, path: str, buffers: Iterable[Buffer], size: int) -> None:
+        stream = self._fs.open(path, "wb", block_size=_part_bytes(size))
         try:
             for buffer in buffers:
                 view = memoryview(buffer).cast("B") if len(buffer) else memoryview(b"")
                 for at in range(0, len(view), PART_BYTES):
                     stream.write(view[at : at + PART_BYTES])
+            stream.close()
         except BaseException:
-            # Closing would store what has been written so far as the whole object.
-            stream.discard()
-            stream.closed = True
+            self._discard(stream, path)
             raise
-        stream.close()
+
+    def _discard(self, stream: Any, path: str) -> None:
+        """Ends an upload without an object.
+
+        Closing the stream would store what has been written so far as the whole object. The garbage collector
+        closes one that is not marked as closed, whenever it finds it: also after a retry has succeeded.
+        """
+        try:
+            stream.discard()
+        except FileNotFoundError:
+            pass  # the upload's end was stored, and the response lost: nothing is left of it
+        except Exception as error:  # the one that ended the upload is raised
+            log.warning("the unfinished upload of %s stays in the store: %s", path, redacted(error))
+        finally:
+            stream.closed = True
 
     def seal(self, staged: str, final: str) -> None:
         """Nothing to do: the manifest is the seal."""
@@ -184,8 +200,9 @@ class ObjectStore:
         """Name below the prefix → size."""
         return self._listing("")
 
-    def put(self, name: str, buffers: Iterable[Buffer]) -> None:
-        retried(lambda: self._put(f"{self._root}/{name}", buffers), f"writing {self.path(name)}")
+    def put(self, name: str, buffers: Iterable[Buffer], size: int = 0) -> None:
+        """`size`: the buffers' bytes, needed for a file of any length."""
+        retried(lambda: self._put(f"{self._root}/{name}", buffers, size), f"writing {self.path(name)}")
 
     def delete(self, name: str) -> None:
         """Deletes the object, if it exists."""
@@ -245,21 +262,25 @@ class ObjectStore:
         again = self._get(path)
         return again.version if again is not None and again.data == data else None
 
-    def drop(self, name: str, version: str) -> None:
-        """Deletes the object if it has this version. Without retries: the process is about to end."""
+    def drop(self, name: str, version: str) -> bool:
+        """Deletes the object if it has this version; whether it had. Without retries: the process is about to
+        end.
+        """
         path = f"{self._root}/{name}"
         if self._conditional:
             bucket, key, _ = self._fs.split_path(path)
             try:
                 self._fs.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=version)
-                return
+                return True
             except Exception as error:  # s3fs has a class for each code
                 if _refused(error):
-                    return
+                    return False
                 self._or_raise(error)
         now = self._get(path)
-        if now is not None and now.version == version:
-            self._fs.rm_file(path)
+        if now is None or now.version != version:
+            return False
+        self._fs.rm_file(path)
+        return True
 
     def _or_raise(self, error: Exception) -> None:
         """Some S3 servers have no conditional writes: from then on the store reads, compares and writes."""
@@ -320,6 +341,11 @@ def _listed_name(folder: str, files: set[str]) -> str:
     if mark is not None:
         return f"{folder}{mark}"
     return folder if file_names.MANIFEST in files else file_names.staging(name.step, name.attempt)
+
+
+def _part_bytes(size: int) -> int:
+    """The size of an upload's parts: two or three of them are held in memory."""
+    return PART_BYTES * max(1, -(-size // (PART_BYTES * MOST_PARTS)))
 
 
 def _prefix(folder: str) -> str:

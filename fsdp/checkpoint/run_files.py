@@ -153,7 +153,7 @@ class RunFiles:
                 if grows(name):
                     parts = self._put_parts(name, opened.fileno(), known, status)
                 else:
-                    self.store.put(name, _Pieces(opened.fileno(), status.st_size))
+                    self.store.put(name, _Pieces(opened.fileno(), status.st_size), status.st_size)
             self._index.copied[name] = CopiedFile.of(status, parts)
 
     def _put_parts(

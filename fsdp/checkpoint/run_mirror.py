@@ -69,8 +69,12 @@ class RunMirror(Locks):
     def release(self) -> None:
         self._over.set()
         self._thread.join()
-        if self.ousted() is None:
-            self.upload()
+        try:
+            if self.ousted() is None:
+                self.upload()
+        except OSError as error:  # the lock could not be read
+            log.warning("%s", error)
+            self._failed = str(error)
         if self._failed is not None:
             message = (
                 "%s lacks files of this run, which are in %s: the next start on this machine copies them"

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -14,10 +23,13 @@ from safetensors.torch import load_file
 from fsdp.base.errors import ConfigError
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import full_state, load, manifest
+from fsdp.checkpoint.export import export
+from fsdp.checkpoint.export_files import new_files
 from fsdp.checkpoint.file_names import MANIFEST
 from fsdp.checkpoint.full_state import open_full_state
 from fsdp.dist.env import DistEnv
 from tests.checkpoint.small import Model, build, save_once
+from tests.support.processes import eventually
 from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
@@ -142,9 +154,114 @@ def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytes
         return tensor
 
     monkeypatch.setattr(load, "whole", fetch)
-    from fsdp.checkpoint.export import export
-
     assert len(export(source, tmp_path / "out", "both", 1.0)) == 3
+
+
+def sources(folder: Path) -> list[load.CheckpointSource]:
+    """The checkpoints of a run at steps 1 and 2, opened."""
+    run_world(2, save_once, "fsdp", str(folder), 1)
+    run_world(2, save_once, "fsdp", str(folder), 1)
+    store = checkpoints.open_store(str(folder / "checkpoints"))
+    found = []
+    for name in ("step-00000001", "step-00000002"):
+        found.append(load.open_one(store, name, manifest.decode(store.read(name, MANIFEST))))
+    return found
+
+
+def killed(export: Callable[[], object], at: int) -> bool:
+    """Runs an export in a process that is killed before its `at`-th rename or deletion; False if it ended."""
+    child = os.fork()
+    if not child:
+        counter = itertools.count()
+
+        def deadly(act: Callable[..., None]) -> Callable[..., None]:
+            def call(*args: Any, **more: Any) -> None:
+                if next(counter) == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                act(*args, **more)
+
+            return call
+
+        Path.rename, Path.unlink = deadly(Path.rename), deadly(Path.unlink)  # type: ignore[method-assign]
+        try:
+            export()
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.slow
+def test_a_second_export_that_is_killed_leaves_the_old_one_the_new_one_or_a_refusal(tmp_path: Path) -> None:
+    """In several files; wherever it is killed, and the export after it deletes what it left."""
+    old, new = sources(tmp_path)
+    out, first = tmp_path / "full_model", tmp_path / "first"
+    export(new, first, "safetensors", 4e-6)
+    export(old, out, "safetensors", 4e-6)
+    names, values = sorted(file.name for file in out.iterdir()), Counter[str]()
+    wholes = {}
+    for step, place in (("old", out), ("new", first)):
+        found = open_full_state(place)
+        wholes[step] = {name: found[name].clone() for name in found}
+    assert len(names) > 3
+    for at in itertools.count():
+        export(old, out, "safetensors", 4e-6)
+        assert sorted(file.name for file in out.iterdir()) == names
+        if not killed(partial(export, new, out, "safetensors", 4e-6), at):
+            break
+        values[outcome(out, wholes)] += 1
+    assert values.keys() == {"old", "refused"}, values
+    assert outcome(out, wholes) == "new"
+    assert sorted(file.name for file in out.iterdir()) == names
+
+
+def outcome(place: Path, wholes: dict[str, dict[str, torch.Tensor]]) -> str:
+    """Which export --model.weights reads."""
+    try:
+        found = open_full_state(place)
+    except ConfigError as error:
+        refused = str(error).startswith(f"--model.weights {place} holds no") and "HINT" in str(error)
+        return "refused" if refused else str(error)
+    for step, whole in wholes.items():
+        if all(torch.equal(found[name], whole[name]) for name in whole):
+            return step
+    return "mixed"
+
+
+def test_a_full_disk_leaves_the_old_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = sources(tmp_path)
+    out = tmp_path / "full_model"
+    export(old, out, "safetensors", 4e-6)
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    write, written = full_state.write_safetensors, []
+
+    def full(stream: BinaryIO, **more: Any) -> None:
+        written.append(write(stream, **more))
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(full_state, "write_safetensors", full)
+    with pytest.raises(OSError, match="No space left"):
+        export(new, out, "safetensors", 4e-6)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+
+
+def test_a_second_export_into_a_folder_waits_for_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would delete the first one's files as those of a killed one."""
+
+    def again() -> None:
+        with new_files(tmp_path):
+            pass
+
+    with new_files(tmp_path) as first:
+        first.add(tmp_path / "a", lambda stream: stream.write(b"first"))
+        second = threading.Thread(target=again)
+        second.start()
+        eventually("the second export waits", lambda: "waiting for its end" in caplog.text, 10)
+        first.take_names()
+    second.join(10)
+    assert (tmp_path / "a").read_bytes() == b"first"
 
 
 # ---------------------------------------------------------------- python -m fsdp.checkpoint

@@ -24,9 +24,10 @@ from torch import nn
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import Checkpointer, checkpointer, copier, file_names, inspect, manifest
 from fsdp.checkpoint.copier import CopyFailure
+from fsdp.checkpoint.local_names import local_folder_name
 from fsdp.checkpoint.local_saver import LocalSaver
 from fsdp.checkpoint.local_store import LocalStore
-from fsdp.checkpoint.local_tier import Offer, local_folder_name, offers_of, whole_over_nodes
+from fsdp.checkpoint.local_tier import Offer, offers_of, whole_over_nodes
 from fsdp.checkpoint.manifest import Broken
 from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv

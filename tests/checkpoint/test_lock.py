@@ -26,6 +26,7 @@ from fsdp.dist.env import DistEnv
 from fsdp.rundir.lock import FILE, FolderLock, this_holder
 from tests.checkpoint import s3_server
 from tests.checkpoint.small import build
+from tests.support.processes import eventually
 from tests.support.runs import on_a_rank
 from tests.support.world import run_world
 
@@ -113,6 +114,52 @@ def test_a_lost_store_is_a_lost_run(tmp_path: Path) -> None:
     locks.release()
     assert file.exists(), "the other's"
     assert not (tmp_path / "run" / FILE).exists()
+
+
+def test_a_store_that_fails_while_it_is_released_leaves_the_run_directory_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the error that ends the run is the one that is raised."""
+    locks = hold(tmp_path / "run", LocalStore(tmp_path / "store"), "torchrun")
+    read = FolderLock.ousted
+
+    def stale(self: FolderLock) -> str | None:
+        if self._path.parent.name == "store":
+            raise OSError(errno.ESTALE, "Stale file handle", str(self._path))
+        return read(self)
+
+    monkeypatch.setattr(FolderLock, "ousted", stale)
+
+    def fails() -> None:
+        try:
+            raise CheckpointError("the disk", "repair it")
+        finally:
+            locks.release()
+
+    with pytest.raises(CheckpointError, match="the disk"):
+        fails()
+    assert "a lock was not released" in caplog.text
+    assert f"{tmp_path}/store/{FILE}" in caplog.text
+    assert not (tmp_path / "run" / FILE).exists()
+    hold(tmp_path / "run", LocalStore(tmp_path / "other"), "torchrun").release()
+
+
+def test_a_store_that_fails_once_the_run_directory_is_locked_leaves_it_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock is read before the run directory's is taken, and after."""
+    store = ObjectStore("memory://fails-later/checkpoints")
+    read = iter([VersionedObject(b"{}", "1")])
+
+    def get(self: ObjectStore, name: str) -> VersionedObject:
+        if (found := next(read, None)) is None:
+            raise OSError(errno.ETIMEDOUT, "Could not connect to the endpoint")
+        return found
+
+    monkeypatch.setattr(ObjectStore, "get", get)
+    with pytest.raises(CheckpointError, match=r"memory://fails-later/checkpoints cannot be written: .*HINT"):
+        hold(tmp_path, store, "torchrun")
+    assert not (tmp_path / FILE).exists()
 
 
 # ---- object stores
@@ -258,6 +305,43 @@ def test_a_replaced_holder_deletes_nothing(place: str) -> None:
     found = store.get(FILE)
     assert found is not None
     assert found.data == b'{"nobody": 1}\n'
+
+
+def test_a_renewal_whose_response_was_lost_keeps_the_lock_renewed(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an outage in which the write arrived: every later one is refused for its old version."""
+    store, swap = remote(place), ObjectStore.swap
+    written: list[bytes] = []
+
+    def losing_a_response(self: ObjectStore, name: str, data: bytes, version: str | None) -> str | None:
+        written.append(data)
+        found = swap(self, name, data, version)
+        if len(written) == 2:
+            raise OSError(errno.ETIMEDOUT, "no response")
+        return found
+
+    monkeypatch.setattr(ObjectStore, "swap", losing_a_response)
+    held = ObjectLock.acquire(store, "torchrun", beat_s=0.05)
+    eventually("a renewal after the lost response", lambda: renewals(store) > 2, 30)
+    assert held.lost is None
+    held.release()
+    assert store.get(FILE) is None
+
+
+def test_a_lock_is_released_though_the_response_to_its_last_renewal_was_lost(place: str) -> None:
+    store = remote(place)
+    held = ObjectLock.acquire(store, "torchrun", beat_s=3600.0)
+    assert lock._write(store, held.holder, 1, held._version) is not None
+    held.release()
+    assert store.get(FILE) is None
+
+
+def renewals(store: ObjectStore) -> int:
+    """How often the lock was written, by the count in it."""
+    found = store.get(FILE)
+    assert found is not None
+    return int(found.data.split()[-1])
 
 
 KILLED = """

@@ -27,11 +27,11 @@ class Counting(ObjectStore):
         self.written: list[str] = []
         self.is_away = False
 
-    def put(self, name: str, buffers: Iterable[Buffer]) -> None:
+    def put(self, name: str, buffers: Iterable[Buffer], size: int = 0) -> None:
         if self.is_away:
             raise OSError(110, "writing: it is away")
         self.written.append(name)
-        super().put(name, buffers)
+        super().put(name, buffers, size)
 
     def new(self) -> list[str]:
         found, self.written = self.written, []
@@ -205,3 +205,24 @@ def test_files_that_stay_behind_are_named_at_the_end(
     store.is_away = True
     mirror.release()
     assert f"{store.where} lacks files of this run, which are in {tmp_path / 'here'}" in caplog.text
+
+
+def test_a_lock_that_cannot_be_read_at_the_end_is_released_and_raises_nothing(
+    store: Counting, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run's own error, if it has one, stays the one that is shown."""
+
+    class Unread(Locks):
+        released = False
+
+        def ousted(self) -> str | None:
+            raise OSError(110, "reading the lock: it is away")
+
+        def release(self) -> None:
+            self.released = True
+
+    lock = Unread()
+    RunMirror(Locks(lock), begun(store, tmp_path / "here")).release()
+    assert lock.released
+    assert "reading the lock: it is away" in caplog.text
+    assert f"{store.where} lacks files of this run" in caplog.text

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import logging
 import os
 import signal
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fsdp.base import garbage, object_client
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import file_names, inspect
+from fsdp.checkpoint import file_names, inspect, object_store
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.run_files import RunFiles
 from fsdp.dist.env import DistEnv
 from tests.checkpoint import s3_server
 from tests.checkpoint.small import bits, build
@@ -118,6 +123,61 @@ def test_requests_to_a_busy_server_are_retried(bucket: str, server: str, tmp_pat
         again = run_world(2, train, url, place, str(tmp_path), {}, 0)
     assert again == [(2, saved[0][1])] * 2
     assert {request.split()[0] for request in refused} >= {"PUT", "GET"}
+
+
+class Outage:
+    """The requests of some kinds that a client fails with, by their number: `upload_part` 2 is the second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **failing: int) -> None:
+        import s3fs
+        from fsspec.asyn import sync_wrapper
+
+        self.seen: Counter[str] = Counter()
+        plain = s3fs.S3FileSystem._call_s3
+
+        async def call(fs: Any, method: str, *args: Any, **more: Any) -> Any:
+            self.seen[method] += 1
+            if failing.get(method) == self.seen[method]:
+                raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+            return await plain(fs, method, *args, **more)
+
+        monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", call)
+        monkeypatch.setattr(s3fs.S3FileSystem, "call_s3", sync_wrapper(call))
+        monkeypatch.setattr(object_client, "PAUSES_S", (0.0, 0.0))
+
+
+def test_an_upload_that_an_outage_cut_off_does_not_replace_the_whole_object(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the upload nor its end succeeds; then a retry writes the object, and garbage is collected."""
+    monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)
+    outage = Outage(monkeypatch, upload_part=2, abort_multipart_upload=1)
+    store, data = ObjectStore(f"{bucket}/run"), os.urandom(12 << 20)
+    with garbage.held():
+        store.write("step-00000001-ab", "__0_0.distcp", [data])
+    assert outage.seen["create_multipart_upload"] == 2
+    gc.collect()
+    assert store.read("step-00000001-ab", "__0_0.distcp") == data
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["a rank's file", "a run's file"])
+def test_an_object_has_no_more_parts_than_s3_accepts(
+    whole: bool, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3's limits, scaled down: 4 parts of 5 MiB instead of 10,000 of 16 MiB."""
+    monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(object_store, "MOST_PARTS", 4, raising=False)
+    sent, store, data = Outage(monkeypatch).seen, ObjectStore(f"{bucket}/run"), os.urandom(33 << 20)
+    if whole:
+        store.write("full_model", "one.pt", [data[: 7 << 20], memoryview(data)[7 << 20 :]])
+    else:
+        files = RunFiles(store, tmp_path / "run")
+        files.take_over()
+        (tmp_path / "run" / "full_model").mkdir()
+        (tmp_path / "run" / "full_model" / "one.pt").write_bytes(data)
+        files.upload()
+    assert 1 < sent["upload_part"] <= 4
+    assert store.read("full_model", "one.pt") == data
 
 
 class Everything(logging.Handler):

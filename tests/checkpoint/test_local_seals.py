@@ -1,0 +1,139 @@
+"""Seals that fail with --checkpoint.local_dir: on a node's own disk, and of the copy in the shared store.
+
+What was written is deleted, unless it has its final name: then it counts, and older checkpoints stay.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdp.base.errors import CheckpointError
+from fsdp.checkpoint import local_store
+from fsdp.checkpoint.local_store import LocalStore
+from tests.checkpoint.small import Run, build
+from tests.checkpoint.test_crashes import ENV
+from tests.checkpoint.test_local_crashes import copied
+from tests.support.processes import eventually
+
+
+def a_run(folder: Path) -> Run:
+    return build(ENV, "ddp", str(folder), section={"local_dir": str(folder / "node"), "keep_last": 1})
+
+
+def folders(place: Path) -> list[str]:
+    return sorted(one.name for one in place.iterdir() if one.is_dir())
+
+
+def local(folder: Path) -> list[str]:
+    (found,) = (folder / "node").iterdir()
+    return folders(found)
+
+
+def save(run: Run) -> None:
+    """A step and its save, until the copy has ended."""
+    run.step()
+    run.save()
+    job = run.checkpointer._flight
+    assert job is not None
+    job.done.wait(30)
+    eventually("the copy", lambda: copied(run.checkpointer), 30)
+
+
+def failing_seal(of: str) -> Callable[[LocalStore, str, str], None]:
+    """A seal that fails before the rename, in the store whose path holds `of`."""
+    seal = LocalStore.seal
+
+    def fails(self: LocalStore, staged: str, final: str) -> None:
+        if of in str(self.root):
+            raise OSError(errno.EIO, "Input/output error", str(self.root))
+        seal(self, staged, final)
+
+    return fails
+
+
+def failing_fsync(of: str, step: str) -> Callable[[Path], None]:
+    """An fsync of a store's folder that fails once the step has its name there."""
+    sync = local_store.sync_folder
+
+    def fails(folder: Path) -> None:
+        if of in str(folder) and (folder / step).exists():
+            raise OSError(errno.EIO, "Input/output error", str(folder))
+        sync(folder)
+
+    return fails
+
+
+def test_a_node_whose_seal_fails_keeps_nothing_of_that_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = a_run(tmp_path)
+    save(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "seal", failing_seal(of="/node/"))
+        save(run)
+        assert run.checkpointer.sealed()[-1].step == 1
+        assert "CHECKPOINT of step 2 was NOT saved: rank 0: " in caplog.text
+        assert local(tmp_path) == ["step-00000001"]
+    save(run)
+    run.checkpointer.close()
+    assert local(tmp_path) == ["step-00000003"]
+
+
+def test_a_node_whose_fsync_fails_after_the_rename_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = a_run(tmp_path)
+    save(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(local_store, "sync_folder", failing_fsync("/node/", "step-00000002"))
+        save(run)
+    assert [one.step for one in run.checkpointer.sealed()] == [1, 2]
+    assert "checkpoint of step 2 is whole in" in caplog.text
+    assert local(tmp_path) == ["step-00000001", "step-00000002"], "it may not outlive a power cut"
+    save(run)
+    run.checkpointer.close()
+    assert local(tmp_path) == ["step-00000003"]
+    assert folders(tmp_path / "checkpoints") == ["step-00000003"], "2 was copied, and then pruned"
+
+
+def test_a_copy_whose_seal_fails_leaves_nothing_in_the_shared_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = a_run(tmp_path)
+    save(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "seal", failing_seal(of="/checkpoints"))
+        save(run)
+        save(run)
+        assert "step-00000002 was NOT copied to" in caplog.text
+        assert folders(tmp_path / "checkpoints") == ["step-00000001"]
+        with pytest.raises(CheckpointError, match="the last checkpoint is on the nodes' own disks alone"):
+            run.checkpointer.close()
+
+
+def test_a_copy_whose_fsync_fails_after_the_rename_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the end of a run, and at a start that finishes the copy."""
+    run = a_run(tmp_path)
+    save(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(local_store, "sync_folder", failing_fsync("/checkpoints", "step-00000002"))
+        save(run)
+        run.checkpointer.close()
+    assert f"step-00000002 is whole in {tmp_path}/checkpoints, but rank 0: OSError" in caplog.text
+    assert folders(tmp_path / "checkpoints") == ["step-00000001", "step-00000002"]
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000002")
+    caplog.clear()
+    again = a_run(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(local_store, "sync_folder", failing_fsync("/checkpoints", "step-00000002"))
+        assert again.checkpointer.restore(again.state) is not None
+    assert again.state.step == 2
+    assert f"step-00000002 is whole in {tmp_path}/checkpoints, but rank 0: OSError" in caplog.text
+    again.checkpointer.close()

@@ -1,0 +1,106 @@
+"""Stores that cannot be reached, or in which not everything may be done: a line with a HINT, or a warning."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp.base.errors import CheckpointError
+from fsdp.checkpoint import discovery
+from fsdp.checkpoint.local_store import LocalStore
+from fsdp.checkpoint.object_store import ObjectStore
+from tests.checkpoint.small import Run, build
+from tests.checkpoint.test_crashes import ENV
+
+URL = "memory://no-access/run"
+
+
+def denied(*_: object) -> None:
+    raise PermissionError(errno.EACCES, f"listing {URL}: PermissionError: Access Denied")
+
+
+def gone(*_: object) -> None:
+    raise OSError(errno.ETIMEDOUT, f"listing {URL}: EndpointConnectionError: Could not connect")
+
+
+def a_run(folder: Path, **section: object) -> Run:
+    return build(ENV, "ddp", str(folder), section={"dir": URL, **section})
+
+
+@pytest.fixture(autouse=True)
+def empty() -> Iterator[None]:
+    import fsspec
+
+    yield
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.mark.parametrize("fails", [denied, gone])
+def test_a_checkpoint_to_resume_that_cannot_be_reached_is_one_line(
+    fails: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ObjectStore, "folders", fails)
+    with pytest.raises(CheckpointError, match=rf"^{URL} cannot be read: .*listing {URL}.*HINT: keys and AWS"):
+        discovery.find_checkpoint(URL)
+
+
+def test_a_folder_to_resume_that_may_not_be_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above a checkpoint that was named by its own folder."""
+    folders = LocalStore.folders
+
+    def listed(self: LocalStore) -> list[str]:
+        return denied() or [] if self.root == tmp_path else folders(self)
+
+    monkeypatch.setattr(LocalStore, "folders", listed)
+    with pytest.raises(
+        CheckpointError, match=rf"^{tmp_path} cannot be read: .*HINT: ls -ld {tmp_path} shows"
+    ):
+        discovery.find_checkpoint(str(tmp_path / "step-00000001"))
+
+
+def test_an_export_from_a_store_that_is_gone_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = a_run(tmp_path)
+    run.step()
+    run.save(wait=True)
+    monkeypatch.setattr(ObjectStore, "folders", gone)
+    with pytest.raises(CheckpointError, match=rf"^{URL} cannot be read: .*HINT: "):
+        run.checkpointer.export(tmp_path / "full_model")
+    run.checkpointer.close()
+
+
+def test_a_start_with_local_folders_and_a_store_that_is_gone_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = a_run(tmp_path, local_dir=str(tmp_path / "node"))
+    monkeypatch.setattr(ObjectStore, "folders", gone)
+    with pytest.raises(CheckpointError, match=rf"^{URL} cannot be read: .*HINT: "):
+        run.checkpointer.restore(run.state)
+    run.checkpointer.close()
+
+
+def test_a_bucket_in_which_nothing_may_be_deleted_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ObjectStore, "remove_marker", denied)
+    run = a_run(tmp_path)
+    run.checkpointer.restore(run.state)
+    run.step()
+    run.save(wait=True)
+    run.checkpointer.close()
+    assert [one.step for one in run.checkpointer.sealed()] == [1]
+    assert "Access Denied: a marker of a few bytes stays there" in caplog.text
+
+
+def test_a_rank_that_may_not_read_the_store_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ObjectStore, "has_marker", denied)
+    run = a_run(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"{URL} is not shared: rank 0 on .* cannot read it: .*Denied"):
+        run.checkpointer.restore(run.state)
+    run.checkpointer.close()
