@@ -157,6 +157,7 @@ def _set_up(start: _Start, oom: OutOfMemoryHandler, parts: ExitStack) -> Trainin
     ema = maybe_ema(config.optim, sharded.root, optimizer)
     states = built.shelf or maybe_host_states(config.memory, config.optim, sharded.dtypes.master, env.device)
     restored, job = _restore(config, job, checkpointer, state, states)
+    setup.check_saves_are_there(config, env, run, checkpointer, state.step)
     stopper = setup.stopper(config, env, run, start.reporter, checkpointer, process_ends=start.process_ends)
     parts.enter_context(closing(stopper))
     loader = parts.enter_context(closing(setup.loader(config, env, job)))
