@@ -72,16 +72,16 @@ def retried(request: Callable[[], T], what: str) -> T:
         try:
             return request()
         except (FileNotFoundError, PermissionError) as error:
-            raise type(error)(error.errno, f"{what}: {_redacted(error)}") from None
+            raise type(error)(error.errno, f"{what}: {redacted(error)}") from None
         except Exception as error:  # each client has its own classes for a server that is busy, slow or gone
             if pause is None or type(error).__name__ in UNCHANGED_BY_A_RETRY:
-                raise OSError(errno.ETIMEDOUT, f"{what}: {_redacted(error)}") from None
-            log.info("%s: %s; retrying in %g s", what, _redacted(error), pause)
+                raise OSError(errno.ETIMEDOUT, f"{what}: {redacted(error)}") from None
+            log.info("%s: %s; retrying in %g s", what, redacted(error), pause)
             time.sleep(pause)
     raise AssertionError("not reached")
 
 
-def _redacted(error: BaseException) -> str:
+def redacted(error: BaseException) -> str:
     """The first line of a client's error, without what looks like a key."""
     text = str(error).partition("\n")[0]
     text = re.sub(r"(?i)((?:key|secret|token|signature|credential|password)\w*[=:]\s*)\S+", r"\1…", text)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import CheckpointError
-from fsdp.base.object_client import open_url, retried, without_secrets
+from fsdp.base.object_client import open_url, redacted, retried, without_secrets
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.checkpoint import file_names
 from fsdp.checkpoint.store import Buffer
@@ -140,12 +140,25 @@ class ObjectStore:
                 view = memoryview(buffer).cast("B") if len(buffer) else memoryview(b"")
                 for at in range(0, len(view), PART_BYTES):
                     stream.write(view[at : at + PART_BYTES])
+            stream.close()
         except BaseException:
-            # Closing would store what has been written so far as the whole object.
-            stream.discard()
-            stream.closed = True
+            self._discard(stream, path)
             raise
-        stream.close()
+
+    def _discard(self, stream: Any, path: str) -> None:
+        """Ends an upload without an object.
+
+        Closing the stream would store what has been written so far as the whole object. The garbage collector
+        closes one that is not marked as closed, whenever it finds it: also after a retry has succeeded.
+        """
+        try:
+            stream.discard()
+        except FileNotFoundError:
+            pass  # the upload's end was stored, and the response lost: nothing is left of it
+        except Exception as error:  # the one that ended the upload is raised
+            log.warning("the unfinished upload of %s stays in the store: %s", path, redacted(error))
+        finally:
+            stream.closed = True
 
     def seal(self, staged: str, final: str) -> None:
         """Nothing to do: the manifest is the seal."""
