@@ -10,6 +10,7 @@ another holder in it and stops writing. Only O_EXCL, link and rename are used, w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -33,6 +34,8 @@ BEAT_S = 2.0
 MOST_BYTES = 1 << 16
 STALE_S = 20.0
 """The holder of a count that is unchanged this long is dead: ten beats, more than a shared folder caches."""
+RELEASED: set[str] = set()
+"""Tokens of this process's locks that are released while their files remain."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ def _machine_id() -> str:
 
 def is_alive(holder: Holder) -> bool | None:
     """Whether a holder of this place is alive; None if /proc hides it. A zombie is dead."""
+    if holder.token in RELEASED:
+        return False
     seen = proc.stat(holder.pid)
     if seen is not None:
         return seen.alive and seen.start_ticks == holder.born
@@ -143,12 +148,20 @@ class FolderLock:
         return f"{self._path.parent} was taken over by {now}: {late}"
 
     def release(self) -> None:
-        """Release the lock, unless another holder has it by now."""
+        """Release the lock, unless another holder has it by now. One line if its file cannot be removed: it
+        counts as a dead holder's then.
+        """
         self._over.set()
         self._thread.join()
-        if self.ousted() is None:
-            self._path.unlink(missing_ok=True)
-        os.close(self._descriptor)
+        try:
+            if self.ousted() is None:
+                self._path.unlink(missing_ok=True)
+        except OSError as error:
+            RELEASED.add(self.holder.token)
+            message = "the lock %s cannot be removed (%s): the next start here takes it over"
+            log.warning(message, self._path, error.strerror)
+        with contextlib.suppress(OSError):  # closed all the same: an error is about the count's bytes
+            os.close(self._descriptor)
 
     def _beat(self) -> None:
         """Renew the lock through the open file: after a takeover this writes into a file without a name."""

@@ -5,6 +5,7 @@ notices.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
@@ -220,6 +221,30 @@ def test_a_released_lock_leaves_no_file_and_no_open_one(tmp_path: Path) -> None:
     assert len(open_below(tmp_path)) == 1
     held.release()
     assert not open_below(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_whose_file_cannot_be_removed_is_one_line_and_refuses_no_start_of_its_own_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder that became read-only; a notebook's process lives on and starts the run again."""
+    held = FolderLock.acquire(tmp_path, "torchrun")
+
+    def read_only(self: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", read_only)
+        held.release()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        f"the lock {tmp_path / FILE} cannot be removed (Read-only file system): "
+        "the next start here takes it over"
+    ]
+    assert not open_below(tmp_path)
+    again = FolderLock.acquire(tmp_path, "torchrun", stale_s=1e9)
+    assert again.took_over
+    again.release()
     assert not list(tmp_path.iterdir())
 
 
