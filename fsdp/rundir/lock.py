@@ -168,18 +168,30 @@ class FolderLock:
         count = missed = 0
         while not self._over.wait(BEAT_S):
             count += 1
-            try:
-                os.pwrite(self._descriptor, f"{count:020d}\n".encode(), self._beat_at)
-                os.fsync(self._descriptor)
-                self.lost = self.ousted()
-            except OSError as error:
+            error = self._renew(count)
+            if error is not None:
                 missed += 1
                 if missed == 1:
                     log.warning("the lock of %s cannot be renewed: %s", self._path.parent, error)
-            else:
-                if missed:
-                    log.warning("the lock of %s is renewed again, %d beats failed", self._path.parent, missed)
+            elif missed:
+                log.warning("the lock of %s is renewed again, %d beats failed", self._path.parent, missed)
                 missed = 0
+
+    def _renew(self, count: int) -> OSError | None:
+        """Write the count, then look who holds the lock, even if the count cannot be written: NFS gives
+        ESTALE for the file of a holder that was replaced.
+        """
+        failed = None
+        try:
+            os.pwrite(self._descriptor, f"{count:020d}\n".encode(), self._beat_at)
+            os.fsync(self._descriptor)
+        except OSError as error:
+            failed = error
+        try:
+            self.lost = self.ousted()
+        except OSError as error:
+            failed = failed or error
+        return failed
 
 
 def _write(run_dir: Path, holder: Holder) -> tuple[Path, int, int]:

@@ -215,6 +215,27 @@ def test_a_holder_notices_within_a_beat_that_it_was_replaced(
     later.release()
 
 
+def test_a_replaced_holder_notices_where_its_old_file_cannot_be_written_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS: another node has removed the file that is open here."""
+    monkeypatch.setattr(lock, "BEAT_S", 0.01)
+    held = FolderLock.acquire(tmp_path, "native srun", "Slurm job 7, start 1")
+    sync = os.fsync
+
+    def stale(descriptor: int) -> None:
+        if descriptor == held._descriptor:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", stale)
+    later = FolderLock.acquire(tmp_path, "native srun", "Slurm job 7, start 2", stale_s=1e9)
+    eventually("the first start notices the second", lambda: held.lost, 10)
+    assert "was taken over by" in (held.lost or "")
+    held.release()
+    later.release()
+
+
 def test_a_released_lock_leaves_no_file_and_no_open_one(tmp_path: Path) -> None:
     """A process that makes many runs (a sweep under Ray) must not run out of descriptors."""
     held = FolderLock.acquire(tmp_path, "torchrun")
