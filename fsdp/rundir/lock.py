@@ -34,6 +34,10 @@ BEAT_S = 2.0
 MOST_BYTES = 1 << 16
 STALE_S = 20.0
 """The holder of a count that is unchanged this long is dead: ten beats, more than a shared folder caches."""
+LEFTOVER = re.compile(r"\.(CLAIM-(dead-)?[0-9a-f]{16}|(writable|seen-by-all|shared)-[0-9a-f]{8})")
+"""Temporary files of a start: of the lock, of paths.py, of dist/preflight.py and of a store's check."""
+OLD_S = 3600.0
+"""A start uses such a file for seconds: one this old belongs to none that lives."""
 RELEASED: set[str] = set()
 """Tokens of this process's locks that are released while their files remain."""
 
@@ -128,11 +132,16 @@ class FolderLock:
             with writing(run_dir / FILE):
                 run_dir.mkdir(parents=True, exist_ok=True)
                 staged, descriptor, beat_at = _write(run_dir, holder)
-            if _create(staged, run_dir / FILE):
-                return FolderLock(run_dir, holder, descriptor, beat_at, took_over)
-            os.close(descriptor)
-            staged.unlink(missing_ok=True)
-            with writing(run_dir / FILE):
+                taken = False
+                try:
+                    taken = _create(staged, run_dir / FILE)
+                finally:
+                    if not taken:
+                        os.close(descriptor)
+                        staged.unlink(missing_ok=True)
+                if taken:
+                    _remove_leftovers(run_dir, os.fstat(descriptor).st_mtime)
+                    return FolderLock(run_dir, holder, descriptor, beat_at, took_over)
                 took_over = _clear_dead(run_dir, stale_s, job) or took_over
 
     def ousted(self) -> str | None:
@@ -219,7 +228,8 @@ def _create(staged: Path, file: Path) -> bool:
             return False
     except OSError:
         return _create_without_links(staged, file)
-    staged.unlink()
+    with contextlib.suppress(OSError):  # the lock is taken, and a later start removes this name
+        staged.unlink()
     return True
 
 
@@ -238,6 +248,16 @@ def _create_without_links(staged: Path, file: Path) -> bool:
         return False
     rename(staged, file)
     return True
+
+
+def _remove_leftovers(folder: Path, now: float) -> None:
+    """Remove temporary files that killed starts have left. `now` is by the clock that dates the files."""
+    try:
+        for file in folder.iterdir():
+            if LEFTOVER.fullmatch(file.name) and now - file.lstat().st_mtime > OLD_S:
+                file.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("temporary files of killed starts in %s cannot be removed: %s", folder, error)
 
 
 def _read(file: Path) -> tuple[Holder | None, bytes]:

@@ -202,7 +202,7 @@ KNOWN = [
     Known(
         "a refused start leaves a file open",
         "fsdp/rundir/lock.py",
-        "            os.close(descriptor)\n            staged.unlink(missing_ok=True)\n",
+        "            os.close(descriptor)\n                        staged.unlink(missing_ok=True)\n",
         "            staged.unlink(missing_ok=True)\n",
         ("tests/rundir/test_lock.py",),
     ),
