@@ -23,6 +23,7 @@ from typing import Any
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError, RefusedError, ShardrunError
+from fsdp.base.phases import Ending
 from fsdp.dist.env import slurm_start
 from fsdp.rundir import history
 from fsdp.rundir.lock import FolderLock
@@ -154,8 +155,10 @@ def past_of(events: Sequence[Event], job: str, restart: int) -> Past:
 
 
 def _failed_while_starting(events: Sequence[Event]) -> bool:
-    """Whether the newest try has not recorded a start."""
+    """Whether the newest try has not recorded a start: the last one has its end, and that is no failure."""
     for event in reversed(events):
+        if event["event"] == "end" and event.get("how") != Ending.FAILED:
+            return True
         if event["event"] in ("start", "crash", "lost", "unmet"):
             return bool(event["event"] != "start")
     return True

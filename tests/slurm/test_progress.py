@@ -30,7 +30,7 @@ def reach(run: RunDir, step: int, from_step: int = 0) -> None:
 
 
 def stopped(run: RunDir, step: int, reason: str) -> None:
-    line_files.append(run.history, {"event": "end", "step": step, "why": reason})
+    line_files.append(run.history, {"event": "end", "step": step, "why": reason, "how": "stopped"})
     run.stopped.write_text(f"{reason} at step {step}\n")
 
 
@@ -187,6 +187,23 @@ def test_a_crash_while_starting_is_no_second_one_at_the_last_step(
     decision = judge(run, restart=1)
     assert decision.act is Act.END
     assert "before the first step of a start" in decision.why
+
+
+def test_a_crash_while_starting_after_a_preemption_is_no_crash_at_the_step_of_the_stop(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reach(run, 20)
+    stopped(run, 20, "SIGTERM")
+    assert judge(run).act is Act.REQUEUE
+    run.stopped.unlink()  # as `begin` does
+    fail(run, monkeypatch, Kind.ERROR, 1)
+    decision = judge(run, restart=1)
+    assert decision.why == "failed before the first step of a start"
+    # the next start fails in its first step: the first crash there
+    reach(run, 20, from_step=20)
+    line_files.append(run.history, {"event": "end", "step": 20, "why": "OSError: away", "how": "failed"})
+    decision = judge(run, restart=1)
+    assert (decision.act, decision.why) == (Act.AGAIN, "failed after step 20")
 
 
 def test_a_rank_that_dies_without_a_message_has_one_more_start(run: RunDir) -> None:
