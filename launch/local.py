@@ -31,7 +31,7 @@ from fsdp.base.errors import ShardrunError
 from fsdp.config import Config
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, whole_number
 from fsdp.dist.env import DistEnv, pick_device, set_allocator, slurm_start
-from fsdp.record.console import flush_output
+from fsdp.record.console import flush_output, open_closed_streams
 from fsdp.rundir import history, paths
 from fsdp.rundir.paths import RunDir
 from launch import guard, slurm_job
@@ -47,6 +47,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str]) -> int:
+    open_closed_streams()
     try:
         options, flags = _parse(argv or ["--help"])
         config = configuration.load(flags)
