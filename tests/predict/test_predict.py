@@ -387,7 +387,7 @@ def test_an_own_optimizer_with_its_best_checkpoints_by_the_average_is_no_obstacl
 def test_samples_of_a_stream_are_refused_in_a_line(error_of: Command, tmp_path: Path) -> None:
     stream = {"data.name": "tests.support.data_ids:classified", "train.steps": 3}
     run, *_ = make_run(tmp_path / "run", {"model.name": "tests.support.user_code:Uneven", **stream})
-    trusted = [word for name in (stream["data.name"], "tests.support.user_code:Uneven")
-               for word in ("--trust-code", name)]  # fmt: skip
+    named = (stream["data.name"], "tests.support.user_code:Uneven")
+    trusted = [word for name in named for word in ("--trust-code", name)]
     for split in ("train", "heldout"):
         assert "HINT: --image FILE" in error_of(run, "--split", split, *trusted)
