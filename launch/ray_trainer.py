@@ -30,6 +30,7 @@ from fsdp.base.errors import LaunchError, ShardrunError
 from fsdp.base.phases import StopReason
 from fsdp.checkpoint.run_mirror import put_file
 from fsdp.config import Config, worker_range
+from fsdp.config.trust import named_code
 from fsdp.dist.env import allocator_variable, slurm_start
 from fsdp.run.job import prepare
 from fsdp.run.summary import summary
@@ -117,8 +118,7 @@ def workers_code(config: Config) -> Iterator[Mapping[str, Any]]:
         yield {}
         return
     with tempfile.TemporaryDirectory(prefix="shardrun-code-") as folder:
-        own = [name for name in (config.model.name, *config.data.names) if ":" in name]
-        yield runtime_env(REPOSITORY, own, Path(folder))
+        yield runtime_env(REPOSITORY, named_code(config), Path(folder))
 
 
 # ---------------------------------------------------------------- training

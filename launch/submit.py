@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,10 +67,9 @@ def plan(flags: Sequence[str], recipes: Sequence[str] = ()) -> JobArray:
         run = paths.open_run(config.run.dir)
         return JobArray(_new_folder(config) if run.url else run.path, (config,))
     configs = [configuration.load(["--config", recipe, *flags]) for recipe in recipes]
-    if configs[0].run.dir and len(configs) > 1 and len({config.run.dir for config in configs}) == 1:
-        raise ConfigError(
-            f"--run.dir {configs[0].run.dir} cannot be {len(configs)} runs at once.", "leave --run.dir out"
-        )
+    for place, count in Counter(config.run.dir for config in configs if config.run.dir).items():
+        if count > 1:
+            raise ConfigError(f"--run.dir {place} cannot be {count} runs at once.", "leave --run.dir out")
     folder = _new_folder(configs[0])
     names = [f"{index}-{Path(recipe).stem}" for index, recipe in enumerate(recipes)]
     placed = [
@@ -230,11 +230,14 @@ def _print_from(path: Path, place: int) -> int:
 
 
 def _is_alive(job: submitit.Job[Any], cluster: str) -> bool:
-    """Whether squeue lists the job. submitit's own watcher calls sacct, which not every cluster has."""
+    """Whether squeue lists the job, or does not answer. submitit's own watcher calls sacct, which not every
+    cluster has.
+    """
     if cluster != "slurm":
         return not job.done()
     queue = subprocess.run(["squeue", "-h", "-j", job.job_id, "-o", "%T"], capture_output=True, text=True)
-    return bool(queue.stdout.strip())
+    unanswered = queue.returncode != 0 and "Invalid job id" not in queue.stderr
+    return unanswered or bool(queue.stdout.strip())
 
 
 def _has_ended_well(run: RunDir) -> bool:
@@ -311,7 +314,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         jobs[0].results()
     elif watch:
         with contextlib.suppress(KeyboardInterrupt):  # ends the printing, not the jobs
-            follow(jobs[0], request.cluster)
+            for job in jobs:
+                follow(job, request.cluster)
         return 0 if all(_has_ended_well(run) for run in batch.runs) else 1
     return 0
 

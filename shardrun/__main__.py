@@ -23,7 +23,7 @@ import shardrun
 from fsdp.base.commands import INSTALLED
 
 MODULES = {
-    "train": "train", "local": "launch.local", "submit": "launch.submit",
+    "train": "train", "local": "launch.local", "submit": "launch.submit", "ray_predict": "launch.ray_predict",
     **{name: f"fsdp.{name}" for name in (
         "plan", "report", "doctor", "checkpoint", "predict", "parity", "tokenize", "config",
     )},

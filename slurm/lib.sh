@@ -56,14 +56,17 @@ find_python() {
     if [ -n "${VENV:-}" ] || [ -x "$venv/bin/python" ]; then
         export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
     fi
-    [ ${#CONTAINER[@]} -gt 0 ] || command -v python >/dev/null || die "no python on $(hostname). HINT: set VENV in $CLUSTER_ENV"
+    # an image's python is found in the image
+    [ ${#CONTAINER[@]} -gt 0 ] || [[ " ${SRUN_ARGS[*]:-} " == *" --container"* ]] || command -v python >/dev/null || die "no python on $(hostname). HINT: set VENV in $CLUSTER_ENV"
 }
 
 # Seconds since 1970, for the ranks' deadline; newer Slurm versions set it. Unset if the job has no time limit.
 export_end_time() {
     local text
+    [ -z "${SLURM_JOB_END_TIME:-}" ] || return 0
     text=$(squeue -h -j "$job" -o %e 2>/dev/null) || text=
-    if [ -z "${SLURM_JOB_END_TIME:-}" ] && text=$(date -d "$text" +%s 2>/dev/null) && [ -n "$text" ]; then
+    # date takes an empty text for today's midnight
+    if [ -n "$text" ] && text=$(date -d "$text" +%s 2>/dev/null); then
         export SLURM_JOB_END_TIME=$text
     fi
 }
@@ -99,7 +102,7 @@ job_begin() {
         *) flags+=("$word") ;;
         esac
     done
-    log=$(scontrol show job -o "$job" | grep -oP ' StdOut=\K.*?(?= \w+=)') || log=
+    log=$(scontrol show job -o "$job" | grep -oP ' StdOut=\K.*?(?= \w+=|$)') || log=
     places=$(on_head python -m launch.slurm_job begin "${dry_run[@]}" --default-run-dir "runs/$SLURM_JOB_NAME-$job" \
         --log "$log" "${flags[@]}")
     # a URL has a second line: its folder on each node, where the ranks' logs are
@@ -115,17 +118,24 @@ warn_of_unused_gpus() {
     say "${nodes[0]} has $gpus GPUs, and the job requests none. HINT: sbatch --gpus-per-node=$gpus, before the file" >&2
 }
 
-# Sets named: a strategy or a recipe's name as the first word, without dashes, becomes its flags.
+# Sets named: words in front without dashes, a strategy's and a recipe's name, become their flags.
 name_in_front() {
-    local word=${1:-} recipes
-    case $word in
-    "" | -*) named=("$@") && return ;;
-    ddp | fsdp | hsdp) named=(--mesh.strategy "$word" "${@:2}") && return ;;
-    *.toml) named=(--config "$word" "${@:2}") && return ;;
-    esac
-    [ -e "$home/recipes/$word.toml" ] && named=(--config "$home/recipes/$word.toml" "${@:2}") && return
-    recipes=$(cd "$home/recipes" && printf '%s ' *.toml)
-    die "$word is not a strategy (ddp, fsdp, hsdp) or a recipe (${recipes//.toml/}). HINT: sbatch slurm/fsdp.sbatch ddp"
+    local recipes
+    named=()
+    while [ $# -gt 0 ] && [[ $1 != -* ]]; do
+        case $1 in
+        ddp | fsdp | hsdp) named+=(--mesh.strategy "$1") ;;
+        *.toml) named+=(--config "$1") ;;
+        *)
+            recipes=$(cd "$home/recipes" && printf '%s ' *.toml)
+            [ -e "$home/recipes/$1.toml" ] ||
+                die "$1 is not a strategy (ddp, fsdp, hsdp) or a recipe (${recipes//.toml/}). HINT: sbatch slurm/fsdp.sbatch ddp"
+            named+=(--config "$home/recipes/$1.toml")
+            ;;
+        esac
+        shift
+    done
+    named+=("$@")
 }
 
 # The nodes connect before training: sets and exports MASTER_ADDR, MASTER_PORT and a token that is new at each start.
@@ -216,11 +226,13 @@ start_ranks() {
 
 # The decision is an exit status, which leaves a container. Returns only if the ranks restart in this allocation.
 judge_and_act() {
-    local state verdict=0 bounds=()
+    local state record verdict=0 bounds=()
     state=$(job_state)
     # only a running job is requeued: a cancelled job stays cancelled, and Slurm's own requeue is not repeated
     [ "$state" = RUNNING ] || { say "the job is $state: nothing more to do here"; exit "$rc"; }
-    scontrol show job -o "$job" | grep -q ' Requeue=1' || bounds=(--no-requeue)
+    # not in a pipe: grep would end before scontrol has written a long record, which would count as a failure
+    record=$(scontrol show job -o "$job") || record=
+    [[ $record == *" Requeue=1"* ]] || bounds=(--no-requeue)
     on_head python -m launch.slurm_job judge "$run" --job "$job" --restart "$restart" --code "$rc" "${bounds[@]}" "$@" ||
         verdict=$?
     case $verdict in

@@ -17,6 +17,7 @@ from typing import Any
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.object_client import OBJECT_STORES
+from fsdp.config.fields import flatten
 from fsdp.config.reading import load, pair_flags, read_recipe
 from fsdp.config.sections import Config
 from fsdp.config.values import exists, expanded
@@ -100,6 +101,14 @@ def check_store(run: Path, place: str) -> str:
             "python -m fsdp.checkpoint URL, with the URL of that store",
         )
     return place
+
+
+def named_code(config: Config) -> list[str]:
+    """Each `package.module:name` of a configuration, for training too."""
+    values = flatten(config)
+    texts = [config.model.name, *config.data.names, *(str(values[name]) for name in TRAINING_CODE)]
+    words = [word.strip() for text in texts for word in text.split(",")]
+    return [word for word in words if _CODE.fullmatch(word) and not word.startswith("hf:")]
 
 
 def check_code(run: Path, config: Config, trusted: Collection[str]) -> None:

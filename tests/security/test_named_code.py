@@ -17,7 +17,7 @@ from fsdp import config as configuration
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import manifest
 from fsdp.checkpoint.file_names import MANIFEST
-from fsdp.config.trust import TRAINING_CODE
+from fsdp.config.trust import TRAINING_CODE, named_code
 from fsdp.predict.__main__ import main as predict
 from fsdp.report.__main__ import main as report
 from tests.checkpoint.small import save_once
@@ -264,3 +264,18 @@ def test_code_of_a_mixtures_source_needs_its_name_on_the_command_line(tmp_path: 
     config = configuration.load_run_config(tmp_path, trusted=["mine_own:data"])
     assert config.data.names == ("synthetic", "mine_own:data", "fashion_mnist")
     assert (config.data.sources[2].dir, config.data.sources[2].args) == ("", {})
+
+
+def test_all_code_that_a_run_names_goes_to_the_workers_of_a_joined_ray() -> None:
+    words = "--model.name mine:m --data.name theirs:d --train.loss mine.loss:f --run.sinks one:A,two.b:C"
+    more = "--optim.name own:opt --optim.schedule own:s --comm.all_gather hooks:g"
+    found = named_code(configuration.load([*words.split(), *more.split()]))
+    assert sorted(found) == sorted(
+        ["mine:m", "theirs:d", "mine.loss:f", "one:A", "two.b:C", "own:opt", "own:s", "hooks:g"]
+    )
+    assert (
+        named_code(
+            configuration.load(["--model.name", "hf:org/name", "--data.name", "s3://bucket/rows.jsonl"])
+        )
+        == []
+    )

@@ -89,12 +89,36 @@ def words_of(*words: str) -> subprocess.CompletedProcess[str]:
         ("--dry-run", "--dry-run"),
         ("ddp --train.steps 5", "--mesh.strategy ddp --train.steps 5"),
         ("hsdp", "--mesh.strategy hsdp"),
+        ("ddp text --dry-run", f"--mesh.strategy ddp --config {REPOSITORY}/recipes/text.toml --dry-run"),
         ("text --dry-run", f"--config {REPOSITORY}/recipes/text.toml --dry-run"),
         ("mine/own.toml --train.steps 5", "--config mine/own.toml --train.steps 5"),
     ],
 )
 def test_a_word_in_front_is_a_strategy_or_a_recipe(words: str, expected: str) -> None:
     assert words_of(*words.split()).stdout.split() == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("squeue", "environ", "expected"),
+    [
+        ("echo 2030-01-02T03:04:05", {}, "1893553445"),
+        ("exit 1", {}, ""),
+        ("echo N/A", {}, ""),
+        ("echo 2030-01-02T03:04:05", {"SLURM_JOB_END_TIME": "7"}, "7"),
+    ],
+)
+def test_the_end_of_the_job_is_slurms_or_unset(
+    tmp_path: Path, squeue: str, environ: dict[str, str], expected: str
+) -> None:
+    """Today's midnight, of an empty date, would stop each start at its first step."""
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\n{squeue}\n")
+    (tmp_path / "squeue").chmod(0o755)
+    script = 'source slurm/lib.sh; job=5; export_end_time; echo "${SLURM_JOB_END_TIME:-}"'
+    clean = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TZ": "UTC", **environ}
+    said = subprocess.run(
+        ["bash", "-euc", script], cwd=REPOSITORY, env=clean, capture_output=True, text=True, check=True
+    )
+    assert said.stdout.strip() == expected
 
 
 def test_another_word_in_front_is_refused_with_the_names() -> None:

@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -141,6 +143,65 @@ def test_without_slurm_the_way_without_it_is_named(
     monkeypatch.setenv("PATH", "/nowhere")
     assert submit.main(["--dry-run"]) == 3
     assert "there is no sbatch here. HINT: --cluster local" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("squeue", "alive"),
+    [
+        ("echo RUNNING", True),
+        ("true", False),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", False),
+        ("echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1", True),
+    ],
+)
+def test_a_controller_that_does_not_answer_ends_no_job(
+    squeue: str, alive: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\n{squeue}\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    job: Any = SimpleNamespace(job_id="7")
+    assert submit._is_alive(job, "slurm") == alive
+
+
+def test_all_jobs_of_an_array_are_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit code is that of all runs: the second one ends after the first."""
+    jobs = []
+    for name in "ab":
+        (tmp_path / f"{name}.toml").write_text("[train]\nsteps = 2\n")
+        log = tmp_path / f"{name}.log"
+        log.write_text(f"the log of {name}\n")
+        jobs.append(SimpleNamespace(job_id=name, paths=SimpleNamespace(stdout=log)))
+
+    def ended(job: Any, cluster: str) -> bool:
+        folder = next(run for run in runs if run.name.endswith(f"-{job.job_id}"))
+        folder.mkdir(parents=True)
+        (folder / "DONE").touch()
+        return False
+
+    def submitted_jobs(request: Request, batch: submit.JobArray) -> list[Any]:
+        runs.extend(run.path for run in batch.runs)
+        return jobs
+
+    runs: list[Path] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(submit, "submit", submitted_jobs)
+    monkeypatch.setattr(submit, "_is_alive", ended)
+    assert submit.main(["--cluster", "local", "--follow", "--array", "a.toml", "b.toml"]) == 0
+    said = capsys.readouterr().out
+    assert said.index("the log of a") < said.index("the log of b")
+
+
+def test_two_of_three_jobs_cannot_share_a_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, run in (("a", "x"), ("b", "x"), ("c", "y")):
+        (tmp_path / f"{name}.toml").write_text(f'[run]\ndir = "{run}"\n')
+    monkeypatch.chdir(tmp_path)
+    assert submit.main(["--cluster", "local", "--dry-run", "--array", "a.toml", "b.toml", "c.toml"]) == 2
+    assert "--run.dir x cannot be 2 runs at once. HINT: leave --run.dir out" in capsys.readouterr().err
 
 
 def test_ranks_follow_the_gpus_or_a_number() -> None:
