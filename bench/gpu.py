@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import re
@@ -39,8 +40,8 @@ from fsdp.rundir.atomic_write import write_atomically
 PASSED, FAILED, IMPOSSIBLE, NOT_RUN = "passed", "failed", "not possible here", "not run"
 OVER = (PASSED, IMPOSSIBLE)
 """Results that --resume keeps."""
-LAST_BEGIN = 9
-"""No part starts after so many minutes."""
+LAST_BEGIN, LAST_END = 9, 10
+"""No part starts, and none runs on, after so many minutes."""
 
 
 @dataclass(frozen=True)
@@ -63,21 +64,29 @@ def device_name(device: str) -> str:
     return f"cpu {platform.machine()}"
 
 
-def run_part(part: Part, device: str, folder: Path) -> Row:
-    """Runs the part in a process of its own; it and what it started are killed at its limit."""
+def run_part(part: Part, device: str, folder: Path, left_s: float = math.inf) -> Row:
+    """Runs the part in a process of its own; it and what it started are killed at its limit, or when the
+    battery's time is over.
+    """
     began = time.monotonic()
     command = [sys.executable, "-m", "bench.gpu", "--run.device", device, "--inside", f"{part.name}:{folder}"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        text, _ = process.communicate(timeout=part.limit_s)
+        text, _ = process.communicate(timeout=min(part.limit_s, left_s))
         result, about = json.loads(text.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         result, about = FAILED, f"ran longer than {part.limit_s:.0f} s"
+        if left_s < part.limit_s:
+            result, about = NOT_RUN, f"{LAST_END} minutes were over while it ran: {_alone(part)}"
     except (IndexError, ValueError):
         result, about = FAILED, f"ended with exit code {process.returncode} without a result"
     finally:  # an interrupted battery leaves no run behind on the device
         kill_tree(process)
     return Row(part.name, part.claim, result, about, round(time.monotonic() - began, 1))
+
+
+def _alone(part: Part) -> str:
+    return f"python -m bench.gpu --only {part.name}"
 
 
 def kill_tree(process: subprocess.Popen[str]) -> None:
@@ -121,13 +130,14 @@ def run_all(
     """Runs the parts in turn; `keep` receives each row as soon as it is known."""
     began, rows = time.monotonic(), list[Row]()
     for part in parts:
-        if time.monotonic() - began > 60 * LAST_BEGIN:
-            again = f"python -m bench.gpu --only {part.name}"
-            rows.append(Row(part.name, part.claim, NOT_RUN, f"{LAST_BEGIN} minutes were over: {again}", 0.0))
+        took = time.monotonic() - began
+        if took > 60 * LAST_BEGIN:
+            about = f"{LAST_BEGIN} minutes were over: {_alone(part)}"
+            rows.append(Row(part.name, part.claim, NOT_RUN, about, 0.0))
             keep(rows[-1])
             continue
         with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as folder:
-            rows.append(run_part(part, device, Path(folder)))
+            rows.append(run_part(part, device, Path(folder), 60 * LAST_END - took))
         print(
             f"{rows[-1].result:<17} {part.name:<10} {rows[-1].seconds:6.1f} s  {rows[-1].about}", flush=True
         )

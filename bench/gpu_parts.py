@@ -170,10 +170,13 @@ SAME = {
     "products": "--memory.activation_checkpointing ops", "activations": "--memory.activation_offload true",
     "zero-2": "--mesh.reshard_after_forward false", "step": "--mesh.reshard_after_forward step",
     "chunks": "--memory.loss_chunk 64", "bf16 states": "--optim.state bf16",
-    "8-bit states": "--optim.state 8bit",
+    "8-bit states": "--optim.state 8bit", "states on the host": "--memory.optimizer_offload true",
+    "offload, 8-bit states": "--memory.cpu_offload true --optim.state 8bit",
+    "offload, states in files": "--memory.cpu_offload true --memory.nvme optimizer --memory.nvme_dir FOLDER",
+    "offload, all in files": "--memory.cpu_offload true --memory.nvme all --memory.nvme_dir FOLDER",
 }  # fmt: skip
 FEW = ("recompute", "chunks")
-ROUNDED = {"bf16 states": 2e-2, "8-bit states": 2e-2}
+ROUNDED = {"bf16 states": 2e-2, "8-bit states": 2e-2, "offload, 8-bit states": 2e-2}
 """Bounds of what rounds by itself; the others are 1e-4."""
 
 
@@ -185,8 +188,9 @@ def equal_losses(bench: Bench) -> Figures:
     plain = bench.trained("plain", *flags).losses()
     found = {}
     for name in SAME if bench.cuda else FEW:
+        words = SAME[name].replace("FOLDER", str(bench.folder / "nvme"))
         found[name] = apart(
-            bench.trained(name.replace(" ", "-"), *flags, *SAME[name].split()).losses(), plain
+            bench.trained(name.replace(" ", "-").replace(",", ""), *flags, *words.split()).losses(), plain
         )
     if bench.cuda:
         adapters = [

@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node=2 examples/own_loop.py --run.dir runs/own --train.steps 60
 
-The same command continues the run, on any number of ranks. The flags are train.py's, of the sections that
+The same command continues the run, on any number of ranks that divides the batch of 32: each has as many of
+its rows, since gradients are averaged over the ranks. The flags are train.py's, of the sections that
 shardrun.shard and shardrun.Training read (docs/library.md).
 """
 
@@ -38,6 +39,10 @@ def batch(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
 def main() -> None:
     config = shardrun.load_config(sys.argv[1:])
     with shardrun.process(config) as env:
+        if GLOBAL_BATCH % env.world_size:
+            sys.exit(
+                f"{GLOBAL_BATCH} rows do not divide among {env.world_size} ranks. HINT: --nproc_per_node=2"
+            )
         model = shardrun.shard(build, config, env)
         optimizer = torch.optim.AdamW(model.root.parameters(), lr=3e-3)
         with shardrun.Training(config, env, model, optimizer) as training:

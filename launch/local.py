@@ -19,8 +19,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -31,7 +31,7 @@ from fsdp.base.errors import ShardrunError
 from fsdp.config import Config
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, whole_number
 from fsdp.dist.env import DistEnv, pick_device, set_allocator, slurm_start
-from fsdp.record.console import flush_output
+from fsdp.record.console import flush_output, open_closed_streams
 from fsdp.rundir import history, paths
 from fsdp.rundir.paths import RunDir
 from launch import guard, slurm_job
@@ -47,6 +47,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str]) -> int:
+    open_closed_streams()
     try:
         options, flags = _parse(argv or ["--help"])
         config = configuration.load(flags)
@@ -112,7 +113,8 @@ def warm_up(config: Config, ranks: int) -> None:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    job = prepare(config, world_size=ranks, num_nodes=1, device=torch.device("cpu"))
+    hosts = config.run.device == "cpu" or not torch.cuda.is_available()
+    job = prepare(config, world_size=ranks, num_nodes=1, device=torch.device("cpu") if hosts else None)
     meta_model(job.spec)
     torch.set_num_threads(threads)
 
@@ -150,16 +152,26 @@ class _RankProcesses:
                 print(f"launch.local: {how}: restarting all ranks", file=sys.stderr)
 
     def _one_try(self, marker: Marker) -> int:
-        """0 if all ranks succeeded, else the exit code of the first that failed."""
+        """0 if all ranks succeeded, else the exit code of the first that failed, or of a signal that came
+        before they were forked.
+        """
         sys.stdout.flush()
         sys.stderr.flush()
         with tempfile.TemporaryDirectory(prefix="shardrun-local-") as folder:
-            for rank in range(self._ranks):
-                pid = os.fork()
-                if pid == 0:
-                    _run_as_rank(self._config, rank, self._ranks, str(Path(folder, "store")), marker)
-                self._pids[pid] = rank
+            # a signal comes before the check, or is forwarded to all ranks
+            with _delayed(FORWARDED):
+                if self._received is not None:
+                    print(f"launch.local: {self._received.name} before the ranks started", file=sys.stderr)
+                    return 128 + self._received
+                self._fork(str(Path(folder, "store")), marker)
             return self._wait()
+
+    def _fork(self, store: str, marker: Marker) -> None:
+        for rank in range(self._ranks):
+            pid = os.fork()
+            if pid == 0:
+                _run_as_rank(self._config, rank, self._ranks, store, marker)
+            self._pids[pid] = rank
 
     def _wait(self) -> int:
         first, deadline = 0, float("inf")
@@ -179,7 +191,8 @@ class _RankProcesses:
 
     def _send(self, number: int) -> None:
         for pid in self._pids:
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # it has ended, and `_wait` has just reaped it
+                os.kill(pid, number)
 
     @contextmanager
     def _forwarding(self) -> Iterator[None]:
@@ -197,6 +210,16 @@ class _RankProcesses:
                 signal.signal(one, handler)
 
 
+@contextmanager
+def _delayed(signals: Collection[signal.Signals]) -> Iterator[None]:
+    """Signals that arrive meanwhile are handled at the end. A fork starts with all of them delayed."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+
+
 def _named(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
@@ -207,6 +230,7 @@ def _run_as_rank(config: Config, rank: int, ranks: int, store: str, marker: Mark
     try:
         for one in FORWARDED:
             signal.signal(one, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         # A rank whose launcher is killed receives SIGTERM, and so saves and ends.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         env = DistEnv(

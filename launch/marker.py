@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -54,9 +55,21 @@ class Marker:
     """
 
     def write(self, failure: Failure, rank: int) -> None:
-        """Write the failure, unless another job holds the run directory or there is none."""
+        """Write the failure, unless another job holds the run directory or there is none.
+
+        One line if it cannot be written: the disk may be full or away, which may be the failure itself.
+        """
         before_the_lock = not self.lock_checked and failure.code == ConfigError.exit_code
-        if failure.echo or failure.kind is Kind.REFUSED or before_the_lock or not self.run.path.is_dir():
+        if failure.echo or failure.kind is Kind.REFUSED or before_the_lock:
+            return
+        try:
+            self._write(failure, rank)
+        except OSError as error:
+            line = f"[rank {rank}] {self.run.failed} cannot be written ({error.strerror}): the launcher"
+            print(f"{line} decides by exit code {failure.code} alone", file=sys.stderr)
+
+    def _write(self, failure: Failure, rank: int) -> None:
+        if not self.run.path.is_dir():
             return
         record = {
             **asdict(failure),

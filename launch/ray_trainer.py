@@ -106,7 +106,8 @@ def _check(config: Config) -> None:
     """Raise the errors in the flags that can be found without a cluster."""
     low, _ = worker_range(config.ray.num_workers)
     check_ranks(config)
-    prepare(config, world_size=low, num_nodes=1, device=torch.device("cpu"))
+    device = torch.device("cpu") if config.run.device == "cpu" else None
+    prepare(config, world_size=low, num_nodes=1, device=device)
 
 
 @contextmanager

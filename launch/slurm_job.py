@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp import config as configuration
-from fsdp.base.errors import ConfigError, RefusedError, ShardrunError
+from fsdp.base.errors import CheckpointError, ConfigError, RefusedError, ShardrunError, without_hint
+from fsdp.base.phases import Ending
 from fsdp.dist.env import slurm_start
 from fsdp.rundir import history
 from fsdp.rundir.lock import FolderLock
@@ -80,11 +81,41 @@ def judge(
     after_this_try = slurm_start(
         {**os.environ, "SHARDRUN_TRY": str(int(os.environ.get("SHARDRUN_TRY", "0")) + 1)}
     )
+    decision = None
     try:
         with holding(run, after_this_try):
-            return _judge(run, job, restart, code, allocation, unmet)
+            decision = _judge(run, job, restart, code, allocation, unmet)
     except RefusedError as error:
         return decide(End(Kind.REFUSED, why=str(error)), Past(), allocation)
+    except (ShardrunError, OSError) as error:
+        decision = decision or (None if unmet else _judge_without_records(run, code, allocation))
+        if decision is None:
+            raise _as_error(run, error) from None
+        print(f"{without_hint(_as_error(run, error))} What follows does not depend on it.", file=sys.stderr)
+    return decision
+
+
+def _judge_without_records(run: RunDir, code: int, allocation: Allocation) -> Decision | None:
+    """The decision where the run directory, or the store that has it, cannot be locked or read; None for a
+    failure, whose repetition the records would show.
+
+    Ranks that end with 0 have saved. Where their marker cannot be read either, the job is requeued: a run
+    that is done ends again at once, and `scancel` is final in Slurm itself.
+    """
+    try:
+        end = _requested_end(run)
+    except OSError:
+        end = None
+    if end is None and code == 0:
+        end = End(Kind.PREEMPTED, why="its ranks have ended with 0")
+    return None if end is None else decide(end, Past(), allocation)
+
+
+def _as_error(run: RunDir, error: Exception) -> ShardrunError:
+    if isinstance(error, ShardrunError):
+        return error
+    hint = f"ls {shlex.quote(str(run.path))}, then start the same command"
+    return CheckpointError(f"{run.place} cannot be read or written: {error}.", hint)
 
 
 def _judge(run: RunDir, job: str, restart: int, code: int, allocation: Allocation, unmet: bool) -> Decision:
@@ -93,12 +124,9 @@ def _judge(run: RunDir, job: str, restart: int, code: int, allocation: Allocatio
     if unmet:
         history.record_unmet(run, job=job)
         return decide(End(Kind.UNMET), past, allocation)
-    if run.done.exists():
-        return decide(End(Kind.DONE), past, allocation)
-    if run.stopped.is_file():
-        text = run.stopped.read_text(encoding="utf-8", errors="replace")
-        reason = text.partition(" at step ")[0].strip()
-        return decide(End(kind_of_stop(reason), why=reason), past, allocation)
+    requested = _requested_end(run) or (_recorded_end(events) if code == 0 else None)
+    if requested is not None:
+        return decide(requested, past, allocation)
     end = end_of(run, _marker(run), code, starting=_failed_while_starting(events))
     history.record_crash(
         run,
@@ -110,6 +138,26 @@ def _judge(run: RunDir, job: str, restart: int, code: int, allocation: Allocatio
         starting=end.starting,
     )
     return decide(end, past, allocation)
+
+
+def _requested_end(run: RunDir) -> End | None:
+    """The end of a start that is done or was stopped; None for one that failed."""
+    if run.done.exists():
+        return End(Kind.DONE)
+    if not run.stopped.is_file():
+        return None
+    text = run.stopped.read_text(encoding="utf-8", errors="replace")
+    reason = text.partition(" at step ")[0].strip()
+    return End(kind_of_stop(reason), why=reason)
+
+
+def _recorded_end(events: Sequence[Event]) -> End | None:
+    """The same from the history, for a start whose marker could not be written."""
+    last = events[-1] if events else {}
+    if last.get("how") == Ending.FINISHED:
+        return End(Kind.DONE)
+    reason = str(last.get("why"))
+    return End(kind_of_stop(reason), why=reason) if last.get("how") == Ending.STOPPED else None
 
 
 def _marker(run: RunDir) -> Marker:
@@ -154,8 +202,10 @@ def past_of(events: Sequence[Event], job: str, restart: int) -> Past:
 
 
 def _failed_while_starting(events: Sequence[Event]) -> bool:
-    """Whether the newest try has not recorded a start."""
+    """Whether the newest try has not recorded a start: the last one has its end, and that is no failure."""
     for event in reversed(events):
+        if event["event"] == "end" and event.get("how") != Ending.FAILED:
+            return True
         if event["event"] in ("start", "crash", "lost", "unmet"):
             return bool(event["event"] != "start")
     return True

@@ -6,6 +6,7 @@ Not here: numbers with a unit (units.py), tables of pages (html.py).
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Sequence
 
 
@@ -18,6 +19,11 @@ def listed(items: Sequence[object], most: int = 8) -> str:
     """`a, b and 3 more`."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(map(str, items[:most])) + more
+
+
+def parse_count(text: str) -> int | None:
+    """Of `12` or `1_000`; None for anything else, such as `²`, which str.isdigit takes."""
+    return int(text) if re.fullmatch(r"[0-9]+(_[0-9]+)*", text) and len(text) < 20 else None
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

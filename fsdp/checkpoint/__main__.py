@@ -23,8 +23,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fsdp import config
 from fsdp.base.errors import CheckpointError, ConfigError, RefusedError, without_hint
 from fsdp.base.object_client import is_url
@@ -341,7 +339,7 @@ def _saved_as(options: argparse.Namespace) -> SourceFolder | None:
         return saved_as(run, resolve(run.model, {}))
     if options.section.export_format != "hf":
         return None
-    return saved_as(run, prepare(run, world_size=1, num_nodes=1, device=torch.device("cpu")).spec)
+    return saved_as(run, prepare(run, world_size=1, num_nodes=1, device=None).spec)
 
 
 def _check_source(options: argparse.Namespace, values: Mapping[str, Any], other: str) -> None:
@@ -373,7 +371,7 @@ def _base(options: argparse.Namespace, found: CheckpointListing) -> Base | None:
         )
     _check_source(options, config.read_recipe(str(file)), "since checkpoints of adapters do not hold it")
     run = config.load_run_config(options.folder, trusted=options.trust_code, forgotten=("checkpoint.resume",))
-    job = prepare(run, world_size=1, num_nodes=1, device=torch.device("cpu"))
+    job = prepare(run, world_size=1, num_nodes=1, device=None)
     return dataclasses.replace(
         base_of(run, job.spec, job.dtypes, saved["digest"]),
         lora=dataclasses.replace(run.lora, rank=saved["rank"], alpha=saved["alpha"]),

@@ -8,6 +8,7 @@ rank_file.py fills in.
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -52,6 +53,7 @@ class Staging:
         self._room = room
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._unpin: Callable[[], object] = lambda: None
 
     @property
     def nbytes(self) -> int:
@@ -99,8 +101,7 @@ class Staging:
         if self._room is not None:
             self._buffer = self._room.take(size)
             return
-        if self._stream is not None and self._buffer.numel():
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())))
+        self._unpin()
         self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one before the new one is allocated
         # Begins at a page: a direct write (O_DIRECT) needs it.
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -108,10 +109,22 @@ class Staging:
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._buffer = torch.frombuffer(memory, dtype=torch.uint8)
         if self._stream is not None:
-            # pin_memory=True would round up to a power of two: up to twice the state.
-            torch.cuda.check_error(
-                int(torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), size, 1))
-            )
+            self._unpin = _pinned(self._buffer, self)
+
+
+def _pinned(buffer: torch.Tensor, owner: object) -> Callable[[], object]:
+    """Pins the memory until the returned function is called or `owner` is gone. pin_memory=True would round
+    up to a power of two: up to twice the state.
+    """
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 1)))
+    # It refers to the buffer: unmapped while pinned, its address could not be pinned again.
+    unpin = weakref.finalize(owner, _unpin, buffer)
+    unpin.atexit = False  # the process's end frees it, and CUDA may have ended by then
+    return unpin
+
+
+def _unpin(buffer: torch.Tensor) -> None:
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())))
 
 
 def _places(sources: list[torch.Tensor]) -> list[int]:

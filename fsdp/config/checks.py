@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.object_client import OBJECT_STORES, without_secrets
+from fsdp.base.text import parse_count
 from fsdp.config.checks_memory import MEMORY_CHECKS, refuse_beside
 from fsdp.config.sections import SCHEDULES, Config, DataSection, OptimSection, ProfileSection
 from fsdp.config.values import exists, profile_steps, reshard_policy, worker_range
@@ -63,6 +64,7 @@ def _check_train(config: Config) -> None:
             "--checkpoint.resume RUN, or the folder of one checkpoint",
         )
     _check_schedule(config)
+    _check_decay(config)
     _check_muon(config)
     if train.steps and config.optim.warmup_steps > train.steps:
         raise ConfigError(
@@ -113,6 +115,15 @@ def _check_schedule(config: Config) -> None:
         )
 
 
+def _check_decay(config: Config) -> None:
+    optim = config.optim
+    if optim.name in ("sgd", "adam") and optim.weight_decay not in (0, OptimSection().weight_decay):
+        raise ConfigError(
+            f"--optim.weight_decay {optim.weight_decay:g} has no effect under --optim.name {optim.name}.",
+            "--optim.name adamw, or --optim.weight_decay 0",
+        )
+
+
 def _check_muon(config: Config) -> None:
     optim, usual = config.optim, OptimSection()
     for field in dataclasses.fields(OptimSection):
@@ -154,11 +165,11 @@ def _check_mesh(config: Config) -> None:
             f"--mesh.wrap {mesh.wrap} is not auto, every:N, class:NAME, size:PARAMETERS or root.",
             "--mesh.wrap auto",
         )
-    if kind == "every" and not (what.isdigit() and int(what)):
+    if kind == "every" and not parse_count(what):
         raise ConfigError(
             f"--mesh.wrap {mesh.wrap}: {what} is not a number of blocks from 1.", "--mesh.wrap every:2"
         )
-    if kind == "size" and not what.replace("_", "").isdigit():
+    if kind == "size" and not parse_count(what):
         raise ConfigError(
             f"--mesh.wrap {mesh.wrap}: {what} is not a number of parameters.", "--mesh.wrap size:1000000"
         )

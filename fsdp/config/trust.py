@@ -57,10 +57,13 @@ def load_run_config(
 
 
 def _without_training_code(values: dict[str, Any]) -> dict[str, Any]:
-    """Drops fields that name code for training, and with one of [optim] all of that section."""
+    """Drops fields that name code for training, and with one of [optim] all of that section but the average:
+    a run may keep its best checkpoints by it.
+    """
     code = {name for name in TRAINING_CODE if ":" in str(values.get(name, ""))}
-    optim = "optim." if any(name.startswith("optim.") for name in code) else "-"
-    return {name: value for name, value in values.items() if name not in code and not name.startswith(optim)}
+    if any(name.startswith("optim.") for name in code):
+        code |= {name for name in values if name.startswith("optim.") and name != "optim.ema"}
+    return {name: value for name, value in values.items() if name not in code}
 
 
 def _without_downloads(values: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.text import nearest
+from fsdp.base.text import nearest, parse_count
 from fsdp.config.aliases import SHARDING
 from fsdp.config.fields import FieldSpec
 from fsdp.config.sources import parse_sources
@@ -143,8 +143,8 @@ def reshard_policy(text: str) -> bool | int | Literal["step"]:
         return text == "true"
     if text == "step":
         return "step"
-    if text.isdigit() and int(text) >= 1:
-        return int(text)
+    if ranks := parse_count(text):
+        return ranks
     raise ConfigError(
         f"--mesh.reshard_after_forward {text} is not true, false, step or a number of ranks.",
         "--mesh.reshard_after_forward true",
@@ -153,25 +153,25 @@ def reshard_policy(text: str) -> bool | int | Literal["step"]:
 
 def worker_range(text: str) -> tuple[int, int]:
     """Parses --ray.num_workers: `4` is (4, 4), `2:8` is (2, 8)."""
-    low, colon, high = text.partition(":")
-    if (
-        not low.isdigit()
-        or (colon and not high.isdigit())
-        or int(low) < 1
-        or (colon and int(high) < int(low))
-    ):
+    if (span := _span(text)) is None:
         raise ConfigError(
             f"--ray.num_workers {text} is not a number of workers or a range.", "--ray.num_workers 2 or 2:8"
         )
-    return int(low), int(high or low)
+    return span
 
 
 def profile_steps(text: str) -> tuple[int, int]:
     """Parses --profile.steps: `3:5` is (3, 5), `4` is (4, 4)."""
-    first, colon, last = text.partition(":")
-    if not first.isdigit() or (colon and not last.isdigit()) or not 1 <= int(first) <= int(last or first):
+    if (span := _span(text)) is None:
         raise ConfigError(f"--profile.steps {text} is not first:last, counted from 1.", "--profile.steps 3:5")
-    return int(first), int(last or first)
+    return span
+
+
+def _span(text: str) -> tuple[int, int] | None:
+    """`2:8` or `4`, from 1; None for anything else."""
+    first, colon, last = text.partition(":")
+    low, high = parse_count(first), parse_count(last if colon else first)
+    return (low, high) if low and high and low <= high else None
 
 
 def exists(path: str | Path) -> bool:

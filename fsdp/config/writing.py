@@ -6,6 +6,7 @@ Not here: reading a recipe (reading.py), --help (help.py).
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,8 @@ def toml_value(value: Any) -> str:
     if isinstance(value, str):
         # JSON's string escapes are valid in TOML, except DEL, which JSON does not escape.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_toml_key(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
     return "[" + ", ".join(toml_value(v) for v in value) + "]"

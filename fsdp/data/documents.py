@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 MASKED = -100
 COUNTED_ONCE = 1_000_000
 """Documents from which on a count over all of them is kept in the cache."""
+HELD_OUT = 0.01
 RowForm = Literal["auto", "stream", "document", "packed"]
 
 
@@ -53,7 +54,7 @@ def build(
     loss: Loss = "assistant",
     chat_template: str = "",
     rows: RowForm = "auto",
-    heldout: float = 0.01,
+    heldout: float = HELD_OUT,
     config: str = "",
     split: str = "",
 ) -> DataSet:
@@ -64,7 +65,7 @@ def build(
         )
     folder = Path(where.dir)
     if (folder / MANIFEST).is_file():
-        _check_nothing_to_tokenize(where, text, loss, chat_template, config, split)
+        _check_nothing_to_tokenize(where, text, loss, chat_template, config, split, heldout)
     else:
         options = DocumentOptions(where.tokenizer, text, loss, template_text(chat_template))
         folder = _tokenized(TokenizeJob(where.dir, options, heldout, config=config, split=split))
@@ -95,9 +96,11 @@ def build(
 
 
 def _check_nothing_to_tokenize(
-    where: Where, text: str, loss: str, chat_template: str, config: str, split: str
+    where: Where, text: str, loss: str, chat_template: str, config: str, split: str, heldout: float
 ) -> None:
+    made = json.loads((Path(where.dir) / MANIFEST).read_text(encoding="utf-8")).get("key", {})
     given = {
+        "--data.args.heldout": "" if heldout in (HELD_OUT, made.get("heldout")) else f"{heldout:g}",
         "--data.args.text": text,
         "--data.args.loss": loss if loss != "assistant" else "",
         "--data.args.chat_template": chat_template,
@@ -105,9 +108,6 @@ def _check_nothing_to_tokenize(
         "--data.args.split": split,
         "--data.tokenizer": where.tokenizer,
     }
-    if not any(given.values()):
-        return
-    made = json.loads((Path(where.dir) / MANIFEST).read_text(encoding="utf-8")).get("key", {})
     for flag, value in given.items():
         same = (
             flag == "--data.tokenizer"

@@ -72,9 +72,7 @@ class Loader:
         self.samples, self.cursor, self._source_of = samples, cursor, source_of
         self.micro_batch, self.accumulation, self.rank = micro_batch, accumulation, rank
         self._pin = pin
-        masks = [torch.arange(micro_batch) < rows for rows in range(micro_batch + 1)]
-        # A copy to the device from unpinned memory blocks the host, however small it is.
-        self._masks = [mask.pin_memory() for mask in masks] if pin else masks
+        self._masks: dict[int, Tensor] = {}
         self._carrier = maybe_carrier(device if workers else None)
         # At least one step per thread, or a thread would be idle.
         self._readers = Readers(self._read, workers, ahead=max(prefetch, workers)) if workers else None
@@ -99,7 +97,7 @@ class Loader:
     def _micro(self, step: int, part: np.ndarray, spare: int) -> Batch:
         rows = pad(part, self.micro_batch, spare)
         data = read_batch(self.samples, rows, f"rank {self.rank.index}, step {step}")
-        mask = self._masks[len(part)]
+        mask = self._mask(len(part))
         counted = count_tokens(data, mask)
         if self._pin:
             data = {name: value.pin_memory() for name, value in data.items()}
@@ -107,6 +105,15 @@ class Loader:
         if sources is not None and self._pin:
             sources = sources.pin_memory()
         return Batch(data, mask, len(part), counted, sources)
+
+    def _mask(self, rows: int) -> Tensor:
+        """Which rows are samples. An epoch has few different numbers of them."""
+        found = self._masks.get(rows)
+        if found is None:
+            mask = torch.arange(self.micro_batch) < rows
+            # A copy to the device from unpinned memory blocks the host, however small it is.
+            found = self._masks[rows] = mask.pin_memory() if self._pin else mask
+        return found
 
 
 def read_batch(samples: Samples, indices: np.ndarray, where: str) -> dict[str, Tensor]:

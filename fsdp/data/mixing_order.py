@@ -49,20 +49,23 @@ class MixSegment:
     def by_epochs(self) -> bool:
         return any(kind == "epochs" for kind, _ in self.amounts.values())
 
-    @property
+    @functools.cached_property
     def shares(self) -> tuple[int, ...]:
-        """Whole numbers in the proportions of the sources; by epochs, the samples that each still gives."""
+        """Whole numbers in the proportions of the sources; by epochs, the samples that each gives in all."""
         if self.by_epochs:
             return tuple(
-                max(0, max(1, round(self.samples[label] * Fraction(str(value)))) - self.drawn.get(label, 0))
+                max(1, round(self.samples[label] * Fraction(str(value))))
                 for label, (_, value) in self.amounts.items()
             )
         return whole_shares([value for _, value in self.amounts.values()])
 
-    @property
-    def period(self) -> int:
-        """Samples after which all epochs are complete; 0 for weights, which have no end."""
-        return sum(self.shares) if self.by_epochs else 0
+    @functools.cached_property
+    def rest(self) -> tuple[int, ...]:
+        """By epochs, the samples that each source still gives; all 0 if the epochs were complete before."""
+        return tuple(
+            max(0, share - self.drawn.get(label, 0))
+            for share, label in zip(self.shares, self.amounts, strict=True)
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The order of sources is part of the order of samples: a list, since JSON's keys may be sorted."""
@@ -144,7 +147,7 @@ class Quotas:
         whole = sum(self.shares[low:high])
         left = sum(self.shares[low:middle])
         if not whole:
-            return
+            return  # they give no sample any more
         # The left half's quota at n is n · left / whole, rounded. From `base` on only the rest is counted.
         quota, rest = divmod(2 * base * left + whole, 2 * whole)
         steps = np.arange(len(places) + 1, dtype=np.int64)
@@ -152,6 +155,31 @@ class Quotas:
         to_left = np.diff(grown) == 1
         self._split(low, middle, quota, places[to_left], owner, before)
         self._split(middle, high, base - quota, places[~to_left], owner, before)
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """The positions of one step, in a pass over the sources."""
+
+    shares: tuple[int, ...]
+    first: int
+    count: int
+    before: tuple[int, ...]
+    """Samples of each source in the segment's passes before this one."""
+
+
+def _stretch(segment: MixSegment, step: int) -> _Stretch:
+    """By epochs, the first pass has what the sources still give, and the further ones all of their epochs."""
+    place, batch, shares = step - segment.step, segment.global_batch, segment.shares
+    if not segment.by_epochs:
+        return _Stretch(shares, place * batch, batch, (0,) * len(shares))
+    rest = segment.rest
+    steps = -(-sum(rest) // batch)
+    if place < steps:
+        return _Stretch(rest, place * batch, min(batch, sum(rest) - place * batch), (0,) * len(shares))
+    passes, place = divmod(place - steps, -(-sum(shares) // batch))
+    before = tuple(some + passes * all_of_it for some, all_of_it in zip(rest, shares, strict=True))
+    return _Stretch(shares, place * batch, min(batch, sum(shares) - place * batch), before)
 
 
 # ---------------------------------------------------------------- which sample
@@ -162,7 +190,6 @@ class MixCursor:
 
     def __init__(self, *, seed: int, segments: Sequence[MixSegment]) -> None:
         self.seed, self.segments = seed, tuple(segments)
-        self._quotas = functools.lru_cache(maxsize=4)(lambda segment: Quotas(segments[segment].shares))
         self._walk = functools.lru_cache(maxsize=None)(
             lambda label, samples: EpochWalk(samples, (seed, label))
         )
@@ -179,7 +206,8 @@ class MixCursor:
     @property
     def samples(self) -> int:
         """Samples of an epoch: those until all epochs are complete, or one pass of every source."""
-        return self.now.period or sum(self.now.samples.values())
+        now = self.now
+        return (sum(now.rest) or sum(now.shares)) if now.by_epochs else sum(now.samples.values())
 
     @property
     def steps_per_epoch(self) -> int:
@@ -189,7 +217,7 @@ class MixCursor:
     def end(self) -> int | None:
         """The step at which all epochs are complete; None for weights."""
         now = self.now
-        return now.step + -(-now.period // now.global_batch) if now.by_epochs else None
+        return now.step + -(-sum(now.rest) // now.global_batch) if now.by_epochs else None
 
     def epoch(self, step: int) -> Fraction:
         """Epochs complete after `step` steps; an epoch is as many samples as the sources hold together.
@@ -206,57 +234,43 @@ class MixCursor:
             Fraction(0),
         )
 
-    @classmethod
-    def _seen(cls, segment: MixSegment, step: int) -> int:
+    @staticmethod
+    def _seen(segment: MixSegment, step: int) -> int:
         """Samples of a segment before `step`."""
-        first, _, passes = cls._stretch(segment, step)
-        return passes * segment.period + first
+        stretch = _stretch(segment, step)
+        return sum(stretch.before) + stretch.first
 
     def indices(self, step: int) -> np.ndarray:
         """Returns 1 … global_batch sample indices, int64, in the order in which ranks slice them."""
-        nth, segment = self._segment(step)
-        first, last, passes = self._stretch(segment, step)
-        owner, before = self._quotas(nth).split(first, last - first)
-        found = np.empty(last - first, np.int64)
+        segment = self._segment(step)
+        stretch = _stretch(segment, step)
+        owner, quotas = Quotas(stretch.shares).split(stretch.first, stretch.count)
+        found = np.empty(stretch.count, np.int64)
         offset = 0
         for source, (label, samples) in enumerate(segment.samples.items()):
             rows = np.flatnonzero(owner == source)
             if len(rows):
-                drawn = self._drawn(segment, nth, source, label, before[source], passes)
+                drawn = segment.drawn.get(label, 0) + stretch.before[source] + quotas[source]
                 found[rows] = offset + self._walk(label, samples).draws(drawn, len(rows))
             offset += samples
         return found[np.argsort(mix(np.arange(len(found), dtype=np.uint64), self._key(step)), kind="stable")]
 
     def drawn(self, step: int) -> dict[str, int]:
         """Samples drawn from each source before `step`, of all segments."""
-        nth, segment = self._segment(step)
-        first, _, passes = self._stretch(segment, step)
-        _, before = self._quotas(nth).split(first, 0)
+        segment = self._segment(step)
+        stretch = _stretch(segment, step)
+        _, quotas = Quotas(stretch.shares).split(stretch.first, 0)
         found = {
-            label: self._drawn(segment, nth, source, label, before[source], passes)
-            for source, label in enumerate(segment.samples)
+            label: segment.drawn.get(label, 0) + before + quota
+            for label, before, quota in zip(segment.samples, stretch.before, quotas, strict=True)
         }
         return {**segment.drawn, **found}
 
     def _key(self, step: int) -> int:
         return stream_key("rows", self.seed, step)
 
-    def _drawn(self, segment: MixSegment, nth: int, source: int, label: str, before: int, passes: int) -> int:
-        whole = passes * self._quotas(nth).shares[source] if passes else 0
-        return segment.drawn.get(label, 0) + whole + before
-
-    def _segment(self, step: int) -> tuple[int, MixSegment]:
-        nth = max(n for n, one in enumerate(self.segments) if one.step <= step or n == 0)
-        return nth, self.segments[nth]
-
-    @staticmethod
-    def _stretch(segment: MixSegment, step: int) -> tuple[int, int, int]:
-        """The step's first position and the one after its last, and the passes of the period before it."""
-        place, batch, period = step - segment.step, segment.global_batch, segment.period
-        if not period:
-            return place * batch, (place + 1) * batch, 0
-        passes, place = divmod(place, -(-period // batch))
-        return place * batch, min((place + 1) * batch, period), passes
+    def _segment(self, step: int) -> MixSegment:
+        return next((one for one in reversed(self.segments) if one.step <= step), self.segments[0])
 
     # ------------------------------------------------------------ over starts
 

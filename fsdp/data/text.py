@@ -90,7 +90,12 @@ def _cut(text: bytes, seq_len: int) -> tuple[bytes, bytes]:
 
 def _read(root: Path, limit: int) -> Iterator[bytes]:
     for path in _sources(root):
-        text = path.read_bytes()[:limit]
+        try:
+            text = path.read_bytes()[:limit]
+        except FileNotFoundError:
+            continue  # a link to nothing, such as an editor's lock
+        except OSError as error:
+            raise unreadable(error, path) from None
         limit -= len(text)
         yield text
         if not limit:
@@ -153,6 +158,8 @@ def _read_text(path: Path, limit: int, where: Where) -> bytes | None:
     try:
         with path.open("rb") as file:
             raw = file.read(limit + 4)
+            if raw[:2] in UTF_16:  # at least a byte of UTF-8 for two of them
+                raw += file.read(limit)
             whole = not file.read(1)
     except OSError as error:
         raise unreadable(error, path) from None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -96,7 +97,9 @@ class Stopper:
         self._process_ends = process_ends
         self._env, self._reporter_reason, self._save_seconds = env, reporter_reason, save_seconds
         self._file = Path(section.file) if section.file else run_dir / "STOP"
-        if self._file.is_dir():
+        self._blind = False
+        """Whether a check for the file could not look."""
+        if os.path.isdir(self._file):  # noqa: PTH112  Path.is_dir raises where it cannot look
             instead = f"--stop.file {self._file / 'STOP'}" if section.file else f"rmdir {self._file}"
             raise ConfigError(f"{self._file}, whose presence stops the run, is a folder.", instead)
         self.on_host = env.device.type == "cpu"
@@ -107,10 +110,9 @@ class Stopper:
         self._signature, self._sums = 0, [0.0, 0.0]
         self._request: StopReason | None = None
         self._step, self._step_began, self._step_s = 0, 0.0, 0.0
-        if env.is_main and self._file.exists():
+        if env.is_main and self._sees_file() and self._remove_file():
             # From the stop before this start: the same command again continues the run.
             log.info("removed %s, which stopped the run before this one", self._file)
-            self._file.unlink()
         self._signals = _SignalRecorder()
 
     def begin(self, step: int) -> None:
@@ -171,7 +173,7 @@ class Stopper:
         """Restore the previous signal handlers."""
         self._signals.close(restore=not (self._process_ends and sys.exc_info()[0] is not None))
         if self._file_seen:
-            self._file.unlink(missing_ok=True)
+            self._remove_file()
 
     @staticmethod
     def _numbers(signature: int, word: int) -> Tensor:
@@ -220,8 +222,32 @@ class Stopper:
     def _file_exists(self) -> bool:
         now = time.monotonic()
         if not self._file_seen and now - self._checked >= FILE_CHECK_S:
-            self._checked, self._file_seen = now, self._file.exists()
+            self._checked, self._file_seen = now, self._sees_file()
         return self._file_seen
+
+    def _sees_file(self) -> bool:
+        """Whether the file is there. Where the check cannot look, one line says so and training continues."""
+        try:
+            self._file.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            if not self._blind:
+                message = "the stop file %s cannot be looked for (%s): training continues, a signal stops it"
+                log.warning(message, self._file, error.strerror)
+            self._blind = True
+            return False
+        return True
+
+    def _remove_file(self) -> bool:
+        """Whether it is gone. One line with the command if not: the folder may leave that to its owner."""
+        try:
+            self._file.unlink(missing_ok=True)
+        except OSError as error:
+            message = "%s, which stops the run, cannot be removed (%s). HINT: rm %s, as its owner"
+            log.warning(message, self._file, error.strerror, shlex.quote(str(self._file)))
+            return False
+        return True
 
     def _too_late(self) -> bool:
         """Whether the end of the next step would leave too little time for a save."""

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.text import nearest
+from fsdp.base.text import nearest, parse_count
 
 Unit = list[nn.Module]
 
@@ -169,11 +169,11 @@ def _of_class(model: nn.Module, names: Sequence[str]) -> list[Unit]:
 
 
 def _number(text: str) -> int:
-    if not text.replace("_", "").isdigit() or int(text) < 1:
+    if not (found := parse_count(text)):
         raise ConfigError(
             f"--mesh.wrap size:{text} is not a number of parameters.", "--mesh.wrap size:1000000"
         )
-    return int(text)
+    return found
 
 
 def _of_size(model: nn.Module, least: int) -> list[nn.Module]:

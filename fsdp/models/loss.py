@@ -205,9 +205,15 @@ class LossFunction:
 
     def tokens(self, counted: Mapping[str, TokenCounts]) -> int:
         """Returns the weight of a micro-batch, from the tokens counted on the host."""
-        names = [self._own.labels] if self._own is not None else ["targets", "labels"]
-        found = next((counted[name] for name in names if name in counted), TokenCounts(0, 0))
+        found = next((counted[name] for name in self._label_names if name in counted), TokenCounts(0, 0))
         return found.after_first if self.shifts else found.all
+
+    def has_one_label_a_sample(self, data: Mapping[str, Tensor]) -> bool:
+        return all(data[name].dim() < 2 for name in self._label_names if name in data)
+
+    @property
+    def _label_names(self) -> tuple[str, ...]:
+        return ("targets", "labels") if self._own is None else (self._own.labels,)
 
     @property
     def _cuts_padding(self) -> bool:

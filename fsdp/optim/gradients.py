@@ -54,8 +54,9 @@ class Gradients:
     @torch.no_grad()
     def scale(self, factor: Tensor | float) -> None:
         for some in self._in_turn(self._locals(self._sharded) + self._locals(self._plain)):
-            if some:
-                foreach_multiply_(some, factor)
+            if some:  # gradients may be offloaded to the host, where no factor of a device is taken
+                here = factor.to(some[0].device) if isinstance(factor, Tensor) else factor
+                foreach_multiply_(some, here)
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Always multiplies: a branch would wait for the device."""

@@ -338,7 +338,8 @@ def measure(block: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: d
 @contextmanager
 def _unwritten(block: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
-    with torch.random.fork_rng():
+    devices = {p.device.index for p in block.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)):  # by default it reads the generators of all GPUs
         yield
     with torch.no_grad():
         for buffer, before in buffers:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.base.torch_private.fsdp import move_padded_shard, padded_shard, parameter_groups
+from fsdp.base.torch_private.tensors import like_shard
 from fsdp.base.units import byte_size
 from fsdp.base.weak_method import without_owner
 from fsdp.config import MemorySection, OptimSection
@@ -117,7 +118,7 @@ class NvmeFiles:
         if not (self._everything and isinstance(tensor, DTensor)):
             return torch.empty_like(tensor, device=device)
         room = self._files["parameters"].take(_padded(tensor).shape, tensor.dtype)
-        return _like(tensor, room[: _local(tensor).shape[0]])
+        return like_shard(tensor, room[: _local(tensor).shape[0]])
 
     def settle(self) -> None:
         """After the weights are allocated: a shard that FSDP has padded in memory moves to a file again."""
@@ -151,7 +152,7 @@ class NvmeFiles:
         room = self._slot(parameter, "grad", local.dtype, "gradients")
         if local.numel() and local.data_ptr() != room.data_ptr():
             room.copy_(local)
-            parameter.grad = _like(parameter.grad, room)
+            parameter.grad = like_shard(parameter.grad, room)
         self.forget([room])
 
     # ------------------------------------------------------------ optimizer
@@ -191,7 +192,7 @@ class NvmeFiles:
 
     def _state(self, parameter: nn.Parameter, name: str, dtype: torch.dtype) -> Tensor:
         room = self._slot(parameter, name, dtype, "states")
-        return _like(parameter, room) if isinstance(parameter, DTensor) else room
+        return like_shard(parameter, room)
 
     def _slot(self, parameter: nn.Parameter, name: str, dtype: torch.dtype, purpose: str) -> Tensor:
         """One for each use of a parameter, created once."""
@@ -256,12 +257,6 @@ class _Leave:
 
 def _local(tensor: Tensor) -> Tensor:
     return local_tensor(tensor).detach()
-
-
-def _like(shard: DTensor, local: Tensor) -> DTensor:
-    return DTensor.from_local(
-        local, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
-    )
 
 
 def _padded(shard: Tensor) -> Tensor:

@@ -187,10 +187,10 @@ class Sharded:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context of an evaluation: eval mode without gradients. Afterwards parameters that forward left
-        gathered are sharded again, or an optimizer would miss them.
+        """Context of an evaluation: eval mode without gradients. Afterwards each module has its mode again,
+        and parameters that forward left gathered are sharded, or an optimizer would miss them.
         """
-        was_training = self.root.training
+        modes = [(module, module.training) for module in self.root.modules()]
         self.root.eval()
         ddp = isinstance(self.runs, DistributedDataParallel)
         try:
@@ -200,7 +200,9 @@ class Sharded:
                 if isinstance(module, FSDPModule):
                     module.reshard()  # its own group alone
         finally:
-            self.root.train(was_training)
+            self.root.train(modes[0][1])  # a module's own train() may do more than set the mode
+            for module, training in modes:
+                module.training = training
 
     @property
     def called(self) -> nn.Module:

@@ -99,6 +99,7 @@ class ParityOptions:
             "checkpoint.export": True, "checkpoint.export_format": "torch",
             "checkpoint.export_dtype": "auto",
             "checkpoint.resume": "auto", "checkpoint.keep_best": 0,
+            "run.matmul_precision": "highest",  # the plain loop's; TF32 is coarser than the bound of fp32
             "precision.loss_scale": LOSS_SCALE, **PRECISION[self.dtype], **training.overrides(),
         }  # fmt: skip
         given = configuration.load(

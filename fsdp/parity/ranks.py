@@ -101,7 +101,7 @@ def _rank(
     import torch
     import torch.distributed as dist
 
-    from fsdp.dist.env import DistEnv
+    from fsdp.dist.env import DistEnv, pick_device
     from fsdp.dist.process_group import process_group
 
     if not on_cuda:
@@ -113,7 +113,7 @@ def _rank(
         local_world_size=options.ranks,
         node_rank=0,
         num_nodes=1,
-        device=torch.device("cuda", rank) if on_cuda else torch.device("cpu"),
+        device=pick_device(rank, "cuda" if on_cuda else "cpu"),
         launcher="fsdp.parity",
     )
     with process_group(env, GROUP_TIMEOUT_S, dist.FileStore(str(Path(folder, "store")), options.ranks)):

@@ -139,8 +139,10 @@ def _classify(trained: TrainedModel, options: argparse.Namespace, shows: bool) -
         predictions = images.of_files(trained, options.image, bool(options.invert))
     elif options.invert:
         raise ConfigError("--invert applies to --image alone.", "--image FILE --invert")
-    elif samples is None:
-        raise ConfigError(f"{options.run} has no held-out data.", "--split train, or --image FILE")
+    elif samples is None or (split == "train" and trained.data.stream is not None):
+        has = "no held-out data" if samples is None else "a stream, which has no number of samples"
+        other = "" if trained.data.stream is not None else "--split train, or "
+        raise ConfigError(f"{options.run} has {has}.", f"{other}--image FILE")
     else:
         predictions = images.of_samples(trained, samples, int(_or(options.samples, 16)))
     counted = images.accuracy(trained, samples) if samples is not None and not options.image else None

@@ -28,6 +28,7 @@ from fsdp.models.unsharded import fill_buffers, to_empty
 from fsdp.parallel.shard import resolve_dtypes
 
 # Fields that predictions do not use, and whose files may no longer exist.
+FILES = (".pt", ".pth", ".bin", ".safetensors")
 NOT_USED = ("checkpoint.resume", "ray.", "mesh.")
 
 
@@ -86,8 +87,11 @@ def read_config(run: Path, flags: Sequence[str], trusted: Collection[str]) -> Co
     if not file.is_file():
         what = "holds no config.toml" if run.is_dir() else "does not exist"
         raise ConfigError(f"{run} {what}.", "python -m fsdp.predict RUN, with the --run.dir of a run")
-    # An export in the format of transformers has sizes and weights; their source may no longer exist.
-    whole = has_export(run) and (run / "full_model" / "config.json").is_file()
+    # The export has the weights, and the sizes too if it is in the format of transformers or the run started
+    # from a file: their source may no longer exist.
+    source = str(configuration.read_recipe(str(file)).get("model.weights", ""))
+    sized = (run / "full_model" / "config.json").is_file() or Path(source).suffix in FILES
+    whole = has_export(run) and sized
     forgotten = (*NOT_USED, "model.weights") if whole else NOT_USED
     return configuration.load_run_config(run, flags=flags, trusted=trusted, forgotten=forgotten)
 

@@ -44,6 +44,7 @@ ERASE = "\r\x1b[2K"
 
 def set_up_logging(env: DistEnv) -> None:
     """Rank 0 logs from INFO, other ranks from WARNING, with their rank as prefix."""
+    open_closed_streams()
     root = logging.getLogger("fsdp")
     for handler in list(root.handlers):
         root.removeHandler(handler)
@@ -54,6 +55,30 @@ def set_up_logging(env: DistEnv) -> None:
     root.addHandler(handler)
     root.propagate = False
     root.setLevel(logging.INFO if env.is_main else logging.WARNING)
+
+
+def open_closed_streams() -> None:
+    """Redirect a closed stdout or stderr (`>&-`), for which Python has None, to /dev/null.
+
+    On its own descriptor, or the next file that is opened would receive what C code prints.
+    """
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        if nowhere > number and not _is_open(number):
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+            nowhere = number
+        setattr(sys, name, os.fdopen(nowhere, "w"))
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 class _LiveHandler(logging.StreamHandler[TextIO]):

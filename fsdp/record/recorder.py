@@ -106,7 +106,7 @@ class Recorder:
         full_records: int = 0,
     ) -> None:
         self._env, self._reporter, self._console, self._mfu_of = env, reporter, console, mfu_of
-        self._metrics, self._saves = Appender(run.metrics), Appender(run.path / "saves.jsonl")
+        self._metrics, self._saves = Appender(run.metrics), Appender(run.saves)
         self._groups = StepGroups(full_records)
         self._events = (
             EventWriter(run.path / "tensorboard", purge_step=from_step + 1) if env.is_main else None

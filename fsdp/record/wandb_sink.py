@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp.base.errors import ConfigError
+from fsdp.base.errors import ConfigError, one_line
 from fsdp.config import Config, flatten
 from fsdp.rundir.paths import lasting_name
 
@@ -29,9 +29,23 @@ class WandbSink:
     """One Weights & Biases run for a run directory: a later start of the same directory continues it."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
+        """Raises ConfigError without a login, or if the server refuses."""
+        try:
+            self._run = self._open(config, run_dir)
+        except Exception as error:
+            raise ConfigError(
+                f"--run.wandb {config.run.wandb}: {one_line(error)}",
+                "wandb login, or export WANDB_MODE=offline, or leave --run.wandb out",
+            ) from error
+        # An own step metric: a start that resumes from an earlier checkpoint repeats steps, which W&B's own
+        # counter rejects.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def _open(self, config: Config, run_dir: Path) -> Any:
         wandb: Any = importlib.import_module("wandb")
         name = hashlib.sha256(lasting_name(config, run_dir).encode()).hexdigest()[:16]
-        self._run = wandb.init(
+        return wandb.init(
             project=config.run.wandb,
             name=run_dir.name,
             id=name,
@@ -39,10 +53,6 @@ class WandbSink:
             dir=str(run_dir),
             config=flatten(config),
         )
-        # An own step metric: a start that resumes from an earlier checkpoint repeats steps, which W&B's own
-        # counter rejects.
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step, **values})

@@ -102,8 +102,11 @@ class RunData:
 def read_run(path: Path, checkpoints: str = "") -> RunData:
     """`checkpoints`: their place, if they are not below the folder and config.toml names no other."""
     run, notes = RunDir(path), Notes()
-    if not any(file.exists() for file in (run.config, run.metrics, run.history)):
-        raise ConfigError(f"{path} is not a run directory: it has no config.toml.", "ls -d runs/*")
+    try:
+        if not any(file.exists() for file in (run.config, run.metrics, run.history)):
+            raise ConfigError(f"{path} is not a run directory: it has no config.toml.", "ls -d runs/*")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}).", f"ls -ld {path}") from None
     config = _config(run, notes)
     data = RunData(
         name=path.resolve().name,

@@ -37,6 +37,7 @@ from fsdp.models.custom_loss import CustomLoss, load_loss
 from fsdp.models.experts import select_experts_kernel
 from fsdp.models.kv_cache import turn_caches_off
 from fsdp.models.lora import adapted, apply_lora
+from fsdp.models.parameter_names import all_names
 from fsdp.models.trainable import freeze
 from fsdp.models.unsharded import seeded
 from fsdp.optim.custom_optimizer import is_custom, load_factory
@@ -94,13 +95,17 @@ class Job:
         )
 
 
-def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.device) -> Job:
-    """Raises ConfigError, on every rank the same."""
+def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.device | None) -> Job:
+    """Raises ConfigError, on every rank the same.
+
+    `device` is None in a process that is no rank: whether a device supports the flags is left to the ranks.
+    """
     sizes = resolve(config.mesh, world_size, num_nodes)
     check_divide(config.comm, sizes)
-    check_float8(config.speed, device)
-    check_attention(config.speed, device)
-    check_device(config.memory, device)
+    if device is not None:
+        check_float8(config.speed, device)
+        check_attention(config.speed, device)
+        check_device(config.memory, device)
     batch = plan_batch(config.train, world_size)
     load_factory(config.optim)  # its errors come before the data is read
     data = _data_of_this_node(config)
@@ -118,7 +123,7 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
         batch=batch,
         cursor=cursor,
         total_steps=total_steps,
-        dtypes=resolve_dtypes(config.precision, device),
+        dtypes=resolve_dtypes(config.precision, device or torch.device("cpu")),
         hooks=load_hooks(config.comm),
         schedule=Schedule(config.optim, total_steps),
         loss=load_loss(config.train.loss),
@@ -184,7 +189,24 @@ def meta_model(spec: ModelSpec) -> nn.Module:
         why = first_line(error)
     log.warning("%s cannot be built on the meta device (%s): each rank builds it whole once", spec.name, why)
     with seeded(0), torch.device("cpu"):
-        return spec.build().to("meta")
+        return _moved_to_meta(spec.build())
+
+
+def _moved_to_meta(model: nn.Module) -> nn.Module:
+    """`Module.to` makes a meta tensor for each name: those of a tied parameter become one again."""
+    tied = [names for names in all_names(model).values() if len(names) > 1]
+    model.to("meta")
+    for first, *others in tied:
+        for name in others:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, _attribute(model, first))
+    return model
+
+
+def _attribute(model: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(owner), leaf)
+    return found
 
 
 def trained_model(config: Config, job: Job) -> nn.Module:
@@ -204,8 +226,13 @@ def trained_model(config: Config, job: Job) -> nn.Module:
 def model_of(config: Config, spec: ModelSpec, dtypes: Dtypes | None = None) -> nn.Module:
     """The meta model with frozen parameters and adapters applied: the one that a run shards. `dtypes` are
     those of a CPU if None.
+
+    One that comes in eval mode, as `from_pretrained` returns it, trains in train mode; a part of it alone
+    keeps its mode.
     """
     model = meta_model(spec)
+    if not model.training:
+        model.train()
     turn_caches_off(model)
     dtypes = dtypes or resolve_dtypes(config.precision, torch.device("cpu"))
     select_experts_kernel(model, dtypes.param)

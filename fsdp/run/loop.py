@@ -128,11 +128,22 @@ def _train(start: _Start, watch: Watch, oom: OutOfMemoryHandler) -> Outcome:
             if profile is not None:
                 profile.finish()
         except BaseException as error:
-            if start.env.is_main and (start.claim is None or start.claim.ousted() is None):
+            if start.env.is_main and _may_record(start.claim):
                 said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 history.record_end(start.run, step=loop.state.step, why=said, how=Ending.FAILED)
             raise
     return outcome
+
+
+def _may_record(claim: Locks | None) -> bool:
+    """Whether this start still has the run directory; if its locks cannot be read, as it was last known."""
+    if claim is None:
+        return True
+    try:
+        return claim.ousted() is None
+    except OSError as error:
+        log.warning("the lock of this run cannot be read: %s", error)
+        return claim.lost is None
 
 
 def _set_up(start: _Start, oom: OutOfMemoryHandler, parts: ExitStack) -> TrainingLoop:
@@ -157,6 +168,7 @@ def _set_up(start: _Start, oom: OutOfMemoryHandler, parts: ExitStack) -> Trainin
     ema = maybe_ema(config.optim, sharded.root, optimizer)
     states = built.shelf or maybe_host_states(config.memory, config.optim, sharded.dtypes.master, env.device)
     restored, job = _restore(config, job, checkpointer, state, states)
+    setup.check_saves_are_there(config, env, run, checkpointer, state.step)
     stopper = setup.stopper(config, env, run, start.reporter, checkpointer, process_ends=start.process_ends)
     parts.enter_context(closing(stopper))
     loader = parts.enter_context(closing(setup.loader(config, env, job)))

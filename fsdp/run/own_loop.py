@@ -28,12 +28,14 @@ from torch import Tensor, nn
 from fsdp.base.phases import Phases
 from fsdp.checkpoint import Checkpointer
 from fsdp.config import Config, config_hash
+from fsdp.dist import numa
 from fsdp.dist.collectives import on_main, sum_over_ranks
-from fsdp.dist.env import DistEnv, check_torch, from_environment
+from fsdp.dist.env import DistEnv, check_torch, from_environment, set_allocator
 from fsdp.dist.mesh import build_mesh, resolve
 from fsdp.dist.process_group import process_group
 from fsdp.models import ModelSpec
 from fsdp.optim.train_state import TrainState
+from fsdp.parallel.attention import attention_kernel, check_attention
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import Sharded, replicate, shard_model
 from fsdp.record.console import set_up_logging
@@ -49,11 +51,16 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def process(config: Config) -> Iterator[DistEnv]:
-    """This process as a rank of torchrun or srun, or alone, with its process group."""
+    """This process as a rank of torchrun or srun, or alone, with its process group, its processors, and the
+    settings of the process: of the allocator and of attention.
+    """
     check_torch()
     env = from_environment(device=config.run.device)
     set_up_logging(env)
-    with process_group(env, config.run.process_group_timeout_s):
+    check_attention(config.speed, env.device)
+    set_allocator(config.run.allocator, env.device)
+    numa.maybe_bind(config.run.numa, env)
+    with attention_kernel(config.speed), process_group(env, config.run.process_group_timeout_s):
         yield env
 
 

@@ -10,10 +10,13 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from fsdp.base.errors import CheckpointError
+from fsdp.base.object_client import is_url, without_secrets
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.checkpointer import Restored
 from fsdp.checkpoint.full_state import open_full_state
@@ -139,6 +142,33 @@ def stopper(
     )
 
 
+def check_saves_are_there(
+    config: Config, env: DistEnv, run: RunDir, checkpointer: Checkpointer, step: int
+) -> None:
+    """CheckpointError if the run has saved a later step than the one it starts from, and its store is empty:
+    a disk is not mounted, or the checkpoints were deleted. Collective.
+    """
+    if checkpointer.resumed_step >= 0 or config.checkpoint.resume == "never":
+        return
+
+    def check() -> None:
+        saved = history.last_save(run)
+        if saved <= step:
+            return
+        place = config.checkpoint.dir or f"{run.place}/checkpoints"
+        place = without_secrets(place) if is_url(place) else str(Path(place).absolute())
+        over = "--checkpoint.resume never starts over at step 0"
+        if config.checkpoint.resume != "auto":
+            over = f"another --run.dir starts from {config.checkpoint.resume}"
+        raise CheckpointError(
+            f"{run.place} has saved step {saved}, but {place} holds no checkpoint: "
+            f"this start would go back to step {step} and delete the records after it.",
+            f"mount or copy the checkpoints to {place} and start the same command; {over}",
+        )
+
+    collectives.on_main(env.rank, check)
+
+
 def records(config: Config, env: DistEnv, run: RunDir, step: int, data: Mapping[str, object]) -> None:
     """What a start cannot do without: where it cannot be written no rank trains. Collective."""
     nodes = list(dict.fromkeys(collectives.all_gather_objects(socket.gethostname())))
@@ -146,6 +176,8 @@ def records(config: Config, env: DistEnv, run: RunDir, step: int, data: Mapping[
     def write() -> None:
         with writing(run.metrics):
             history.truncate_metrics(run, step)
+        with writing(run.saves):
+            history.truncate_saves(run, step)
         with writing(run.config):
             changed = paths.write_config(run, config) + history.data_changes(run, data)
         with writing(run.history):

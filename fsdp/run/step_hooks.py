@@ -42,7 +42,8 @@ class TokenSum:
 
 
 def token_sum(loss_function: LossFunction, info: DataInfo, batch: StepBatch) -> TokenSum:
-    if not loss_function.shifts and (info.class_names or not info.masks_targets):
+    classes = bool(info.class_names) and loss_function.has_one_label_a_sample(batch.micro[0].data)
+    if not loss_function.shifts and (classes or not info.masks_targets):
         return TokenSum(batch.samples * info.tokens_per_sample)
     return TokenSum(sum(loss_function.tokens(micro.counted) for micro in batch.micro), over_ranks=True)
 

@@ -316,13 +316,13 @@ class TrainingLoop:
         return (every > 0 and step % every == 0) or self.epochs.due(step, epochs)
 
     def _evaluate(self) -> None:
+        self._settle()  # the time of the steps before ends here
         self.phases.enter("evaluate")
         found = self.evaluator.evaluate()
         if found.stopped:
             self.stopped = found.stopped
             return
         self.evaluation = found
-        self._settle()
         step = self.state.step
         self.recorder.evaluation(step, found.values(), self.epochs.at(step))
 

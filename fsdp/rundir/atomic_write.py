@@ -23,7 +23,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _unwritable(path: Path, error: OSError) -> ShardrunError:
-    folder = path if path.is_dir() else path.parent
+    # Path.is_dir raises below a folder that may not be searched
+    folder = next(one for one in (path, *path.absolute().parents) if os.path.isdir(one))  # noqa: PTH112
     if error.errno in FULL:
         hint = f"df -h {folder} and df -i {folder} show what is full: free some, then start the same command"
         full = f"{path} cannot be written ({error.strerror})."

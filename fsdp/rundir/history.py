@@ -53,6 +53,21 @@ def truncate_metrics(run: RunDir, step: int) -> None:
     tail.cut(run.metrics, lambda record: record["step"] <= step)
 
 
+def last_save(run: RunDir) -> int:
+    """The newest step in saves.jsonl; 0 if none was saved."""
+    return max(map(_saved_step, tail.last_records(run.saves)), default=0)
+
+
+def truncate_saves(run: RunDir, step: int) -> None:
+    """Remove the saves of steps after `step`, from which a run resumes: their checkpoints are gone."""
+    tail.cut(run.saves, lambda record: _saved_step(record) <= step)
+
+
+def _saved_step(record: Mapping[str, Any]) -> int:
+    step = record.get("step")
+    return step if type(step) is int else 0
+
+
 def data_changes(run: RunDir, data: Mapping[str, Any]) -> list[str]:
     """One line if the last start trained on other data: the samples of a step are then not the same."""
     last = tail.find_last(run.history, lambda event: event["event"] == "start")

@@ -10,6 +10,7 @@ another holder in it and stops writing. Only O_EXCL, link and rename are used, w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -33,6 +34,12 @@ BEAT_S = 2.0
 MOST_BYTES = 1 << 16
 STALE_S = 20.0
 """The holder of a count that is unchanged this long is dead: ten beats, more than a shared folder caches."""
+LEFTOVER = re.compile(r"\.(CLAIM-(dead-)?[0-9a-f]{16}|(writable|seen-by-all|shared)-[0-9a-f]{8})")
+"""Temporary files of a start: of the lock, of paths.py, of dist/preflight.py and of a store's check."""
+OLD_S = 3600.0
+"""A start uses such a file for seconds: one this old belongs to none that lives."""
+RELEASED: set[str] = set()
+"""Tokens of this process's locks that are released while their files remain."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,8 @@ def _machine_id() -> str:
 
 def is_alive(holder: Holder) -> bool | None:
     """Whether a holder of this place is alive; None if /proc hides it. A zombie is dead."""
+    if holder.token in RELEASED:
+        return False
     seen = proc.stat(holder.pid)
     if seen is not None:
         return seen.alive and seen.start_ticks == holder.born
@@ -123,11 +132,16 @@ class FolderLock:
             with writing(run_dir / FILE):
                 run_dir.mkdir(parents=True, exist_ok=True)
                 staged, descriptor, beat_at = _write(run_dir, holder)
-            if _create(staged, run_dir / FILE):
-                return FolderLock(run_dir, holder, descriptor, beat_at, took_over)
-            os.close(descriptor)
-            staged.unlink(missing_ok=True)
-            with writing(run_dir / FILE):
+                taken = False
+                try:
+                    taken = _create(staged, run_dir / FILE)
+                finally:
+                    if not taken:
+                        os.close(descriptor)
+                        staged.unlink(missing_ok=True)
+                if taken:
+                    _remove_leftovers(run_dir, os.fstat(descriptor).st_mtime)
+                    return FolderLock(run_dir, holder, descriptor, beat_at, took_over)
                 took_over = _clear_dead(run_dir, stale_s, job) or took_over
 
     def ousted(self) -> str | None:
@@ -143,30 +157,50 @@ class FolderLock:
         return f"{self._path.parent} was taken over by {now}: {late}"
 
     def release(self) -> None:
-        """Release the lock, unless another holder has it by now."""
+        """Release the lock, unless another holder has it by now. One line if its file cannot be removed: it
+        counts as a dead holder's then.
+        """
         self._over.set()
         self._thread.join()
-        if self.ousted() is None:
-            self._path.unlink(missing_ok=True)
-        os.close(self._descriptor)
+        try:
+            if self.ousted() is None:
+                self._path.unlink(missing_ok=True)
+        except OSError as error:
+            RELEASED.add(self.holder.token)
+            message = "the lock %s cannot be removed (%s): the next start here takes it over"
+            log.warning(message, self._path, error.strerror)
+        with contextlib.suppress(OSError):  # closed all the same: an error is about the count's bytes
+            os.close(self._descriptor)
 
     def _beat(self) -> None:
         """Renew the lock through the open file: after a takeover this writes into a file without a name."""
         count = missed = 0
         while not self._over.wait(BEAT_S):
             count += 1
-            try:
-                os.pwrite(self._descriptor, f"{count:020d}\n".encode(), self._beat_at)
-                os.fsync(self._descriptor)
-                self.lost = self.ousted()
-            except OSError as error:
+            error = self._renew(count)
+            if error is not None:
                 missed += 1
                 if missed == 1:
                     log.warning("the lock of %s cannot be renewed: %s", self._path.parent, error)
-            else:
-                if missed:
-                    log.warning("the lock of %s is renewed again, %d beats failed", self._path.parent, missed)
+            elif missed:
+                log.warning("the lock of %s is renewed again, %d beats failed", self._path.parent, missed)
                 missed = 0
+
+    def _renew(self, count: int) -> OSError | None:
+        """Write the count, then look who holds the lock, even if the count cannot be written: NFS gives
+        ESTALE for the file of a holder that was replaced.
+        """
+        failed = None
+        try:
+            os.pwrite(self._descriptor, f"{count:020d}\n".encode(), self._beat_at)
+            os.fsync(self._descriptor)
+        except OSError as error:
+            failed = error
+        try:
+            self.lost = self.ousted()
+        except OSError as error:
+            failed = failed or error
+        return failed
 
 
 def _write(run_dir: Path, holder: Holder) -> tuple[Path, int, int]:
@@ -194,7 +228,8 @@ def _create(staged: Path, file: Path) -> bool:
             return False
     except OSError:
         return _create_without_links(staged, file)
-    staged.unlink()
+    with contextlib.suppress(OSError):  # the lock is taken, and a later start removes this name
+        staged.unlink()
     return True
 
 
@@ -213,6 +248,16 @@ def _create_without_links(staged: Path, file: Path) -> bool:
         return False
     rename(staged, file)
     return True
+
+
+def _remove_leftovers(folder: Path, now: float) -> None:
+    """Remove temporary files that killed starts have left. `now` is by the clock that dates the files."""
+    try:
+        for file in folder.iterdir():
+            if LEFTOVER.fullmatch(file.name) and now - file.lstat().st_mtime > OLD_S:
+                file.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("temporary files of killed starts in %s cannot be removed: %s", folder, error)
 
 
 def _read(file: Path) -> tuple[Holder | None, bytes]:

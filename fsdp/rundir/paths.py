@@ -2,6 +2,7 @@
 
     config.toml     the newest resolved configuration
     metrics.jsonl   one record per step and per evaluation
+    saves.jsonl     one record per sealed checkpoint
     history.jsonl   one record per start, end and crash
     STOPPED         the reason of a stop on request, if the last start ended so
     DONE            written when the last step is reached
@@ -61,6 +62,10 @@ class RunDir:
     @property
     def history(self) -> Path:
         return self.path / "history.jsonl"
+
+    @property
+    def saves(self) -> Path:
+        return self.path / "saves.jsonl"
 
     @property
     def stopped(self) -> Path:

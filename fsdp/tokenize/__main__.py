@@ -35,7 +35,12 @@ def main(argv: Sequence[str]) -> int:
         ("split", str, "", "split of hf:NAME (default: train)"),
         ("loss", one_of("assistant", "all", "last"), "assistant", "targets: assistant, all or last"),
         ("chat-template", str, "", "file with a chat template, in place of the tokenizer's"),
-        ("heldout", number(0, 0.5), 0.01, "fraction of the documents to hold out (default: 0.01)"),
+        (
+            "heldout",
+            number(0, 0.5),
+            0.01,
+            "part of the documents to hold out: every Nth, N its inverse rounded (default: 0.01)",
+        ),
         ("workers", whole_number(1), cores(), "processes (default: the cores)"),
         ("shard-mb", whole_number(1), SHARD_BYTES >> 20, "MiB of the source per shard (default: 64)"),
     ):

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.object_client import is_url
 from fsdp.tokenize.cache import identity
 from fsdp.tokenize.hub_dataset import PREFIX, DatasetRows, HubName
-from fsdp.tokenize.object_files import fetched, find_objects, is_object_url
+from fsdp.tokenize.object_files import fetched, find_objects
 from fsdp.tokenize.rows import SourceRows
 from fsdp.tokenize.sources import find_files, open_rows
 
 
 def is_remote(name: str) -> bool:
     """Whether a client reads it, whose threads a forked process would lose."""
-    return name.startswith(PREFIX) or is_object_url(name)
+    return name.startswith(PREFIX) or is_url(name)
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,14 @@ class SourceName:
         if self.name.startswith(PREFIX):
             return DatasetRows(self._of_hub()).identity()
         self._check_nothing_selected()
-        if is_object_url(self.name):
+        if is_url(self.name):
             return [[one.url, one.size, one.version] for one in find_objects(self.name)]
         return [identity(path) for path in find_files(self.name)]
 
     def open(self) -> list[SourceRows]:
         if self.name.startswith(PREFIX):
             return [DatasetRows(self._of_hub())]
-        if is_object_url(self.name):
+        if is_url(self.name):
             objects = find_objects(self.name)
             copies = fetched(self.name, objects)
             return open_rows(copies, {copy: one.url for copy, one in zip(copies, objects, strict=True)})

@@ -13,18 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.object_client import open_url, retried, without_secrets
+from fsdp.base.object_client import OBJECT_STORES, open_url, retried, without_secrets
 from fsdp.tokenize.cache import made_once
-from fsdp.tokenize.sources import LISTED, row_files
+from fsdp.tokenize.sources import LISTED, is_pattern, row_files
 
-SCHEMES = ("s3", "gs", "gcs", "abfs", "az")
 AT_ONCE = 8
 """Objects copied at the same time."""
 EXAMPLE = "s3://bucket/prefix, one object, or a pattern such as 's3://bucket/prefix/*.jsonl' in quotes"
-
-
-def is_object_url(name: str) -> bool:
-    return "://" in name
 
 
 @dataclass(frozen=True)
@@ -39,8 +34,7 @@ class ObjectFile:
 def find_objects(url: str) -> list[ObjectFile]:
     """An object, the row files below a prefix, or those of a pattern, sorted by name."""
     fs, root, shown = _opened(url)
-    pattern = any(sign in root for sign in "*?[")
-    find = partial(fs.glob if pattern else fs.find, root, detail=True)
+    find = partial(fs.glob if is_pattern(root) else fs.find, root, detail=True)
     listed = _read(find, f"listing {shown}", shown)
     bucket = f"{shown.partition('://')[0]}://"
     found = [
@@ -77,8 +71,8 @@ def _copy(url: str, one: ObjectFile) -> Path:
 
 def _opened(url: str) -> tuple[Any, str, str]:
     shown = without_secrets(url)
-    if url.partition("://")[0] not in SCHEMES or "::" in url:
-        raise ConfigError(f"{shown} is not a URL of {', '.join(SCHEMES)}.", EXAMPLE)
+    if url.partition("://")[0] not in OBJECT_STORES or "::" in url:
+        raise ConfigError(f"{shown} is not a URL of {', '.join(OBJECT_STORES)}.", EXAMPLE)
     fs, root = open_url(url, ConfigError, EXAMPLE)
     return fs, root, shown
 

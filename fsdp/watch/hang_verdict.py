@@ -11,7 +11,6 @@ in observation.py.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -116,10 +115,9 @@ def _failed(found: Sequence[Observation]) -> Verdict | None:
         return None
     first, failure = min(own, key=lambda one: one[1]["time"])
     message, culprits = failure["message"], tuple(failure["ranks"]) or (first.rank,)
-    named = re.match(r"(rank|step) ", message) or failure["ours"]
     alike = {e.rank for e, one in own if one["message"] == message}
     others = _beside(found, culprits, alike)
-    what = message if named else f"{_who(first)} failed: {message}"
+    what = message if failure["ours"] else f"{_who(first)} failed: {message}"
     return Verdict(failure["kind"], culprits, what, others, failure["hint"], failure["trace"])
 
 

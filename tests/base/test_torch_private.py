@@ -512,21 +512,23 @@ def test_adam_updates_local_shards() -> None:
     holds(given[2:] == expected, "tensors.LocalShardAdam", f"the lists of a group are {given[2:]}")
 
 
-def a_shard_elsewhere(env: DistEnv) -> tuple[bool, bool]:
+def a_shard_elsewhere(env: DistEnv) -> tuple[bool, bool, bool]:
     mesh = dist.init_device_mesh("cpu", (2,))
     shard = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])
     made = tensors.like_shard(shard, torch.empty(2, 2, dtype=torch.bfloat16, device="meta"))
     same = tensors.like_shard(shard, shard.to_local() + 1)
     fits = isinstance(made, DTensor) and made.shape == shard.shape and made.dtype == torch.bfloat16
     whole = isinstance(same, DTensor) and torch.equal(same.full_tensor(), shard.full_tensor() + 1)
-    return fits and made.device.type == "meta", whole
+    wider = tensors.like_shard(shard, torch.full((2, 3), env.rank), torch.Size((4, 3)))
+    wide = isinstance(wider, DTensor) and wider.full_tensor()[:, 2].tolist() == [0, 0, 1, 1]
+    return fits and made.device.type == "meta", whole, wide
 
 
 def test_a_shard_in_other_memory() -> None:
     with works("tensors.like_shard", "a DTensor is made in another way"):
-        stays, whole = run_world(2, a_shard_elsewhere)[0]
+        stays, whole, wide = run_world(2, a_shard_elsewhere)[0]
     holds(stays, "tensors.like_shard", "the shard moves to the mesh's device")
-    holds(whole, "tensors.like_shard", "the whole tensor is another")
+    holds(whole and wide, "tensors.like_shard", "the whole tensor is another")
 
 
 def test_the_profiler_keeps_callers() -> None:

@@ -54,6 +54,11 @@ def test_only_a_part_that_returns_has_passed(
 def test_a_part_past_its_limit_has_failed(tmp_path: Path) -> None:
     row = gpu.run_part(Part("doctor", "it ends", 0.01, PARTS[0].run), "cpu", tmp_path)
     assert (row.result, row.about) == ("failed", "ran longer than 0 s")
+    row = gpu.run_part(Part("doctor", "it ends", 160, PARTS[0].run), "cpu", tmp_path, left_s=0.01)
+    assert (row.result, row.about) == (
+        "not run",
+        "10 minutes were over while it ran: python -m bench.gpu --only doctor",
+    )
 
 
 def test_parts_that_did_not_start_are_not_passed_and_keep_their_row(
@@ -61,14 +66,18 @@ def test_parts_that_did_not_start_are_not_passed_and_keep_their_row(
 ) -> None:
     now = [0.0]
 
-    def slow(part: Part, device: str, folder: Path) -> gpu.Row:
+    left: list[float] = []
+
+    def slow(part: Part, device: str, folder: Path, left_s: float) -> gpu.Row:
         now[0] += 400
+        left.append(left_s)
         return gpu.Row(part.name, part.claim, gpu.PASSED, "", 400)
 
     monkeypatch.setattr(gpu, "run_part", slow)
     monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
     rows = gpu.run_all(PARTS, "cpu")
     assert [row.result for row in rows[:2]] == ["passed"] * 2
+    assert left == [600, 200]
     assert {row.result for row in rows[2:]} == {"not run"}
     assert rows[2].about.endswith("python -m bench.gpu --only saves")
     text = gpu.write(rows, "A Device", tmp_path)
@@ -91,7 +100,7 @@ def test_each_row_is_written_when_its_part_ends_and_resume_runs_the_rest(
 ) -> None:
     ran: list[str] = []
 
-    def part(one: Part, device: str, folder: Path) -> gpu.Row:
+    def part(one: Part, device: str, folder: Path, left_s: float) -> gpu.Row:
         if one.name == "saves" and len(ran) == 2:
             raise KeyboardInterrupt
         ran.append(one.name)

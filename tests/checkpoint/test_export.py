@@ -182,7 +182,7 @@ def killed(export: Callable[[], object], at: int) -> bool:
 
             return call
 
-        Path.rename, Path.unlink = deadly(Path.rename), deadly(Path.unlink)  # type: ignore[method-assign]
+        Path.rename, Path.unlink = deadly(Path.rename), deadly(Path.unlink)  # type: ignore[method-assign, assignment]
         try:
             export()
         finally:
@@ -232,7 +232,7 @@ def test_a_full_disk_leaves_the_old_export(tmp_path: Path, monkeypatch: pytest.M
     out = tmp_path / "full_model"
     export(old, out, "safetensors", 4e-6)
     before = {file.name: file.read_bytes() for file in out.iterdir()}
-    write, written = full_state.write_safetensors, []
+    write, written = full_state.write_safetensors, list[object]()
 
     def full(stream: BinaryIO, **more: Any) -> None:
         written.append(write(stream, **more))

@@ -114,6 +114,16 @@ CONTRADICTIONS = {
     "--optim.momentum 0.8":
         "--optim.momentum 0.8 has no effect under --optim.name adamw. "
         "HINT: leave it out, and give --optim.beta1 0.8",
+    "--optim.name sgd --optim.weight_decay 5e-4":
+        "--optim.weight_decay 0.0005 has no effect under --optim.name sgd. "
+        "HINT: --optim.name adamw, or --optim.weight_decay 0",
+    "--mesh.wrap every:²": "--mesh.wrap every:²: ² is not a number of blocks from 1. "
+        "HINT: --mesh.wrap every:2",
+    "--mesh.wrap size:1__000": "--mesh.wrap size:1__000: 1__000 is not a number of parameters. "
+        "HINT: --mesh.wrap size:1000000",
+    "--profile.steps ²": "--profile.steps ² is not first:last, counted from 1. HINT: --profile.steps 3:5",
+    "--mesh.reshard_after_forward ²": "--mesh.reshard_after_forward ² is not true, false, step or a number "
+        "of ranks. HINT: --mesh.reshard_after_forward true",
     "--mesh.strategy fsdp --mesh.replicate 2":
         "--mesh.strategy fsdp has no replicas, but --mesh.replicate is 2. HINT: --mesh.strategy hsdp",
     "--mesh.strategy ddp --mesh.shard 2": "--mesh.strategy ddp has no shards, but --mesh.shard is 2."

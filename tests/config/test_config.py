@@ -84,6 +84,7 @@ def test_config_toml_gives_the_same_configuration_back(tmp_path: Path) -> None:
     config = load(
         ["--run.dir", 'quo"te\\back\x7f', "--model.args.width", "64", "--model.args.odd key", "[0.1, true]",
          "--model.args.\U00010000", "3",
+         "--data.args.since", "2024-01-31", "--data.args.at", "2024-01-31T12:30:00",
          "--optim.lr", "1e-30", "--train.steps", "7", "--data.args.path", "ü\n", "--optim.eps", "1e-8"]
     )  # fmt: skip
     path = tmp_path / "config.toml"

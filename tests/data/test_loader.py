@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import mmap
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,11 @@ class Numbers:
         return {"inputs": torch.from_numpy(indices.copy()), "targets": torch.from_numpy(-indices)}
 
 
+def memory() -> int:
+    """Of this process, in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
 def make(samples: Any, cursor: Cursor, rank: int = 0, ranks: int = 1, **changes: Any) -> Loader:
     share = -(-cursor.global_batch // ranks)
     wanted = {"micro_batch": share, "accumulation": 1, "workers": 0, "prefetch": 2, "pin": False} | changes
@@ -58,6 +65,14 @@ def test_ranks_and_micro_batches_together_are_the_global_batch(ranks: int, accum
         assert {len(one.valid) for batch in batches for one in batch.micro} == {micro}
         assert [n for batch in batches for n in valid_numbers(batch.micro)] == cursor.indices(step).tolist()
         assert {batch.samples for batch in batches} == {len(cursor.indices(step))}
+
+
+def test_a_large_micro_batch_needs_no_memory_but_its_own() -> None:
+    """A mask for each number of rows would be 256 MiB here."""
+    rows, before = 2**14, memory()
+    loader = make(Numbers(rows), Cursor(seed=0, samples=rows, global_batch=rows))
+    assert int(loader.step(0).micro[0].valid.sum()) == rows
+    assert memory() - before < 32 * 2**20
 
 
 def test_padding_is_spread_and_marked_at_the_end() -> None:

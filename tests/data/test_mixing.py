@@ -90,6 +90,25 @@ def test_another_global_batch_at_a_resume_repeats_and_loses_nothing(batch: int) 
     assert all(np.array_equal(after.indices(n), before.indices(n)) for n in range(3))
 
 
+ONCE: Amounts = dict.fromkeys(SIZES, ("epochs", 1.0))
+
+
+@pytest.mark.parametrize("step", [3, 7, 8])
+def test_further_epochs_after_a_change_hold_each_source_whole(step: int) -> None:
+    """Resumed with other epochs before and at their end, as `--train.steps N --train.epochs 0` does."""
+    before = cursor(BY_EPOCHS)
+    after = cursor(ONCE, 4).resumed(before.saved(step), step)
+    assert after.end is not None
+    drawn = np.concatenate([after.indices(n) for n in range(after.end, after.end + 2 * 12)])
+    assert [((drawn >= low) & (drawn < high)).sum() for low, high in ((0, 10), (10, 43), (43, 48))] == [
+        2 * size for size in SIZES.values()
+    ]
+    assert len(set(drawn.tolist())) == 48
+    assert after.epoch(after.end + 12) - after.epoch(after.end) == 1
+    twice = {label: number + SIZES[label] for label, number in after.drawn(after.end).items()}
+    assert after.drawn(after.end + 12) == twice
+
+
 def test_an_unchanged_mixture_keeps_its_segment_and_an_older_checkpoint_drops_later_ones() -> None:
     first = cursor(BY_WEIGHT)
     same = cursor(BY_WEIGHT).resumed(first.saved(9), 9)

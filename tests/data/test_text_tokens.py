@@ -124,6 +124,9 @@ def test_one_text_file_is_enough_and_its_last_tenth_is_held_out(tmp_path: Path) 
 def test_a_byte_order_mark_is_understood(tmp_path: Path, encoding: str) -> None:
     (tmp_path / "a.txt").write_text(PROSE, encoding=encoding)
     assert whole(text(dir=str(tmp_path), seq_len=1))[:1000] == PROSE.encode()[:1000]
+    most = len(PROSE.encode()) - 100
+    cut = whole(text(dir=str(tmp_path), seq_len=1, args={"max_mb": most / 1e6}))
+    assert most - 3 <= len(cut) <= most
 
 
 def test_bytes_that_are_no_utf_8_are_named_and_the_hint_mends_them(tmp_path: Path) -> None:
@@ -181,6 +184,7 @@ def test_a_folder_of_sources_gives_what_it_gave(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x" * 300, encoding="utf-8")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "a.py").write_text("y" * 300, encoding="utf-8")
+    (tmp_path / ".#3.py").symlink_to("me@here.1234")  # as Emacs locks a file that it edits
     data = text(dir=str(tmp_path), args={"files": "*.py"})
     assert (
         data.info.facts["fingerprint"]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -106,6 +110,73 @@ def test_a_folder_in_its_place_is_refused_on_every_rank(flag: str, tmp_path: Pat
     hint = "--stop.file .*/STOP/STOP" if flag else "rmdir .*/STOP"
     with pytest.raises(ConfigError, match=f"STOP, whose presence stops the run, is a folder. HINT: {hint}$"):
         Stopper(section, from_environment(), tmp_path, lambda: None)
+
+
+def fails_with(number: int) -> Callable[..., NoReturn]:
+    def fail(*words: object, **more: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+class StopLines(logging.Handler):
+    """The log lines of fsdp/dist/stop.py."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+        stop.log.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def looked_for_in_vain(env: DistEnv, run_dir: str, number: int) -> tuple[list[str], str | None]:
+    """Six steps whose checks fail, then a stop file that is seen: the lines, and the reason of the stop."""
+    lines, file = StopLines(), Path(run_dir, "STOP")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(stop, "FILE_CHECK_S", 0.0)
+        with pytest.MonkeyPatch.context() as away:
+            away.setattr(Path, "stat", fails_with(number))
+            stopper = Stopper(StopSection(), env, Path(run_dir), lambda: None)
+            assert steps_until_stop(stopper, {}) == (6, None)
+        file.touch()
+        _, reason = steps_until_stop(stopper, {})
+    stopper.close()
+    stop.log.removeHandler(lines)
+    assert not file.exists()
+    return lines.said, reason
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES])
+def test_a_stop_file_that_cannot_be_looked_for_is_one_line_and_training_continues(
+    number: int, tmp_path: Path
+) -> None:
+    [(said, reason)] = run_world(1, looked_for_in_vain, str(tmp_path), number)
+    what = f"the stop file {tmp_path / 'STOP'} cannot be looked for ({os.strerror(number)})"
+    assert said == [f"{what}: training continues, a signal stops it"]
+    assert reason == StopReason.STOP_FILE
+
+
+def stopped_by_another_users(env: DistEnv, file: str) -> tuple[list[str], tuple[int, str | None]]:
+    lines = StopLines()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Path, "unlink", fails_with(errno.EPERM))
+        stopper = Stopper(StopSection(file=file), env, Path(file).parent, lambda: None)
+        stopped = steps_until_stop(stopper, {})
+        stopper.close()
+    stop.log.removeHandler(lines)
+    return lines.said, stopped
+
+
+def test_a_stop_file_that_cannot_be_removed_is_one_line_with_the_command(tmp_path: Path) -> None:
+    """Another user's, in a folder such as /tmp. Each start stops at its first step, without an error."""
+    file = tmp_path / "of another"
+    file.touch()
+    [(said, stopped)] = run_world(1, stopped_by_another_users, str(file))
+    assert stopped == (0, StopReason.STOP_FILE)
+    line = f"{file}, which stops the run, cannot be removed (Operation not permitted). HINT: rm '{file}'"
+    assert said == [f"{line}, as its owner"] * 2
 
 
 def stopped_by_deadline(

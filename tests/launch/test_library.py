@@ -195,6 +195,22 @@ def test_a_loop_of_ones_own_is_that_of_the_unsharded_module(tmp_path: Path) -> N
         torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-12)
 
 
+def kernels_in_a_loop(env: DistEnv) -> tuple[bool, bool, str]:
+    with shardrun.process(shardrun.load_config(speed__attention="math")):
+        inside = torch.backends.cuda.flash_sdp_enabled()
+    try:
+        with shardrun.process(shardrun.load_config(speed__attention="cudnn")):
+            return inside, torch.backends.cuda.flash_sdp_enabled(), "not refused"
+    except shardrun.ShardrunError as error:
+        return inside, torch.backends.cuda.flash_sdp_enabled(), str(error)
+
+
+def test_a_loop_of_ones_own_has_the_attention_of_its_flag() -> None:
+    inside, after, said = run_world(1, kernels_in_a_loop)[0]
+    assert (inside, after) == (False, True)
+    assert said.startswith("--speed.attention cudnn is a kernel of CUDA, and this is cpu. HINT: ")
+
+
 def test_a_loop_of_ones_own_resumes(tmp_path: Path) -> None:
     """Stopped after 3 steps on two ranks and continued on one: momentum is restored too."""
     whole, *_ = run_world(2, own_loop, str(tmp_path / "whole"), 6)

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from fsdp import config as configuration
 from fsdp.base import proc
 from fsdp.rundir import line_files
 from fsdp.rundir.paths import RunDir
+from launch import local
 from tests.support.processes import eventually
 from tests.support.resumable import resumable_at
 
@@ -68,6 +70,50 @@ def test_a_signal_is_the_ranks_to_act_on(tmp_path: Path) -> None:
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0, said
     assert RunDir(run).stopped.read_text().startswith("SIGTERM at step")
+
+
+BETWEEN_TWO_TRIES = """
+import os, signal, sys
+from launch import local
+decide = local.decide
+def preempted(*words):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return decide(*words)
+local.decide = preempted
+sys.exit(local.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_between_two_tries_ends_the_launcher_without_another_try(tmp_path: Path) -> None:
+    """The second try would train to its end, and never receive the signal."""
+    (tmp_path / "dies_once.py").write_text(
+        "import os, pathlib, torch\n"
+        f"DIED = pathlib.Path({str(tmp_path / 'died')!r})\n"
+        "class Dies(torch.nn.Linear):\n    def forward(self, x):\n"
+        "        if not DIED.exists():\n            DIED.touch()\n            os._exit(9)\n"
+        "        return super().forward(x.flatten(1))\n"
+        "def build():\n    return Dies(784, 10)\n"
+    )
+    words = ["--ranks", "1", "--run.dir", str(tmp_path / "run"), *SMALL, "--train.steps", "3"]
+    words[words.index("mlp")] = "dies_once:build"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    command = [sys.executable, "-c", BETWEEN_TWO_TRIES, *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert "launch.local: SIGTERM before the ranks started\n" in done.stderr
+    assert steps(tmp_path / "run") == []
+
+
+def test_a_signal_for_a_rank_that_has_just_ended_is_no_error(tmp_path: Path) -> None:
+    """The launcher has waited for it; its handler runs before the launcher forgets its number."""
+    ended = os.fork()
+    if ended == 0:
+        os._exit(0)
+    os.waitpid(ended, 0)
+    ranks = local._RankProcesses(configuration.load(["--run.dir", str(tmp_path)]), 1)
+    ranks._pids[ended] = 0
+    ranks._send(signal.SIGTERM)
 
 
 @pytest.mark.slow

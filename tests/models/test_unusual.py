@@ -33,6 +33,35 @@ def test_it_trains(words: str, tmp_path: Path) -> None:
         torch.testing.assert_close(two.parameters[name], value, rtol=1e-4, atol=1e-5)
 
 
+def test_a_tied_model_with_a_plain_tensor_stays_tied(tmp_path: Path) -> None:
+    words = f"{THREE} --data.name {HERE}:sentences --model.name"
+    plain = run(2, tmp_path / "plain", words, "tests.support.user_code:TiedWords")
+    masked = run(2, tmp_path / "masked", words, f"{HERE}:TiedWithMask")
+    assert torch.equal(masked.parameters["head.weight"], masked.parameters["words.weight"])
+    assert all(torch.equal(masked.parameters[name], value) for name, value in plain.parameters.items())
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_a_part_in_eval_mode_stays_so_over_an_evaluation(strategy: str, tmp_path: Path) -> None:
+    words = f"{THREE} --data.name tests.support.user_code:vectors_with_heldout --mesh.strategy {strategy}"
+    losses = [
+        [
+            record["loss"]
+            for record in run(2, tmp_path / name, words, model, often).records
+            if "loss" in record
+        ]
+        for name, model, often in (
+            ("seldom", f"--model.name {HERE}:part_in_eval_mode", ""),
+            ("often", f"--model.name {HERE}:part_in_eval_mode", "--train.eval_every_steps 1"),
+            ("dropping", f"--model.name {HERE}:Dropping", ""),
+            ("all", f"--model.name {HERE}:all_in_eval_mode", ""),
+        )
+    ]
+    seldom, often, dropping, whole = losses
+    assert seldom == often != dropping
+    assert whole == dropping  # as from_pretrained returns a model, which then trains with its dropout
+
+
 def test_the_order_of_a_parameter_in_memory_changes_nothing(tmp_path: Path) -> None:
     turned, plain = (
         run(2, tmp_path / name, THREE, f"--model.name {HERE}:Transposed --model.args.plain {name}")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.user_code import Block, Sentences, Uneven, Vectors
+from tests.support.user_code import Block, Sentences, TiedWords, Uneven, Vectors
 
 # ---------------------------------------------------------------- what trains
 
@@ -221,3 +221,29 @@ def sentences() -> Sentences:
 
 def without_default(output: Tensor, input: Tensor, group: Any, op: Any, async_op: bool) -> Any:
     return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
+
+
+class TiedWithMask(TiedWords):
+    """Its mask is no buffer, so that it cannot be built on meta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = torch.ones(9)
+
+
+class Dropping(Uneven):
+    """Drops half of the stem's output in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(12, 13), nn.Dropout())  # type: ignore[assignment]
+
+
+def part_in_eval_mode() -> Dropping:
+    model = Dropping()
+    model.stem.eval()
+    return model
+
+
+def all_in_eval_mode() -> Dropping:
+    return Dropping().eval()

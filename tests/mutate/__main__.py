@@ -2,7 +2,8 @@
 
     python -m tests.mutate --room checkpoint --sample 20            tests/checkpoint, 20 mutations
     python -m tests.mutate --file fsdp/optim/loss_scale.py          each mutation of one file
-    python -m tests.mutate --known                                  those that once survived, as CI does
+    python -m tests.mutate --known                                  those that once survived
+    python -m tests.mutate --known --part 2/18                      three of them, as each CI run does
     python -m tests.mutate --room checkpoint rundir --file launch/policy.py --sample 90 --seed 1 --part 2/9
 
 A mutation that no test finds is printed with its line: a test is missing, or the line makes no difference.
@@ -21,11 +22,13 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
+from typing import TypeVar
 
 from tests.mutate.known import KNOWN
 from tests.mutate.operators import Mutation, mutations
 from tests.mutate.trial import ROOT, Copy, Trial, sources
 
+T = TypeVar("T")
 QUICK = ("-m", "not slow and not slurm and not ray")
 
 
@@ -92,9 +95,12 @@ def _sample(options: argparse.Namespace) -> list[tuple[Mutation, Sequence[str]]]
             for some, share in zip(found, shares, strict=True)
             for one in dice.sample(some, min(share, len(some)))
         ]
-    nth, count = options.part
-    part = chosen[(nth - 1) * len(chosen) // count : nth * len(chosen) // count]
+    part = _piece(chosen, *options.part)
     return [(one, options.tests or [*_tests_of(one.file), *QUICK]) for one in part]
+
+
+def _piece(whole: list[T], nth: int, count: int) -> list[T]:
+    return whole[(nth - 1) * len(whole) // count : nth * len(whole) // count]
 
 
 def _mutations_of(place: str) -> list[Mutation]:
@@ -117,7 +123,8 @@ def _known(options: argparse.Namespace) -> list[tuple[Mutation, Sequence[str]]]:
     wanted = [one for one in KNOWN if options.only in one.name]
     if not wanted:
         raise SystemExit(f"no known mutation's name contains {options.only!r}. HINT: --known --list")
-    return [(one.mutation(ROOT), options.tests or one.tests) for one in wanted]
+    found = [(one.mutation(ROOT), options.tests or one.tests) for one in wanted]
+    return _piece(found, *options.part)
 
 
 def _check_unchanged(tests: Sequence[str]) -> None:

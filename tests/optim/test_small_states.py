@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
+from fsdp.base.torch_private.tensors import like_shard
 from fsdp.config import OptimSection
 from fsdp.dist.env import DistEnv
 from fsdp.memory.resting import state_bytes
@@ -182,6 +183,20 @@ def test_it_moves_nearly_as_torchs_does_and_not_quite(state: Any, bound: float) 
         for m in (ours, theirs)
     ]
     assert 0 < relative_difference(*moved) < bound
+
+
+def states_of_shards_elsewhere(env: DistEnv) -> list[tuple[str, tuple[int, ...]]]:
+    """On meta beside a mesh of the CPU, as host memory lies beside one of GPUs with cpu_offload."""
+    shard = distribute_tensor(torch.zeros(6, 300), init_device_mesh("cpu", (2,)), [Shard(0)])
+    parameter = nn.Parameter(like_shard(shard, torch.empty(3, 300, device="meta")))
+    states = [adam.new_state(parameter, kind) for kind in ("bf16", "8bit")]
+    return [(one.device.type, tuple(one.shape)) for state in states for one in state.values() if one.dim()]
+
+
+def test_states_lie_where_their_parameters_do() -> None:
+    """Not where the mesh is: DTensor.from_local would move them there."""
+    moments, scales = ("meta", (6, 300)), ("meta", (6, 2))
+    assert run_world(2, states_of_shards_elsewhere) == [[moments] * 2 + [moments, scales] * 2] * 2
 
 
 def converted_there_and_back(env: DistEnv) -> list[tuple[Tensor, Tensor]]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fsdp.base.errors import ConfigError
 from fsdp.config import MemorySection, load
 from fsdp.models.blocks import find_units
+from fsdp.parallel import activations
 from fsdp.parallel.activations import Budgeted, Measured, Produced, apply_activation_checkpointing, choose
 from tests.memory.held import Trunk, gradients, held
 from tests.support.marks import quick_are, sample_are
@@ -192,3 +193,8 @@ def test_recomputing_without_units_is_refused() -> None:
 def test_impossible_flags_are_refused(words: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(words.split())
+
+
+def test_products_in_float8_are_kept_as_others_are() -> None:
+    """Recomputed, they would be a third product of each float8 layer."""
+    assert {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default} <= activations._products()

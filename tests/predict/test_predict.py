@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -355,3 +356,38 @@ def test_the_command_without_a_run_exits_with_2() -> None:
         [sys.executable, "-m", "fsdp.predict", "runs/none"], cwd=ROOT, capture_output=True, text=True
     )
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
+
+
+# ---------------------------------------------------------------- what a run was, and is no more
+
+
+def test_a_run_whose_first_weights_are_gone_is_read(digits: Made, predict: Command, tmp_path: Path) -> None:
+    whole, model, _ = digits
+    start = tmp_path / "start.pt"
+    torch.save(model.state_dict(), start)
+    run, *_ = make_run(tmp_path / "run", {**MLP, "model.weights": str(start)})
+    shutil.copytree(whole / "full_model", run / "full_model", dirs_exist_ok=True)
+    expected = predict(run)
+    start.unlink()
+    assert predict(run) == expected
+
+
+def test_an_own_optimizer_with_its_best_checkpoints_by_the_average_is_no_obstacle(
+    digits: Made, predict: Command, tmp_path: Path
+) -> None:
+    fields = {
+        **MLP, "optim.name": "tests.optim.test_custom_optimizer:lion", "optim.ema": 0.9,
+        "checkpoint.keep_best": 2, "checkpoint.keep_best_metric": "eval_ema_loss",
+        "train.eval_every_steps": 5,
+    }  # fmt: skip
+    run, *_ = make_run(tmp_path / "run", fields)
+    assert "accuracy" in predict(run)
+
+
+def test_samples_of_a_stream_are_refused_in_a_line(error_of: Command, tmp_path: Path) -> None:
+    stream = {"data.name": "tests.support.data_ids:classified", "train.steps": 3}
+    run, *_ = make_run(tmp_path / "run", {"model.name": "tests.support.user_code:Uneven", **stream})
+    named = (stream["data.name"], "tests.support.user_code:Uneven")
+    trusted = [word for name in named for word in ("--trust-code", name)]
+    for split in ("train", "heldout"):
+        assert "HINT: --image FILE" in error_of(run, "--split", split, *trusted)

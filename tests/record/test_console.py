@@ -391,6 +391,31 @@ def test_a_real_log_of_two_ranks_reads_down(tmp_path: Path) -> None:
     assert any(line.startswith("checkpoint of step 3") for line in lines)
 
 
+def without_stdout(*words: str) -> subprocess.CompletedProcess[str]:
+    """As under `>&-` of a shell or a service."""
+    command = ["bash", "-c", 'exec "$0" "$@" >&-', sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alone", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_run_without_standard_output_trains_to_its_end(alone: bool, tmp_path: Path) -> None:
+    program, *words = command(tmp_path / "run")
+    done = without_stdout(*([program] if alone else ["-m", "launch.local", "--ranks", "1"]), *words)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "DONE").exists()
+
+
+def test_what_c_code_prints_to_a_closed_output_reaches_no_file_that_is_opened_later(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from fsdp.record.console import open_closed_streams; open_closed_streams()\n"
+        "file = open(sys.argv[1], 'w'); os.write(1, b'of C'); print('of Python', flush=True)"
+    )
+    done = without_stdout("-c", code, str(tmp_path / "file"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "file").read_bytes() == b""
+
+
 def test_a_step_that_waits_for_its_data_says_so_in_the_line() -> None:
     little, some, all_of_it = logged([metrics(data_wait_s=waited) for waited in (0.005, 0.025, 0.105)])
     assert "data" not in little

@@ -57,6 +57,24 @@ def test_it_hears_each_number_with_its_step(mock_wandb: list[MockRun], tmp_path:
     assert run.given["axis of *"] == "step"
 
 
+def test_a_refused_start_is_one_line(
+    mock_wandb: list[MockRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a login, and without a terminal to ask for one."""
+
+    def refuse(**given: Any) -> None:
+        raise RuntimeError("api_key not configured (no-tty).\ncall wandb.login(key=[your_api_key])")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", refuse)
+    with pytest.raises(ConfigError) as refused:
+        WandbSink(load(["--run.wandb", "my-project"]), tmp_path)
+    assert str(refused.value) == (
+        "--run.wandb my-project: RuntimeError: api_key not configured (no-tty). call "
+        "wandb.login(key=[your_api_key]) HINT: wandb login, or export WANDB_MODE=offline, or leave "
+        "--run.wandb out"
+    )
+
+
 def test_a_later_start_of_the_same_directory_goes_on_in_the_same_run(
     mock_wandb: list[MockRun], tmp_path: Path
 ) -> None:

@@ -20,7 +20,12 @@ from typing import Any
 
 import pytest
 
+from fsdp.base.errors import CheckpointError
+from fsdp.dist.env import from_environment
 from fsdp.rundir.lock import FolderLock
+from fsdp.rundir.paths import RunDir
+from launch.guard import report
+from launch.marker import Marker
 from tests.rundir.filling import fill, fill_inodes
 from tests.support.processes import dies_with_us
 from tests.support.runs import QUIET
@@ -248,3 +253,19 @@ def test_a_run_whose_disk_has_no_inode_left_keeps_its_records_and_resumes(disk: 
     assert "resumes from step 24" in again.stderr
     assert [record["step"] for record in disk.lines("run/metrics.jsonl")] == list(range(1, STEPS + 1))
     assert (disk.outside / "run/DONE").exists()
+
+
+def test_a_failure_that_cannot_be_noted_is_one_line_beside_the_error_and_keeps_its_code(
+    disk: SmallDisk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """RUN/FAILED, which launch.local, Slurm and torchrun --max-restarts read, has no room either."""
+    fill(disk.outside / "ballast")
+    error = CheckpointError("step 60 was not saved: No space left on device.")
+    marker = Marker(RunDir(disk.outside), "launch.local 7 try 0")
+    assert report(error, from_environment({}), "launch.local", marker) == 4
+    assert capsys.readouterr().err.splitlines() == [
+        f"[rank 0] {disk.outside / 'FAILED'} cannot be written (No space left on device): "
+        "the launcher decides by exit code 4 alone",
+        f"launch.local: {error}",
+    ]
+    assert disk.names() == ["ballast"]

@@ -5,6 +5,7 @@ notices.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from fsdp.base import proc
-from fsdp.base.errors import RefusedError
+from fsdp.base.errors import ConfigError, RefusedError
 from fsdp.rundir import lock
 from fsdp.rundir.lock import FILE, FolderLock
 from tests.support.processes import eventually
@@ -214,12 +215,87 @@ def test_a_holder_notices_within_a_beat_that_it_was_replaced(
     later.release()
 
 
+def test_a_replaced_holder_notices_where_its_old_file_cannot_be_written_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS: another node has removed the file that is open here."""
+    monkeypatch.setattr(lock, "BEAT_S", 0.01)
+    held = FolderLock.acquire(tmp_path, "native srun", "Slurm job 7, start 1")
+    sync = os.fsync
+
+    def stale(descriptor: int) -> None:
+        if descriptor == held._descriptor:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", stale)
+    later = FolderLock.acquire(tmp_path, "native srun", "Slurm job 7, start 2", stale_s=1e9)
+    eventually("the first start notices the second", lambda: held.lost, 10)
+    assert "was taken over by" in (held.lost or "")
+    held.release()
+    later.release()
+
+
+def test_a_lock_that_cannot_be_named_is_one_line_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*words: object, **more: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", away)
+        patched.setattr(os, "rename", away)
+        with pytest.raises(ConfigError, match=r"CLAIM cannot be written \(Input/output error\)\. HINT: ls"):
+            FolderLock.acquire(tmp_path, "torchrun")
+    assert not open_below(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [FILE], "empty: the next start watches it"
+    FolderLock.acquire(tmp_path, "torchrun", stale_s=0.1).release()
+
+
+def test_a_start_removes_what_killed_ones_have_left(tmp_path: Path) -> None:
+    left = [".CLAIM-0123456789abcdef", ".CLAIM-dead-0123456789abcdef", ".writable-01234567"]
+    left += [".seen-by-all-01234567", ".shared-01234567"]
+    others = ["CLAIM-0123456789abcdef", ".shared-notes", "metrics.jsonl", "step-00000001"]
+    hours_ago = time.time() - 2 * lock.OLD_S
+    for name in left + others:
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (hours_ago, hours_ago))
+    fresh = ".writable-89abcdef"  # of a start that may live
+    (tmp_path / fresh).touch()
+    FolderLock.acquire(tmp_path, "torchrun").release()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, fresh])
+
+
 def test_a_released_lock_leaves_no_file_and_no_open_one(tmp_path: Path) -> None:
     """A process that makes many runs (a sweep under Ray) must not run out of descriptors."""
     held = FolderLock.acquire(tmp_path, "torchrun")
     assert len(open_below(tmp_path)) == 1
     held.release()
     assert not open_below(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_whose_file_cannot_be_removed_is_one_line_and_refuses_no_start_of_its_own_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder that became read-only; a notebook's process lives on and starts the run again."""
+    held = FolderLock.acquire(tmp_path, "torchrun")
+
+    def read_only(self: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", read_only)
+        held.release()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        f"the lock {tmp_path / FILE} cannot be removed (Read-only file system): "
+        "the next start here takes it over"
+    ]
+    assert not open_below(tmp_path)
+    again = FolderLock.acquire(tmp_path, "torchrun", stale_s=1e9)
+    assert again.took_over
+    again.release()
     assert not list(tmp_path.iterdir())
 
 

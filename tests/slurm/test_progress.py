@@ -4,13 +4,16 @@ tests/launch/test_policy.py.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from fsdp.base.errors import RefusedError
-from fsdp.rundir import line_files, paths
+from fsdp.base.errors import ConfigError, RefusedError
+from fsdp.rundir import history, line_files, lock, paths
 from fsdp.rundir.lock import FolderLock
 from fsdp.rundir.paths import RunDir
 from launch import policy, slurm_job
@@ -30,7 +33,7 @@ def reach(run: RunDir, step: int, from_step: int = 0) -> None:
 
 
 def stopped(run: RunDir, step: int, reason: str) -> None:
-    line_files.append(run.history, {"event": "end", "step": step, "why": reason})
+    line_files.append(run.history, {"event": "end", "step": step, "why": reason, "how": "stopped"})
     run.stopped.write_text(f"{reason} at step {step}\n")
 
 
@@ -45,6 +48,67 @@ def fail(run: RunDir, monkeypatch: pytest.MonkeyPatch, kind: Kind, code: int) ->
     """What the rank that fails leaves in this start."""
     monkeypatch.setenv(TOKEN, "7-0-0")
     Marker(run, "7-0-0").write(Failure(kind, code, "step 3: loss nan"), rank=1)
+
+
+def away(*words: object, **more: object) -> NoReturn:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_run_that_has_saved_is_requeued_where_its_directory_cannot_be_locked(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reach(run, 10)
+    stopped(run, 10, "SIGTERM")
+    monkeypatch.setattr(lock, "_write", away)
+    assert judge(run).act is Act.REQUEUE
+    said = capsys.readouterr().err
+    assert said == (
+        f"{run.path / 'CLAIM'} cannot be written (Input/output error). What follows does not depend on it.\n"
+    )
+    run.stopped.write_text("the stop file at step 10\n")
+    assert (judge(run).act, judge(run).code) == (Act.END, 0), "a person asked"
+    run.stopped.unlink()
+    with pytest.raises(ConfigError, match="CLAIM cannot be written"):
+        judge(run)
+
+
+def test_a_run_that_has_saved_is_requeued_where_its_directory_cannot_be_read(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reach(run, 10)
+    stopped(run, 10, "SIGTERM")
+    words = ["judge", str(run.path), "--job", "7", "--code"]
+    monkeypatch.setattr(lock, "_write", away)
+    monkeypatch.setattr(Path, "exists", away)
+    assert slurm_job.main([*words, "0"]) == slurm_job.REQUEUE
+    assert capsys.readouterr().out == "stopped: its ranks have ended with 0. To be requeued.\n"
+    assert slurm_job.main([*words, "1"]) == 2
+    monkeypatch.undo()
+    monkeypatch.setattr(history, "events", away)
+    run.stopped.unlink()
+    assert slurm_job.main([*words, "1"]) == 4
+    assert f"{run.path} cannot be read or written: [Errno 5]" in capsys.readouterr().err
+
+
+def test_a_decision_stands_where_the_lock_cannot_be_released(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a run directory in a store that is away by now: the crash is in the folder's history."""
+    reach(run, 10)
+    monkeypatch.setattr(FolderLock, "release", away)
+    assert judge(run).act is Act.AGAIN
+    assert json.loads(run.history.read_text().splitlines()[-1])["event"] == "crash"
+
+
+@pytest.mark.parametrize(("reason", "act"), [("SIGTERM", Act.REQUEUE), ("the stop file", Act.END)])
+def test_a_stop_whose_marker_could_not_be_written_is_read_from_the_history(
+    run: RunDir, reason: str, act: Act
+) -> None:
+    reach(run, 10)
+    stopped(run, 10, reason)
+    run.stopped.unlink()
+    decision = slurm_job.judge(run, job="7", restart=0, code=0, allocation=Allocation(requeue=True))
+    assert decision.act is act
 
 
 def test_done_is_done(run: RunDir) -> None:
@@ -187,6 +251,23 @@ def test_a_crash_while_starting_is_no_second_one_at_the_last_step(
     decision = judge(run, restart=1)
     assert decision.act is Act.END
     assert "before the first step of a start" in decision.why
+
+
+def test_a_crash_while_starting_after_a_preemption_is_no_crash_at_the_step_of_the_stop(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reach(run, 20)
+    stopped(run, 20, "SIGTERM")
+    assert judge(run).act is Act.REQUEUE
+    run.stopped.unlink()  # as `begin` does
+    fail(run, monkeypatch, Kind.ERROR, 1)
+    decision = judge(run, restart=1)
+    assert decision.why == "failed before the first step of a start"
+    # the next start fails in its first step: the first crash there
+    reach(run, 20, from_step=20)
+    line_files.append(run.history, {"event": "end", "step": 20, "why": "OSError: away", "how": "failed"})
+    decision = judge(run, restart=1)
+    assert (decision.act, decision.why) == (Act.AGAIN, "failed after step 20")
 
 
 def test_a_rank_that_dies_without_a_message_has_one_more_start(run: RunDir) -> None:

@@ -91,6 +91,18 @@ def lines(count: int = 48) -> Lines:
     return Lines(list(range(count)))
 
 
+class ClassifiedLines(Lines):
+    """Vectors with a class, as of a classifier."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for item in super().__iter__():
+            yield {"inputs": torch.ones(12), "targets": item["ids"] % 5}
+
+
+def classified() -> ClassifiedLines:
+    return ClassifiedLines(list(range(48)))
+
+
 def sharded_with_heldout() -> tuple[Shards, Numbered]:
     return Shards(2, 8), Numbered(5)
 

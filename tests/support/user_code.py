@@ -58,6 +58,16 @@ def sentences(count: int = 50) -> Sentences:
     return Sentences(count)
 
 
+class TaggedSentences(Sentences):
+    """A class for each token, by name."""
+
+    classes = tuple(f"tag {n}" for n in range(31))
+
+
+def tagged_sentences(count: int = 50) -> TaggedSentences:
+    return TaggedSentences(count)
+
+
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

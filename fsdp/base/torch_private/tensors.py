@@ -116,16 +116,19 @@ class LocalShardAdam(torch.optim.Adam):
         return has_complex
 
 
-def like_shard(shard: Tensor, local: Tensor) -> Tensor:
+def like_shard(shard: Tensor, local: Tensor, shape: torch.Size | None = None) -> Tensor:
     """`local` with the placement of `shard`, on the device where it is: `DTensor.from_local` would move it to
     the mesh's. FSDP2 makes its parameters in host memory so. If `shard` is no DTensor, `local` itself.
+
+    `shape`: of the whole tensor, if it is not that of `shard`.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     if not isinstance(shard, DTensor):
         return local
-    meta = TensorMeta(shard.shape, shard.stride(), local.dtype)
+    stride = shard.stride() if shape is None else torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(shard.shape if shape is None else shape, stride, local.dtype)
     spec = DTensorSpec(shard.device_mesh, shard.placements, meta)
     return DTensor(local, spec, requires_grad=False)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp.base.torch_private.tensors import like_shard
 from fsdp.dist.local_tensors import local_tensor
 from fsdp.dist.shards import first_row
 from fsdp.optim.small_states.bits import Table, blocks_of, decode, encode, mixed, noise_at, round_at_random
@@ -309,7 +310,4 @@ def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local
     shape = torch.Size((parameter.shape[0], *local.shape[1:])) if local.dim() else torch.Size()
-    stride = tuple(shape[at + 1 :].numel() for at in range(len(shape)))
-    return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-    )
+    return like_shard(parameter, local, shape)
