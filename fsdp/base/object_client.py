@@ -61,8 +61,8 @@ def _package(scheme: str) -> str:
 
 
 def without_secrets(url: str) -> str:
-    """The URL without user, password and query, which may hold keys."""
-    parts = urlsplit(url)
+    """The URL without user, password and query, which may hold keys. A `#` belongs to an object's name."""
+    parts = urlsplit(url, allow_fragments=False)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import pickle
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -271,20 +272,33 @@ def read_numbers(source: CheckpointSource, keys: dict[str, str]) -> dict[str, fl
 def read_whole_number(source: CheckpointSource, key: str) -> int | None:
     """A value or a tensor of one element, read by a single process; None if it is no whole number from 0."""
     if isinstance(source.metadata.state_dict_metadata[key], TensorStorageMetadata):
-        tensor = whole(source, key)
+        with _failures_classified(source, key):
+            tensor = whole(source, key)
         value: object = tensor.item() if tensor.numel() == 1 else None
     else:
-        try:
-            value = _read_value(source, key)
-        except pickle.UnpicklingError:  # an object that weights_only does not load
-            value = None
+        value = _read_value(source, key)
     return value if type(value) is int and 0 <= value < 2**31 else None
 
 
 def _read_value(source: CheckpointSource, key: str) -> object:
-    """A value beside the tensors."""
-    at = source.metadata.storage_data[MetadataIndex(key)]
-    return tensor_reader.read_value(source.store, source.folder, at.relative_path, at.offset, at.length)
+    """A value beside the tensors; None for an object that weights_only does not load."""
+    with _failures_classified(source, key):
+        at = source.metadata.storage_data[MetadataIndex(key)]
+        try:
+            return tensor_reader.read_value(
+                source.store, source.folder, at.relative_path, at.offset, at.length
+            )
+        except pickle.UnpicklingError:
+            return None
+
+
+@contextmanager
+def _failures_classified(source: CheckpointSource, key: str) -> Iterator[None]:
+    """Broken or CheckpointError for whatever fails, such as the end of a file that was cut off."""
+    try:
+        yield
+    except Exception as error:
+        raise inspect.classify_failure(error, f"{key} of {source.store.path(source.folder)}") from None
 
 
 def whole(source: CheckpointSource, key: str) -> torch.Tensor:

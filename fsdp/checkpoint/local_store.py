@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from fsdp.base.phases import Activity, methods_announce
 from fsdp.checkpoint import file_names
 from fsdp.checkpoint.store import Buffer
 from fsdp.rundir.atomic_write import rename
+
+log = logging.getLogger(__name__)
 
 MANY = 512  # buffers in one writev or preadv; the kernel's limit is 1024
 BATCH_BYTES = 16 << 20
@@ -199,9 +202,25 @@ def _advance(views: list[memoryview], count: int) -> None:
         views[0] = views[0][count:]
 
 
+_unsynced: set[int] = set()
+"""Devices that cannot sync a folder: each is logged once."""
+
+
 def sync_folder(folder: Path) -> None:
+    """Syncs the names in a folder, where the file system can: some shared ones have no such request."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        if (device := os.fstat(descriptor).st_dev) not in _unsynced:
+            _unsynced.add(device)
+            log.warning(
+                "%s: this file system cannot sync a folder (%s): "
+                "a power cut of its server may lose the newest checkpoint's name",
+                folder,
+                error.strerror,
+            )
     finally:
         os.close(descriptor)

@@ -106,22 +106,27 @@ class Restore:
             where = replace(where, optim=None) if self.weights_only else where
             averaged = self._load(state, source, where, exact=False)
             epoch, dropped = self._beside_tensors(state, source, where)
+            counters = self._counters(state, source, dropped)
         except Broken as broken:
             hint = "give another, or --checkpoint.resume auto"
             raise CheckpointError(f"{path} is not whole: {broken.detail}.", hint) from None
         what = "weights and optimizer" if where.optim is not None else "weights alone"
         note = f"{what} of a checkpoint without a manifest, which cannot be verified"
-        counters = self._counters(state, source)
         if counters is not None:
             state.set_counters(counters)
         return Restored(state.step, path, (note, *averaged, *dropped), epoch if state.step == 0 else None)
 
-    def _counters(self, state: TrainState, source: load.CheckpointSource) -> dict[str, float | int] | None:
+    def _counters(
+        self, state: TrainState, source: load.CheckpointSource, notes: list[str]
+    ) -> dict[str, float | int] | None:
         """Those of a run's own checkpoint that torch's converters have rewritten; None if it has none."""
         keys = {name: f"train.{name}" for name in state.counters()}
         if not set(keys.values()) <= source.metadata.state_dict_metadata.keys():
             return None
-        return self.group.on_main(lambda: load.read_numbers(source, keys))
+        found = self.group.on_main(lambda: load.read_numbers(source, keys))
+        if found is None:
+            notes.append(f"dropped, since they are not all numbers: {', '.join(keys.values())}")
+        return found
 
     def _beside_tensors(
         self, state: TrainState, source: load.CheckpointSource, where: Prefixes

@@ -214,7 +214,11 @@ def read_value(store: Store, folder: str, file: str, offset: int, length: int) -
     """A value other than a tensor, loaded with weights_only: nothing in it is executed."""
     data = bytearray(length)
     store.read_into(folder, file, offset, [memoryview(data)])
-    return torch.load(io.BytesIO(data), weights_only=True)
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True)
+    except RuntimeError as error:  # its archive is damaged
+        reason = str(error).partition("\n")[0]
+        raise Broken("format", f"{file} at {offset} is no value ({reason})") from None
 
 
 def sum_range(store: Store, folder: str, file: str, start: int, end: int) -> ByteRange:

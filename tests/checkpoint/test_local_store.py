@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from fsdp.checkpoint import local_store
 from fsdp.checkpoint.local_store import BATCH_BYTES, BLOCK, DIRECT_BYTES, MANY, LocalStore
 
 
@@ -45,3 +49,47 @@ def test_short_writes_and_reads_are_continued(tmp_path: Path, monkeypatch: pytes
     views = [memoryview(bytearray(5)), memoryview(bytearray(12))]
     store.read_into("step", "file", 0, views)
     assert b"".join(views) == b"".join(data)
+
+
+def failing_fsync(error: int, *, of_folders: bool) -> Callable[[int], None]:
+    """An fsync that fails for folders, or for files."""
+    fsync = os.fsync
+
+    def call(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == of_folders:
+            raise OSError(error, os.strerror(error))
+        fsync(descriptor)
+
+    return call
+
+
+def save(store: LocalStore, step: int) -> None:
+    staged = store.staging(step, "0123abcd")
+    store.begin(staged)
+    store.write(staged, "file", [b"data"])
+    store.seal(staged, store.final(step, "0123abcd"))
+
+
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_cannot_sync_folders_is_named_once(
+    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some shared folders have no such request."""
+    monkeypatch.setattr(local_store, "_unsynced", set())
+    monkeypatch.setattr(os, "fsync", failing_fsync(error, of_folders=True))
+    store = LocalStore(tmp_path / "run" / "checkpoints")
+    for step in (1, 2):
+        save(store, step)
+    store.remove("step-00000001", "0123abcd")
+    assert store.folders() == ["step-00000002"]
+    assert caplog.text.count("this file system cannot sync a folder") == 1
+
+
+@pytest.mark.parametrize(("error", "of_folders"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_any_other_failed_sync_fails_the_save(
+    error: int, of_folders: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path)
+    monkeypatch.setattr(os, "fsync", failing_fsync(error, of_folders=of_folders))
+    with pytest.raises(OSError, match=os.strerror(error)):
+        save(store, 1)

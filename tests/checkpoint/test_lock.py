@@ -344,6 +344,18 @@ def renewals(store: ObjectStore) -> int:
     return int(found.data.split()[-1])
 
 
+def test_a_place_with_a_number_sign_is_not_the_one_without(place: str) -> None:
+    """Both are names that S3 accepts: each place has its lock, and messages name it."""
+    run, store = remote(place), remote(f"{place}#1")
+    assert store.where == f"{place}#1"
+    locks = hold(run, store, "torchrun")
+    assert run.get(FILE) is not None
+    assert store.get(FILE) is not None
+    with pytest.raises(RefusedError, match=rf"{place}#1 is being written by process"):
+        hold(None, store, "srun")
+    locks.release()
+
+
 KILLED = """
 import os, signal, sys
 from fsdp.checkpoint.lock import hold
