@@ -5,6 +5,8 @@ Not here: reading.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from fsdp.data.types import StepBatch
@@ -15,7 +17,7 @@ class DevicePrefetch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _copy_stream(device)
 
     def send(self, batch: StepBatch) -> StepBatch:
         # A new thread's current device is 0, whatever the process has chosen.
@@ -33,6 +35,12 @@ class DevicePrefetch:
                 # still read.
                 tensor.record_stream(computing)
         return batch
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the process: each evaluation makes a DevicePrefetch, and torch gives out 32 streams in turn."""
+    return torch.cuda.Stream(device)
 
 
 def maybe_carrier(device: torch.device | None) -> DevicePrefetch | None:

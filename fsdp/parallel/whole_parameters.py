@@ -92,14 +92,14 @@ def average_gradients(parameters: Sequence[nn.Parameter], divisor: float) -> Non
     if not parameters:
         return
     like = parameters[0]
-    counts = torch.tensor(
-        [float(p.grad is not None) for p in parameters], dtype=like.dtype, device=like.device
-    )
+    counts = like.new_ones(len(parameters))
+    if absent := [at for at, p in enumerate(parameters) if p.grad is None]:
+        counts[absent] = 0.0  # a copy from the host, for which a device is waited for
     parts = [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in parameters]
     packed = torch.cat([counts, *parts])
     dist.all_reduce(packed)
     counts, sums = packed[: len(parameters)], packed[len(parameters) :] / divisor
-    used = counts.tolist() if any(p.grad is None for p in parameters) else [1.0] * len(parameters)
+    used = counts.tolist() if absent else [1.0] * len(parameters)
     for parameter, part, count in zip(
         parameters, sums.split([p.numel() for p in parameters]), used, strict=True
     ):
