@@ -180,6 +180,7 @@ def predict(row: Published) -> tuple[float, float]:
 def published_table() -> list[str]:
     lines = [
         "# Speed: published rows, none of them fitted to", "",
+        "`python -m bench.plan --published`: computed, nothing is run.", "",
         "Where a job recomputes by operation it saves each other product of two. Here all are saved: "
         "memory is more, and the "
         "time to compute the others again is added. float8's memory is bf16's.", "",
