@@ -293,6 +293,9 @@ def rank_main(options: argparse.Namespace) -> None:
     for nth in range(options.rounds):
         for way in turned(options.ways, nth):
             bench.round(way, tallies[way])
+            if env.is_main:
+                mean = tallies[way].rounds_s[-1]
+                print(f"round {nth + 1} of {options.rounds}, {way}: mean step {mean:.3f} s", flush=True)
     result = {
         "rank": env.rank,
         "parameters": sum(p.numel() for p in bench.state.model.parameters()),
