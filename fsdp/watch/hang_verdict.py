@@ -49,10 +49,12 @@ class Verdict:
     others: str = ""
     hint: str = ""
     trace: str = ""
+    final: bool = False
+    """A rank has failed: what the others recover from does not continue the run."""
 
     @property
     def recoverable(self) -> bool:
-        return self.kind in RECOVERABLE
+        return self.kind in RECOVERABLE and not self.final
 
     def lines(self) -> list[str]:
         return [
@@ -66,13 +68,14 @@ class Verdict:
 
 
 def judge(found: Sequence[Observation], *, ranks: int = 0, endless_s: float = math.inf) -> Verdict | None:
-    """None if the observations prove nothing.
+    """None if the observations prove nothing. A dead rank of a node that is seen always has a verdict.
 
     `ranks`: how many the run has; some may be missing from `found`. `endless_s`: processor time that no step
     takes, which proves a loop even where other processes share the processors.
     """
     live = [e for e in found if e.alive and not e.over]
-    if live and all(e.state == "T" for e in live):
+    failed = any(e.has_failed for e in found)
+    if live and all(e.state == "T" for e in live) and not failed:
         return None  # the scheduler has suspended the job
     # An unseen rank may be at fault: comparing the collectives of the others would blame one of those.
     all_seen = len(found) >= ranks and not any(e.silent_node_s for e in found)
@@ -80,7 +83,7 @@ def judge(found: Sequence[Observation], *, ranks: int = 0, endless_s: float = ma
     for one in (_failed, _dead, _echoes, _unseen, _stopped, _apart, _storage, _recorded, absent, _network):
         verdict = one(found) if all_seen or one not in COMPARING else None
         if verdict is not None:
-            return verdict
+            return replace(verdict, final=failed)
     return None
 
 

@@ -190,10 +190,7 @@ class Monitor:
 
     def _judge(self, now: float) -> None:
         found = self._all_observations()
-        bad = any(
-            e.failure is not None or (not e.alive and not e.over and not e.silent_node_s) for e in found
-        )
-        if bad and (self.shown is None or self.shown.recoverable):
+        if any(e.has_failed for e in found) and (self.shown is None or self.shown.recoverable):
             self._judge_failure(now, found)
         elif self.shown is not None and not self.shown.recoverable:
             if now - self.shown_at > GRACE_S:

@@ -85,6 +85,11 @@ class Observation:
         return self.over or self.failure is not None or not self.alive
 
     @property
+    def has_failed(self) -> bool:
+        """It has reported an error, or it is dead. The second is not known of a node that is silent."""
+        return self.failure is not None or not (self.alive or self.over or self.silent_node_s)
+
+    @property
     def aborted(self) -> bool:
         return "Aborted" in self.fatal
 

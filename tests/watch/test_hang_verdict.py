@@ -5,6 +5,7 @@ test_faults.py.
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -192,6 +193,28 @@ def test_a_loop_is_named_by_its_processor_time_where_processors_are_shared() -> 
 
 def test_all_ranks_stopped_is_a_suspended_job() -> None:
     assert judge([replace(one, state="T") for one in world()]) is None
+
+
+STATES: tuple[dict[str, Any], ...] = (
+    {"alive": False, "state": "X"},
+    {"alive": False, "state": "X", "fatal": "Fatal Python error: Aborted"},
+    {"state": "T"},
+    {"over": True},
+    {"silent_node_s": 3.2, "node": "n2"},
+    {},
+)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_dead_rank_has_a_verdict_whatever_the_others_do(ranks: int) -> None:
+    """Also where all that live are stopped."""
+    for states in itertools.product(STATES, repeat=ranks):
+        found = [replace(WAITING, rank=rank, **state) for rank, state in enumerate(states)]
+        verdict = judge(found, ranks=ranks)
+        if any(not one.alive for one in found):
+            assert verdict is not None, states
+            assert verdict.kind in ("died", "fault", "partition"), states
+            assert not verdict.recoverable
 
 
 def said(time: float, message: str = "it broke", **more: Any) -> dict[str, Any]:
