@@ -49,10 +49,12 @@ class Verdict:
     others: str = ""
     hint: str = ""
     trace: str = ""
+    final: bool = False
+    """A rank has failed: what the others recover from does not continue the run."""
 
     @property
     def recoverable(self) -> bool:
-        return self.kind in RECOVERABLE
+        return self.kind in RECOVERABLE and not self.final
 
     def lines(self) -> list[str]:
         return [
@@ -66,13 +68,14 @@ class Verdict:
 
 
 def judge(found: Sequence[Observation], *, ranks: int = 0, endless_s: float = math.inf) -> Verdict | None:
-    """None if the observations prove nothing.
+    """None if the observations prove nothing. A dead rank of a node that is seen always has a verdict.
 
     `ranks`: how many the run has; some may be missing from `found`. `endless_s`: processor time that no step
     takes, which proves a loop even where other processes share the processors.
     """
     live = [e for e in found if e.alive and not e.over]
-    if live and all(e.state == "T" for e in live):
+    failed = any(e.has_failed for e in found)
+    if live and all(e.state == "T" for e in live) and not failed:
         return None  # the scheduler has suspended the job
     # An unseen rank may be at fault: comparing the collectives of the others would blame one of those.
     all_seen = len(found) >= ranks and not any(e.silent_node_s for e in found)
@@ -80,7 +83,7 @@ def judge(found: Sequence[Observation], *, ranks: int = 0, endless_s: float = ma
     for one in (_failed, _dead, _echoes, _unseen, _stopped, _apart, _storage, _recorded, absent, _network):
         verdict = one(found) if all_seen or one not in COMPARING else None
         if verdict is not None:
-            return verdict
+            return replace(verdict, final=failed)
     return None
 
 
@@ -342,7 +345,8 @@ def _behind_the_front(found: Sequence[Observation]) -> list[Observation]:
 
 
 HINTS = {
-    "data": "check the storage of its data; higher --data.workers and --data.prefetch read further ahead",
+    "data": "check the storage of its data; higher --data.workers and --data.prefetch read further ahead; "
+    "--watch.hang_s 1800 waits half an hour",
     "loop": "the line above does not end",
     "lock": "C code waits or computes while it holds Python's lock; its stack is in RUN/watch/",
     "blocked": "the line above waits for something that does not come",
@@ -356,10 +360,12 @@ def _reason(e: Observation, endless_s: float) -> tuple[str, str]:
     endless = e.cpu_s > endless_s
     if e.phase in NOT_YET or prepares(e) or (e.starved_s > 0.3 * e.still_s and not endless):
         return "", ""
-    if e.answered is False:
-        return "lock", "holds Python's lock in C and does not answer"
     if e.answered is None:
         return "", ""
+    if e.phase == "data" and e.process_cpu_s > max(BUSY_S, 0.6 * e.still_s):
+        return "data", f"prepares its data, {e.still_s:.1f} s by now"
+    if e.answered is False:
+        return "lock", "holds Python's lock in C and does not answer"
     if e.phase == "data":
         return "data", f"waits for its data, {e.still_s:.1f} s by now"
     if endless or e.cpu_s > max(BUSY_S, 0.6 * e.still_s):

@@ -52,6 +52,9 @@ class Observation:
     cuda: bool = False
     still_s: float = 0.0
     cpu_s: float = 0.0
+    """Of the training thread."""
+    process_cpu_s: float = 0.0
+    """Of all threads: those that read ahead too."""
     starved_s: float = 0.0
     """Time in which it could run and no processor was free."""
     answered: bool | None = None
@@ -83,6 +86,11 @@ class Observation:
     def has_left(self) -> bool:
         """Its run has ended, it has failed, or it is dead."""
         return self.over or self.failure is not None or not self.alive
+
+    @property
+    def has_failed(self) -> bool:
+        """It has reported an error, or it is dead. The second is not known of a node that is silent."""
+        return self.failure is not None or not (self.alive or self.over or self.silent_node_s)
 
     @property
     def aborted(self) -> bool:

@@ -18,7 +18,9 @@ import signal
 import tempfile
 import threading
 import time
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,9 @@ STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 PAGE = 16384
 TEXT_AT = 8192
 TEXT_MOST = PAGE - TEXT_AT - 8
+ENCODER = json.JSONEncoder(ensure_ascii=False)
+CUT = " … "
+"""Between the beginning and the end of a text that has no room."""
 
 TRAINING, OVER, FAILED, LEFT = 1, 2, 3, 4
 """STATE, which is 0 before the first step. LEFT: failed in a process that lives on."""
@@ -106,14 +111,33 @@ class StatusPage:
 
 
 def _fitting(failure: dict[str, Any]) -> bytes:
-    data = json.dumps(failure).encode()
-    if len(data) > TEXT_MOST:  # the end of a traceback holds more than its beginning
-        cut = {
-            key: value[-TEXT_MOST // 12 :] if isinstance(value, str) else value
-            for key, value in failure.items()
-        }
-        data = json.dumps(cut).encode()
+    """As JSON, with long texts and lists cut to a size at which all of it has room."""
+    data, most = _encoded(failure), TEXT_MOST
+    while len(data) > TEXT_MOST:
+        most = most * 3 // 4
+        data = _encoded({name: _cut(value, most) for name, value in failure.items()})
     return data
+
+
+def _encoded(value: Any) -> bytes:
+    # a file's name in a message may have half of a surrogate pair; json.loads reads it back
+    return ENCODER.encode(value).encode("utf-8", "surrogatepass")
+
+
+def _cut(value: Any, most: int) -> Any:
+    """A text: its beginning and its end, in `most` bytes. A list: the first numbers, 8 bytes for each."""
+    if isinstance(value, list):
+        return value[: most // 8]
+    if not isinstance(value, str) or len(_encoded(value)) <= most:
+        return value
+    half = (most - len(_encoded(CUT))) // 2
+    return _beginning(value, half) + CUT + _beginning(value[::-1], half)[::-1]
+
+
+def _beginning(text: str, most: int) -> str:
+    """The characters that take `most` bytes in JSON: up to four each, and six for a control character."""
+    sizes = accumulate(len(_encoded(one)) - len('""') for one in text[: max(0, most)])
+    return text[: bisect_right(list(sizes), most)]
 
 
 def folder() -> Path:

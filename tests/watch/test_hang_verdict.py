@@ -5,6 +5,7 @@ test_faults.py.
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +102,18 @@ def test_the_rank_at_fault_is_named_with_what_it_does(odd: dict[str, Any], kind:
     assert words in verdict.what
 
 
+@pytest.mark.parametrize("how", [{"cpu_s": 2.9}, {}, {"answered": False}])
+def test_a_rank_that_computes_its_data_does_not_wait_for_them(how: dict[str, Any]) -> None:
+    """In the training thread, in one that reads ahead, or in C code that holds Python's lock."""
+    verdict = on(**OUT, **{"phase": "data", "process_cpu_s": 2.9, **how})
+    assert verdict.kind == "data"
+    assert verdict.what.startswith("rank 2 (n1) prepares its data, 3.0 s by now: step 7, data")
+
+
+def test_a_rank_that_holds_pythons_lock_for_its_data_and_computes_nothing_is_named_so() -> None:
+    assert on(**OUT, phase="data", answered=False).kind == "lock"
+
+
 def test_a_verdict_names_what_the_others_wait_for() -> None:
     assert on(**OUT).others == "ranks 0, 1, 3 wait in all_gather_single (step 7, forward)"
 
@@ -192,6 +205,28 @@ def test_a_loop_is_named_by_its_processor_time_where_processors_are_shared() -> 
 
 def test_all_ranks_stopped_is_a_suspended_job() -> None:
     assert judge([replace(one, state="T") for one in world()]) is None
+
+
+STATES: tuple[dict[str, Any], ...] = (
+    {"alive": False, "state": "X"},
+    {"alive": False, "state": "X", "fatal": "Fatal Python error: Aborted"},
+    {"state": "T"},
+    {"over": True},
+    {"silent_node_s": 3.2, "node": "n2"},
+    {},
+)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_dead_rank_has_a_verdict_whatever_the_others_do(ranks: int) -> None:
+    """Also where all that live are stopped."""
+    for states in itertools.product(STATES, repeat=ranks):
+        found = [replace(WAITING, rank=rank, **state) for rank, state in enumerate(states)]
+        verdict = judge(found, ranks=ranks)
+        if any(not one.alive for one in found):
+            assert verdict is not None, states
+            assert verdict.kind in ("died", "fault", "partition"), states
+            assert not verdict.recoverable
 
 
 def said(time: float, message: str = "it broke", **more: Any) -> dict[str, Any]:

@@ -59,6 +59,49 @@ def test_a_failure_is_read_whole_and_a_long_one_cut(page: StatusPage) -> None:
     assert 100 < len(told["trace"]) < 8192
 
 
+TRACE = "Traceback (most recent call last):\n" + "  File 'a.py', line 3\n" * 300
+
+
+@pytest.mark.parametrize("filler", ["x", "错", "😀", "\x00", '"', "\udcff"])
+def test_a_failure_has_room_whatever_it_is_written_in(page: StatusPage, filler: str) -> None:
+    """And begins and ends as it was."""
+    message = f"ValueError: {filler * 3000}: the last word"
+    written = {
+        "message": message,
+        "trace": TRACE + message,
+        "hint": "",
+        "print": TRACE + message,
+        "time": 1.0,
+    }
+    page.write_failure(written | {"ranks": list(range(100_000)), "secondary": False})
+    told = page.read_failure()
+    assert told is not None
+    assert told["message"].startswith(f"ValueError: {filler}")
+    for name in ("message", "trace", "print"):
+        assert told[name].endswith(f"{filler}: the last word")
+        assert len(told[name].encode(errors="surrogatepass")) > 300
+    assert told["trace"].startswith("Traceback (most recent call last):\n  File")
+    assert (told["time"], told["secondary"]) == (1.0, False)
+    assert told["ranks"] == list(range(len(told["ranks"])))
+    assert len(told["ranks"]) > 50
+
+
+def test_a_failure_that_names_thousands_of_ranks_has_room(page: StatusPage) -> None:
+    page.write_failure({"message": "the replicas differ", "ranks": list(range(10_000)), "time": 1.0})
+    told = page.read_failure()
+    assert told is not None
+    assert told["message"] == "the replicas differ"
+    assert told["ranks"] == list(range(len(told["ranks"])))
+    assert len(told["ranks"]) > 500
+
+
+def test_a_failure_that_has_room_is_whole(page: StatusPage) -> None:
+    """In any script: 2,000 characters of it take 6,000 bytes."""
+    written = {"message": "错" * 2000, "ranks": [3], "time": 1.0}
+    page.write_failure(written)
+    assert page.read_failure() == written
+
+
 def test_activities_of_both_threads_are_read(
     page: StatusPage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
