@@ -162,22 +162,26 @@ def _least_memory(choices: Sequence[Choice]) -> list[Choice]:
 
 
 def check_batch(config: Config, given: Given, ranks: int) -> None:
+    """Refuses what a run would pad in each step: the search offers whole batches only."""
     batch, micro = config.train.global_batch, config.train.micro_batch
     if "train.global_batch" not in given:
         return
+    share, padded, fix = -(-batch // ranks), "", ""
+    if micro <= share:  # a run accepts it
+        padded = ", and a search plans no padded batch"
+        fix = f", or --plan.gpus {ranks} --plan.fix true"
     if batch % ranks:
         near = max(1, round(batch / ranks)) * ranks
         raise ConfigError(
             f"--train.global_batch {batch} over {ranks} ranks is {batch / ranks:.4g} samples a rank: no "
-            "mesh divides it.",
-            f"--train.global_batch {near}",
+            f"mesh divides it{padded}.",
+            f"--train.global_batch {near}{fix}",
         )
-    if micro and (batch // ranks) % micro:
+    if micro and share % micro:
         raise ConfigError(
             f"--train.micro_batch {micro} does not divide a rank's share: --train.global_batch {batch} "
-            f"over {ranks} ranks is "
-            f"{batch // ranks}.",
-            f"--train.micro_batch {max(n for n in range(1, micro + 1) if (batch // ranks) % n == 0)}",
+            f"over {ranks} ranks is {share}{padded}.",
+            f"--train.micro_batch {max(n for n in range(1, micro + 1) if share % n == 0)}{fix}",
         )
 
 
