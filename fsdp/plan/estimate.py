@@ -38,6 +38,7 @@ class Plan:
     needed: float
     """Bytes of a device: the allocator's reservation and what stands beside it. On CPU, of the process."""
     samples: int
+    """Of the global batch, without the rows that pad the shares of its ranks and micro-batches."""
     tokens_per_sample: int
     staged: float = 0.0
     """Bytes of host memory that a save's copy takes on this rank."""
@@ -57,7 +58,10 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        return self.step.model_flops / self.step.seconds / self.rates.peak if self.step.seconds else 0.0
+        """As a run's own: operations on padded rows are no progress."""
+        rows = self.micro_batch * self.accumulation * self.sizes.ranks
+        useful = self.step.model_flops * self.samples / rows
+        return useful / self.step.seconds / self.rates.peak if self.step.seconds else 0.0
 
 
 def for_target(config: Config) -> Config:
@@ -151,7 +155,7 @@ def plan_of(ask: FakeRun, counted: TracedStep, subject: Subject, accumulation: i
         step=time_step(counted, setting),
         rates=rates,
         needed=needed,
-        samples=ask.micro_batch * accumulation * ask.sizes.ranks,
+        samples=config.train.global_batch,
         tokens_per_sample=subject.tokens_per_sample,
         staged=staged,
     )

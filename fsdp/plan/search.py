@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp import config as configuration
-from fsdp.base.errors import ConfigError
+from fsdp.base.errors import ConfigError, without_hint
 from fsdp.config import Config
 from fsdp.dist.mesh import MeshSizes, Strategy, resolve
 from fsdp.parallel.comm_hooks import check_divide
@@ -73,34 +73,60 @@ def search(config: Config, given: Given) -> SearchResult:
     rates = rates_for(config)
     check_device(config)
     asked = config.plan.gpus or config.mesh.replicate * config.mesh.shard
-    if asked:
-        return _search(config, given, asked, rates)
-    for ranks in _numbers_of_ranks(config, given, rates):
-        found = _search(config, given, ranks, rates, frugal=True)
-        if found.fitting:
-            return _search(config, given, ranks, rates)
-    raise ConfigError(
-        f"no number of {rates.name} up to {MOST_RANKS} holds this model.",
-        "--plan.gpu with more memory, or --data.seq_len lower",
-    )
+    ranks = asked or _fewest_ranks(config, given, rates)
+    return _search(config, given, _accepted(config, given, ranks, rates), rates)
 
 
-def _numbers_of_ranks(config: Config, given: Given, rates: Rates) -> Iterator[int]:
+def _fewest_ranks(config: Config, given: Given, rates: Rates) -> int:
+    """The first number of ranks on which a choice fits, of those that the flags allow."""
+    searched, refused = False, list[tuple[int, ConfigError]]()
+    for ranks in _numbers_of_ranks(config, rates):
+        try:
+            choices = _accepted(config, given, ranks, rates)
+        except ConfigError as error:  # a mesh or a flag may need more ranks
+            refused.append((ranks, error))
+            continue
+        if _search(config, given, choices, rates, frugal=True).fitting:
+            return ranks
+        searched = True
+        refused.clear()
+    raise _none_holds(rates, searched, refused)
+
+
+def _none_holds(rates: Rates, searched: bool, refused: Sequence[tuple[int, ConfigError]]) -> ConfigError:
+    """`refused`: the numbers above those that were searched, each with its reason."""
+    reason, hint = "", "--plan.gpu with more memory, or --data.seq_len lower"
+    if refused:
+        ranks, error = refused[0]
+        if not searched:
+            return error
+        reason = f" {ranks} ranks and more are refused: {without_hint(error)}"
+        hint = f"{error.hint}, or --plan.gpu with more memory"
+    return ConfigError(f"no number of {rates.name} up to {MOST_RANKS} holds this model.{reason}", hint)
+
+
+def _numbers_of_ranks(config: Config, rates: Rates) -> Iterator[int]:
     """Numbers of ranks by doubling, from the first whose shards fit; replicas of what does not fit need
     no less.
     """
-    mesh, batch = config.mesh, config.train.global_batch
+    mesh = config.mesh
     least = max(1, mesh.replicate) * max(1, mesh.shard)
     for ranks in (least * 2**k for k in range(MOST_RANKS.bit_length())):
         shards = 1 if mesh.strategy == "ddp" else mesh.shard or ranks // max(1, mesh.replicate)
         held = parameter_bytes(for_target(config)) / shards < rates.memory or config.memory.cpu_offload
-        if ranks <= MOST_RANKS and held and not ("train.global_batch" in given and batch % ranks):
+        if ranks <= MOST_RANKS and held:
             yield ranks
 
 
-def _search(config: Config, given: Given, ranks: int, rates: Rates, *, frugal: bool = False) -> SearchResult:
+def _accepted(config: Config, given: Given, ranks: int, rates: Rates) -> list[Choice]:
+    """What is tried on this many ranks; if that is nothing, raises why."""
     check_batch(config, given, ranks)
-    choices = _allowed(config, _choices(config, given, ranks, rates))
+    return _allowed(config, _choices(config, given, ranks, rates))
+
+
+def _search(
+    config: Config, given: Given, choices: Sequence[Choice], rates: Rates, *, frugal: bool = False
+) -> SearchResult:
     choices = _least_memory(choices) if frugal else choices
     plans = _best_of_each(config, given, choices, rates)
     if not any(plan.fits for plan in plans) and "memory.cpu_offload" not in given and rates.has_allocator:
@@ -110,7 +136,7 @@ def _search(config: Config, given: Given, ranks: int, rates: Rates, *, frugal: b
     if not frugal:
         # The first few are planned for themselves: a family's rounding may change their order.
         plans[:RECOUNTED] = [plan_one(plan.config) if plan.fits else plan for plan in plans[:RECOUNTED]]
-    return SearchResult(tuple(sorted(plans, key=_order)), ranks)
+    return SearchResult(tuple(sorted(plans, key=_order)), choices[0].sizes.ranks)
 
 
 def _order(plan: Plan) -> tuple[Any, ...]:
@@ -136,22 +162,26 @@ def _least_memory(choices: Sequence[Choice]) -> list[Choice]:
 
 
 def check_batch(config: Config, given: Given, ranks: int) -> None:
+    """Refuses what a run would pad in each step: the search offers whole batches only."""
     batch, micro = config.train.global_batch, config.train.micro_batch
     if "train.global_batch" not in given:
         return
+    share, padded, fix = -(-batch // ranks), "", ""
+    if micro <= share:  # a run accepts it
+        padded = ", and a search plans no padded batch"
+        fix = f", or --plan.gpus {ranks} --plan.fix true"
     if batch % ranks:
         near = max(1, round(batch / ranks)) * ranks
         raise ConfigError(
             f"--train.global_batch {batch} over {ranks} ranks is {batch / ranks:.4g} samples a rank: no "
-            "mesh divides it.",
-            f"--train.global_batch {near}",
+            f"mesh divides it{padded}.",
+            f"--train.global_batch {near}{fix}",
         )
-    if micro and (batch // ranks) % micro:
+    if micro and share % micro:
         raise ConfigError(
             f"--train.micro_batch {micro} does not divide a rank's share: --train.global_batch {batch} "
-            f"over {ranks} ranks is "
-            f"{batch // ranks}.",
-            f"--train.micro_batch {max(n for n in range(1, micro + 1) if (batch // ranks) % n == 0)}",
+            f"over {ranks} ranks is {share}{padded}.",
+            f"--train.micro_batch {max(n for n in range(1, micro + 1) if share % n == 0)}{fix}",
         )
 
 
@@ -210,8 +240,7 @@ def _meshes(config: Config, given: Given, ranks: int, rates: Rates) -> list[Mesh
     if not found:
         raise ConfigError(
             f"--mesh.strategy {mesh.strategy}, replicate {mesh.replicate or 'any'} × shard "
-            f"{mesh.shard or 'any'}: no such mesh "
-            f"has {ranks} ranks.",
+            f"{mesh.shard or 'any'}: no such mesh has {ranks} ranks.",
             "--mesh.strategy auto --mesh.replicate 0 --mesh.shard 0",
         )
     return found

@@ -47,9 +47,13 @@ def last(name: str) -> Callable[[RunData], float | None]:
 
 
 def best(name: str, sign: int) -> Callable[[RunData], float | None]:
+    """The lowest or highest value of a step, also of the steps that a record has the mean of."""
+
     def of(run: RunData) -> float | None:
-        values = run.series[name].finite.values if name in run.series else ()
-        return None if not len(values) else float(max(values) if sign > 0 else min(values))
+        series = run.series.get(name)
+        if series is None or not len(finite := series.finite):
+            return None
+        return float(finite.highest.max() if sign > 0 else finite.lowest.min())
 
     return of
 

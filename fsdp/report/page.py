@@ -166,11 +166,11 @@ def _of_the_run(run: RunData, total: int) -> str:
 def _quality_tiles(run: RunData) -> Iterator[Tile]:
     for name, label in (("loss", "training loss"), ("eval_loss", "held-out loss")):
         if series := run.series.get(name):
-            lowest = series.finite
-            under = f"lowest {loss_text(float(lowest.values.min()))}" if len(lowest) else ""
+            finite = series.finite
+            under = f"lowest {loss_text(float(finite.lowest.min()))}" if len(finite) else ""
             yield label, loss_text(series.last), under
     if series := run.series.get("eval_accuracy"):
-        best = f"best {series.finite.values.max():.2%}" if len(series.finite) else ""
+        best = f"best {series.finite.highest.max():.2%}" if len(series.finite) else ""
         yield "held-out accuracy", f"{series.last:.2%}", best
 
 
@@ -185,7 +185,7 @@ def _speed_tiles(run: RunData) -> Iterator[Tile]:
     if series := get("mfu"):
         yield "MFU", f"{series.median:.1%}", "median"
     if series := get("max_mem_gib"):
-        peak = f"{series.finite.values.max():.2f} GiB" if len(series.finite) else "?"
+        peak = f"{series.finite.highest.max():.2f} GiB" if len(series.finite) else "?"
         yield "peak memory", peak, "rank 0"
 
 

@@ -28,6 +28,7 @@ from fsdp.report.transport_data import note_transport
 from fsdp.report.watch_records import VerdictRecord, WatchData, read_watched
 from fsdp.rundir.line_files import read_lines
 from fsdp.rundir.paths import RunDir
+from fsdp.watch.hang_verdict import RECOVERABLE
 
 Outcome = Literal["finished", "stopped", "failed", "killed", "running"]
 LIVE_S = 30.0
@@ -242,15 +243,33 @@ def _with_state(run: RunDir, data: RunData) -> tuple[Start, ...]:
 
 
 def _with_verdicts(starts: tuple[Start, ...], verdicts: Sequence[VerdictRecord]) -> tuple[Start, ...]:
-    """A failed start gets the watch's first verdict on it as its reason."""
+    """A failed start gets as its reason the watch's verdict on what ended it."""
     moments = [_seconds(start.time) for start in starts]
     explained = []
-    for start, begun, following in zip(starts, moments, [*moments[1:], float("inf")], strict=False):
+    for nth, (start, begun) in enumerate(zip(starts, moments, strict=True)):
+        following = moments[nth + 1] if nth + 1 < len(starts) else float("inf")
+        reached = start.to_step
+        if reached is None:
+            reached = starts[nth + 1].from_step if nth + 1 < len(starts) else 0
         within = [one for one in verdicts if begun <= one.time < following]
-        if within and start.outcome in ("failed", "killed") and within[0].what not in start.why:
-            start = _with_verdict(start, within[0])
+        cause = _cause(within, start.from_step, reached)
+        if cause is not None and start.outcome in ("failed", "killed") and cause.what not in start.why:
+            start = _with_verdict(start, cause)
         explained.append(start)
     return tuple(explained)
+
+
+def _cause(verdicts: Sequence[VerdictRecord], from_step: int, reached: int) -> VerdictRecord | None:
+    """Of a start's verdicts the first that no run survives, or the stall that it did not survive: the watch
+    ended it, or no step after it was recorded. What follows the end is a consequence.
+    """
+    last = next((nth for nth, one in enumerate(verdicts) if one.ended), len(verdicts) - 1)
+    until = verdicts[: last + 1]
+    for one in until:
+        if one.kind not in RECOVERABLE:
+            return replace(one, ended=until[-1].ended)
+    stalls = [one for one in until if one.ended or max(one.step, from_step) >= reached]
+    return stalls[-1] if stalls else None
 
 
 def _with_verdict(start: Start, verdict: VerdictRecord) -> Start:

@@ -36,6 +36,14 @@ def said(capsys: pytest.CaptureFixture[str], *flags: str, code: int = 0) -> str:
     return printed.err if code else printed.out
 
 
+def test_a_padded_batch_that_a_search_refuses_is_planned_with_the_hint(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = (*QUICK, "--train.global_batch", "6")
+    hint = said(capsys, *flags, code=2).rpartition(", or ")[2]
+    assert said(capsys, *flags, *hint.split()).count("--train.global_batch 6") == 1
+
+
 def best_flags(text: str) -> list[str]:
     return shlex.split(
         next(line for line in text.splitlines() if line.startswith("  best: ")).removeprefix("  best: ")
@@ -137,12 +145,13 @@ WRONG = [
     ("--plan.gpu h900", "--plan.gpu h900 is not in the table: a100, .* HINT: --plan.gpu h200 or h100"),
     (
         "--plan.gpus 4 --train.global_batch 6",
-        "--train.global_batch 6 over 4 ranks is 1.5 samples a rank: no mesh divides it. "
-        "HINT: --train.global_batch 8",
+        "--train.global_batch 6 over 4 ranks is 1.5 samples a rank: no mesh divides it, and a search plans "
+        "no padded batch. HINT: --train.global_batch 8, or --plan.gpus 4 --plan.fix true",
     ),
     (
         "--plan.gpus 4 --train.global_batch 24 --train.micro_batch 4",
-        "--train.micro_batch 4 does not divide a rank's share: .*HINT: --train.micro_batch 3",
+        "--train.micro_batch 4 does not divide a rank's share: .* a search plans no padded batch. "
+        "HINT: --train.micro_batch 3, or --plan.gpus 4 --plan.fix true",
     ),
     (
         "--plan.gpus 6 --mesh.replicate 4",

@@ -121,13 +121,45 @@ def test_without_a_number_of_ranks_the_mesh_gives_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
-def test_no_number_of_ranks_is_tried_that_the_batch_does_not_divide() -> None:
-    tight = ("--train.global_batch", "3", "--plan.memory_gib", "1.5", "--memory.cpu_offload", "false")
-    with pytest.raises(
-        ConfigError, match=r"no number of H100 SXM up to 4096 holds this model. HINT: --plan.gpu with more"
-    ):
-        found(*tight)
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        (("--mesh.strategy", "ddp"), 2),
+        (("--mesh.strategy", "hsdp"), 4),
+        (("--mesh.reshard_after_forward", "2"), 2),
+    ],
+)
+def test_numbers_of_ranks_that_the_flags_do_not_allow_are_passed_over(
+    flags: tuple[str, str], ranks: int
+) -> None:
+    """The model fits one rank, on which none of these flags is possible."""
+    least = found("--train.micro_batch", "1", *flags)
+    assert least.ranks == ranks
+    assert least.fitting
+    assert {plan.sizes.ranks for plan in least.plans} == {ranks}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--train.global_batch 3",
+            "2 ranks and more are refused: --train.global_batch 3 over 2 ranks is 1.5 samples a rank: .* "
+            "HINT: --train.global_batch 4",
+        ),
+        (
+            "--train.global_batch 4 --train.micro_batch 4",
+            "2 ranks and more are refused: --train.micro_batch 4 does not divide a rank's share: .* "
+            "HINT: --train.micro_batch 2",
+        ),
+    ],
+)
+def test_a_batch_that_ends_the_search_is_named(flags: str, message: str) -> None:
+    tight = ("--plan.memory_gib", "1.45", "--memory.cpu_offload", "false")
+    whole = f"no number of H100 SXM up to 4096 holds this model. {message}.*, or --plan.gpu with more memory"
+    with pytest.raises(ConfigError, match=whole):
+        found(*tight, *flags.split())
 
 
 @pytest.mark.slow

@@ -4,14 +4,16 @@ it.
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
 
 from fsdp.config import load
 from fsdp.dist.mesh import MeshSizes
-from fsdp.plan.estimate import plan_one
+from fsdp.plan.estimate import Plan, plan_one
 from fsdp.plan.rates import SHORT_NAMES, rates_for
+from fsdp.plan.report import details
 from fsdp.plan.step_time import Links
 from tests.plan.asked import plan
 from tests.support.marks import quick_are
@@ -126,6 +128,29 @@ def test_tokens_and_operations_are_the_models() -> None:
     parameters = one.memory.state / 12 * 8
     assert one.step.model_flops == pytest.approx(6 * parameters * 2 * 1024, rel=0.25)  # and attention
     assert one.tokens_s == pytest.approx(2 * 1024 / one.step.seconds)
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "filled"),
+    [("10", "3", "12"), ("40", "4", "48")],  # shares of 2 and 3 samples; shares of 10 in 4, 4 and 2
+)
+def test_padding_takes_time_and_is_no_sample(batch: str, micro: str, filled: str) -> None:
+    """4 ranks take as long for a batch that a run pads as for one that fills every row."""
+    flags = ("--train.micro_batch", micro, "--plan.tokens", "1e15")
+    padded = plan(*flags, "--train.global_batch", batch)
+    whole = plan(*flags, "--train.global_batch", filled)
+    assert padded.step.seconds == whole.step.seconds
+    part = int(batch) / int(filled)
+    assert padded.tokens_s == pytest.approx(part * whole.tokens_s)
+    assert padded.mfu == pytest.approx(part * whole.mfu)
+    assert gpu_hours(padded) == pytest.approx(gpu_hours(whole) / part, rel=1e-3)
+
+
+def gpu_hours(one: Plan) -> float:
+    goal = details(one, one.config)[-1]
+    found = re.search(r"hours, ([\d,]+) GPU-hours", goal)
+    assert found, goal
+    return float(found[1].replace(",", ""))
 
 
 @pytest.mark.slow

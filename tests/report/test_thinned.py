@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fsdp.report import series
+from fsdp.report.__main__ import main
 from fsdp.report.file_notes import Notes
 from fsdp.report.series import Series, read_numbers, thin
+from tests.report.test_report import made
 
 STEPS = 20_000
 
@@ -68,3 +71,31 @@ def test_odd_groups_are_read_as_far_as_they_can_be(tmp_path: Path, group: dict[s
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"step": 20, "loss": 2.0, **group}))
     assert read_numbers(path, Notes())["loss"].values.tolist() == [2.0]
+
+
+def test_the_lowest_value_is_that_of_a_step_and_not_a_mean(tmp_path: Path) -> None:
+    """On the page of one run, beside another one, and in a table, whose order follows it too."""
+    runs = [made(tmp_path / name, steps=3) for name in ("a", "b", "c")]
+    means = {"loss": 0.5, "eval_loss": 0.2, "eval_accuracy": 0.5, "max_mem_gib": 3.0}
+    for run in runs:
+        add(run, {"step": 3, **means})
+    low, high = {"loss": 0.0625, "eval_loss": 0.0313}, {"eval_accuracy": 0.9875, "max_mem_gib": 7.25}
+    add(runs[1], {"step": 13, "steps": 10, **means, "low": low, "high": high})
+    single, both, table = (page(tmp_path, some) for some in (runs[1:2], runs[:2], runs))
+    for expected in ("lowest 0.0625", "lowest 0.0313", "best 98.75%", "7.25 GiB"):
+        assert expected in single, expected
+    assert re.search(r"lowest loss</td>.*0\.5000</td>.*0\.0625</td>", both)
+    assert re.search(r"peak memory of rank 0</td>.*3\.00 GiB</td>.*7\.25 GiB</td>", both)
+    rows = table.partition("<tbody>")[2]
+    assert "0.0313" in rows
+    assert rows.index("</span>b<") < rows.index("</span>a<") < rows.index("</span>c<")
+
+
+def add(run: Path, record: dict[str, object]) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def page(folder: Path, runs: list[Path]) -> str:
+    assert main([*map(str, runs), "--out", str(folder / "page.html")]) == 0
+    return (folder / "page.html").read_text()

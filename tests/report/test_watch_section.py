@@ -156,6 +156,55 @@ def test_a_crashed_start_has_both_reasons(tmp_path: Path) -> None:
     assert one.why == "its ranks exited with code 7; rank 2 is stopped (SIGSTOP)"
 
 
+STALL = verdict(kind="storage", step=100, what="storage is slow")
+DIED = verdict(kind="died", step=5000, what="rank 2 died", time=NOON + 600)
+ENDED = {"time": NOON + 601, "kind": "ended", "ranks": [0], "what": "by the watch"}
+NO_END = "no end was recorded: killed, or its node was lost"
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "why", "outcome"),
+    [
+        ([STALL, DIED, ENDED], "ended by the watch: rank 2 died", "failed"),
+        ([DIED, verdict(kind="lost", what="rank 0 ended", time=NOON + 600), ENDED],
+         "ended by the watch: rank 2 died", "failed"),
+        ([STALL, verdict(what="rank 1 stands still", step=5000), ENDED, DIED],
+         "ended by the watch: rank 1 stands still", "failed"),
+        ([STALL], NO_END, "killed"),
+        ([STALL, verdict(kind="data", what="rank 1 reads", step=4999)], f"rank 1 reads; {NO_END}", "killed"),
+    ],
+)  # fmt: skip
+def test_a_stall_that_was_survived_is_not_what_ended_a_start(
+    verdicts: list[dict[str, Any]], why: str, outcome: str, tmp_path: Path
+) -> None:
+    (tmp_path / "watch").mkdir()
+    start = {"event": "start", "time": "2026-01-01T12:00:00+00:00", "from_step": 0, "ranks": 4}
+    write(tmp_path / "history.jsonl", [start])
+    write(tmp_path / "metrics.jsonl", [{"step": 4999, "loss": 1.0}])
+    write(tmp_path / "watch" / "verdicts.jsonl", verdicts)
+    (one,) = read_run(tmp_path).starts
+    assert (one.why, one.outcome) == (why, outcome)
+    assert why in text_of(tmp_path), "the reason at the head of the page"
+
+
+def test_a_survived_stall_is_no_reason_beside_the_recorded_one(tmp_path: Path) -> None:
+    (tmp_path / "watch").mkdir()
+    start = {"event": "start", "time": "2026-01-01T12:00:00+00:00", "from_step": 0, "ranks": 4}
+    crash = {"event": "crash", "code": 7, "step": 5000}
+    write(tmp_path / "history.jsonl", [start, crash, start | {"time": "2026-01-01T12:02:00+00:00"}])
+    write(tmp_path / "watch" / "verdicts.jsonl", [STALL])
+    assert read_run(tmp_path).starts[0].why == "its ranks exited with code 7"
+
+
+def test_a_stall_before_the_first_step_of_a_resumed_start_was_not_survived(tmp_path: Path) -> None:
+    (tmp_path / "watch").mkdir()
+    start = {"event": "start", "time": "2026-01-01T12:00:00+00:00", "from_step": 400, "ranks": 4}
+    write(tmp_path / "history.jsonl", [start])
+    write(tmp_path / "metrics.jsonl", [{"step": 400, "loss": 1.0}])
+    write(tmp_path / "watch" / "verdicts.jsonl", [STALL | {"step": 0}])
+    assert read_run(tmp_path).starts[0].why == f"storage is slow; {NO_END}"
+
+
 def test_late_ranks_and_spikes_are_shown(run: Path) -> None:
     text = text_of(run)
     assert "rank 3 is not late any more, at step 500" in text
