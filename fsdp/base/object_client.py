@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
 import time
 from collections.abc import Callable
@@ -24,6 +25,9 @@ PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "az", "adl")
 """The schemes of URLs that a run may name: others of fsspec's run code from files, or log in at any host."""
 UNCHANGED_BY_A_RETRY = ("NoCredentialsError", "ParamValidationError", "CheckpointError")
+
+ENDPOINTS = ("FSSPEC_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+"""Variables that name the server of s3:// URLs; the first one that is set counts."""
 
 T = TypeVar("T")
 
@@ -64,6 +68,12 @@ def without_secrets(url: str) -> str:
     """The URL without user, password and query, which may hold keys. A `#` belongs to an object's name."""
     parts = urlsplit(url, allow_fragments=False)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
+
+
+def endpoint(url: str) -> str:
+    """The server that the environment names for this URL; empty for the provider's own."""
+    named = (os.environ.get(name, "") for name in ENDPOINTS)
+    return next(filter(None, named), "").rstrip("/") if url.startswith("s3://") else ""
 
 
 def retried(request: Callable[[], T], what: str) -> T:

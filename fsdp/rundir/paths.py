@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from fsdp.base.cache_folder import cache_folder
 from fsdp.base.errors import ConfigError
-from fsdp.base.object_client import is_url, without_secrets
+from fsdp.base.object_client import endpoint, is_url, without_secrets
 from fsdp.rundir.atomic_write import write_atomically, writing
 
 if TYPE_CHECKING:
@@ -110,11 +110,13 @@ def open_run(place: str) -> RunDir:
 
 
 def local_folder(url: str) -> Path:
-    """The folder on this machine for the run directory in an object store: the same for each start here."""
+    """The folder on this machine for the run directory in an object store: the same for each start here that
+    has the same server.
+    """
     import hashlib  # OpenSSL, which the monitor process of each node does without
 
     shown = without_secrets(url)
-    key = hashlib.sha256(shown.encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{shown} {endpoint(url)}".rstrip().encode()).hexdigest()[:16]
     return cache_folder("runs", key, shown.rpartition("/")[2] or "run").absolute()
 
 

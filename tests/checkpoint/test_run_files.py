@@ -16,6 +16,7 @@ from fsdp.checkpoint.run_files import WRITER, RunFiles
 from fsdp.checkpoint.run_mirror import RunMirror
 from fsdp.checkpoint.run_source import opened
 from fsdp.checkpoint.store import Buffer
+from fsdp.rundir.paths import open_run
 from tests.support.processes import eventually
 
 
@@ -226,3 +227,16 @@ def test_a_lock_that_cannot_be_read_at_the_end_is_released_and_raises_nothing(
     assert lock.released
     assert "reading the lock: it is away" in caplog.text
     assert f"{store.where} lacks files of this run" in caplog.text
+
+
+def test_one_url_on_two_servers_has_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start deletes what another run has left in its folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("FSSPEC_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    found = {}
+    for server in ("", "http://one:9000", "http://one:9000/", "http://two:9000"):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server)
+        found[server] = open_run("s3://bucket/runs/a").path
+    assert found["http://one:9000"] == found["http://one:9000/"]
+    assert len(set(found.values())) == 3
