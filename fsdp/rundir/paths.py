@@ -1,6 +1,6 @@
 """The run directory: its name and the paths of its files.
 
-    config.toml     the newest resolved configuration
+    config.toml     the newest resolved configuration; places of checkpoints are absolute
     metrics.jsonl   one record per step and per evaluation
     saves.jsonl     one record per sealed checkpoint
     history.jsonl   one record per start, end and crash
@@ -20,7 +20,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -140,12 +140,24 @@ def create(path: Path) -> RunDir:
     return RunDir(path)
 
 
+def _with_absolute_places(config: Config) -> Config:
+    """A start or a tool in another working directory then finds this run's checkpoints, not another's."""
+    places = config.checkpoint
+    places = replace(places, dir=_absolute(places.dir), local_dir=_absolute(places.local_dir))
+    return replace(config, checkpoint=places, stop=replace(config.stop, file=_absolute(config.stop.file)))
+
+
+def _absolute(place: str) -> str:
+    return str(Path(place).absolute()) if place and not is_url(place) else place
+
+
 def write_config(run: RunDir, config: Config) -> list[str]:
     """Write config.toml, and return what has changed since the last start as `field: old → new`."""
     # here: the monitor process of each node imports this file and needs no configuration
     from fsdp import config as configuration
 
     changed: list[str] = []
+    config = _with_absolute_places(config)
     if run.config.is_file():
         try:
             old = configuration.read_recipe(str(run.config))
