@@ -131,7 +131,7 @@ class StopLines(logging.Handler):
         self.said.append(record.getMessage())
 
 
-def looked_for_in_vain(env: DistEnv, run_dir: str, number: int) -> tuple[list[str], StopReason | None]:
+def looked_for_in_vain(env: DistEnv, run_dir: str, number: int) -> tuple[list[str], str | None]:
     """Six steps whose checks fail, then a stop file that is seen: the lines, and the reason of the stop."""
     lines, file = StopLines(), Path(run_dir, "STOP")
     with pytest.MonkeyPatch.context() as patched:
