@@ -182,7 +182,8 @@ def killed(export: Callable[[], object], at: int) -> bool:
 
             return call
 
-        Path.rename, Path.unlink = deadly(Path.rename), deadly(Path.unlink)  # type: ignore[method-assign, assignment]
+        for name in ("rename", "unlink"):
+            setattr(Path, name, deadly(getattr(Path, name)))
         try:
             export()
         finally:
