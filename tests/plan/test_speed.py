@@ -160,8 +160,8 @@ def test_one_configuration_at_16384_ranks_takes_less_than_ten_seconds() -> None:
          "--plan.fix", "true", "--plan.gpus", "16384", "--train.global_batch", "16384",
          "--mesh.strategy", "hsdp", "--mesh.replicate", "32"]
     )  # fmt: skip
-    began = time.monotonic()
+    began = time.process_time()  # of one processor: other processes may take the rest
     found = plan_one(config)
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
     assert found.sizes == MeshSizes("hsdp", 32, 512)
     assert found.fits
