@@ -209,12 +209,9 @@ class Locks:
         return self.ousted()
 
     def release(self) -> None:
-        """Releases each lock. A failure is logged: the run is at its end, or another error is on its way."""
+        """Releases each lock. Each logs a failure: another error may be on its way."""
         for one in reversed(self._held):
-            try:
-                one.release()
-            except OSError as error:
-                log.warning("a lock was not released, and is stale when this process has ended: %s", error)
+            one.release()
 
 
 def hold(run_dir: Path | ObjectStore | None, store: Store, launcher: str, job: str = "") -> Locks:
