@@ -729,7 +729,7 @@ class WatchSection:
         -1.0,
         "end a run without progress this long; -1: automatic",
         "-1 is 60 s or 30 of the run's own steps, whichever is longer; 600 s for a save that waits for its "
-        "storage. 0 disables the check.",
+        "storage, and for a start's first batch. 0 disables the check.",
         unit="s",
         low=-1,
         common=True,

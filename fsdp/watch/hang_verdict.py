@@ -345,7 +345,8 @@ def _behind_the_front(found: Sequence[Observation]) -> list[Observation]:
 
 
 HINTS = {
-    "data": "check the storage of its data; higher --data.workers and --data.prefetch read further ahead",
+    "data": "check the storage of its data; higher --data.workers and --data.prefetch read further ahead; "
+    "--watch.hang_s 1800 waits half an hour",
     "loop": "the line above does not end",
     "lock": "C code waits or computes while it holds Python's lock; its stack is in RUN/watch/",
     "blocked": "the line above waits for something that does not come",
@@ -359,10 +360,12 @@ def _reason(e: Observation, endless_s: float) -> tuple[str, str]:
     endless = e.cpu_s > endless_s
     if e.phase in NOT_YET or prepares(e) or (e.starved_s > 0.3 * e.still_s and not endless):
         return "", ""
-    if e.answered is False:
-        return "lock", "holds Python's lock in C and does not answer"
     if e.answered is None:
         return "", ""
+    if e.phase == "data" and e.process_cpu_s > max(BUSY_S, 0.3 * e.still_s):  # it may share its processor
+        return "data", f"prepares its data, {e.still_s:.1f} s by now"
+    if e.answered is False:
+        return "lock", "holds Python's lock in C and does not answer"
     if e.phase == "data":
         return "data", f"waits for its data, {e.still_s:.1f} s by now"
     if endless or e.cpu_s > max(BUSY_S, 0.6 * e.still_s):

@@ -51,9 +51,11 @@ ENDLESS = 2
 """Multiple of that stillness, in processor time of one rank: more than any step computes."""
 NO_STEP_YET_S = 20.0
 HANG_LEAST_S, HANG_STEPS = 60.0, 30
+"""How long a rank that may recover is waited for, at least; the second in steps."""
 STORAGE_LEAST_S = 600.0
 """A restart needs the same storage, and would lose the save that waits for it."""
-"""How long a rank that may recover is waited for, at least; the second in steps."""
+FIRST_DATA_S = 600.0
+"""Before the first batch of a start a data set may build an index, or download."""
 UNREACHED_S = 10.0
 """A node that has not reached the head by then judges for itself."""
 CERTAIN_S, SETTLE_S, ECHO_S = 0.5, 1.5, 3.0
@@ -260,6 +262,8 @@ class Monitor:
         """The longest stillness of a run in this state."""
         if self.options.hang_s > 0:
             return self.options.hang_s
+        if verdict.kind == "data" and not self._step_s():
+            return FIRST_DATA_S
         least = STORAGE_LEAST_S if verdict.kind == "storage" else HANG_LEAST_S
         return max(least, HANG_STEPS * self._step_s())
 

@@ -52,6 +52,9 @@ class Observation:
     cuda: bool = False
     still_s: float = 0.0
     cpu_s: float = 0.0
+    """Of the training thread."""
+    process_cpu_s: float = 0.0
+    """Of all threads: those that read ahead too."""
     starved_s: float = 0.0
     """Time in which it could run and no processor was free."""
     answered: bool | None = None

@@ -34,6 +34,8 @@ class ThreadCounts:
     start_ticks: str
     """Of its process."""
     cpu_s: float
+    process_cpu_s: float
+    """Of all its threads."""
     starved_s: float
 
 
@@ -42,7 +44,8 @@ def thread_counts(pid: int, thread: int) -> ThreadCounts | None:
     task, process = proc.stat(pid, thread or pid), proc.stat(pid)
     if task is None or process is None:
         return None
-    return ThreadCounts(task.state, process.start_ticks, task.cpu_s, proc.run_delay_s(pid, thread or pid))
+    starved_s = proc.run_delay_s(pid, thread or pid)
+    return ThreadCounts(task.state, process.start_ticks, task.cpu_s, process.cpu_s, starved_s)
 
 
 class LocalRank:
@@ -99,6 +102,7 @@ class LocalRank:
             cuda=status.cuda,
             still_s=now - self._moved_at,
             cpu_s=counts.cpu_s - start.cpu_s if counts and start else 0.0,
+            process_cpu_s=counts.process_cpu_s - start.process_cpu_s if counts and start else 0.0,
             activity=status.activity,
             save_activity=status.save_activity,
             starved_s=counts.starved_s - start.starved_s if counts and start else 0.0,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from fsdp.base import proc
 from fsdp.watch import status_page
 from fsdp.watch.monitor import ECHO_S, GRACE_S, Monitor
 from fsdp.watch.monitor_options import MonitorOptions
-from fsdp.watch.status_page import PID, StatusPage
+from fsdp.watch.observation import Observation
+from fsdp.watch.status_page import PID, STEP_S, StatusPage
 from tests.support.processes import eventually
 
 
@@ -110,3 +112,35 @@ def test_a_stopped_rank_whose_peer_has_given_up_is_named_once_and_ended(
     assert said.count("watch: rank 0 (n1) is stopped (SIGSTOP)") == 1
     assert "unless it continues" not in said
     assert world.processes[0].wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("step_s", "process_cpu_s", "ended_after_s"), [(0.0, 85.0, 600), (0.0, 0.0, 600), (0.5, 0.0, 60)]
+)
+def test_the_first_batch_of_a_start_has_ten_minutes(
+    ranks: Callable[[int], SleepingRanks],
+    capfd: pytest.CaptureFixture[str],
+    step_s: float,
+    process_cpu_s: float,
+    ended_after_s: int,
+) -> None:
+    """As its data set may build an index; later batches have the minute that any step has."""
+    world = ranks(1)
+    world.pages[0].numbers[STEP_S] = step_s
+    world.judge_after(0.0)
+
+    def judge_at(still_s: float) -> bool:
+        """Twice, as a verdict needs; whether the rank still runs then."""
+        one = Observation(0, "n1", phase="data", step=1, answered=True)
+        one = replace(one, still_s=still_s, process_cpu_s=process_cpu_s)
+        for _ in range(2):
+            world.monitor._decide(still_s, [one])
+        return world.processes[0].poll() is None
+
+    assert judge_at(50.0)
+    said = capfd.readouterr().err
+    does = "prepares" if process_cpu_s else "waits for"
+    assert said.startswith(f"watch: rank 0 (n1) {does} its data, 50.0 s by now: step 1, data")
+    assert f"ends the job in {ended_after_s - 50} s unless it continues" in said
+    assert judge_at(ended_after_s - 1.0)
+    assert not judge_at(ended_after_s + 1.0)
