@@ -117,22 +117,26 @@ class OutOfMemoryHandler:
         advice, note = (
             self._advice(facts) if self.scene is not None else (None, "It failed before the model was built.")
         )
-        text = oom_page.text(facts, advice, note)
-        path = self.run_dir / f"oom-rank{self.env.rank}.txt"
-        path.write_text(text, encoding="utf-8")
-        print(text, file=sys.stderr, flush=True)
-        path.with_suffix(".html").write_text(oom_page.html_page(facts, advice, note), encoding="utf-8")
+        details = self._write(facts, advice, note)
         first = advice.first if advice is not None else None
-        hint = (
-            f"{first.flags} frees {byte_size(first.bytes)}; details in {path}"
-            if first
-            else f"details in {path}"
-        )
+        hint = f"{first.flags} frees {byte_size(first.bytes)}; {details}" if first else details
         return OutOfMemory(
             f"{facts.where()}: it held {by_size(facts.kinds)} "
             f"and requested {byte_size(facts.requested)} more.",
             hint,
         )
+
+    def _write(self, facts: oom_page.OomFacts, advice: Advice | None, note: str) -> str:
+        """Returns where the details are: on stderr alone if the run directory cannot be written."""
+        text = oom_page.text(facts, advice, note)
+        print(text, file=sys.stderr, flush=True)
+        path = self.run_dir / f"oom-rank{self.env.rank}.txt"
+        try:
+            path.write_text(text, encoding="utf-8")
+            path.with_suffix(".html").write_text(oom_page.html_page(facts, advice, note), encoding="utf-8")
+        except OSError as error:
+            return f"details above; {self.run_dir} cannot be written ({error.strerror})"
+        return f"details in {path}"
 
     def _measure(self, error: BaseException) -> oom_page.OomFacts:
         """Call it while the failed step's tensors still exist."""

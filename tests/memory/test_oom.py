@@ -14,13 +14,21 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp import config as configuration
 from fsdp.base.errors import OneRankError
 from fsdp.config import Config
 from fsdp.dist.env import ALLOCATOR_VARIABLES
 from fsdp.memory.account import KINDS
-from fsdp.memory.oom import comes_first, is_out_of_memory, requested_bytes
+from fsdp.memory.oom import (
+    OutOfMemory,
+    OutOfMemoryHandler,
+    comes_first,
+    is_out_of_memory,
+    requested_bytes,
+)
 from fsdp.memory.oom_advice import Footprint, advise, steps
 from fsdp.memory.oom_page import html_page, text
+from tests.support.env import env_of
 from tests.support.oom import oom_facts
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +92,21 @@ def test_where_units_recompute_already_smaller_micro_batches_come_first(tmp_path
     assert flags[0] == "--train.micro_batch", page
     passed = start(1, tmp_path / "passed", *tight, *flags)
     assert passed.returncode == 0, passed.stderr[-3000:]
+
+
+def test_the_error_is_raised_and_its_page_printed_where_the_run_directory_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk, or one that is read-only: the exit code stays 6."""
+    run = tmp_path / "a file"
+    run.touch()
+    handler = OutOfMemoryHandler(configuration.load([]), env_of(1, 2), run)
+    with pytest.raises(OutOfMemory) as raised, handler:
+        raise MemoryError("out of memory: tried to allocate 3 MiB")
+    assert raised.value.exit_code == 6
+    assert "rank 1 of 2" in str(raised.value)
+    assert str(raised.value).endswith(f"HINT: details above; {run} cannot be written (Not a directory)")
+    assert "torch's error: out of memory: tried to allocate 3 MiB" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- the estimate
