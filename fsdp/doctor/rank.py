@@ -23,7 +23,9 @@ NOT_FIT = LaunchError.exit_code
 
 
 def as_rank(run: Path, limit_s: float, verdict_to: Path | None) -> int:
-    """Returns the verdict as an exit code; with `verdict_to` 0, and the code is written into that file."""
+    """Returns the verdict as an exit code; with `verdict_to` 0, and the code is written into that file, if it
+    can be.
+    """
     env, began = from_environment(), time.monotonic()
     reporting, codes = threading.Lock(), list[int]()
 
@@ -31,10 +33,9 @@ def as_rank(run: Path, limit_s: float, verdict_to: Path | None) -> int:
         """Only once: the time limit may come while the verdict is being reported."""
         with reporting:
             if not codes:
-                codes.append(_report(reports, run, time.monotonic() - began))
-                if verdict_to is not None:
-                    verdict_to.write_text(str(codes[0]))
-        return codes[0] if verdict_to is None else 0
+                verdict = _report(reports, run, time.monotonic() - began)
+                codes.append(verdict if verdict_to is None else _left_in(verdict_to, verdict))
+        return codes[0]
 
     store = dist.PrefixStore("doctor", rendezvous_store(env, limit_s))
     exam = stages.RankExam(env, store, run, began + limit_s)
@@ -74,6 +75,17 @@ def _wait_for_the_others(store: dist.Store, ranks: int) -> None:
         store.wait([f"bye/{rank}" for rank in range(1, ranks)], timedelta(seconds=stages.END_S))
     except (RuntimeError, dist.DistError):
         return
+
+
+def _left_in(file: Path, verdict: int) -> int:
+    """The exit code of a rank that leaves its verdict in a file: the verdict if that cannot be written."""
+    try:
+        file.write_text(str(verdict))
+    except OSError as error:
+        why = f"{file} cannot be written ({error.strerror})"
+        print(f"fsdp.doctor: {why}: the verdict is this command's exit code, {verdict}", file=sys.stderr)
+        return verdict
+    return 0
 
 
 def _report(reports: NodeReports, run: Path, seconds: float) -> int:

@@ -66,6 +66,29 @@ def test_the_command_alone_starts_its_own_ranks_and_leaves_a_page(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.long
+def test_a_verdict_that_cannot_be_left_in_its_file_is_the_exit_code(tmp_path: Path) -> None:
+    """As of a job script's --preflight in a run directory that cannot be written."""
+    run = tmp_path / "a file"
+    run.touch()
+    file = run / "doctor" / "verdict"
+    flags = ["--ranks", "1", "--dir", str(run), "--verdict-to", str(file)]
+    said = subprocess.run(
+        [sys.executable, "-m", "fsdp.doctor", *flags],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert "verdict: " in said.stdout, said.stderr
+    assert said.returncode == 3
+    assert said.stderr.splitlines()[-1] == (
+        f"fsdp.doctor: {file} cannot be written (Not a directory): the verdict is this command's exit code, 3"
+    )
+    assert "Traceback" not in said.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.long
 def test_it_ends_within_its_limit_and_names_the_rank_that_hangs(tmp_path: Path) -> None:
     starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m"]
     flags = ["--dir", str(tmp_path), "--limit-s", "15"]
