@@ -362,7 +362,7 @@ def _reason(e: Observation, endless_s: float) -> tuple[str, str]:
         return "", ""
     if e.answered is None:
         return "", ""
-    if e.phase == "data" and e.process_cpu_s > max(BUSY_S, 0.6 * e.still_s):
+    if e.phase == "data" and e.process_cpu_s > max(BUSY_S, 0.3 * e.still_s):  # it may share its processor
         return "data", f"prepares its data, {e.still_s:.1f} s by now"
     if e.answered is False:
         return "lock", "holds Python's lock in C and does not answer"
