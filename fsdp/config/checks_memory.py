@@ -18,7 +18,7 @@ def check_memory(config: Config) -> None:
             "--memory.cpu_offload moves shards, and --mesh.strategy ddp has none.", "--mesh.strategy fsdp"
         )
     _check_activations(config)
-    _check_loss_chunk(config)
+    _check_loss(config)
     _check_nvme(config)
     _check_optimizer_offload(config)
 
@@ -49,13 +49,16 @@ def _check_activations(config: Config) -> None:
         )
 
 
-def _check_loss_chunk(config: Config) -> None:
+def _check_loss(config: Config) -> None:
     if config.memory.loss_chunk:
         others = (
             ("train.loss", config.train.loss, bool(config.train.loss)),
             ("precision.output", config.precision.output, config.precision.output != "auto"),
         )
         refuse_beside(f"memory.loss_chunk {config.memory.loss_chunk}", others, "--memory.loss_chunk 0")
+    if config.train.z_loss:
+        own = (("train.loss", config.train.loss, bool(config.train.loss)),)
+        refuse_beside(f"train.z_loss {config.train.z_loss:g}", own, "--train.z_loss 0")
 
 
 def _check_nvme(config: Config) -> None:

@@ -152,6 +152,12 @@ class TrainSection:
         "It returns a loss for each sample or token, and optionally their weights. Each counts the same on "
         "any number of ranks and micro-batches.",
     )
+    z_loss: float = knob(
+        0.0,
+        "weight of the squared log of the logits' sum of exponentials; 0: none",
+        "Added to the loss of each target in training, so that logits do not drift. 1e-4 is common.",
+        low=0,
+    )
     clip_grad_norm: float = knob(
         1.0, "clip gradients to this global norm; 0: no clipping", low=0, common=True
     )

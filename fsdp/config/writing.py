@@ -107,7 +107,7 @@ NOT_TRAINED = {
 ADDED_LATER = (
     "optim.decay_share", "optim.ema", "train.loss", "data.tokenizer", "precision.frozen", "data.sources",
     "optim.muon_lr", "optim.muon_momentum", "optim.muon_steps", "optim.muon_adjust_lr",
-    "optim.muon_parameters", "train.eval_every_epochs",
+    "optim.muon_parameters", "train.eval_every_epochs", "train.z_loss",
 )  # fmt: skip
 """Fields whose default trains as before they existed: at it, hashes of older checkpoints stay equal."""
 

@@ -30,6 +30,7 @@ from fsdp.models.checks import IGNORED
 
 FLAG = "--memory.loss_chunk"
 WHOLE = f"{FLAG} 0"
+ChunkPart = Callable[[Tensor, Tensor, str, float], tuple[Tensor, Tensor | None, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,11 @@ def output_layer(model: nn.Module) -> tuple[str, nn.Linear]:
 class ChunkedHead:
     """The forward of a model's output layer, replaced on the instance: names and parameters stay."""
 
-    def __init__(self, model: nn.Module, chunk: int, *, compiled: bool = False) -> None:
-        """`compiled`: the elementwise part of a chunk is one compiled function."""
+    def __init__(self, model: nn.Module, chunk: int, *, compiled: bool = False, z_loss: float = 0.0) -> None:
+        """`compiled`: the elementwise part of a chunk is one compiled function. `z_loss`: --train.z_loss."""
         self.name, layer = output_layer(model)
-        self._layer, self._chunk = layer, chunk
-        self._part: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_part) if compiled else _part
+        self._layer, self._chunk, self._z_loss = layer, chunk, z_loss
+        self._part: ChunkPart = torch.compile(_part) if compiled else _part
         self._targets: Tensor | None = None
         self._per_target = False
         self._sums: ChunkedSums | None = None
@@ -121,7 +122,7 @@ class ChunkedHead:
             losses = torch.empty(targets.shape, dtype=_wide(weight.dtype), device=weight.device)
         with torch.autocast(hidden.device.type, enabled=False):
             if torch.is_grad_enabled():
-                loss_sum = _Summed.apply(rows, weight, bias, flat, sizes, self._part, losses)
+                loss_sum = _Summed.apply(rows, weight, bias, flat, sizes, self._part, losses, self._z_loss)
                 self._sums = ChunkedSums(loss_sum, None, losses)
             else:
                 self._sums = _evaluated(rows, weight, bias, flat, sizes, losses)
@@ -135,9 +136,11 @@ def _autocast(tensor: Any, device: str) -> Any:
     return tensor.to(torch.get_autocast_dtype(device))
 
 
-def maybe_chunked(model: nn.Module, chunk: int, *, compiled: bool = False) -> ChunkedHead | None:
+def maybe_chunked(
+    model: nn.Module, chunk: int, *, compiled: bool = False, z_loss: float = 0.0
+) -> ChunkedHead | None:
     """Replaces the forward of the model's output layer, before sharding; None for a chunk of 0."""
-    return ChunkedHead(model, chunk, compiled=compiled) if chunk else None
+    return ChunkedHead(model, chunk, compiled=compiled, z_loss=z_loss) if chunk else None
 
 
 def _chunk_sizes(tokens: int, chunk: int) -> list[int]:
@@ -186,15 +189,23 @@ def _noted(losses: Tensor, into: Tensor | None) -> Tensor:
     return losses if into is None else into.copy_(losses).sum()
 
 
-def _part(logits: Tensor, targets: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
-    """The losses of a chunk, or their sum; and its gradient by the logits."""
+def _part(
+    logits: Tensor, targets: Tensor, reduction: str, z_loss: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The losses of a chunk, or their sum; what `z_loss` adds to it; and its gradient by the logits."""
     scores = F.log_softmax(logits, dim=-1, dtype=_wide(logits.dtype))
     loss = F.nll_loss(scores, targets, reduction=reduction, ignore_index=IGNORED)
     kept = (targets != IGNORED).unsqueeze(-1)
-    gradient = scores.exp_()
     place = targets.unsqueeze(-1).clamp(min=0)
+    # Before the scores are overwritten.
+    normalizers = logits.gather(-1, place) - scores.gather(-1, place) if z_loss else None
+    gradient = scores.exp_()
+    extra = None
+    if normalizers is not None:
+        extra = z_loss * normalizers.masked_fill(~kept, 0.0).square().sum()
+        gradient.mul_(1 + 2 * z_loss * normalizers)
     gradient.scatter_add_(-1, place, torch.full_like(place, -1, dtype=gradient.dtype))
-    return loss, gradient.mul_(kept).to(logits.dtype)
+    return loss, extra, gradient.mul_(kept).to(logits.dtype)
 
 
 class _Summed(torch.autograd.Function):
@@ -208,8 +219,9 @@ class _Summed(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         sizes: list[int],
-        part: Callable[..., tuple[Tensor, Tensor]],
+        part: ChunkPart,
         each: Tensor | None,
+        z_loss: float,
     ) -> Tensor:
         wide = _wide(weight.dtype)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -220,8 +232,10 @@ class _Summed(torch.autograd.Function):
         for rows, wanted, into in zip(
             hidden.split(sizes), targets.split(sizes), _pieces(each, sizes), strict=True
         ):
-            loss, gradient = part(F.linear(rows, weight, bias), wanted, _reduction(into))
+            loss, extra, gradient = part(F.linear(rows, weight, bias), wanted, _reduction(into), z_loss)
             losses.append(_noted(loss, into))
+            if extra is not None:
+                losses.append(extra)
             if by_hidden is not None:
                 torch.mm(gradient, weight, out=by_hidden[at : at + len(rows)])
             if by_weight is not None:
@@ -240,7 +254,7 @@ class _Summed(torch.autograd.Function):
         found, ctx.gradients = ctx.gradients, None
         assert found is not None, "a second backward through the same loss"
         by_input = [None if one is None else one.mul_(gradient).to(ctx.dtype) for one in found]
-        return (*by_input, None, None, None, None)
+        return (*by_input, None, None, None, None, None)
 
 
 def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:

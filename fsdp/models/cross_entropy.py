@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsdp.models.checks import IGNORED
 
-SummedEntropy = Callable[[Tensor, Tensor], Tensor]
+SummedEntropy = Callable[[Tensor, Tensor, float], Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,23 @@ class TokenCounts:
     after_first: int
 
 
-def summed_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The sum of the losses of unmasked targets, in at least fp32."""
-    return F.cross_entropy(flat_logits(logits), targets.reshape(-1), reduction="sum", ignore_index=IGNORED)
+def summed_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+    """The sum of the losses of unmasked targets, in at least fp32; see `squared_normalizers`."""
+    flat, wanted = flat_logits(logits), targets.reshape(-1)
+    if not z_loss:
+        return F.cross_entropy(flat, wanted, reduction="sum", ignore_index=IGNORED)
+    scores = F.log_softmax(flat, dim=-1)
+    entropy = F.nll_loss(scores, wanted, reduction="sum", ignore_index=IGNORED)
+    return entropy + z_loss * squared_normalizers(flat, scores, wanted)
+
+
+def squared_normalizers(logits: Tensor, scores: Tensor, targets: Tensor) -> Tensor:
+    """Σ log²(Σ exp(logits)) over unmasked targets, where `scores` is log_softmax(logits): the log is the
+    difference of the two, here at the target. Backward keeps no logits, which gather would save.
+    """
+    place = torch.arange(len(targets), device=targets.device), targets.clamp(min=0)
+    normalizers = logits[place] - scores[place]
+    return normalizers.masked_fill(targets == IGNORED, 0.0).square().sum()
 
 
 def cross_entropy_parts(
@@ -53,16 +67,21 @@ def cross_entropy_parts(
     *,
     per_row: bool = False,
     summed: SummedEntropy | None = None,
+    z_loss: float = 0.0,
 ) -> LossParts:
-    """Sums in at least fp32 over valid rows and unmasked targets. `summed` is `summed_entropy`, compiled."""
+    """Sums in at least fp32 over valid rows and unmasked targets. `summed` is `summed_entropy`, compiled.
+    `z_loss` is added in training alone, and is in no row.
+    """
     targets = mask_padding(targets, valid)
     rows = None
     if torch.is_grad_enabled() and not per_row:
-        return LossParts((summed or summed_entropy)(logits, targets), None)
+        return LossParts((summed or summed_entropy)(logits, targets, z_loss), None)
     flat, wanted = flat_logits(logits), targets.reshape(-1)
     if per_row:
         losses = F.cross_entropy(flat, wanted, reduction="none", ignore_index=IGNORED).view(targets.shape)
         loss_sum, rows = losses.sum(), (row_sums(losses), row_sums(targets != IGNORED))
+        if z_loss and torch.is_grad_enabled():
+            loss_sum = loss_sum + z_loss * squared_normalizers(flat, F.log_softmax(flat, dim=-1), wanted)
     else:
         loss_sum = F.cross_entropy(flat, wanted, reduction="sum", ignore_index=IGNORED)
     # A pass over all logits, skipped in training.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp.base.errors import ConfigError
 from fsdp.models.checks import IGNORED, check_one_number
 from fsdp.models.chunked_loss import ChunkedHead
 from fsdp.models.cross_entropy import (
@@ -61,14 +62,16 @@ class LossFunction:
         head: ChunkedHead | None = None,
         *,
         compiled: bool = False,
+        z_loss: float = 0.0,
     ) -> None:
         """`custom` replaces the cross entropy and the model's own loss; `head`, the model's output layer,
         computes the cross entropy in chunks. `compiled`: in training the cross entropy of logits is one
         compiled function, which keeps neither their fp32 copy nor their log-softmax for backward.
+        `z_loss`: --train.z_loss, which `head` knows too.
         """
         self._summed: SummedEntropy = torch.compile(summed_entropy) if compiled else summed_entropy
         self.custom = custom
-        self._head = head
+        self._head, self._z_loss = head, z_loss
         parameters = inspect.signature(model.forward).parameters
         self._accepts = set(parameters)
         self._optional = {name for name, one in parameters.items() if one.default is not one.empty}
@@ -113,14 +116,27 @@ class LossFunction:
         if self._own is not None:
             # Without the model's loss: the memory of its graph is freed before this loss is computed.
             alone = Output(None, output.logits, output.auxiliary)
-            return own_parts(self._own, alone, data, valid, per_row=self.per_row, summed=self._summed)
+            return own_parts(
+                self._own, alone, data, valid, per_row=self.per_row, summed=self._summed, z_loss=self._z_loss
+            )
         self._own_loss = output.loss is not None
         if output.loss is not None:
+            if self._z_loss:
+                raise ConfigError(
+                    f"--train.z_loss {self._z_loss:g} needs logits: the model returns a loss of its own, "
+                    "which is not the cross entropy of returned logits.",
+                    "--train.z_loss 0",
+                )
             return LossParts(output.loss * valid_rows, None)
         assert output.logits is not None
         self.counts_tokens, self.classifies = data["targets"].dim() > 1, True
         return cross_entropy_parts(
-            output.logits, data["targets"], valid, per_row=self.per_row, summed=self._summed
+            output.logits,
+            data["targets"],
+            valid,
+            per_row=self.per_row,
+            summed=self._summed,
+            z_loss=self._z_loss,
         )
 
     def learn(self, model: nn.Module, data: Mapping[str, Tensor]) -> str:

@@ -72,10 +72,11 @@ def own_parts(
     *,
     per_row: bool = False,
     summed: SummedEntropy | None = None,
+    z_loss: float = 0.0,
 ) -> LossParts:
     labels = targets_of(own, data)
     assert output.logits is not None
-    parts = cross_entropy_parts(output.logits, labels, valid, per_row=per_row, summed=summed)
+    parts = cross_entropy_parts(output.logits, labels, valid, per_row=per_row, summed=summed, z_loss=z_loss)
     return with_auxiliary(parts, own, output, labels, valid)
 
 

@@ -18,7 +18,7 @@ from fsdp.parity.options import Comparison, ParityOptions
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from fsdp.config import OptimSection
+    from fsdp.config import OptimSection, TrainSection
     from fsdp.run.job import Job
 
 MASKED = -100
@@ -62,7 +62,7 @@ class PlainLoop:
                 tensor.data = tensor.data.to(kept)
         select_experts_kernel(self.model, computed)
         self._start = {name: value.clone() for name, value in self.model.state_dict().items()}
-        self.loss = Loss(self.model, computed, self._samples(0), config.train.loss)
+        self.loss = Loss(self.model, computed, self._samples(0), config.train)
         self.rounds = (
             lower_precision_inside(self.model, lambda: self.loss.forward(self._samples(0)))
             if computed == kept
@@ -129,7 +129,9 @@ class Loss:
     on the whole batch at once: its value does not depend on a split, and a mesh has to reproduce it.
     """
 
-    def __init__(self, model: nn.Module, computed: Any, first: Mapping[str, Tensor], path: str) -> None:
+    def __init__(
+        self, model: nn.Module, computed: Any, first: Mapping[str, Tensor], train: TrainSection
+    ) -> None:
         import torch
 
         self._model, self._computed = model, computed
@@ -145,7 +147,7 @@ class Loss:
         )
         self._labels = next((name for name in ("labels", "targets") if name in self._passed), "")
         self._shifts, self.of_logits, self.by_piece = False, True, False
-        self._custom = _custom_loss(path)
+        self._custom, self._z_loss = _custom_loss(train.loss), train.z_loss
         if self._custom is not None:
             optional = {name for name, one in accepted.items() if one.default is not one.empty}
             unread = (
@@ -198,7 +200,7 @@ class Loss:
         count = _counted(targets, self._shifts) if targets.dim() > 1 else len(targets)
         for rows in pieces:
             _, logits, auxiliary = self.forward({name: value[rows] for name, value in whole.items()})
-            total, own = _cross_entropy(logits, targets[rows], self._shifts)
+            total, own = _cross_entropy(logits, targets[rows], self._shifts, self._z_loss)
             if self._labels and auxiliary is not None:
                 total = total + self._router * auxiliary * own
             yield total / max(1, count)
@@ -261,16 +263,19 @@ def _counted(targets: Tensor, shifts: bool) -> int:
     return int(((targets[:, 1:] if shifts else targets) != MASKED).sum())
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor, shifts: bool) -> tuple[Tensor, int]:
+def _cross_entropy(logits: Tensor, targets: Tensor, shifts: bool, z_loss: float = 0.0) -> tuple[Tensor, int]:
     """(sum over the unmasked targets, their number)"""
     import torch
 
     if shifts:
         logits, targets = logits[:, :-1], targets[:, 1:]
-    scores = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
-    kept = targets != MASKED
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    scores, kept = logits.log_softmax(-1), targets != MASKED
     chosen = scores.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return -chosen[kept].sum(), int(kept.sum())
+    losses = -chosen[kept]
+    if z_loss:
+        losses = losses + z_loss * logits[kept].logsumexp(-1) ** 2
+    return losses.sum(), int(kept.sum())
 
 
 # ---------------------------------------------------------------- the update

@@ -98,8 +98,9 @@ def stage(ask: FakeRun) -> Iterator[Stage]:
     model = model_of(config, subject.spec)
     if ask.blocks:
         shorten(model, ask.blocks, config.mesh.wrap)
-    head = maybe_chunked(model, config.memory.loss_chunk)
-    loss_function = LossFunction(model, load_loss(config.train.loss), head)
+    z_loss = config.train.z_loss
+    head = maybe_chunked(model, config.memory.loss_chunk, z_loss=z_loss)
+    loss_function = LossFunction(model, load_loss(config.train.loss), head, z_loss=z_loss)
     # Compiled and float8 kernels cannot run on fake tensors; estimate.py names what that leaves out. Hooks of
     # one's own are not called.
     plain = dataclasses.replace(

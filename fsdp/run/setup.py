@@ -83,8 +83,9 @@ def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | N
 
 def loss_function(config: Config, env: DistEnv, job: Job, model: nn.Module) -> LossFunction:
     compiled = compiles(config.speed, env.device)
-    head = maybe_chunked(model, config.memory.loss_chunk, compiled=compiled)
-    return LossFunction(model, job.loss, head, compiled=compiled)
+    z_loss = config.train.z_loss
+    head = maybe_chunked(model, config.memory.loss_chunk, compiled=compiled, z_loss=z_loss)
+    return LossFunction(model, job.loss, head, compiled=compiled, z_loss=z_loss)
 
 
 def compiles_update(config: Config, env: DistEnv) -> bool:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.config import Config
+from fsdp.config import Config, TrainSection
 from fsdp.data import build_dataset
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models.custom_loss import load_loss
@@ -165,7 +165,8 @@ def test_parity_s_plain_loop_weighs_pieces_the_same() -> None:
         "targets": torch.stack([sentences[row][1] for row in range(7)]),
     }
     losses, weights = smoothed(model(whole["inputs"]), whole)
-    parts = Loss(model, torch.float64, whole, OWN + "smoothed").parts(whole, np.array_split(np.arange(7), 3))
+    section = TrainSection(loss=OWN + "smoothed")
+    parts = Loss(model, torch.float64, whole, section).parts(whole, np.array_split(np.arange(7), 3))
     expected = float((losses * weights).sum() / weights.sum())
     assert sum(float(part) for part in parts) == pytest.approx(expected, rel=1e-12)
 

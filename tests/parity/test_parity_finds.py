@@ -32,6 +32,10 @@ RIGHT = {
     "mixtral": f"{TEXTS} --model.name tests.models.small_hf:mixtral --data.args.kind causal",
     "t5": f"{TEXTS} --model.name tests.models.small_hf:t5 --data.args.kind seq2seq",
     "own loss": f"--train.global_batch 12 --model.name {OWN}:OwnLoss --data.name {OWN}:vectors",
+    "z-loss": f"{WORDS} --train.z_loss 0.01",
+    "z-loss of labels": (
+        f"{TEXTS} --model.name tests.models.small_hf:t5 --data.args.kind seq2seq --train.z_loss 0.1"
+    ),
 }
 WRONG = [name for name in BREAKS if name != "nothing"]
 ONLY = {"a sum for a mean": {"fsdp", "hsdp"}, "replicas not averaged": {"hsdp"}}
