@@ -226,10 +226,11 @@ class Checkpointer:
                 )
         elif self._env.is_main:
             log.error(
-                "CHECKPOINT of step %d %s: %s. The run continues.",
+                "CHECKPOINT of step %d %s: %s.%s",
                 outcome.step,
                 outcome.verdict,
                 outcome.failure,
+                "" if outcome.fatal else " The run continues.",
             )
 
     def _about(self, state: TrainState, metrics: Mapping[str, float], reason: str) -> Manifest:

@@ -34,6 +34,7 @@ from fsdp.checkpoint.write_plan import (
     sum_digests,
 )
 from fsdp.dist.collectives import ObjectGroup
+from fsdp.dist.lost_peer import is_peer_failure
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,8 @@ class SaveOutcome:
     """The ranks whose part failed."""
     error_number: int = 0
     """`errno` of the first failure that has one."""
+    cause: Exception | None = None
+    """The error that ended the save outside of a part, on this rank: as a rule that of a collective."""
 
     @property
     def verdict(self) -> str:
@@ -127,7 +130,7 @@ class Saver:
         except Exception as error:
             # The ranks are disconnected: a peer has died, or this one cannot even copy.
             part = self._part_failure(error)
-            job.outcome = replace(failed(job.step, [part]), fatal=True)
+            job.outcome = replace(failed(job.step, [part]), fatal=True, cause=error)
         finally:
             job.copied.set()
             job.done.set()
@@ -307,6 +310,15 @@ def repeated(outcome: SaveOutcome) -> CheckpointError:
 
 def not_saved(outcome: SaveOutcome, what: str, hint: str) -> CheckpointError:
     """`what`, then why; with the ranks and the error number of the failed save."""
-    return CheckpointError(
-        f"{what}: {outcome.failure}.", hint, ranks=outcome.ranks, error_number=outcome.error_number
-    )
+    if outcome.cause is not None and is_peer_failure(outcome.cause):
+        # The cause tells the watch that another rank is at fault.
+        error = CheckpointError(
+            f"{what}: another rank ended during the save.",
+            "the same command resumes from the newest whole checkpoint",
+        )
+    else:
+        error = CheckpointError(
+            f"{what}: {outcome.failure}.", hint, ranks=outcome.ranks, error_number=outcome.error_number
+        )
+    error.__cause__ = outcome.cause
+    return error

@@ -22,8 +22,12 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether a collective failed because of another rank, which has ended or did not come in time."""
-    return _has_text(error, (*PEER_GONE, *TRANSPORT))
+    """Whether a collective failed because of another rank, which has ended or did not come in time; or
+    whether such a failure is the cause of this error.
+    """
+    return any(
+        _has_text(one, (*PEER_GONE, *TRANSPORT)) for one in (error, error.__cause__) if one is not None
+    )
 
 
 def _has_text(error: BaseException, texts: tuple[str, ...]) -> bool:

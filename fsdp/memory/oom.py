@@ -5,7 +5,7 @@
 It costs nothing until an error reaches it. Then it measures memory by kind (account.py), frees the failed
 step's tensors, estimates on fake tensors what a step needs (oom_estimate.py), and computes what each flag
 frees (oom_advice.py). A process killed by the kernel's OOM killer gets no signal that it can handle and
-leaves no page: docs/oom.md.
+leaves no page: the watch names it (fsdp/watch/hang_verdict.py).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fsdp.base.cgroup import memory_group
 from fsdp.base.errors import ConfigError, Scope, ShardrunError, one_line
 from fsdp.base.phases import Phases
 from fsdp.base.units import byte_size
@@ -360,11 +361,6 @@ def limits() -> dict[str, int]:
         soft, _ = resource.getrlimit(which)
         if soft != resource.RLIM_INFINITY:
             found[name] = soft
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limit = Path(name).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if limit.isdigit() and int(limit) < 1 << 60:
-            found["the cgroup"] = int(limit)
+    if (limit := memory_group().limit()) is not None:
+        found["the cgroup"] = limit
     return found

@@ -18,6 +18,7 @@ from functools import partial
 
 from fsdp.base.phases import PHASES
 from fsdp.base.text import named_ranks
+from fsdp.base.units import byte_size
 from fsdp.watch.observation import (
     BUSY_S,
     Observation,
@@ -147,6 +148,9 @@ def _dead(found: Sequence[Observation]) -> Verdict | None:
         [e.rank for e in found if e.rank not in who and not e.over]
     )
     faults = [e for e in first if e.fatal]
+    if killed := [e for e in first if e.oom_kills and not e.fatal]:
+        what = f"{_names(killed)} was killed by the kernel, out of memory: {_at(killed[0])}"
+        return Verdict("died", tuple(e.rank for e in killed), what, others, _room(killed[0]))
     if faults and faults[0].aborted and not unseen and (verdict := _differing(_called(found))) is not None:
         return verdict
     if faults:
@@ -156,6 +160,15 @@ def _dead(found: Sequence[Observation]) -> Verdict | None:
     what = f"{_names(first)} died without an error message (killed, or out of memory): {_at(first[0])}"
     hint = "dmesg or the scheduler's log shows what killed it; memory is the usual reason"
     return Verdict("died", who, what, others, hint)
+
+
+def _room(e: Observation) -> str:
+    """A hint for a rank that the kernel has killed for lack of memory."""
+    less = "less on the host: --data.prefetch 1, --checkpoint.mode blocking (docs/oom.md)"
+    if not e.memory_limit:
+        return f"the node had no memory left: fewer ranks a node, or {less}"
+    limit = byte_size(e.memory_limit)
+    return f"its cgroup allows {limit}: a larger limit (sbatch --mem, the container's), or {less}"
 
 
 def _called(found: Sequence[Observation]) -> list[Observation]:

@@ -71,6 +71,10 @@ class Observation:
     """faulthandler's text after a fault in C."""
     dead_s: float = 0.0
     """Time since it was first found dead."""
+    oom_kills: int = 0
+    """Of a dead rank: processes of its memory cgroup that the kernel has killed since the start."""
+    memory_limit: int = 0
+    """Of a dead rank: bytes that its cgroup allows; 0 without a limit."""
     silent_node_s: float = 0.0
     """Time since the last sign of life of its node's monitor; if above 0 the rest of this observation is out
     of date.

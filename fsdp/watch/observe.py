@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fsdp.base import proc
+from fsdp.base.cgroup import memory_group
 from fsdp.watch import status_page
 from fsdp.watch.observation import Frame, Observation
 from fsdp.watch.recorded_calls import GroupCalls
@@ -71,6 +72,8 @@ class LocalRank:
         self._at_move: ThreadCounts | None = first
         self._instruction: tuple[int, ...] = ()
         self._died_at = 0.0
+        self._memory = memory_group(self.pid)
+        self._oom_kills = self._memory.oom_kills()
         self.starved_s = 0.0
         """Of the training thread, since it began."""
         self.seen = Observation(rank, node, self.pid)
@@ -111,7 +114,14 @@ class LocalRank:
         if not alive:
             fatal = self._fault()
             self._died_at = self._died_at or now
-            self.seen = replace(self.seen, fatal=fatal, stack=parse_stacks(fatal), dead_s=now - self._died_at)
+            self.seen = replace(
+                self.seen,
+                fatal=fatal,
+                stack=parse_stacks(fatal),
+                dead_s=now - self._died_at,
+                oom_kills=self._memory.oom_kills() - self._oom_kills,
+                memory_limit=self._memory.limit() or 0,
+            )
         return self.seen
 
     def _fault(self) -> str:

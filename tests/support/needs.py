@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import pytest
 
+from fsdp.base.cgroup import memory_group
 from fsdp.base.torchvision_import import prepare_torchvision
 from tests.checkpoint import s3_server
 
@@ -31,6 +32,13 @@ def _s3() -> str:
     return "" if s3_server.program() else s3_server.MISSING
 
 
+def _cgroup() -> str:
+    levels = memory_group().levels
+    return (
+        "" if levels and os.access(levels[-1], os.W_OK) else "no memory cgroup of one's own can be made here"
+    )
+
+
 ABSENT: dict[str, Callable[[], str]] = {
     "transformers": functools.partial(_package, "transformers"),
     "timm": functools.partial(_package, "timm"),
@@ -44,6 +52,7 @@ ABSENT: dict[str, Callable[[], str]] = {
     "peft": functools.partial(_package, "peft"),
     "torchao": functools.partial(_package, "torchao"),
     "bindfs": lambda: "" if shutil.which("bindfs") else "bindfs is not installed (apt-get install bindfs)",
+    "cgroup": _cgroup,
     "s3": _s3,
 }
 """By name: a function that returns why a thing is absent, or an empty string where it is there."""

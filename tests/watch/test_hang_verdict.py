@@ -61,6 +61,11 @@ OUT = {"begun": 49, "ended": 49, "stack": MINE}
     [
         ({"alive": False, "state": "X"}, "died", "rank 2 (n1) died without an error message"),
         (
+            {"alive": False, "state": "X", "oom_kills": 1},
+            "died",
+            "rank 2 (n1) was killed by the kernel, out of memory: step 7, forward",
+        ),
+        (
             {"alive": False, "fatal": "Fatal Python error: Segmentation fault\n", "ended": 50},
             "fault",
             "Segmentation fault",
@@ -100,6 +105,17 @@ def test_the_rank_at_fault_is_named_with_what_it_does(odd: dict[str, Any], kind:
     verdict = on(**odd)
     assert (verdict.kind, verdict.ranks) == (kind, (2,))
     assert words in verdict.what
+
+
+def test_a_rank_that_aborts_when_its_peer_is_killed_for_memory_is_not_named() -> None:
+    """The count of kills is of the cgroup that both share."""
+    killed: dict[str, Any] = {"alive": False, "state": "X", "oom_kills": 1, "memory_limit": 4 << 30}
+    found = world(**killed)
+    found[3] = replace(found[3], **killed, fatal="Fatal Python error: Aborted\n")
+    verdict = judge(found)
+    assert verdict is not None
+    assert verdict.ranks == (2,)
+    assert verdict.hint.startswith("its cgroup allows 4 GiB: a larger limit (sbatch --mem")
 
 
 @pytest.mark.parametrize("how", [{"cpu_s": 10.7, "starved_s": 9.8}, {}, {"answered": False}])
