@@ -121,9 +121,12 @@ def decode(data: dict[str, Any]) -> Observation:
 
 
 def _foreign(frame: Frame) -> bool:
-    """Of Python itself, of torch or of the watch: a line that is of no help to a person."""
+    """Of Python itself, of torch, which wraps deprecated functions by typing_extensions, or of the watch: a
+    line that is of no help to a person.
+    """
     python_or_torch = re.search(
-        r"<frozen|<string>|/lib/python3[^/]*/(?!site-packages)|/site-packages/torch/", frame[0]
+        r"<frozen|<string>|/lib/python3[^/]*/(?!site-packages)|/site-packages/(torch/|typing_extensions\.)",
+        frame[0],
     )
     return bool(python_or_torch) or frame[0].startswith(WATCH_FOLDER)
 

@@ -324,6 +324,8 @@ def test_an_observation_survives_encoding() -> None:
 
 def test_a_line_of_the_run_is_preferred_to_one_of_torch() -> None:
     assert own_line(tuple(reversed(MINE))) == "home/me/mine.py:12 forward"
+    wrapped = (("/v/lib/python3.11/site-packages/typing_extensions.py", 3140, "wrapper"), *MINE)
+    assert own_line(wrapped) == "home/me/mine.py:12 forward"
 
 
 def test_stacks_of_faulthandler_are_read() -> None:
