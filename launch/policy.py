@@ -188,6 +188,6 @@ def _repeats(end: End, crashes: Sequence[End]) -> bool:
         one
         for one in crashes
         if not one.starting
-        and (one.step == end.step or (end.kind is one.kind is Kind.ERROR and end.step < one.step))
+        and (end.step <= one.step if end.kind is one.kind is Kind.ERROR else end.step == one.step)
     ]
     return len(same) + 1 >= CRASHES_AT_ONE_PLACE[end.kind]

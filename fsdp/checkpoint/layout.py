@@ -219,7 +219,7 @@ def _unique(boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if not boxes.shape[1]:
         return boxes[:1], np.zeros(len(boxes), np.int64)
     found, which = np.unique(boxes, axis=0, return_inverse=True)
-    return found, which.reshape(-1)
+    return found, which.ravel()
 
 
 def _places(box_of: np.ndarray, boxes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -260,7 +260,7 @@ def _choose(layout: Layout) -> None:
 def item_lengths(nbytes: np.ndarray) -> np.ndarray:
     """Bytes in a file of items with so much data."""
     sizes, which = np.unique(nbytes, return_inverse=True)
-    return np.array([torch_file.item_length(one) for one in sizes.tolist()], np.int64)[which.reshape(-1)]
+    return np.array([torch_file.item_length(one) for one in sizes.tolist()], np.int64)[which.ravel()]
 
 
 def _rows(sizes: np.ndarray) -> np.ndarray:

@@ -99,7 +99,7 @@ class LocalStore:
             self._delete(folder)
             return
         if (self.root / folder / file_names.MANIFEST).exists():
-            (self.root / folder / file_names.MANIFEST).unlink()
+            (self.root / folder / file_names.MANIFEST).unlink(missing_ok=True)
             sync_folder(self.root / folder)  # or a power cut could keep the manifest and lose files
         base = file_names.parse(folder)
         gone = folder
@@ -113,7 +113,7 @@ class LocalStore:
         """Deletes a folder with its files, or a link without its target."""
         path = self.root / folder
         if path.is_symlink():
-            path.unlink()
+            path.unlink(missing_ok=True)
             sync_folder(self.root)
         else:
             shutil.rmtree(path)

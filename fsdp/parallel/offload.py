@@ -194,11 +194,9 @@ class _Kept:
 
     def fetch(self, carrier: OffloadStreams, out_done: Any) -> None:
         _, back = carrier.streams()
-        if back is None:
-            self._back = self.host
-        elif self.source is not None:
+        if self.source is not None:
             self._back = self.source  # it has not left yet
-        else:
+        elif back is not None:
             back.wait_event(out_done)
             with torch.cuda.stream(back):
                 self._back = self.host.to(carrier.device, non_blocking=True)

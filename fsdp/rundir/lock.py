@@ -213,7 +213,7 @@ def _write(run_dir: Path, holder: Holder) -> tuple[Path, int, int]:
         os.fsync(descriptor)
     except OSError:
         os.close(descriptor)
-        staged.unlink()
+        staged.unlink(missing_ok=True)
         raise
     return staged, descriptor, len(text)
 
@@ -229,7 +229,7 @@ def _create(staged: Path, file: Path) -> bool:
     except OSError:
         return _create_without_links(staged, file)
     with contextlib.suppress(OSError):  # the lock is taken, and a later start removes this name
-        staged.unlink()
+        staged.unlink(missing_ok=True)
     return True
 
 
@@ -243,7 +243,7 @@ def _is_link_of(staged: Path, file: Path) -> bool:
 def _create_without_links(staged: Path, file: Path) -> bool:
     """For folders without hard links: create an empty file exclusively, then replace it by the whole one."""
     try:
-        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        file.touch(exist_ok=False)
     except FileExistsError:
         return False
     rename(staged, file)
@@ -300,10 +300,10 @@ def _read_patiently(file: Path) -> tuple[Holder | None, bytes]:
     return _read(file)
 
 
-def _start(job: str) -> tuple[str, int, int]:
-    """`Slurm job 12, start 3, try 2` (fsdp/dist/env.py) as comparable values; other texts have one start."""
+def _start(job: str) -> tuple[str, int, int] | None:
+    """`Slurm job 12, start 3, try 2` (fsdp/dist/env.py) as comparable values; None for other texts."""
     found = re.fullmatch(r"(Slurm job \d+), start (\d+)(?:, try (\d+))?", job)
-    return (found[1], int(found[2]), int(found[3] or 1)) if found else (job, 0, 0)
+    return (found[1], int(found[2]), int(found[3] or 1)) if found else None
 
 
 def is_later_start(job: str, other: str) -> bool:
@@ -312,7 +312,7 @@ def is_later_start(job: str, other: str) -> bool:
     The scheduler has then ended the other, even if its processes outlive their slurmd.
     """
     ours, theirs = _start(job), _start(other)
-    return ours[0] == theirs[0] and ours[1:] > theirs[1:]
+    return ours is not None and theirs is not None and ours[0] == theirs[0] and ours[1:] > theirs[1:]
 
 
 def _clear_dead(

@@ -138,7 +138,7 @@ def create(path: Path) -> RunDir:
         # os.urandom, not secrets: that imports OpenSSL, 4 MiB in the monitor process of each node
         probe = path / f".writable-{os.urandom(4).hex()}"
         write_atomically(probe, " " * PROBE_BYTES)
-        probe.unlink()
+        probe.unlink(missing_ok=True)
     return RunDir(path)
 
 

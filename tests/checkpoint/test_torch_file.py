@@ -34,6 +34,16 @@ DTYPES = [
 ]
 
 
+def test_the_pickle_has_torch_s_protocol() -> None:
+    """Readers of other languages know that one."""
+    saved = io.BytesIO()
+    torch.save({"a": torch.zeros(3)}, saved)
+    with zipfile.ZipFile(saved) as archive:
+        theirs = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+    ours = torch_file.state_dict_pickle([("a", torch.float32, (3,), "a")])
+    assert ours[:2] == theirs[:2] == b"\x80\x02"
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(), (5,), (3, 4), (0,), (2, 0, 3), (2, 3, 1, 2, 2, 3)], ids=str)
 def test_torch_load_reads_back_every_bit(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:

@@ -61,6 +61,19 @@ def behind_a_closed_folder(env: DistEnv, run: str) -> tuple[str, list[str]]:
         return on_two_nodes(env, run, "")
 
 
+def with_repeated_deletions(env: DistEnv, run: str) -> tuple[str, list[str]]:
+    """As where a file server's reply is lost: the client deletes again what is gone."""
+    once = os.unlink
+
+    def twice(path: Any, **more: Any) -> None:
+        once(path, **more)
+        once(path, **more)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "unlink", twice)
+        return on_two_nodes(env, run, "")
+
+
 def test_ranks_with_different_torch_versions_do_not_train(tmp_path: Path) -> None:
     for said, _ in run_world(2, checked, str(tmp_path), "another torch"):
         assert "torch is" in said
@@ -72,6 +85,7 @@ def test_ranks_with_different_torch_versions_do_not_train(tmp_path: Path) -> Non
 def test_equal_ranks_log_nothing_and_leave_no_file(tmp_path: Path) -> None:
     assert run_world(2, checked, str(tmp_path)) == [("", []), ("", [])]
     assert run_world(2, on_two_nodes, str(tmp_path), "") == [("", []), ("", [])]
+    assert run_world(2, with_repeated_deletions, str(tmp_path)) == [("", []), ("", [])]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -312,3 +313,19 @@ def test_a_second_ctrl_c_exits_at_once_even_while_the_main_thread_hangs_in_c(tmp
 
 def test_the_ctrl_c_that_torchrun_forwards_is_not_a_second_one(tmp_path: Path) -> None:
     assert interrupt_twice(tmp_path, 1000.0, "free") == (0, "marked SIGINT\n")
+
+
+def loss_of_a_device(env: DistEnv, run_dir: str) -> list[float]:
+    """As with the loss on a GPU: a sum of its own, here of a tensor in memory."""
+    stopper = Stopper(StopSection(), replace(env, device=torch.device("cuda")), Path(run_dir), lambda: None)
+    try:
+        stopper.begin(1)
+        summed = stopper.sum_with(torch.tensor(env.rank + 1.0)).wait()
+        assert stopper.agreed().stop is None
+        return summed.tolist()
+    finally:
+        stopper.close()
+
+
+def test_on_a_device_the_loss_is_summed_apart(tmp_path: Path) -> None:
+    assert run_world(2, loss_of_a_device, str(tmp_path)) == [[3.0]] * 2

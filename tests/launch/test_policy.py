@@ -44,10 +44,25 @@ def test_the_page_says_what_follows_on_each_launcher(row: dict[str, str], launch
         if row[launcher] == "–":
             continue  # cannot happen there
         assert decision.act.value == row[launcher]
-        if decision.act is Act.END:
+        assert (
+            len(
+                {
+                    decision,
+                    decide(End(kind, 10, code=code, why="SIGTERM"), Past(unmet=1), LAUNCHERS[launcher]),
+                }
+            )
+            == 1
+        )
+        if decision.act is not Act.END:
+            assert decision.code == 0
+        else:
             said = row["exit code at the end"]
             assert str(decision.code if kind not in OWN_CODES else code) in said
             assert kind not in OWN_CODES or decision.code == code
+
+
+def test_a_launcher_that_says_nothing_restarts_in_its_place_without_a_limit() -> None:
+    assert Allocation() == Allocation(requeue=False, again=True, tries_left=None)
 
 
 @pytest.mark.parametrize("reason", stop.REASONS)

@@ -106,6 +106,53 @@ def most_resident(env: DistEnv, folder: str) -> dict[str, int]:
     return {"whole": files.size, "part": nvme.PART_BYTES, "update": max(seen), "rests": resident()}
 
 
+def resident_with_all(env: DistEnv, folder: str) -> dict[str, int]:
+    """With parameters and gradients in files: the most while units run, and what is left between them."""
+    others = mapped().keys()
+
+    def resident(*_: object) -> int:
+        return sum(size for name, size in mapped().items() if name not in others)
+
+    one = made(env, "tests.memory.small:Wide", Path(folder), everything=True)
+    found = {"unit": 4 << 20, "start": resident()}
+    inside: list[int] = []
+    for block in one.sharded.root.get_submodule("blocks").children():
+        block.register_forward_hook(lambda *_: inside.append(resident()))
+        block.register_full_backward_pre_hook(lambda *_: inside.append(resident()))
+    loss = one.sharded.root(torch.randn(2, 1024, requires_grad=True)).square().mean()
+    found |= {"forward": max(inside), "after forward": resident()}
+    inside.clear()
+    loss.backward()
+    found |= {"backward": max(inside), "after backward": resident()}
+    one.shelf.step(one.optimizer)
+    return found | {"after the update": resident()}
+
+
+def order_of_update(env: DistEnv, folder: str) -> list[tuple[str, int]]:
+    """In one update: which part is fetched and which is updated, by their order."""
+    nvme.PART_BYTES = 8 << 20
+    one = made(env, "tests.memory.small:Wide", Path(folder), everything=False)
+    one.sharded.root(torch.randn(2, 1024)).square().mean().backward()
+    places = {p: nth for nth, p in enumerate(one.sharded.root.parameters())}
+    order: list[tuple[str, int]] = []
+    fetch, step = NvmeFiles._fetch, nvme.step_some
+
+    def fetched(shelf: NvmeFiles, tensors: list[Any]) -> None:
+        order.append(("fetched", places[tensors[0]]))
+        fetch(shelf, tensors)
+
+    def stepped(optimizer: Any, part: Any) -> None:
+        order.extend(("updated", places[p]) for p in part)
+        step(optimizer, part)
+
+    NvmeFiles._fetch, nvme.step_some = fetched, stepped  # type: ignore[method-assign, assignment]
+    try:
+        one.shelf.step(one.optimizer)
+    finally:
+        NvmeFiles._fetch, nvme.step_some = fetch, step  # type: ignore[method-assign]
+    return order
+
+
 def begin(ranks: int, folder: Path, cut: str, what: str, disk: Path) -> None:
     """A start that leaves before its last step."""
     where = f"--memory.nvme {what}" + (f" --memory.nvme_dir {disk}" if what != "off" else "")

@@ -348,3 +348,12 @@ def test_bf16_moments_rest_in_files_too(tmp_path: Path) -> None:
 def test_impossible_flags_are_refused(words: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         configuration.load(words.split())
+
+
+def test_a_fresh_state_is_the_code_of_zeros() -> None:
+    parameter = nn.Parameter(torch.ones(3, 300))
+    state = adam.new_state(parameter, "8bit")
+    for name in adam.MOMENTS:
+        found, scale = encode(torch.zeros(3, 300), adam._Tables().of(name, torch.device("cpu")))
+        assert torch.equal(state[name], found)
+        assert torch.equal(state[f"{name}_scale"], scale)

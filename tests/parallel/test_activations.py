@@ -8,12 +8,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import MemorySection, load
 from fsdp.models.blocks import find_units
 from fsdp.parallel import activations
-from fsdp.parallel.activations import Budgeted, Measured, Produced, apply_activation_checkpointing, choose
+from fsdp.parallel.activations import (
+    Budgeted,
+    Measured,
+    Produced,
+    _Stateless,
+    apply_activation_checkpointing,
+    choose,
+    measure,
+)
 from tests.memory.held import Trunk, gradients, held
 from tests.support.marks import quick_are, sample_are
 from tests.support.runs import run
@@ -198,3 +207,35 @@ def test_impossible_flags_are_refused(words: str, said: str) -> None:
 def test_products_in_float8_are_kept_as_others_are() -> None:
     """Recomputed, they would be a third product of each float8 layer."""
     assert {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default} <= activations._products()
+
+
+def test_a_unit_is_examined_for_changes_at_its_first_forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading each number of a unit at every forward would cost a small model its speed."""
+    read: list[str] = []
+    state = _Stateless._state
+
+    def counted(self: _Stateless) -> Any:
+        read.append(self._name)
+        return state(self)
+
+    monkeypatch.setattr(_Stateless, "_state", counted)
+    block = nn.Linear(3, 3)
+    forward = _Stateless(block, "block", "activation_checkpointing full")
+    for _ in range(3):
+        forward(torch.ones(2, 3))
+    assert len(read) == 2  # before and after
+
+
+def test_operations_with_keyword_arguments_are_counted() -> None:
+    """By the formula that a user has registered with torch for an operator of their own."""
+
+    @torch.library.custom_op("shardrun_test::scaled", mutates_args=())
+    def scaled(x: Tensor, *, factor: float) -> Tensor:
+        return x * factor
+
+    @register_flop_formula(torch.ops.shardrun_test.scaled)
+    def count(shape: Any, *, factor: float, out_shape: Any = None, **_: Any) -> float:
+        return 1000 * factor
+
+    found = measure(nn.Identity(), lambda x: scaled(x, factor=2.0), (torch.ones(3),), {})
+    assert [one.flops for one in found.produced] == [2000.0]

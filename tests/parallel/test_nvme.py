@@ -109,6 +109,24 @@ def test_a_part_is_dropped_before_the_next(tmp_path: Path) -> None:
     assert most["rests"] < 64 << 10, most
 
 
+def test_with_all_a_unit_s_pages_are_dropped_when_it_is_done(tmp_path: Path) -> None:
+    """64 MiB of parameters in sixteen units, and as much of gradients."""
+    [found] = run_world(1, small.resident_with_all, str(tmp_path))
+    page = 64 << 10
+    assert found["start"] < page, found
+    assert found["forward"] <= 2 * found["unit"] + page, found
+    assert found["backward"] <= 4 * found["unit"] + page, found
+    assert found["after backward"] <= found["unit"] + page, found  # the first unit's: nothing follows it
+    assert found["after the update"] < page, found
+
+
+def test_the_disk_loads_a_part_while_the_one_before_is_updated(tmp_path: Path) -> None:
+    [order] = run_world(1, small.order_of_update, str(tmp_path))
+    assert len(order) == 31
+    for nth in range(1, 16):
+        assert order.index(("fetched", nth)) < order.index(("updated", nth - 1))
+
+
 def test_a_full_disk_is_refused_before_training(tmp_path: Path) -> None:
     words = f"--memory.nvme optimizer --memory.nvme_dir {tmp_path / 'disk'} --model.args.width 2000000"
     said = failures(2, tmp_path / "run", words)

@@ -15,17 +15,19 @@ from fsdp.base.errors import RefusedError
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.rundir.atomic_write import rename, write_atomically
 from fsdp.rundir.lock import FILE, FolderLock
+from fsdp.rundir.paths import create
 
 
 @pytest.fixture
 def repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rename and link is done, and then done again."""
-    for name in ("rename", "replace", "link"):
+    """Every rename, link and deletion is done, and then done again."""
+    for name in ("rename", "replace", "link", "unlink"):
         once = getattr(os, name)
 
         def twice(*words: Any, once: Any = once, **more: Any) -> None:
             once(*words, **more)
-            once(*words, **more)
+            if not more:  # shutil.rmtree's: what it leaves, the next pruning deletes
+                once(*words, **more)
 
         monkeypatch.setattr(os, name, twice)
 
@@ -65,3 +67,19 @@ def test_a_source_that_never_was_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "target").touch()
     with pytest.raises(FileNotFoundError):
         rename(tmp_path / "source", tmp_path / "target")
+
+
+@pytest.mark.usefixtures("repeats")
+def test_a_run_directory_is_made(tmp_path: Path) -> None:
+    create(tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["logs", "tensorboard"]
+
+
+@pytest.mark.usefixtures("repeats")
+def test_a_link_to_a_checkpoint_is_removed_alone(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "step-00000001").symlink_to(tmp_path / "elsewhere")
+    LocalStore(tmp_path / "here").remove("step-00000001", "0123abcd")
+    assert list((tmp_path / "here").iterdir()) == []
+    assert (tmp_path / "elsewhere").is_dir()
