@@ -17,7 +17,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ def _requested_end(run: RunDir) -> End | None:
 
 def _recorded_end(events: Sequence[Event]) -> End | None:
     """The same from the history, for a start whose marker could not be written."""
-    last = events[-1] if events else {}
+    last = next((one for one in reversed(events) if one["event"] != "planned"), {})
     if last.get("how") == Ending.FINISHED:
         return End(Kind.DONE)
     reason = str(last.get("why"))
@@ -243,9 +243,10 @@ def begin(flags: Sequence[str], default_run_dir: str, *, log: str = "", dry_run:
 def _link_log(run: RunDir, log: str) -> None:
     """Link the job's log into the run directory, whichever folder sbatch was called in."""
     link = run.path / "logs" / Path(log).name
-    link.parent.mkdir(parents=True, exist_ok=True)
-    if not os.path.lexists(link):
-        link.symlink_to(log)
+    with suppress(OSError):  # a file system without links, or a folder of another user
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not os.path.lexists(link):
+            link.symlink_to(log)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -71,8 +71,17 @@ export_end_time() {
     fi
 }
 
-job_state() {
-    scontrol show job -o "$job" 2>/dev/null | grep -oP ' JobState=\K\S+' || echo UNKNOWN
+# The job's record. A controller that many jobs ask at once may not answer the first time; empty after 20 s.
+job_record() {
+    local pause record
+    for pause in 0 2 6 12; do
+        sleep "$pause"
+        # not in a pipe: grep would end before scontrol has written a long record, which would count as a failure
+        if record=$(scontrol show job -o "$job" 2>/dev/null) && [ -n "$record" ]; then
+            printf '%s\n' "$record"
+            return
+        fi
+    done
 }
 
 # A small command on the first node, where this shell runs, inside the container if there is one.
@@ -102,7 +111,7 @@ job_begin() {
         *) flags+=("$word") ;;
         esac
     done
-    log=$(scontrol show job -o "$job" | grep -oP ' StdOut=\K.*?(?= \w+=|$)') || log=
+    log=$(grep -m 1 -oP ' StdOut=\K.*?(?= \w+=|$)' <<<"$(scontrol show job -o "$job")") || log=
     places=$(on_head python -m launch.slurm_job begin "${dry_run[@]}" --default-run-dir "runs/$SLURM_JOB_NAME-$job" \
         --log "$log" "${flags[@]}")
     # a URL has a second line: its folder on each node, where the ranks' logs are
@@ -227,12 +236,15 @@ start_ranks() {
 # The decision is an exit status, which leaves a container. Returns only if the ranks restart in this allocation.
 judge_and_act() {
     local state record verdict=0 bounds=()
-    state=$(job_state)
-    # only a running job is requeued: a cancelled job stays cancelled, and Slurm's own requeue is not repeated
-    [ "$state" = RUNNING ] || { say "the job is $state: nothing more to do here"; exit "$rc"; }
-    # not in a pipe: grep would end before scontrol has written a long record, which would count as a failure
-    record=$(scontrol show job -o "$job") || record=
-    [[ $record == *" Requeue=1"* ]] || bounds=(--no-requeue)
+    record=$(job_record)
+    if [ -n "$record" ]; then
+        state=$(grep -m 1 -oP ' JobState=\K\S+' <<<"$record") || state=UNKNOWN
+        # only a running job is requeued: a cancelled job stays cancelled, and Slurm's own requeue is not repeated
+        [ "$state" = RUNNING ] || { say "the job is $state: nothing more to do here"; exit "$rc"; }
+        [[ $record == *" Requeue=1"* ]] || bounds=(--no-requeue)
+    else
+        say "scontrol does not answer: this job is judged as one that runs and may be requeued"
+    fi
     on_head python -m launch.slurm_job judge "$run" --job "$job" --restart "$restart" --code "$rc" "${bounds[@]}" "$@" ||
         verdict=$?
     case $verdict in

@@ -7,6 +7,7 @@ cgroups. Standard library: the monitor process reads it.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,23 +24,21 @@ class MemoryGroup:
 
     levels: tuple[Path, ...]
 
-    def limit(self) -> int | None:
-        """Bytes of the smallest limit at any level."""
-        names = ("memory.max", "memory.limit_in_bytes")
-        texts = (_read(level / name).strip() for level in self.levels for name in names)
-        limits = [int(text) for text in texts if text.isdigit()]
+    def limit(self, *, reached: bool = False) -> int | None:
+        """Bytes of the smallest limit at any level; with `reached`, of those that memory has come up to."""
+        limits = [
+            int(text)
+            for level in self.levels
+            for name in ("memory.max", "memory.limit_in_bytes")
+            if (text := _read(level / name).strip()).isdigit() and (not reached or _was_reached(level))
+        ]
         return min((limit for limit in limits if limit < NO_LIMIT), default=None)
 
     def oom_kills(self) -> int:
         """Killed processes of the innermost level that counts them; without one, of the whole node."""
-        counted = (
-            _read(level / name) for level in self.levels for name in ("memory.events", "memory.oom_control")
-        )
-        for text in (*counted, _read(proc.PROC / "vmstat")):
-            rows = (line.split() for line in text.splitlines())
-            if found := [int(row[1]) for row in rows if row[:1] == ["oom_kill"] and len(row) == 2]:
-                return found[0]
-        return 0
+        files = (level / name for level in self.levels for name in ("memory.events", "memory.oom_control"))
+        counts = (_count(file, "oom_kill") for file in (*files, proc.PROC / "vmstat"))
+        return next((count for count in counts if count is not None), 0)
 
 
 def memory_group(pid: int | str = "self") -> MemoryGroup:
@@ -50,7 +49,22 @@ def memory_group(pid: int | str = "self") -> MemoryGroup:
     root, path = (ROOT / "memory", version_1[0]) if version_1 else (ROOT, version_2[0] if version_2 else "")
     own = root / path.lstrip("/")
     levels = [own, *own.parents] if path else []
-    return MemoryGroup(tuple(level for level in levels if level.is_relative_to(root) and level.is_dir()))
+    return MemoryGroup(tuple(level for level in levels if level.is_relative_to(root) and _is_there(level)))
+
+
+def _is_there(level: Path) -> bool:
+    return os.path.isdir(level)  # noqa: PTH112  Path.is_dir raises where it may not look
+
+
+def _was_reached(level: Path) -> bool:
+    """Whether the kernel has refused memory beyond this level's limit, and not only the node's."""
+    refused = _read(level / "memory.failcnt").strip()
+    return bool(_count(level / "memory.events", "oom")) or refused not in ("", "0")
+
+
+def _count(file: Path, name: str) -> int | None:
+    rows = (line.split() for line in _read(file).splitlines())
+    return next((int(row[1]) for row in rows if row[:1] == [name] and len(row) == 2), None)
 
 
 def _read(path: Path) -> str:

@@ -66,7 +66,7 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is not None:
             continue
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        if nowhere > number and not _is_open(number):
+        if nowhere != number and not _is_open(number):  # with stdin closed it may be a lower one
             os.dup2(nowhere, number)
             os.close(nowhere)
             nowhere = number

@@ -148,7 +148,8 @@ def _dead(found: Sequence[Observation]) -> Verdict | None:
         [e.rank for e in found if e.rank not in who and not e.over]
     )
     faults = [e for e in first if e.fatal]
-    if killed := [e for e in first if e.oom_kills and not e.fatal]:
+    killed = [e for e in first if e.oom_kills and not e.fatal]
+    if killed and len(killed) <= max(e.oom_kills for e in killed):  # else a launcher has killed some of them
         what = f"{_names(killed)} was killed by the kernel, out of memory: {_at(killed[0])}"
         return Verdict("died", tuple(e.rank for e in killed), what, others, _room(killed[0]))
     if faults and faults[0].aborted and not unseen and (verdict := _differing(_called(found))) is not None:

@@ -72,9 +72,9 @@ class Observation:
     dead_s: float = 0.0
     """Time since it was first found dead."""
     oom_kills: int = 0
-    """Of a dead rank: processes of its memory cgroup that the kernel has killed since the start."""
+    """Of a dead rank: processes of its memory cgroup that the kernel has killed in its last seconds."""
     memory_limit: int = 0
-    """Of a dead rank: bytes that its cgroup allows; 0 without a limit."""
+    """Of a dead rank: bytes that its cgroup allows, if memory has come up to them; else 0."""
     silent_node_s: float = 0.0
     """Time since the last sign of life of its node's monitor; if above 0 the rest of this observation is out
     of date.

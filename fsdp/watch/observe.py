@@ -25,6 +25,8 @@ from fsdp.watch.recorded_calls import GroupCalls
 from fsdp.watch.status_page import OVER, STACK_SIGNAL, RankStatus
 
 ANSWER_S = 1.0
+COUNT_S = 2.0
+"""Between two counts of kills for lack of memory: one long ago, of another process, caused no death."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class LocalRank:
         self._instruction: tuple[int, ...] = ()
         self._died_at = 0.0
         self._memory = memory_group(self.pid)
-        self._oom_kills = self._memory.oom_kills()
+        self._oom_kills, self._counted_at = self._memory.oom_kills(), time.monotonic()
         self.starved_s = 0.0
         """Of the training thread, since it began."""
         self.seen = Observation(rank, node, self.pid)
@@ -111,6 +113,8 @@ class LocalRank:
             starved_s=counts.starved_s - start.starved_s if counts and start else 0.0,
             failure=self.page.read_failure(),
         )
+        if alive and now - self._counted_at > COUNT_S:
+            self._oom_kills, self._counted_at = self._memory.oom_kills(), now
         if not alive:
             fatal = self._fault()
             self._died_at = self._died_at or now
@@ -120,7 +124,7 @@ class LocalRank:
                 stack=parse_stacks(fatal),
                 dead_s=now - self._died_at,
                 oom_kills=self._memory.oom_kills() - self._oom_kills,
-                memory_limit=self._memory.limit() or 0,
+                memory_limit=self._memory.limit(reached=True) or 0,
             )
         return self.seen
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,10 @@ def test_version_2_has_one_tree_and_the_job_s_limit_above_the_step_s(files: Path
     write(files / "cgroup/slurm/job_3/memory.events", "oom 9\noom_kill 9\n")
     write(files / "cgroup/slurm/job_3/step_0/memory.events", "low 0\noom 1\noom_kill 2\noom_group_kill 0\n")
     group = memory_group(7)
-    assert group.limit() == 5000
+    assert group.limit() == group.limit(reached=True) == 5000
     assert group.oom_kills() == 2
+    write(files / "cgroup/slurm/job_3/memory.events", "oom 0\noom_kill 9\n")
+    assert group.limit(reached=True) is None  # the node itself had no memory left
 
 
 def test_version_1_has_a_tree_of_memory(files: Path) -> None:
@@ -47,6 +50,9 @@ def test_version_1_has_a_tree_of_memory(files: Path) -> None:
     )
     group = memory_group(7)
     assert group.limit() == 7000
+    assert group.limit(reached=True) is None
+    write(files / "cgroup/memory/job/memory.failcnt", "3\n")
+    assert group.limit(reached=True) == 7000
     assert group.oom_kills() == 1
 
 
@@ -63,6 +69,18 @@ def test_without_a_count_of_its_own_the_node_s_counts(files: Path) -> None:
     group = memory_group(7)
     assert group.limit() is None
     assert group.oom_kills() == 4
+
+
+def test_a_folder_that_may_not_be_searched_limits_nothing(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(files / "proc/7/cgroup", "0::/job\n")
+
+    def refused(path: object) -> object:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "stat", refused)
+    assert memory_group(7).limit() is None
 
 
 def test_a_system_without_them_limits_and_counts_nothing(files: Path) -> None:

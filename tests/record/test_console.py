@@ -431,3 +431,23 @@ def test_a_line_shows_means_of_the_steps_since_the_last_one() -> None:
     lines = logged(steps, every=5)
     assert len(lines) == 2
     assert all(" 280 tok/s" in line and " 34% MFU" in line for line in lines)
+
+
+def test_with_all_three_closed_each_has_its_own_descriptor(tmp_path: Path) -> None:
+    """As a daemon starts: stdin's descriptor is free, and would be taken for stdout's."""
+    code = (
+        "import os, sys; from fsdp.record.console import open_closed_streams; open_closed_streams()\n"
+        "file = open(sys.argv[1], 'w'); os.write(1, b'of C'); os.write(2, b'of C'); print('of Python')\n"
+        "assert (sys.stdout.fileno(), sys.stderr.fileno()) == (1, 2)"
+    )
+    command = [
+        "bash",
+        "-c",
+        'exec "$0" "$@" <&- >&- 2>&-',
+        sys.executable,
+        "-c",
+        code,
+        str(tmp_path / "file"),
+    ]
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    assert (tmp_path / "file").read_bytes() == b""

@@ -336,3 +336,13 @@ def test_begin_takes_the_default_and_a_dry_run_touches_nothing(
 def test_begin_says_a_wrong_flag_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert slurm_job.main(["begin", "--default-run-dir", "unused", "--train.stepps", "3"]) == 2
     assert "did you mean --train.steps" in capsys.readouterr().err
+
+
+def test_a_planned_run_whose_marker_is_missing_has_ended_all_the_same(run: RunDir) -> None:
+    """The comparison with the plan is the last line of its history."""
+    reach(run, 20)
+    line_files.append(run.history, {"event": "end", "step": 20, "why": "the last step", "how": "finished"})
+    line_files.append(run.history, {"event": "planned", "step": 20})
+    assert (
+        slurm_job.judge(run, job="7", restart=0, code=0, allocation=Allocation(requeue=True)).act is Act.END
+    )

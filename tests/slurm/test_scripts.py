@@ -133,3 +133,61 @@ def test_the_clusters_own_facts_are_all_commented() -> None:
     """A fresh clone must run on any cluster; what each variable is for is said beside it."""
     lines = (REPOSITORY / "slurm" / "cluster.env").read_text().splitlines()
     assert all(line.startswith("#") or not line for line in lines)
+
+
+RECORD = "JobId=5 JobState={state} Requeue={requeue} Command={home}/slurm/fsdp.sbatch"
+
+
+def judged(folder: Path, scontrol: str) -> subprocess.CompletedProcess[str]:
+    """What judge_and_act asks of launch.slurm_job, for a start that ended with 9; pauses take no time."""
+    (folder / "scontrol").write_text(f"#!/bin/bash\n{scontrol}\n")
+    (folder / "scontrol").chmod(0o755)
+    script = (
+        'source slurm/lib.sh; sleep() { :; }; say() { echo "$*"; }; on_head() { echo "$@"; return 3; }\n'
+        "job=5 restart=0 rc=9 run=RUN; judge_and_act"
+    )
+    environ = {"PATH": f"{folder}:{os.environ['PATH']}"}
+    return subprocess.run(
+        ["bash", "-euc", script], cwd=REPOSITORY, env=environ, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("scontrol", "code", "said"),
+    [
+        (f"echo '{RECORD.format(state='RUNNING', requeue=1, home='/x')}'", 3, "--code 9"),
+        (f"echo '{RECORD.format(state='RUNNING', requeue=0, home='/x')}'", 3, "--code 9 --no-requeue"),
+        (f"echo '{RECORD.format(state='CANCELLED', requeue=1, home='/x')}'", 9, "the job is CANCELLED"),
+        ("exit 1", 3, "scontrol does not answer"),
+    ],
+)
+def test_a_job_is_judged_by_its_record_and_without_one_as_if_it_runs(
+    scontrol: str, code: int, said: str, tmp_path: Path
+) -> None:
+    found = judged(tmp_path, scontrol)
+    assert found.returncode == code, found.stderr
+    assert said in found.stdout
+    if "does not answer" in said:
+        assert found.stdout.splitlines()[-1].endswith("--code 9")
+
+
+def test_a_controller_that_answers_late_is_asked_again(tmp_path: Path) -> None:
+    record = RECORD.format(state="RUNNING", requeue=1, home="/x")
+    found = judged(
+        tmp_path, f"[ -e {tmp_path}/asked ] && echo '{record}' && exit; touch {tmp_path}/asked; exit 1"
+    )
+    assert found.stdout.strip().endswith("--code 9")
+    assert "does not answer" not in found.stdout
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name.endswith(".sbatch")])
+def test_the_last_task_of_a_large_array_finds_its_scripts(name: str, tmp_path: Path) -> None:
+    """Its id is the array's: scontrol writes a record for each task, more than a pipe holds."""
+    copied = shutil.copy(REPOSITORY / "slurm" / name, tmp_path / "mine.sbatch")
+    record = RECORD.format(state="RUNNING", requeue=1, home=REPOSITORY) + " " + "x" * 1500
+    (tmp_path / "scontrol").write_text(f"#!/bin/bash\nfor i in $(seq 200); do echo '{record}'; done\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environ = {"PATH": path, "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    said = subprocess.run(["bash", copied], env=environ, capture_output=True, text=True)
+    assert "no lib.sh" not in said.stderr

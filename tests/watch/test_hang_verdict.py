@@ -116,6 +116,12 @@ def test_a_rank_that_aborts_when_its_peer_is_killed_for_memory_is_not_named() ->
     assert verdict is not None
     assert verdict.ranks == (2,)
     assert verdict.hint.startswith("its cgroup allows 4 GiB: a larger limit (sbatch --mem")
+    found[3] = replace(found[3], fatal="")  # one kill of the kernel, two dead ranks: one is the launcher's
+    verdict = judge(found)
+    assert verdict is not None
+    assert verdict.what.startswith(
+        "each of ranks 2, 3 died without an error message (killed, or out of memory)"
+    )
 
 
 @pytest.mark.parametrize("how", [{"cpu_s": 10.7, "starved_s": 9.8}, {}, {"answered": False}])
