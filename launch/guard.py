@@ -114,7 +114,8 @@ def report(error: Exception, env: DistEnv, program: str, marker: Marker | None) 
 def failure_of(error: BaseException) -> Failure:
     """The kind, exit code and message of an exception, as launch/policy.py and RUN/FAILED need them."""
     if isinstance(error, ShardrunError):
-        echo = isinstance(error, OtherRankFailed)
+        lost = error.__cause__ is not None and is_lost_peer(error.__cause__)
+        echo = isinstance(error, OtherRankFailed) or lost
         return Failure(Kind.ERROR if echo else _kind(error), error.exit_code, str(error), echo)
     first = str(error).partition("\n")[0]
     if is_lost_peer(error):

@@ -236,7 +236,7 @@ start_ranks() {
 # The decision is an exit status, which leaves a container. Returns only if the ranks restart in this allocation.
 judge_and_act() {
     local state record verdict=0 bounds=()
-    record=$(job_record)
+    record=$(job_record) || record=
     if [ -n "$record" ]; then
         state=$(grep -m 1 -oP ' JobState=\K\S+' <<<"$record") || state=UNKNOWN
         # only a running job is requeued: a cancelled job stays cancelled, and Slurm's own requeue is not repeated

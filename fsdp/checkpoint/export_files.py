@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from fsdp.checkpoint.adapter_weights import PEFT
 from fsdp.checkpoint.full_state import INDEX_FILE
 from fsdp.checkpoint.local_store import sync_folder
 from fsdp.checkpoint.pretrained import SINGLE_FILE
@@ -82,7 +83,8 @@ def new_files(folder: Path) -> Iterator[ExportFiles]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         _lock(descriptor, folder)
-        for file in folder.rglob(".*.tmp-*"):
+        # Not in all folders below: another export may be at work there.
+        for file in (*folder.glob(".*.tmp-*"), *(folder / PEFT).glob(".*.tmp-*")):
             if _STAGED.fullmatch(file.name) and file.is_file():
                 file.unlink()
         files = ExportFiles(folder)

@@ -134,14 +134,22 @@ def open_full_state(path: str | Path) -> FullState:
     return FullState(str(path), tensors)
 
 
+def newest_export(folder: Path) -> Path | None:
+    """The file with which a reader of the folder's newest export begins."""
+    ours = [folder / name for name in (INDEX_FILE, TORCH_FILE, "model.safetensors")]
+    found = [file for file in ours if file.exists()]
+    return max(found, key=lambda file: file.stat().st_mtime_ns, default=None)
+
+
 def _files(folder: Path) -> list[Path]:
-    """The files of a run directory's export, of an export folder, or with names that other tools use."""
+    """The files of a run directory's export, of an export folder, or with names that other tools use. Of
+    exports in several formats the newest counts: the others may be of an earlier step.
+    """
     for place in (folder, folder / "full_model"):
-        if (place / INDEX_FILE).exists():
-            return files_of_index(place / INDEX_FILE)
-        for name in (TORCH_FILE, "model.safetensors", "pytorch_model.bin"):
-            if (place / name).exists():
-                return [place / name]
+        if (newest := newest_export(place)) is not None:
+            return files_of_index(newest) if newest.name == INDEX_FILE else [newest]
+        if (place / "pytorch_model.bin").exists():
+            return [place / "pytorch_model.bin"]
     raise ConfigError(
         f"--model.weights {folder} holds no {TORCH_FILE}, {INDEX_FILE} or model.safetensors.",
         f"--checkpoint.resume {folder} if it is a checkpoint, or export one: "

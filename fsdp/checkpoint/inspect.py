@@ -6,6 +6,7 @@ One rank reads the store and broadcasts the result.
 from __future__ import annotations
 
 import errno
+import shlex
 from dataclasses import dataclass
 
 from fsdp.base.errors import CheckpointError, error_number
@@ -101,8 +102,10 @@ def scan(store: Store) -> list[CheckpointListing]:
 
 def unreadable(place: str, error: OSError) -> CheckpointError:
     """The error for a store or a folder that cannot be reached or may not be read."""
-    hint = f"ls -ld {place} shows who may read it"
+    hint = f"ls -ld {shlex.quote(place)} shows who may read it"
     if is_url(place):
+        hint = "the keys are read from the environment, as the store's own client does"
+    if place.startswith(("s3://", "s3a://")):
         hint = "keys and AWS_ENDPOINT_URL are read from the environment: aws s3 ls shows what they may read"
     return CheckpointError(f"{place} cannot be read: {error}.", hint, error_number=error_number(error))
 

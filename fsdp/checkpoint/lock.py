@@ -23,6 +23,7 @@ from fsdp.checkpoint.object_store import ObjectStore, VersionedObject
 from fsdp.checkpoint.store import Store
 from fsdp.rundir.lock import (
     FILE,
+    RELEASED,
     STALE_S,
     FolderLock,
     Holder,
@@ -112,7 +113,8 @@ class ObjectLock:
             dropped = self._store.drop(FILE, self._version)
             if not dropped and (version := _version_of(self._store, self.holder)) is not None:
                 self._store.drop(FILE, version)  # the last renewal was written, and its response lost
-        except Exception as error:  # each client has its own classes; the lock goes stale by itself
+        except Exception as error:  # each client has its own classes
+            RELEASED.add(self.holder.token)  # this process lives on, and its next start is not refused
             log.warning("the lock on %s could not be removed: %s", self._store.where, error)
 
     def _beat(self) -> None:

@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from zlib import crc32
 
+from fsdp.checkpoint.full_state import INDEX_FILE
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.rundir.atomic_write import write_atomically
 from fsdp.rundir.lock import FILE as LOCK
@@ -41,6 +42,8 @@ EXPORTS = ("full_model", "full_model_ema")
 MARKERS = ("STOPPED", "DONE", "FAILED")
 """Copied last, and deleted in the store when they are removed here."""
 PART_BYTES = 8 << 20
+_IN_PARTS = re.compile(r"\w+/(model-.*\.safetensors|model\.safetensors\.index\.json)")
+_WEIGHTS = re.compile(_IN_PARTS.pattern + r"|\w+/(model\.safetensors|full-model\.pt)")
 _PART = re.compile(r"(.+)\.part-(\d{4,})")
 
 
@@ -124,7 +127,9 @@ class RunFiles:
         before = dict(self._index.copied)
         try:
             files = dict(_files(self.folder))
-            for name in sorted(files, key=lambda one: (one in MARKERS, one)):
+            for folder in EXPORTS:
+                self._begin_export(folder, files)
+            for name in sorted(files, key=lambda one: _order(one, files[one])):
                 self._copy(name, files[name])
             for name in MARKERS:
                 if name not in files and (name in self._index.copied or not self._markers_checked):
@@ -134,6 +139,31 @@ class RunFiles:
         finally:
             if self._index.copied != before:
                 self._index.write(self.folder / INDEX)
+
+    def _begin_export(self, folder: str, files: Mapping[str, Path]) -> None:
+        """Before the files of a new export are copied: weights that the new one lacks are deleted, and an
+        index whose parts change, without which a reader refuses them.
+        """
+        changed = {
+            name
+            for name, file in files.items()
+            if name.startswith(f"{folder}/") and self._has_changed(name, file)
+        }
+        if not changed:
+            return
+        parts_change = any(_IN_PARTS.fullmatch(name) for name in changed)
+        for name in (f"{folder}/{one}" for one in self.store.sizes(folder)):
+            if _WEIGHTS.fullmatch(name) and (
+                name not in files or (parts_change and name.endswith(f"/{INDEX_FILE}"))
+            ):
+                self.store.delete(name)
+                self._index.copied.pop(name, None)
+
+    def _has_changed(self, name: str, file: Path) -> bool:
+        known = self._index.copied.get(name)
+        with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+            return known is None or known != CopiedFile.of(file.stat(), known.parts)
+        return False
 
     def has_stop_request(self) -> bool:
         """Whether a user has put an object STOP beside the files; deletes it."""
@@ -175,6 +205,15 @@ class RunFiles:
         return parts
 
 
+def _order(name: str, file: Path) -> tuple[bool, int, str]:
+    """Markers last, and of exports the newest: an index after its parts, and readers take the newest."""
+    written = 0
+    if name.partition("/")[0] in EXPORTS:
+        with contextlib.suppress(FileNotFoundError):
+            written = file.stat().st_mtime_ns
+    return name in MARKERS, written, name
+
+
 def grows(name: str) -> bool:
     """Whether a file is appended to, so that its copy is cut into parts."""
     return name.endswith((".jsonl", ".log")) or name.startswith(("tensorboard/", "logs/"))
@@ -191,6 +230,8 @@ def fetch(store: ObjectStore, folder: Path, *, without: Collection[str] = ()) ->
             names.setdefault(base, []).append(name)
     for base, parts in names.items():
         _download(store, parts, folder / base)
+        if base.partition("/")[0] in EXPORTS and (written := store.modified_at(base)) is not None:
+            os.utime(folder / base, (written, written))  # of two formats readers take the newest
     return list(names)
 
 

@@ -34,7 +34,7 @@ from fsdp.checkpoint.write_plan import (
     sum_digests,
 )
 from fsdp.dist.collectives import ObjectGroup
-from fsdp.dist.lost_peer import is_peer_failure
+from fsdp.dist.lost_peer import is_lost_peer
 
 log = logging.getLogger(__name__)
 
@@ -310,7 +310,7 @@ def repeated(outcome: SaveOutcome) -> CheckpointError:
 
 def not_saved(outcome: SaveOutcome, what: str, hint: str) -> CheckpointError:
     """`what`, then why; with the ranks and the error number of the failed save."""
-    if outcome.cause is not None and is_peer_failure(outcome.cause):
+    if outcome.cause is not None and is_lost_peer(outcome.cause):
         # The cause tells the watch that another rank is at fault.
         error = CheckpointError(
             f"{what}: another rank ended during the save.",

@@ -65,6 +65,7 @@ def _check_train(config: Config) -> None:
         )
     _check_schedule(config)
     _check_decay(config)
+    _check_moments(config)
     _check_muon(config)
     if train.steps and config.optim.warmup_steps > train.steps:
         raise ConfigError(
@@ -122,6 +123,16 @@ def _check_decay(config: Config) -> None:
             f"--optim.weight_decay {optim.weight_decay:g} has no effect under --optim.name {optim.name}.",
             "--optim.name adamw, or --optim.weight_decay 0",
         )
+
+
+def _check_moments(config: Config) -> None:
+    optim, usual = config.optim, OptimSection()
+    for name in ("beta1", "beta2", "eps"):
+        if optim.name == "sgd" and getattr(optim, name) != getattr(usual, name):
+            raise ConfigError(
+                f"--optim.{name} {getattr(optim, name):g} has no effect under --optim.name sgd.",
+                "--optim.name adamw, or leave it out",
+            )
 
 
 def _check_muon(config: Config) -> None:

@@ -58,12 +58,12 @@ def load_run_config(
 
 
 def _without_training_code(values: dict[str, Any]) -> dict[str, Any]:
-    """Drops fields that name code for training, and with one of [optim] all of that section but the average:
-    a run may keep its best checkpoints by it.
+    """Drops fields that name code for training, and all of [optim] but the average: a run may keep its best
+    checkpoints by it. Nothing that reads a run needs the others, and an earlier commit may have accepted
+    values that are refused today.
     """
     code = {name for name in TRAINING_CODE if ":" in str(values.get(name, ""))}
-    if any(name.startswith("optim.") for name in code):
-        code |= {name for name in values if name.startswith("optim.") and name != "optim.ema"}
+    code |= {name for name in values if name.startswith("optim.") and name != "optim.ema"}
     return {name: value for name, value in values.items() if name not in code}
 
 

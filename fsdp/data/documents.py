@@ -65,13 +65,16 @@ def build(
         )
     folder = Path(where.dir)
     if (folder / MANIFEST).is_file():
-        _check_nothing_to_tokenize(where, text, loss, chat_template, config, split, heldout)
+        _check_nothing_to_tokenize(where, TokenStore.open(folder), text, loss, chat_template, config, split)
     else:
         options = DocumentOptions(where.tokenizer, text, loss, template_text(chat_template))
         folder = _tokenized(TokenizeJob(where.dir, options, heldout, config=config, split=split))
     store = TokenStore.open(folder)
     if rows == "auto":
         rows = "document" if store.form != "text" else "stream"
+    asked = folder == Path(where.dir) and heldout not in (HELD_OUT, store.key.get("heldout"))
+    if asked and not (rows == "stream" and store.joins(where)):
+        raise _without_effect(where, "--data.args.heldout", f"{heldout:g}")
     facts: dict[str, Any] = {"vocab_size": store.vocab_size, "seq_len": where.seq_len}
     version: str = rows
     if rows == "packed":
@@ -96,11 +99,9 @@ def build(
 
 
 def _check_nothing_to_tokenize(
-    where: Where, text: str, loss: str, chat_template: str, config: str, split: str, heldout: float
+    where: Where, store: TokenStore, text: str, loss: str, chat_template: str, config: str, split: str
 ) -> None:
-    made = json.loads((Path(where.dir) / MANIFEST).read_text(encoding="utf-8")).get("key", {})
     given = {
-        "--data.args.heldout": "" if heldout in (HELD_OUT, made.get("heldout")) else f"{heldout:g}",
         "--data.args.text": text,
         "--data.args.loss": loss if loss != "assistant" else "",
         "--data.args.chat_template": chat_template,
@@ -112,14 +113,18 @@ def _check_nothing_to_tokenize(
         same = (
             flag == "--data.tokenizer"
             and value
-            and (digest_of_tokenizer(value) == made.get("options", {}).get("tokenizer"))
+            and digest_of_tokenizer(value) == store.key.get("options", {}).get("tokenizer")
         )
         if value and not same:
-            what = "tokens of another tokenizer" if flag == "--data.tokenizer" else "tokens already"
-            raise ConfigError(
-                f"{flag} {value} has no effect: {where.dir} holds {what}.",
-                f"leave it out, or python -m fsdp.tokenize SOURCE OUT --{flag.rpartition('.')[2]} {value}",
-            )
+            raise _without_effect(where, flag, value)
+
+
+def _without_effect(where: Where, flag: str, value: str) -> ConfigError:
+    what = "tokens of another tokenizer" if flag == "--data.tokenizer" else "tokens already"
+    return ConfigError(
+        f"{flag} {value} has no effect: {where.dir} holds {what}.",
+        f"leave it out, or python -m fsdp.tokenize SOURCE OUT --{flag.rpartition('.')[2]} {value}",
+    )
 
 
 def _tokenized(job: TokenizeJob) -> Path:
@@ -146,6 +151,8 @@ class TokenStore:
     end: int
     tokenizer: str
     fingerprint: str
+    key: dict[str, Any]
+    """What the command that made it was asked for."""
 
     @staticmethod
     def open(folder: Path) -> TokenStore:
@@ -153,25 +160,28 @@ class TokenStore:
         try:
             facts = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
             known = {name: facts[name] for name in names}
+            key = facts.get("key", {})
         except KeyError:
             raise ConfigError(
                 f"{folder} is not finished.",
                 f"python -m fsdp.tokenize SOURCE {folder}, the command that began it",
             ) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(f"{folder / MANIFEST} cannot be read: {error}.", "tokenize again") from None
         files = tuple(str(name) for name in known.pop("files"))
         if wrong := next((name for name in files if name != Path(name).name), None):
             raise ConfigError(f"{folder / MANIFEST} names a file elsewhere, {wrong}.", "tokenize again")
-        return TokenStore(folder=folder, files=files, **known)
+        return TokenStore(folder=folder, files=files, **known, key=key if isinstance(key, dict) else {})
 
     # ------------------------------------------------------------ one row of tokens
 
+    def joins(self, where: Where) -> bool:
+        """Whether too few documents are held out for a window: `windows` then holds out some of all."""
+        return len(TokenRow(self._of("val"), self.vocab_size)) <= where.seq_len
+
     def windows(self, where: Where, heldout: float) -> tuple[Samples, Samples]:
         train, val = self._of("train"), self._of("val")
-        if (
-            len(TokenRow(val, self.vocab_size)) <= where.seq_len
-        ):  # too few documents are held out for a window
+        if self.joins(where):
             train, val = [*train, *val], []
         rows = [self._windows(part, where.seq_len) for part in (train, val)]
         (row, count), (_, held) = rows

@@ -219,7 +219,16 @@ class ActivationEstimates:
         count = len(samples) if hasattr(samples, "__len__") else micro  # a stream has no length
         batch = samples.batch(np.arange(micro, dtype=np.int64) % count)
         built, computed = self.scene.build(), self.scene.dtypes.param
-        return activation_bytes(built, batch, self.device, computed, prepare, self.scene.loss, loss_chunk)
+        return activation_bytes(
+            built,
+            batch,
+            self.device,
+            computed,
+            prepare,
+            self.scene.loss,
+            loss_chunk,
+            self.config.train.z_loss,
+        )
 
 
 def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Footprint:

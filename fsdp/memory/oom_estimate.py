@@ -32,9 +32,11 @@ def activation_bytes(
     prepare: Prepare,
     loss: CustomLoss | None = None,
     loss_chunk: int = 0,
+    z_loss: float = 0.0,
 ) -> int:
     """Peak bytes of activations. `model` is on the meta device and cannot be used afterwards."""
-    loss_function = LossFunction(model, loss, maybe_chunked(model, loss_chunk))
+    head = maybe_chunked(model, loss_chunk, z_loss=z_loss)
+    loss_function = LossFunction(model, loss, head, z_loss=z_loss)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         _place(model, device, dtype)
         prepare(model)

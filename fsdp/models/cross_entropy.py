@@ -78,10 +78,12 @@ def cross_entropy_parts(
         return LossParts((summed or summed_entropy)(logits, targets, z_loss), None)
     flat, wanted = flat_logits(logits), targets.reshape(-1)
     if per_row:
-        losses = F.cross_entropy(flat, wanted, reduction="none", ignore_index=IGNORED).view(targets.shape)
+        # One log-softmax for both terms: backward keeps it.
+        scores = F.log_softmax(flat, dim=-1)
+        losses = F.nll_loss(scores, wanted, reduction="none", ignore_index=IGNORED).view(targets.shape)
         loss_sum, rows = losses.sum(), (row_sums(losses), row_sums(targets != IGNORED))
         if z_loss and torch.is_grad_enabled():
-            loss_sum = loss_sum + z_loss * squared_normalizers(flat, F.log_softmax(flat, dim=-1), wanted)
+            loss_sum = loss_sum + z_loss * squared_normalizers(flat, scores, wanted)
     else:
         loss_sum = F.cross_entropy(flat, wanted, reduction="sum", ignore_index=IGNORED)
     # A pass over all logits, skipped in training.

@@ -111,7 +111,7 @@ def apply_hyperparameters(section: OptimSection, optimizer: torch.optim.Optimize
         return  # its groups are as they were built; a restore changes none
     adapt_states(optimizer)
     fresh = {"betas": (section.beta1, section.beta2), "eps": section.eps, "momentum": section.momentum}
-    decay = section.weight_decay if section.name == "adamw" else 0.0
+    decay = section.weight_decay if section.name in DECAYING else 0.0
     for group in optimizer.param_groups:
         group.update({name: value for name, value in fresh.items() if name in group})
         group["weight_decay"] = decay if group["params"][0].dim() >= 2 else 0.0

@@ -30,8 +30,8 @@ PRECISION: Mapping[str, Mapping[str, Any]] = {
 LOSS_SCALE = 256.0
 """For fp16: no gradient overflows. A run would skip such a step; the plain loop has no loss scale."""
 
-MUON = tuple(field.name for field in dataclasses.fields(OptimSection) if field.name.startswith("muon_"))
-"""Its settings, which other optimizers refuse."""
+PLAIN = {f"optim.{name}": value for name, value in dataclasses.asdict(OptimSection()).items()}
+"""Settings of one optimizer are refused beside another."""
 
 FAR = 2.0**20
 """The learning rate of a step from which its gradient is computed; the initial parameter is then rounding."""
@@ -52,9 +52,8 @@ class Comparison(StrEnum):
         if self is Comparison.CONFIGURED:
             return {}
         sgd = {
-            "optim.name": "sgd", "optim.momentum": 0.5, "optim.state": "master", "optim.schedule": "constant",
-            "optim.decay_share": OptimSection().decay_share, "optim.warmup_steps": 0,
-            **{f"optim.{name}": getattr(OptimSection(), name) for name in MUON},
+            **PLAIN, "optim.name": "sgd", "optim.momentum": 0.5, "optim.schedule": "constant",
+            "optim.warmup_steps": 0,
         }  # fmt: skip
         if self is Comparison.GRADIENT:
             return {**sgd, "optim.lr": FAR, "train.clip_grad_norm": 0.0, "train.steps": 1}

@@ -27,7 +27,7 @@ NOTICE_S = 30.0
 own time-out.
 """
 
-STALL_S_A_GB = 0.0094
+STALL_S_A_GB = 0.016
 """Seconds that a save stops a step, for each GB of a rank's state: bench/results/save.json. A test
 compares both with their results.
 """

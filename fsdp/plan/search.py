@@ -171,7 +171,8 @@ def check_batch(config: Config, given: Given, ranks: int) -> None:
         padded = ", and a search plans no padded batch"
         fix = f", or --plan.gpus {ranks} --plan.fix true"
     if batch % ranks:
-        near = max(1, round(batch / ranks)) * ranks
+        whole = ranks * max(1, micro)
+        near = max(1, round(batch / whole)) * whole
         raise ConfigError(
             f"--train.global_batch {batch} over {ranks} ranks is {batch / ranks:.4g} samples a rank: no "
             f"mesh divides it{padded}.",

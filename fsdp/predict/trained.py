@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
-from fsdp.checkpoint.full_state import INDEX_FILE, TORCH_FILE, open_full_state
+from fsdp.checkpoint.full_state import INDEX_FILE, TORCH_FILE, newest_export, open_full_state
 from fsdp.checkpoint.pretrained import SINGLE_FILE, PretrainedWeights
 from fsdp.config import Config
 from fsdp.data import DataSet, build_dataset
@@ -142,7 +142,9 @@ def open_export(
         elif model.name == "transformer":
             model = replace(model, weights=str(folder))
     spec = resolve(model, facts)
-    if spec.pretrained is None or spec.pretrained.folder != folder:
+    newest = newest_export(folder)
+    by_torch = newest is not None and newest.name == TORCH_FILE
+    if spec.pretrained is None or spec.pretrained.folder != folder or by_torch:
         return replace(spec, pretrained=None), open_full_state(folder)
     return spec, PretrainedWeights(spec.pretrained, config.run.seed)
 

@@ -25,6 +25,7 @@ from fsdp.record.custom_sinks import CustomSink
 from fsdp.record.grouped import Record, StepGroups
 from fsdp.record.metrics import Reporter, StepMetrics
 from fsdp.record.tensorboard import EventWriter
+from fsdp.rundir.history import save_record
 from fsdp.rundir.line_files import Appender
 from fsdp.rundir.paths import RunDir
 
@@ -204,7 +205,7 @@ class Recorder:
         """Record a sealed checkpoint: the seconds that it stalled the steps, and those of its write."""
         self.checkpoint_note = ""
         if self._env.is_main:
-            self._saves.append({"step": step, "stall_s": stall_s, "write_s": write_s, "bytes": size})
+            self._saves.append(save_record(step, stall_s, write_s, size))
             self._console.print_line(
                 f"checkpoint of step {step} sealed: {byte_size(size)} in {write_s:.2f} s"
             )

@@ -72,8 +72,11 @@ def shard(build: Callable[[], nn.Module], config: Config, env: DistEnv) -> Shard
     """
     sizes = resolve(config.mesh, env.world_size, env.num_nodes)
     spec = ModelSpec(name=getattr(build, "__name__", "model"), build=build, sizes={}, knows_inits=False)
+    model = meta_model(spec)
+    if not model.training:  # as from_pretrained returns it: DDP averages gradients in train mode alone
+        model.train()
     sharded = shard_model(
-        meta_model(spec),
+        model,
         config,
         sizes=sizes,
         mesh=build_mesh(sizes, env.device, config.run.process_group_timeout_s),
@@ -124,7 +127,8 @@ class Training:
                 place=self._run.place,
             )
             restored = self._checkpointer.restore(self._state)
-            on_main(self._env.rank, lambda: history.truncate_metrics(self._run, self.step))
+            setup.check_saves_are_there(self._config, self._env, self._run, self._checkpointer, self.step)
+            on_main(self._env.rank, self._truncate_records)
             if self._env.is_main:
                 resumed = f", resumes from step {restored.step}" if restored is not None else ""
                 log.info("run %s%s", self._run.place, resumed)
@@ -164,7 +168,7 @@ class Training:
         every = self._config.checkpoint.every_steps
         if every and self.step % every == 0:
             self.save(f"every {every} steps")
-        self._checkpointer.sealed()
+        self._record_sealed()
 
     def save(self, reason: str, *, wait: bool = False) -> None:
         """Starts a save of this step, written beside the next ones; with `wait`, written when it returns."""
@@ -183,3 +187,16 @@ class Training:
                 self.save("the end", wait=True)
             self._phases.enter("end")
             self._checkpointer.close()
+            self._record_sealed()
+
+    def _truncate_records(self) -> None:
+        history.truncate_metrics(self._run, self.step)
+        history.truncate_saves(self._run, self.step)
+
+    def _record_sealed(self) -> None:
+        for sealed in self._checkpointer.sealed():
+            if self._env.is_main:
+                append_if_possible(
+                    self._run.saves,
+                    history.save_record(sealed.step, sealed.stall_s, sealed.write_s, sealed.bytes),
+                )

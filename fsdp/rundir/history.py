@@ -53,6 +53,11 @@ def truncate_metrics(run: RunDir, step: int) -> None:
     tail.cut(run.metrics, lambda record: record["step"] <= step)
 
 
+def save_record(step: int, stall_s: float, write_s: float, size: int) -> dict[str, float]:
+    """A line of saves.jsonl: the seconds that a save stalled the steps, and those of its write."""
+    return {"step": step, "stall_s": stall_s, "write_s": write_s, "bytes": size}
+
+
 def last_save(run: RunDir) -> int:
     """The newest step in saves.jsonl; 0 if none was saved."""
     return max(map(_saved_step, tail.last_records(run.saves)), default=0)

@@ -26,7 +26,9 @@ from fsdp.watch.status_page import OVER, STACK_SIGNAL, RankStatus
 
 ANSWER_S = 1.0
 COUNT_S = 2.0
-"""Between two counts of kills for lack of memory: one long ago, of another process, caused no death."""
+"""Between two counts of kills for lack of memory. The last but one counts: a large process takes a while to
+end. One long ago, of another process, caused no death.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class LocalRank:
         self._instruction: tuple[int, ...] = ()
         self._died_at = 0.0
         self._memory = memory_group(self.pid)
-        self._oom_kills, self._counted_at = self._memory.oom_kills(), time.monotonic()
+        self._oom_kills = [self._memory.oom_kills()] * 2
+        self._counted_at = time.monotonic()
         self.starved_s = 0.0
         """Of the training thread, since it began."""
         self.seen = Observation(rank, node, self.pid)
@@ -114,7 +117,8 @@ class LocalRank:
             failure=self.page.read_failure(),
         )
         if alive and now - self._counted_at > COUNT_S:
-            self._oom_kills, self._counted_at = self._memory.oom_kills(), now
+            self._oom_kills = [self._oom_kills[1], self._memory.oom_kills()]
+            self._counted_at = now
         if not alive:
             fatal = self._fault()
             self._died_at = self._died_at or now
@@ -123,7 +127,7 @@ class LocalRank:
                 fatal=fatal,
                 stack=parse_stacks(fatal),
                 dead_s=now - self._died_at,
-                oom_kills=self._memory.oom_kills() - self._oom_kills,
+                oom_kills=self._memory.oom_kills() - self._oom_kills[0],
                 memory_limit=self._memory.limit(reached=True) or 0,
             )
         return self.seen

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fsdp.base.errors import ConfigError
 from fsdp.checkpoint import __main__ as checkpoints
@@ -85,6 +85,17 @@ def test_safetensors_reads_the_files_that_the_index_names(
         sum(t.nbytes for t in tensors.values()) <= max(4096, 37 * 29 * 4) for tensors in files.values()
     )
     same({name: files[index[name]][name] for name in whole}, whole)
+
+
+def test_of_two_exports_in_one_folder_the_newest_is_read(tmp_path: Path) -> None:
+    index, whole = tmp_path / "model.safetensors.index.json", tmp_path / "full-model.pt"
+    save_file({"a": torch.ones(2)}, tmp_path / "model-00001-of-00001.safetensors")
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
+    torch.save({"a": torch.full((2,), 5.0)}, whole)
+    for newest, value in ((whole, 5.0), (index, 1.0)):
+        for nth, file in enumerate(sorted((index, whole), key=lambda file: file == newest)):
+            os.utime(file, (nth, nth))
+        assert open_full_state(tmp_path)["a"].tolist() == [value] * 2
 
 
 @pytest.mark.parametrize("what", ["full_model", "full_model/full-model.pt", ""])

@@ -191,6 +191,23 @@ def leave(store: ObjectStore, pid: int, where: str) -> None:
     assert lock._write(store, holder, 0, None) is not None
 
 
+def test_a_lock_whose_deletion_fails_refuses_no_start_of_the_same_process(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook that trains again after its network was away for a moment."""
+
+    def away(self: ObjectStore, name: str, version: str) -> bool:
+        raise OSError(errno.ETIMEDOUT, "Could not connect to the endpoint")
+
+    store = remote(place)
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, "drop", away)
+        ObjectLock.acquire(store, "torchrun").release()
+    assert store.get(FILE) is not None
+    ObjectLock.acquire(store, "torchrun").release()
+    assert store.get(FILE) is None
+
+
 def test_a_live_holder_is_named_and_a_released_lock_is_gone(place: str) -> None:
     store = remote(place)
     held = ObjectLock.acquire(store, "torchrun", "Slurm job 7, start 1")

@@ -43,7 +43,7 @@ def test_a_checkpoint_to_resume_that_cannot_be_reached_is_one_line(
     fails: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ObjectStore, "folders", fails)
-    with pytest.raises(CheckpointError, match=rf"^{URL} cannot be read: .*listing {URL}.*HINT: keys and AWS"):
+    with pytest.raises(CheckpointError, match=rf"^{URL} cannot be read: .*listing {URL}.*HINT: the keys are"):
         discovery.find_checkpoint(URL)
 
 

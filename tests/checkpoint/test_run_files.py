@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from fsdp.base.phases import ACTIVITIES, Activity
 from fsdp.checkpoint import run_files, run_mirror
+from fsdp.checkpoint.full_state import newest_export
 from fsdp.checkpoint.lock import Locks
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.run_files import WRITER, RunFiles
@@ -240,3 +242,69 @@ def test_one_url_on_two_servers_has_two_folders(tmp_path: Path, monkeypatch: pyt
         found[server] = open_run("s3://bucket/runs/a").path
     assert found["http://one:9000"] == found["http://one:9000/"]
     assert len(set(found.values())) == 3
+
+
+PARTS = {f"full_model/model-0000{nth}-of-00002.safetensors": f"old {nth}" for nth in (1, 2)}
+STARTS = "full_model/model.safetensors.index.json"
+
+
+def test_a_second_export_that_is_cut_off_leaves_no_index_over_parts_of_both(
+    store: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = begun(store, tmp_path / "here")
+    write(here.folder, PARTS | {STARTS: "the same"})
+    here.upload()
+    assert {STARTS, *PARTS} <= set(store.objects())
+    write(here.folder, dict.fromkeys(PARTS, "new") | {STARTS: "the same"})
+    put = Counting.put
+
+    def once(self: Counting, name: str, buffers: Iterable[Buffer], size: int = 0) -> None:
+        put(self, name, buffers, size)
+        self.is_away = True
+
+    monkeypatch.setattr(Counting, "put", once)
+    with pytest.raises(OSError, match="it is away"):
+        here.upload()
+    assert STARTS not in store.objects()
+    monkeypatch.undo()
+    store.is_away = False
+    here.upload()
+    assert {STARTS, *PARTS} <= set(store.objects())
+    assert store.written[-1] == STARTS
+
+
+def test_files_that_a_new_export_lacks_are_deleted_and_the_newest_format_stays_the_newest(
+    store: Counting, tmp_path: Path
+) -> None:
+    here = begun(store, tmp_path / "here")
+    write(here.folder, FILES | PARTS | {STARTS: "{}"})
+    here.upload()
+    for name in (*PARTS, STARTS):
+        (here.folder / name).unlink()
+    write(here.folder, {"full_model/model.safetensors": "one file"})
+    here.upload()
+    ObjectStore(store.where).put("full_model/README.md", [b"a person's own"])
+    assert [name for name in store.objects() if "safetensors" in name] == ["full_model/model.safetensors"]
+    write(here.folder, {"full_model/full-model.pt": "later"})
+    os.utime(here.folder / "full_model/model.safetensors", (1, 1))
+    here.upload()
+    with opened(store.where) as source:
+        source.read(1 << 30)
+        newest = newest_export(source.path / "full_model")
+        assert newest is not None
+        assert newest.name == "full-model.pt"
+    assert "full_model/README.md" in store.objects()
+
+
+def test_an_export_in_another_format_leaves_the_index_that_is_there_older(
+    store: Counting, tmp_path: Path
+) -> None:
+    """The times of objects have whole seconds: one written again beside the new one would be as new."""
+    here = begun(store, tmp_path / "here")
+    write(here.folder, PARTS | {STARTS: "{}"})
+    here.upload()
+    store.new()
+    write(here.folder, {"full_model/full-model.pt": "later"})
+    here.upload()
+    assert store.new() == ["full_model/full-model.pt"]
+    assert STARTS in store.objects()

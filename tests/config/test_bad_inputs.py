@@ -117,6 +117,8 @@ CONTRADICTIONS = {
     "--optim.name sgd --optim.weight_decay 5e-4":
         "--optim.weight_decay 0.0005 has no effect under --optim.name sgd. "
         "HINT: --optim.name adamw, or --optim.weight_decay 0",
+    "--optim.name sgd --optim.eps 1e-6":
+        "--optim.eps 1e-06 has no effect under --optim.name sgd. HINT: --optim.name adamw, or leave it out",
     "--mesh.wrap every:²": "--mesh.wrap every:²: ² is not a number of blocks from 1. "
         "HINT: --mesh.wrap every:2",
     "--mesh.wrap size:1__000": "--mesh.wrap size:1__000: 1__000 is not a number of parameters. "

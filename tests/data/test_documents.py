@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -213,3 +214,24 @@ def test_a_run_on_pairs_resumes_on_another_number_of_ranks(tmp_path: Path, own_c
     assert losses[0][:6] == pytest.approx(losses[1][:6], rel=1e-4)
     for name, tensor in whole.parameters.items():
         assert torch.allclose(tensor, parts.parameters[name], atol=1e-4), name
+
+
+def test_of_tokens_without_a_held_out_sample_the_share_is_held_out(tmp_path: Path) -> None:
+    """As with `--heldout 0`, or few documents: the flag has an effect, and a resumed run depends on it."""
+    path = write_lines(tmp_path / "a.jsonl", texts(60))
+    command = [sys.executable, "-m", "fsdp.tokenize", str(path), str(tmp_path / "out"), "--heldout", "0"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    few, more = data(tmp_path / "out"), data(tmp_path / "out", heldout=0.2)
+    assert few.heldout is not None
+    assert more.heldout is not None
+    whole = len(few.train) + len(few.heldout)
+    assert len(more.heldout) == math.ceil(0.2 * whole)
+    assert len(more.train) + len(more.heldout) == whole
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "null"])
+def test_a_broken_manifest_of_tokens_is_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenize.json").write_text(text)
+    for more in ({}, {"heldout": 0.2}, {"text": "body"}):
+        with pytest.raises(ConfigError, match=r"tokenize\.json cannot be read: .* HINT: tokenize again$"):
+            data(tmp_path, **more)

@@ -20,6 +20,7 @@ from fsdp.base.errors import (
     RefusedError,
     TrainingError,
 )
+from fsdp.checkpoint.saver import SaveOutcome, not_saved
 from fsdp.config import load
 from fsdp.dist.env import from_environment
 from fsdp.memory.oom import OutOfMemory
@@ -36,6 +37,10 @@ def caused(error: Exception) -> Exception:
     return error
 
 
+LOST = SaveOutcome(20, "", "rank 1: lost", cause=RuntimeError("gloo: Connection closed by peer"))
+"""A save on a rank whose peer was killed meanwhile."""
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "code", "echo"),
     [
@@ -49,6 +54,7 @@ def caused(error: Exception) -> Exception:
         (ValueError("of the user's own"), Kind.ERROR, 1, False),
         (OtherRankFailed(0, "loss nan", 5), Kind.ERROR, 5, True),
         (RuntimeError("gloo: Connection closed by peer"), Kind.ERROR, 1, True),
+        (not_saved(LOST, "step 20 was not saved", ""), Kind.ERROR, 4, True),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )

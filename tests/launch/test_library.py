@@ -220,6 +220,39 @@ def test_a_loop_of_ones_own_resumes(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, whole[name], rtol=1e-10, atol=1e-12)
     lines = (tmp_path / "parts/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    saves = (tmp_path / "parts/saves.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in saves] == [3, 4, 6]
+
+
+def built_for_evaluation() -> torch.nn.Module:
+    return build().eval()
+
+
+def trains(env: DistEnv) -> bool:
+    config = shardrun.load_config([*SHORT, "--mesh.strategy", "ddp"])
+    return shardrun.shard(built_for_evaluation, config, env).root.training
+
+
+def test_a_model_in_eval_mode_is_trained_in_train_mode() -> None:
+    """In eval mode DDP would average nothing."""
+    assert run_world(2, trains) == [True, True]
+
+
+def refused_loop(env: DistEnv, folder: str) -> str:
+    try:
+        own_loop(env, folder, 6)
+    except shardrun.ShardrunError as error:
+        return str(error)
+    return ""
+
+
+def test_a_loop_of_ones_own_does_not_start_over_where_its_checkpoints_are_missing(tmp_path: Path) -> None:
+    """As on a node where their disk is not mounted: its records would be deleted."""
+    run_world(2, own_loop, str(tmp_path / "run"), 4)
+    (tmp_path / "run/checkpoints").rename(tmp_path / "unmounted")
+    for said in run_world(2, refused_loop, str(tmp_path / "run")):
+        assert f"{tmp_path}/run has saved step 4, but {tmp_path}/run/checkpoints holds no checkpoint" in said
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 4
 
 
 @pytest.mark.long

@@ -84,7 +84,8 @@ def test_compiled_code_gives_the_same() -> None:
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-12, atol=1e-14)
 
 
-def test_backward_keeps_no_second_copy_of_the_logits() -> None:
+@pytest.mark.parametrize("rows", [False, True])
+def test_backward_keeps_no_second_copy_of_the_logits(rows: bool) -> None:
     """One log-softmax, as without: the normalizers come from it."""
     kept: dict[int, int] = {}
 
@@ -94,7 +95,8 @@ def test_backward_keeps_no_second_copy_of_the_logits() -> None:
 
     logits = torch.randn(50, 1000, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        summed_entropy(logits * 1.0, torch.arange(50), WEIGHT)
+        valid = torch.ones(50, dtype=torch.bool)
+        cross_entropy_parts(logits * 1.0, torch.arange(50), valid, per_row=rows, z_loss=WEIGHT)
     assert sum(size >= logits.nbytes for size in kept.values()) == 1
 
 

@@ -107,6 +107,17 @@ def test_batch_norm_is_refused_and_named_at_the_start_of_a_run(caplog: pytest.Lo
         _refuse_random(job)
 
 
+def test_settings_of_adam_are_left_out_where_sgd_is_compared() -> None:
+    words = ["--optim.weight_decay", "0.3", "--optim.beta2", "0.999", "--optim.eps", "1e-6"]
+    asked = ParityOptions(
+        ["--model.name", "mlp", "--data.name", "digits", *words], ranks=2, dtype="fp64", steps=2
+    )
+    for training in Comparison:
+        for row in rows(2):
+            found = asked.config(row, "run", training).optim
+            assert (found.beta2 == 0.999) is (training is Comparison.CONFIGURED)
+
+
 def test_every_mesh_has_as_many_ranks_as_given() -> None:
     for ranks in range(1, 9):
         assert all(row.replicate * row.shard == ranks for row in rows(ranks))

@@ -154,6 +154,10 @@ WRONG = [
         "HINT: --train.micro_batch 3, or --plan.gpus 4 --plan.fix true",
     ),
     (
+        "--plan.gpus 8 --train.global_batch 26 --train.micro_batch 2",
+        "--train.global_batch 26 over 8 ranks is 3.25 samples a rank: .* HINT: --train.global_batch 32, or",
+    ),
+    (
         "--plan.gpus 6 --mesh.replicate 4",
         "--mesh.strategy auto, replicate 4 × shard any: no such mesh has 6 ranks. HINT: ",
     ),
