@@ -80,9 +80,10 @@ def judge(found: Sequence[Observation], *, ranks: int = 0, endless_s: float = ma
         return None  # the scheduler has suspended the job
     # An unseen rank may be at fault: comparing the collectives of the others would blame one of those.
     all_seen = len(found) >= ranks and not any(e.silent_node_s for e in found)
-    absent = partial(_absent, endless_s=endless_s)
-    for one in (_failed, _dead, _echoes, _unseen, _stopped, _apart, _storage, _recorded, absent, _network):
-        verdict = one(found) if all_seen or one not in COMPARING else None
+    absent, recorded = partial(_absent, endless_s=endless_s), partial(_recorded, endless_s=endless_s)
+    comparing = (_echoes, _apart, recorded, _network)  # the ranks' collectives
+    for one in (_failed, _dead, _echoes, _unseen, _stopped, _apart, _storage, recorded, absent, _network):
+        verdict = one(found) if all_seen or one not in comparing else None
         if verdict is not None:
             return replace(verdict, final=failed)
     return None
@@ -296,7 +297,7 @@ def _absent(found: Sequence[Observation], endless_s: float) -> Verdict | None:
     return _not_come(absent, _waiting(found, [e.rank for e in absent]), endless_s)
 
 
-def _not_come(absent: Sequence[Observation], others: str, endless_s: float = math.inf) -> Verdict | None:
+def _not_come(absent: Sequence[Observation], others: str, endless_s: float) -> Verdict | None:
     reasons = [(e, _reason(e, endless_s)) for e in absent]
     if any(kind == "" for _, (kind, _) in reasons):
         return None  # a rank that is at work may be the reason why another waits
@@ -305,7 +306,7 @@ def _not_come(absent: Sequence[Observation], others: str, endless_s: float = mat
     return Verdict(kind, who, f"{_names(absent)} {doing}: {_at(one)}", others, HINTS[kind])
 
 
-def _recorded(found: Sequence[Observation]) -> Verdict | None:
+def _recorded(found: Sequence[Observation], endless_s: float) -> Verdict | None:
     """On CUDA, from the flight recorders: hosts wait for their device, not in the call."""
     stuck = _stuck_on_cuda(found)
     if stuck is None:
@@ -314,7 +315,7 @@ def _recorded(found: Sequence[Observation]) -> Verdict | None:
     others = f"{named_ranks(stuck.waiting)} wait{'s' * (len(stuck.waiting) == 1)} in {stuck.call.shown}"
     mute = [e for e in live.values() if not e.answered]
     if mute or (stuck.absent and stuck.crossing is None):
-        return _not_come(mute or [live[rank] for rank in stuck.absent], others)
+        return _not_come(mute or [live[rank] for rank in stuck.absent], others, endless_s)
     return _all_came(live, stuck, others)
 
 
@@ -423,7 +424,3 @@ def _network(found: Sequence[Observation]) -> Verdict | None:
     e = live[0]
     what = f"all ranks are in {e.op} and it does not end, {e.still_s:.1f} s by now: {_at(e)}"
     return Verdict("network", tuple(r.rank for r in live), what, "", "check the network between the ranks")
-
-
-COMPARING = (_echoes, _apart, _recorded, _network)
-"""Checks that compare the ranks' collectives: made only if every rank is seen."""

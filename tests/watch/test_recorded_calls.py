@@ -253,6 +253,14 @@ def test_a_rank_that_may_be_at_work_is_not_at_fault(odd: dict[str, Any]) -> None
     assert judge(world(**odd), ranks=4) is None
 
 
+def test_a_loop_is_named_by_its_processor_time_where_processors_are_shared() -> None:
+    shared = {**OUT, "state": "R", "cpu_s": 4.0, "starved_s": 8.0}
+    assert judge(world(**shared), ranks=4, endless_s=6.0) is None
+    verdict = judge(world(**shared), ranks=4, endless_s=3.0)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("device", (2,))
+
+
 def test_a_host_that_spins_is_no_loop() -> None:
     """All have ended their calls, and one waits for a kernel of its own."""
     done = (replace(GATHER, unfinished=0),)
