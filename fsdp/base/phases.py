@@ -16,6 +16,9 @@ from typing import Any, TypeVar
 PHASES = ("start", "data", "forward", "backward", "reduce", "optimizer", "record", "evaluate", "save", "end")
 """In the order of a step; forward and backward once per micro-batch. start ends with the first data."""
 
+READER = "reader-"
+"""Prefix of the threads that read data ahead: a rank that waits for its data waits for one of them."""
+
 Listener = Callable[[str, int], None]
 """Called with the phase that begins and the current step (from 1)."""
 
@@ -45,7 +48,7 @@ class Phases:
 
 
 class Activity(enum.IntFlag):
-    """What a thread is doing. Of STORAGE and RANKS the innermost applies; SAVE is kept beside it."""
+    """What a thread is doing. Of STORAGE, RANKS and DATA the innermost applies; SAVE is kept beside it."""
 
     NONE = 0
     STORAGE = 1
@@ -54,6 +57,8 @@ class Activity(enum.IntFlag):
     """Exchanges messages with other ranks."""
     SAVE = 4
     """Saves or restores a checkpoint, or waits for that."""
+    DATA = 8
+    """Waits for a batch of an evaluation. That of a step has a phase of its own."""
 
 
 class Activities:

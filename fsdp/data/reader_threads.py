@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 from fsdp.base.devices import set_thread_device, thread_device
 from fsdp.base.errors import ConfigError
+from fsdp.base.phases import READER
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ class Readers(Generic[T]):
         # Daemons: a read that hangs does not keep the process from ending.
         self._threads: list[threading.Thread] = []
         for n in range(threads):
-            self._start(threading.Thread(target=self._work, name=f"reader-{n}", daemon=True), threads)
+            self._start(threading.Thread(target=self._work, name=f"{READER}{n}", daemon=True), threads)
 
     def _start(self, thread: threading.Thread, wanted: int) -> None:
         try:

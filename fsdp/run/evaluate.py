@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
+from fsdp.base.phases import Activity, announces
 from fsdp.config import Config, TrainSection
 from fsdp.data import DataSet, heldout_batches
 from fsdp.data.types import Batch, Samples
@@ -115,7 +116,8 @@ class Evaluator:
         sums = _Sums(self.data, self.loss_function, self.sharded.device)
         stopped: str | None = None
         with self.sharded.evaluating():
-            for batch in self._batches(self.data.heldout):
+            batches = self._batches(self.data.heldout)
+            while (batch := _next(batches)) is not None:
                 sums.add(self.sharded.called, batch)
                 stopped = self.asked_to_stop()
                 if stopped:
@@ -135,6 +137,11 @@ class Evaluator:
             device=device if reading.to_device else None,
             source_of=None if self.data.sources is None else self.data.sources.of_heldout,
         )
+
+
+@announces(Activity.DATA)
+def _next(batches: Iterator[Batch]) -> Batch | None:
+    return next(batches, None)
 
 
 class _Sums:

@@ -25,6 +25,7 @@ from fsdp.watch.observation import (
     own_line,
     place_of,
     prepares,
+    reads_data,
     waits,
     waits_for_save,
     writes,
@@ -377,11 +378,11 @@ def _reason(e: Observation, endless_s: float) -> tuple[str, str]:
         return "", ""
     if e.answered is None:
         return "", ""
-    if e.phase == "data" and e.process_cpu_s > max(BUSY_S, 0.3 * e.still_s):  # it may share its processor
+    if reads_data(e) and e.process_cpu_s > max(BUSY_S, 0.3 * e.still_s):  # it may share its processor
         return "data", f"prepares its data, {e.still_s:.1f} s by now"
     if e.answered is False:
         return "lock", "holds Python's lock in C and does not answer"
-    if e.phase == "data":
+    if reads_data(e):
         return "data", f"waits for its data, {e.still_s:.1f} s by now"
     if endless or e.cpu_s > max(BUSY_S, 0.6 * e.still_s):
         if e.cuda and not e.moving:  # a host that waits for its device spins: processor time is no evidence

@@ -55,7 +55,7 @@ HANG_LEAST_S, HANG_STEPS = 60.0, 30
 STORAGE_LEAST_S = 600.0
 """A restart needs the same storage, and would lose the save that waits for it."""
 FIRST_DATA_S = 600.0
-"""Before the first batch of a start a data set may build an index, or download."""
+"""Before the first batch of a start, and of an evaluation, a data set may build an index, or download."""
 UNREACHED_S = 10.0
 """A node that has not reached the head by then judges for itself."""
 CERTAIN_S, SETTLE_S, ECHO_S = 0.5, 1.5, 3.0
@@ -252,17 +252,18 @@ class Monitor:
         same, self._candidate = key == self._candidate, key
         if verdict is None or not same:
             return
+        longest = self._hang_s(verdict, evaluates=any(e.phase == "evaluate" for e in found))
         if self.shown is None:
             self._shown_still = still
-            self._show(verdict, found, ends_in_s=max(0.0, self._hang_s(verdict) - still))
-        if not verdict.recoverable or still > self._hang_s(verdict):
+            self._show(verdict, found, ends_in_s=max(0.0, longest - still))
+        if not verdict.recoverable or still > longest:
             self._end_everyone()
 
-    def _hang_s(self, verdict: Verdict) -> float:
+    def _hang_s(self, verdict: Verdict, *, evaluates: bool) -> float:
         """The longest stillness of a run in this state."""
         if self.options.hang_s > 0:
             return self.options.hang_s
-        if verdict.kind == "data" and not self._step_s():
+        if verdict.kind == "data" and (evaluates or not self._step_s()):
             return FIRST_DATA_S
         least = STORAGE_LEAST_S if verdict.kind == "storage" else HANG_LEAST_S
         return max(least, HANG_STEPS * self._step_s())

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp.base.phases import PHASES, Activity
+from fsdp.base.phases import PHASES, READER, Activity
 from fsdp.base.torch_private.names import BACKWARD_FUNCTION, COMPILER_PACKAGES
 from fsdp.watch.recorded_calls import GroupCalls
 
@@ -140,13 +140,23 @@ def own_line(stack: Sequence[Frame]) -> str:
 
 
 def place_of(e: Observation) -> str:
-    """Its innermost own line. In a backward on CUDA it is in a thread of autograd, if that runs Python."""
+    """Its innermost own line; of a wait for data, that of a thread that reads. In a backward on CUDA it is in
+    a thread of autograd, if that runs Python.
+    """
+    if reads_data(e) and (line := _read_at(e)):
+        return line
     if e.cuda and e.stack and e.stack[0][2] == BACKWARD_FUNCTION:
         hooks = (stack for name, stack in e.threads.items() if name.startswith(UNNAMED))
         for stack in hooks:
             if any(not _foreign(frame) for frame in stack):
                 return own_line(stack)
     return own_line(e.stack)
+
+
+def _read_at(e: Observation) -> str:
+    """Where the first busy reader is: one without a task is in its own function."""
+    stacks = (stack for name, stack in e.threads.items() if name.startswith(READER))
+    return next((own_line(stack) for stack in stacks if len(stack) > 1 and stack[0][2] != "_work"), "")
 
 
 def _short(file: str) -> str:
@@ -177,6 +187,11 @@ def prepares(e: Observation) -> bool:
         _is_in(stack, *COMPILER_PACKAGES) or any("importlib" in frame[0] for frame in stack)
         for stack in stacks
     )
+
+
+def reads_data(e: Observation) -> bool:
+    """The data of a step, or of an evaluation."""
+    return e.phase == "data" or Activity.DATA in e.activity
 
 
 def writes(e: Observation) -> bool:

@@ -85,7 +85,9 @@ class Responder:
             if ident == self._training:
                 training, lasti = _stack(frame), frame.f_lasti
             elif ident != threading.get_ident():
-                stacks[names.get(ident, f"{UNNAMED} {ident}")] = _stack(frame)
+                # an evaluation's readers have the names of a step's
+                name = names.get(ident, f"{UNNAMED} {ident}")
+                stacks[f"{name} {ident}" if name in stacks else name] = _stack(frame)
         return {
             "training": training,
             "lasti": lasti,
