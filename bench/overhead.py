@@ -1,13 +1,13 @@
 """Cost of the step loop: shardrun's loop beside hand-written fully_shard loops, each in processes of its own.
 
-    python -m bench.overhead [--rounds 60] [--short] [--profile]
+    python -m bench.overhead [--ranks 4] [--rounds 60] [--short] [--profile]
 
-All have the same model, units, weights, samples, optimizer and threads, on 4 ranks; they take turns of some
-steps, in an order that rotates from round to round. Differences are taken within a round. The hand-written
-loops are bench/peers/bare.py, as the pages of PyTorch show it, and bench/peers/expert.py, which clips and
-updates local shards; both receive batches made beforehand and write nothing. shardrun's reads its data,
-weighs the loss by tokens, votes on stopping, checks for non-finite numbers, and writes metrics.jsonl and
-TensorBoard events at every step. --profile prints where rank 0 of shardrun's spends its time.
+All have the same model, units, weights, samples, optimizer and threads; they take turns of some steps, in an
+order that rotates from round to round. Differences are taken within a round. The hand-written loops are
+bench/peers/bare.py, as the pages of PyTorch show it, and bench/peers/expert.py, which clips and updates local
+shards; both receive batches made beforehand and write nothing. shardrun's reads its data, weighs the loss by
+tokens, votes on stopping, checks for non-finite numbers, and writes metrics.jsonl and TensorBoard events at
+every step. --profile prints where rank 0 of shardrun's spends its time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from bench.peers.roster import ROSTER
 from bench.peers.work import WORKS
 from bench.train import TURN, Seen, measure
 
-RANKS = 4
 SAME_UNITS = ("--mesh.wrap", "class:Block")
 """As the hand-written loops cut the model. By itself ours gathers embedding and head apart from the root."""
 NAMES = ("bare", "expert", "ours")
@@ -95,12 +94,12 @@ HEADS = (
 )
 
 
-def profile(work: str, rounds: int) -> None:
+def profile(work: str, ranks: int, rounds: int) -> None:
     """Profiles shardrun's loop on rank 0, alone: its times are longer than without."""
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         place = Path(folder, "profile")
         environment = {"BENCH_PROFILE": str(place)}
-        measure(work, RANKS, ("bare", "ours"), rounds, 1, flags=SAME_UNITS, environment=environment)
+        measure(work, ranks, ("bare", "ours"), rounds, 1, flags=SAME_UNITS, environment=environment)
         stats = pstats.Stats(str(place)).sort_stats("tottime")
         stats.print_stats(30)
         stats.print_stats("/(fsdp|launch)/(?!.*_fully_shard)", 40)
@@ -113,6 +112,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--rounds", type=int, default=0, help="of the tiny model; the large one takes a fifth, 6 at least"
     )
+    parser.add_argument("--ranks", type=int, default=4, help="of each; the large model has 2 GiB a rank")
     parser.add_argument("--work", choices=list(ROUNDS), help="one model alone; nothing is written")
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--profile", action="store_true", help="print what rank 0's loop spends its time on")
@@ -123,9 +123,9 @@ def main(argv: Sequence[str]) -> int:
         if options.rounds:
             rounds = options.rounds if work == "tiny" else max(tables.LEAST_ROUNDS, options.rounds // 5)
         if options.profile:
-            profile(work, rounds)
+            profile(work, options.ranks, rounds)
             continue
-        numbers[work] = figures(measure(work, RANKS, NAMES, rounds, 1, flags=SAME_UNITS))
+        numbers[work] = figures(measure(work, options.ranks, NAMES, rounds, 1, flags=SAME_UNITS))
         lines += rows(work, numbers[work])
         print("\n".join("  ".join(line) for line in lines[-len(WRITTEN) :]), flush=True)
     if options.profile:
@@ -135,9 +135,10 @@ def main(argv: Sequence[str]) -> int:
         tables.write(
             "overhead",
             title="What the step loop costs",
-            command=f"python -m bench.overhead{f' --rounds {options.rounds}' if options.rounds else ''}",
+            command=f"python -m bench.overhead --ranks {options.ranks}"
+            f"{f' --rounds {options.rounds}' if options.rounds else ''}",
             short=options.short,
-            about=f"{about}. {RANKS} ranks, gloo, one thread each, turns of {TURN['tiny']} steps and "
+            about=f"{about}. {options.ranks} ranks, gloo, one thread each, turns of {TURN['tiny']} steps and "
             f"{TURN['100m']}; medians over rounds, with the 95% interval of the median.",
             text=text,
             numbers=numbers,

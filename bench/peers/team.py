@@ -5,9 +5,11 @@ Several teams exist at once, so that rounds can be short and other load affects 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import tempfile
 import time
@@ -103,31 +105,44 @@ class Team:
     def _ask(self, order: dict[str, Any]) -> list[dict[str, Any]]:
         for member in self._members:
             assert member.process.stdin is not None
-            member.process.stdin.write(json.dumps(order) + "\n")
-            member.process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has ended: _hear says so
+                member.process.stdin.write(json.dumps(order) + "\n")
+                member.process.stdin.flush()
         return self._hear()
 
     def _hear(self) -> list[dict[str, Any]]:
+        """An answer of each rank. One that ends is told at once: the others may wait for it."""
         deadline = time.monotonic() + WAIT_S
-        heard = []
-        for rank, member in enumerate(self._members):
-            ready, _, _ = select.select([member.answers], [], [], max(0.0, deadline - time.monotonic()))
-            line = member.answers.readline() if ready else ""
-            if not line:
-                end = member.log.read_text()[-2000:]
-                raise TeamError(
-                    f"{self.name}, rank {rank}: {'ended' if ready else f'silent for {WAIT_S:.0f} s'}\n{end}"
-                )
-            heard.append(json.loads(line))
-        return heard
+        answers: dict[int, dict[str, Any]] = {}
+        silent = {member.answers: rank for rank, member in enumerate(self._members)}
+        while silent:
+            ready, _, _ = select.select(list(silent), [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TeamError(self._told(min(silent.values()), f"silent for {WAIT_S:.0f} s"))
+            for one in ready:
+                rank = silent.pop(one)
+                line = one.readline()
+                if not line:
+                    raise TeamError(self._told(rank, self._how_ended(rank)))
+                answers[rank] = json.loads(line)
+        return [answers[rank] for rank in sorted(answers)]
+
+    def _how_ended(self, rank: int) -> str:
+        code = self._members[rank].process.wait(WAIT_S)
+        return "killed, as by the kernel for lack of memory" if code == -signal.SIGKILL else "ended"
+
+    def _told(self, rank: int, what: str) -> str:
+        return f"{self.name}, rank {rank}: {what}\n{self._members[rank].log.read_text()[-2000:]}"
 
     def close(self) -> None:
         for member in self._members:
             if member.process.stdin is not None:
-                member.process.stdin.close()
+                with contextlib.suppress(BrokenPipeError):  # an order that it could not read any more
+                    member.process.stdin.close()
+        broken = any(member.process.poll() for member in self._members)  # the others may wait for it
         for member in self._members:
             try:
-                member.process.wait(20)
+                member.process.wait(0 if broken else 20)
             except subprocess.TimeoutExpired:
                 member.process.kill()
                 member.process.wait()

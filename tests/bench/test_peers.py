@@ -10,7 +10,7 @@ import pytest
 from bench import launched
 from bench.goodput import moments
 from bench.peers.roster import ROSTER, absent, settings
-from bench.peers.team import Team
+from bench.peers.team import Team, TeamError
 from bench.scale import told
 from bench.simulated import simulate
 from tests.support.marks import sample_are
@@ -38,6 +38,15 @@ def test_same_work(name: str, bare: list[float]) -> None:
     if ROSTER[name].missing:
         pytest.skip(f"{name}: {ROSTER[name].missing}")
     assert losses(name) == pytest.approx(bare, rel=2e-5)
+
+
+def test_a_contender_that_is_killed_is_named() -> None:
+    with Team("bare", "tiny", 2) as team:
+        killed = team._members[1].process
+        killed.kill()
+        killed.wait()
+        with pytest.raises(TeamError, match=r"^bare, rank 1: killed, as by the kernel for lack of memory"):
+            team.steps(STEPS)
 
 
 def test_one_that_cannot_run_is_listed_with_the_reason() -> None:
