@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -65,6 +66,13 @@ def main(argv: Sequence[str]) -> int:
     return _RankProcesses(config, options.ranks).run(options.restarts)
 
 
+def _fork() -> int:
+    """Since 3.12 Python warns of threads at a fork: OpenBLAS, which numpy loads, ends its own before."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
 def _check_lock(run: RunDir) -> None:
     """A refusal here leaves nothing behind; rank 0 takes the lock itself."""
     with slurm_job.holding(run, slurm_start()):
@@ -75,7 +83,7 @@ def _in_a_fork(act: Callable[[], None]) -> int:
     """Its exit code. The client of a store has threads, which this process must not have when it forks."""
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
+    pid = _fork()
     if pid == 0:
         code = 1
         try:
@@ -168,7 +176,7 @@ class _RankProcesses:
 
     def _fork(self, store: str, marker: Marker) -> None:
         for rank in range(self._ranks):
-            pid = os.fork()
+            pid = _fork()
             if pid == 0:
                 _run_as_rank(self._config, rank, self._ranks, store, marker)
             self._pids[pid] = rank

@@ -135,6 +135,8 @@ def _install(name: str, peer: Peer, deadline: float | None) -> str:
             "--disable-pip-version-check",
             "--retries",
             "1",
+            "--timeout",  # without a network a name may be waited for
+            "8",
             *peer.packages,
         ],
     )

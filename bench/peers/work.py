@@ -97,8 +97,8 @@ WORKS = {
         "tokens", cuda=True,
     ),
     "1b-cuda": Work(
-        "1b-cuda", "decoder, preset 1b, 2048 tokens × 8, bf16, compiled",
-        (*_ON_CUDA, "--model.preset", "1b", "--data.seq_len", "2048", "--train.global_batch", "8"), "tokens",
+        "1b-cuda", "decoder, preset 1b, 2048 tokens × 4, bf16, compiled",
+        (*_ON_CUDA, "--model.preset", "1b", "--data.seq_len", "2048", "--train.global_batch", "4"), "tokens",
         cuda=True,
     ),
 }  # fmt: skip

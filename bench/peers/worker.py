@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import cProfile
+import gc
 import importlib
 import json
 import os
@@ -38,9 +39,14 @@ HEAVY = (
 
 
 class Orders:
-    """Turns of some steps; time runs from the order to the end of the last step."""
+    """Turns of some steps; time runs from the order to the end of the last step.
 
-    def __init__(self) -> None:
+    On a device a contender asleep keeps its state alone, as several share the device's memory, and the first
+    step of a turn, which allocates the rest again, is not timed.
+    """
+
+    def __init__(self, *, on_device: bool = False) -> None:
+        self._on_device, self._allocates = on_device, False
         self._answers = os.fdopen(int(os.environ["BENCH_ANSWERS"]), "w")
         self._left = 0
         self._memory = False
@@ -49,6 +55,11 @@ class Orders:
 
     def after_step(self, loss: float | torch.Tensor) -> bool:
         """Whether to continue; waits for the next order after the last step of a turn."""
+        if self._allocates:
+            torch.cuda.synchronize()
+            self._allocates = False
+            self._start_clock()
+            return True
         self.losses.append(loss)
         self._left -= 1
         if self._left <= 0:
@@ -65,9 +76,13 @@ class Orders:
             processes.reset_peak_memory()
             if torch.cuda.is_initialized():
                 torch.cuda.reset_peak_memory_stats()
+        self._allocates = self._on_device
+        self._start_clock()
+        return True
+
+    def _start_clock(self) -> None:
         self._faults = _page_faults()
         self._wall, self._cpu = time.perf_counter(), time.process_time()
-        return True
 
     def say(self, **facts: Any) -> None:
         self._answers.write(json.dumps(facts) + "\n")
@@ -91,6 +106,9 @@ class Orders:
                 "peak_mib": memory_mib("VmHWM") - self.idle_mib,
                 "rest_mib": memory_mib("VmRSS") - self.idle_mib,
             }
+        if self._on_device:
+            gc.collect()
+            torch.cuda.empty_cache()
         self.say(**facts)
 
 
@@ -167,7 +185,7 @@ def main() -> None:
         entry.load()  # so that what its packages hold is idle memory and not a step's
     else:
         import fsdp.run.loop  # noqa: F401
-    orders = Orders()
+    orders = Orders(on_device=WORKS[work].cuda)
     orders.say(ready=os.getpid())
     if entry.module:
         run_peer(name, work, orders)

@@ -49,8 +49,12 @@ _BY_WORDS = (
 
 
 def find(name: str) -> Device | None:
-    """The device with this driver name or short name; None if the table does not have it."""
+    """The device with this driver name or short name; None if the table does not have it, or if it is a slice
+    of one (MIG).
+    """
     parts = name.upper().replace("-", " ").replace("_", " ").split()
+    if "MIG" in parts:
+        return None
     for words, known in _BY_WORDS:
         if all(
             any(word.upper() == part or (len(word) > 2 and word.upper() in part) for part in parts)

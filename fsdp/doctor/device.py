@@ -24,8 +24,8 @@ HEALTH = (
 def check(device: torch.device, name: str) -> dict[str, Any]:
     on_cuda = device.type == "cuda"
     size, dtype = (8192, torch.bfloat16) if on_cuda else (384, torch.float32)
+    free, total = memory(device)  # before the product, whose matrices stay in torch's cache
     rate, value = product(device, size, dtype)
-    free, total = memory(device)
     known = devices.find(name) if on_cuda else None
     return {
         "tflops": rate,

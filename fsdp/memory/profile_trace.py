@@ -7,7 +7,9 @@ Every moment of a step on this rank is one of
     data           the loop waits for a batch
     host           none of these: Python, kernel launches
 
-The trace is read back from the exported file (for Perfetto, chrome://tracing), so both show the same.
+The trace is read back from the exported file (for Perfetto, chrome://tracing), so both show the same. On CUDA
+the host waits for the device at the end of each step that is traced: else it would be steps ahead, and a step
+would be the time in which its kernels are queued.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ PREFIX = "shardrun::"
 PARTS = ("compute", "communication", "data", "host")
 OPERATORS = ("aten::", "fsdp::", "inductor", "torchao", "Torch-Compiled", "## Call Compiled")
 """Names that count as compute on the CPU. Not autograd's ranges: FSDP's hooks run and wait inside them."""
-COLLECTIVES = ("gloo:", "nccl:", "c10d::", "ncclKernel", "ncclDevKernel")
+COLLECTIVES = ("gloo:", "c10d::")
+COLLECTIVE_KERNELS = ("ncclKernel", "ncclDevKernel")
 
 OPERATORS_SHOWN = 30
 FRAMES_SHOWN = 5
@@ -63,6 +66,8 @@ class Tracer:
         if self._ranges:
             self._ranges.pop().__exit__(None, None, None)
         if mark.step != self._step:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
             self._end_ranges()
             self._step = mark.step
             self._open(f"step {mark.step}")
@@ -109,16 +114,21 @@ def table(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         event for event in whole if event["name"].startswith(PREFIX) and event.get("cat") == "user_annotation"
     ]
     on_device = any(event.get("cat") == "kernel" for event in whole)
+    device_ranges = [
+        event
+        for event in whole
+        if event["name"].startswith(PREFIX) and event.get("cat") == "gpu_user_annotation"
+    ]
     threads = {event["tid"] for event in own}
     computing, communicating = [], []
     for event in whole:
-        if _communicates(event):
+        if _communicates(event, on_device):
             communicating.append(_span(event))
         elif _computes(event, on_device, threads):
             computing.append(_span(event))
     computing, communicating = union(computing), union(communicating)
     steps = [
-        _step(event, own, computing, communicating)
+        _step(event, own, device_ranges, computing, communicating)
         for event in own
         if event["name"].startswith(PREFIX + "step ")
     ]
@@ -127,12 +137,10 @@ def table(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {"steps": steps, "mean": mean}
 
 
-def _communicates(event: Mapping[str, Any]) -> bool:
-    return event["name"].startswith(COLLECTIVES) and event.get("cat") in (
-        "kernel",
-        "cpu_op",
-        "user_annotation",
-    )
+def _communicates(event: Mapping[str, Any], on_device: bool) -> bool:
+    if on_device:  # a call only queues its kernel; gloo's are the host's, as the votes on stopping
+        return event.get("cat") == "kernel" and event["name"].startswith(COLLECTIVE_KERNELS)
+    return event["name"].startswith(COLLECTIVES) and event.get("cat") in ("cpu_op", "user_annotation")
 
 
 def _computes(event: Mapping[str, Any], on_device: bool, threads: set[Any]) -> bool:
@@ -152,6 +160,7 @@ def _span(event: Mapping[str, Any]) -> Span:
 def _step(
     event: Mapping[str, Any],
     own: Sequence[Mapping[str, Any]],
+    device_ranges: Sequence[Mapping[str, Any]],
     computing: Sequence[Span],
     communicating: Sequence[Span],
 ) -> dict[str, Any]:
@@ -159,11 +168,7 @@ def _step(
     compute = intersect(computing, inside)
     exposed = without(intersect(communicating, inside), compute)
     begin, end = inside[0]
-    phases = [
-        (one["name"].removeprefix(PREFIX), _span(one))
-        for one in own
-        if begin <= _span(one)[0] < end and not one["name"].startswith(PREFIX + "step ")
-    ]
+    phases = _phases_within(own, begin, end)
     data = union(span for name, span in phases if name == "data")
     data = without(without(intersect(data, inside), compute), exposed)
     seconds = {
@@ -173,16 +178,24 @@ def _step(
         "data": length(data),
     }
     seconds["host"] = seconds["step"] - sum(seconds[name] for name in PARTS[:3])
-    spent: dict[str, float] = {}
-    for name, span in phases:
-        spent[name] = spent.get(name, 0.0) + span[1] - span[0]
     hidden = length(intersect(communicating, inside)) - seconds["communication"]
     return {
         "step": int(event["name"].rpartition(" ")[2]),
         "seconds": seconds,
         "hidden": hidden,
-        "phases": spent,
+        "phases": _seconds(phases) | _seconds(_phases_within(device_ranges, begin, end)),
     }
+
+
+def _phases_within(ranges: Sequence[Mapping[str, Any]], begin: float, end: float) -> list[tuple[str, Span]]:
+    found = [(one["name"].removeprefix(PREFIX), _span(one)) for one in ranges]
+    return [(name, span) for name, span in found if begin <= span[0] < end and not name.startswith("step ")]
+
+
+def _seconds(phases: Sequence[tuple[str, Span]]) -> dict[str, float]:
+    """Of each phase, over all its spans: one on CUDA has one on each stream."""
+    names = dict.fromkeys(name for name, _ in phases)
+    return {name: length(union(span for one, span in phases if one == name)) for name in names}
 
 
 # ---------------------------------------------------------------- sets of time spans

@@ -1,9 +1,10 @@
 """Counts the collectives of the training thread on the status page as they begin and end.
 
 torch.distributed's functions are wrapped while a run lasts. FSDP2, our own reductions and users' code call
-them as attributes of the module, so one place sees them all; DDP's buckets are reduced in C++ and are not
-seen. On CPU the time inside is the time that a rank waits for others; on CUDA it is that of the call.
-Collectives of another thread (a save's) pass through uncounted: they have an order of their own.
+them as attributes of the module, so one place sees them; DDP's buckets are reduced in C++ and are not seen.
+On CPU the time inside is the time that a rank waits for others; on CUDA it is that of the call. Collectives
+of another thread pass through uncounted: a save's have an order of their own, and on CUDA those of a backward
+run in autograd's thread. There the flight recorder knows them (recorded_calls.py).
 """
 
 from __future__ import annotations

@@ -18,11 +18,12 @@ import torch
 
 from fsdp.base.phases import PHASES
 from fsdp.base.torch_private.fsdp import Run, around_methods
-from fsdp.watch.status_page import ON_DEVICE, SPENT, WAITED, Writer
+from fsdp.watch.status_page import ON_DEVICE, SPENT, Writer
 
 MOST_OPEN = 64
 """Most steps whose events have not passed yet; the host does not run so far ahead."""
 WAITS = ("wait_for_unshard", "finalize_backward")
+DEVICE_PHASES = tuple(index for index, is_device in enumerate(ON_DEVICE) if is_device)
 
 
 class Event(Protocol):
@@ -32,7 +33,7 @@ class Event(Protocol):
 
 
 Marks = list[tuple[int, Event]]
-Waits = list[tuple[Event, Event]]
+Waits = list[tuple[int, Event, Event]]
 
 
 def cuda_event() -> Event:
@@ -74,19 +75,24 @@ class DeviceClock:
             if len(self._open) <= MOST_OPEN and step:
                 self._add(step, marks, waits)
             # the last mark is the next step's first
-            self._free += [event for _, event in marks[:-1]] + [event for pair in waits for event in pair]
+            self._free += [event for _, event in marks[:-1]] + [event for _, *two in waits for event in two]
 
     def _add(self, step: int, marks: Marks, waits: Waits) -> None:
-        numbers, work = self._writer.numbers, 0.0
+        """As on the CPU the time of a phase is without the waits in it. In the host's phases (an evaluation)
+        the host waits for the device, too.
+        """
+        spent = [0.0] * len(PHASES)
         for (index, began), (_, ended) in itertools.pairwise(marks):
-            if ON_DEVICE[index]:
-                seconds = began.elapsed_time(ended) / 1e3
-                numbers[SPENT + index] += seconds
-                work += seconds
-        waited = sum(began.elapsed_time(ended) for began, ended in waits) / 1e3
-        self._writer.waited += waited
-        numbers[WAITED] = self._writer.waited
-        self._writer.step_took(step, work - waited, marks[0][1].elapsed_time(marks[-1][1]) / 1e3)
+            spent[index] += began.elapsed_time(ended) / 1e3
+        waited = [0.0] * len(PHASES)
+        for index, began, ended in waits:
+            waited[index] += began.elapsed_time(ended) / 1e3
+        for index in DEVICE_PHASES:
+            self._writer.numbers[SPENT + index] += spent[index] - waited[index]
+        waiting = sum(waited[index] for index in DEVICE_PHASES)
+        self._writer.waited_on_device(waiting)
+        work = sum(spent[index] for index in DEVICE_PHASES) - waiting
+        self._writer.step_took(step, work, marks[0][1].elapsed_time(marks[-1][1]) / 1e3)
 
     # ------------------------------------------------------------ where FSDP2 waits
 
@@ -96,11 +102,13 @@ class DeviceClock:
         self._patches.enter_context(around_methods(methods, *groups, required=False))
 
     def _timed(self, group: Any, run: Run) -> Any:
-        began = self._now()
+        if not self._marks:
+            return run()  # before the first step
+        index, began = self._marks[-1][0], self._now()
         try:
             return run()
         finally:
-            self._waits.append((began, self._now()))
+            self._waits.append((index, began, self._now()))
 
     def close(self) -> None:
         self._patches.close()

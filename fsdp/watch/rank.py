@@ -66,7 +66,7 @@ class Watch:
         own.numbers[PID], own.numbers[THREAD] = os.getpid(), threading.get_native_id()
         own.numbers[status_page.CUDA] = self._env.device.type == "cuda"
         self._writer = Writer(own.numbers)
-        self._responder = Responder(own.path)
+        self._responder = Responder(own.path, self._env.device)
         self._start_monitor(own.path)
         self._calls = CollectiveCounter(self._writer)
         self._device = device_clock(self._writer) if own.numbers[status_page.CUDA] else None

@@ -22,6 +22,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
+from fsdp.base.devices import set_thread_device
 from fsdp.base.torch_private.distributed import flight_recorder_entries
 from fsdp.watch.observation import UNNAMED
 from fsdp.watch.recorded_calls import group_calls
@@ -31,8 +34,9 @@ DEEPEST = 60
 
 
 class Responder:
-    def __init__(self, page: Path) -> None:
+    def __init__(self, page: Path, device: torch.device) -> None:
         """The socket is beside the status page, with the suffix .sock; faulthandler writes into .stacks."""
+        self._device = device
         self._training = threading.get_ident()
         self._socket_path = page.with_suffix(".sock")
         self._stacks = page.with_suffix(".stacks").open("w+", encoding="utf-8")
@@ -62,6 +66,7 @@ class Responder:
             self._socket_path.with_suffix(suffix).unlink(missing_ok=True)
 
     def _serve(self) -> None:
+        set_thread_device(self._device)  # NCCL's recorder asks events whether they have passed
         while True:
             try:
                 connection, _ = self._listener.accept()

@@ -256,6 +256,12 @@ class Writer:
         n[STEP], n[PHASE], n[SINCE], n[WAITED] = step, index, now, waited
         self._phase, self._since, self._waited_at = index, now, waited
 
+    def waited_on_device(self, seconds: float) -> None:
+        """Of steps that are over: no wait of the host, whose phases keep their time."""
+        self.waited += seconds
+        self._waited_at += seconds
+        self.numbers[WAITED] = self.waited
+
     def activity(self, activity: Activity) -> None:
         """A listener of fsdp/base/phases.py's activities, called on the thread whose activity it is."""
         self.numbers[ACTIVITY if threading.get_ident() == self._thread else SAVE_ACTIVITY] = activity

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import random
 import sys
 
 import pytest
+import torch
 
 from bench import launched
 from bench.goodput import moments
+from bench.peers.base import cross_entropy
 from bench.peers.roster import ROSTER, absent, settings
 from bench.peers.team import Team, TeamError
+from bench.peers.worker import Orders
 from bench.scale import told
 from bench.simulated import simulate
 from tests.support.marks import sample_are
@@ -47,6 +53,29 @@ def test_a_contender_that_is_killed_is_named() -> None:
         killed.wait()
         with pytest.raises(TeamError, match=r"^bare, rank 1: killed, as by the kernel for lack of memory"):
             team.steps(STEPS)
+
+
+def test_on_a_device_a_turn_begins_with_a_step_that_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It allocates again what the contender has given back for the turns of the others."""
+    read, write = os.pipe()
+    monkeypatch.setenv("BENCH_ANSWERS", str(write))
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"do": "steps", "steps": 2}\n'))
+    done: list[str] = []
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda name=name: done.append(name))
+    orders = Orders(on_device=True)
+    assert orders.wait()
+    assert [orders.after_step(loss) for loss in (3.0, 2.0, 1.0)] == [True, True, False]
+    with os.fdopen(read) as answers:
+        assert json.loads(answers.readline())["losses"] == [2.0, 1.0]
+    assert done == ["synchronize", "empty_cache"]
+
+
+def test_a_loss_of_bf16_logits_is_fp32() -> None:
+    logits = torch.randn(8, 100, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = cross_entropy(logits, torch.arange(8))
+    assert found.dtype == torch.float32
+    assert found == torch.nn.functional.cross_entropy(logits.float(), torch.arange(8))
 
 
 def test_one_that_cannot_run_is_listed_with_the_reason() -> None:

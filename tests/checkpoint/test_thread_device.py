@@ -112,7 +112,7 @@ def test_the_loaders_threads_set_their_device(calls: Calls) -> None:
 WITHOUT_TENSORS = {
     "fsdp/rundir/lock.py": 1, "fsdp/checkpoint/lock.py": 1, "fsdp/parallel/compile_cache.py": 1,
     "fsdp/watch/last_process.py": 1, "fsdp/doctor/stages.py": 1, "fsdp/doctor/network.py": 2,
-    "fsdp/dist/stop.py": 1, "fsdp/watch/records.py": 1, "fsdp/watch/responder.py": 1,
+    "fsdp/dist/stop.py": 1, "fsdp/watch/records.py": 1,
     "fsdp/tokenize/object_files.py": 1, "fsdp/data/tokens.py": 1, "fsdp/checkpoint/run_mirror.py": 1,
     "launch/ray_output.py": 1, "launch/ray_own.py": 1, "launch/ray_trainer.py": 1, "launch/ray_worker.py": 1,
 }  # fmt: skip
@@ -121,6 +121,7 @@ WITH_TENSORS = {
     "fsdp/base/worker_thread.py": 1,
     "fsdp/checkpoint/tensor_reader.py": 1,
     "fsdp/data/reader_threads.py": 1,
+    "fsdp/watch/responder.py": 1,
 }
 ABORTS = {"fsdp/dist/process_group.py": 1}
 """Aborts process groups after an exception, with torch.cuda.set_device first."""

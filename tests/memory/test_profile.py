@@ -115,10 +115,17 @@ def test_rank_0_keeps_every_rank_s_peak(profiled: Path) -> None:
 
 
 def test_kernels_and_nccl_of_a_device() -> None:
-    """compute 10–60 without 40–50, nccl 30–80: 20 ms of it exposed; the batch is waited for from 0 to 5."""
+    """compute 10–60 without 40–50, nccl 30–80: 20 ms of it exposed; the batch is waited for from 0 to 5. What
+    the host calls is no communication, and its forward ends long before that of the device.
+    """
     rows = [
         ("user_annotation", "shardrun::step 4", 0, 100, 1), ("user_annotation", "shardrun::data", 0, 5, 1),
-        ("user_annotation", "shardrun::forward", 5, 95, 1), ("cpu_op", "aten::mm", 5, 3, 1),
+        ("user_annotation", "shardrun::forward", 5, 20, 1), ("cpu_op", "aten::mm", 5, 3, 1),
+        ("cpu_op", "c10d::_allgather_base_", 80, 9, 1), ("user_annotation", "gloo:all_reduce", 90, 9, 1),
+        ("user_annotation", "nccl:_all_gather_base", 89, 1, 1),
+        ("gpu_user_annotation", "shardrun::step 4", 10, 70, 7),
+        ("gpu_user_annotation", "shardrun::forward", 10, 50, 7),
+        ("gpu_user_annotation", "shardrun::forward", 30, 50, 20),
         ("kernel", "ampere_gemm", 10, 30, 7), ("kernel", "ampere_gemm", 50, 10, 7),
         ("kernel", "ncclDevKernel_AllGather_RING_LL", 30, 50, 20),
     ]  # fmt: skip
@@ -130,6 +137,7 @@ def test_kernels_and_nccl_of_a_device() -> None:
     seconds = {part: round(step["seconds"][part] * 1e3, 6) for part in PARTS}
     assert seconds == {"compute": 40, "communication": 30, "data": 5, "host": 25}
     assert round(step["hidden"] * 1e3, 6) == 20
+    assert {name: round(one * 1e3, 6) for name, one in step["phases"].items()} == {"data": 5, "forward": 70}
 
 
 def test_set_operations_on_time_spans() -> None:

@@ -74,7 +74,10 @@ def test_a_driver_s_name_finds_its_device(name: str, known: str) -> None:
     assert found.name == known
 
 
-@pytest.mark.parametrize("name", ["Tesla V100-SXM2-16GB", "AMD Instinct MI300X", "NVIDIA L400", ""])
+@pytest.mark.parametrize(
+    "name",
+    ["Tesla V100-SXM2-16GB", "AMD Instinct MI300X", "NVIDIA L400", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", ""],
+)
 def test_an_unknown_device_has_no_peak(name: str) -> None:
     assert devices.find(name) is None
 
