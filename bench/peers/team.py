@@ -83,11 +83,11 @@ class Team:
         os.close(mouth)
         return _Rank(process, os.fdopen(ear), log)
 
-    def steps(self, count: int) -> dict[str, Any]:
-        """One turn: seconds a step of the slowest rank, mean processor seconds and page faults a step of the
-        ranks, mean losses.
+    def steps(self, count: int, untimed: int = 0) -> dict[str, Any]:
+        """One turn, after `untimed` steps more: seconds a step of the slowest rank, mean processor seconds
+        and page faults a step of the ranks, mean losses.
         """
-        answers = self._ask({"do": "steps", "steps": count})
+        answers = self._ask({"do": "steps", "steps": count, "untimed": untimed})
         return {
             "wall_s": max(one["wall_s"] for one in answers) / count,
             "cpu_s": sum(one["cpu_s"] for one in answers) / count / self.ranks,

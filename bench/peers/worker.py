@@ -41,12 +41,12 @@ HEAVY = (
 class Orders:
     """Turns of some steps; time runs from the order to the end of the last step.
 
-    On a device a contender asleep keeps its state alone, as several share the device's memory, and the first
-    step of a turn, which allocates the rest again, is not timed.
+    On a device a contender asleep keeps its state alone, as several share the device's memory; the `untimed`
+    first steps of a turn allocate the rest again.
     """
 
     def __init__(self, *, on_device: bool = False) -> None:
-        self._on_device, self._allocates = on_device, False
+        self._on_device, self._untimed = on_device, 0
         self._answers = os.fdopen(int(os.environ["BENCH_ANSWERS"]), "w")
         self._left = 0
         self._memory = False
@@ -55,10 +55,11 @@ class Orders:
 
     def after_step(self, loss: float | torch.Tensor) -> bool:
         """Whether to continue; waits for the next order after the last step of a turn."""
-        if self._allocates:
-            torch.cuda.synchronize()
-            self._allocates = False
-            self._start_clock()
+        if self._untimed:
+            self._untimed -= 1
+            if not self._untimed:
+                torch.cuda.synchronize()
+                self._start_clock()
             return True
         self.losses.append(loss)
         self._left -= 1
@@ -76,7 +77,7 @@ class Orders:
             processes.reset_peak_memory()
             if torch.cuda.is_initialized():
                 torch.cuda.reset_peak_memory_stats()
-        self._allocates = self._on_device
+        self._untimed = order.get("untimed", 0)
         self._start_clock()
         return True
 

@@ -55,17 +55,17 @@ def test_a_contender_that_is_killed_is_named() -> None:
             team.steps(STEPS)
 
 
-def test_on_a_device_a_turn_begins_with_a_step_that_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It allocates again what the contender has given back for the turns of the others."""
+def test_on_a_device_a_turn_begins_with_steps_that_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They allocate again what the contender has given back for the turns of the others."""
     read, write = os.pipe()
     monkeypatch.setenv("BENCH_ANSWERS", str(write))
-    monkeypatch.setattr("sys.stdin", io.StringIO('{"do": "steps", "steps": 2}\n'))
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"do": "steps", "steps": 2, "untimed": 10}\n'))
     done: list[str] = []
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(f"torch.cuda.{name}", lambda name=name: done.append(name))
     orders = Orders(on_device=True)
     assert orders.wait()
-    assert [orders.after_step(loss) for loss in (3.0, 2.0, 1.0)] == [True, True, False]
+    assert [orders.after_step(loss) for loss in (*[3.0] * 10, 2.0, 1.0)] == [True] * 11 + [False]
     with os.fdopen(read) as answers:
         assert json.loads(answers.readline())["losses"] == [2.0, 1.0]
     assert done == ["synchronize", "empty_cache"]
