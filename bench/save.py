@@ -3,6 +3,7 @@ run.
 
     python -m bench.save            124M parameters, Adam, 2 ranks; about half an hour
     python -m bench.save --size 500m    457M parameters, four ways, six rounds; 16 GiB of memory
+    python -m bench.save --size second  20M parameters, four ways: steps of about a second
     python -m bench.save --short    6M parameters, some minutes: the same table
     python -m bench.save --ways none,ours --rounds 20 --saves 1
                                     only what a save adds to the mean step, with its interval
@@ -46,10 +47,16 @@ def main(argv: Sequence[str]) -> int:
         "--short", dest="size", action="store_const", const="short", help="a small model, few rounds"
     )
     parser.add_argument(
-        "--rounds", type=int, default=0, help="rounds of every way; 0 is 10 of 124m, 6 of 500m, 2 of short"
+        "--rounds",
+        type=int,
+        default=0,
+        help="rounds of every way; 0 is 10 of 124m, 6 of 500m, 12 of second, 2 of short",
     )
     parser.add_argument(
-        "--saves", type=int, default=0, help="saves under the eye of the memory meter; 0 is 50, 3, or 5"
+        "--saves",
+        type=int,
+        default=0,
+        help="saves under the eye of the memory meter; 0 is 50 of 124m, 3 of 500m, 5 of the others",
     )
     parser.add_argument(
         "--ways", default="", help="which ways, none among them; fewer than the size's own write save-part.*"

@@ -59,6 +59,14 @@ SIZES = {
         saves=3,
         ways=("none", "ours", "dcp.save", "dcp.async_save thread"),
     ),
+    # a step of about a second on two cores
+    "second": Size(
+        {"vocab_size": 8192, "width": 384, "layers": 8, "heads": 6},
+        tokens=128,
+        rounds=12,
+        saves=5,
+        ways=("none", "ours", "dcp.save", "dcp.async_save thread"),
+    ),
     "short": Size(
         {"vocab_size": 4096, "width": 256, "layers": 4, "heads": 4, "tied": True},
         tokens=128,

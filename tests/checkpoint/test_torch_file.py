@@ -102,7 +102,7 @@ def test_a_tensors_digest_is_the_sum_of_its_boxes_cut_along_any_axis(axis: int) 
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex128], ids=str)
-@pytest.mark.parametrize("size", [(0,), (), (7,), (3, 5)], ids=str)
+@pytest.mark.parametrize("size", [(0,), (), (7,), (3, 5), (2 * pieces.CHUNK + 7,)], ids=str)
 def test_a_digest_is_the_same_on_a_cpu_and_on_a_device(dtype: torch.dtype, size: tuple[int, ...]) -> None:
     """numpy computes it on a CPU, torch elsewhere: one checkpoint is verified on both."""
     whole = torch.arange(int(np.prod(size, dtype=int))).reshape(size).to(dtype)
