@@ -36,7 +36,7 @@ def digest(tensor: torch.Tensor, offsets: Sizes, whole: Sizes) -> int:
 def _shard(tensor: torch.Tensor) -> ShardDigest:
     """The two sums of fsdp.base.digest, by numpy on a CPU: torch would wake threads on the step's cores.
 
-    The chunks share an array: where malloc maps what it is asked for, a new one a chunk takes four times as long.
+    The chunks share an array: where malloc maps large blocks, a new one for each takes four times as long.
     """
     if tensor.device.type != "cpu" or tensor.is_complex() or not tensor.numel():
         return digest_shard(tensor)
