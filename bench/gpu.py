@@ -1,14 +1,15 @@
-"""The battery for one CUDA device: what the product claims, run by its own commands, in order of value.
+"""The battery for one CUDA device: what the product claims, run by its own commands.
 
     python -m bench.gpu                       all parts; no part starts after nine minutes
     python -m bench.gpu --only resume,saves   some of them; the other rows of the results stay
     python -m bench.gpu --resume              the parts that have neither passed nor been impossible yet
     python -m bench.gpu --run.device cpu      the same logic in a short form, on a machine without a GPU
 
-Needs torch 2.11 or later; no network, Ray or Slurm. A part passed, failed, or is not possible here, with the
-reason; parts that did not start are named with their command and count as not run. Results, by the device's
-name: bench/results/gpu-NAME.json and gpu-NAME.md, written after each part, so that an interrupted battery
-keeps its rows. Exit code 0 if no part failed and all started, else 1.
+Needs torch 2.11 or later; no network, Ray or Slurm. On a GPU, with 12 processors or more, three parts run at
+once; those that measure time or fill the memory follow one by one. A part passed, failed, or is not possible
+here, with the reason; parts that did not start are named with their command and count as not run. Results, by
+the device's name: bench/results/gpu-NAME.json and gpu-NAME.md, written after each part, so that an
+interrupted battery keeps its rows. Exit code 0 if no part failed and all started, else 1.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -42,6 +45,8 @@ OVER = (PASSED, IMPOSSIBLE)
 """Results that --resume keeps."""
 LAST_BEGIN, LAST_END = 9, 10
 """No part starts, and none runs on, after so many minutes."""
+AT_ONCE, CORES_EACH = 3, 4
+"""Parts that share a GPU, and the processors that each needs: several compile at times."""
 
 
 @dataclass(frozen=True)
@@ -64,25 +69,56 @@ def device_name(device: str) -> str:
     return f"cpu {platform.machine()}"
 
 
-def run_part(part: Part, device: str, folder: Path, left_s: float = math.inf) -> Row:
+class Processes:
+    """Those of the parts that run now."""
+
+    def __init__(self) -> None:
+        self._lock, self._ended = threading.Lock(), False
+        self._running = set[subprocess.Popen[str]]()
+
+    @contextlib.contextmanager
+    def started(self, command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+        """It and what it starts are killed on leaving."""
+        with self._lock:
+            if self._ended:
+                raise KeyboardInterrupt
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+            self._running.add(process)
+        with process:
+            try:
+                yield process
+            finally:
+                kill_tree(process)
+                with self._lock:
+                    self._running.discard(process)
+
+    def end(self) -> None:
+        """Kills them; none starts afterwards."""
+        with self._lock:
+            self._ended, running = True, list(self._running)
+        for process in running:
+            kill_tree(process)
+
+
+def run_part(
+    part: Part, device: str, folder: Path, left_s: float = math.inf, running: Processes | None = None
+) -> Row:
     """Runs the part in a process of its own; it and what it started are killed at its limit, or when the
     battery's time is over.
     """
     began = time.monotonic()
     command = [sys.executable, "-m", "bench.gpu", "--run.device", device, "--inside", f"{part.name}:{folder}"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        text, _ = process.communicate(timeout=min(part.limit_s, left_s))
-        result, about = json.loads(text.strip().splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        result, about = FAILED, f"ran longer than {part.limit_s:.0f} s"
-        if left_s < part.limit_s:
-            result, about = NOT_RUN, f"{LAST_END} minutes were over while it ran: {_alone(part)}"
-    except (IndexError, ValueError):
-        result, about = FAILED, f"ended with exit code {process.returncode} without a result"
-    finally:  # an interrupted battery leaves no run behind on the device
-        kill_tree(process)
-    return Row(part.name, part.claim, result, about, round(time.monotonic() - began, 1))
+    with (running or Processes()).started(command) as process:
+        try:
+            text, _ = process.communicate(timeout=min(part.limit_s, left_s))
+            result, about = json.loads(text.strip().splitlines()[-1])
+        except subprocess.TimeoutExpired:
+            result, about = FAILED, f"ran longer than {part.limit_s:.0f} s"
+            if left_s < part.limit_s:
+                result, about = NOT_RUN, f"{LAST_END} minutes were over while it ran: {_alone(part)}"
+        except (IndexError, ValueError):
+            result, about = FAILED, f"ended with exit code {process.returncode} without a result"
+    return Row(part.name, part.claim_on(device), result, about, round(time.monotonic() - began, 1))
 
 
 def _alone(part: Part) -> str:
@@ -100,7 +136,7 @@ def kill_tree(process: subprocess.Popen[str]) -> None:
         with contextlib.suppress(ProcessLookupError):
             killed.append(os.pidfd_open(pid))
             os.kill(pid, signal.SIGKILL)
-    process.communicate()
+    process.wait()
     for descriptor in killed:
         select.select([descriptor], [], [])  # readable once the process has ended
         os.close(descriptor)
@@ -125,35 +161,84 @@ def _short(value: object) -> str:
 
 
 def run_all(
-    parts: Sequence[Part], device: str, keep: Callable[[Row], object] = lambda row: None
+    parts: Sequence[Part],
+    device: str,
+    keep: Callable[[Row], object] = lambda row: None,
+    at_once: int = 1,
 ) -> list[Row]:
-    """Runs the parts in turn; `keep` receives each row as soon as it is known."""
-    began, rows = time.monotonic(), list[Row]()
-    for part in parts:
-        took = time.monotonic() - began
+    """Runs the parts, `at_once` of those that may share the device, then the others in turn; `keep` receives
+    each row as soon as it is known.
+    """
+    battery = _Battery(device, keep)
+    shared = [part for part in parts if not part.alone]
+    for some, threads in ((shared, at_once), ([part for part in parts if part.alone], 1)):
+        with ThreadPoolExecutor(threads) as pool:
+            ran = [pool.submit(battery.run, part) for part in some]
+            try:
+                for one in as_completed(ran):
+                    one.result()
+            except BaseException:
+                battery.end()
+                pool.shutdown(cancel_futures=True)
+                raise
+    return battery.rows
+
+
+class _Battery:
+    """The rows of the parts that have ended, and the time that is left for others."""
+
+    def __init__(self, device: str, keep: Callable[[Row], object]) -> None:
+        self._device, self._keep, self._began = device, keep, time.monotonic()
+        self._lock, self._processes, self._ended = threading.Lock(), Processes(), False
+        self.rows = list[Row]()
+
+    def run(self, part: Part) -> None:
+        if self._ended:
+            return
+        try:
+            self._add(self._row(part))
+        except BaseException:
+            self.end()  # before this thread takes another part
+            raise
+
+    def _row(self, part: Part) -> Row:
+        took = time.monotonic() - self._began
         if took > 60 * LAST_BEGIN:
             about = f"{LAST_BEGIN} minutes were over: {_alone(part)}"
-            rows.append(Row(part.name, part.claim, NOT_RUN, about, 0.0))
-            keep(rows[-1])
-            continue
+            return Row(part.name, part.claim_on(self._device), NOT_RUN, about, 0.0)
         with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as folder:
-            rows.append(run_part(part, device, Path(folder), 60 * LAST_END - took))
-        print(
-            f"{rows[-1].result:<17} {part.name:<10} {rows[-1].seconds:6.1f} s  {rows[-1].about}", flush=True
-        )
-        keep(rows[-1])
-    return rows
+            return run_part(part, self._device, Path(folder), 60 * LAST_END - took, self._processes)
+
+    def _add(self, row: Row) -> None:
+        with self._lock:
+            if self._ended:
+                return  # it was killed
+            self.rows.append(row)
+            print(f"{row.result:<17} {row.part:<10} {row.seconds:6.1f} s  {row.about}", flush=True)
+            self._keep(row)
+
+    def end(self) -> None:
+        """Kills the parts that run; they leave no row."""
+        with self._lock:
+            self._ended = True
+        self._processes.end()
+
+
+def at_once(device: str) -> int:
+    return max(1, min(AT_ONCE, len(os.sched_getaffinity(0)) // CORES_EACH)) if device == "cuda" else 1
 
 
 # ---------------------------------------------------------------- results
 
 
-def merged(known: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows of this call in place of earlier ones; a part that did not start keeps its earlier row."""
+def merged(known: Sequence[dict[str, Any]], rows: Sequence[Row], of: str) -> list[dict[str, Any]]:
+    """The rows of this call in place of earlier ones; a part that did not run keeps an earlier result. `of`:
+    the torch and the commit of this call's rows.
+    """
     found = {row["part"]: row for row in known}
     for row in rows:
-        if row.result != NOT_RUN or row.part not in found:
-            found[row.part] = asdict(row)
+        if row.result != NOT_RUN or found.get(row.part, {"result": NOT_RUN})["result"] == NOT_RUN:
+            found[row.part] = asdict(row) | {"of": of}
     order = [part.name for part in PARTS]
     return sorted(
         (row for row in found.values() if row["part"] in order), key=lambda r: order.index(r["part"])
@@ -172,10 +257,11 @@ def page(rows: Sequence[dict[str, Any]], name: str, about: str) -> str:
             row["result"],
             " ".join(row["about"].replace("|", "/").split()),
             row["seconds"],
+            row.get("of", ""),
         ]
         for row in rows
     ]
-    text = tables.table(["part", "claim", "result", "figures, or why", "s"], lines)
+    text = tables.table(["part", "claim", "result", "figures, or why", "s", "of"], lines)
     return f"# The battery on {name}\n\n{about}\n\n{', '.join(counts)} of {len(PARTS)} parts.\n\n{text}\n"
 
 
@@ -195,7 +281,7 @@ def write(rows: Sequence[Row], name: str, results: Path) -> str:
     import torch
 
     about = f"torch {torch.__version__}, Python {platform.python_version()}; {tables.machine()}"
-    together = merged(known, rows)
+    together = merged(known, rows, f"torch {torch.__version__}, {tables.checked_out()}".rstrip(", "))
     text = page(together, name, about)
     kept = {"device": name, "about": about, "rows": together}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -240,9 +326,17 @@ def main(argv: Sequence[str]) -> int:
         over = {row["part"] for row in earlier(name, options.results) if row["result"] in OVER}
         parts = [part for part in parts if part.name not in over]
     signal.signal(signal.SIGTERM, _interrupted)
-    rows = run_all(parts, options.device, lambda row: write([row], name, options.results))
+    write([_not_reached(part, options.device) for part in parts], name, options.results)
+    rows = run_all(
+        parts, options.device, lambda row: write([row], name, options.results), at_once(options.device)
+    )
     print(f"\n{write(rows, name, options.results)}")
     return int(any(row.result in (FAILED, NOT_RUN) for row in rows))
+
+
+def _not_reached(part: Part, device: str) -> Row:
+    """Its row until it has another one: an interrupted battery has a row of each part."""
+    return Row(part.name, part.claim_on(device), NOT_RUN, f"interrupted before: {_alone(part)}", 0.0)
 
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:

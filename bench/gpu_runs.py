@@ -127,7 +127,8 @@ class Bench:
                 f"--master_port={port}",
                 *self.command(name, flags)[1:],
             ]
-            loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+            # Of two "nodes" on one machine: no adapter, no plugin.
+            loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
             processes.append(self.module(*words, NCCL_HOSTID=f"bench-{rank}", **loopback))
         try:
             return [ended(process, self.folder / name, limit_s) for process in processes]

@@ -18,7 +18,7 @@ import random
 import statistics
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -129,6 +129,12 @@ def measured(case: Case) -> Peaks:
     return Peaks(float(torch.cuda.max_memory_allocated()), float(torch.cuda.max_memory_reserved()))
 
 
+def measured_alone(case: Case) -> Peaks:
+    """In a process that ends afterwards."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
+        return alone.submit(measured, case).result()
+
+
 def table(rows: list[Row], where: str) -> list[str]:
     lines = [f"# Planned beside a CUDA device's own counters ({where})", ""]
     lines += [
@@ -169,11 +175,12 @@ def main(argv: list[str]) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     for name, size in SMALL_WORKSPACES.items():
         os.environ.setdefault(name, size)  # read by the processes of the runs, which have used no device yet
-    rows = []
-    for case in draw(random.Random(given.seed), given.cases):
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as alone:
-            rows.append(Row(case, planned(case), alone.submit(measured, case).result()))
-        print(f"{case}: allocated {rows[-1].errors[0]:+.2%}, reserved {rows[-1].errors[1]:+.2%}", flush=True)
+    rows, cases = [], draw(random.Random(given.seed), given.cases)
+    with ThreadPoolExecutor(1) as beside:  # one case is measured while others are planned
+        for case, peaks in [(case, beside.submit(measured_alone, case)) for case in cases]:
+            rows.append(Row(case, planned(case), peaks.result()))
+            allocated, reserved = rows[-1].errors
+            print(f"{case}: allocated {allocated:+.2%}, reserved {reserved:+.2%}", flush=True)
     lines = table(rows, f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     print("\n".join(lines))
     kept = {"device": torch.cuda.get_device_name(0), "runs": [asdict(row) for row in rows]}

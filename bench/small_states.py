@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     for name, build in builds.items():
         took = least_ms(build, (given.rows, given.columns), given.device, given.steps)
         base = base or took
-        print(f"{name:<14} {took:8.1f} ms  {took / base:6.1f} × fused AdamW", flush=True)
+        print(f"{name:<14} {took:8.2f} ms  {took / base:6.2f} × fused AdamW", flush=True)
     return 0
 
 

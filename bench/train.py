@@ -24,12 +24,13 @@ from typing import Any
 
 from bench import tables
 from bench.peers.roster import ROSTER, absent, ready, settings
-from bench.peers.team import Team
+from bench.peers.team import Team, TeamError
 from bench.peers.work import WORKS, Place
 from fsdp.base import devices
 
 PIECES = (("tiny", 2), ("tiny", 4), ("vit", 2), ("vit", 4), ("decoder", 2), ("decoder", 4), ("100m", 2))
 ON_CUDA = (("124m-cuda", 1), ("1b-cuda", 1))
+NEEDED = ("bare", "ours")
 TURN = {"tiny": 20, "vit": 4, "decoder": 2, "100m": 1, "124m-cuda": 20, "1b-cuda": 10}
 """Steps of a turn."""
 SHORT = {"tiny": ("bare", "ours", "accelerate", "fabric"), "decoder": ("bare", "ours")}
@@ -66,22 +67,22 @@ def measure(
     within_s: float = float("inf"),
     flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    left_out: list[str] | None = None,
 ) -> dict[str, Seen]:
     """No round starts after `within_s`, if that is less than all of them take; none at all unless the first
-    steps of all are the same work.
+    steps of all are the same work. With `left_out` a contender that cannot start, or does other work, is
+    named there and the others go on; bare and ours never are.
     """
-    seen = {name: Seen() for name in names}
     teams: dict[str, Team] = {}
     try:
         for name in names:
             teams[name] = Team(name, work, ranks, threads=threads, flags=flags, environment=environment)
-            seen[name].losses = teams[name].steps(WARM)["losses"]
-        check_same(seen, BF16_SAME if WORKS[work].cuda else SAME)
+        seen = started(teams, BF16_SAME if WORKS[work].cuda else SAME, left_out)
         began = time.monotonic()
         for nth in range(rounds):
             if time.monotonic() - began > within_s:
                 break
-            for name in tables.turned(list(names), nth):
+            for name in tables.turned(list(seen), nth):
                 turn = teams[name].steps(TURN[work], UNTIMED if WORKS[work].cuda else 0)
                 seen[name].wall_s.append(turn["wall_s"])
                 seen[name].cpu_s.append(turn["cpu_s"])
@@ -90,6 +91,27 @@ def measure(
         for team in teams.values():
             team.close()
     return seen
+
+
+def started(teams: dict[str, Team], bound: float, left_out: list[str] | None) -> dict[str, Seen]:
+    """Each contender after its first steps, bare first: theirs are the losses that all must have, or the
+    figures mean nothing.
+    """
+    seen: dict[str, Seen] = {}
+    for name in sorted(teams, key=lambda name: name != "bare"):
+        try:
+            losses = teams[name].steps(WARM)["losses"]
+            check_same(name, losses, seen["bare"].losses if seen else losses, bound, list(teams))
+        except (TeamError, OtherWork) as error:
+            if left_out is None or name in NEEDED:
+                raise
+            first, *more = str(error).splitlines()
+            why = " ".join([first.partition(" HINT")[0], *more[-1:]])
+            left_out.append(f"{ROSTER[name].label}: left out, {why}")
+            teams.pop(name).close()
+        else:
+            seen[name] = Seen(losses=losses)
+    return {name: seen[name] for name in teams}
 
 
 def weigh(work: str, ranks: int, seen: dict[str, Seen], threads: int) -> None:
@@ -101,18 +123,21 @@ def weigh(work: str, ranks: int, seen: dict[str, Seen], threads: int) -> None:
                 seen[name].peaks_mib.append(team.memory(WARM)["peak_mib"])
 
 
-def check_same(seen: dict[str, Seen], bound: float = SAME) -> None:
-    """All must have trained the same, or the figures mean nothing."""
-    wanted = seen["bare"].losses
-    for name, one in seen.items():
-        for step, (theirs, losses) in enumerate(zip(wanted, one.losses, strict=True), start=1):
-            if abs(theirs - losses) > bound * abs(theirs):
-                others = ",".join(other for other in seen if other != name)
-                hint = "python -m fsdp.parity" if name == "ours" else f"--only {others} leaves it out"
-                raise SystemExit(
-                    f"{name} has loss {losses} at step {step}, the bare loop {theirs}: not the same work. "
-                    f"HINT: {hint}"
-                )
+class OtherWork(SystemExit):
+    """A contender does not train as the bare loop does."""
+
+
+def check_same(
+    name: str, losses: Sequence[float], wanted: Sequence[float], bound: float, names: Sequence[str]
+) -> None:
+    for step, (theirs, own) in enumerate(zip(wanted, losses, strict=True), start=1):
+        if not abs(theirs - own) <= bound * abs(theirs):
+            others = ",".join(other for other in names if other != name)
+            hint = "python -m fsdp.parity" if name == "ours" else f"--only {others} leaves it out"
+            raise OtherWork(
+                f"{name} has loss {own} at step {step}, the bare loop {theirs}: not the same work. "
+                f"HINT: {hint}"
+            )
 
 
 def rows(seen: dict[str, Seen], samples: int) -> list[dict[str, Any]]:
@@ -180,11 +205,14 @@ def piece(work: str, ranks: int, names: list[str], options: argparse.Namespace) 
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     print(f"\n{WORKS[work].what}; {ranks} ranks", flush=True)
     about = tables.machine()
-    seen = measure(work, ranks, names, options.rounds, threads, 60 * options.minutes)
-    write(work, ranks, threads, seen, about, options)
+    left_out: list[str] = []
+    seen = measure(work, ranks, names, options.rounds, threads, 60 * options.minutes, left_out=left_out)
+    for line in left_out:
+        print(line, flush=True)
+    write(work, ranks, threads, seen, about, options, left_out)
     if not options.no_memory and work != "tiny":
         weigh(work, ranks, seen, threads)
-        write(work, ranks, threads, seen, about, options)
+        write(work, ranks, threads, seen, about, options, left_out)
     lines = tables.standing("train", piece=_key(work, ranks, options), short=options.short)
     print(f"{lines['title']}\n{about}\n\n{lines['text']}", flush=True)
 
@@ -194,7 +222,13 @@ def _key(work: str, ranks: int, options: argparse.Namespace) -> str:
 
 
 def write(
-    work: str, ranks: int, threads: int, seen: dict[str, Seen], about: str, options: argparse.Namespace
+    work: str,
+    ranks: int,
+    threads: int,
+    seen: dict[str, Seen],
+    about: str,
+    options: argparse.Namespace,
+    left_out: Sequence[str],
 ) -> None:
     found, rounds = rows(seen, Place(WORKS[work], 0, ranks).samples_a_step), len(seen["bare"].wall_s)
     title = (
@@ -212,7 +246,7 @@ def write(
         about=about,
         text=shown(found, work),
         numbers={"rows": found},
-        notes="\n".join(f"- {line}" for line in [*settings(list(ROSTER)), *absent(list(ROSTER))]),
+        notes="\n".join(f"- {line}" for line in [*settings(list(ROSTER)), *absent(list(ROSTER)), *left_out]),
     )
 
 
@@ -262,8 +296,11 @@ def main(argv: Sequence[str]) -> int:
     options.rounds = options.rounds or (4 if options.short else 20)
     for work, ranks in pieces:
         few = SHORT.get(work, SHORT["tiny"]) if options.short else ROSTER
-        names = tables.chosen(parser, options.only, list(ROSTER), list(few), needs=("bare", "ours"))
-        piece(work, ranks, ready(names), options)
+        names = tables.chosen(parser, options.only, list(ROSTER), list(few), needs=NEEDED)
+        there = ready(names)
+        for line in absent([name for name in names if name not in there]):
+            print(line, flush=True)
+        piece(work, ranks, there, options)
     return 0
 
 

@@ -33,6 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Under `pytest -m cuda` other files are not imported: a machine with a GPU may lack their packages."""
+    if config.getoption("markexpr") != "cuda" or collection_path.suffix != ".py":
+        return None
+    return True if "pytest.mark.cuda" not in collection_path.read_text(encoding="utf-8") else None
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in item.iter_markers("needs"):
         for name in marker.args:

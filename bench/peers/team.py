@@ -63,7 +63,8 @@ class Team:
         }  # fmt: skip
         common["BENCH_RUN"] = str(Path(self._folder.name, "run"))
         self._members = [self._start(rank, work, common) for rank in range(ranks)]
-        self._hear()
+        self._imports = True
+        """The first answer, that a rank has its imports, is still to come: several teams start at once."""
 
     def _start(self, rank: int, work: str, common: dict[str, str]) -> _Rank:
         ear, mouth = os.pipe()
@@ -103,6 +104,9 @@ class Team:
         return {key: max(one[key] for one in answers) for key in ("peak_mib", "rest_mib")}
 
     def _ask(self, order: dict[str, Any]) -> list[dict[str, Any]]:
+        if self._imports:
+            self._hear()
+            self._imports = False
         for member in self._members:
             assert member.process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it has ended: _hear says so

@@ -115,10 +115,8 @@ class Place:
         self.rank, self.ranks = rank, ranks
 
     def given(self) -> base.Given:
-        model = build_real(self.job.spec, self.config.run.seed)
-        return base.Given(
-            model.to(self.device), units_of(model), self.device, bf16=self.cuda, compile=self.cuda
-        )
+        model = build_real(self.job.spec, self.config.run.seed, self.device)
+        return base.Given(model, units_of(model), self.device, bf16=self.cuda, compile=self.cuda)
 
     def batches(self, made: int = 32) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of steps 1, 2, …; after `made` of them they repeat."""

@@ -612,7 +612,7 @@ class SpeedSection:
     """compilation, float8, prefetching"""
 
     compile: Literal["auto", "true", "false"] = knob(
-        "auto", "torch.compile each unit; auto: on CUDA only", common=True
+        "auto", "torch.compile each unit; auto: on CUDA, if Triton and a C compiler are there", common=True
     )
     compile_cache: str = knob(
         "auto",

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("dp_replicate", "dp_shard")
+CUDA_BACKENDS = "cpu:gloo,cuda:nccl"
+"""Of a rank's groups on CUDA: numbers on the host travel by gloo."""
 
 Strategy = Literal["fsdp", "hsdp", "ddp"]
 
@@ -115,14 +117,24 @@ def _check_reshard(mesh: MeshSection, shard: int) -> None:
 
 
 def build_mesh(sizes: MeshSizes, device: torch.device, timeout_s: float | None = None) -> DeviceMesh:
-    """The mesh. `timeout_s` sets the time-out of its groups, which do not inherit that of the default group;
-    torch's own is 10 minutes on NCCL, 30 on gloo.
+    """The mesh: one axis if the other has size 1, whose group is the default group; two for HSDP.
+
+    `timeout_s` sets the time-out of its groups, which do not inherit that of the default group; torch's own
+    is 10 minutes on NCCL, 30 on gloo.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh(device.type, (sizes.replicate, sizes.shard), mesh_dim_names=AXES)
+    whole = {"dp_replicate": sizes.replicate, "dp_shard": sizes.shard}
+    one = "dp_replicate" if sizes.strategy == "ddp" else "dp_shard" if sizes.replicate == 1 else ""
+    axes = (one,) if one else AXES
+    # Named backends, or torch splits the default group: of two backends it gives gloo NCCL's options, and in
+    # the second run of a process it ends with SIGSEGV (pytorch #192106).
+    named = dict.fromkeys(axes, CUDA_BACKENDS) if device.type == "cuda" and not one else None
+    mesh = init_device_mesh(
+        device.type, tuple(whole[axis] for axis in axes), mesh_dim_names=axes, backend_override=named
+    )
     if timeout_s is not None:
-        for axis in AXES:
+        for axis in axes:
             mesh.get_group(axis).set_timeout(timedelta(seconds=timeout_s))
     return mesh
 

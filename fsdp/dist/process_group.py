@@ -19,6 +19,7 @@ import torch.distributed as dist
 from fsdp.base.errors import LaunchError, first_line
 from fsdp.base.torch_private.distributed import abort_all_groups
 from fsdp.dist.env import DistEnv, agent_serves_store, init_method, rendezvous_host, rendezvous_port
+from fsdp.dist.mesh import CUDA_BACKENDS
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def process_group(env: DistEnv, timeout_s: float, store: dist.Store | None = Non
         torch.cuda.set_device(env.device)  # before any return: an existing group has not set it
     raise_open_files_limit()
     if dist.is_initialized():
-        _check_same_size(env)
+        _check_existing(env)
         yield
         return
     arguments = _group_arguments(env, timedelta(seconds=timeout_s), store)
@@ -92,11 +93,19 @@ def _abort(env: DistEnv) -> None:
         log.warning("rank %d: its process groups are not aborted: %s", env.rank, error)
 
 
-def _check_same_size(env: DistEnv) -> None:
+def _check_existing(env: DistEnv) -> None:
+    """LaunchError for a default group of the caller that a run cannot use."""
     if (dist.get_rank(), dist.get_world_size()) != (env.rank, env.world_size):
         raise LaunchError(
             f"the launcher's variables give rank {env.rank} of {env.world_size}, "
             f"the process group has rank {dist.get_rank()} of {dist.get_world_size()}."
+        )
+    backends = dist.get_backend_config()
+    if env.device.type == "cuda" and "cpu:" not in backends:
+        raise LaunchError(
+            f"the process group that this process has made has the backends {backends}, and none for the "
+            "host's numbers.",
+            f'init_process_group("{CUDA_BACKENDS}")',
         )
 
 
@@ -137,7 +146,7 @@ def _group_arguments(env: DistEnv, timeout: timedelta, store: dist.Store | None)
     return {
         # Not "cpu:gloo": torch then leaves the default backend unset if a plugin is registered, and warns
         # when the group is destroyed.
-        "backend": "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        "backend": CUDA_BACKENDS if cuda else "gloo",
         "rank": env.rank,
         "world_size": env.world_size,
         "timeout": timeout,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.torch_private.tensors import convert_tensors
-from fsdp.models.init import draw_into
+from fsdp.models.device_draw import draw_into
 from fsdp.models.parameter_names import all_names
 from fsdp.models.registry import ModelSpec
 

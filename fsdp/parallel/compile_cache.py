@@ -27,7 +27,7 @@ from fsdp.base.cache_folder import cache_folder
 from fsdp.base.errors import ConfigError
 from fsdp.config import SpeedSection
 from fsdp.dist.env import DistEnv
-from fsdp.parallel.shard import compiles
+from fsdp.parallel.compiler import compiles
 
 log = logging.getLogger(__name__)
 

@@ -44,6 +44,7 @@ from fsdp.models.unsharded import persistent
 from fsdp.parallel.activations import apply_activation_checkpointing, refused_recomputation
 from fsdp.parallel.attention import refused_attention
 from fsdp.parallel.comm_hooks import Hooks, apply_comm, load_hooks
+from fsdp.parallel.compiler import compiles
 from fsdp.parallel.float8 import apply_float8
 from fsdp.parallel.offload import apply_activation_offload
 from fsdp.parallel.whole_parameters import apply_casts, average_gradients, average_scalars, whole_names
@@ -300,8 +301,6 @@ def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: Memor
         reduce_dtype=None if plain and dtypes.reduce == dtypes.master else dtypes.reduce,
         output_dtype=dtypes.output,
     )
-    # A 2-D mesh selects HSDP; with one replica its all-reduce over one rank would cost time for nothing.
-    mesh = sharded.mesh if sharded.sizes.replicate > 1 else sharded.mesh["dp_shard"]
     offload: OffloadPolicy = (
         # Tensors in files cannot be pinned: that would hold them in memory.
         CPUOffloadPolicy(pin_memory=sharded.device.type == "cuda" and memory.nvme != "all")
@@ -315,7 +314,9 @@ def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: Memor
     ignored = {p for name, p in named if p.dim() == 0 or name in sharded.whole}
     if sharded.whole:
         apply_casts(sharded.root, ignored, dtypes.master, dtypes.param)
-    wrap = functools.partial(fully_shard, mesh=mesh, offload_policy=offload, ignored_params=ignored or None)
+    wrap = functools.partial(  # a mesh of two axes selects HSDP
+        fully_shard, mesh=sharded.mesh, offload_policy=offload, ignored_params=ignored or None
+    )
     # The model's output is the root's: a block's, cast too, would meet the root's parameters in bf16.
     within = dataclasses.replace(mixed, output_dtype=None)
     # Backward begins with the last unit and the root's own parameters: once freed, they would be gathered
@@ -359,10 +360,6 @@ def apply_compile(
     if compiles(speed, device):
         for module in blocks_of(units) or [root]:
             module.compile()
-
-
-def compiles(speed: SpeedSection, device: torch.device) -> bool:
-    return speed.compile == "true" or (speed.compile == "auto" and device.type == "cuda")
 
 
 def replicate(sharded: Sharded) -> None:

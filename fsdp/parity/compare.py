@@ -31,7 +31,7 @@ def compare(options: ParityOptions, log: Log) -> Iterator[tuple[Row, list[Parity
     """Each mesh's differences from the plain loop, which runs beside the ranks. `log` receives progress."""
     import torch
 
-    on_cuda = torch.cuda.is_available() and torch.cuda.device_count() >= options.ranks
+    on_cuda = runs_on_cuda(options)
     device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
     # More threads than free cores wait for one another in each matrix product: minutes instead of seconds.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // (options.ranks + 1)))
@@ -46,6 +46,20 @@ def compare(options: ParityOptions, log: Log) -> Iterator[tuple[Row, list[Parity
             yield tried[at], reference.judge(at, folder)
             shutil.rmtree(Path(folder, str(at)))
             log(f"{at + 1} of {len(tried)} meshes done")
+
+
+def runs_on_cuda(options: ParityOptions) -> bool:
+    """auto takes GPUs if there is one for each rank."""
+    import torch
+
+    wanted = options.config(None, "").run.device
+    gpus = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    if wanted == "cuda" and gpus < options.ranks:
+        raise ConfigError(
+            f"--run.device cuda: {gpus} GPUs are visible, and --parity.ranks {options.ranks} needs one each.",
+            f"--parity.ranks {gpus}" if gpus else "--run.device cpu",
+        )
+    return gpus >= options.ranks
 
 
 def jobs_of(options: ParityOptions, tried: list[Row], device: torch.device) -> list[Job]:

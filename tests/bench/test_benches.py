@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -31,6 +31,7 @@ from bench import (
     train,
 )
 from bench.peers import setup
+from bench.peers.team import TeamError
 
 HERE = (*whole.SHORT, "simulated", "data", "overhead")
 
@@ -118,6 +119,39 @@ def test_different_losses_end_the_bench_before_its_rounds(monkeypatch: pytest.Mo
     monkeypatch.setattr(train, "Team", LossTeam)
     with pytest.raises(SystemExit, match=r"expert has loss 1.01 .* same work. HINT: --only bare,ours leaves"):
         train.measure("tiny", 2, ["bare", "ours", "expert"], rounds=6, threads=1)
+
+
+class EndingTeam(LossTeam):
+    """Accelerate's does not start, and the expert's does other work; ours does if `ours_ends`."""
+
+    closed: ClassVar[list[str]] = []
+    ours_ends: ClassVar[bool] = False
+
+    def steps(self, count: int, untimed: int = 0) -> dict[str, Any]:
+        if self.name == "accelerate" or (self.name == "ours" and self.ours_ends):
+            raise TeamError(f"{self.name}, rank 0: ended\nTraceback\nImportError: no such name")
+        return {"losses": self.losses[self.name], "wall_s": 1.0, "cpu_s": 1.0, "faults": 0.0}
+
+    def close(self) -> None:
+        self.closed.append(self.name)
+
+
+def test_contenders_that_fail_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "Team", EndingTeam)
+    EndingTeam.closed.clear()
+    left_out: list[str] = []
+    names = ["ours", "expert", "bare", "accelerate"]
+    seen = train.measure("tiny", 2, names, rounds=2, threads=1, left_out=left_out)
+    assert {name: len(one.wall_s) for name, one in seen.items()} == {"ours": 2, "bare": 2}
+    assert sorted(left_out) == [
+        "Accelerate, FSDP2: left out, accelerate, rank 0: ended ImportError: no such name",
+        "bare loop with an expert's idioms: left out, expert has loss 1.01 at step 2, the bare loop 1.0: not "
+        "the same work.",
+    ]
+    assert sorted(EndingTeam.closed) == sorted(names)
+    monkeypatch.setattr(EndingTeam, "ours_ends", True)
+    with pytest.raises(TeamError, match="ours, rank 0: ended"):
+        train.measure("tiny", 2, names, rounds=2, threads=1, left_out=left_out)
 
 
 def test_overhead_is_against_each_hand_written_loop() -> None:

@@ -5,6 +5,7 @@ and the ranks are real.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 
 from fsdp.base.errors import LaunchError
 from fsdp.config import StopSection
@@ -199,6 +201,34 @@ def test_a_rank_selects_its_device_with_an_existing_process_group() -> None:
     assert run_world(2, devices_set) == [["cuda:0"], ["cuda:1"]]
 
 
+def refused_group(env: DistEnv, backends: str) -> str:
+    """The error about a group that the caller has made with these backends; empty if it is taken."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "set_device", lambda device: None)
+        patched.setattr(dist, "get_backend_config", lambda: backends)
+        try:
+            with process_group(replace(env, device=torch.device("cuda", env.local_rank)), timeout_s=30.0):
+                return ""
+        except LaunchError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    ("backends", "error"),
+    [
+        (
+            "cuda:nccl",
+            "the process group that this process has made has the backends cuda:nccl, and none for the "
+            'host\'s numbers. HINT: init_process_group("cpu:gloo,cuda:nccl")',
+        ),
+        ("cpu:gloo,cuda:nccl", ""),
+        ("cpu:gloo,cuda:gloo", ""),
+    ],
+)
+def test_an_existing_group_of_nccl_alone_is_refused(backends: str, error: str) -> None:
+    assert run_world(1, refused_group, backends) == [error]
+
+
 def seconds_in_a_group_of_the_mesh(env: DistEnv, axis: str) -> float:
     """How long rank 0 waits there for a peer that never comes."""
     group = build_mesh(MeshSizes("hsdp", 2, 2), env.device, timeout_s=1.0).get_group(axis)
@@ -236,8 +266,13 @@ def sockets_opened(env: DistEnv, run_dir: str) -> dict[str, int]:
         more, known = sockets() - known, sockets() | known
         return len(more)
 
-    mesh = build_mesh(MeshSizes("fsdp", 1, env.world_size), env.device, timeout_s=60.0)
-    assert mesh.get_group("dp_shard") is dist.group.WORLD
+    for sizes, axis in (
+        (MeshSizes("fsdp", 1, env.world_size), "dp_shard"),
+        (MeshSizes("ddp", env.world_size, 1), "dp_replicate"),
+    ):
+        mesh = build_mesh(sizes, env.device, timeout_s=60.0)
+        assert mesh.mesh_dim_names == (axis,)
+        assert mesh.get_group(axis) is dist.group.WORLD
     counts["mesh"] = opened()
     stopper = Stopper(StopSection(), on_gpu, Path(run_dir), lambda: None)
     stopper.begin(1)
@@ -254,8 +289,37 @@ def sockets_opened(env: DistEnv, run_dir: str) -> dict[str, int]:
 def test_only_saves_open_sockets_beside_those_of_the_default_group(tmp_path: Path) -> None:
     for counts in run_world(4, sockets_opened, str(tmp_path)):
         assert counts["stop requests"] == 0
-        assert counts["mesh"] <= 1  # the listener of a group of this rank alone, dp_replicate's
+        assert counts["mesh"] == 0
         assert counts["saves"] >= 3  # a pair for each other rank
+
+
+@pytest.mark.parametrize(
+    ("sizes", "device", "axes", "backends"),
+    [
+        (MeshSizes("hsdp", 2, 4), "cuda", ("dp_replicate", "dp_shard"), "cpu:gloo,cuda:nccl"),
+        (MeshSizes("hsdp", 2, 4), "cpu", ("dp_replicate", "dp_shard"), None),
+        (MeshSizes("fsdp", 1, 8), "cuda", ("dp_shard",), None),
+        (MeshSizes("hsdp", 1, 8), "cuda", ("dp_shard",), None),
+        (MeshSizes("ddp", 8, 1), "cuda", ("dp_replicate",), None),
+        (MeshSizes("fsdp", 1, 1), "cuda", ("dp_shard",), None),
+    ],
+)
+def test_no_group_of_the_mesh_is_split_from_the_default_group(
+    sizes: MeshSizes,
+    device: str,
+    axes: tuple[str, ...],
+    backends: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch takes the default group for an axis of all ranks, and splits it for another one whose backends
+    are not named.
+    """
+    asked: list[Any] = []
+    monkeypatch.setattr(device_mesh, "init_device_mesh", lambda *given, **more: asked.append((given, more)))
+    build_mesh(sizes, torch.device(device))
+    ((kind, shape), more) = asked[0]
+    assert (kind, math.prod(shape), more["mesh_dim_names"]) == (device, sizes.ranks, axes)
+    assert more["backend_override"] == (None if backends is None else dict.fromkeys(axes, backends))
 
 
 @pytest.mark.parametrize(

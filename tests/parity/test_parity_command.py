@@ -11,7 +11,7 @@ import torch
 
 from fsdp.base.errors import ConfigError
 from fsdp.parity.__main__ import _show
-from fsdp.parity.compare import _refuse_random
+from fsdp.parity.compare import _refuse_random, runs_on_cuda
 from fsdp.parity.measure import ParityDifference, relative_differences
 from fsdp.parity.options import Comparison, ParityOptions, Row, rows
 from fsdp.run.job import Job, prepare, trained_model
@@ -35,6 +35,28 @@ def parity(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "fsdp.parity", *words], cwd=ROOT, capture_output=True, text=True
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "on_cuda"),
+    [("auto", 0, False), ("auto", 1, False), ("auto", 2, True), ("cpu", 2, False), ("cuda", 2, True)],
+)
+def test_it_runs_on_the_device_of_the_flag(
+    device: str, gpus: int, on_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert runs_on_cuda(ParityOptions(["--run.device", device], 2, "fp64", 2)) == on_cuda
+
+
+def test_a_gpu_for_each_rank_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    options = ParityOptions(["--run.device", "cuda"], 2, "fp64", 2)
+    with pytest.raises(
+        ConfigError, match=r"1 GPUs are visible, and --parity.ranks 2 .* HINT: --parity.ranks 1"
+    ):
+        runs_on_cuda(options)
 
 
 @pytest.mark.slow

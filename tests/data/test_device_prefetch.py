@@ -1,0 +1,85 @@
+"""Batches that are copied to a GPU beside computation. Streams are stand-ins that record their calls."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp.data import device_prefetch
+from fsdp.data.types import Batch, StepBatch
+
+GPU = torch.device("cuda", 1)
+
+
+class CopyStream:
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self._said = name, said
+
+    def record_event(self) -> str:
+        self._said.append(f"{self.name} records")
+        return f"event of {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self._said.append(f"{self.name} waits for {event}")
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What happened, in order."""
+    found: list[str] = []
+    inside: list[str] = []
+    copying, computing = CopyStream("copying", found), CopyStream("computing", found)
+
+    @contextlib.contextmanager
+    def within(what: Any) -> Iterator[None]:
+        inside.append(getattr(what, "name", str(what)))
+        yield
+        inside.pop()
+
+    def to(self: Batch, device: torch.device) -> Batch:
+        found.append(f"copies to {device} in {', '.join(inside)}")
+        return self
+
+    def used(tensor: Tensor, stream: CopyStream) -> None:
+        found.append(f"{stream.name} uses {tensor.tolist()}")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: copying)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    monkeypatch.setattr(torch.cuda, "device", within)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(Batch, "to", to)
+    monkeypatch.setattr(Tensor, "record_stream", used)
+    device_prefetch._copy_stream.cache_clear()
+    yield found
+    device_prefetch._copy_stream.cache_clear()
+
+
+def test_computation_waits_for_the_copy_and_its_memory_is_kept_until_it_is_used(said: list[str]) -> None:
+    carrier = device_prefetch.maybe_carrier(GPU)
+    assert carrier is not None
+    micro = [Batch({"x": torch.tensor([n])}, torch.tensor([True]), 1) for n in range(2)]
+    mixed = Batch({"x": torch.tensor([2])}, torch.tensor([False]), 0, {}, torch.tensor([7]))
+    sent = carrier.send(StepBatch([*micro, mixed], 3))
+    assert said == [*["copies to cuda:1 in cuda:1, copying"] * 3, "copying records"]
+    said.clear()
+    received = carrier.receive(sent)
+    assert (received.micro, received.samples) == ([*micro, mixed], 3)
+    first, *used = said
+    assert first == "computing waits for event of copying"
+    assert used == [f"computing uses {one}" for one in ([0], [True], [1], [True], [2], [False], [7])]
+
+
+def test_all_batches_of_a_process_are_copied_on_one_stream(said: list[str]) -> None:
+    carriers = [device_prefetch.maybe_carrier(GPU) for _ in range(2)]
+    assert None not in carriers
+    assert len({id(one._stream) for one in carriers if one is not None}) == 1
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+def test_elsewhere_nothing_is_copied(device: torch.device | None) -> None:
+    assert device_prefetch.maybe_carrier(device) is None
