@@ -187,7 +187,7 @@ class Penalised(OwnLoss):
 
 
 class NeedsMask(Uneven):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x * mask)
 
 
