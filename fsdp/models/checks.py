@@ -18,28 +18,49 @@ from fsdp.base.errors import ConfigError
 IGNORED = -100
 
 
-def check_parameters(model: nn.Module, name: str) -> None:
-    """Checks, before sharding, that shapes are known, and that FSDP can shard and reduce what is stored."""
+def check_parameters(model: nn.Module, whose: str) -> None:
+    """Checks, before sharding, that shapes are known, and that FSDP can shard and reduce what is stored.
+
+    Messages begin with `whose`.
+    """
+    _check_embeddings(model, whose)
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise ConfigError(
-                f"--model.name {name}: {key} has no shape before the first forward, "
-                "but sharding comes before it.",
+                f"{whose}: {key} has no shape before the first forward, but sharding comes before it.",
                 "nn.Linear(IN, OUT) in place of nn.LazyLinear(OUT), and likewise for every lazy module",
             )
     for key, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ConfigError(
-                f"--model.name {name}: parameter {key} is {str(parameter.dtype).removeprefix('torch.')}, "
+                f"{whose}: parameter {key} is {str(parameter.dtype).removeprefix('torch.')}, "
                 "which FSDP does not reduce.",
                 "nn.Parameter(torch.view_as_real(VALUES)), and torch.view_as_complex(parameter) in forward",
             )
         if _is_packed(parameter):
             raise ConfigError(
-                f"--model.name {name}: parameter {key} is of type {type(parameter).__name__}, whose packed "
+                f"{whose}: parameter {key} is of type {type(parameter).__name__}, whose packed "
                 "values cannot be cut into the shards of any number of ranks.",
                 f"{key} as it was before quantization; --precision.frozen bf16 stores what is not trained in "
                 "half the bytes",
+            )
+
+
+def _check_embeddings(model: nn.Module, whose: str) -> None:
+    """Refuses what an embedding does beside a lookup: sparse gradients, and weights that forward scales."""
+    for key, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        name = f"{whose}: {key or type(module).__name__}"
+        if module.sparse:
+            raise ConfigError(
+                f"{name} has sparse gradients, which are neither reduced nor clipped.", "sparse=False"
+            )
+        if module.max_norm is not None:
+            raise ConfigError(
+                f"{name} has max_norm {module.max_norm:g}: its forward writes into the rows that a rank "
+                "looks up, which no shard and no other rank receives.",
+                "max_norm=None, and scale the rows after the lookup",
             )
 
 
@@ -154,10 +175,20 @@ def check_one_number(loss: Tensor) -> None:
         )
 
 
+def check_has_gradient(loss: Tensor) -> None:
+    """Raises ConfigError if a micro-batch's loss has no gradient. It may be one rank's alone."""
+    if not loss.requires_grad:
+        raise ConfigError(
+            "the loss does not depend on a trained parameter, so that it has no gradient.",
+            "compute it without .detach(), .item() and torch.no_grad(), from parameters that are not frozen",
+            scope="rank",
+        )
+
+
 # ---------------------------------------------------------------- where it failed
 
 
-def _frames(error: Exception) -> Iterator[FrameType]:
+def frames(error: Exception) -> Iterator[FrameType]:
     trace = error.__traceback__
     while trace is not None:
         yield trace.tb_frame
@@ -165,7 +196,7 @@ def _frames(error: Exception) -> Iterator[FrameType]:
 
 
 def _embeddings(error: Exception) -> Iterator[tuple[nn.Embedding, Tensor]]:
-    for frame in _frames(error):
+    for frame in frames(error):
         owner, ids = frame.f_locals.get("self"), frame.f_locals.get("input")
         if isinstance(owner, nn.Embedding) and isinstance(ids, Tensor):
             yield owner, ids
@@ -174,7 +205,7 @@ def _embeddings(error: Exception) -> Iterator[tuple[nn.Embedding, Tensor]]:
 def _cross_entropy(error: Exception) -> tuple[Tensor | None, Tensor | None]:
     """Returns targets and logits of torch's cross_entropy or nll_loss, if it was the function that failed."""
     functions = (torch.nn.functional.cross_entropy.__code__, torch.nn.functional.nll_loss.__code__)
-    for frame in _frames(error):
+    for frame in frames(error):
         if frame.f_code in functions:
             inside: Mapping[str, Any] = frame.f_locals
             return inside["target"], inside["input"]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.models.factory import blame, load_attribute
@@ -89,7 +89,19 @@ def load_loss(path: str) -> CustomLoss | None:
         raise ConfigError(f"{FLAG} {path}: {error}.", "it is called with (output, batch)") from None
     except ValueError:  # a builtin without a signature
         pass
+    _check_untrained(path, function)
     return CustomLoss(path, function)
+
+
+def _check_untrained(path: str, function: Any) -> None:
+    """Refuses a module with parameters, as metric learning has them: no optimizer would update them."""
+    named = function.named_parameters() if isinstance(function, nn.Module) else iter(())
+    if (found := next(named, None)) is not None:
+        raise ConfigError(
+            f"{FLAG} {path} has a parameter of its own, {found[0]}, which is no part of the model and would "
+            "not be trained.",
+            "make it a part of the model, whose forward takes targets and returns the loss",
+        )
 
 
 def _described(value: Any) -> str:

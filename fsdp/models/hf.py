@@ -129,7 +129,7 @@ def resolve_folder(name: str, args: Mapping[str, Any], facts: Mapping[str, Any])
     found = PretrainedFolder(name=name, folder=folder, cls=cls, config=config, new_head=head is not None)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         trial = found.build()
-    check_parameters(trial, name)
+    check_parameters(trial, f"--model.name {name}")
     check_vocabulary(trial, name, facts)
     check_positions(trial, name, facts)
     return found

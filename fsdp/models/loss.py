@@ -75,6 +75,9 @@ class LossFunction:
         parameters = inspect.signature(model.forward).parameters
         self._accepts = set(parameters)
         self._optional = {name for name, one in parameters.items() if one.default is not one.empty}
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        after_inputs = list(parameters.values())[1:]
+        self._needed = [p.name for p in after_inputs if p.kind in named and p.default is p.empty]
         self._accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._own_loss: bool | None = True if "targets" in parameters else None
         self._own: OwnLoss | None = None
@@ -112,7 +115,8 @@ class LossFunction:
         if self._head is not None:
             return self._chunked(self._head, model, data, valid)
         unread = {self._own.labels} if self._own and self._own.withheld else set()
-        output = read_output(self._call(model, data, withheld=unread))
+        labelled = not unread and bool(self.gives_labels(data))
+        output = read_output(self._call(model, data, withheld=unread), labelled=labelled)
         if self._own is not None:
             # Without the model's loss: the memory of its graph is freed before this loss is computed.
             alone = Output(None, output.logits, output.auxiliary)
@@ -149,7 +153,7 @@ class LossFunction:
             return ""
         name = self.gives_labels(data)
         data = with_labels(data, name)
-        output = read_output(self._call(model, data))
+        output = read_output(self._call(model, data), labelled=bool(name))
         self._own_loss = output.loss is not None
         if output.loss is not None:
             check_one_number(output.loss)
@@ -197,7 +201,7 @@ class LossFunction:
         name = self.gives_labels(data)
         if self.custom is not None or not name:
             return
-        output, labels = read_output(self._call(model, data)), data[name]
+        output, labels = read_output(self._call(model, data), labelled=True), data[name]
         if output.loss is None or output.logits is None or output.logits.shape[:-1] != labels.shape:
             return
         weight = self._auxiliary_weight if output.auxiliary is not None else 0.0
@@ -241,12 +245,27 @@ class LossFunction:
         return name in self._accepts or (self._accepts_all and name != "targets")
 
     def _call(self, model: nn.Module, data: Mapping[str, Tensor], withheld: Collection[str] = ()) -> Any:
+        if self._dtype is None:
+            self._check_needed(data)
+            # At the first call, before any group is gathered in the dtype of computation.
+            self._dtype = _stored_dtype(model)
         extra = {
-            k: self._cast(model, v)
-            for k, v in data.items()
-            if k != "inputs" and k not in withheld and self._passes(k)
+            name: self._cast(value)
+            for name, value in data.items()
+            if name != "inputs" and name not in withheld and self._passes(name)
         }
-        return model(self._cast(model, data["inputs"]), **extra)
+        return model(self._cast(data["inputs"]), **extra)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    def _check_needed(self, data: Mapping[str, Tensor]) -> None:
+        missing = next((name for name in self._needed if name not in data), None)
+        if missing is not None:
+            raise ConfigError(
+                f"the model's forward needs {missing}, and the data have only {', '.join(data)}.",
+                f"give {missing} a default in forward, or return it from the data set: docs/data.md",
+            )
 
     def _same_without(self, model: nn.Module, data: Mapping[str, Tensor], name: str, logits: Tensor) -> bool:
         alone = read_output(self._call(model, data, withheld={name})).logits
@@ -256,11 +275,10 @@ class LossFunction:
             and torch.allclose(alone, logits, rtol=1e-3, atol=1e-3)
         )
 
-    def _cast(self, model: nn.Module, tensor: Tensor) -> Tensor:
-        """Casts to the parameters' stored dtype: FSDP casts inputs only if it computes in another dtype."""
-        if self._dtype is None:
-            # At the first call, before any group is gathered in the dtype of computation.
-            # The widest: frozen parameters may be stored in bf16, and computed with in fp32.
-            found = {p.dtype for p in model.parameters() if p.is_floating_point()}
-            self._dtype = max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+def _stored_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of floating-point inputs: FSDP casts them only if it computes in another dtype. The widest of
+    the parameters: frozen ones may be stored in bf16, and computed with in fp32.
+    """
+    found = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)

@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import nearest
+from fsdp.base.torch_private.tensors import uncompiled
 from fsdp.config import ModelSection
 from fsdp.models.builtin import BuiltIn, Facts, make_sizes
 from fsdp.models.checks import check_parameters, check_vocabulary
@@ -123,7 +124,7 @@ def _resolve_factory(section: ModelSection, facts: Facts) -> ModelSpec:
     build = _Factory(section.name, factory, given)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         trial = build()
-    check_parameters(trial, section.name)
+    check_parameters(trial, f"--model.name {section.name}")
     check_vocabulary(trial, section.name, facts)
     check_positions(trial, section.name, facts)
     return ModelSpec(
@@ -174,6 +175,12 @@ class _Factory:
             raise ConfigError(
                 f"--model.name {self.path} returned a {type(model).__name__}, not an nn.Module.",
                 "return the model itself",
+            )
+        if isinstance(model, nn.DataParallel) or uncompiled(model) is not model:
+            # Their forward takes any arguments: which data the model gets could not be read from it.
+            raise ConfigError(
+                f"--model.name {self.path} returned its model inside of {type(model).__name__}.",
+                "return the model itself; --speed.compile true compiles its units",
             )
         return model
 

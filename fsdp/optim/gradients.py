@@ -43,7 +43,8 @@ class Gradients:
         self._norms = []
         sharded, plain = self._locals(self._sharded), self._locals(self._plain)
         square = self._square_sum(sharded)
-        if self._group is not None and self._group.size() > 1:
+        # Without a trained shard on any rank, as of a lone temperature, there is nothing to sum.
+        if self._sharded and self._group is not None and self._group.size() > 1:
             if square is None:
                 first = self._sharded[0]
                 square = torch.zeros((), dtype=_summed(first.dtype), device=first.device)

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.base.errors import ConfigError
@@ -38,8 +39,9 @@ from fsdp.config import (
 )
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models.blocks import blocks_of, find_units
-from fsdp.models.checks import misfit
+from fsdp.models.checks import frames, misfit
 from fsdp.models.experts import has_separate_experts
+from fsdp.models.parameter_names import clean_name
 from fsdp.models.unsharded import persistent
 from fsdp.parallel.activations import apply_activation_checkpointing, refused_recomputation
 from fsdp.parallel.attention import refused_attention
@@ -225,9 +227,36 @@ def explained(root: nn.Module) -> Iterator[None]:
         yield
     except (IndexError, RuntimeError) as error:
         refused = refused_recomputation(error) or refused_attention(error) or misfit(error, root)
+        refused = refused or _refused_shard(error, root)
         if refused is None:
             raise
         raise refused from error
+
+
+def _refused_shard(error: Exception, root: nn.Module) -> ConfigError | None:
+    """The ConfigError for a forward that computes with a shard, as one that calls another method of a unit
+    than its forward; None for other errors.
+    """
+    if "DTensor" not in str(error):
+        return None
+    names = {module: name for name, module in root.named_modules()}
+    owners = [frame.f_locals.get("self") for frame in frames(error)]
+    found = next(
+        (
+            f"{names[owner]}.{key}".lstrip(".")
+            for owner in reversed(owners)
+            if isinstance(owner, nn.Module) and owner in names
+            for key, parameter in owner.named_parameters(recurse=False)
+            if isinstance(parameter, DTensor)
+        ),
+        "a parameter",
+    )
+    return ConfigError(
+        f"the forward computes with {clean_name(found)} where this rank has a shard of it alone: outside of "
+        "the forward of its unit, or after torch.autograd.grad.",
+        "--mesh.wrap root gathers all parameters at once; --mesh.wrap class:NAME makes a unit of the class "
+        "whose forward computes with it",
+    )
 
 
 def shard_model(

@@ -217,7 +217,7 @@ class Loss:
             yield self._custom(self.forward(piece), piece)[0] / (count or 1)
 
     def _call(self, batch: Mapping[str, Tensor], names: set[str]) -> Any:
-        return _unpacked(self._raw(batch, names))
+        return _unpacked(self._raw(batch, names), labelled=self._labels in names)
 
     def _raw(self, batch: Mapping[str, Tensor], names: set[str]) -> Any:
         """Parameters are cast for the computation; their gradients are in the dtype they are kept in."""
@@ -230,13 +230,15 @@ class Loss:
         return torch.func.functional_call(self._model, lower, (cast["inputs"],), given)
 
 
-def _unpacked(output: Any) -> tuple[Any, Any, Any]:
+def _unpacked(output: Any, labelled: bool) -> tuple[Any, Any, Any]:
     if hasattr(output, "dim"):
         return (output, None, None) if output.dim() == 0 else (None, output, None)
     if isinstance(output, (tuple, list)):
-        first = _unpacked(output[0])
-        second = output[1] if len(output) > 1 and hasattr(output[1], "dim") and output[1].dim() > 1 else None
-        return (first[0], second, None) if first[0] is not None else first
+        first = _unpacked(output[0], labelled)
+        second = output[1] if len(output) > 1 and hasattr(output[1], "dim") else None
+        if first[0] is None:
+            return (second, first[1], None) if labelled and second is not None and not second.dim() else first
+        return (first[0], second if second is not None and second.dim() > 1 else None, None)
     values = output if isinstance(output, Mapping) else vars(output)
     return values.get("loss"), values.get("logits"), values.get("aux_loss")
 

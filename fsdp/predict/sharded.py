@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,10 @@ def _model_and_tensors(
 def _sharded(config: Config, spec: ModelSpec, env: DistEnv) -> Sharded:
     """Compilation, recomputation and offload of the training run do not apply."""
     mesh = MeshSizes("fsdp", 1, env.world_size)
-    plain = Config()
+    plain = Config(model=config.model, run=config.run)
     return shard_model(
         # frozen parameters may have their own dtype
-        model_of(replace(plain, model=config.model), spec, resolve_dtypes(config.precision, env.device)),
+        model_of(plain, spec, resolve_dtypes(config.precision, env.device)),
         Config(mesh=MeshSection(strategy="fsdp"), precision=config.precision),
         sizes=mesh,
         mesh=build_mesh(mesh, env.device, config.run.process_group_timeout_s),

@@ -24,7 +24,7 @@ from fsdp.models.hf import KERNELS
 from fsdp.models.hub import PREFIX
 from fsdp.models.kv_cache import turn_caches_off
 from fsdp.models.model_output import loss_or_logits
-from fsdp.models.unsharded import fill_buffers, to_empty
+from fsdp.models.unsharded import fill_buffers, seeded, to_empty
 from fsdp.parallel.shard import resolve_dtypes
 
 # Fields that predictions do not use, and whose files may no longer exist.
@@ -44,7 +44,8 @@ class TrainedModel:
 
     def logits(self, inputs: Tensor) -> Tensor:
         """The model's logits, on its device."""
-        dtype = max((p.dtype for p in self.model.parameters()), key=lambda one: one.itemsize)
+        found = (p.dtype for p in self.model.parameters() if p.is_floating_point())
+        dtype = max(found, key=lambda one: one.itemsize)
         inputs = inputs.to(self.device, dtype if inputs.is_floating_point() else None)
         # FSDP2 gathers no parameters in inference mode
         with torch.inference_mode() if self.from_rank_0 is None else torch.no_grad():
@@ -68,7 +69,8 @@ def open_run(run: Path, flags: Sequence[str] = (), trusted: Collection[str] = ()
     model.to(device).eval()
     dtype = resolve_dtypes(config.precision, device).param
     for parameter in model.parameters():  # buffers keep their dtype, as in FSDP's mixed precision
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     select_experts_kernel(model, dtype)
     return TrainedModel(run, config, model, data, device)
 
@@ -99,7 +101,8 @@ def read_config(run: Path, flags: Sequence[str], trusted: Collection[str]) -> Co
 def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:
     spec, state = open_export(run, config, facts)
     fills_itself = spec.knows_inits or spec.pretrained is not None
-    with torch.device("meta" if fills_itself else "cpu"):
+    # Of the run's seed: no file holds what a constructor draws beside what a state dict has.
+    with seeded(config.run.seed), torch.device("meta" if fills_itself else "cpu"):
         model = spec.build()
     if fills_itself:
         to_empty(model, "cpu")
@@ -109,7 +112,8 @@ def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:
     if spec.pretrained is None:
         model.to(dtype)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     try:
         model.load_state_dict(dict(state), strict=True)
     except RuntimeError as error:

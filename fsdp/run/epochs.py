@@ -52,8 +52,10 @@ class Epochs:
 
     def due(self, step: int, every: float) -> bool:
         """Whether `step` is the first at which a further multiple of `every` epochs is complete."""
+        if not every:
+            return False
         now, before = self.cursor.epoch(step), self.cursor.epoch(step - 1)
-        if not every or now is None or before is None:
+        if now is None or before is None:
             return False
         length = Fraction(str(every))  # 0.1 as it was written, a tenth
         return math.floor(now / length) > math.floor(before / length)

@@ -31,15 +31,14 @@ from fsdp.memory.resting import resting_bytes
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
 from fsdp.models.blocks import find_units
-from fsdp.models.checks import batch_norms, lacks_base, make_contiguous
+from fsdp.models.checks import batch_norms, check_parameters, lacks_base, make_contiguous
 from fsdp.models.chunked_loss import output_layer
 from fsdp.models.custom_loss import CustomLoss, load_loss
 from fsdp.models.experts import select_experts_kernel
 from fsdp.models.kv_cache import turn_caches_off
 from fsdp.models.lora import adapted, apply_lora
-from fsdp.models.parameter_names import all_names
 from fsdp.models.trainable import freeze
-from fsdp.models.unsharded import seeded
+from fsdp.models.unsharded import seeded, to_empty
 from fsdp.optim.custom_optimizer import is_custom, load_factory
 from fsdp.optim.schedule import Schedule
 from fsdp.parallel import traffic
@@ -173,12 +172,15 @@ def _total_steps(config: Config, data: DataSet, cursor: Cursor | MixCursor | Str
     return data.info.default_steps or (data.info.default_epochs or DEFAULT_EPOCHS) * cursor.steps_per_epoch
 
 
-def meta_model(spec: ModelSpec) -> nn.Module:
+def meta_model(spec: ModelSpec, seed: int = 0) -> nn.Module:
     """The model on meta. A model that cannot be built there, or keeps tensors beside its buffers, is built
     whole first.
+
+    With the streams of the run's `seed`: what the constructor draws beside parameters and buffers (an order
+    of its layers, a tensor that is no buffer) is the same on every rank, after a resume and in prediction.
     """
     try:
-        with torch.device("meta"):
+        with seeded(seed), torch.device("meta"):
             model = spec.build()
         stray = next(stray_tensors(model), None)
         base = lacks_base(model)
@@ -188,25 +190,10 @@ def meta_model(spec: ModelSpec) -> nn.Module:
     except (NotImplementedError, RuntimeError) as error:
         why = first_line(error)
     log.warning("%s cannot be built on the meta device (%s): each rank builds it whole once", spec.name, why)
-    with seeded(0), torch.device("cpu"):
-        return _moved_to_meta(spec.build())
-
-
-def _moved_to_meta(model: nn.Module) -> nn.Module:
-    """`Module.to` makes a meta tensor for each name: those of a tied parameter become one again."""
-    tied = [names for names in all_names(model).values() if len(names) > 1]
-    model.to("meta")
-    for first, *others in tied:
-        for name in others:
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, _attribute(model, first))
+    with seeded(seed), torch.device("cpu"):
+        model = spec.build()
+    to_empty(model, "meta")
     return model
-
-
-def _attribute(model: nn.Module, name: str) -> Tensor:
-    owner, _, leaf = name.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(owner), leaf)
-    return found
 
 
 def trained_model(config: Config, job: Job) -> nn.Module:
@@ -226,21 +213,29 @@ def trained_model(config: Config, job: Job) -> nn.Module:
 def model_of(config: Config, spec: ModelSpec, dtypes: Dtypes | None = None) -> nn.Module:
     """The meta model with frozen parameters and adapters applied: the one that a run shards. `dtypes` are
     those of a CPU if None.
-
-    One that comes in eval mode, as `from_pretrained` returns it, trains in train mode; a part of it alone
-    keeps its mode.
     """
-    model = meta_model(spec)
-    if not model.training:
-        model.train()
-    turn_caches_off(model)
     dtypes = dtypes or resolve_dtypes(config.precision, torch.device("cpu"))
-    select_experts_kernel(model, dtypes.param)
-    make_contiguous(model)
+    model = trainable_model(spec, config.run.seed, dtypes.param)
     if config.model.frozen:
         freeze(model, config.model.frozen)
     if config.lora.rank:
         apply_lora(model, config.lora)
+    return model
+
+
+def trainable_model(spec: ModelSpec, seed: int, computed: torch.dtype) -> nn.Module:
+    """The meta model as sharding and training need it; experts have kernels for the dtype `computed`.
+
+    One that comes in eval mode, as `from_pretrained` returns it, trains in train mode; a part of it alone
+    keeps its mode.
+    """
+    model = meta_model(spec, seed)
+    check_parameters(model, spec.name)
+    if not model.training:
+        model.train()
+    turn_caches_off(model)
+    select_experts_kernel(model, computed)
+    make_contiguous(model)
     return model
 
 

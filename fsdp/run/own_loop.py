@@ -36,11 +36,12 @@ from fsdp.dist.process_group import process_group
 from fsdp.models import ModelSpec
 from fsdp.optim.train_state import TrainState
 from fsdp.parallel.attention import attention_kernel, check_attention
+from fsdp.parallel.forward_check import check_first_forward
 from fsdp.parallel.materialize import materialize
-from fsdp.parallel.shard import Sharded, replicate, shard_model
+from fsdp.parallel.shard import Sharded, replicate, resolve_dtypes, shard_model
 from fsdp.record.console import set_up_logging
 from fsdp.run import setup
-from fsdp.run.job import meta_model
+from fsdp.run.job import trainable_model
 from fsdp.run.step import gradients_of
 from fsdp.rundir import history
 from fsdp.rundir.line_files import append_if_possible
@@ -72,9 +73,8 @@ def shard(build: Callable[[], nn.Module], config: Config, env: DistEnv) -> Shard
     """
     sizes = resolve(config.mesh, env.world_size, env.num_nodes)
     spec = ModelSpec(name=getattr(build, "__name__", "model"), build=build, sizes={}, knows_inits=False)
-    model = meta_model(spec)
-    if not model.training:  # as from_pretrained returns it: DDP averages gradients in train mode alone
-        model.train()
+    dtypes = resolve_dtypes(config.precision, env.device)
+    model = trainable_model(spec, config.run.seed, dtypes.master if sizes.strategy == "ddp" else dtypes.param)
     sharded = shard_model(
         model,
         config,
@@ -86,6 +86,7 @@ def shard(build: Callable[[], nn.Module], config: Config, env: DistEnv) -> Shard
     materialize(
         sharded, spec=spec, seed=config.run.seed, init=config.model.init, rank=env.rank, rest_device=host
     )
+    check_first_forward(sharded, config)
     replicate(sharded)
     return sharded
 

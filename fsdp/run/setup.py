@@ -33,6 +33,7 @@ from fsdp.memory.oom import OomContext
 from fsdp.models.chunked_loss import maybe_chunked
 from fsdp.models.loss import LossFunction
 from fsdp.parallel.compiler import compiles
+from fsdp.parallel.forward_check import check_first_forward
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.nvme import NvmeFiles
 from fsdp.parallel.shard import Sharded, replicate
@@ -263,6 +264,7 @@ def fill_weights(
     )
     if shelf is not None:
         shelf.watch()
+    check_first_forward(sharded, config)
     replicate(sharded)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fsdp.data.types import Batch
-from fsdp.models.checks import check_one_number
+from fsdp.models.checks import check_has_gradient, check_one_number
 from fsdp.models.loss import LossFunction
 from fsdp.optim.gradients import Gradients, InTurn
 from fsdp.optim.loss_scale import LossScaler
@@ -107,6 +107,7 @@ def micro_batch(
         hooks.enter("forward")
         found = parts.loss_function(parts.sharded.called, batch.data, batch.valid, batch.valid_rows)
         check_one_number(found.loss_sum)
+        check_has_gradient(found.loss_sum)
         weight = hooks.weight()
         loss = numbers_of(found, batch, parts.sources)
         total = loss if total is None else total + loss

@@ -145,6 +145,7 @@ def what_groups_hold(env: DistEnv) -> dict[str, Any]:
     found["names"] = [fsdp.group_name(group) for group in groups]
     found["parameters"] = [fsdp.parameter_name(one) for group in groups for one in group.fsdp_params]
     found["order"] = [fsdp.group_name(group) for group in fsdp.forward_order(groups[0])]
+    found["frees"] = [fsdp.frees_after_forward(group) for group in groups]
     loss.register_hook(
         lambda _: distributed.at_end_of_backward(lambda: late.extend(fsdp.unreduced_groups(groups)))
     )
@@ -180,6 +181,7 @@ def test_what_the_groups_of_fsdp_hold() -> None:
     expected = ["scale", "0.weight", "0.bias", "1.weight", "1.bias"]
     holds(found["parameters"] == expected, "fsdp.parameter_name", f"names are {found['parameters']}")
     holds(found["order"] == ["0", "1", ""], "fsdp.forward_order", f"the order is {found['order']}")
+    holds(found["frees"] == [False, True, True], "fsdp.frees_after_forward", f"it is {found['frees']}")
     holds(
         found["late"] == [(0, [True]), (1, [True, True])],
         "fsdp.unreduced_groups",
@@ -315,6 +317,48 @@ def test_the_memory_under_sharded_parameters_is_replaced() -> None:
         inside, equal = run_world(2, moved_shards)[0]
     holds(inside, "fsdp.move_padded_shard", "parameters lie elsewhere")
     holds(equal, "fsdp.move_padded_shard", "FSDP gathers other numbers")
+
+
+def test_fsdp_sees_the_tensors_of_containers_alone() -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    seen = fsdp.seen_tensors((tensor, {"more": [tensor, tensor.detach(), 3]}))
+    holds([one is tensor for one in seen] == [True, True], "fsdp.seen_tensors", f"it finds {seen}")
+    holds(not fsdp.seen_tensors({tensor}), "fsdp.seen_tensors", "it finds those of a set")
+
+
+def writes_of_forwards(env: DistEnv) -> list[dict[str, bool]]:
+    """What each forward wrote into: nothing, values in place, other memory."""
+    model = sharded()
+    found: list[dict[str, bool]] = []
+
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        groups = [group for group in fsdp.parameter_groups(model) if module in group.modules]
+        found[-1] |= {
+            fsdp.parameter_name(one): fsdp.is_written(one) for group in groups for one in group.fsdp_params
+        }
+
+    def write(module: Any, inputs: Any) -> None:
+        if len(found) == 2:
+            module.weight.data.mul_(2)
+        elif len(found) == 3:
+            module.weight.data = module.weight.data.clone()
+
+    for module in (*model, model):
+        module.register_forward_hook(look, prepend=True)
+    model[1].register_forward_pre_hook(write)
+    for _ in range(3):
+        found.append({})
+        model(torch.ones(2, 3))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_forward_that_writes_into_a_gathered_parameter_is_found(ranks: int) -> None:
+    with works("fsdp.is_written", "FSDPParam has other attributes"):
+        plain, *written = run_world(ranks, writes_of_forwards)[0]
+    holds(not any(plain.values()), "fsdp.is_written", f"it finds writes in {plain}")
+    for one in written:
+        holds([n for n, seen in one.items() if seen] == ["1.weight"], "fsdp.is_written", f"it finds {one}")
 
 
 # ---------------------------------------------------------------- process groups, DDP, autograd
@@ -559,6 +603,13 @@ def test_the_compiled_call_is_replaced() -> None:
     tensors.set_compiled_call(module, call)
     module(torch.ones(1, 2))
     holds(len(calls) == 1, "tensors.set_compiled_call", "a call does not go through it")
+
+
+def test_the_module_inside_a_compiled_one_is_found() -> None:
+    module = nn.Linear(2, 2)
+    holds(tensors.uncompiled(module) is module, "tensors.uncompiled", "a plain module is taken apart")
+    compiled: Any = torch.compile(module)
+    holds(tensors.uncompiled(compiled) is module, "tensors.uncompiled", "torch.compile wraps otherwise")
 
 
 def test_the_compiler_has_an_activation_budget() -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -231,6 +231,34 @@ def built_for_evaluation() -> torch.nn.Module:
 def trains(env: DistEnv) -> bool:
     config = shardrun.load_config([*SHORT, "--mesh.strategy", "ddp"])
     return shardrun.shard(built_for_evaluation, config, env).root.training
+
+
+def turned() -> torch.nn.Module:
+    """A weight whose memory is in the order of its columns, which FSDP does not take."""
+    model = build()
+    model[0].weight = torch.nn.Parameter(torch.linspace(-0.2, 0.2, 15).view(3, 5).t())  # type: ignore[index]
+    return model
+
+
+def lazy() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.LazyLinear(5))
+
+
+def sharded_weights(env: DistEnv) -> tuple[torch.Tensor, str]:
+    """The first weight of `turned` in a loop of one's own, and what is said about `lazy`."""
+    config = shardrun.load_config([*SHORT])
+    weight: Any = next(shardrun.shard(turned, config, env).root.parameters())
+    try:
+        shardrun.shard(lazy, config, env)
+    except shardrun.ShardrunError as error:
+        return weight.full_tensor().detach(), str(error)
+    return weight.full_tensor().detach(), "not refused"
+
+
+def test_a_loop_of_ones_own_takes_the_models_that_a_run_takes() -> None:
+    weight, said = run_world(2, sharded_weights)[0]
+    assert torch.equal(weight, next(turned().parameters()))
+    assert said.startswith("lazy: 0.weight has no shape before the first forward"), said
 
 
 def test_a_model_in_eval_mode_is_trained_in_train_mode() -> None:

@@ -158,7 +158,7 @@ def trained(name: str, *words: str) -> list[torch.Tensor]:
     spec = ModelSpec(name=name, build=partial(as_it_comes, name), sizes={}, knows_inits=False)
     assert not any(p.device.type != "meta" for p in model_of(config, spec).parameters())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "meta_model", lambda spec: build_real(spec, 0))
+        patch.setattr(job, "meta_model", lambda spec, seed: build_real(spec, seed))
         model = model_of(config, spec)
     apply_activation_checkpointing(find_units(model), config.memory, root=model)
     tokens = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(0))

@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp.base.errors import ConfigError
 from fsdp.models.checks import IGNORED
 from fsdp.models.cross_entropy import TokenCounts, count_tokens, cross_entropy_parts, summed_entropy
 from fsdp.models.loss import AUXILIARY, BY_SAMPLES, LossFunction
-from fsdp.models.model_output import loss_or_logits
+from fsdp.models.model_output import Output as Found
+from fsdp.models.model_output import loss_or_logits, read_output
 
 VALID = torch.tensor([True, True, False])
 INPUTS, TARGETS = torch.randn(3, 4), torch.tensor([1, 0, 2])
@@ -119,8 +121,20 @@ def test_a_model_gets_the_inputs_that_its_forward_names() -> None:
 
 @pytest.mark.parametrize("output", [3, None, [], {"hidden": torch.zeros(1)}])
 def test_anything_else_is_refused_by_its_type(output: Any) -> None:
-    with pytest.raises(TypeError, match=f"the model returned {type(output).__name__}: neither"):
+    with pytest.raises(ConfigError, match=f"the model returned a {type(output).__name__}: neither"):
         loss_or_logits(output)
+
+
+@pytest.mark.parametrize("output", [{"loss": 0.5, "logits": torch.ones(2, 3)}, {"logits": [torch.ones(2)]}])
+def test_a_loss_or_logits_that_are_no_tensor_are_refused(output: Any) -> None:
+    with pytest.raises(ConfigError, match=r"the model returned a (float as loss|list as logits)"):
+        loss_or_logits(output)
+
+
+def test_logits_before_the_loss_are_read_of_a_model_that_was_given_labels() -> None:
+    logits, loss = torch.ones(2, 3), torch.ones(())
+    assert read_output((logits, loss), labelled=True) == Found(loss, logits)
+    assert read_output((logits, loss)) == read_output((logits, None), labelled=True) == Found(None, logits)
 
 
 def test_inputs_come_in_the_parameters_precision() -> None:

@@ -4,33 +4,109 @@ of torch's.
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.config import MemorySection
 from fsdp.dist.env import DistEnv
+from fsdp.models import build_real, resolve
 from fsdp.models.blocks import find_units
 from fsdp.parallel.activations import apply_activation_checkpointing
-from tests.support.runs import failures, run
+from fsdp.predict.trained import open_run
+from tests.support.plain_loop import relative_difference, train_plainly
+from tests.support.runs import failures, finished, flags, on_a_rank, run, settings
 from tests.support.world import run_world
 
 HERE = "tests.models.unusual"
 THREE = "--train.steps 3 --checkpoint.every_steps 1000 --optim.warmup_steps 0"
 
 
-@pytest.mark.parametrize("words", ["Empty", "Empty --mesh.strategy ddp", "Orthogonal", "Unused"])
+@pytest.mark.parametrize(
+    "words", ["Empty", "Empty --mesh.strategy ddp", "Orthogonal", "Unused", "WholeNumbers"]
+)
 def test_it_trains(words: str, tmp_path: Path) -> None:
     """The same at two ranks and at one."""
     one, two = (run(ranks, tmp_path / str(ranks), THREE, f"--model.name {HERE}:{words}") for ranks in (1, 2))
     for name, value in one.parameters.items():
         torch.testing.assert_close(two.parameters[name], value, rtol=1e-4, atol=1e-5)
+
+
+FP64 = "--precision.master fp64 --precision.param fp64"
+
+
+def plainly(folder: Path, words: str, ranks: int, expected: str = "") -> None:
+    """Trained on these ranks as by a loop in one process; `expected` are that loop's own flags."""
+    loop = train_plainly(settings(THREE, FP64, expected or words), dtype="fp64", steps=3)
+    ours = run(ranks, folder, THREE, FP64, words).parameters
+    assert relative_difference(ours, loop.parameters) < 1e-10
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_a_lone_temperature_is_trained_as_in_one_process(strategy: str, tmp_path: Path) -> None:
+    """All else is frozen: no rank has a shard that is trained."""
+    frozen = "--model.name tests.support.user_code:Scalar --model.frozen stem.*,blocks.*,head.*"
+    plainly(tmp_path / "run", f"{frozen} --mesh.strategy {strategy}", 2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "InPlace --mesh.reshard_after_forward false", "Hiding --mesh.reshard_after_forward false",
+        "Forces --mesh.wrap root", "ByMethod --mesh.wrap root", "InPlace --mesh.strategy ddp",
+    ],
+)  # fmt: skip
+def test_a_hint_trains_what_was_refused(words: str, tmp_path: Path) -> None:
+    plainly(tmp_path / "run", f"--model.name {HERE}:{words}", 2)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_logits_before_a_loss_do_not_replace_it(strategy: str, tmp_path: Path) -> None:
+    words = f"--mesh.strategy {strategy} --model.name"
+    plainly(tmp_path / "run", f"{words} {HERE}:LossAtLast", 2, f"{words} tests.support.user_code:OwnLoss")
+
+
+def from_other_streams(env: DistEnv, words: list[str]) -> str | None:
+    """A run of ranks whose processes have drawn different numbers before."""
+    random.seed(env.rank)
+    np.random.seed(env.rank)
+    torch.manual_seed(env.rank)
+    return on_a_rank(env, words)
+
+
+@pytest.mark.parametrize("name", ["Shuffled", "Ordered"])
+def test_what_a_constructor_draws_is_the_same_on_every_rank(name: str, tmp_path: Path) -> None:
+    """As in one process with the run's seed: an order of features, and a tensor that is no buffer."""
+    words = flags(THREE, FP64, f"--model.name {HERE}:{name} --run.seed 3")
+    folder = tmp_path / "run"
+    assert run_world(2, from_other_streams, ["--run.dir", str(folder), *words]) == [None, None]
+    loop = train_plainly(configuration.load(words), dtype="fp64", steps=3)
+    assert relative_difference(finished(folder).parameters, loop.parameters) < 1e-10
+    predicting: Any = open_run(folder, trusted=[f"{HERE}:{name}", "tests.support.user_code:vectors"]).model
+    plain: Any = build_real(resolve(configuration.load(words).model, {}), 3)
+    assert predicting.order == plain.order
+    assert name == "Ordered" or torch.equal(predicting.turn, plain.turn)
+
+
+def test_a_forward_that_draws_from_python_and_numpy_resumes_to_the_bit(tmp_path: Path) -> None:
+    words = f"--train.steps 6 --checkpoint.every_steps 1000 --model.name {HERE}:HostNoise"
+    whole = run(2, tmp_path / "whole", words)
+    assert failures(2, tmp_path / "parts", words, "--train.stop_after 3") == [None, None]
+    parts = run(2, tmp_path / "parts", words)
+    assert all(torch.equal(parts.parameters[name], value) for name, value in whole.parameters.items())
+
+
+def test_a_forward_may_write_into_parameters_under_ddp(tmp_path: Path) -> None:
+    plainly(tmp_path / "run", f"--mesh.strategy ddp --model.name {HERE}:Follows", 2)
 
 
 def test_a_tied_model_with_a_plain_tensor_stays_tied(tmp_path: Path) -> None:
@@ -71,6 +147,31 @@ def test_the_order_of_a_parameter_in_memory_changes_nothing(tmp_path: Path) -> N
 
 
 REFUSED = {
+    "Follows": "the forward writes into slow.weight, which is gathered for this step alone: its shards do "
+        "not change. HINT: register_buffer for what forward changes, or --mesh.strategy ddp "
+        "--checkpoint.mode blocking",
+    "Follows --model.args.way replaced --mesh.strategy hsdp": "the forward writes into slow.weight, which",
+    "Clipping": "the forward writes into blocks.0.up.weight, which is gathered for this step alone",
+    "Clipping --precision.param bf16": "the forward writes into blocks.0.up.weight, which",
+    "ByMethod": "the forward computes with blocks.0.up.weight where this rank has a shard of it alone: "
+        "outside of the forward of its unit, or after torch.autograd.grad. HINT: --mesh.wrap root",
+    "Penalised": "the forward computes with a parameter where this rank has a shard of it alone",
+    "Forces": "the forward computes with head.weight where this rank has a shard of it alone",
+    "InPlace": "the output of blocks.0 is a view, and the forward writes into it afterwards (x += y): "
+        "FSDP would not gather blocks.0 for its backward. HINT: x = x + y in place of x += y, or --mesh.resh",
+    "Hiding": "blocks.0 returns a Hidden, in which FSDP finds no tensors: it would not gather blocks.0 for "
+        "its backward. HINT: return tensors, or a tuple, list, dictionary or dataclass of them; or --mesh",
+    "NeedsMask": "the model's forward needs mask, and the data have only inputs, targets. HINT: give mask a ",
+    "Detached": "the loss does not depend on a trained parameter, so that it has no gradient. HINT: compute",
+    "ReturnsNothing": "the model returned a NoneType: neither a tensor, nor a loss, nor logits. HINT: return",
+    "wrapped": "wrapped returned its model inside of DataParallel. HINT: return the model itself; "
+        "--speed.compile true",
+    "Uneven --train.loss {HERE}:centres": "centres has a parameter of its own, centres, which is no part of "
+        "the model and would not be trained. HINT: make it a part of the model",
+    "Words --model.args.sparse true --data.name {HERE}:sentences": "Words: words has sparse gradients, which "
+        "are neither reduced nor clipped. HINT: sparse=False",
+    "Words --model.args.max_norm 1.0 --data.name {HERE}:sentences": "Words: words has max_norm 1: its "
+        "forward writes into the rows",
     "Complex": "Complex: parameter phase is complex64, which FSDP does not reduce. HINT: "
         "nn.Parameter(torch.view_as_real(",
     "Quantized": "Quantized: parameter packed is of type Packed, whose packed values cannot be cut into the "

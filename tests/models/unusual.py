@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.user_code import Block, Sentences, TiedWords, Uneven, Vectors
+from tests.support.user_code import Block, OwnLoss, Sentences, TiedWords, Uneven, Vectors
 
 # ---------------------------------------------------------------- what trains
 
@@ -41,6 +43,61 @@ class Orthogonal(Uneven):
         nn.utils.parametrizations.orthogonal(self.get_submodule("blocks.0.up"))
 
 
+class Shuffled(Uneven):
+    """What no state dict holds: an order drawn from Python's stream, and a drawn tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = random.sample(range(12), 12)
+        self.turn = torch.randn(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x @ self.turn.to(x.dtype))[:, self.order])
+
+
+class Ordered(Shuffled):
+    """Without the tensor: it is built on meta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Uneven.forward(self, x[:, self.order])
+
+
+class HostNoise(Uneven):
+    """Drops features in training, by the streams of Python and numpy, as SpecAugment does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            kept = np.random.random(12) < 0.5 + random.random() / 2
+            x = x * torch.from_numpy(kept).to(x)
+        return super().forward(x)
+
+
+class LossAtLast(OwnLoss):
+    """Logits before the loss, as nanoGPT returns them."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+        loss = None if targets is None else super().forward(x, targets)
+        return super().forward(x), loss
+
+
+class WholeNumbers(Uneven):
+    """A table of int8 as a parameter that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(13, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x) + 0.01 * self.table
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 class Unused(Uneven):
     def __init__(self) -> None:
         super().__init__()
@@ -54,6 +111,177 @@ class Complex(Uneven):
     def __init__(self) -> None:
         super().__init__()
         self.phase = nn.Parameter(torch.ones(13, dtype=torch.complex64))
+
+
+class Follows(Uneven):
+    """A second stem that forward moves after the first, as momentum encoders are moved."""
+
+    def __init__(self, way: str = "in place") -> None:
+        super().__init__()
+        self.slow, self.way = nn.Linear(12, 13).requires_grad_(False), way
+
+    @torch.no_grad()
+    def move(self) -> None:
+        for slow, fast in zip(self.slow.parameters(), self.stem.parameters(), strict=True):
+            if self.way == "replaced":
+                slow.data = slow.data * 0.5 + fast.data * 0.5
+            else:
+                slow.data.mul_(0.5).add_(fast.data, alpha=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.move()
+        return super().forward(x) + self.head(self.slow(x))
+
+
+class Clips(Block):
+    """A block that clips its weight in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__(13)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+class Clipping(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Clips() for _ in range(2))
+
+
+class Another(Block):
+    """A block with a second method that computes."""
+
+    def __init__(self) -> None:
+        super().__init__(13)
+
+    def widened(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x))
+
+
+class ByMethod(Uneven):
+    """Calls a method of a block that is not its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Another() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x) + block.widened(x)  # type: ignore[operator]
+        return self.head(x)
+
+
+class Penalised(OwnLoss):
+    """Adds the squares of all parameters to its loss."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        found = super().forward(x, targets)
+        if targets is None:
+            return found
+        return found + 0.01 * torch.stack([p.square().sum() for p in self.parameters()]).sum()
+
+
+class NeedsMask(Uneven):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * mask)
+
+
+class Detached(Uneven):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+class ReturnsNothing(Uneven):
+    def forward(self, x: Tensor) -> None:  # type: ignore[override]
+        super().forward(x)
+
+
+def wrapped() -> Any:
+    return nn.DataParallel(Uneven())
+
+
+class Scales(nn.Module):
+    """A block whose output is a view, and whose backward reads its parameter without looking at its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.full((13,), 1.5)), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale)[:, :13]
+
+
+class InPlace(Uneven):
+    """Adds to the outputs of its blocks in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scales() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+            x += 1.0
+        return self.head(x)
+
+
+class Hidden:
+    """A class that torch does not know as a container."""
+
+    def __init__(self, state: Tensor) -> None:
+        self.state = state
+
+
+class Hides(Scales):
+    def forward(self, x: Hidden) -> Hidden:  # type: ignore[override]
+        return Hidden(x.state * self.scale)
+
+
+class Hiding(Uneven):
+    """Its blocks pass an object on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Hides() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = Hidden(self.stem(x))
+        for block in self.blocks:
+            found = block(found)
+        return self.head(found.state)
+
+
+class Forces(Uneven):
+    """Takes a gradient in its forward, as models of forces do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            h = self.stem(x)
+            for block in self.blocks:
+                h = block(h)
+            (found,) = torch.autograd.grad(h.square().sum(), x, create_graph=True)
+        return self.head(h) + found[:, :5]
+
+
+class Centres(nn.Module):
+    """A loss with parameters, as metric learning has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.zeros(5, 5))
+
+    def forward(self, output: Tensor, batch: Any) -> Tensor:
+        return (output - self.centres[batch["targets"]]).square().sum(-1)
+
+
+centres = Centres()
 
 
 class Lazy(Uneven):
@@ -184,9 +412,9 @@ class Caching(Uneven):
 
 
 class Words(nn.Module):
-    def __init__(self, words: int = 31, positions: int = 9) -> None:
+    def __init__(self, words: int = 31, positions: int = 9, **more: Any) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(words, 13), nn.Embedding(positions, 13)
+        self.words, self.places = nn.Embedding(words, 13, **more), nn.Embedding(positions, 13)
         self.blocks = nn.ModuleList(Block(13) for _ in range(2))
         self.head = nn.Linear(13, 31)
 

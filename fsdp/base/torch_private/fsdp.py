@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, _common_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils._pytree import tree_leaves
 
 COLLECTIVE_FUNCTIONS = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
 """Functions of FSDP in which a new tensor is a buffer of a collective."""
@@ -111,6 +112,43 @@ def move_padded_shard(parameter: FSDPParam, make: Callable[[Tensor], Tensor]) ->
 def padded_shard(parameter: FSDPParam) -> Tensor:
     """This rank's shard, flat, with the padding that makes all ranks' shards equally long."""
     return parameter._sharded_param_data
+
+
+def is_written(parameter: FSDPParam) -> bool:
+    """Whether a forward has written into the gathered parameter, or put other memory under it; to be called
+    before FSDP frees it. False for a weight that is gathered in another form (float8).
+
+    Without it, a model whose forward updates its own parameters trains without these updates.
+    """
+    whole, rooms = getattr(parameter, "_unsharded_param", None), parameter.all_gather_outputs
+    if whole is None or len(rooms) != 1 or hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
+        return False
+    if whole.untyped_storage().data_ptr() != rooms[0].untyped_storage().data_ptr():
+        return True
+    own = padded_shard(parameter)
+    mesh: Any = parameter.mesh_info
+    gathered = rooms[0].narrow(0, mesh.shard_mesh_rank * own.numel(), own.numel())
+    # Bytes, so that a NaN is equal to itself.
+    as_gathered = own.to(gathered.device, gathered.dtype)
+    return not torch.equal(as_gathered.view(torch.uint8), gathered.view(torch.uint8))
+
+
+def frees_after_forward(group: FSDPParamGroup) -> bool:
+    """Whether the gathered parameters are freed after forward, and gathered again for backward."""
+    return group.post_forward_mesh_info is not None
+
+
+def seen_tensors(output: Any) -> Sequence[Tensor]:
+    """The tensors of a forward's output that need a gradient and at which FSDP starts the module's backward.
+    torch 2.11 does not find those in a dataclass.
+
+    Without it, a unit whose output hides its tensors ends the process in backward, by a signal.
+    """
+    find = getattr(_common_utils, "collect_grad_tensors", None)
+    if find is not None:
+        found: Sequence[Tensor] = find(output)
+        return found
+    return [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
 
 
 # ---------------------------------------------------------------- what a group does

@@ -154,6 +154,16 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     module._compiled_call_impl = call  # type: ignore[assignment]
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module inside what torch.compile(module) returned; any other module as it is.
+
+    Without it, a model that its factory has compiled is called without its targets.
+    """
+    wrapper = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    found: nn.Module = module._orig_mod if wrapper is not None and isinstance(module, wrapper) else module
+    return found
+
+
 def set_compiler_activation_budget(budget: float) -> None:
     """The part of activations that compiled code keeps for backward. torch.compile has no option for it.
 
