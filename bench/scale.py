@@ -121,8 +121,9 @@ def simulated(sizes: Sequence[tuple[int, str]]) -> tuple[str, list[dict[str, Any
         print(found[-1], flush=True)
     rows = []
     for one in found:
-        sums = [tables.short(one["sums"][kind]) if one["sums"][kind] else "" for kind in SUMS]
+        sums = [tables.short(one["sums"][kind]) for kind in SUMS]
         sizes_mib = [f"{one[key]:,.0f}" for key in ("metadata_mib", "plan_peak_mib", "peak_mib")]
+        sizes_mib += [tables.short(one["layout_mib"]), f"{one['resume_peak_mib']:,.0f}"]
         rows.append([f"{one['ranks']:,}", one["preset"], f"{one['pieces']:,}", *sums, *sizes_mib])
     columns = [
         "ranks",
@@ -134,6 +135,8 @@ def simulated(sizes: Sequence[tuple[int, str]]) -> tuple[str, list[dict[str, Any
         ".metadata MiB",
         "rank 0's peak MiB in the plan",
         "in all",
+        "layout MiB",
+        "peak MiB of a rank's resume",
     ]
     return tables.table(columns, rows), found
 

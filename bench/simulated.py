@@ -10,10 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,9 +24,10 @@ import torch
 
 from bench.peers.worker import memory_mib
 from fsdp.base import garbage
-from fsdp.checkpoint import file_names, manifest, metadata, write_plan
+from fsdp.checkpoint import file_names, load, manifest, write_plan
+from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.layout import Layout, WholeTensor, make_layout, packed_row
-from fsdp.checkpoint.load import _tasks
+from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.checkpoint.rank_file import Written
 from fsdp.checkpoint.snapshot import Piece
@@ -102,40 +106,52 @@ def planned(ranks: int, tensors: list[WholeTensor], clock: Clock) -> tuple[Layou
     return layout, pieces
 
 
-READABLE = 3_000_000
-"""Pieces above which reading is left out: it makes objects of all of them, some kilobytes each."""
-
-
 def simulate(ranks: int, preset: str) -> dict[str, Any]:
     tensors, clock = tensors_of(shapes_of(preset)), Clock()
     layout, pieces = planned(ranks, tensors, clock)
     plan = WritePlan("", [], tensors, layout)
-    data = clock("first .metadata", lambda: write_plan.metadata_bytes(plan, []))
+    contents = clock("first .metadata", lambda: write_plan.contents_files(plan, []))
+    places = bytes(contents[file_names.LAYOUT])
     peaks = {"plan_peak_mib": memory_mib("VmHWM")}
-    clock("next .metadata", lambda: write_plan.metadata_bytes(plan, []))
-    sealed = _sealed(ranks, plan, clock)
+    clock("next .metadata", lambda: sum(map(len, write_plan.contents_files(plan, [])[file_names.METADATA])))
+    sealed = _sealed(ranks, plan, places, clock)
     peaks["seal_peak_mib"] = memory_mib("VmHWM")
-    if pieces <= READABLE:
-        clock("manifest read", lambda: manifest.decode(sealed))
-        read = clock(".metadata read", lambda: metadata.read(data))
-        # The rows of one rank of a run at half the size: a resume on other hardware.
-        wants = list(_wants(ranks // 2, tensors))
-        with garbage.held():  # as load does it
-            clock("a rank finds its rows", lambda: [_tasks(read, want) for want in wants])
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, file_names.MANIFEST).write_bytes(sealed)
+        Path(folder, file_names.LAYOUT).write_bytes(places)
+        command = [sys.executable, "-m", "bench.simulated", str(ranks), "--preset", preset]
+        found = json.loads(subprocess.check_output([*command, "--resume", folder], text=True))
+    clock.took |= found.pop("took")
+    peaks |= found
     once = ("who writes what", "a rank finds its parts", "first .metadata")
     each = ("next .metadata", "reports of a save", "digests", "manifest written")
-    again = ("manifest read", ".metadata read", "a rank finds its rows")
+    again = ("manifest read", "layout read", "a rank finds its rows")
     sums = {
-        name: sum(clock.took[one] for one in parts) if parts[-1] in clock.took else None
+        name: sum(clock.took[one] for one in parts)
         for name, parts in (("plan", once), ("seal", each), ("resume", again))
     }
     return {
-        "ranks": ranks, "preset": preset, "pieces": pieces, "metadata_mib": len(data) / 2**20,
+        "ranks": ranks, "preset": preset, "pieces": pieces,
+        "metadata_mib": contents[file_names.METADATA].size / 2**20,
+        "layout_mib": len(places) / 2**20,
         "peak_mib": memory_mib("VmHWM"), **peaks, "sums": sums, "took": clock.took,
     }  # fmt: skip
 
 
-def _sealed(ranks: int, plan: WritePlan, clock: Clock) -> bytes:
+def resumed(ranks: int, preset: str, folder: str) -> dict[str, Any]:
+    """What one rank of a run at half the size does before it reads tensors: a resume on other hardware."""
+    clock, store, before = Clock(), LocalStore(Path(folder).parent), memory_mib("VmHWM")
+    wants = list(_wants(ranks // 2, tensors_of(shapes_of(preset))))
+    name = Path(folder).name
+    data = store.read(name, file_names.MANIFEST)
+    about = clock("manifest read", lambda: manifest.decode(data))
+    source = clock("layout read", lambda: load.open_one(store, name, about))
+    with garbage.held():  # as load does it
+        clock("a rank finds its rows", lambda: [load._tasks(source, want) for want in wants])
+    return {"took": clock.took, "resume_base_mib": before, "resume_peak_mib": memory_mib("VmHWM")}
+
+
+def _sealed(ranks: int, plan: WritePlan, places: bytes, clock: Clock) -> bytes:
     """The manifest, from what the ranks send of their files."""
     assert plan.layout is not None
     layout = plan.layout
@@ -156,7 +172,8 @@ def _sealed(ranks: int, plan: WritePlan, clock: Clock) -> bytes:
         reason="",
         counters={},
         metrics={},
-        files={one.file: (one.size, one.crc) for one in heard},
+        files={one.file: (one.size, one.crc) for one in heard}
+        | {file_names.LAYOUT: (len(places), crc32(places))},
         digests=digests,
     )
     return clock("manifest written", lambda: manifest.encode(about))
@@ -165,7 +182,7 @@ def _sealed(ranks: int, plan: WritePlan, clock: Clock) -> bytes:
 def _wants(ranks: int, tensors: Sequence[WholeTensor]) -> Iterator[LoadTarget]:
     for nth, (offsets, sizes) in boxes_of(0, ranks, tensors).items():
         key, path = tensors[nth].keys[0]
-        yield LoadTarget(key, Piece(key, path, tensors[nth].size, offsets, torch.empty(sizes)))
+        yield LoadTarget(key, Piece(key, path, tensors[nth].size, offsets, torch.empty(sizes, device="meta")))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -174,8 +191,12 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("ranks", type=int)
     parser.add_argument("--preset", default="124m")
+    parser.add_argument("--resume", metavar="FOLDER", help="the resume alone, of the files in this folder")
     options = parser.parse_args(argv)
-    print(json.dumps(simulate(options.ranks, options.preset)))
+    if options.resume:
+        print(json.dumps(resumed(options.ranks, options.preset, options.resume)))
+    else:
+        print(json.dumps(simulate(options.ranks, options.preset)))
     return 0
 
 

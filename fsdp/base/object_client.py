@@ -25,6 +25,8 @@ PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "az", "adl")
 """The schemes of URLs that a run may name: others of fsspec's run code from files, or log in at any host."""
 UNCHANGED_BY_A_RETRY = ("NoCredentialsError", "ParamValidationError", "CheckpointError")
+EXPIRED = ("400", "ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired")
+"""Codes of S3 for credentials that have expired; a request without a body, HEAD, has the status alone."""
 
 ENDPOINTS = ("FSSPEC_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 """Variables that name the server of s3:// URLs; the first one that is set counts."""
@@ -76,19 +78,52 @@ def endpoint(url: str) -> str:
     return next(filter(None, named), "").rstrip("/") if url.startswith("s3://") else ""
 
 
-def retried(request: Callable[[], T], what: str) -> T:
-    """The request's result, retried after growing pauses, except on errors that a retry cannot change."""
+def is_s3(fs: Any) -> bool:
+    return "s3" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
+
+
+def retried(request: Callable[[], T], what: str, fs: Any = None) -> T:
+    """The request's result, retried after growing pauses, except on errors that a retry cannot change.
+
+    `fs`: the client. If the server refuses its credentials they are read anew, once: a client keeps those of
+    its start, and a file or a variable may have newer ones.
+    """
     for pause in (*PAUSES_S, None):
         try:
             return request()
-        except (FileNotFoundError, PermissionError) as error:
+        except FileNotFoundError as error:
             raise type(error)(error.errno, f"{what}: {redacted(error)}") from None
         except Exception as error:  # each client has its own classes for a server that is busy, slow or gone
+            refused = isinstance(error, PermissionError) or error_code(error) in EXPIRED
+            if refused and pause is not None and fs is not None and is_s3(fs):
+                log.info("%s: %s; reading the credentials anew", what, redacted(error))
+                _renew_credentials(fs)
+                fs = None
+                continue
+            if isinstance(error, PermissionError):
+                raise PermissionError(error.errno, f"{what}: {redacted(error)}") from None
             if pause is None or type(error).__name__ in UNCHANGED_BY_A_RETRY:
                 raise OSError(errno.ETIMEDOUT, f"{what}: {redacted(error)}") from None
             log.info("%s: %s; retrying in %g s", what, redacted(error), pause)
             time.sleep(pause)
     raise AssertionError("not reached")
+
+
+def _renew_credentials(fs: Any) -> None:
+    try:
+        fs.connect(refresh=True)
+    except Exception as error:  # the request is repeated, and its error counts
+        log.info("the credentials cannot be read anew: %s", redacted(error))
+
+
+def error_code(error: BaseException | None) -> str:
+    """The server's error code, from the client's error below fsspec's; empty if there is none."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            return str(response.get("Error", {}).get("Code", ""))
+        error = error.__cause__
+    return ""
 
 
 def redacted(error: BaseException) -> str:

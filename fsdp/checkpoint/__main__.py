@@ -229,8 +229,7 @@ def _why_not(store: Store, found: CheckpointListing, read: bool) -> str | None:
         return found.detail
     try:
         if read:
-            for file, (size, crc) in found.manifest.files.items():
-                inspect.check_file(store, found.folder, file, size, crc)
+            inspect.check_files(store, found.folder, found.manifest.files)
             load.open_one(store, found.folder, found.manifest)
     except (EOFError, LookupError, ValueError, TypeError) as error:
         # a manifest and files that do not fit together

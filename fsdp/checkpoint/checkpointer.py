@@ -92,7 +92,8 @@ class Checkpointer:
         self._ended: list[Sealed] = []
         self._failed_before = False
         self._save_seconds = 0.0
-        self._listings: list[CheckpointListing] | None = None
+        self._folders: list[str] | None = None
+        self._pruned_before: dict[str, CheckpointListing] = {}
         self._closed = False
 
     def _build_saver(self, room: Room | None) -> Saver:
@@ -264,7 +265,7 @@ class Checkpointer:
             if self._claim is not None and (why := self._claim.ousted()) is not None:
                 log.warning("old checkpoints were not deleted: %s", why)
                 return
-            retention.prune(self._store, self._section, self._attempt)
+            retention.prune(self._store, self._section, self._attempt, self._pruned_before)
         except Exception as error:  # the save itself is sealed
             log.warning("old checkpoints in %s could not be deleted: %s", self._store.where, error)
 
@@ -272,21 +273,21 @@ class Checkpointer:
 
     def finds(self) -> bool:
         """Whether this run has checkpoints: `restore` then fills the whole model, or raises. Collective."""
-        if self._listings is None:
+        if self._folders is None:
             self._check_shared()
             if self._tier is not None:
                 self._tier.catch_up(self._before_seal)
-            self._listings = self._group.on_main(
+            self._folders = self._group.on_main(
                 lambda: discovery.list_checkpoints(self._store, self._section, self._attempt)
             )
-        return bool(self._listings)
+        return bool(self._folders)
 
     def restore(self, state: TrainState, *, weights_only: bool = False) -> Restored | None:
         """Loads the newest whole checkpoint into `state`; None for a run without checkpoints. With
         `weights_only` optimizer states are not read.
         """
         self.finds()
-        listings, self._listings = self._listings, None
+        folders, self._folders = self._folders, None
         restore = Restore(
             self._store,
             self._group,
@@ -298,8 +299,8 @@ class Checkpointer:
             weights_only,
             self._tier,
         )
-        if listings:
-            restored = restore.newest(state, listings)
+        if folders:
+            restored = restore.newest(state, folders)
             self.resumed_step = restored.step
             return restored
         if self._section.resume not in ("auto", "never"):
@@ -323,7 +324,7 @@ class Checkpointer:
     def _export(self, folder: Path, averaged: bool) -> list[Path]:
         from fsdp.checkpoint.export import export, of_averages  # keeps it out of a run's start
 
-        found = next((one for one in inspect.scan(self._store) if one.manifest is not None), None)
+        found = inspect.newest_whole(self._store)
         if found is None:
             raise CheckpointError(
                 f"{self._store.where} holds no whole checkpoint to export.", "--checkpoint.export false"

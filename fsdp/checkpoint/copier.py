@@ -218,7 +218,7 @@ class Copier:
             return  # an earlier round has copied it, or a newer one
         started = time.perf_counter()
         mine = [file_names.data_file(self._group.rank)]
-        mine += [file_names.METADATA] if self._group.rank == 0 else []
+        mine += [file_names.LAYOUT, file_names.METADATA] if self._group.rank == 0 else []
         failure = copy_step(
             self._store,
             self._local,

@@ -6,7 +6,9 @@ All functions but `check_shared` are local: ObjectGroup.on_main runs them on ran
 from __future__ import annotations
 
 import logging
+import shlex
 import socket
+from pathlib import Path
 
 import torch
 
@@ -23,30 +25,44 @@ from fsdp.dist.mesh import MeshSizes
 log = logging.getLogger(__name__)
 
 
-def list_checkpoints(store: Store, section: CheckpointSection, attempt: str) -> list[CheckpointListing]:
+def list_checkpoints(store: Store, section: CheckpointSection, attempt: str) -> list[str]:
     """The run's checkpoints, the newest first, after the unfinished ones of earlier attempts are deleted."""
     try:
         swept = retention.sweep(store, attempt)
-        listings = inspect.scan(store)
+        folders = inspect.finals(store)
         broken = [
             folder
             for folder in store.folders()
             if (name := file_names.parse(folder)) and name.kind == "broken"
         ]
+        _check_links(store)
     except OSError as error:
         raise CheckpointError(f"{store.where} cannot be read: {error}.", "--checkpoint.dir FOLDER") from None
     if swept:
         log.info("deleted unfinished checkpoints of earlier attempts: %s", ", ".join(swept))
-    if section.resume == "never" and (listings or broken):
-        folder = listings[0].folder if listings else broken[-1]
+    if section.resume == "never" and (folders or broken):
+        folder = folders[0] if folders else broken[-1]
         raise CheckpointError(
             f"--checkpoint.resume never, but {store.where} holds {folder}: "
             "the two runs' checkpoints would mix.",
             "--checkpoint.resume auto to resume, or another --run.dir for a new run",
         )
-    if broken and not listings:
+    if broken and not folders:
         raise none_whole(store, len(broken))
-    return listings
+    return folders
+
+
+def _check_links(store: Store) -> None:
+    """CheckpointError for a link without its target, if it may be newer than each whole checkpoint."""
+    for link in store.broken_links():
+        name, newest = file_names.parse(link), inspect.newest_whole(store)
+        newer = name is not None and name.kind == "final" and (newest is None or name.step > newest.step)
+        if newer:
+            path = store.path(link)
+            raise CheckpointError(
+                f"{path} is a link to {Path(path).readlink()}, which is not there.",
+                f"mount what it leads to, or rm {shlex.quote(path)} to do without that checkpoint",
+            )
 
 
 def none_whole(store: Store, count: int) -> CheckpointError:
@@ -60,7 +76,7 @@ def none_whole(store: Store, count: int) -> CheckpointError:
 def find_checkpoint(path: str) -> tuple[str, CheckpointListing]:
     """The checkpoint at a path: its own folder, or the newest whole one of a run or folder of them."""
     for place in (path, f"{path.rstrip('/')}/checkpoints"):
-        found = next((one for one in inspect.scan(open_store(place)) if one.manifest is not None), None)
+        found = inspect.newest_whole(open_store(place))
         if found is not None:
             return place, found
     parent, _, folder = path.rstrip("/").rpartition("/")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp.checkpoint import adapter_weights, full_state, load, pretrained_export
 from fsdp.checkpoint.adapter_weights import Base
@@ -21,6 +21,7 @@ from fsdp.checkpoint.export_files import ExportFiles, new_files
 from fsdp.checkpoint.full_state import Entry
 from fsdp.checkpoint.load import CheckpointSource
 from fsdp.checkpoint.pretrained import SINGLE_FILE
+from fsdp.checkpoint.stored_parts import RenamedParts
 from fsdp.models.source_folder import SourceFolder
 
 Format = Literal["auto", "torch", "safetensors", "both", "hf"]
@@ -88,33 +89,19 @@ def of_averages(source: CheckpointSource) -> CheckpointSource | None:
     for key in stored:
         if key.startswith("model."):
             # A tied weight has several names, and its average the first one trained.
-            owner = owners.setdefault(_place(source, key), f"ema.{key.removeprefix('model.')}")
+            owner = owners.setdefault(source.parts.memory(key), f"ema.{key.removeprefix('model.')}")
             replaced[key] = owner if owner in stored else key
     if not any(key.startswith("ema.") for key in replaced.values()):
         return None
     entries = {**stored, **{key: stored[other] for key, other in replaced.items()}}
-    places = dict(source.metadata.storage_data)
-    for key, other in replaced.items():
-        for chunk in getattr(stored[other], "chunks", ()):
-            places[MetadataIndex(key, chunk.offsets)] = source.metadata.storage_data[
-                MetadataIndex(other, chunk.offsets)
-            ]
     manifest = source.manifest
     if manifest is not None:
         digests = manifest.digests
         taken = {key: digests[other] for key, other in replaced.items() if other in digests}
         manifest = dataclasses.replace(manifest, digests={**digests, **taken})
-    metadata = dataclasses.replace(source.metadata, state_dict_metadata=entries, storage_data=places)
-    return dataclasses.replace(source, metadata=metadata, manifest=manifest)
-
-
-def _place(source: CheckpointSource, key: str) -> object:
-    """The same for all names of a tied weight."""
-    about = source.metadata.state_dict_metadata[key]
-    if not isinstance(about, TensorStorageMetadata) or not about.chunks:
-        return key
-    info = source.metadata.storage_data[MetadataIndex(key, about.chunks[0].offsets)]
-    return info.relative_path, info.offset
+    metadata = dataclasses.replace(source.metadata, state_dict_metadata=entries)
+    parts = RenamedParts(source.parts, replaced)
+    return dataclasses.replace(source, metadata=metadata, parts=parts, manifest=manifest)
 
 
 def _fetch(source: CheckpointSource, prefix: str) -> full_state.Fetch:
@@ -129,13 +116,7 @@ def _entries(source: CheckpointSource, prefix: str) -> list[Entry]:
         if not key.startswith(prefix) or not isinstance(about, TensorStorageMetadata):
             continue
         name = key.removeprefix(prefix)
-        info = (
-            source.metadata.storage_data[MetadataIndex(key, about.chunks[0].offsets)]
-            if about.chunks
-            else None
-        )
-        place = (info.relative_path, info.offset) if info is not None else key
-        owner = owners.setdefault(place, name)
+        owner = owners.setdefault(source.parts.memory(key), name)
         entries.append(Entry(name, about.properties.dtype, tuple(about.size), owner if owner != name else ""))
     return entries
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import errno
 import shlex
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from fsdp.base.errors import CheckpointError, error_number
@@ -17,6 +19,8 @@ from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.store import Store
 
 CHUNK = 8 << 20
+READERS = 8
+"""A request to an object store takes some 50 ms, and a checkpoint has a file for each rank."""
 DAMAGE = {errno.EIO, errno.ENOENT, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA}
 """Errors of a file that is damaged or missing. Others (a time-out, a permission) do not concern the file."""
 
@@ -93,11 +97,21 @@ def finals(store: Store) -> list[str]:
 
 def scan(store: Store) -> list[CheckpointListing]:
     """The checkpoints, the newest first; CheckpointError for a store that cannot be listed."""
+    return list(_each(store))
+
+
+def newest_whole(store: Store) -> CheckpointListing | None:
+    """The newest whole checkpoint, if there is one. Older ones are not read: a run may keep many."""
+    return next((found for found in _each(store) if found.manifest is not None), None)
+
+
+def _each(store: Store) -> Iterator[CheckpointListing]:
     try:
         folders = finals(store)
     except OSError as error:
         raise unreadable(store.where, error) from None
-    return [listing_of(store, folder) for folder in folders]
+    for folder in folders:
+        yield listing_of(store, folder)
 
 
 def unreadable(place: str, error: OSError) -> CheckpointError:
@@ -127,6 +141,13 @@ def check_file(store: Store, folder: str, file: str, size: int, crc: int) -> Non
     """Reads a whole file; Broken if its checksum differs."""
     if crc_of(store, folder, file, 0, size) != crc:
         raise Broken("checksum", f"{file} is not what was written: its checksum differs")
+
+
+def check_files(store: Store, folder: str, files: Mapping[str, tuple[int, int]]) -> None:
+    """Reads whole files, READERS at a time; Broken for the first of them whose checksum differs."""
+    with ThreadPoolExecutor(READERS) as pool:
+        for _ in pool.map(lambda file: check_file(store, folder, file, *files[file]), files):
+            pass
 
 
 def crc_of(store: Store, folder: str, file: str, start: int, end: int) -> int:

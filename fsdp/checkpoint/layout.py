@@ -11,8 +11,9 @@ the least to write, so each byte is written once and the ranks write equal amoun
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -113,7 +114,25 @@ class Layout:
 
     def lengths(self, tensor: int, writers: Writers) -> np.ndarray:
         """Bytes of each part in its file."""
-        return item_lengths(writers.numel * self.tensors[tensor].dtype.itemsize)
+        return torch_file.item_length(writers.numel * self.tensors[tensor].dtype.itemsize)
+
+    def places(self) -> Iterator[tuple[int, Writers, np.ndarray, np.ndarray]]:
+        """Each tensor with its writers, where each part begins in its rank's file, and its length there."""
+        ends = np.zeros(self.ranks, np.int64)
+        for tensor in range(len(self.tensors)):
+            writers = self.writers(tensor)
+            begins, lengths = ends[writers.ranks], self.lengths(tensor, writers)
+            ends[writers.ranks] = torch_file.aligned(begins + lengths)
+            yield tensor, writers, begins, lengths
+
+    @cached_property
+    def values_begin(self) -> int:
+        """Where rank 0's parts end in its file: values other than tensors follow."""
+        end = 0
+        for _, writers, begins, lengths in self.places():
+            if len(begins) and not writers.ranks[0]:
+                end = torch_file.aligned(int(begins[0] + lengths[0]))
+        return end
 
 
 # ---------------------------------------------------------------- what ranks send
@@ -251,16 +270,10 @@ def _choose(layout: Layout) -> None:
         writers = division.holders[np.arange(len(loads)), loads.argmin(axis=1)]
         layout.chosen[tensor] = writers
         itemsize = layout.tensors[tensor].dtype.itemsize
-        load[writers] += item_lengths(division.sizes.prod(axis=1, dtype=np.int64) * itemsize)
+        load[writers] += torch_file.item_length(division.sizes.prod(axis=1, dtype=np.int64) * itemsize)
 
 
 # ---------------------------------------------------------------- helpers
-
-
-def item_lengths(nbytes: np.ndarray) -> np.ndarray:
-    """Bytes in a file of items with so much data."""
-    sizes, which = np.unique(nbytes, return_inverse=True)
-    return np.array([torch_file.item_length(one) for one in sizes.tolist()], np.int64)[which.ravel()]
 
 
 def _rows(sizes: np.ndarray) -> np.ndarray:

@@ -20,16 +20,21 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from fsdp.base import garbage
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import file_names, inspect, metadata, pieces, tensor_reader
+from fsdp.checkpoint import file_names, inspect, layout_file, metadata, pieces, tensor_reader
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.snapshot import Piece
 from fsdp.checkpoint.store import Store
+from fsdp.checkpoint.stored_parts import PartsOfLayout, PartsOfMetadata, StoredParts
 from fsdp.checkpoint.tensor_keys import LoadTarget, PendingState
 from fsdp.checkpoint.tensor_reader import ByteRange, Task
 from fsdp.dist.collectives import ObjectGroup
 
 SMALL = 1 << 16
+READERS_OF_SMALL = 8
+"""Of the replicas of small pieces: each reader sends its own to the others in one broadcast."""
+GAP_BYTES = 64 << 20
+"""Of a file that no tensor is read from, such as `.metadata`: a rank reads so much of it for its checksum."""
 _WORD = 2**64
 
 Failure = Broken | CheckpointError
@@ -42,8 +47,9 @@ class CheckpointSource:
     store: Store
     folder: str
     metadata: Metadata
+    """Keys, sizes, dtypes and the values' places; the tensors' are in `parts`."""
+    parts: StoredParts
     manifest: Manifest | None
-    metadata_crc: int = 0
 
 
 def fill(
@@ -71,21 +77,20 @@ def _choose_readers(targets: list[LoadTarget]) -> None:
     for target in targets:
         if target.replicas is not None:
             loads = load.setdefault(target.replicas.group, [0] * target.replicas.size)
-            target.reader = loads.index(min(loads))
+            able = loads if target.piece.nbytes >= SMALL else loads[:READERS_OF_SMALL]
+            target.reader = able.index(min(able))
             loads[target.reader] += target.piece.nbytes + 2048
 
 
-def _tasks(stored: Metadata, target: LoadTarget) -> list[Task]:
-    """A task for each stored chunk that overlaps this piece."""
+def _tasks(source: CheckpointSource, target: LoadTarget) -> list[Task]:
+    """A task for each stored part that overlaps this piece."""
     piece, tasks = target.piece, []
-    entry = stored.state_dict_metadata[target.source]
+    entry = source.metadata.state_dict_metadata[target.source]
     assert isinstance(entry, TensorStorageMetadata)
-    for chunk in entry.chunks:
-        shared = pieces.overlap((piece.offsets, piece.sizes), (tuple(chunk.offsets), tuple(chunk.sizes)))
-        if shared is None:
-            continue
-        info = stored.storage_data[MetadataIndex(target.source, chunk.offsets)]
-        inside = tuple(o - start for o, start in zip(shared[0], chunk.offsets, strict=True))
+    for part in source.parts.overlapping(target.source, piece.offsets, piece.sizes):
+        shared = pieces.overlap((piece.offsets, piece.sizes), (part.offsets, part.sizes))
+        assert shared is not None
+        inside = tuple(o - start for o, start in zip(shared[0], part.offsets, strict=True))
         into = piece.local[
             tuple(
                 slice(o - start, o - start + n)
@@ -95,18 +100,18 @@ def _tasks(stored: Metadata, target: LoadTarget) -> list[Task]:
         dtype = entry.properties.dtype
         tasks.append(
             Task(
-                info.relative_path,
-                info.offset,
-                info.length,
+                part.file,
+                part.offset,
+                part.length,
                 dtype,
-                tuple(chunk.sizes),
+                part.sizes,
                 inside,
                 shared[1],
                 into,
             )
         )
     if sum(math.prod(task.take_sizes) for task in tasks) != math.prod(piece.sizes):
-        raise Broken("metadata", f".metadata does not cover {target.source}")
+        raise Broken("metadata", f"it does not cover {target.source}")
     return tasks
 
 
@@ -115,7 +120,9 @@ def _read_mine(
 ) -> tuple[list[ByteRange], dict[str, Any], Failure | None]:
     try:
         with garbage.held():
-            tasks = [task for target in targets if target.reads for task in _tasks(source.metadata, target)]
+            mine = [target for target in targets if target.reads]
+            mine.sort(key=lambda target: source.parts.order(target.source))
+            tasks = [task for target in mine for task in _tasks(source, target)]
         segments = tensor_reader.run(
             source.store, source.folder, tasks, ours=source.manifest is not None, sums=sums
         )
@@ -151,19 +158,19 @@ def _worst(failures: Sequence[Failure]) -> Failure | None:
 def _verify(source: CheckpointSource, segments: list[ByteRange], group: ObjectGroup) -> None:
     """Compares every file's checksum: rank 0 joins the ranges of all ranks, and the ranks read the gaps."""
     assert source.manifest is not None
-    files = source.manifest.files
+    files, read = source.manifest.files, contents_file(source.manifest)
     chains: dict[str, list[ByteRange]] = {}
     gaps: list[tuple[str, int, int]] = []
     if group.rank == 0:
         by_file: dict[str, list[ByteRange]] = defaultdict(list)
         for one in segments:
             by_file[one.file].append(one)
-        by_file[file_names.METADATA] = [
-            ByteRange(file_names.METADATA, 0, files[file_names.METADATA][0], source.metadata_crc)
-        ]
+        by_file[read] = [ByteRange(read, 0, *files[read])]  # compared when it was opened
         for file, (size, _) in files.items():
             chains[file], missing = tensor_reader.tile(size, by_file[file])
-            gaps += [(file, start, end) for start, end in missing]
+            for start, end in missing:
+                parts = range(start, end, GAP_BYTES)
+                gaps += [(file, at, min(at + GAP_BYTES, end)) for at in parts]
     mine = group.scatter(
         [gaps[rank :: group.size] for rank in range(group.size)] if group.rank == 0 else None
     )
@@ -244,16 +251,33 @@ def _compare(manifest: Manifest, targets: list[LoadTarget], group: ObjectGroup) 
             raise Broken("digest", f"{key} is not what was saved: its digest differs after the load")
 
 
+def contents_file(manifest: Manifest | None) -> str:
+    """The file with the places of all parts. Older checkpoints and other programs' have `.metadata` alone."""
+    has_layout = manifest is not None and file_names.LAYOUT in manifest.files
+    return file_names.LAYOUT if has_layout else file_names.METADATA
+
+
 def opened(store: Store, folder: str, manifest: Manifest | None, data: bytes) -> CheckpointSource:
-    """The source with this content of `.metadata`; Broken if that is not the file that was sealed."""
-    if manifest is not None and manifest.files[file_names.METADATA][1] != crc32(data):
-        raise Broken("checksum", ".metadata is not what was written: its checksum differs")
-    return CheckpointSource(store, folder, metadata.read(data), manifest, crc32(data))
+    """The source with this content of its `contents_file`; Broken if that is not the file that was sealed."""
+    file = contents_file(manifest)
+    if manifest is not None:
+        if file not in manifest.files:
+            raise Broken("missing-file", f"its manifest lacks {file}")
+        if manifest.files[file][1] != crc32(data):
+            raise Broken("checksum", f"{file} is not what was written: its checksum differs")
+    parts: StoredParts
+    if file == file_names.LAYOUT:
+        layout, about = layout_file.decode(data)
+        parts = PartsOfLayout(layout)
+    else:
+        about = metadata.read(data)
+        parts = PartsOfMetadata(about)
+    return CheckpointSource(store, folder, about, parts, manifest)
 
 
 def open_one(store: Store, folder: str, manifest: Manifest | None) -> CheckpointSource:
-    """The source, opened by a single process; Broken if its `.metadata` is damaged or unsafe."""
-    return opened(store, folder, manifest, store.read(folder, file_names.METADATA))
+    """The source, opened by a single process; Broken if its contents are damaged or unsafe."""
+    return opened(store, folder, manifest, store.read(folder, contents_file(manifest)))
 
 
 def read_numbers(source: CheckpointSource, keys: dict[str, str]) -> dict[str, float | int] | None:
@@ -310,7 +334,7 @@ def whole(source: CheckpointSource, key: str) -> torch.Tensor:
     tensor_reader.run(
         source.store,
         source.folder,
-        _tasks(source.metadata, target),
+        _tasks(source, target),
         ours=source.manifest is not None,
         sums=False,
     )

@@ -1,24 +1,27 @@
 """A save that is sealed on each node's own disk: --checkpoint.local_dir.
 
-Every rank writes its file to its node's folder. When all have, the same `.metadata` and manifest are written
-and the folder is renamed on every node; the manifest names the files of all nodes. A step counts once every
-node has sealed it. Then older local folders are deleted, but for one that is being copied, and the copier
-receives the new one. A seal that failed after the rename counts, with a warning, and nothing older is deleted
-until a later save succeeds. Plan, copy and writing are those of saver.py.
+Every rank writes its file to its node's folder. When all have, the same manifest is written and the folder is
+renamed on every node; the manifest names the files of all nodes. `.metadata`, whose size grows with the
+ranks, is on rank 0's node alone. A step counts once every node has sealed it. Then older local folders are
+deleted, but for one that is being copied, and the copier receives the new one. A seal that failed after the
+rename counts, with a warning, and nothing older is deleted until a later save succeeds. Plan, copy and
+writing are those of saver.py.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from fsdp.base.errors import CheckpointError, error_number, without_hint
-from fsdp.checkpoint import file_names, inspect
+from fsdp.base.errors import error_number
+from fsdp.checkpoint import file_names, inspect, manifest
 from fsdp.checkpoint.copier import Copier
 from fsdp.checkpoint.local_store import LocalStore
+from fsdp.checkpoint.manifest import Broken
+from fsdp.checkpoint.packed import Packed
 from fsdp.checkpoint.rank_file import Written
 from fsdp.checkpoint.saver import PartFailure, SaveJob, SaveOutcome, Saver, failed, one_line
 from fsdp.checkpoint.staging import Room
@@ -78,8 +81,8 @@ class LocalSaver(Saver):
         if sealed is None:
             self._remove_staged(folder)
         else:
-            metadata, about, _ = sealed
-            why = self._on_leader(lambda: self._seal_here(folder, final, metadata, about))
+            contents, about, _ = sealed
+            why = self._on_leader(lambda: self._seal_here(folder, final, contents, about))
             there = why is not None and self._is_sealed_here(folder, final)
             failures += self._failures(None if there else why)
             doubts = self._failures(why if there else None)
@@ -103,7 +106,9 @@ class LocalSaver(Saver):
     def _sealed(
         self, job: SaveJob, reports: list[Written | PartFailure] | None, failures: list[PartFailure]
     ) -> tuple[Any, str]:
-        """`.metadata`, manifest and bytes, or None if a rank failed, and who took the lock. Collective."""
+        """What `_contents` returns (its files on rank 0 alone), or None if a rank failed, and who took the
+        lock. Collective.
+        """
         sealed, ousted = None, ""
         if reports is not None and not failures:
             try:
@@ -113,11 +118,13 @@ class LocalSaver(Saver):
                 sealed = None if ousted else self._contents(job, written)
             except Exception as error:  # the other ranks wait for it, whatever it is
                 failures.append(self._part_failure(error))
-        sealed, ousted = self._group.broadcast((sealed, ousted))
-        return sealed, ousted
+        contents, about, total = sealed or ({}, b"", 0)
+        about, ousted = self._group.broadcast((about, ousted))
+        return (contents, about, total) if about else None, ousted
 
-    def _seal_here(self, folder: str, final: str, metadata: bytes, about: bytes) -> None:
-        self._local.write(folder, file_names.METADATA, [metadata])
+    def _seal_here(self, folder: str, final: str, contents: Mapping[str, Packed], about: bytes) -> None:
+        for file, data in contents.items():
+            self._local.write(folder, file, data)
         self._local.write(folder, file_names.MANIFEST, [about])
         if final in self._local.folders():  # of an earlier start, which not every node sealed
             self._local.remove(final, self._attempt)
@@ -129,12 +136,13 @@ class LocalSaver(Saver):
         An fsync may fail after the rename.
         """
         try:
-            found = inspect.listing_of(self._local, final).manifest
-        except CheckpointError as error:  # it may be there: nothing is deleted
-            log.warning("%s", without_hint(error))
+            if manifest.decode(self._local.read(final, file_names.MANIFEST)).attempt == self._attempt:
+                return True
+        except (FileNotFoundError, Broken):
+            pass
+        except OSError as error:  # it may be there: nothing is deleted
+            log.warning("%s cannot be read: %s", self._local.path(final), error)
             return False
-        if found is not None and found.attempt == self._attempt:
-            return True
         self._remove_staged(folder)
         return False
 

@@ -11,7 +11,8 @@ import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 from fsdp.base.phases import Activity, methods_announce
@@ -22,6 +23,7 @@ from fsdp.rundir.atomic_write import rename
 log = logging.getLogger(__name__)
 
 MANY = 512  # buffers in one writev or preadv; the kernel's limit is 1024
+HELD = 64  # buffers of a file held at a time, where they are made one by one
 BATCH_BYTES = 16 << 20
 BLOCK = 4096
 DIRECT_BYTES = 1 << 20
@@ -41,7 +43,14 @@ class LocalStore:
     def folders(self) -> list[str]:
         if not self.root.is_dir():
             return []
-        return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
+        return sorted(entry.name for entry in os.scandir(self.root) if _is_folder(entry))
+
+    def broken_links(self) -> list[str]:
+        """Links with the name of a checkpoint whose target is not there, as on a disk that is not mounted."""
+        if not self.root.is_dir():
+            return []
+        links = [entry for entry in os.scandir(self.root) if entry.is_symlink() and not _is_folder(entry)]
+        return sorted(entry.name for entry in links if file_names.parse(entry.name) is not None)
 
     def sizes(self, folder: str) -> dict[str, int]:
         return {
@@ -73,14 +82,17 @@ class LocalStore:
         self.make()
         (self.root / folder).mkdir()
 
-    def write(self, folder: str, file: str, buffers: Sequence[Buffer]) -> None:
+    def write(self, folder: str, file: str, buffers: Iterable[Buffer]) -> None:
         """Writes all buffers and syncs the file: when this returns, they survive a power cut."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         descriptor = os.open(self.root / folder / file, flags, 0o644)
         try:
-            first, *rest = buffers
-            done = write_past_cache(descriptor, memoryview(first))
-            write_all(descriptor, [memoryview(first)[done:], *rest])
+            rest = iter(buffers)
+            first = memoryview(next(rest, b""))
+            done = write_past_cache(descriptor, first)
+            write_all(descriptor, [first[done:], *islice(rest, HELD)])
+            while some := list(islice(rest, HELD)):
+                write_all(descriptor, some)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -146,6 +158,16 @@ class LocalStore:
 
     def remove_marker(self, name: str) -> None:
         (self.root / f".shared-{name}").unlink(missing_ok=True)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """A link that leads nowhere is none; whether a checkpoint's folder is there may not be guessed."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if file_names.parse(entry.name) is None or error.errno in (errno.ELOOP, errno.ENOTDIR):
+            return False
+        raise
 
 
 def write_past_cache(descriptor: int, view: memoryview) -> int:

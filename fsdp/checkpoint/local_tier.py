@@ -3,7 +3,7 @@
 A save, in this order; a kill between any two steps leaves the checkpoint before it whole:
 
     1. every rank writes its file into DIR/NAME/step-N.tmp-… on its node, and syncs it
-    2. every node's folder receives `.metadata` and the manifest of all files, and its name step-N
+    2. every node's folder receives the manifest of all files, rank 0's also `.metadata`, and its name step-N
     3. training continues; a thread copies each file to the shared store's staging folder
     4. rank 0 writes the manifest there and renames: the shared checkpoint is sealed
     5. older shared checkpoints are pruned; older local folders were, once all nodes had sealed the newest
@@ -151,8 +151,8 @@ class LocalTier:
 
     def _choices(self, gathered: Sequence[Sequence[Offer]]) -> list[LocalChoice]:
         """Rank 0: the local checkpoints that are newer than the shared store's newest, newest first."""
-        newest = max((one.step for one in inspect.scan(self._shared) if one.manifest is not None), default=-1)
-        return [one for one in whole_over_nodes(gathered) if one.step > newest]
+        newest = inspect.newest_whole(self._shared)
+        return [one for one in whole_over_nodes(gathered) if newest is None or one.step > newest.step]
 
     # ------------------------------------------------------------ reading
 

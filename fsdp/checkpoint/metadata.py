@@ -21,7 +21,13 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from fsdp.base import garbage
-from fsdp.base.torch_private.saving import DCP_PLACE, DCP_UNREAD, StorageInfo
+from fsdp.base.torch_private.saving import (
+    DCP_OLD_PROPERTIES,
+    DCP_OLD_UNREAD,
+    DCP_PLACE,
+    DCP_UNREAD,
+    StorageInfo,
+)
 from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.pickle_opcodes import check_opcodes
 
@@ -56,14 +62,16 @@ def _set_state(properties: Any, state: Any) -> None:
 
 def _allowed_names() -> dict[tuple[str, str], Any]:
     """Names that the pickle may contain → their objects. Python's and torch's own classes are immutable."""
+    kinds = {(_DCP, name): _stand_in(name) for name in _CLASSES}
     return {
         **_DTYPES,
-        **{(_DCP, name): _stand_in(name) for name in _CLASSES},
+        **kinds,
+        DCP_OLD_PROPERTIES: kinds[_DCP, "TensorProperties"],
         DCP_PLACE: _stand_in(DCP_PLACE[1]),
         ("torch", "Size"): torch.Size,
         ("collections", "OrderedDict"): dict,
         # fields of a tensor that are not used here, and the path that dcp.save wrote to
-        **dict.fromkeys(DCP_UNREAD, lambda *_: None),
+        **dict.fromkeys((*DCP_UNREAD, DCP_OLD_UNREAD), lambda *_: None),
         # Python 3.11.2 (Debian 12) writes an enum's member, one of these fields, as getattr(class, name)
         ("builtins", "getattr"): lambda *_: None,
         ("pathlib", "PosixPath"): lambda *parts: None,

@@ -7,7 +7,6 @@ own; metadata.py reads it without executing code.
 
 from __future__ import annotations
 
-import io
 import pickle
 import struct
 from collections.abc import Sequence
@@ -27,8 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from fsdp.base import garbage
 from fsdp.base.torch_private.saving import StorageInfo
-from fsdp.checkpoint import file_names, torch_file
+from fsdp.checkpoint import file_names
 from fsdp.checkpoint.layout import Layout, Writers
+from fsdp.checkpoint.packed import Packed
 from fsdp.checkpoint.snapshot import KeyPath
 
 DCP_VERSION = "1.0.0"
@@ -40,7 +40,7 @@ TUPLES = {0: pickle.EMPTY_TUPLE, 1: pickle.TUPLE1, 2: pickle.TUPLE2, 3: pickle.T
 Field = bytes | np.ndarray
 
 
-def metadata_pickle(layout: Layout, values: Sequence[tuple[str, KeyPath, bytes]]) -> bytes:
+def metadata_pickle(layout: Layout, values: Sequence[tuple[str, KeyPath, bytes]]) -> Packed:
     """`.metadata` of a save; `values` lie at the end of rank 0's file, in their order."""
     tensors: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
@@ -52,11 +52,12 @@ def metadata_pickle(layout: Layout, values: Sequence[tuple[str, KeyPath, bytes]]
             paths[key] = path
     for key, path, _ in values:
         tensors[key], paths[key] = BytesStorageMetadata(), path
-    stream = io.BytesIO()
+    stream = Packed()
     storage = _StorageIndex([(key, len(data)) for key, _, data in values])
     with garbage.held():
         _MetadataPickler(stream, layout).dump(Metadata(tensors, paths, storage, version=DCP_VERSION))
-    return stream.getvalue()
+    stream.flush()
+    return stream
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,14 @@ _PythonPickler: Any = pickle._Pickler  # type: ignore[attr-defined]
 class _MetadataPickler(_PythonPickler):  # type: ignore[misc]
     dispatch = _PythonPickler.dispatch.copy()
 
-    def __init__(self, stream: io.BytesIO, layout: Layout) -> None:
+    def __init__(self, stream: Packed, layout: Layout) -> None:
         super().__init__(stream, PROTOCOL)
         self._layout, self._stream = layout, stream
         self._kept: dict[object, object] = {}
         """Objects that records refer to: a pickler knows objects by their address."""
+        self._offsets_of: dict[int, Field] = {}
+        self._chunks_of: dict[int, memoryview] = {}
+        """By division: tensors that are distributed alike have the same records of chunks."""
 
     def _reference(self, one: Any) -> int:
         """The number of a memoized object; equal strings and sizes have one."""
@@ -116,44 +120,61 @@ class _MetadataPickler(_PythonPickler):  # type: ignore[misc]
         numbers = np.array([self._reference(torch.Size(size)) for size in sizes.tolist()], "<u4")
         return _with_opcode(pickle.LONG_BINGET, numbers[which.reshape(-1)])
 
+    def _offsets(self, tensor: int, writers: Writers) -> list[Field]:
+        """A torch.Size of each row: a reference, if other tensors may have the same rows."""
+        if tensor in self._layout.chosen:
+            return self._size(writers.offsets)
+        division = int(self._layout.division_of[tensor])
+        if division not in self._offsets_of:
+            self._offsets_of[division] = self._same_sizes(writers.offsets)
+        return [self._offsets_of[division]]
+
     def save_chunks(self, chunks: _ChunkList) -> None:
-        writers = self._layout.writers(chunks.tensor)
-        fields: list[Field] = [self._short_get(ChunkStorageMetadata), NEW_OBJECT]
-        fields += [self._short_get("offsets"), *self._size(writers.offsets)]
-        fields += [self._short_get("sizes"), self._same_sizes(writers.sizes), BUILT]
+        tensor, layout = chunks.tensor, self._layout
+        if tensor in layout.chosen:
+            records = self._chunk_records(tensor)
+        else:
+            division = int(layout.division_of[tensor])
+            if division not in self._chunks_of:
+                self._chunks_of[division] = self._chunk_records(tensor)
+            records = self._chunks_of[division]
         self._stream.write(pickle.EMPTY_LIST + pickle.MARK)
-        self._stream.write(_records(len(writers.ranks), fields))
+        self._stream.write(records)
         self._stream.write(pickle.APPENDS)
+
+    def _chunk_records(self, tensor: int) -> memoryview:
+        writers = self._layout.writers(tensor)
+        fields: list[Field] = [self._short_get(ChunkStorageMetadata), NEW_OBJECT]
+        fields += [self._short_get("offsets"), *self._offsets(tensor, writers)]
+        fields += [self._short_get("sizes"), self._same_sizes(writers.sizes), BUILT]
+        return _records(len(writers.ranks), fields)
 
     def save_storage(self, storage: _StorageIndex) -> None:
         layout = self._layout
-        at = np.zeros(layout.ranks, np.int64)
         files = [self._reference(file_names.data_file(rank)) for rank in range(layout.ranks)]
         file_numbers = np.array(files, "<u4")
         opening = pickle.EMPTY_DICT
-        for nth, tensor in enumerate(layout.tensors):
-            writers = layout.writers(nth)
-            lengths, begins = layout.lengths(nth, writers), at[writers.ranks]
-            at[writers.ranks] = _aligned(begins + lengths)
+        for nth, writers, begins, lengths in layout.places():
             place = self._place(file_numbers[writers.ranks], begins, lengths)
-            for key, _ in tensor.keys:
-                records = _records(len(begins), [*self._index(key, writers), *place])
+            offsets = self._offsets(nth, writers)
+            for key, _ in layout.tensors[nth].keys:
+                records = _records(len(begins), [*self._index(key, offsets), *place])
                 self._stream.write(opening + pickle.MARK)
                 self._stream.write(records)
                 self._stream.write(pickle.SETITEMS)
                 opening = b""
         self._stream.write(opening)
-        end = int(at[0])
+        end = layout.values_begin
         for key, length in storage.values:
             self.save(MetadataIndex(key))
             self.save(StorageInfo(file_names.data_file(0), end, length))
             self._stream.write(pickle.SETITEM)
             end += length
 
-    def _index(self, key: str, writers: Writers) -> list[Field]:
+    def _index(self, key: str, offsets: Sequence[Field]) -> list[Field]:
         fields = [self._short_get(MetadataIndex), NEW_OBJECT]
         fields += [self._short_get("fqn"), self._get(key), self._short_get("index"), pickle.NONE]
-        return [*fields, self._short_get("offset"), *self._size(writers.offsets), BUILT]
+        return [*fields, self._short_get("offset"), *offsets, BUILT]
 
     def _place(self, files: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> list[Field]:
         fields: list[Field] = [self._short_get(StorageInfo), NEW_OBJECT]
@@ -163,10 +184,6 @@ class _MetadataPickler(_PythonPickler):  # type: ignore[misc]
 
     dispatch[_ChunkList] = save_chunks
     dispatch[_StorageIndex] = save_storage
-
-
-def _aligned(offsets: np.ndarray) -> np.ndarray:
-    return -(-offsets // torch_file.ALIGN) * torch_file.ALIGN
 
 
 def _integers(numbers: np.ndarray) -> Field:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fsdp.base.errors import CheckpointError
-from fsdp.base.object_client import open_url, redacted, retried, without_secrets
+from fsdp.base.object_client import error_code, is_s3, open_url, redacted, retried, without_secrets
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.checkpoint import file_names
 from fsdp.checkpoint.store import Buffer
@@ -33,6 +33,7 @@ PART_BYTES = 16 << 20
 MOST_PARTS = 10_000
 """Of one object in S3. A larger object than 156 GiB is written in larger parts."""
 MARK = ".broken-"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,10 @@ class ObjectStore:
     def __init__(self, url: str) -> None:
         self.where = without_secrets(url)
         self._fs, self._root = open_url(url, CheckpointError, "--checkpoint.dir s3://bucket/prefix")
-        protocol = self._fs.protocol
-        self._conditional = "s3" in ((protocol,) if isinstance(protocol, str) else protocol)
+        self._conditional = is_s3(self._fs)
+
+    def _retried(self, request: Callable[[], T], what: str) -> T:
+        return retried(request, what, self._fs)
 
     def path(self, folder: str) -> str:
         return f"{self.where.rstrip('/')}/{folder}"
@@ -66,6 +69,9 @@ class ObjectStore:
             if _is_unsealed(folder, files) and self.size(folder, file_names.MANIFEST) is not None:
                 files.add(file_names.MANIFEST)
         return sorted(_listed_name(folder, files) for folder, files in found.items())
+
+    def broken_links(self) -> list[str]:
+        return []
 
     def sizes(self, folder: str) -> dict[str, int]:
         listing = self._listing(_prefix(folder))
@@ -82,7 +88,7 @@ class ObjectStore:
             except FileNotFoundError:
                 return None
 
-        return retried(request, f"looking up an object in {self.where}")
+        return self._retried(request, f"looking up an object in {self.where}")
 
     def _listing(self, folder: str) -> dict[str, int]:
         """Path below the folder → size; empty for a folder that does not exist."""
@@ -100,11 +106,11 @@ class ObjectStore:
                 if len(path) > len(base)
             }
 
-        return retried(request, f"listing {self.path(folder)}")
+        return self._retried(request, f"listing {self.path(folder)}")
 
     def read(self, folder: str, file: str) -> bytes:
         path = self._path(folder, file)
-        return bytes(retried(lambda: self._fs.cat_file(path), f"reading {self.path(folder)}/{file}"))
+        return bytes(self._retried(lambda: self._fs.cat_file(path), f"reading {self.path(folder)}/{file}"))
 
     def read_into(self, folder: str, file: str, offset: int, buffers: list[memoryview]) -> None:
         path, what = self._path(folder, file), f"reading {self.path(folder)}/{file}"
@@ -112,7 +118,7 @@ class ObjectStore:
         rest = [view for view in buffers if len(view)]
         while offset < end:
             stop = min(end, offset + PART_BYTES)
-            data = retried(partial(self._fs.cat_file, path, start=offset, end=stop), what)
+            data = self._retried(partial(self._fs.cat_file, path, start=offset, end=stop), what)
             if len(data) != stop - offset:
                 raise EOFError(
                     f"{file} ends at {offset + len(data)}, {stop - offset - len(data)} bytes short"
@@ -131,10 +137,10 @@ class ObjectStore:
         if self._listing(folder):
             self.remove(folder, "")
 
-    def write(self, folder: str, file: str, buffers: Sequence[Buffer]) -> None:
+    def write(self, folder: str, file: str, buffers: Iterable[Buffer]) -> None:
         path = self._path(folder, file)
         size = sum(memoryview(buffer).nbytes for buffer in buffers)
-        retried(lambda: self._put(path, buffers, size), f"writing {self.path(folder)}/{file}")
+        self._retried(lambda: self._put(path, buffers, size), f"writing {self.path(folder)}/{file}")
 
     def _put(self, path: str, buffers: Iterable[Buffer], size: int) -> None:
         stream = self._fs.open(path, "wb", block_size=_part_bytes(size))
@@ -176,15 +182,15 @@ class ObjectStore:
 
     def _delete(self, folder: str, file: str) -> None:
         path = self._path(folder, file)
-        retried(partial(self._fs.rm_file, path), f"deleting {self.path(folder)}/{file}")
+        self._retried(partial(self._fs.rm_file, path), f"deleting {self.path(folder)}/{file}")
 
     def set_aside(self, folder: str, why: str) -> str:
         path = self._path(folder, f"{MARK}{why}")
-        retried(lambda: self._fs.pipe_file(path, b""), f"marking {self.path(folder)}")
+        self._retried(lambda: self._fs.pipe_file(path, b""), f"marking {self.path(folder)}")
         return f"{folder}.broken-{why}"
 
     def put_marker(self, name: str) -> None:
-        retried(
+        self._retried(
             lambda: self._fs.pipe_file(f"{self._root}/.shared-{name}", b"shared"), f"writing to {self.where}"
         )
 
@@ -192,7 +198,7 @@ class ObjectStore:
         return self._size(f"{self._root}/.shared-{name}") is not None
 
     def remove_marker(self, name: str) -> None:
-        retried(lambda: self._fs.rm_file(f"{self._root}/.shared-{name}"), f"deleting from {self.where}")
+        self._retried(lambda: self._fs.rm_file(f"{self._root}/.shared-{name}"), f"deleting from {self.where}")
 
     # ------------------------------------------------------------ objects by name, such as a run's files
 
@@ -202,29 +208,33 @@ class ObjectStore:
 
     def put(self, name: str, buffers: Iterable[Buffer], size: int = 0) -> None:
         """`size`: the buffers' bytes, needed for a file of any length."""
-        retried(lambda: self._put(f"{self._root}/{name}", buffers, size), f"writing {self.path(name)}")
+        self._retried(lambda: self._put(f"{self._root}/{name}", buffers, size), f"writing {self.path(name)}")
 
     def delete(self, name: str) -> None:
         """Deletes the object, if it exists."""
         with contextlib.suppress(FileNotFoundError):
-            retried(lambda: self._fs.rm_file(f"{self._root}/{name}"), f"deleting {self.path(name)}")
+            self._retried(lambda: self._fs.rm_file(f"{self._root}/{name}"), f"deleting {self.path(name)}")
 
     def download(self, name: str, file: Path) -> None:
         """Writes the object to a new file, a part at a time."""
-        retried(lambda: self._fs.get_file(f"{self._root}/{name}", str(file)), f"reading {self.path(name)}")
+        self._retried(
+            lambda: self._fs.get_file(f"{self._root}/{name}", str(file)), f"reading {self.path(name)}"
+        )
 
     def modified_at(self, name: str) -> float | None:
         """Seconds since 1970, by the store's clock; None if it does not exist, or the store does not tell."""
         path = f"{self._root}/{name}"
         with contextlib.suppress(FileNotFoundError, NotImplementedError):
-            return float(retried(lambda: self._fs.modified(path).timestamp(), f"reading {self.path(name)}"))
+            return float(
+                self._retried(lambda: self._fs.modified(path).timestamp(), f"reading {self.path(name)}")
+            )
         return None
 
     # ------------------------------------------------------------ the lock's object, which several jobs write
 
     def get(self, name: str) -> VersionedObject | None:
         """A small object beside the folders; None if it does not exist."""
-        return retried(lambda: self._get(f"{self._root}/{name}"), f"reading {self.path(name)}")
+        return self._retried(lambda: self._get(f"{self._root}/{name}"), f"reading {self.path(name)}")
 
     def _get(self, path: str) -> VersionedObject | None:
         try:
@@ -244,7 +254,7 @@ class ObjectStore:
         which one holds.
         """
         path = f"{self._root}/{name}"
-        return retried(lambda: self._swap(path, data, version), f"writing {self.path(name)}")
+        return self._retried(lambda: self._swap(path, data, version), f"writing {self.path(name)}")
 
     def _swap(self, path: str, data: bytes, version: str | None) -> str | None:
         if self._conditional:
@@ -284,7 +294,7 @@ class ObjectStore:
 
     def _or_raise(self, error: Exception) -> None:
         """Some S3 servers have no conditional writes: from then on the store reads, compares and writes."""
-        if _code(error) != "NotImplemented":
+        if error_code(error) != "NotImplemented":
             raise error
         self._conditional = False
         log.warning(
@@ -310,19 +320,10 @@ def _with_etag(fs: Any, path: str) -> tuple[bytes, str]:
     return found
 
 
-def _code(error: BaseException | None) -> str:
-    """The server's error code, from the client's error below fsspec's; empty if there is none."""
-    while error is not None:
-        response = getattr(error, "response", None)
-        if isinstance(response, dict):
-            return str(response.get("Error", {}).get("Code", ""))
-        error = error.__cause__
-    return ""
-
-
 def _refused(error: Exception) -> bool:
     """Whether a conditional write failed because the object has another version or does not exist."""
-    return isinstance(error, FileExistsError) or _code(error) in ("PreconditionFailed", "412", "NoSuchKey")
+    refused = ("PreconditionFailed", "412", "NoSuchKey")
+    return isinstance(error, FileExistsError) or error_code(error) in refused
 
 
 def _is_unsealed(folder: str, files: set[str]) -> bool:

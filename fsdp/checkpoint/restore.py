@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import adapter_weights, discovery, file_names, inspect, load, snapshot
+from fsdp.checkpoint import adapter_weights, discovery, inspect, load, snapshot
 from fsdp.checkpoint.adapter_weights import Base
 from fsdp.checkpoint.foreign_dcp import other_keys, prefixes
 from fsdp.checkpoint.inspect import CheckpointListing
@@ -66,9 +67,11 @@ class Restore:
     weights_only: bool = False
     tier: LocalTier | None = None
 
-    def newest(self, state: TrainState, listings: list[CheckpointListing]) -> Restored:
+    def newest(self, state: TrainState, folders: list[str]) -> Restored:
+        """`folders`: the checkpoints, the newest first. One is read, and the next one if it is broken."""
         notes: list[str] = []
-        for found in listings:
+        for folder in folders:
+            found = self.group.on_main(partial(inspect.listing_of, self.store, folder))
             if (near := self._from_nodes(state, found, notes)) is not None:
                 return near
             try:
@@ -77,7 +80,7 @@ class Restore:
                 return self._sealed(state, self._open(self.store, found), found.manifest, notes)
             except Broken as broken:
                 notes.append(self._set_aside(found, broken))
-        raise discovery.none_whole(self.store, len(listings))
+        raise discovery.none_whole(self.store, len(folders))
 
     def _from_nodes(self, state: TrainState, found: CheckpointListing, notes: list[str]) -> Restored | None:
         """Restores with the files of the nodes' own copies; None without them, or if one is damaged."""
@@ -154,7 +157,10 @@ class Restore:
                 f"those of the checkpoint are of {manifest.optimizer}"
             )
         more += self._load(state, source, where, exact=True)
-        state.set_counters(dict(manifest.counters))
+        try:
+            state.set_counters(dict(manifest.counters))
+        except (KeyError, ValueError, OverflowError) as error:
+            raise Broken("manifest", f"its counters are not a run's ({error!r})") from None
         state.data = manifest.data
         differences = discovery.differences(manifest, self.sizes, self.env.world_size, self.config)
         return Restored(manifest.step, source.store.path(source.folder), (*notes, *more, *differences))
@@ -171,19 +177,18 @@ class Restore:
         return line
 
     def _open(self, store: Store, found: CheckpointListing) -> load.CheckpointSource:
-        """Rank 0 reads `.metadata` and broadcasts it."""
-        data, failure = self.group.broadcast(
-            self._read_metadata(store, found.folder) if self.env.is_main else None
-        )
+        """Rank 0 reads the places of all parts and broadcasts them."""
+        data, failure = self.group.broadcast(self._read_contents(store, found) if self.env.is_main else None)
         if failure is not None:
             raise failure
         return load.opened(store, found.folder, found.manifest, data)
 
-    def _read_metadata(self, store: Store, folder: str) -> tuple[bytes, load.Failure | None]:
+    def _read_contents(self, store: Store, found: CheckpointListing) -> tuple[bytes, load.Failure | None]:
+        file = load.contents_file(found.manifest)
         try:
-            return store.read(folder, file_names.METADATA), None
+            return store.read(found.folder, file), None
         except OSError as error:
-            return b"", inspect.classify_failure(error, f"{store.path(folder)}/{file_names.METADATA}")
+            return b"", inspect.classify_failure(error, f"{store.path(found.folder)}/{file}")
 
     def _load(
         self, state: TrainState, source: load.CheckpointSource, where: Prefixes, exact: bool

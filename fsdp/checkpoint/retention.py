@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fsdp.checkpoint import file_names
-from fsdp.checkpoint.inspect import CheckpointListing, scan
+from fsdp.checkpoint.inspect import CheckpointListing, finals, listing_of
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
 
@@ -49,15 +50,43 @@ def _rank(section: CheckpointSection, found: CheckpointListing) -> tuple[bool, f
     return math.isnan(value), value if not math.isnan(value) else 0.0, -found.step
 
 
-def prune(store: Store, section: CheckpointSection, attempt: str) -> list[str]:
-    """Deletes what no rule keeps; returns the deleted folders."""
+def prune(
+    store: Store,
+    section: CheckpointSection,
+    attempt: str,
+    known: dict[str, CheckpointListing] | None = None,
+) -> list[str]:
+    """Deletes what no rule keeps; returns the deleted folders.
+
+    `known` are the whole checkpoints of an earlier call, by folder: of these the last ones and the best are
+    examined again, since others are deleted for them. A run may keep a thousand.
+    """
     if not section.keep_last:
         return []
-    whole = [found for found in scan(store) if found.manifest is not None]
-    deleted = superfluous(section, whole)
+    deleted = superfluous(section, _whole(store, section, {} if known is None else known))
     for found in deleted:
         store.remove(found.folder, attempt)
+        if known is not None:
+            del known[found.folder]
     return [found.folder for found in deleted]
+
+
+def _whole(
+    store: Store, section: CheckpointSection, known: dict[str, CheckpointListing]
+) -> list[CheckpointListing]:
+    best = sorted(known.values(), key=lambda found: _rank(section, found))[: section.keep_best]
+    again = {found.folder for found in best}
+    whole: list[CheckpointListing] = []
+    for folder in finals(store):
+        if folder not in known or folder in again or len(whole) < section.keep_last:
+            found = listing_of(store, folder)
+            known.pop(folder, None)
+            if found.manifest is None:
+                continue
+            # not the lists of its files and tensors
+            known[folder] = replace(found, manifest=replace(found.manifest, files={}, digests={}))
+        whole.append(known[folder])
+    return whole
 
 
 def sweep(store: Store, attempt: str) -> list[str]:

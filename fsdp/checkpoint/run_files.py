@@ -24,7 +24,7 @@ import socket
 import stat
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from zlib import crc32
 
@@ -106,6 +106,12 @@ class RunFiles:
             self._index = Index(secrets.token_hex(8))
             for name in fetch(self.store, self.folder, without=EXPORTS):
                 self._index.copied[name] = _as_copied(self.folder / name, grows(name))
+        else:
+            # This start cuts records that it repeats, and they may grow beyond their size before a copy.
+            copied = self._index.copied
+            self._index.copied = {
+                name: replace(one, inode=-1) if grows(name) else one for name, one in copied.items()
+            }
         about = {"folder": self._index.folder, "host": socket.gethostname(), "time": time.time()}
         self.store.put(WRITER, [json.dumps(about).encode()])
         self.store.delete(STOP)  # a request that no start has seen

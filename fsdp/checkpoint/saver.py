@@ -20,16 +20,16 @@ import torch
 from fsdp.base.errors import CheckpointError, error_number, without_hint
 from fsdp.base.worker_thread import WorkerThread
 from fsdp.checkpoint import file_names, inspect, manifest, pieces
-from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Manifest
+from fsdp.checkpoint.packed import Packed
 from fsdp.checkpoint.rank_file import Written, write_file
 from fsdp.checkpoint.snapshot import KeyPath, Snapshot
 from fsdp.checkpoint.staging import Image, Room, Staging
 from fsdp.checkpoint.store import Store
 from fsdp.checkpoint.write_plan import (
     WritePlan,
+    contents_files,
     make_plan,
-    metadata_bytes,
     pack_values,
     sum_digests,
 )
@@ -254,8 +254,9 @@ class Saver:
             )
 
     def _seal(self, job: SaveJob, folder: str, written: list[Written]) -> SaveOutcome:
-        metadata, about, total = self._contents(job, written)
-        self._store.write(folder, file_names.METADATA, [metadata])
+        contents, about, total = self._contents(job, written)
+        for file, data in contents.items():
+            self._store.write(folder, file, data)
         # An attempt that lost its connection for a while must not seal where another job has taken over.
         if (why := self._lock_lost()) is not None:
             return SaveOutcome(job.step, "", why, fatal=True)
@@ -264,17 +265,16 @@ class Saver:
         self._store.seal(folder, final)
         return SaveOutcome(job.step, self._store.path(final), bytes=total)
 
-    def _contents(self, job: SaveJob, written: list[Written]) -> tuple[bytes, bytes, int]:
-        """Rank 0: `.metadata`, the manifest, and the checkpoint's bytes."""
+    def _contents(self, job: SaveJob, written: list[Written]) -> tuple[dict[str, Packed], bytes, int]:
+        """Rank 0: the files that name the places of all parts, the manifest, and the checkpoint's bytes."""
         assert self._plan is not None
-        metadata = metadata_bytes(self._plan, job.values)
-        files = {one.file: (one.size, one.crc) for one in written} | {
-            file_names.METADATA: (len(metadata), crc32(metadata))
-        }
+        contents = contents_files(self._plan, job.values)
+        files = {one.file: (one.size, one.crc) for one in written}
+        files |= {file: (data.size, data.crc) for file, data in contents.items()}
         total = sum(size for size, _ in files.values())
         digests = sum_digests(self._plan, (one.shares for one in written if one.shares))
         about = replace(job.about, created=time.time(), files=files, digests=digests, bytes=total)
-        return metadata, manifest.encode(about), total
+        return contents, manifest.encode(about), total
 
 
 def _lower_priority() -> None:

@@ -12,8 +12,9 @@ import io
 import math
 import pickle
 import struct
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
+import numpy as np
 import torch
 
 from fsdp.base.torch_private.saving import rebuild_call, storage_class
@@ -23,6 +24,8 @@ HEAD = 1024
 ALIGN = 64
 _BIG = 0xFFFFFFFF
 _UTF8 = 0x0800
+Count = TypeVar("Count", int, np.ndarray)
+"""A number of bytes, or one for each of many items."""
 
 
 class _Rebuild:
@@ -147,18 +150,17 @@ def frame(dtype: torch.dtype, sizes: tuple[int, ...], nbytes: int, data_crc: int
     return head, central + _end(len(_NAMES), len(central), HEAD + nbytes)
 
 
-def tail_length(nbytes: int) -> int:
+def tail_length(nbytes: Count) -> Count:
     """Depends on the size alone: offsets are known before anything is written."""
-    big_record = 20 if nbytes >= _BIG else 0
-    big_end = 76 if HEAD + nbytes >= _BIG else 0
+    big_record, big_end = 20 * (nbytes >= _BIG), 76 * (HEAD + nbytes >= _BIG)
     return sum(46 + len(name) for name in _NAMES) + big_record + big_end + 22
 
 
-def item_length(nbytes: int) -> int:
+def item_length(nbytes: Count) -> Count:
     return HEAD + nbytes + tail_length(nbytes)
 
 
-def aligned(offset: int) -> int:
+def aligned(offset: Count) -> Count:
     return -(-offset // ALIGN) * ALIGN
 
 

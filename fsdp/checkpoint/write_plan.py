@@ -2,7 +2,7 @@
 
 It is made once, and again only when a tensor appears, disappears or changes its shape. Offsets follow from
 sizes: `.metadata` is known before the first byte is written. layout.py decides who writes what;
-metadata_pickle.py writes `.metadata`.
+metadata_pickle.py and layout_file.py write it down.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,13 +18,16 @@ import numpy as np
 import torch
 
 from fsdp.base import garbage
+from fsdp.checkpoint import file_names, layout_file
 from fsdp.checkpoint.layout import Layout, Part, WholeTensor, describe, make_layout, packed_row
 from fsdp.checkpoint.metadata_pickle import metadata_pickle
+from fsdp.checkpoint.packed import Packed
 from fsdp.checkpoint.snapshot import KeyPath, Piece, Snapshot
 from fsdp.dist.collectives import ObjectGroup
+from fsdp.optim.custom_optimizer import PLAIN
 
 __all__ = [
-    "Part", "Shares", "WritePlan", "fingerprint", "make_plan", "metadata_bytes", "pack_shares",
+    "Part", "Shares", "WritePlan", "contents_files", "fingerprint", "make_plan", "pack_shares",
     "pack_values", "sum_digests",
 ]  # fmt: skip
 
@@ -41,8 +45,8 @@ class WritePlan:
     tensors: Sequence[WholeTensor] = ()
     """Those of all ranks, in the same order on each."""
     layout: Layout | None = None
-    last: tuple[list[tuple[str, int]], bytes] | None = None
-    """The last save's `.metadata`, and the lengths of the values in that save."""
+    last: tuple[list[tuple[str, int]], dict[str, Packed]] | None = None
+    """The last save's `contents_files`, and the lengths of the values in that save."""
 
 
 def fingerprint(pieces: Iterable[Piece]) -> str:
@@ -85,13 +89,27 @@ def _all_tensors(described: list[WholeTensor], group: ObjectGroup) -> Sequence[W
 
 
 def pack_values(snapshot: Snapshot) -> Values:
-    """The values other than tensors, each as a `torch.save` stream, as DCP stores them."""
+    """The values other than tensors, each as a `torch.save` stream, as DCP stores them. TypeError for a state
+    of the optimizer that a resume would refuse.
+    """
     packed = []
     for key, (path, value) in snapshot.values.items():
         stream = io.BytesIO()
         torch.save(value, stream)
+        if path[:2] == ("optim", "state") and type(value) not in PLAIN:
+            _check_readable(key, value, stream)
         packed.append((key, path, stream.getvalue()))
     return packed
+
+
+def _check_readable(key: str, value: object, stream: io.BytesIO) -> None:
+    stream.seek(0)
+    try:
+        torch.load(stream, weights_only=True)
+    except pickle.UnpicklingError:
+        raise TypeError(
+            f"{key} is a {type(value).__name__}, which no resume reads: keep tensors and plain numbers"
+        ) from None
 
 
 def pack_shares(plan: WritePlan, shares: Mapping[str, int]) -> Shares:
@@ -119,13 +137,17 @@ def sum_digests(plan: WritePlan, shares: Iterable[Shares]) -> dict[str, tuple[in
     }
 
 
-def metadata_bytes(plan: WritePlan, values: Values) -> bytes:
-    """`.metadata` of a save: the plan's tensors, then the values at the end of rank 0's file.
+def contents_files(plan: WritePlan, values: Values) -> dict[str, Packed]:
+    """The layout and `.metadata` of a save: the plan's tensors, then the values at the end of rank 0's file.
 
     The same bytes are reused while the values keep their lengths.
     """
     assert plan.layout is not None
     lengths = [(key, len(data)) for key, _, data in values]
     if plan.last is None or plan.last[0] != lengths:
-        plan.last = (lengths, metadata_pickle(plan.layout, values))
+        files = {
+            file_names.LAYOUT: Packed(layout_file.encode(plan.layout, values)),
+            file_names.METADATA: metadata_pickle(plan.layout, values),
+        }
+        plan.last = (lengths, files)
     return plan.last[1]

@@ -181,7 +181,8 @@ def _has_own_shape(parameter: Tensor, value: Any) -> bool:
 def _fault(parameter: Tensor, value: Any) -> str:
     """What a state is if it is neither as its parameter, nor replicated, nor a number; else empty."""
     if not isinstance(value, Tensor):
-        return "" if isinstance(value, PLAIN) else f"a {type(value).__name__}"
+        # exactly: numpy's float64 is a float, and no checkpoint's reader accepts it
+        return "" if type(value) in PLAIN else f"a {type(value).__name__}"
     if isinstance(value, DTensor):
         if not isinstance(parameter, DTensor):
             return "a DTensor, unlike its parameter"

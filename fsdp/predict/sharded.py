@@ -119,9 +119,7 @@ def _load_checkpoint(run: RunSource, config: Config, spec: ModelSpec, sharded: S
     named = config.checkpoint.dir
     place = check_store(run.path, named) if named else run.checkpoints
     store, group = open_store(place), ObjectGroup()
-    found = group.on_main(
-        lambda: next((one for one in inspect.scan(store) if one.manifest is not None), None)
-    )
+    found = group.on_main(lambda: inspect.newest_whole(store))
     if found is None:
         raise CheckpointError(
             f"{run.place} has neither an exported model nor a whole checkpoint.",

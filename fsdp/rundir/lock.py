@@ -326,6 +326,8 @@ def _clear_dead(
     try:
         holder, data = _read(file)
     except FileNotFoundError:
+        if file.is_symlink():  # it leads nowhere: nobody renews it
+            _remove(run_dir, b"")
         return ""
     if holder is not None and is_later_start(job, holder.job):
         alive, how = False, f"{holder.job} is over"
@@ -372,6 +374,7 @@ def _remove(run_dir: Path, data: bytes) -> None:
         rename(run_dir / FILE, aside)
     except FileNotFoundError:
         return
-    if _text(aside).partition(b"\n")[0] != data.partition(b"\n")[0]:
+    # No lock is a link: this one is not another holder's.
+    if not aside.is_symlink() and _text(aside).partition(b"\n")[0] != data.partition(b"\n")[0]:
         _create(aside, run_dir / FILE)
     aside.unlink(missing_ok=True)

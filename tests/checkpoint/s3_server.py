@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -78,6 +78,17 @@ def busy_proxy(url: str, every: int) -> Iterator[tuple[str, list[str]]]:
             return next(counter) % every == 0
 
     with _proxy(url, busy, 503, "ServiceUnavailable") as found:
+        yield found
+
+
+@contextmanager
+def expiring_proxy(url: str, expired: Collection[str]) -> Iterator[str]:
+    """A proxy that refuses requests signed with one of these key ids, as S3 does for an expired token."""
+
+    def is_expired(request: BaseHTTPRequestHandler) -> bool:
+        return any(f"Credential={key}/" in request.headers.get("Authorization", "") for key in expired)
+
+    with _proxy(url, is_expired, 400, "ExpiredToken") as (found, _):
         yield found
 
 

@@ -17,8 +17,8 @@ import pytest
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import manifest
-from fsdp.checkpoint.file_names import MANIFEST, METADATA
+from fsdp.checkpoint import layout_file, manifest, metadata
+from fsdp.checkpoint.file_names import LAYOUT, MANIFEST, METADATA
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.dist.env import DistEnv
 from tests.checkpoint.manifests import a_manifest
@@ -108,6 +108,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a bit of the values": (flip(-1, "__0_0.distcp"), "checksum"),
     "a bit of the manifest": (flip(120, MANIFEST), "manifest"),
     "a bit of the metadata": (flip(200, METADATA), "checksum"),
+    "a bit of the layout": (flip(200, LAYOUT), "checksum"),
     "no seal": (unseal, "unsealed"),
     "the manifest of another step": (manifest_of_another_step, "mixed"),
     "a missing file": (lose_a_file, "missing-file"),
@@ -255,11 +256,54 @@ def test_metadata_with_an_outside_path_or_a_gap_is_broken(
 
 
 def reseal(folder: Path, metadata: bytes) -> None:
-    """Writes this `.metadata`, and a manifest with its checksum."""
+    """Writes this `.metadata`, and a manifest with its checksum and without the layout, as in older
+    checkpoints: `.metadata` alone has the places.
+    """
     (folder / METADATA).write_bytes(metadata)
     about = manifest.decode((folder / MANIFEST).read_bytes())
     files = {**about.files, METADATA: (len(metadata), manifest.crc32(metadata))}
+    files.pop(LAYOUT)
     (folder / MANIFEST).write_bytes(manifest.encode(manifest.Manifest(**{**vars(about), "files": files})))
+
+
+def restore_by(env: DistEnv, run_dir: str, reader: str) -> tuple[int | None, int]:
+    """With the other of the two readers disabled."""
+    other = {"layout": (metadata, "read"), "metadata": (layout_file, "decode")}[reader]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*other, None)
+        step, _, _, total = restore(env, run_dir, {})
+    return step, total
+
+
+def test_a_checkpoint_is_read_by_its_layout_and_an_older_one_by_its_metadata(run_dir: Path) -> None:
+    """`.metadata` of thousands of ranks has objects for millions of parts."""
+    folder = run_dir / "checkpoints" / "step-00000004"
+    found = run_world(RANKS, restore_by, str(run_dir), "layout")
+    reseal(folder, (folder / METADATA).read_bytes())
+    assert run_world(RANKS, restore_by, str(run_dir), "metadata") == found
+    assert [step for step, _ in found] == [4, 4]
+
+
+def test_a_manifest_without_the_places_is_not_whole(run_dir: Path) -> None:
+    """A KeyError at each start, before."""
+    folder = run_dir / "checkpoints" / "step-00000004"
+    about = manifest.decode((folder / MANIFEST).read_bytes())
+    files = {file: about.files[file] for file in about.files if file not in (LAYOUT, METADATA)}
+    (folder / MANIFEST).write_bytes(manifest.encode(replace(about, files=files)))
+    results = run_world(RANKS, restore, str(run_dir), {})
+    assert [step for step, *_ in results] == [2, 2]
+    assert "its manifest lacks .metadata" in results[0][1][0]
+
+
+@pytest.mark.parametrize("counters", [{}, {"step": 4, "samples": float("nan"), "tokens": 0}], ids=str)
+def test_a_manifest_with_odd_counters_is_not_whole(run_dir: Path, counters: dict[str, float]) -> None:
+    folder = run_dir / "checkpoints" / "step-00000004"
+    about = manifest.decode((folder / MANIFEST).read_bytes())
+    changed = {**about.counters, **counters} if counters else {}
+    (folder / MANIFEST).write_bytes(manifest.encode(replace(about, counters=changed)))
+    results = run_world(RANKS, restore, str(run_dir), {})
+    assert [step for step, *_ in results] == [2, 2]
+    assert "set aside as step-00000004.broken-manifest" in results[0][1][0]
 
 
 @pytest.mark.parametrize("sealed", [True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,10 +17,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fsdp.checkpoint import layout, metadata, torch_file, write_plan
+from fsdp.checkpoint import layout, layout_file, metadata, torch_file, write_plan
+from fsdp.checkpoint.file_names import LAYOUT, METADATA
 from fsdp.checkpoint.layout import Layout, WholeTensor
 from fsdp.checkpoint.metadata_pickle import metadata_pickle
 from fsdp.checkpoint.snapshot import KeyPath, Piece, Snapshot
+from fsdp.checkpoint.stored_parts import PartsOfLayout, PartsOfMetadata
 from fsdp.checkpoint.write_plan import WritePlan
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
@@ -148,7 +150,7 @@ def test_tensors_of_one_shape_share_a_division_unless_a_rank_holds_them_differen
 def test_metadata_is_read_by_torch_and_by_our_own_reader(spread: Callable[..., Box | None]) -> None:
     found = made(spread, 4)
     values: list[tuple[str, KeyPath, bytes]] = [("train.step", ("train", "step"), b"12345")]
-    data = metadata_pickle(found, values)
+    data = bytes(metadata_pickle(found, values))
     theirs, ours = pickle.loads(data), metadata.read(data)
     assert isinstance(theirs, Metadata)
     assert theirs.state_dict_metadata == ours.state_dict_metadata
@@ -181,7 +183,7 @@ def test_large_offsets_and_many_dimensions_are_written() -> None:
     tensors = (tensor("big", 3 * 2**31, 2, dtype=torch.float64), tensor("conv", 4, 3, 2, 2, 2))
     told = [{nth: rows(one.size, rank, 2) for nth, one in enumerate(tensors)} for rank in range(2)]
     packed = [layout.packed_row(tensors, boxes) for boxes in told]  # type: ignore[arg-type]
-    read = metadata.read(metadata_pickle(layout.make_layout(tensors, packed), []))
+    read = metadata.read(bytes(metadata_pickle(layout.make_layout(tensors, packed), [])))
     big, conv = read.state_dict_metadata["big"], read.state_dict_metadata["conv"]
     assert isinstance(big, TensorStorageMetadata)
     assert isinstance(conv, TensorStorageMetadata)
@@ -196,20 +198,64 @@ def value(name: str, data: bytes) -> tuple[str, KeyPath, bytes]:
 
 def test_metadata_is_packed_once_while_lengths_stay_the_same() -> None:
     agreed = WritePlan("", [], TENSORS, made(fsdp, 2))
-    first = write_plan.metadata_bytes(agreed, [value("step", b"12345678")])
-    assert write_plan.metadata_bytes(agreed, [value("step", b"87654321")]) is first
+    first = write_plan.contents_files(agreed, [value("step", b"12345678")])
+    assert write_plan.contents_files(agreed, [value("step", b"87654321")]) is first
 
 
 def test_offsets_follow_values_that_grow_disappear_or_appear() -> None:
     agreed = WritePlan("", [], TENSORS, made(fsdp, 2))
-    before = metadata.read(write_plan.metadata_bytes(agreed, [value("step", b"1"), value("gone", b"22")]))
-    read = metadata.read(
-        write_plan.metadata_bytes(agreed, [value("step", b"4444"), value("new", b"7777777")])
-    )
+    first = write_plan.contents_files(agreed, [value("step", b"1"), value("gone", b"22")])
+    then = write_plan.contents_files(agreed, [value("step", b"4444"), value("new", b"7777777")])
+    before, read = (metadata.read(bytes(files[METADATA])) for files in (first, then))
     kept = [key for key, entry in read.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)]
     assert kept == ["train.step", "train.new"]
     old, new = before.storage_data[MetadataIndex("train.step")], read.storage_data[MetadataIndex("train.new")]
     assert (new.offset, new.length) == (old.offset + 4, 7)
+    assert layout_file.decode(bytes(then[LAYOUT]))[1].storage_data[MetadataIndex("train.new")] == new
+
+
+Spread = Callable[..., Box | None]
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_the_layout_file_has_the_places_that_metadata_has(spread: Spread) -> None:
+    found = made(spread, 4)
+    values = [value("step", b"12345"), value("lr", b"123")]
+    stored = metadata.read(bytes(metadata_pickle(found, values)))
+    layout_read, about = layout_file.decode(layout_file.encode(found, values))
+    ours, theirs = PartsOfLayout(layout_read), PartsOfMetadata(stored)
+    assert list(about.state_dict_metadata) == list(stored.state_dict_metadata)
+    for key, entry in stored.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            assert about.storage_data[MetadataIndex(key)] == stored.storage_data[MetadataIndex(key)]
+            continue
+        again = about.state_dict_metadata[key]
+        assert isinstance(again, TensorStorageMetadata)
+        assert (again.size, again.properties.dtype) == (entry.size, entry.properties.dtype)
+    tensors = [key for one in TENSORS for key, _ in one.keys]
+    # in any order, and boxes within a part, over several, and of no element
+    for key in (*tensors, *tensors[::-1], *tensors[::3]):
+        size = tuple(stored.state_dict_metadata[key].size)  # type: ignore[union-attr]
+        whole = ((0,) * len(size), size)
+        middle = tuple(n // 3 for n in size), tuple(n - n // 3 for n in size)
+        for box in (whole, middle, (whole[0], (0, *size[1:])) if size else whole):
+            assert list(ours.overlapping(key, *box)) == list(theirs.overlapping(key, *box))
+    groups = [{parts.memory(key) for key in ("model.tied", "model.head")} for parts in (ours, theirs)]
+    assert [len(one) for one in groups] == [1, 1]
+
+
+@pytest.mark.parametrize("state", [np.float64(2), deque([1])], ids=["of numpy", "an object"])
+def test_a_state_that_no_resume_reads_is_not_saved(state: object) -> None:
+    """Each save was sealed, and each start ended with `cannot be read`."""
+
+    def packed(value: object) -> list[tuple[str, KeyPath, bytes]]:
+        path = ("optim", "state", "w", "d")
+        return write_plan.pack_values(Snapshot([], {"optim.state.w.d": (path, value)}))
+
+    for plain in (2.0, None, [torch.ones(2), 3], {"a": 1}):
+        assert len(packed(plain)) == 1
+    with pytest.raises(TypeError, match=r"optim\.state\.w\.d is a \w+, which no resume reads"):
+        packed(state)
 
 
 def test_digests_are_sums_of_the_ranks_shares_under_every_key() -> None:

@@ -304,9 +304,9 @@ def prune_before_the_seal(patch: pytest.MonkeyPatch) -> None:
     """Deletes a node's older folders while the new one is staged."""
     seal = LocalSaver._seal_here
 
-    def late(self: LocalSaver, folder: str, final: str, metadata: bytes, about: bytes) -> None:
+    def late(self: LocalSaver, folder: str, final: str, contents: Any, about: bytes) -> None:
         self._prune_here(set())
-        seal(self, folder, final, metadata, about)
+        seal(self, folder, final, contents, about)
 
     patch.setattr(LocalSaver, "_seal_here", late)
 
@@ -315,8 +315,8 @@ def prune_before_all_nodes_sealed(patch: pytest.MonkeyPatch) -> None:
     """Deletes a node's older folders when this node has sealed, whatever the others have."""
     seal = LocalSaver._seal_here
 
-    def early(self: LocalSaver, folder: str, final: str, metadata: bytes, about: bytes) -> None:
-        seal(self, folder, final, metadata, about)
+    def early(self: LocalSaver, folder: str, final: str, contents: Any, about: bytes) -> None:
+        seal(self, folder, final, contents, about)
         self._prune_here({final})
 
     patch.setattr(LocalSaver, "_seal_here", early)

@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import copier, file_names
+from fsdp.checkpoint import copier, file_names, local_store
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.inspect import scan
 from fsdp.checkpoint.local_store import LocalStore
@@ -32,6 +32,7 @@ from fsdp.checkpoint.store import Buffer
 from fsdp.dist.env import DistEnv
 from tests.checkpoint.manifests import a_manifest
 from tests.checkpoint.small import Kind, Run, bits, build, save_once
+from tests.checkpoint.test_local_seals import failing_fsync
 from tests.support.world import WorldError, run_world
 
 PER_NODE = 2
@@ -67,6 +68,24 @@ def train(
     found = bits(run.state)
     run.checkpointer.close()
     return resumed, found
+
+
+def save_with_a_failing_fsync(env: DistEnv, folder: str) -> list[int]:
+    """Node 1's disk fails once the step has its name there."""
+    run = on_node(env, folder)
+    run.checkpointer.restore(run.state)
+    run.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_store, "sync_folder", failing_fsync("/node1/", "step-00000001"))
+        run.save(wait=True)
+    run.checkpointer.close()
+    return [one.step for one in run.checkpointer.sealed()]
+
+
+def test_a_seal_that_fails_after_the_rename_counts_on_one_of_two_nodes(tmp_path: Path) -> None:
+    """A node's folder has the files of its own ranks alone."""
+    assert run_world(4, save_with_a_failing_fsync, str(tmp_path)) == [[1]] * 4
+    assert shared_steps(tmp_path) == [1]
 
 
 def shared_steps(folder: Path) -> list[int]:
@@ -197,8 +216,8 @@ def test_the_newest_and_the_one_in_copy_stay_on_a_slow_store(tmp_path: Path) -> 
 
 
 class FullStore(LocalStore):
-    def write(self, folder: str, file: str, buffers: Sequence[Buffer]) -> None:
-        part = memoryview(buffers[0])[1:]
+    def write(self, folder: str, file: str, buffers: Iterable[Buffer]) -> None:
+        part = memoryview(next(iter(buffers)))[1:]
         raise OSError(errno.ENOSPC, f"No space left on device, {len(part)} bytes to go")
 
 

@@ -23,6 +23,7 @@ from fsdp.dist.env import DistEnv
 from fsdp.rundir.lock import FILE, FolderLock
 from tests.checkpoint.manifests import a_manifest
 from tests.checkpoint.small import build
+from tests.checkpoint.test_crashes import ENV
 from tests.support.world import run_world
 
 
@@ -98,6 +99,57 @@ def test_the_next_attempt_deletes_unfinished_checkpoints(tmp_path: Path) -> None
     (tmp_path / "checkpoints" / "somebody-elses").mkdir()
     run_world(2, save_all, str(tmp_path), {}, 0)
     assert steps(tmp_path) == ["somebody-elses", "step-00000001"]
+
+
+def test_neither_a_save_nor_a_start_reads_all_checkpoints_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand of 512 ranks are half a million files to look at."""
+    reads: list[str] = []
+    plain = LocalStore.read
+
+    def counted(self: LocalStore, folder: str, file: str) -> bytes:
+        reads.append(file)
+        return plain(self, folder, file)
+
+    monkeypatch.setattr(LocalStore, "read", counted)
+    section = {"keep_last": 1, "keep_every_steps": 1}
+    run, counts = build(ENV, "ddp", str(tmp_path), section=section), []
+    for _ in range(6):
+        run.step()
+        reads.clear()
+        run.save(wait=True)
+        counts.append(reads.count(file_names.MANIFEST))
+    run.checkpointer.close()
+    assert counts == [1] * 6
+    again = build(ENV, "ddp", str(tmp_path), section=section)
+    reads.clear()
+    again.checkpointer.restore(again.state)
+    again.checkpointer.close()
+    assert (again.state.step, reads.count(file_names.MANIFEST)) == (6, 1)
+
+
+@pytest.mark.parametrize(
+    ("section", "damaged"),
+    [
+        ({"keep_last": 2}, "step-00000003"),
+        ({"keep_last": 1, "keep_best": 1, "keep_best_metric": "-score"}, "step-00000002"),
+    ],
+    ids=["one of the last", "the best"],
+)
+def test_one_that_is_damaged_after_a_pruning_no_longer_counts(
+    section: dict[str, Any], damaged: str, tmp_path: Path
+) -> None:
+    run = build(ENV, "ddp", str(tmp_path), section=section)
+    for score in (1, 9, 5):
+        run.step()
+        run.save(wait=True, metrics={"score": score})
+    assert steps(tmp_path) == ["step-00000002", "step-00000003"]
+    (tmp_path / "checkpoints" / damaged / "__0_0.distcp").write_bytes(b"")
+    run.step()
+    run.save(wait=True, metrics={"score": 0})
+    run.checkpointer.close()
+    assert steps(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
 
 
 @pytest.mark.slow

@@ -128,6 +128,27 @@ def test_the_folder_that_wrote_last_keeps_its_newer_files(store: Counting, tmp_p
     assert texts(here.folder) == FILES | {"metrics.jsonl": "of another machine\n"}
 
 
+def test_records_that_are_cut_and_grow_again_before_a_copy_are_copied_whole(
+    store: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run while the store is away: the file has the same inode and more bytes than before."""
+    monkeypatch.setattr(run_files, "PART_BYTES", 10)
+    here = begun(store, tmp_path / "here")
+    metrics = here.folder / "metrics.jsonl"
+    metrics.write_text("a" * 25)
+    here.upload()
+    again = RunFiles(store, here.folder)
+    assert not again.take_over()
+    with metrics.open("r+") as file:
+        file.truncate(15)
+        file.seek(15)
+        file.write("b" * 15)
+    store.new()
+    again.upload()
+    assert store.new() == ["metrics.jsonl.part-0001", "metrics.jsonl.part-0002"]
+    assert texts(begun(store, tmp_path / "there").folder) == {"metrics.jsonl": "a" * 15 + "b" * 15}
+
+
 def test_a_deleted_run_leaves_nothing_in_the_folder(store: Counting, tmp_path: Path) -> None:
     here = begun(store, tmp_path / "here")
     write(here.folder, FILES)

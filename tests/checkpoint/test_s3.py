@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,30 @@ def test_requests_to_a_busy_server_are_retried(bucket: str, server: str, tmp_pat
         again = run_world(2, train, url, place, str(tmp_path), {}, 0)
     assert again == [(2, saved[0][1])] * 2
     assert {request.split()[0] for request in refused} >= {"PUT", "GET"}
+
+
+REQUESTS: dict[str, Callable[[ObjectStore], object]] = {
+    "a write": lambda store: store.write("step-00000001-ab", "x", [b"1"]),
+    "a read": lambda store: store.read("step-00000001-ab", "__0_0.distcp"),
+    "a look-up": lambda store: store.size("step-00000001-ab", "__0_0.distcp"),
+    "a listing": lambda store: store.folders(),
+    "the lock": lambda store: store.swap("CLAIM", b"x", None),
+}
+
+
+@pytest.mark.parametrize("request_of", REQUESTS)
+def test_credentials_that_expire_in_the_run_are_read_anew(
+    request_of: str, bucket: str, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expired: list[str] = []
+    with s3_server.expiring_proxy(server, expired) as url:
+        s3_server.use(url, monkeypatch.setenv)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "the-first")
+        store = ObjectStore(f"{bucket}/run")
+        store.write("step-00000001-ab", "__0_0.distcp", [b"1"])
+        expired.append("the-first")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "the-second")
+        REQUESTS[request_of](store)
 
 
 class Outage:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -95,6 +96,7 @@ local_part = with_state(lambda p: torch.zeros(p.to_local().shape if isinstance(p
 whole = with_state(lambda p: torch.zeros(p.shape))
 by_rank = with_state(lambda p: torch.full((3,), float(dist.get_rank())))
 nested = with_state(lambda p: {"rows": 0})
+of_numpy = with_state(lambda p: np.sqrt(np.float64(p.dim())))
 rows = with_state(lambda p: (p * 1).sum(-1) if p.dim() > 1 else torch.zeros_like(p))
 replicated = with_state(lambda p: torch.arange(6.0).view(2, 3))
 
@@ -176,6 +178,7 @@ def test_a_small_state_that_is_equal_on_all_ranks_is_resumed(tmp_path: Path) -> 
         ("whole", "state extra of stem.weight is a plain tensor of (13, 12), the whole shape of its sharded"),
         ("by_rank", "state extra of stem.weight is a plain tensor that differs between rank 0 and rank 1"),
         ("nested", "state extra of stem.weight is a dict"),
+        ("of_numpy", "state extra of stem.weight is a float64"),
         ("rows", "state extra of stem.weight is a DTensor of (13,), S(0), unlike its parameter of (13, 12)"),
     ],
 )

@@ -83,6 +83,15 @@ def test_a_lock_that_is_no_file_is_taken_over(
     lock.FolderLock.acquire(run.path, "test", stale_s=0.0).release()
 
 
+def test_a_lock_that_is_a_link_to_nothing_is_taken_over(run: RunDir, tmp_path: Path) -> None:
+    """As `cp -as` of a run leaves it when that run's lock is released: a start tried for ever to take it."""
+    fresh(run)
+    (run.path / lock.FILE).symlink_to(tmp_path / "nothing")
+    lock.FolderLock.acquire(run.path, "test", stale_s=0.0).release()
+    assert not list(run.path.iterdir())
+    assert not (tmp_path / "nothing").exists()
+
+
 def test_a_folder_in_the_place_of_the_lock_is_named(run: RunDir) -> None:
     fresh(run)
     (run.path / lock.FILE).mkdir()

@@ -23,11 +23,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from fsdp.base.errors import CheckpointError, ConfigError
 from fsdp.checkpoint import __main__ as checkpoints
-from fsdp.checkpoint import inspect, manifest, metadata
-from fsdp.checkpoint.file_names import MANIFEST, METADATA
+from fsdp.checkpoint import inspect, layout_file, manifest, metadata
+from fsdp.checkpoint.file_names import LAYOUT, MANIFEST, METADATA
 from fsdp.checkpoint.full_state import open_full_state
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.manifest import Broken
+from fsdp.checkpoint.stored_parts import PartsOfLayout
 from fsdp.predict.__main__ import main as predict
 from fsdp.report.__main__ import main as report
 from tests.checkpoint.small import save_once
@@ -198,6 +199,19 @@ def test_metadata_that_another_python_wrote_is_read(monkeypatch: pytest.MonkeyPa
     assert metadata.read(data) == here
 
 
+def test_metadata_that_an_older_torch_wrote_is_read() -> None:
+    """Up to 2.2 a tensor's properties were of another module, and there was no version."""
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+
+    saved = pickle.loads(described())
+    saved.state_dict_metadata["a"].properties = TensorProperties(dtype=torch.float32)
+    for field in ("version", "storage_meta"):
+        delattr(saved, field)
+    data = pickle.dumps(saved)
+    assert b"_shard.sharded_tensor" in data
+    assert metadata.read(data) == metadata.read(described())
+
+
 @pytest.mark.parametrize("module", [b"pathlib", b"pathlib._local"], ids=bytes.decode)
 def test_the_folder_that_dcp_save_notes_is_read_from_every_python(module: bytes) -> None:
     """Python 3.13 has its paths in pathlib._local. Protocol 3 names a module in a line of text."""
@@ -275,6 +289,74 @@ def test_any_damage_to_metadata_raises_broken(run: Path) -> None:
         read += 1
         assert all(".." not in info.relative_path.split("/") for info in found.storage_data.values())
     assert read < 3000
+
+
+# ---------------------------------------------------------------- the layout
+
+
+def test_any_damage_to_a_layout_raises_broken(run: Path) -> None:
+    whole, chance = (run / "checkpoints" / "step-00000001" / LAYOUT).read_bytes(), random.Random(5)
+    read = 0
+    for _ in range(3000):
+        try:
+            layout, about = layout_file.decode(odd_bytes(whole, chance))
+            parts = PartsOfLayout(layout)
+        except Broken:
+            continue
+        read += 1
+        for key, entry in about.state_dict_metadata.items():
+            if isinstance(entry, dcp.TensorStorageMetadata):
+                size = tuple(entry.size)
+                for part in parts.overlapping(key, (0,) * len(size), size):
+                    assert re.fullmatch(r"__\d+_0\.distcp", part.file)
+                    assert min(part.offset, *part.offsets, *part.sizes, part.length) >= 0
+    assert 0 < read < 3000
+
+
+def a_layout(change: Callable[[dict[str, Any]], object], tables: bytes | None = None) -> bytes:
+    """Of one tensor of 2 x 3 that rank 0 has, with its JSON changed."""
+    about = {"ranks": 2, "tensors": [[["a"], [2, 3], "float32", 0]], "values": [], "rows": [[1, 0, 2]]}
+    change(about)
+    text = json.dumps(about).encode()
+    box = struct.pack("<i4q", 0, 0, 0, 2, 3) if tables is None else tables
+    return len(text).to_bytes(8, "little") + text + box
+
+
+ODD_LAYOUTS: dict[str, bytes] = {
+    "no JSON": b"",
+    "a length beyond the file": b"\xff" * 8 + b"{}",
+    "a list": (2).to_bytes(8, "little") + b"[]",
+    "ranks": a_layout(lambda about: about.update(ranks=1 << 40)),
+    "a rank that does not exist": a_layout(lambda about: None, struct.pack("<i4q", 2, 0, 0, 2, 3)),
+    "a negative rank": a_layout(lambda about: None, struct.pack("<i4q", -1, 0, 0, 2, 3)),
+    "a negative offset": a_layout(lambda about: None, struct.pack("<i4q", 0, -1, 0, 2, 3)),
+    "a sum beyond 64 bits": a_layout(lambda about: None, struct.pack("<i4q", 0, 2**63 - 1, 0, 2, 3)),
+    "a part beyond its tensor": a_layout(lambda about: None, struct.pack("<i4q", 0, 1, 0, 2, 3)),
+    "tables that are too short": a_layout(lambda about: about.update(rows=[[2, 0, 2]])),
+    "tables of 2**62 rows": a_layout(lambda about: about.update(rows=[[2**62, 0, 2]])),
+    "bytes after the tables": a_layout(lambda about: None) + b"x",
+    "another number of dimensions": a_layout(
+        lambda about: about.update(tensors=[[["a"], [6], "float32", 0]])
+    ),
+    "a division that does not exist": a_layout(
+        lambda about: about.update(tensors=[[["a"], [2, 3], "float32", 1]])
+    ),
+    "a name of torch that is no dtype": a_layout(
+        lambda about: about.update(tensors=[[["a"], [2, 3], "load", 0]])
+    ),
+    "more bytes than there are": a_layout(
+        lambda about: about.update(tensors=[[["a"], [2**61, 2**61], "float32", 0]])
+    ),
+    "a value with a negative place": a_layout(lambda about: about.update(values=[["b", -1, 2]])),
+    "a value without a name": a_layout(lambda about: about.update(values=[[["b"], 1, 2]])),
+}
+
+
+@pytest.mark.parametrize("what", ODD_LAYOUTS)
+def test_a_layout_of_another_form_is_broken(what: str) -> None:
+    assert layout_file.decode(a_layout(lambda about: None))[0].ranks == 2
+    with pytest.raises(Broken, match=r"layout-1\.bin cannot be read"):
+        layout_file.decode(ODD_LAYOUTS[what])
 
 
 # ---------------------------------------------------------------- the manifest

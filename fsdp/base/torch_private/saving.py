@@ -16,10 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["DCP_PLACE", "DCP_UNREAD", "StorageInfo", "global_offset", "rebuild_call", "storage_class"]
+__all__ = [
+    "DCP_OLD_PROPERTIES", "DCP_OLD_UNREAD", "DCP_PLACE", "DCP_UNREAD", "StorageInfo", "global_offset",
+    "rebuild_call", "storage_class",
+]  # fmt: skip
 
 DCP_PLACE = ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 """Module and name that `.metadata` has for the place of an item in a file (StorageInfo)."""
+
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"
+DCP_OLD_PROPERTIES, DCP_OLD_UNREAD = (_OLD, "TensorProperties"), (_OLD, "MEM_FORMAT_ENCODING")
+"""Names in older versions' `.metadata`: the same class with the same state, and a field's function."""
 
 DCP_UNREAD = (
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),

@@ -1,0 +1,65 @@
+"""Links among the checkpoints: one whose target is not mounted, and ones that lead nowhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp.base.errors import CheckpointError
+from tests.checkpoint.small import build, save_once
+from tests.checkpoint.test_crashes import ENV
+
+
+def restored(run_dir: Path) -> int:
+    run = build(ENV, "ddp", str(run_dir))
+    found = run.checkpointer.restore(run.state)
+    run.checkpointer.close()
+    assert found is not None
+    return found.step
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """The checkpoints of steps 1 and 2."""
+    for _ in range(2):
+        save_once(ENV, "ddp", str(tmp_path), 1)
+    return tmp_path / "checkpoints"
+
+
+def move_to_another_disk(checkpoint: Path) -> Path:
+    target = checkpoint.parent.with_name("mounted") / checkpoint.name
+    target.parent.mkdir()
+    checkpoint.rename(target)
+    checkpoint.symlink_to(target)
+    return target.parent
+
+
+def test_the_newest_checkpoint_on_a_disk_that_is_not_mounted_refuses_the_start(place: Path) -> None:
+    """Training went on from the one before without a word."""
+    disk = move_to_another_disk(place / "step-00000002")
+    assert restored(place.parent) == 2
+    disk.rename(disk.with_name("away"))
+    before = sorted(place.iterdir())
+    with pytest.raises(
+        CheckpointError, match=r"step-00000002 is a link to \S+, which is not there\. HINT: mount"
+    ):
+        restored(place.parent)
+    assert sorted(place.iterdir()) == before
+    disk.with_name("away").rename(disk)
+    assert restored(place.parent) == 2
+
+
+def test_an_older_one_that_is_not_mounted_is_left_alone(place: Path) -> None:
+    disk = move_to_another_disk(place / "step-00000001")
+    disk.rename(disk.with_name("away"))
+    assert restored(place.parent) == 2
+    assert (place / "step-00000001").is_symlink()
+
+
+@pytest.mark.parametrize("name", ["latest", "step-00000001.tmp-deadbeef"])
+def test_a_link_that_cannot_be_followed_stops_no_start(place: Path, name: str) -> None:
+    """To itself, and below a file: `is_dir` raises for both."""
+    (place / name).symlink_to(name)
+    (place / f"{name}-2").symlink_to(place / "step-00000002" / "manifest.json" / "x")
+    assert restored(place.parent) == 2

@@ -1,0 +1,31 @@
+"""Which replica reads a piece for the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from fsdp.checkpoint import load
+from fsdp.checkpoint.snapshot import Piece
+from fsdp.checkpoint.tensor_keys import LoadTarget, Replicas
+
+RANKS = 4096
+
+
+def target(name: str, numel: int, group: Any) -> LoadTarget:
+    piece = Piece(name, (name,), (numel,), (0,), torch.empty(numel, device="meta"))
+    return LoadTarget(name, piece, Replicas(group, RANKS, 0))
+
+
+def test_small_pieces_have_few_readers_and_large_ones_are_spread() -> None:
+    """A step counter for each parameter: with a reader each, 844 broadcasts over all ranks."""
+    group = object()
+    steps = [target(f"step.{nth}", 1, group) for nth in range(844)]
+    large = [target(f"weight.{nth}", 1 << 20, group) for nth in range(100)]
+    load._choose_readers([*steps, *large])
+    few = Counter(one.reader for one in steps)
+    assert len(few) == load.READERS_OF_SMALL
+    assert max(few.values()) - min(few.values()) <= 1
+    assert len({one.reader for one in large}) == len(large)
