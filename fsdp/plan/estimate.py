@@ -220,6 +220,8 @@ def not_modelled(config: Config) -> Iterator[str]:
             "torch.compile: time counts fused kernels; memory is eager's, which is more than compiled blocks "
             f"keep{why}"
         )
+    if config.plan.gpu == "cpu" and config.precision.param in ("bf16", "fp16"):
+        yield f"--precision.param {config.precision.param} on a CPU: blocks that oneDNN keeps beside tensors"
     if config.train.eval_batch > config.train.micro_batch > 0:
         yield f"--train.eval_batch {config.train.eval_batch}: an evaluation's own peak"
 

@@ -212,6 +212,7 @@ NAMED = {
     "--train.micro_batch 1 --train.eval_batch 64": "an evaluation's own peak",
     "--speed.compile true": "torch.compile",
     "--memory.activation_budget 0.5": "kept as without a compiler",
+    "--plan.gpu cpu --precision.param bf16": "blocks that oneDNN keeps",
 }
 
 
