@@ -102,7 +102,7 @@ class Translator(nn.Module):
     def forward(self, inputs: Tensor, before: Tensor) -> Tensor:
         later = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=inputs.device).triu(1)
         source, target = self.embedding(inputs), self.embedding(before)
-        return self.head(self.core(source, target, tgt_mask=later))
+        return self.head(self.core(source, target, tgt_mask=later, tgt_is_causal=True))
 
 
 class Experts(nn.Module):

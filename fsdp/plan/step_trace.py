@@ -163,7 +163,8 @@ def trace_step(ask: FakeRun) -> Trace:
         raise ConfigError(
             f"--model.name {ask.config.model.name} reads tensor values in its forward{loss} "
             f"({first_line(error)}): a plan has shapes alone.",
-            "torch.where, or masks of a fixed size, in place of .item(), nonzero() and if on a tensor",
+            "torch.where, or masks of a fixed size, in place of .item(), nonzero() and if on a tensor; "
+            "nn.Transformer reads a mask unless tgt_is_causal is given",
         ) from error
     except ShardrunError:
         raise
