@@ -23,8 +23,8 @@ from torch.utils.data import Dataset
 from bench.plan import Row
 from bench.plan_cases import Case
 from bench.plan_real import Ranks
+from bench.plan_table import KeptTable
 from fsdp.base.torchvision_import import prepare_torchvision
-from fsdp.rundir.atomic_write import write_atomically
 
 RESULTS = Path(__file__).parent / "results" / "plan_hf.md"
 WORDS, LENGTH = 8192, 128
@@ -101,47 +101,12 @@ def run(names: Sequence[str], folder: Path) -> Iterator[tuple[str, str, Row]]:
                 yield name, variant, Row(case, predicted, process, ranks.measure(case), None)
 
 
-HEADS = ("model", "variant", "tensor bytes, MiB", "planned", "error", "process, MiB", "planned", "error")
-
-
-def line_of(name: str, variant: str, row: Row) -> str:
-    real = row.measured
-    tensors = f"{real.tensors / 2**20:.2f} | {row.predicted / 2**20:.2f} | {row.error:+.3%}"
-    process = f"{real.process / 2**20:.0f} | {row.predicted_process / 2**20:.0f} | {row.process_error:+.1%}"
-    return f"| {name} | {variant} | {tensors} | {process} |"
-
-
-def table(lines: Sequence[str]) -> list[str]:
-    errors = [[abs(float(cells[at].strip("%"))) for at in (5, 8)] for cells in map(_cells, lines)]
-    worst = [max(one) for one in zip(*errors, strict=True)]
-    heads = [f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
-    return [*heads, *lines, "", f"Worst: tensor bytes {worst[0]:.3f}%, process {worst[1]:.1f}%."]
-
-
-def _cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.split("|")]
-
-
-def _kept() -> list[str]:
-    """Rows of an earlier call."""
-    text = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
-    return [line for line in text if len(_cells(line)) > 2 and _cells(line)[1] in MODELS]
-
-
 def main(names: Sequence[str]) -> int:
-    found = []
-    with tempfile.TemporaryDirectory(prefix="plan-hf-") as folder:
-        for name, variant, row in run(names or list(MODELS), Path(folder)):
-            found.append(line_of(name, variant, row))
-            print(found[-1], file=sys.stderr, flush=True)
-    lines = found + [line for line in _kept() if _cells(line)[1] not in (names or MODELS)]
-    lines.sort(key=lambda line: list(MODELS).index(_cells(line)[1]))
     title = f"# Plans of hf: models beside real runs ({platform.machine()}, torch {torch.__version__}, gloo)"
     command = "`python -m bench.plan_hf`: two ranks, fp32, AdamW, micro-batches of 4."
-    text = "\n".join([title, "", command, "", *table(lines)])
-    print(text)
-    write_atomically(RESULTS, text + "\n")
-    return 0
+    kept = KeptTable(RESULTS, list(MODELS), [title, "", command])
+    with tempfile.TemporaryDirectory(prefix="plan-hf-") as folder:
+        return kept.write(run(names or list(MODELS), Path(folder)))
 
 
 if __name__ == "__main__":

@@ -56,6 +56,13 @@ class Measured:
 
     tensors: float
     process: float
+    libraries: float = 0.0
+    """Of `process`, pages of libraries' files that were first read meanwhile."""
+
+    @property
+    def allocated(self) -> Measured:
+        """Without those pages, which the kernel takes back."""
+        return Measured(self.tensors, self.process - self.libraries)
 
 
 class Ranks:
@@ -86,7 +93,8 @@ class Ranks:
             for rank in range(case.ranks):
                 self._send(rank + 1, ("measure", case.flags, case.ranks, rank, store))
             found = [self._receive(rank + 1) for rank in range(case.ranks)]
-        return Measured(max(t for t, _ in found), max(p for _, p in found))
+        most = max(found, key=lambda one: one[1])
+        return Measured(max(one[0] for one in found), *most[1:])
 
     def _ask(self, at: int, message: tuple[Any, ...]) -> Any:
         self._send(at, message)
@@ -176,7 +184,7 @@ def _torchs(flags: tuple[str, ...], ranks: int) -> float | None:
 # ---------------------------------------------------------------- measured
 
 
-def _measure(flags: tuple[str, ...], ranks: int, rank: int, store: str) -> tuple[float, float]:
+def _measure(flags: tuple[str, ...], ranks: int, rank: int, store: str) -> tuple[float, float, float]:
     dist.init_process_group("cpu:gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     try:
         return _real_steps(flags, ranks, rank)
@@ -191,7 +199,7 @@ class Built:
     watched: TracedSetup
     subject: Subject
     batch: BatchPlan
-    idle: int
+    idle: dict[str, int]
 
     def batches(self, device: str) -> Iterator[Batch]:
         return _real_batches(self.subject, self.batch.micro_batch, device)
@@ -245,7 +253,7 @@ def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -
     return Built(TracedSetup(parts, Tracker()), subject, plan_batch(config.train, ranks), idle)
 
 
-def _real_steps(flags: tuple[str, ...], ranks: int, rank: int) -> tuple[float, float]:
+def _real_steps(flags: tuple[str, ...], ranks: int, rank: int) -> tuple[float, float, float]:
     built = build(flags, ranks, rank, torch.device("cpu"))
     watched, micro = built.watched, built.micro_batches
     watched.hold_state()
@@ -256,7 +264,9 @@ def _real_steps(flags: tuple[str, ...], ranks: int, rank: int) -> tuple[float, f
     plain_step(watched.parts, built.batches("cpu"), micro)
     # Of each segment the least: what gloo let go of late is only ever added.
     tensors = max(min(peak_of(Trace((segment,), 0)) for segment in same) for same in zip(*looks, strict=True))
-    return tensors, float(_peak() - built.idle)
+    now = proc.memory_bytes()
+    process, files = now["VmHWM"] - built.idle["VmRSS"], now["RssFile"] - built.idle["RssFile"]
+    return tensors, float(process), float(files)
 
 
 def _segments_of_a_step(built: Built) -> tuple[Segment, ...]:
@@ -286,16 +296,12 @@ def _real_batches(subject: Subject, rows: int, device: str) -> Iterator[Batch]:
         yield Batch(data, torch.ones(rows, dtype=torch.bool, device=device), rows)
 
 
-def _resting() -> int:
+def _resting() -> dict[str, int]:
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    return proc.memory_bytes()["VmRSS"]
+    return proc.memory_bytes()
 
 
 def _reset_peak() -> None:
     gc.collect()
     processes.reset_peak_memory()
-
-
-def _peak() -> int:
-    return proc.memory_bytes()["VmHWM"]

@@ -183,5 +183,9 @@ def exists(path: str | Path) -> bool:
 
 
 def expanded(path: str) -> Path:
+    return Path(with_home(path))
+
+
+def with_home(path: str) -> str:
     """The path with ~ replaced; as it is for a ~NAME of nobody, where Path.expanduser raises."""
-    return Path(os.path.expanduser(path))  # noqa: PTH111
+    return os.path.expanduser(path)  # noqa: PTH111

@@ -15,7 +15,7 @@ row for each item (docs/data.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -121,7 +121,7 @@ def _check_map_style(name: str, part: Any) -> None:
             f"--data.name {name} returned an empty {type(part).__name__}.",
             "check the data that the factory reads",
         )
-    hook = collate_of(part)
+    hook = attribute_of(part, "collate")
     if hook is not None and not callable(hook):
         raise ConfigError(
             f"--data.name {name}: collate is of type {type(hook).__name__}, which cannot be called.",
@@ -129,11 +129,11 @@ def _check_map_style(name: str, part: Any) -> None:
         )
 
 
-def collate_of(items: Any) -> Any:
-    """Returns the Dataset's attribute `collate`; for a torch Subset, that of its Dataset."""
-    while not hasattr(items, "collate") and isinstance(items, Subset):
+def attribute_of(items: Any, name: str) -> Any:
+    """The Dataset's attribute, for a torch Subset that of its Dataset; None without one."""
+    while not hasattr(items, name) and isinstance(items, Subset):
         items = items.dataset
-    return getattr(items, "collate", None)
+    return getattr(items, name, None)
 
 
 class ItemSamples:
@@ -141,7 +141,7 @@ class ItemSamples:
 
     def __init__(self, items: Any) -> None:
         self.items = items
-        self._collate: Callable[[list[Any]], Any] | None = collate_of(items)
+        self._collate: Callable[[list[Any]], Any] | None = attribute_of(items, "collate")
 
     def __len__(self) -> int:
         return len(self.items)
@@ -149,11 +149,7 @@ class ItemSamples:
     def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
         items = [self.items[int(index)] for index in indices]
         if self._collate is not None:
-            made = _as_dict(self._collate(items), "collate's batch")
-            return {
-                name: torch.as_tensor(value) if isinstance(value, np.ndarray) else value
-                for name, value in made.items()
-            }
+            return _widened(_as_dict(self._collate(items), "collate's batch"))
         rows = [_as_dict(item) for item in items]
         try:
             collated: Mapping[str, Tensor] = default_collate(rows)
@@ -164,7 +160,20 @@ class ItemSamples:
                 f"{unlike}: samples of one batch must have one shape.",
                 "give your Dataset a method collate(items) that pads them to one length: docs/data.md",
             ) from None
-        return dict(collated)
+        return _widened(collated)
+
+
+def _widened(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Targets and labels of whole numbers as int64, which cross entropy reads; arrays often have less."""
+    return {
+        name: value.long() if name in ("targets", "labels") and _is_narrow(value) else value
+        for name, value in batch.items()
+    }
+
+
+def _is_narrow(value: Any) -> bool:
+    whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    return whole and value.dtype not in (torch.int64, torch.bool)
 
 
 def _unlike(rows: Sequence[Mapping[str, Any]], indices: np.ndarray) -> str | None:
@@ -194,10 +203,29 @@ def _as_dict(item: Any, what: str = "an item") -> dict[str, Any]:
 
 
 def _value(value: Any) -> Any:
-    """Converts lists, which default_collate would transpose, and floats, which it would make doubles."""
-    if isinstance(value, (list, tuple, float)):
-        return torch.as_tensor(value)
-    return value
+    """Converts arrays, lists, which default_collate would transpose, floats, which it would make doubles, and
+    unsigned numbers of 16 bits and more, for which torch has few operations.
+    """
+    if isinstance(value, float):
+        return torch.tensor(float(value))  # also of numpy's class
+    if isinstance(value, (list, tuple, np.ndarray)):
+        value = torch.as_tensor(value)
+    return value.long() if isinstance(value, Tensor) and value.dtype in _UNSIGNED else value
+
+
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
+
+def _classes(name: str, items: Any) -> tuple[str, ...]:
+    found = attribute_of(items, "classes")
+    if found is None:
+        return ()
+    if isinstance(found, str) or not isinstance(found, Iterable):
+        raise ConfigError(
+            f"--data.name {name}: classes is {found!r}, not the names of the classes.",
+            """classes = ["cat", "dog"], or leave the attribute out""",
+        )
+    return tuple(map(str, found))
 
 
 def _info(name: str, samples: Samples, items: Any, skip_unreadable: int) -> DataInfo:
@@ -211,7 +239,11 @@ def _info(name: str, samples: Samples, items: Any, skip_unreadable: int) -> Data
             f"leave {bad[0]} out",
         )
     inputs = first["inputs"]
-    classes = tuple(map(str, getattr(items, "classes", ())))
+    if flat := [name for name, value in first.items() if not value.dim()]:
+        raise ConfigError(
+            f"--data.name {name}: {flat[0]} of a batch is one number.", "a row for each item, from collate"
+        )
+    classes = _classes(name, items)
     facts: dict[str, Any] = {"num_classes": len(classes)} if classes else {}
     kind: Literal["images", "text", "other"] = "other"
     if inputs.dim() == 4 and inputs.is_floating_point() and inputs.shape[2] == inputs.shape[3]:

@@ -18,7 +18,6 @@ import numpy as np
 
 from fsdp.base.cache_folder import cache_folder
 from fsdp.base.errors import ConfigError
-from fsdp.config.values import expanded
 from fsdp.data.arguments import Where
 from fsdp.data.download import DownloadError, download, fetch
 from fsdp.data.images import PixelSamples
@@ -49,7 +48,7 @@ SIZE = 28
 
 
 def build(where: Where, *, mirror: str = "") -> DataSet:
-    folder = _obtain(expanded(where.dir) if where.dir else cache_folder(), mirror)
+    folder = _obtain(Path(where.dir) if where.dir else cache_folder(), mirror)
     info = DataInfo(
         kind="images",
         facts={"num_classes": len(CLASSES), "image_size": SIZE, "channels": 1},

@@ -8,6 +8,7 @@ Pillow decodes an image when its batch is read. Not here: converting an image to
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,12 +19,14 @@ import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError
-from fsdp.config.values import expanded
+from fsdp.data import image_index
 from fsdp.data.arguments import Where, check_range
-from fsdp.data.image_index import Listed, Visit, indexed
+from fsdp.data.image_index import Listed, Visit
 from fsdp.data.images import every_tenth, prepare
 from fsdp.data.types import DataInfo, DataSet
+from fsdp.tokenize.file_names import shell_word
 
+log = logging.getLogger(__name__)
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 MANY = 20_000
 """Images from which on their list is an index in the cache."""
@@ -49,10 +52,19 @@ def build(
         _check_same_classes(val_root, classes)
     else:
         val_root = None
-    train, held = (_indexed if _many(train_root, classes) else _listed)(train_root, val_root, classes)
+    if len(classes) == 1:
+        log.warning(
+            "folder: %s has one class, %s: the cross entropy of each image is 0. HINT: a folder per class "
+            "below --data.dir",
+            train_root,
+            classes[0],
+        )
+    find = _indexed if _many(train_root, classes) else _listed
+    train, held, fingerprint = find(train_root, val_root, classes)
+    facts = {"num_classes": len(classes), "image_size": image_size, "channels": channels}
     info = DataInfo(
         kind="images",
-        facts={"num_classes": len(classes), "image_size": image_size, "channels": channels},
+        facts={**facts, "fingerprint": fingerprint},
         class_names=tuple(classes),
         default_epochs=10,
         preprocess=preprocess,
@@ -84,7 +96,7 @@ def _root(folder: str) -> Path:
     hint = "--data.dir FOLDER with FOLDER/CLASS/image.png, or FOLDER/train and FOLDER/val of those"
     if not folder:
         raise ConfigError("--data.name folder needs a folder of images in --data.dir.", hint)
-    root = expanded(folder)
+    root = Path(folder)
     if not root.is_dir():
         raise ConfigError(f"--data.dir {folder} is not a folder.", hint)
     return root
@@ -120,31 +132,44 @@ def _unsorted(folder: str) -> Iterator[str]:
         return
     with entries:
         for entry in entries:
-            if entry.is_dir():
+            if entry.is_dir() and not entry.name.startswith("."):
                 yield from _unsorted(entry.path)
-            elif entry.name.lower().endswith(SUFFIXES):
+            elif _is_picture(entry.name):
                 yield entry.name
 
 
-def _listed(root: Path, val_root: Path | None, classes: list[str]) -> tuple[Part, Part]:
-    """Training and held-out images, in memory."""
+def _is_picture(name: str) -> bool:
+    """Hidden files are none: macOS writes ._NAME.jpg beside NAME.jpg."""
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
+
+
+Found = tuple[Part, Part, str]
+"""Training and held-out images, and the fingerprint of the first."""
+
+
+def _listed(root: Path, val_root: Path | None, classes: list[str]) -> Found:
+    """The images, in memory."""
     found = list(_find(root, classes))
-    labels = np.array([label for _, label in found], np.int64)
-    paths = [path for path, _ in found]
     if val_root is not None:
-        below = list(_find(val_root, classes))
-        held = [path for path, _ in below], np.array([label for _, label in below], np.int64)
-        return (paths, labels), held
-    held_out = every_tenth(labels)
-    return (
-        ([path for path, held in zip(paths, held_out, strict=True) if not held], labels[~held_out]),
-        ([path for path, held in zip(paths, held_out, strict=True) if held], labels[held_out]),
-    )
+        train, held = found, list(_find(val_root, classes))
+    else:
+        held_out = every_tenth(np.array([label for _, label in found], np.int64)).tolist()
+        train = [one for one, is_held in zip(found, held_out, strict=True) if not is_held]
+        held = [one for one, is_held in zip(found, held_out, strict=True) if is_held]
+    return _part(train), _part(held), image_index.fingerprint(str(_base(root, val_root)), train)
 
 
-def _indexed(root: Path, val_root: Path | None, classes: list[str]) -> tuple[Part, Part]:
+def _part(listed: Sequence[Listed]) -> Part:
+    return [path for path, _ in listed], np.array([label for _, label in listed], np.int64)
+
+
+def _base(root: Path, val_root: Path | None) -> Path:
+    return root if val_root is None else root.parent
+
+
+def _indexed(root: Path, val_root: Path | None, classes: list[str]) -> Found:
     """The same images in the same order, from an index on disk."""
-    base = root if val_root is None else root.parent
+    base = _base(root, val_root)
     roots = [root] if val_root is None else [root, val_root]
     folders = [*roots, *(one / name for one in roots for name in classes if (one / name).is_dir())]
 
@@ -153,9 +178,9 @@ def _indexed(root: Path, val_root: Path | None, classes: list[str]) -> tuple[Par
             return {"train": _find(root, classes, visit), "held": _find(val_root, classes, visit)}
         return {name: _tenths(_find(root, classes, visit), held=name == "held") for name in ("train", "held")}
 
-    found = indexed(base, folders, parts)
+    found = image_index.indexed(base, folders, parts)
     train, held = found["train"], found["held"]
-    return (train, train.labels), (held, held.labels)
+    return (train, train.labels), (held, held.labels), train.fingerprint
 
 
 def _tenths(listed: Iterable[Listed], *, held: bool) -> Iterator[Listed]:
@@ -172,7 +197,8 @@ def _find(root: Path, classes: list[str], visit: Visit | None = None) -> Iterato
             yield path, label
         if empty and (root / name).is_dir():
             raise ConfigError(
-                f"{root / name} has no image in it ({', '.join(SUFFIXES)}).", f"rmdir {root / name}"
+                f"{root / name} has no image in it ({', '.join(SUFFIXES)}).",
+                f"mv {shell_word(root / name)} {shell_word(root / f'.{name}')}: hidden folders are left out",
             )
 
 
@@ -180,8 +206,8 @@ def _pictures(folder: str, visit: Visit | None = None) -> Iterator[str]:
     for current, names, files in os.walk(folder, followlinks=True):
         if visit is not None:
             visit(current)
-        names.sort()
-        yield from (f"{current}/{name}" for name in sorted(files) if name.lower().endswith(SUFFIXES))
+        names[:] = sorted(name for name in names if not name.startswith("."))
+        yield from (f"{current}/{name}" for name in sorted(files) if _is_picture(name))
 
 
 class ImageFiles:
@@ -204,5 +230,7 @@ class ImageFiles:
         try:
             with Image.open(path) as image:
                 return prepare(image, self.preprocess)
-        except (OSError, ValueError, SyntaxError) as error:  # what Pillow's decoders raise on a broken file
+        except MemoryError:
+            raise
+        except Exception as error:  # Pillow's decoders raise what they like
             raise OSError(f"{path}: {error}") from error

@@ -6,10 +6,13 @@ added, removed or renamed in it. Not here: which files are images, and which are
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +32,7 @@ class ImagePaths(MappedSequence[str]):
         self._root = root
         self._names = PackedNames(mapped(part / "names", np.uint8), mapped(part / "ends", np.int64))
         self.labels = mapped(part / "labels", np.int32)
+        self.fingerprint = (part / "fingerprint").read_text(encoding="utf-8")
 
     def __len__(self) -> int:
         return len(self._names)
@@ -58,7 +62,7 @@ def indexed(
         (aside / "folders.json").write_text(json.dumps(times), encoding="utf-8")
 
     for generation in itertools.count():  # a change deeper down leaves the times of `top` as they are
-        place = made_once("images", [2, str(root.resolve()), top, generation], make)
+        place = made_once("images", [3, str(root.resolve()), top, generation], make)
         if _unchanged(base, place):
             return {one.name: ImagePaths(one, base) for one in place.iterdir() if one.is_dir()}
     raise AssertionError("not reached")
@@ -75,7 +79,7 @@ def _unchanged(base: str, place: Path) -> bool:
 def _write_part(part: Path, base: str, listed: Iterable[Listed]) -> None:
     """Written in pieces: all of them may be more than memory holds."""
     part.mkdir(exist_ok=True)
-    source, end = iter(listed), 0
+    source, end, digest = iter(listed), 0, hashlib.sha256()
     with (
         (part / "names").open("wb") as names,
         (part / "ends").open("wb") as ends,
@@ -87,3 +91,18 @@ def _write_part(part: Path, base: str, listed: Iterable[Listed]) -> None:
             ends.write((end + np.cumsum(lengths)).astype("<i8").tobytes())
             labels.write(np.array([label for _, label in chunk], "<i4").tobytes())
             end += len(raw)
+            digest.update(_lines(base, chunk))
+    (part / "fingerprint").write_text(_shortened(digest), encoding="utf-8")
+
+
+def fingerprint(base: str, listed: Iterable[Listed]) -> str:
+    """As the index of the same images has it: changes with a name or a class."""
+    return _shortened(hashlib.sha256(_lines(base, listed)))
+
+
+def _lines(base: str, listed: Iterable[Listed]) -> bytes:
+    return b"".join(b"%d %s\n" % (label, os.fsencode(path[len(base) + 1 :])) for path, label in listed)
+
+
+def _shortened(digest: Any) -> str:
+    return str(digest.hexdigest())[:16]

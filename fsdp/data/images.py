@@ -69,14 +69,23 @@ def to_pixels(image: Image, preprocess: Mapping[str, Any]) -> np.ndarray:
     from PIL import ImageOps
 
     size, source = preprocess["image_size"], preprocess.get("source_size")
-    upright = ImageOps.exif_transpose(image)  # a photograph's rotation is in its EXIF data
-    if upright.mode.startswith("I;16"):  # convert() would clip each value at 255
-        upright = Pillow.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
-    plain = upright.convert("L" if preprocess["channels"] == 1 else "RGB")
+    plain = upright(image).convert("L" if preprocess["channels"] == 1 else "RGB")
     if source:
         plain = ImageOps.fit(plain, (source, source), Pillow.Resampling.BOX)
     scaled = ImageOps.fit(plain, (size, size), Pillow.Resampling.BILINEAR)
     return np.asarray(scaled).reshape(size, size, -1)
+
+
+def upright(image: Image) -> Image:
+    """The image as it is shown: turned as its EXIF data say, with 8 bits for each of 16."""
+    from PIL import Image as Pillow
+    from PIL import ImageOps
+
+    turned = ImageOps.exif_transpose(image)
+    # 16 bits are I;16, and I in a PGM or PPM file. convert() would clip each value at 255.
+    if turned.mode.startswith("I;16") or (turned.mode == "I" and image.format == "PPM"):
+        return Pillow.fromarray((np.asarray(turned) >> 8).astype(np.uint8))
+    return turned
 
 
 def to_picture(inputs: np.ndarray, preprocess: Mapping[str, Any]) -> np.ndarray:

@@ -18,10 +18,11 @@ from typing import Any
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
-from fsdp.config.values import exists
+from fsdp.config.values import exists, with_home
 from fsdp.data.arguments import Where, check_args, source_section
 from fsdp.data.types import DataSet
 from fsdp.tokenize.file_names import broken_link, shell_word, shown, unreadable
+from fsdp.tokenize.hub_dataset import PREFIX, SAVED
 from fsdp.tokenize.locate import is_remote
 from fsdp.tokenize.shards import MANIFEST
 from fsdp.tokenize.sources import ROWS, SETTINGS, ends_with, is_pattern, matching, plain_folder
@@ -39,6 +40,7 @@ def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = 
             section, lambda one: build_dataset(_with_tokenizer(one, section.tokenizer), model_facts)
         )
         return mixed
+    section = _at_home(section)
     name, where = _selected(section, model_facts or {})
     if section.tokenizer and name != "documents":
         raise ConfigError(
@@ -54,12 +56,17 @@ def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = 
     return dataset
 
 
+def _at_home(section: DataSection) -> DataSection:
+    """With ~ replaced, which a shell does not do in a recipe or after --data.name=."""
+    return dataclasses.replace(section, name=with_home(section.name), dir=with_home(section.dir))
+
+
 def _with_tokenizer(source: DataSection, shared: str) -> DataSection:
     """The source with the tokenizer of [data], if it has none of its own and its data set takes one."""
     if source.tokenizer or not shared:
         return source
     given = dataclasses.replace(source, tokenizer=shared)
-    return given if _selected(given, {})[0] == "documents" else source
+    return given if _selected(_at_home(given), {})[0] == "documents" else source
 
 
 def takes_tokenizer(section: DataSection) -> bool:
@@ -68,6 +75,7 @@ def takes_tokenizer(section: DataSection) -> bool:
         return all(
             not one.tokenizer and takes_tokenizer(source_section(section, one)) for one in section.sources
         )
+    section = _at_home(section)
     if exists(Path(section.dir or section.name) / MANIFEST):
         return False
     name, where = _selected(section, {})
@@ -139,7 +147,13 @@ def _reader_of(path: Path, with_tokenizer: bool) -> str:
     names = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
     if any(name.endswith((".bin", ".npy")) for name in names):
         return "tokens"
-    if with_tokenizer or _mostly_rows(names if path.is_file() else _first_names(path)):
+    rows = _mostly_rows(names if path.is_file() else _first_names(path))
+    if not rows and any((path / name).is_file() for name in SAVED):
+        raise ConfigError(
+            f"--data.name {shown(path)} is a folder of save_to_disk.",
+            f"--data.name {PREFIX}{shell_word(path)}",
+        )
+    if with_tokenizer or rows:
         return "documents"
     return "folder" if path.is_dir() and _mostly_pictures(path) else "text"
 
@@ -157,8 +171,11 @@ def _mostly_rows(names: list[str]) -> bool:
 
 
 def _mostly_pictures(root: Path) -> bool:
-    """Whether most of the first files in subfolders are images; one image among many texts does not count."""
+    """Whether most of the first files in subfolders are images, or in the folder itself if it has none; one
+    image among many texts does not count.
+    """
     suffixes = importlib.import_module("fsdp.data.folder").SUFFIXES
-    below = (name for folder, _, names in os.walk(root) if Path(folder) != root for name in names)
-    first = list(itertools.islice(below, LOOKED_AT))
+    levels = os.walk(root)
+    _, _, here = next(levels, ("", [], []))
+    first = list(itertools.islice((name for _, _, names in levels for name in names), LOOKED_AT)) or here
     return 2 * sum(name.lower().endswith(suffixes) for name in first) > len(first)

@@ -183,7 +183,11 @@ def check_state(name: str, make: Callable[[], Any]) -> None:
             )
     items = iter(reader)
     try:
-        next(items)
+        if next(items, items) is items:
+            raise ConfigError(
+                f"--data.name {name}: the first {type(reader).__name__} of the stream has no item.",
+                "check the data that it reads",
+            )
         state = reader.state_dict()
         try:
             text = json.dumps(state)

@@ -30,7 +30,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.data.arguments import Where, check_range
 from fsdp.data.types import DataInfo, DataSet
 from fsdp.tokenize.file_names import unreadable
-from fsdp.tokenize.zero_bytes import check_no_zero_byte, converting_hint, encoding_of
+from fsdp.tokenize.zero_bytes import binary_kind, check_no_zero_byte, encoding_of, not_decodable
 
 log = logging.getLogger(__name__)
 
@@ -130,10 +130,19 @@ def _read_texts(where: Where, pattern: str, limit: int) -> Iterator[bytes]:
             )
             break
     if not read:
-        kinds = f" of --data.args.files {pattern}" if pattern != "*" else ""
-        raise ConfigError(f"{where} has no text file{kinds}.", f"ls -a {shlex.quote(str(root))}")
+        raise _no_text(where, pattern, binary)
     left_out = f"; {len(binary)} binary left out, as {binary[0]}" if binary else ""
     log.info("text: %d files, %s bytes of %s%s", read, f"{limit - left:,}", root, left_out)
+
+
+def _no_text(where: Where, pattern: str, binary: list[Path]) -> ConfigError:
+    kinds = f" of --data.args.files {pattern}" if pattern != "*" else ""
+    found, hint = "", f"ls -a {shlex.quote(where.dir)}"
+    if binary:
+        with binary[0].open("rb") as file:
+            what, hint = binary_kind(file.read(PROBED), binary[0]) or ("binary", hint)
+        found = f"; {binary[0]} is {what}"
+    return ConfigError(f"{where} has no text file{kinds}{found}.", hint)
 
 
 def _files(where: Where, pattern: str) -> Iterator[Path]:
@@ -175,10 +184,7 @@ def _read_text(path: Path, limit: int, where: Where) -> bytes | None:
         text = codecs.getincrementaldecoder(encoding)().decode(raw, final=whole)
     except UnicodeDecodeError as error:
         others = "" if one else "; or --data.args.files '*.txt' reads only those"
-        raise ConfigError(
-            f"{path} is not {encoding.upper()} at byte {error.start}: {error.reason}.",
-            f"{converting_hint('latin1', path)}{others}",
-        ) from None
+        raise not_decodable(error, raw, path, str(path), encoding=encoding, more=others) from None
     return text.removeprefix("\ufeff").encode()[:limit]
 
 

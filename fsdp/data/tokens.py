@@ -8,6 +8,8 @@ tokens (token_width.py).
 from __future__ import annotations
 
 import functools
+import hashlib
+import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,16 +27,18 @@ from fsdp.data.token_reader import TokenReader
 from fsdp.data.token_width import LOOKED_AT, Dtype, Stated, dtype_of, ends, fits_as, stated, wider
 from fsdp.data.types import DataInfo, DataSet
 
+log = logging.getLogger(__name__)
 OPEN_AT_ONCE = 128  # each open file holds a descriptor, and 1024 is a common limit
 EXAMINED_AT_ONCE = 16
+IN_FINGERPRINT = 4096
+"""Tokens at each end of a file."""
 SUFFIXES = (".bin", ".npy")
-One = TypeVar("One")
+One, Made = TypeVar("One"), TypeVar("Made")
 
 
 def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: float = 0.01) -> DataSet:
     check_range("heldout", heldout, 0, 0.5)
-    paths = _paths(where)
-    train_files, val_files, vocab_size = _files(paths, where, dtype, vocab_size)
+    train_files, val_files, vocab_size, fingerprint = _files(_paths(where), where, dtype, vocab_size)
     row, val = TokenRow(train_files, vocab_size), TokenRow(val_files, vocab_size)
     if not len(row):
         raise ConfigError(
@@ -43,7 +47,7 @@ def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: 
     train, held = _windows(row, val, where, heldout)
     info = DataInfo(
         kind="text",
-        facts={"vocab_size": vocab_size, "seq_len": where.seq_len},
+        facts={"vocab_size": vocab_size, "seq_len": where.seq_len, "fingerprint": fingerprint},
         tokens_per_sample=where.seq_len,
         masks_targets=False,
         default_steps=1000,
@@ -53,8 +57,10 @@ def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: 
 
 def _files(
     paths: list[Path], where: Where, dtype: Dtype, vocab_size: int
-) -> tuple[Sequence[TokenFile], Sequence[TokenFile], int]:
-    """Files to train on, held-out ones, and the size of the vocabulary; by an index if there are many."""
+) -> tuple[Sequence[TokenFile], Sequence[TokenFile], int, str]:
+    """Files to train on, held-out ones, the size of the vocabulary, and the fingerprint; by an index if there
+    are many.
+    """
 
     def parts(files: list[TokenFile]) -> dict[str, list[TokenFile]]:
         return {name: [one for one in files if _held_out(one, where) == (name == "val")] for name in PARTS}
@@ -62,18 +68,34 @@ def _files(
     if len(paths) < MANY:
         files, vocab_size = _examined(paths, where, dtype, vocab_size)
         found = parts(files)
-        return found["train"], found["val"], vocab_size
+        return found["train"], found["val"], vocab_size, _fingerprint(found["train"])
 
     def examine(aside: Path) -> dict[str, Sequence[TokenFile]]:
         files, size = _examined(paths, where, dtype, vocab_size)
+        found = parts(files)
         (aside / "vocab_size").write_text(str(size))
-        return {**parts(files)}
+        (aside / "fingerprint").write_text(_fingerprint(found["train"]))
+        return {**found}
 
     root, model = paths[0].parent, int(where.model_facts.get("vocab_size", 0))
-    key = {"of": "tokens", "dtype": dtype, "vocab_size": vocab_size, "model": model}
+    key = {"of": "tokens 2", "dtype": dtype, "vocab_size": vocab_size, "model": model}
     index = indexed(root, key, examine)
     train, val = (TokenFiles(index / part, root) for part in PARTS)
-    return train, val, int((index / "vocab_size").read_text())
+    return train, val, int((index / "vocab_size").read_text()), (index / "fingerprint").read_text()
+
+
+def _fingerprint(files: Sequence[TokenFile]) -> str:
+    """Of the files' names and sizes, and of the tokens at both ends."""
+    whole = hashlib.sha256()
+    for file, ends_of_file in zip(files, _threaded(_both_ends, files), strict=True):
+        whole.update(f"{file.path.name} {file.tokens} {file.dtype.str}\n".encode("utf-8", "surrogateescape"))
+        whole.update(ends_of_file)
+    return whole.hexdigest()[:16]
+
+
+def _both_ends(file: TokenFile) -> bytes:
+    tokens = file.open()
+    return tokens[:IN_FINGERPRINT].tobytes() + tokens[-IN_FINGERPRINT:].tobytes()
 
 
 def _examined(paths: list[Path], where: Where, dtype: Dtype, vocab_size: int) -> tuple[list[TokenFile], int]:
@@ -105,10 +127,10 @@ def _examined(paths: list[Path], where: Where, dtype: Dtype, vocab_size: int) ->
     return [file for file in _threaded(examine, paths) if file.tokens], vocab_size
 
 
-def _threaded(call: Callable[[Path], One], paths: Sequence[Path]) -> list[One]:
-    """The results in the order of the paths. Reading waits for the file system, and numpy for no lock."""
+def _threaded(call: Callable[[One], Made], items: Sequence[One]) -> list[Made]:
+    """The results in the order of the items. Reading waits for the file system, and numpy for no lock."""
     with ThreadPoolExecutor(EXAMINED_AT_ONCE) as pool:
-        return list(pool.map(call, paths))
+        return list(pool.map(call, items))
 
 
 def _held_out(file: TokenFile, where: Where) -> bool:
@@ -126,11 +148,17 @@ def _windows(row: TokenRow, val: TokenRow, where: Where, heldout: float) -> tupl
             f"--data.seq_len {max(1, (len(row) - 1) // 4)}, or more files",
         )
     train = Windows(row, 0, whole - spared, seq_len)
-    held = (
-        Windows(val, 0, (len(val) - 1) // seq_len, seq_len)
-        if len(val)
-        else Windows(row, whole - spared, spared, seq_len)
-    )
+    if not len(val):
+        return train, Windows(row, whole - spared, spared, seq_len)
+    held = Windows(val, 0, (len(val) - 1) // seq_len, seq_len)
+    if not len(held):
+        log.warning(
+            "tokens: the val files of %s have %d tokens, not one sample of --data.seq_len %d: nothing is "
+            "evaluated. HINT: remove them, and the last --data.args.heldout 0.01 is held out",
+            where,
+            len(val),
+            seq_len,
+        )
     return train, held
 
 

@@ -73,8 +73,8 @@ def answer(config: Config, given: frozenset[str], page: Path | None = None) -> l
         plans, ranks = list(found.plans), found.ranks
     best = plans[0]
     subject = (
-        f"{ranks or best.sizes.ranks} × {rates.name}, {rates.memory / 2**30:.1f} GiB each, margin "
-        f"{config.plan.margin:.0%}"
+        f"{ranks or best.sizes.ranks} × {rates.name}, {best.rates.memory / 2**30:.1f} GiB each, margin "
+        f"{best.margin:.0%}"
     )
     if page is not None:
         _write_page(page, plans, subject, config)

@@ -13,7 +13,7 @@ import torch
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
-from fsdp.config import Config
+from fsdp.config import Config, PlanSection
 from fsdp.dist.mesh import MeshSizes, plan_batch, resolve
 from fsdp.parallel.shard import resolve_dtypes
 from fsdp.plan.fake_runs import TracedStep, count
@@ -22,6 +22,9 @@ from fsdp.plan.model_shapes import Subject, subject_of
 from fsdp.plan.rates import GIB, Rates, rates_for
 from fsdp.plan.step_time import Setting, Step, time_step
 from fsdp.plan.step_trace import FakeRun
+
+SCRATCH_MARGIN = 0.1
+"""Of models of convolutions and recurrent layers: docs/plan.md, "How far off it was"."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,14 @@ class Plan:
     samples: int
     """Of the global batch, without the rows that pad the shares of its ranks and micro-batches."""
     tokens_per_sample: int
+    margin: float
+    """Fraction of the memory that it must leave free."""
     staged: float = 0.0
     """Bytes of host memory that a save's copy takes on this rank."""
 
     @property
     def fits(self) -> bool:
-        return self.needed * (1 + self.config.plan.margin) <= self.rates.memory
+        return self.needed * (1 + self.margin) <= self.rates.memory
 
     @property
     def samples_s(self) -> float:
@@ -153,12 +158,19 @@ def plan_of(ask: FakeRun, counted: TracedStep, subject: Subject, accumulation: i
         accumulation=accumulation,
         memory=memory,
         step=time_step(counted, setting),
-        rates=rates,
+        rates=rates.of_each(ask.sizes.ranks),
         needed=needed,
         samples=config.train.global_batch,
         tokens_per_sample=subject.tokens_per_sample,
+        margin=margin_of(config, subject),
         staged=staged,
     )
+
+
+def margin_of(config: Config, subject: Subject) -> float:
+    """--plan.margin, if it is given; more by default where kernels take memory of their own."""
+    given = config.plan.margin
+    return max(given, SCRATCH_MARGIN) if subject.scratch and given == PlanSection().margin else given
 
 
 def _read_ahead(config: Config, subject: Subject, samples: int) -> float:
@@ -208,6 +220,8 @@ def not_modelled(config: Config) -> Iterator[str]:
             "torch.compile: time counts fused kernels; memory is eager's, which is more than compiled blocks "
             f"keep{why}"
         )
+    if config.plan.gpu == "cpu" and config.precision.param in ("bf16", "fp16"):
+        yield f"--precision.param {config.precision.param} on a CPU: blocks that oneDNN keeps beside tensors"
     if config.train.eval_batch > config.train.micro_batch > 0:
         yield f"--train.eval_batch {config.train.eval_batch}: an evaluation's own peak"
 

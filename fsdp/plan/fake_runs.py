@@ -19,7 +19,7 @@ import numpy as np
 import torch.distributed as dist
 
 from fsdp.config import Config
-from fsdp.plan.step_trace import FakeRun, blocks_in, trace_step
+from fsdp.plan.step_trace import FakeRun, TooFewBlocks, blocks_in, run_whole, trace_step
 from fsdp.plan.trace import CODE, COLUMNS, Segment, Trace, blend, edges
 
 TOLERANCE = 0.005
@@ -112,7 +112,11 @@ def count(ask: FakeRun, *, check: bool | None = None) -> TracedStep:
     third = shape.short[1] + shape.period
     if own and third < shape.blocks:
         asks.append(replace(ask, blocks=third))
-    runs = run_all(asks)
+    try:
+        runs = run_all(asks)
+    except TooFewBlocks:
+        run_whole(ask.config)
+        return count(ask)
     first = [runs[one] for one in asks[:2]]
     if _composable(first, shape) and (
         len(asks) < 3 or not _differs(compose(replace(shape, blocks=third), first).trace, runs[asks[2]])

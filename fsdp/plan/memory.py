@@ -59,7 +59,7 @@ def memory_of(counted: TracedStep, *, apart: bool = False, offload: bool = False
     host = ("offloaded", *(HOST_KINDS if offload else ())) if apart else ()
     mask = np.array([name not in host for name in KINDS])
     unit = max(float(s.curve[:, OFFLOADED].max()) for s in counted.trace.segments) / max(
-        1, counted.shape.blocks - 1
+        1, counted.trace.blocks - 1
     )
     peaks = [(_peak(segment, mask, unit), segment) for segment in counted.trace.segments]
     at, segment = max(peaks, key=lambda pair: float(pair[0].sum()))
@@ -73,7 +73,7 @@ def memory_of(counted: TracedStep, *, apart: bool = False, offload: bool = False
         reserved=peak + _cached(counted, peak),
         kinds=dict(zip(KINDS, at.tolist(), strict=True)),
         phases=phases,
-        where=describe(segment, counted.shape.blocks),
+        where=describe(segment, counted.trace.blocks),
         resting=float(last[mask].sum()),
         host=max(float(s.curve[:, : len(KINDS)][:, ~mask].sum(1).max()) for s in counted.trace.segments),
         state=float(last[[KINDS.index("parameters"), KINDS.index("optimizer")]].sum()),

@@ -7,12 +7,15 @@ note. A data set that a run downloads is not downloaded: its samples have the sa
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection, ModelSection
@@ -23,7 +26,15 @@ from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
 from fsdp.models.hf import PretrainedFolder, resolve_folder
 from fsdp.models.hub import PREFIX
+from fsdp.run.job import meta_model
+from fsdp.tokenize.locate import is_remote
+from fsdp.tokenize.sources import is_pattern
 
+CONVOLUTIONS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+CONVOLVED = 0.1
+"""Their share of the parameters from which on they are more than a transformer's first layer."""
 Shape = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -34,6 +45,21 @@ class Subject:
     tokens_per_sample: int
     note: str
     """Names a stand-in for the data; empty for the data set itself."""
+
+    @functools.cached_property
+    def scratch(self) -> str:
+        """Modules whose kernels take memory that no tensor shows; empty without any."""
+        model = meta_model(self.spec)
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            return "recurrent layers"
+        convolved = sum(
+            parameter.numel()
+            for module in model.modules()
+            if isinstance(module, CONVOLUTIONS)
+            for parameter in module.parameters(recurse=False)
+        )
+        many = convolved > CONVOLVED * sum(parameter.numel() for parameter in model.parameters())
+        return "convolutions" if many else ""
 
 
 def subject_of(model: ModelSection, data: DataSection) -> Subject:
@@ -65,11 +91,18 @@ def _dataset(model: ModelSection, data: DataSection) -> tuple[DataSet, str]:
     try:
         return build_dataset(with_model_tokenizer(data, model)), ""
     except ConfigError as error:
-        if stand_in is None or not (data.dir or data.sources):
+        if stand_in is None or not (data.dir or data.sources or _is_place(data.name)):
             raise
-        return build_dataset(
-            stand_in
-        ), f"{', '.join(data.names)} is not here ({error}); the plan uses samples of its kind"
+        words = stand_in.args.get("vocab_size")
+        flag = " (--model.args.vocab_size)" if model.name == "transformer" else ""
+        kind = f"a vocabulary of {words:,}{flag}" if words else "samples of its kind"
+        return build_dataset(stand_in), f"{', '.join(data.names)} is not here ({error}); planned with {kind}"
+
+
+def _is_place(name: str) -> bool:
+    """Whether it is the name of files, which may lie on the machine that is planned for."""
+    path = ":" not in name and (os.sep in name or is_pattern(name) or bool(Path(name).suffix))
+    return path or is_remote(name)
 
 
 def _stand_in(model: ModelSection, data: DataSection) -> DataSection | None:

@@ -74,7 +74,7 @@ def page(plans: Sequence[Plan], lines: Sequence[str], flags: Sequence[str]) -> s
 
 
 def _plot(points: Sequence[Point], unit: str) -> Markup:
-    limit = points[0].plan.rates.memory / (1 + points[0].plan.config.plan.margin)
+    limit = points[0].plan.rates.memory / (1 + points[0].plan.margin)
     right = max(limit, *(point.plan.needed for point in points)) * 1.04
     top = max(point.time for point in points) * 1.06
     line = sorted((point for point in points if point.on_frontier), key=lambda point: point.plan.needed)

@@ -67,6 +67,14 @@ class Rates:
     """Host time of an operation in eager mode."""
     contention: float
     """The share of the device that a collective beside a product takes."""
+    shared: bool = False
+    """Whether `memory` is a machine's, of all its ranks together."""
+
+    def of_each(self, ranks: int) -> Rates:
+        """With the memory that each of so many ranks can have."""
+        if not self.shared:
+            return self
+        return dataclasses.replace(self, memory=self.memory / min(ranks, self.gpus_a_node), shared=False)
 
     @property
     def has_allocator(self) -> bool:
@@ -113,7 +121,8 @@ def rates_for(config: Config) -> Rates:
         "bandwidth": plan.memory_gb_s * 1e9 * STREAMED,
         "matmul": plan.tflops * 1e12 * SUSTAINED,
     }  # fmt: skip
-    return dataclasses.replace(base, **{name: value for name, value in given.items() if value})
+    given = {name: value for name, value in given.items() if value}
+    return dataclasses.replace(base, **given, shared=base.shared and "memory" not in given)
 
 
 def _from_table(name: str) -> Rates:
@@ -174,6 +183,7 @@ def _rates_of_cpu(matmul: float, fp32: float, bandwidth: float) -> Rates:
         launch_s=5e-6,
         issue_s=0.0,
         contention=0.0,
+        shared=True,
     )
 
 

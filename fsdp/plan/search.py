@@ -8,7 +8,7 @@ is counted or timed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from fsdp.plan.estimate import Plan, check_device, fake_run, for_target, plan_of
 from fsdp.plan.fake_runs import Family, Runs, run_all
 from fsdp.plan.model_shapes import Subject, subject_of
 from fsdp.plan.rates import Rates, rates_for
-from fsdp.plan.step_trace import parameter_bytes
+from fsdp.plan.step_trace import TooFewBlocks, parameter_bytes, run_whole
 
 LARGEST_MICRO_BATCH = 64
 MOST_RANKS = 4096
@@ -300,7 +300,11 @@ def _best_of_each(config: Config, given: Given, choices: Sequence[Choice], rates
     families = {
         (c, many): _family(config, c, choices, batches, many, rates) for c in choices for many in times
     }
-    runs = run_all([ask for family in families.values() for ask in family.asks()])
+    try:
+        runs = _runs_of(families.values())
+    except TooFewBlocks:
+        run_whole(config)
+        runs = _runs_of(families.values())
     plans = []
     for choice in choices:
         tried = list(_best_of(config, given, choice, batches, families, runs, rates))
@@ -309,6 +313,10 @@ def _best_of_each(config: Config, given: Given, choices: Sequence[Choice], rates
             max(fitting, key=lambda plan: (plan.samples_s, -plan.micro_batch)) if fitting else tried[0]
         )
     return plans
+
+
+def _runs_of(families: Iterable[Family]) -> Runs:
+    return run_all([ask for family in families for ask in family.asks()])
 
 
 def _family(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp.base.errors import ConfigError, first_line
+from fsdp.base.errors import ConfigError, ShardrunError, first_line
 from fsdp.base.torch_private.fake import READS_VALUES, FakeTensorMode
 from fsdp.config import CommSection, Config, LoraSection
 from fsdp.data.types import Batch
@@ -26,6 +26,7 @@ from fsdp.models import ModelSpec, to_empty
 from fsdp.models.blocks import blocks_of, find_units
 from fsdp.models.chunked_loss import maybe_chunked
 from fsdp.models.custom_loss import load_loss
+from fsdp.models.factory import blame
 from fsdp.models.loss import LossFunction
 from fsdp.optim.custom_optimizer import is_custom
 from fsdp.optim.ema import maybe_ema
@@ -64,6 +65,10 @@ class FakeRun:
         return hash(
             (str(self.config), self.sizes, self.rank, self.micro_batch, self.accumulation, self.blocks)
         )
+
+
+class TooFewBlocks(ConfigError):
+    """A model ran with some of its blocks, and failed: its forward may count on all of them."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +163,25 @@ def trace_step(ask: FakeRun) -> Trace:
         raise ConfigError(
             f"--model.name {ask.config.model.name} reads tensor values in its forward{loss} "
             f"({first_line(error)}): a plan has shapes alone.",
-            "torch.where, or masks of a fixed size, in place of .item(), nonzero() and if on a tensor",
+            "torch.where, or masks of a fixed size, in place of .item(), nonzero() and if on a tensor; "
+            "nn.Transformer reads a mask unless tgt_is_causal is given",
         ) from error
+    except ShardrunError:
+        raise
+    except Exception as error:
+        if ":" not in ask.config.model.name and not ask.config.train.loss:
+            raise
+        with_loss = f" with --train.loss {ask.config.train.loss}" if ask.config.train.loss else ""
+        raise (TooFewBlocks if ask.blocks else ConfigError)(
+            f"--model.name {ask.config.model.name}{with_loss} cannot make a step on fake tensors of "
+            f"{_shapes(ask)}: {blame(error)}.",
+            "--data.name of the samples that it reads; torch.library.register_fake for its own operators",
+        ) from error
+
+
+def _shapes(ask: FakeRun) -> str:
+    sample = subject_of(ask.config.model, ask.config.data).sample
+    return ", ".join(f"{name} {[ask.micro_batch, *shape]}" for name, (shape, _) in sample.items())
 
 
 def _watch(ask: FakeRun) -> Trace:
@@ -227,11 +249,21 @@ def blocks_in(config: Config) -> int:
     if config.mesh.unsharded:
         return 0  # its patterns may name a single block
     spec = subject_of(config.model, config.data).spec
-    key = (id(spec), config.mesh.wrap, config.model.frozen, config.lora)
+    key = _key_of_blocks(config, spec)
     if key not in _BLOCKS:
         found = repeated_blocks(model_of(config, spec), config.mesh.wrap)
         _BLOCKS[key] = (spec, len(found[1]) if found else 0)  # kept, so that no id is given twice
     return _BLOCKS[key][1]
+
+
+def run_whole(config: Config) -> None:
+    """From now on the model is run with all of its blocks."""
+    spec = subject_of(config.model, config.data).spec
+    _BLOCKS[_key_of_blocks(config, spec)] = (spec, 0)
+
+
+def _key_of_blocks(config: Config, spec: ModelSpec) -> tuple[int, str, str, LoraSection]:
+    return id(spec), config.mesh.wrap, config.model.frozen, config.lora
 
 
 def parameter_bytes(config: Config) -> float:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp.base.errors import ConfigError
+from fsdp.base.errors import ConfigError, message_line
 from fsdp.data import Samples, heldout_batches
-from fsdp.data.images import prepare
+from fsdp.data.images import prepare, upright
 from fsdp.dist.mesh import DataRank
 from fsdp.predict.trained import TrainedModel
 
@@ -93,14 +93,16 @@ def _read(trained: TrainedModel, file: Path, invert: bool) -> np.ndarray:
         )
     try:
         with Image.open(file) as image:
-            return prepare(ImageOps.invert(image.convert("RGB")) if invert else image, preprocess)
+            shown = upright(image)
+            return prepare(ImageOps.invert(shown.convert("RGB")) if invert else shown, preprocess)
     except FileNotFoundError:
         raise ConfigError(
             f"--image {file} does not exist.", "--image FILE, in any format that Pillow reads"
         ) from None
-    except (OSError, ValueError, SyntaxError) as error:
+    except Exception as error:  # Pillow's decoders raise what they like
         raise ConfigError(
-            f"--image {file} is not an image: {error}.", "--image FILE, in any format that Pillow reads"
+            f"--image {file} is not an image: {message_line(error)}.",
+            "--image FILE, in any format that Pillow reads",
         ) from None
 
 

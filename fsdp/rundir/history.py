@@ -77,7 +77,11 @@ def data_changes(run: RunDir, data: Mapping[str, Any]) -> list[str]:
     """One line if the last start trained on other data: the samples of a step are then not the same."""
     last = tail.find_last(run.history, lambda event: event["event"] == "start")
     before = last.get("data", data) if last is not None else data
-    if before == data or not isinstance(before, Mapping):
+    if not isinstance(before, Mapping):
+        return []
+    if "fingerprint" not in before:  # of a version that had none for these data
+        data = {name: value for name, value in data.items() if name != "fingerprint"}
+    if before == data:
         return []
     return [f"the data: {_listed(before)} → {_listed(data)}; the samples of each step differ"]
 

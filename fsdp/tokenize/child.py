@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -48,8 +49,14 @@ def _run_child(job: TokenizeJob, *out: str) -> str:
     last = done.stdout.strip().rpartition("\n")[2]
     if done.returncode == ConfigError.exit_code and last.startswith("["):
         raise ConfigError(*json.loads(last))
+    source = shlex.quote(job.source)
+    if done.returncode == -signal.SIGKILL:
+        raise ShardrunError(
+            f"tokenizing {source} was killed, as when memory runs out.",
+            "a .txt file is one document, held in memory: split -C 64m --additional-suffix=.txt FILE FOLDER/ "
+            "makes many of a large one",
+        )
     if done.returncode:
-        source = shlex.quote(job.source)
         raise ShardrunError(
             f"tokenizing {job.source} ended with exit code {done.returncode}.",
             f"python -m fsdp.tokenize {source} tokens/ --workers 1 shows the error",

@@ -7,6 +7,8 @@ prompt, completion      the completion's; both are text, or lists of messages
 
 from __future__ import annotations
 
+import contextlib
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,6 +30,10 @@ from fsdp.tokenize.conversations import (
 from fsdp.tokenize.rows import SourceRow
 from fsdp.tokenize.tokenizer import ByteTokenizer, HubTokenizer, Tokenizer, load_tokenizer
 
+PREFERENCE = ("chosen", "rejected")
+"""The columns of a pair of answers, as DPO reads them."""
+_TURN = {"role", "from", "content", "value"}
+_TEXT_EXAMPLE = """write the rows with a column of text, such as {"text": "Once upon a time"}"""
 AT_ONCE = 1 << 18
 """Characters that are encoded in one call."""
 Loss = Literal["assistant", "all", "last"]
@@ -59,6 +65,12 @@ def form_of(row: SourceRow, options: DocumentOptions) -> Form:
             return "messages"
         if "prompt" in row.values and "completion" in row.values:
             return "pairs"
+        if set(PREFERENCE) <= row.values.keys() and "text" not in row.values:
+            raise ConfigError(
+                f"{row.place} has {' and '.join(PREFERENCE)}: no loss of shardrun compares two answers.",
+                "the chosen one as completion beside its prompt, or as messages, trains on it alone; for "
+                "both, --data.name mine:build --train.loss mine:loss",
+            )
     _column(row, options.text or "text")
     return "text"
 
@@ -200,13 +212,24 @@ def _column(row: SourceRow, name: str) -> Any:
 
 
 def _columns_hint(row: SourceRow) -> str:
-    texts = [key for key, value in row.values.items() if isinstance(value, str)]
-    if texts:
-        return f"--data.args.text {texts[0]}"
-    lists = any(isinstance(value, list) for value in row.values.values())
-    return (
-        EXAMPLE if lists else """write the rows with a column of text, such as {"text": "Once upon a time"}"""
-    )
+    found: dict[str, Any] = {}
+    for name in row.values:
+        with contextlib.suppress(ConfigError):  # a column that cannot be read
+            found[name] = row.values[name]
+    lists = [value for value in found.values() if isinstance(value, list)]
+    texts = {name: value for name, value in found.items() if isinstance(value, str)}
+    if any(map(_has_turns, lists)) or (lists and not texts):
+        return EXAMPLE
+    if not texts:
+        return _TEXT_EXAMPLE
+    longest = max(texts, key=lambda name: len(texts[name]))
+    pairs = "; or columns prompt and completion, of which the completion is trained on"
+    return f"--data.args.text {shlex.quote(str(longest))}{pairs if len(texts) > 1 else ''}"
+
+
+def _has_turns(values: list[Any]) -> bool:
+    """Whether it may be a conversation of any form."""
+    return any(isinstance(one, dict) and len(_TURN & one.keys()) > 1 for one in values)
 
 
 def _string(row: SourceRow, name: str, value: Any) -> str:

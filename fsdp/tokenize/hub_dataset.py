@@ -69,6 +69,9 @@ class DatasetRows:
 
 
 def _is_media(kind: Any) -> bool:
+    """Also a list of them, of any depth: reading a row would decode each."""
+    while isinstance(kind, list) or hasattr(kind, "feature"):
+        kind = kind[0] if isinstance(kind, list) else kind.feature
     return type(kind).__name__ in MEDIA
 
 

@@ -25,6 +25,7 @@ from fsdp.tokenize.rows import SourceRow
 from fsdp.tokenize.zero_bytes import encoding_of
 
 READ = 1 << 24
+OFFSET = np.dtype(np.int64)
 PACKED = 1 << 17
 """Of a .zst file, at once: what it expands to is in memory."""
 KINDS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
@@ -37,26 +38,31 @@ class LineRows:
 
     def __init__(self, path: Path, plain: Path, name: str) -> None:
         self._path, self._plain, self._name = path, plain, name
-        index = made_once("lines", identity(plain), lambda aside: _index_lines(plain, aside))
-        self._starts: np.ndarray = np.memmap(index, np.int64, "r")
-        self.count = len(self._starts) - 1
+        # Mapped where it is read: a map holds a descriptor, and a source may have more files than the limit.
+        self._index = made_once("lines", identity(plain), lambda aside: _index_lines(plain, aside))
+        self.count = self._index.stat().st_size // OFFSET.itemsize - 1
 
     def read(self, first: int, last: int) -> Iterator[SourceRow]:
         """A blank line has no row."""
         if first >= last:
             return
+        starts = self._starts()
         with self._plain.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             for n in range(first, last):
-                line = text[int(self._starts[n]) : int(self._starts[n + 1])]
+                line = text[int(starts[n]) : int(starts[n + 1])]
                 if n == 0:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
                     yield self._row(n + 1, line)
 
     def cuts(self, size: int) -> list[int]:
-        marks = np.arange(size, int(self._starts[-1]), size)
-        found = np.unique(np.searchsorted(self._starts, marks))
+        starts = self._starts()
+        found = np.unique(np.searchsorted(starts, np.arange(size, int(starts[-1]), size)))
         return [int(row) for row in found if 0 < row < self.count] + [self.count]
+
+    def _starts(self) -> np.ndarray:
+        """The offset of each line, and the end."""
+        return np.memmap(self._index, OFFSET, "r")
 
     def _row(self, number: int, line: bytes) -> SourceRow:
         place = self._place(number)
@@ -115,14 +121,14 @@ def _index_lines(path: Path, aside: Path) -> None:
     """Writes the offset of each line, and of the end."""
     done = 0
     with path.open("rb") as file, aside.open("wb") as out:
-        np.zeros(1, np.int64).tofile(out)
+        np.zeros(1, OFFSET).tofile(out)
         last = b"\n"
         while block := file.read(READ):
             ends = np.flatnonzero(np.frombuffer(block, np.uint8) == 10) + (done + 1)
-            ends.astype(np.int64).tofile(out)
+            ends.astype(OFFSET).tofile(out)
             done, last = done + len(block), block[-1:]
         if last != b"\n":
-            np.array([done], np.int64).tofile(out)
+            np.array([done], OFFSET).tofile(out)
 
 
 def gzip_blocks(path: Path) -> Iterator[bytes]:

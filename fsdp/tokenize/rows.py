@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +11,8 @@ from typing import Any, Protocol
 class SourceRow:
     place: str
     """The file and the line, as messages name it."""
-    values: dict[str, Any]
+    values: Mapping[str, Any]
+    """By column."""
 
 
 class SourceRows(Protocol):

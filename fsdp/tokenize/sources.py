@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fsdp.base.errors import ConfigError
+from fsdp.base.errors import ConfigError, message_line
 from fsdp.config.values import expanded
 from fsdp.tokenize.file_names import broken_link, shell_word, shown, unreadable
 from fsdp.tokenize.json_rows import open_json
 from fsdp.tokenize.line_rows import LineRows, decompressed, gzip_blocks, zst_blocks
 from fsdp.tokenize.rows import SourceRow, SourceRows
-from fsdp.tokenize.zero_bytes import check_no_zero_byte, converting_hint, encoding_of
+from fsdp.tokenize.zero_bytes import check_no_zero_byte, not_decodable
 
 JSON = (".json", ".json.gz", ".json.zst")
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst", ".parquet")
@@ -245,32 +245,11 @@ class ParquetRows:
                 number = int(start)
                 self._place = f", rows {number + 1} to {self._ends[group + 1]}"
                 for batch in file.iter_batches(1024, row_groups=[group], use_threads=False):
-                    for values in self._values(batch, number):
+                    columns = ArrowColumns(batch, self._name, number)
+                    for n in range(batch.num_rows):
                         number += 1
                         if first < number <= last:
-                            yield SourceRow(f"{self._name} row {number}", values)
-
-    def _values(self, batch: Any, before: int) -> list[dict[str, Any]]:
-        """The batch's rows, with `before` rows of the file before them."""
-        try:
-            found: list[dict[str, Any]] = batch.to_pylist()
-        except UnicodeDecodeError:
-            raise self._not_text(batch, before) from None
-        return found
-
-    def _not_text(self, batch: Any, before: int) -> ConfigError:
-        """Names the first row and column whose bytes are not UTF-8: pyarrow does not check them."""
-        for n in range(batch.num_rows):
-            for name in batch.schema.names:
-                try:
-                    batch.column(name)[n].as_py()
-                except UnicodeDecodeError as error:
-                    return ConfigError(
-                        f"{self._name} row {before + n + 1}: {name} is not UTF-8 at byte {error.start}: "
-                        f"{error.reason}.",
-                        "write the file again from text, such as with pyarrow.array(texts, pyarrow.string())",
-                    )
-        raise AssertionError("not reached")
+                            yield SourceRow(f"{self._name} row {number}", ArrowRow(columns, n))
 
     def cuts(self, size: int) -> list[int]:
         """At row groups: a part of one would read it whole."""
@@ -284,6 +263,65 @@ class ParquetRows:
 
     def _reading(self) -> Any:
         return _ParquetErrors(self._path, lambda: f"{self._name}{self._place}", self._arrow)
+
+
+class ArrowColumns:
+    """A batch's columns, each made a list when it is first read: another one may hold what Python has no
+    value for, such as nanoseconds, or be large.
+    """
+
+    def __init__(self, batch: Any, name: str, before: int) -> None:
+        """`before` is the number of the file's rows before the batch."""
+        self.names: list[str] = batch.schema.names
+        self._batch, self._name, self._before = batch, name, before
+        self._made: dict[str, list[Any]] = {}
+
+    def values(self, name: str) -> list[Any]:
+        if name not in self._made:
+            try:
+                self._made[name] = self._batch.column(name).to_pylist()
+            except (KeyError, ValueError, OverflowError) as error:
+                raise self._unreadable(name, error) from None
+        return self._made[name]
+
+    def _unreadable(self, name: str, error: Exception) -> ConfigError:
+        """Names the first row: pyarrow does not check that text is UTF-8."""
+        for n in range(self._batch.num_rows if isinstance(error, (ValueError, OverflowError)) else 0):
+            place = f"{self._name} row {self._before + n + 1}: {name}"
+            try:
+                self._batch.column(name)[n].as_py()
+            except UnicodeDecodeError as found:
+                return ConfigError(
+                    f"{place} is not UTF-8 at byte {found.start}: {found.reason}.",
+                    "write the file again from text, such as with pyarrow.array(texts, pyarrow.string())",
+                )
+            except (ValueError, OverflowError) as found:
+                return ConfigError(f"{place} cannot be read: {message_line(found)}.", _WITHOUT)
+        return ConfigError(f"{self._name}: column {name} cannot be read: {message_line(error)}.", _WITHOUT)
+
+
+_WITHOUT = "write the file again without it, or with text there"
+
+
+class ArrowRow(Mapping[str, Any]):
+    """A row of a batch, by column."""
+
+    def __init__(self, columns: ArrowColumns, n: int) -> None:
+        self._columns, self._n = columns, n
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        return self._columns.values(name)[self._n]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._columns.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns.names)
+
+    def __len__(self) -> int:
+        return len(self._columns.names)
 
 
 class _ParquetErrors:
@@ -323,10 +361,7 @@ class TextFiles:
             check_no_zero_byte(raw, path, name)
             return raw.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"{name} is not UTF-8 at byte {error.start}: {error.reason}.",
-                converting_hint(encoding_of(raw) or "latin1", path),
-            ) from None
+            raise not_decodable(error, raw, path, name) from None
         except OSError as error:
             raise unreadable(error, path) from None
 

@@ -1,4 +1,4 @@
-"""Zero bytes in a file that is read as UTF-8: which encoding it looks like, and the line that mends it."""
+"""Zero bytes in a file that is read as UTF-8: what it looks like, and the line that mends it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ MARKS = {
 }  # fmt: skip
 """The first mark that fits counts: that of UTF-32 begins as one of UTF-16."""
 WITHOUT_MARK = ("utf-32le", "utf-32be", "utf-16le", "utf-16be")
-GZIP = b"\x1f\x8b"
+PACKED = {b"\x1f\x8b": "zcat", b"BZh": "bzcat", b"\xfd7zXZ": "xzcat", b"\x28\xb5\x2f\xfd": "zstdcat"}
+"""First bytes of a compressed file, and the command that writes its contents."""
+PACKED_NAMES = (".gz", ".bz2", ".xz", ".zst")
+PICTURES = (b"\x89PNG", b"\xff\xd8\xff")
+ZIP, TAR, TAR_AT = b"PK\x03\x04", b"ustar", 257
 PROBED = 1 << 16
 SHORT = 16
 """Fewer bytes fit several encodings."""
@@ -57,9 +61,8 @@ def check_no_zero_byte(raw: bytes, path: Path, name: str) -> None:
 
 def zero_byte_error(raw: bytes, place: int, path: Path, name: str) -> ConfigError:
     encoding, file = encoding_of(raw), shell_word(path)
-    if raw.startswith(GZIP):
-        plain = shell_word(path.with_suffix(".txt" if path.suffix != ".gz" else ""))
-        return ConfigError(f"{name} is compressed.", f"zcat {file} > {plain}; --data.name {plain}")
+    if kind := binary_kind(raw, path):
+        return ConfigError(f"{name} is {kind[0]}.", kind[1])
     if encoding:
         return ConfigError(
             f"{name} is not UTF-8: byte {place} is zero, and it looks like {encoding.upper()}.",
@@ -70,6 +73,36 @@ def zero_byte_error(raw: bytes, place: int, path: Path, name: str) -> ConfigErro
         f"{name} is not text: byte {place} is zero.",
         f"another file; for text with stray zero bytes, tr -d '\\000' < {file} > {new} && mv {new} {file}",
     )
+
+
+def not_decodable(
+    error: UnicodeDecodeError, raw: bytes, path: Path, name: str, *, encoding: str = "utf-8", more: str = ""
+) -> ConfigError:
+    """`more` is a second HINT, for a file that is text."""
+    if kind := binary_kind(raw, path):
+        return ConfigError(f"{name} is {kind[0]}.", kind[1])
+    return ConfigError(
+        f"{name} is not {encoding.upper()} at byte {error.start}: {error.reason}.",
+        f"{converting_hint(encoding_of(raw) or 'latin1', path)}{more}",
+    )
+
+
+def binary_kind(raw: bytes, path: Path) -> tuple[str, str] | None:
+    """What a file of another kind is, and the line that unpacks it or reads it; None if it is not known."""
+    file = shell_word(path)
+    tool = next((tool for first, tool in PACKED.items() if raw.startswith(first)), "")
+    if tool:
+        plain = shell_word(path.with_suffix("" if path.suffix in PACKED_NAMES else ".txt"))
+        return "compressed", f"{tool} {file} > {plain}; --data.name {plain}"
+    folder = shell_word(path.with_suffix("") if path.suffix else f"{path}.files")
+    own = f"--data.name {folder}, or a Dataset that reads it: --data.name mine:build"
+    if raw.startswith(TAR, TAR_AT):
+        return "a tar archive", f"mkdir -p {folder} && tar -xf {file} -C {folder}; {own}"
+    if raw.startswith(ZIP):
+        return "a zip archive", f"unzip {file} -d {folder}; {own}"
+    if raw.startswith(PICTURES):
+        return "a picture", f"--data.name FOLDER, with FOLDER/CLASS/{shell_word(path.name)}"
+    return None
 
 
 def converting_hint(encoding: str, path: Path) -> str:

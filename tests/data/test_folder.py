@@ -4,6 +4,9 @@ name.
 
 from __future__ import annotations
 
+import shutil
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,10 @@ from PIL import Image
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.config import DataSection
 from fsdp.data import Cursor, DataSet, Loader, build_dataset
+from fsdp.data import folder as folders
 from fsdp.data.images import prepare, to_picture
 from fsdp.dist.mesh import DataRank
+from tests.support.data_cache import own_cache as own_cache
 
 GREY = {"image_size": 8, "channels": 1, "mean": (0.5,), "std": (0.5,)}
 COLOUR = {"image_size": 8, "channels": 3, "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
@@ -44,7 +49,8 @@ def test_classes_are_the_folders_in_order_and_a_tenth_is_held_out(tmp_path: Path
     assert data.info.class_names == ("blue", "red")
     assert (len(data.train), len(data.heldout)) == (36, 4)
     assert data.heldout.batch(np.arange(4))["targets"].tolist() == [0, 0, 1, 1]
-    assert data.info.facts == {"num_classes": 2, "image_size": 8, "channels": 3}
+    facts = {"num_classes": 2, "image_size": 8, "channels": 3, "fingerprint": ""}
+    assert {**data.info.facts, "fingerprint": ""} == facts
 
 
 def test_train_and_val_folders_are_what_they_say(tmp_path: Path) -> None:
@@ -100,6 +106,22 @@ def test_sixteen_bits_keep_their_greys() -> None:
     assert np.abs(found[0] - (steep / 65535 * 2 - 1)).max() < 0.02
 
 
+@pytest.mark.parametrize("name", ["a.png", "a.pgm", "a.tiff"])
+def test_files_of_sixteen_bits_keep_their_greys(name: str, tmp_path: Path) -> None:
+    steep = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    Image.fromarray(steep).save(tmp_path / name)
+    with Image.open(tmp_path / name) as image:
+        found = prepare(image, GREY)
+    assert np.abs(found[0] - (steep / 65535 * 2 - 1)).max() < 0.02
+
+
+@pytest.mark.parametrize("mode", ["1", "P", "PA", "LA", "RGBA", "CMYK", "YCbCr", "HSV"])
+def test_each_mode_of_pixels_is_read(mode: str) -> None:
+    white = Image.new("RGB", (8, 8), (255, 255, 255))
+    image = (white.convert("P") if mode == "PA" else white).convert(mode)
+    assert np.array_equal(prepare(image, COLOUR), np.ones((3, 8, 8), np.float32))
+
+
 def test_a_picture_comes_back_as_it_was() -> None:
     random = np.random.default_rng(1).integers(0, 256, (8, 8, 3), np.uint8)
     assert np.array_equal(to_picture(prepare(Image.fromarray(random), COLOUR), COLOUR), random)
@@ -119,6 +141,46 @@ def test_a_broken_picture_is_named_with_rank_and_step(tmp_path: Path) -> None:
     ):
         loader.step(0)
     loader.close()
+
+
+def huge_header(path: Path) -> None:
+    """A PNG that claims 60,000 × 60,000 pixels, which Pillow refuses to decode."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk + struct.pack(">I", 100) + b"IDAT" + bytes(100))
+
+
+def test_a_picture_of_too_many_pixels_is_named(tmp_path: Path) -> None:
+    make_two_classes(tmp_path, 2)
+    huge_header(tmp_path / "red" / "00.png")
+    with pytest.raises(OSError, match=r"red/00.png: Image size .* exceeds limit"):
+        folder(tmp_path).train.batch(np.array([2]))
+
+
+def test_hidden_files_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As macOS and notebooks write them beside pictures."""
+    make_two_classes(tmp_path, 3)
+    plain = folder(tmp_path)
+    (tmp_path / "red" / "._00.png").write_bytes(b"Mac OS X")
+    paint(tmp_path / "red" / ".ipynb_checkpoints" / "00-checkpoint.png", (255, 0, 0))
+    assert len(folder(tmp_path).train) == len(plain.train)
+    monkeypatch.setattr(folders, "MANY", 2)
+    assert len(folder(tmp_path).train) == len(plain.train)
+
+
+def test_pictures_of_other_classes_have_another_fingerprint(tmp_path: Path) -> None:
+    make_two_classes(tmp_path / "a", 3)
+    before = folder(tmp_path / "a").info.facts["fingerprint"]
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert folder(tmp_path / "b").info.facts["fingerprint"] == before
+    (tmp_path / "a/red/00.png").rename(tmp_path / "a/blue/x.png")
+    assert folder(tmp_path / "a").info.facts["fingerprint"] != before
+
+
+def test_one_class_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paint(tmp_path / "all" / "a.png", (1, 2, 3))
+    assert folder(tmp_path).info.facts["num_classes"] == 1
+    assert "has one class, all: the cross entropy of each image is 0. HINT: " in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -144,8 +206,11 @@ def test_folders_that_hold_nothing_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no folder per class"):
         folder(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"/empty has no image in it"):
+    with pytest.raises(ConfigError, match=r"/empty has no image in it .* HINT: mv .*/empty .*/.empty: hid"):
         folder(tmp_path)
+    make_two_classes(tmp_path, 2)
+    (tmp_path / "empty").rename(tmp_path / ".empty")
+    assert folder(tmp_path).info.class_names == ("blue", "red")
 
 
 def test_a_class_that_only_val_has_is_named(tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import subprocess
 import sys
+import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,6 +111,28 @@ def mixed(folder: Path) -> Path:
     return folder / "*"
 
 
+def archive(folder: Path) -> Path:
+    """As WebDataset's shards."""
+    with tarfile.open(folder / "shard-000.tar", "w") as file:
+        for name in ("000.txt", "000.cls"):
+            (folder / name).write_text("3")
+            file.add(folder / name, name)
+            (folder / name).unlink()
+    return folder / "shard-000.tar"
+
+
+def zipped(folder: Path) -> Path:
+    with zipfile.ZipFile(folder / "a.zip", "w") as file:
+        file.writestr("a.txt", "words")
+    return folder / "a.zip"
+
+
+def row(**values: object) -> Callable[[Path], Path]:
+    return written("a.jsonl", json.dumps(values).encode())
+
+
+TURNS = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+UNPACKED = "HINT: mkdir -p .*/shard-000 && tar -xf .*/shard-000.tar -C .*-000; --data.name .*-000, or"
 NULLS = json.dumps([{"text": None, "id": 1}] * 9).encode()
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "links to each other": (looped, "a.jsonl is a link to .*b.jsonl, which does not exist. HINT: rm "),
@@ -120,6 +146,36 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "a null": (written("a.json", b'[{"text": "a"}, null]'), "element 2 is null, not an object with col"),
     "a list in .gz": (written("a.json.gz", LIST), r"is not compressed: .* HINT: mv .*a.json.gz .*a.json, "),
     "text in .gz": (written("a.gz", gzip.compress(LINES)), "a.gz is compressed. HINT: zcat .*a.gz > .*a; "),
+    "bzip2": (written("a.txt.bz2", bz2.compress(LINES)), "is compressed. HINT: bzcat .*bz2 > .*/a.txt; --d"),
+    "xz": (written("a.xz", lzma.compress(LINES)), "is compressed. HINT: xzcat .*/a.xz > .*/a; --data.name "),
+    "a tar": (archive, f"shard-000.tar is a tar archive. {UNPACKED}"),
+    "tars": (lambda folder: archive(folder).parent, f"has no text file; .* is a tar archive. {UNPACKED}"),
+    "a zip": (zipped, "a.zip is a zip archive. HINT: unzip .*/a.zip -d .*/a; --data.name .*/a, or a Dataset"),
+    "binary files": (lambda folder: put(folder, a_dat=b"\0\1"), "no text file; .*a.dat is binary. HINT: ls"),
+    "a picture": (
+        written("a", b"\x89PNG\r\n\x1a\n\0\0"),
+        "a is a picture. HINT: --data.name FOLDER, with FOLDER/CLASS/a",
+    ),
+    "save_to_disk": (
+        lambda folder: put(folder, a_arrow=b"\xff\0", state_json=b"{}"),
+        "is a folder of save_to_disk. HINT: --data.name hf:/",
+    ),
+    "preferences": (
+        row(prompt="a", chosen="b", rejected="c"),
+        "line 1 has chosen and rejected: no loss of shardrun compares two answers. HINT: the chosen one",
+    ),
+    "conversations of another form": (
+        row(id="identity_0", conversations=TURNS),
+        "has no column text; its columns are id, conversations. HINT: messages are ",
+    ),
+    "instructions": (
+        row(instruction="Say a.", output="It is the letter a."),
+        "has no column text; .* HINT: --data.args.text output; or columns prompt and completion, of which",
+    ),
+    "authors": (
+        row(title="a", abstract="b c d", authors=[{"name": "e"}]),
+        "has no column text; .* HINT: --data.args.text abstract; or columns prompt and completion",
+    ),
     "a line break": (
         written("a\nb.json", b"[1"),
         r"a\\nb.json is cut short: .* tail -c 80 \$'.*a\\x0ab.json' shows",

@@ -90,9 +90,23 @@ def test_a_name_that_is_a_path_is_read_by_what_lies_there(
     monkeypatch.chdir(tmp_path)
     assert build("words").info.preprocess["tokenizer"] == "bytes"
     assert build("words/a.txt").info.preprocess["tokenizer"] == "bytes"
-    assert build("ids", seq_len=8, vocab_size=700).info.facts == {"vocab_size": 700, "seq_len": 8}
+    assert build("ids", seq_len=8, vocab_size=700).info.facts["vocab_size"] == 700
     assert build(str(tmp_path / "ids" / "a.bin"), seq_len=8, vocab_size=700).info.facts["vocab_size"] == 700
     assert build("pictures", image_size=8).info.class_names == ("cat", "dog")
+    with pytest.raises(ConfigError, match=r"pictures/cat has no folder per class\. HINT: put images into "):
+        build("pictures/cat")
+
+
+def test_a_home_folder_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "words.txt").write_text("words " * 500, encoding="utf-8")
+    np.arange(600, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    assert build("~/words.txt").info.preprocess["tokenizer"] == "bytes"
+    assert len(build("~/a.bin", seq_len=8, vocab_size=700).train)
+    section = DataSection(name="tokens", dir="~", seq_len=8, args={"vocab_size": 700})
+    assert len(build_dataset(section).train)
+    with pytest.raises(ConfigError, match=r"--data.name ~no-such-user/a.bin is not digits, "):
+        build("~no-such-user/a.bin")
 
 
 def test_a_built_in_goes_before_a_folder_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +209,26 @@ class Words(Pairs):
         return "word", index
 
 
+class Arrays(Pairs):
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def __getitem__(self, index):
+        row = np.array([index, 3], self.dtype)
+        more = {"labels": row[0], "weight": np.float64(0.5), "tensor": torch.from_numpy(row)}
+        return {"inputs": row, "targets": row, **more}
+
+
+class Counted(Pairs):
+    classes = 10
+
+
+class Flat(Pairs):
+    def collate(self, items):
+        return {"inputs": torch.stack([torch.as_tensor(one) for one, _ in items]), "scale": torch.tensor(2.0)}
+
+
 def pairs(count=12): return Pairs(count)
 def with_heldout(count, test=3): return Pairs(count), Pairs(test)
 def tensors(): return TensorDataset(torch.arange(20.).view(10, 2), torch.arange(10))
@@ -205,6 +239,10 @@ def stream(): return Stream()
 def bad(): return Bad()
 def words(): return Words()
 def empty(): return Pairs(0)
+def arrays(dtype): return Arrays(dtype)
+def counted(): return Counted()
+def flat(): return Flat()
+def some(): return torch.utils.data.Subset(Pairs(), [1, 2, 3]), None
 def three(): return Pairs(), Pairs(), Pairs()
 def broken(): return 1 / 0
 def anything(**given): return Pairs(**given)
@@ -261,6 +299,23 @@ def test_tensors_arrays_numbers_lists_and_dicts_are_collated() -> None:
     assert batch["weight"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "int32", "uint32", "int64"])
+def test_targets_of_whole_numbers_are_int64(dtype: str) -> None:
+    batch = build("my_own_data:arrays", dtype=dtype).train.batch(np.array([7, 5]))
+    for name in ("targets", "labels"):
+        assert batch[name].dtype == torch.int64
+    assert batch["targets"].tolist() == [[7, 3], [5, 3]]
+    assert batch["labels"].tolist() == [7, 5]
+    for name in ("inputs", "tensor"):
+        assert batch[name].dtype in (torch.int64, getattr(torch, dtype))
+        assert batch[name].dtype not in (torch.uint16, torch.uint32)
+    assert batch["weight"].dtype == torch.float32
+
+
+def test_a_subset_has_its_datasets_classes() -> None:
+    assert build("my_own_data:some").info.facts["num_classes"] == 2
+
+
 def test_a_text_with_one_class_is_no_text_to_go_on_with() -> None:
     assert build("my_own_data:reviews").info.kind == "other"
     assert build("my_own_data:dicts", seq_len=6).info.kind == "text"
@@ -302,6 +357,16 @@ def test_the_factory_is_offered_what_it_has_parameters_for() -> None:
             r"sample 0 cannot be read: TypeError: an item is a tuple, neither \(inputs, targets\) nor a dict",
         ),
         ("my_own_data:words", {}, r"inputs of an item is not a number, array or tensor"),
+        (
+            "my_own_data:counted",
+            {},
+            r"counted: classes is 10, not the names of the classes. HINT: classes = ",
+        ),
+        (
+            "my_own_data:flat",
+            {},
+            r"flat: scale of a batch is one number. HINT: a row for each item, from col",
+        ),
         ("my_own_data:empty", {}, r"returned an empty Pairs"),
         ("my_own_data:three", {}, r"returned a tuple of 3"),
         ("my_own_data:broken", {}, r"failed: ZeroDivisionError: division by zero \(.*my_own_data.py:\d+\)"),

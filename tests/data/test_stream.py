@@ -13,7 +13,7 @@ import torch
 from fsdp.base.errors import CheckpointError, ConfigError, OneRankError
 from fsdp.config import DataSection, load
 from fsdp.data import build_dataset
-from fsdp.data.stream import ShardReader, StreamItems
+from fsdp.data.stream import ShardReader, StreamItems, check_state
 from fsdp.data.stream_cursor import StreamCursor
 from fsdp.run.job import prepare
 from tests.support.data_ids import Lines, Shards
@@ -58,6 +58,8 @@ def test_memory_is_bounded_by_the_steps_held() -> None:
 def test_an_empty_shard_is_an_error_and_a_reader_that_raised_raises_again() -> None:
     with pytest.raises(OneRankError, match="shard 0 of the stream has no item"):
         shard([]).item(0)
+    with pytest.raises(ConfigError, match=r"a:b: the first Lines of the stream has no item\. HINT: "):
+        check_state("a:b", lambda: Lines([]))
 
     class Broken(Lines):
         def __iter__(self) -> Iterator[Any]:

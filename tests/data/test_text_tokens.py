@@ -16,6 +16,7 @@ import torch
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
+from fsdp.data import tokens as module
 from tests.support.data_cache import own_cache as own_cache
 
 
@@ -237,7 +238,32 @@ def test_each_way_that_tokens_are_written(tmp_path: Path, kind: str) -> None:
     args: dict[str, Any] = {} if kind == "npy" else {"dtype": kind}
     data = tokens(tmp_path, vocab_size=90, **args)
     assert np.array_equal(rows_of(data.train)[0].reshape(-1), row[: len(data.train) * 8])
-    assert data.info.facts == {"vocab_size": 90, "seq_len": 8}
+    assert {**data.info.facts, "fingerprint": ""} == {"vocab_size": 90, "seq_len": 8, "fingerprint": ""}
+
+
+def test_held_out_files_without_a_sample_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    np.arange(8, dtype=np.uint16).tofile(tmp_path / "val.bin")
+    assert tokens(tmp_path).heldout is None
+    assert "have 8 tokens, not one sample of --data.seq_len 8: nothing is evaluated. HINT: " in caplog.text
+
+
+@pytest.mark.parametrize("place", [0, 4999])
+@pytest.mark.parametrize("many", [True, False])
+def test_other_tokens_have_another_fingerprint(
+    place: int, many: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MANY", 0 if many else 100)
+    row = (np.arange(5000) % 900).astype(np.uint16)
+    prints = []
+    for folder in ("a", "b", "c"):
+        (tmp_path / folder).mkdir()
+        row[place] += folder == "c"
+        row.tofile(tmp_path / folder / "x.bin")
+        prints.append(tokens(tmp_path / folder).info.facts["fingerprint"])
+    assert prints[0] == prints[1] != prints[2]
 
 
 def test_the_models_vocabulary_is_taken_where_none_is_given(tmp_path: Path) -> None:
@@ -390,7 +416,7 @@ def test_a_sidecar_says_the_width_and_the_vocabulary(tmp_path: Path, sidecar: st
     row.astype(np.int64).tofile(tmp_path / "a.bin")
     (tmp_path / sidecar).write_text('{"dtype": "int64", "vocab_size": 1234, "tokenizer": "mine"}')
     data = build_dataset(DataSection(name="tokens", dir=str(tmp_path), seq_len=8))
-    assert data.info.facts == {"vocab_size": 1234, "seq_len": 8}
+    assert data.info.facts["vocab_size"] == 1234
     assert np.array_equal(inputs_of(data), row[: len(data.train) * 8])
     with pytest.raises(
         ConfigError, match=rf"{sidecar} gives int64, but --data.args.dtype is uint16. HINT: leave"

@@ -42,9 +42,59 @@ class Growing(Words):
         return self.head(x)
 
 
+class Recurrent(Words):
+    def __init__(self, vocab_size: int, width: int = 96, layers: int = 2) -> None:
+        super().__init__(vocab_size, width, 0)
+        self.layers = nn.GRU(width, width, layers, batch_first=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.layers(self.embedding(inputs))[0])
+
+
+class Convolved(Words):
+    def __init__(self, vocab_size: int, width: int = 96, layers: int = 2) -> None:
+        super().__init__(vocab_size, width, 0)
+        self.layers = nn.Sequential(*(nn.Conv1d(width, width, 3, padding=1) for _ in range(layers)))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.layers(self.embedding(inputs).transpose(1, 2)).transpose(1, 2))
+
+
+class Counting(Words):
+    """Its forward counts its blocks by a number of its own."""
+
+    def __init__(self, vocab_size: int, width: int = 96, layers: int = 8) -> None:
+        super().__init__(vocab_size, width, layers)
+        self.layers = layers
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.embedding(inputs)
+        for n in range(self.layers):
+            x = self.blocks[n](x)
+        return self.head(x)
+
+
 class Looking(Words):
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs) * (2.0 if self.embedding(inputs).sum().item() > 0 else 1.0)
+
+
+@torch.library.custom_op("shardrun_tests::scaled", mutates_args=())
+def scaled(x: Tensor) -> Tensor:
+    """An operator that fake tensors do not know."""
+    return 2 * x
+
+
+class Scaling(Words):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return scaled(super().forward(inputs))
+
+
+class Masked(Words):
+    """Its forward takes what the samples do not have."""
+
+    def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(inputs) * mask
 
 
 class Reading(Words):

@@ -186,6 +186,15 @@ WRONG = [
         "--plan.gpus 4 --model.name tests.plan.own:Looking",
         "--model.name tests.plan.own:Looking reads tensor values in its forward .*HINT: torch.where",
     ),
+    (
+        "--plan.gpus 4 --model.name tests.plan.own:Scaling",
+        r"--model.name tests.plan.own:Scaling cannot make a step on fake tensors of inputs \[\d+, 32\], "
+        r"targets \[\d+, 32\]: .*scaled.* HINT: --data.name of .* torch.library.register_fake for ",
+    ),
+    (
+        "--plan.gpus 4 --model.name tests.plan.own:Masked",
+        r"--model.name tests.plan.own:Masked cannot make .* missing 1 required positional argument: 'mask' ",
+    ),
     ("--plan.gpus 4 --model.name tests.plan.own:Nothing", "--model.name tests.plan.own:Nothing: .* HINT: "),
     (
         "--plan.calibrate true",

@@ -9,13 +9,16 @@ import gc
 
 import pytest
 
+from fsdp.base.errors import ConfigError
 from fsdp.config import load
 from fsdp.plan.estimate import ask_for, not_modelled
 from fsdp.plan.fake_runs import count, peak_of
 from fsdp.plan.memory import MIB, Pool, memory_of, reserved_for
+from fsdp.plan.model_shapes import subject_of
+from fsdp.plan.report import notes
 from fsdp.plan.step import Buckets
 from fsdp.plan.step_trace import trace_step
-from tests.plan.asked import SMALL, plan
+from tests.plan.asked import GIB, SMALL, plan
 from tests.support.marks import quick_are, sample_are
 
 SHAPED = ("--mesh.strategy", "fsdp", "--memory.activation_checkpointing", "none")
@@ -209,6 +212,7 @@ NAMED = {
     "--train.micro_batch 1 --train.eval_batch 64": "an evaluation's own peak",
     "--speed.compile true": "torch.compile",
     "--memory.activation_budget 0.5": "kept as without a compiler",
+    "--plan.gpu cpu --precision.param bf16": "blocks that oneDNN keeps",
 }
 
 
@@ -221,6 +225,39 @@ def test_no_note_if_all_is_counted() -> None:
     assert not list(
         not_modelled(load([*SMALL, "--speed.compile", "false", "--memory.activation_checkpointing", "ops"]))
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "scratch"),
+    [("Recurrent", "recurrent layers"), ("Convolved", "convolutions"), ("Words", "")],
+)
+def test_kernels_with_memory_of_their_own_have_a_wider_margin(model: str, scratch: str) -> None:
+    own = ("--model.name", f"tests.plan.own:{model}", "--data.args.vocab_size", "96")
+    made = plan(*own)
+    assert made.margin == (0.1 if scratch else 0.03)
+    assert plan(*own, "--plan.margin", "0.05").margin == 0.05
+    noted = [note for note in notes(made.config) if "beside tensors" in note]
+    assert len(noted) == bool(scratch)
+    assert not noted or noted[0].startswith(f"{scratch}: ")
+
+
+@pytest.mark.parametrize("name", ["/cluster/tokens", "corpus/**/*.jsonl", "chats.jsonl", "hf:ORG/NAME"])
+def test_data_that_lie_elsewhere_are_not_needed(name: str) -> None:
+    config = load(["--model.name", "transformer", "--model.args.vocab_size", "50257", "--data.name", name])
+    note = subject_of(config.model, config.data).note
+    assert note.startswith(f"{name} is not here (")
+    assert note.endswith("); planned with a vocabulary of 50,257 (--model.args.vocab_size)")
+
+
+def test_a_mistyped_data_set_is_named() -> None:
+    config = load(["--model.name", "transformer", "--data.name", "synthetik"])
+    with pytest.raises(ConfigError, match=r"HINT: --data\.name synthetic"):
+        subject_of(config.model, config.data)
+
+
+def test_a_first_layer_of_patches_is_no_model_of_convolutions() -> None:
+    config = load(["--model.name", "vit", "--model.preset", "b16"])
+    assert subject_of(config.model, config.data).scratch == ""
 
 
 # ---------------------------------------------------------------- composition
@@ -269,6 +306,23 @@ def test_blocks_that_are_alike_and_act_differently_run_whole() -> None:
     counted = count(ask)
     assert len(counted.extras) == 1
     assert peak_of(counted.trace) == peak_of(trace_step(dataclasses.replace(ask, blocks=0)))
+
+
+def test_a_model_that_counts_its_blocks_runs_whole() -> None:
+    words = ("--data.args.vocab_size", "257", "--model.args.layers", "9")
+    counting, plain = (
+        plan("--model.name", f"tests.plan.own:{name}", *words) for name in ("Counting", "Words")
+    )
+    assert counting.memory.peak == pytest.approx(plain.memory.peak, rel=1e-3)
+    assert not counting.memory.where.endswith("of 0")
+    assert counting.step.flops == pytest.approx(plain.step.flops, rel=1e-3)
+
+
+def test_a_cpus_ranks_share_its_memory() -> None:
+    cpu = ("--plan.gpu", "cpu", "--plan.gpus_per_node", "4")
+    one, four, eight = (plan(*cpu, gpus=gpus).rates.memory for gpus in (1, 4, 8))
+    assert one == 4 * four == 4 * eight
+    assert plan(*cpu, "--plan.memory_gib", "3", gpus=4).rates.memory == 3 * GIB
 
 
 # ---------------------------------------------------------------- the allocator

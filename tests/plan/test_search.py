@@ -192,3 +192,9 @@ def test_offload_is_tried_where_nothing_else_fits() -> None:
     tight = found(*wide, "--plan.memory_gib", f"{without / 2**30 * 0.95:.4f}")
     assert tight.plans[0].config.memory.cpu_offload
     assert tight.plans[0].fits
+
+
+def test_a_model_that_counts_its_blocks_is_searched() -> None:
+    own = ("--model.name", "tests.plan.own:Counting", "--data.args.vocab_size", "96")
+    one = ("--plan.gpus", "2", "--mesh.strategy", "fsdp", "--train.micro_batch", "1")
+    assert found(*own, *one, "--model.args.layers", "9").fitting

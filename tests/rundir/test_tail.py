@@ -8,6 +8,7 @@ import os
 import random
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -159,6 +160,19 @@ def test_a_start_costs_the_same_after_any_number_of_steps(run: RunDir) -> None:
     (few_read, few_peak), (read, peak) = cost(run, 10_000), cost(run, 100_000)
     assert read < few_read + 100 < 4 * tail.BLOCK_BYTES
     assert peak < 1.1 * few_peak < 10 << 20
+
+
+def test_a_fingerprint_that_an_earlier_version_did_not_have_is_no_change(run: RunDir) -> None:
+    def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+        run.history.write_text(json.dumps({"event": "start", "from_step": 0, "data": before}) + "\n")
+        return history.data_changes(run, now)
+
+    old, new = {"samples": 3}, {"samples": 3, "fingerprint": "a"}
+    assert changes(old, new) == changes(new, new) == []
+    assert changes(old, {**new, "samples": 4}) == [
+        "the data: samples 3 → samples 4; the samples of each step differ"
+    ]
+    assert len(changes({**new, "fingerprint": "b"}, new)) == len(changes(new, old)) == 1
 
 
 def test_the_last_start_is_found_without_reading_all(run: RunDir) -> None:

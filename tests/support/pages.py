@@ -112,6 +112,7 @@ def plans() -> list[Plan]:
                 size,
                 64,
                 4096,
+                0.03,
             )
         )
     return sorted(found, key=lambda plan: (not plan.fits, plan.step.seconds))

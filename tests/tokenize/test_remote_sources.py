@@ -19,7 +19,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
 from fsdp.tokenize import hub_dataset
-from fsdp.tokenize.hub_dataset import DatasetRows, HubName
+from fsdp.tokenize.hub_dataset import DatasetRows, HubName, _is_media
 from fsdp.tokenize.locate import SourceName
 from fsdp.tokenize.object_files import find_objects
 from tests.checkpoint import s3_server
@@ -68,6 +68,17 @@ def test_splits_and_rows(saved: Path) -> None:
     assert whole.cuts(1 << 30) == [300]
     assert len(whole.cuts(1000)) > 3
     assert whole.identity() != test.identity()
+
+
+def test_lists_of_pictures_are_left_out() -> None:
+    """The kinds of columns by their names: reading a row would decode each picture."""
+    image, lists = type("Image", (), {})(), type("List", (), {})
+    nested = lists()
+    nested.feature = lists()
+    nested.feature.feature = image
+    assert all(map(_is_media, (image, [image], nested)))
+    text = type("Value", (), {})()
+    assert not any(map(_is_media, (text, [text], {"image": image}, [{"image": image}])))
 
 
 @pytest.mark.needs("datasets")

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdp.base.errors import ConfigError
+from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.tokenize.child import tokenize_in_child
 from fsdp.tokenize.documents import DocumentOptions
 from fsdp.tokenize.shard_files import Tokenized, read_index
 from fsdp.tokenize.shard_plan import TokenizeJob
@@ -142,3 +143,13 @@ def test_the_command(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.splitlines()[-1].split("  ")[:2]) == (0, ["1/1 shards", "8 tokens"])
     assert done.stdout == f"{out}: 8 tokens, 2 documents, 1 rows without a token to train on left out\n"
     assert bytes_in(tmp_path / "out", "train") == b"one\0two\0"
+
+
+def test_memory_that_runs_out_while_a_run_tokenizes_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = TokenizeJob(str(write_lines(tmp_path / "a.jsonl", texts(3))))
+    killed: subprocess.CompletedProcess[str] = subprocess.CompletedProcess([], -signal.SIGKILL, stdout="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
+    with pytest.raises(ShardrunError, match=r"a\.jsonl was killed, as when memory runs out\. HINT: "):
+        tokenize_in_child(job, tmp_path / "out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import resource
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import Any
 import pytest
 
 from fsdp.base.errors import ConfigError
+from fsdp.tokenize.documents import DocumentOptions, form_of
 from fsdp.tokenize.sources import find_files, open_rows
 from tests.tokenize.rows import texts, write_lines
 
 
 def values_of(name: Path | str) -> list[dict[str, Any]]:
-    return [row.values for rows in open_rows(find_files(str(name))) for row in rows.read(0, rows.count)]
+    return [dict(row.values) for rows in open_rows(find_files(str(name))) for row in rows.read(0, rows.count)]
 
 
 def test_lines_of_json(tmp_path: Path) -> None:
@@ -83,6 +85,18 @@ def test_a_file_is_cut_where_rows_begin_and_every_part_reads_its_own(tmp_path: P
     assert len(ends) > 5
     parts = [rows.read(first, last) for first, last in zip([0, *ends], ends, strict=False)]
     assert [row.values for part in parts for row in part] == texts(300)
+
+
+def test_a_source_may_have_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for n in range(100):
+        write_lines(tmp_path / f"{n:03}.jsonl", texts(2))
+    held = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held + 20, limits[1]))
+    try:
+        assert values_of(tmp_path) == texts(2) * 100
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_changed_file_has_another_index(tmp_path: Path) -> None:
@@ -160,6 +174,31 @@ def test_text_in_parquet_that_is_no_utf_8_is_named_with_its_row(tmp_path: Path) 
 
 
 @pytest.mark.needs("pyarrow")
+def test_a_column_that_python_has_no_value_for_matters_where_it_is_read(tmp_path: Path) -> None:
+    """Dates beyond the year 9999, and two columns of one name."""
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    dates = pyarrow.array([0] * 1499 + [2**61], pyarrow.timestamp("ms"))
+    texts_ = pyarrow.array([f"text {n}" for n in range(1500)])
+    numbers = pyarrow.array(range(1500))
+    names = ["crawled", "text", "n", "n"]
+    write_table(pyarrow.Table.from_arrays([dates, texts_, numbers, numbers], names), tmp_path / "a.parquet")
+    (rows,) = open_rows([tmp_path / "a.parquet"])
+    assert [row.values["text"] for row in rows.read(0, 1500)] == texts_.to_pylist()
+    *_, last = rows.read(1400, 1500)
+    assert list(last.values) == names
+    assert "crawled" in last.values
+    assert "date" not in last.values
+    one_line(r"a.parquet row 1500: crawled cannot be read: .* HINT: ", lambda: last.values["crawled"])
+    one_line(r"a.parquet: column n cannot be read: .* HINT: ", lambda: last.values["n"])
+    with pytest.raises(KeyError):
+        last.values["date"]
+    with pytest.raises(ConfigError, match=r"has no column words; .* HINT: --data.args.text text$"):
+        form_of(last, DocumentOptions(text="words"))
+
+
+@pytest.mark.needs("pyarrow")
 def test_a_parquet_file_that_is_cut_short_or_is_none(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     parquet(path, 1000)
@@ -226,7 +265,7 @@ def test_text_of_another_encoding_is_named_and_the_hint_converts_it(
 
 
 @pytest.mark.parametrize(
-    "content", [b"\x89PNG\0\0\0\1" * 100, b"ab\0", b"a long line of text " * 9 + b"\0 more"]
+    "content", [b"\x7fELF\0\0\0\1" * 100, b"ab\0", b"a long line of text " * 9 + b"\0 more"]
 )
 def test_a_zero_byte_in_a_text_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(content)

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
-"""Raised by an operation that needs the values of a fake tensor. Another class ends a plan with a traceback.
-"""
+"""Raised by an operation that needs the values of a fake tensor."""
 
 __all__ = ["READS_VALUES", "FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
