@@ -11,19 +11,21 @@ override; --dry-run prints the resulting setup and exits. A stopped run resumes 
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 from fsdp import config as configuration
 from fsdp.base import garbage
 from fsdp.base.commands import as_typed
 from fsdp.base.errors import ConfigError, ShardrunError
-from fsdp.config import Config
+from fsdp.config import Config, worker_range
 from fsdp.dist.env import started_by
-from fsdp.record.console import flush_output
+from fsdp.record.console import flush_output, prepare_streams
 from fsdp.watch.last_process import ProcessExit
 
 
 def main(argv: list[str]) -> int:
+    prepare_streams()
     try:
         if (text := configuration.help_asked(argv, __doc__ or "")) is not None:
             print(as_typed(text))
@@ -45,8 +47,10 @@ def under_ray(config: Config) -> int:
         raise ConfigError(f"--backend ray starts the ranks, but {maker} has started them already.", hint)
     from launch.ray_check import check_installed, check_ranks
     from launch.ray_own import own_ray
+    from launch.ray_settings import with_address
 
     check_installed()
+    config = with_address(config)
     check_ranks(config)
 
     with own_ray(config.ray) as own:
@@ -79,6 +83,8 @@ def dry_run(config: Config) -> int:
         from fsdp.run.job import dry_run as facts
 
         env = from_environment(device=config.run.device)
+        if config.backend == "ray":
+            env = dataclasses.replace(env, world_size=worker_range(config.ray.num_workers)[0])
         text = facts(config, env)
     if env.is_main:
         print(text)

@@ -3,7 +3,7 @@
     python -m launch.local --ranks 4 --config recipes/text.toml
     python -m launch.local --ranks 4 --restarts 10 --run.dir runs/mine
 
-All flags but these two are train.py's. This process imports torch, checks the flags and opens the data once,
+All other flags are train.py's. This process imports torch, checks the flags and opens the data once,
 then forks each rank: a start costs one import for all ranks, a restart costs none. When a rank dies, the
 others are ended and all are forked again; they resume from the newest checkpoint. launch/policy.py decides
 which failures are restarted. Not here: several nodes (slurm/, torchrun).
@@ -29,10 +29,11 @@ from typing import NoReturn
 from fsdp import config as configuration
 from fsdp.base import garbage
 from fsdp.base.errors import ShardrunError
+from fsdp.base.stop_signals import stop_signals
 from fsdp.config import Config
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, whole_number
 from fsdp.dist.env import DistEnv, pick_device, set_allocator, slurm_start
-from fsdp.record.console import flush_output, open_closed_streams
+from fsdp.record.console import flush_output, prepare_streams
 from fsdp.rundir import history, paths
 from fsdp.rundir.paths import RunDir
 from launch import guard, slurm_job
@@ -43,15 +44,16 @@ GRACE_S = 0.5
 """After a rank's death most others end by themselves, on a broken connection; one that waits for a device is
 killed after this time.
 """
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str]) -> int:
-    open_closed_streams()
+    prepare_streams()
     try:
         options, flags = _parse(argv or ["--help"])
         config = configuration.load(flags)
+        if options.dry_run:
+            return _dry_run(config, options.ranks)
         config = configuration.replace(config, run__dir=paths.place_of(config))
         run = paths.open_run(config.run.dir)
         # Frozen before the forks: a garbage collection in a fork would copy every shared page.
@@ -64,6 +66,13 @@ def main(argv: Sequence[str]) -> int:
     if run.url and (code := _in_a_fork(lambda: _check_lock(run))):
         return code
     return _RankProcesses(config, options.ranks).run(options.restarts)
+
+
+def _dry_run(config: Config, ranks: int) -> int:
+    from fsdp.run.job import dry_run
+
+    print(dry_run(config, _rank_env(config, 0, ranks)))
+    return 0
 
 
 def _fork() -> int:
@@ -105,6 +114,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--restarts", type=whole_number(), default=3, help="restarts after a failure (default: 3)"
     )
+    parser.add_argument("--dry-run", action="store_true", help="print what follows from the flags, and stop")
     return parser.parse_with_run_flags(argv)
 
 
@@ -165,9 +175,9 @@ class _RankProcesses:
         """
         sys.stdout.flush()
         sys.stderr.flush()
-        with tempfile.TemporaryDirectory(prefix="shardrun-local-") as folder:
+        with tempfile.TemporaryDirectory(prefix="shardrun-local-", dir=_tmp(self._run)) as folder:
             # a signal comes before the check, or is forwarded to all ranks
-            with _delayed(FORWARDED):
+            with _delayed(stop_signals()):
                 if self._received is not None:
                     print(f"launch.local: {self._received.name} before the ranks started", file=sys.stderr)
                     return 128 + self._received
@@ -186,9 +196,10 @@ class _RankProcesses:
         while self._pids:
             pid, status = os.waitpid(-1, os.WNOHANG if first else 0)
             if pid:
-                self._pids.pop(pid, None)
                 code = os.waitstatus_to_exitcode(status)
-                if code and not first:
+                # of no rank: a container's process 1 inherits orphans, and exec keeps the children of a shell
+                ours = self._pids.pop(pid, None) is not None
+                if ours and code and not first:
                     first, deadline = code, time.monotonic() + GRACE_S
             elif time.monotonic() > deadline:
                 self._send(signal.SIGKILL)
@@ -210,7 +221,7 @@ class _RankProcesses:
             self._received = signal.Signals(number)
             self._send(number)
 
-        before = {one: signal.signal(one, forward) for one in FORWARDED}
+        before = {one: signal.signal(one, forward) for one in stop_signals()}
         try:
             yield
         finally:
@@ -228,30 +239,41 @@ def _delayed(signals: Collection[signal.Signals]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
+def _tmp(run: RunDir) -> str:
+    """For the ranks' store: in a container whose other folders are read-only the run directory."""
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        return str(run.path)
+
+
 def _named(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _rank_env(config: Config, rank: int, ranks: int) -> DistEnv:
+    return DistEnv(
+        rank=rank,
+        world_size=ranks,
+        local_rank=rank,
+        local_world_size=ranks,
+        node_rank=0,
+        num_nodes=1,
+        device=pick_device(rank, config.run.device, "launch.local"),
+        launcher="launch.local",
+    )
 
 
 def _run_as_rank(config: Config, rank: int, ranks: int, store: str, marker: Marker) -> NoReturn:
     """The forked process: it exits here and never returns into the launcher's stack."""
     code = 1
     try:
-        for one in FORWARDED:
+        for one in stop_signals():
             signal.signal(one, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
         # A rank whose launcher is killed receives SIGTERM, and so saves and ends.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        env = DistEnv(
-            rank=rank,
-            world_size=ranks,
-            local_rank=rank,
-            local_world_size=ranks,
-            node_rank=0,
-            num_nodes=1,
-            device=pick_device(rank, config.run.device),
-            launcher="launch.local",
-        )
-        code = _train(config, env, store, marker)
+        code = _train(config, _rank_env(config, rank, ranks), store, marker)
     except BaseException:
         traceback.print_exc()
     finally:

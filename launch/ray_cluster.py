@@ -60,7 +60,7 @@ def _wait_for_port(address: str, until: float) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     while host and port.isdigit():
         try:
-            return socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+            return socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
         except OSError:
             if time.monotonic() > until:
                 raise

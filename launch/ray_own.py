@@ -167,5 +167,15 @@ def _own_folder(tmp: Path) -> Iterator[Path]:
 
 
 def _short_tmp() -> str:
-    usual = tempfile.gettempdir()
-    return usual if len(usual) <= LONGEST_TMP else "/tmp"
+    """The first of the usual folders that can be written and has a short path."""
+    places = ["/tmp", "/dev/shm"]
+    with contextlib.suppress(FileNotFoundError):  # none of Python's can be written
+        places.insert(0, tempfile.gettempdir())
+    for place in places:
+        if len(place) <= LONGEST_TMP and os.access(place, os.W_OK | os.X_OK):
+            return place
+    raise LaunchError(
+        f"Ray's sockets need a folder that can be written, with a path of at most {LONGEST_TMP} characters: "
+        f"{', '.join(places)} are none.",
+        "TMPDIR=/FOLDER python train.py --backend ray",
+    )

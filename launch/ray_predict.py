@@ -8,7 +8,6 @@ cluster. The answer is that of one process. Exit code 0, 2 for a wrong command, 
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import sys
@@ -28,8 +27,10 @@ def main(argv: Sequence[str]) -> int:
         if not words or words[0] in ("--help", "-h"):
             print((__doc__ or "").strip())
             return 0
-        config = configuration.load(["--backend", "ray", *flags])
         from launch.ray_own import own_ray
+        from launch.ray_settings import with_address
+
+        config = with_address(configuration.load(["--backend", "ray", *flags]))
 
         with own_ray(config.ray) as own:
             print(_answer(config, words, own), end="")
@@ -89,21 +90,19 @@ def _fit(workers: Any, logs: Path, words: Sequence[str]) -> str:
     from launch.ray_trainer import WorkersFailed
 
     api: Any = ray.train
-    cuda = workers.gpus > 0
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, int(workers.cpus)))
     trainer = api.torch.TorchTrainer(
         predict,
         train_loop_config={"argv": list(words), "logs": str(logs), "folder": str(Path.cwd())},
-        torch_config=api.torch.TorchConfig(backend="cpu:gloo,cuda:nccl" if cuda else "cpu:gloo"),
+        torch_config=api.torch.TorchConfig(backend=workers.backend),
         scaling_config=api.ScalingConfig(
             num_workers=workers.low,
-            use_gpu=cuda,
-            resources_per_worker={"CPU": workers.cpus, **({"GPU": workers.gpus} if cuda else {})},
+            use_gpu=workers.gpus > 0,
+            resources_per_worker=workers.resources,
         ),
         run_config=api.RunConfig(
             name="ray",
             storage_path=str(logs),
-            worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": threads}},
+            worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": workers.threads}},
         ),
     )
     try:

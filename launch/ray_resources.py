@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,6 +20,24 @@ class Workers:
     high: int
     cpus: float
     gpus: float
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """Those of one worker, as Ray names them."""
+        return {"CPU": self.cpus, **({"GPU": self.gpus} if self.gpus else {})}
+
+    @property
+    def backend(self) -> str:
+        """Of the process group that Ray creates."""
+        return "cpu:gloo,cuda:nccl" if self.gpus else "cpu:gloo"
+
+    @property
+    def threads(self) -> str:
+        """1, as torchrun sets it, unless the variable is set or a worker has several CPUs. Of a list for
+        nested regions, such as 4,2, the first.
+        """
+        set_by_user = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+        return set_by_user or str(max(1, int(self.cpus)))
 
     def __str__(self) -> str:
         count = f"{self.low}" if self.low == self.high else f"{self.low} to {self.high}"

@@ -1,9 +1,12 @@
-"""Environment variables that Ray reads when it is imported, and its log levels."""
+"""Environment variables that Ray reads, its address, and its log levels."""
 
 from __future__ import annotations
 
 import logging
 import os
+
+from fsdp import config as configuration
+from fsdp.config import Config
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -15,6 +18,8 @@ QUIET = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
+    # `ray job submit --working-dir` has a folder for the workers too: they get that of ray_code_upload.py
+    "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",
 }
 """Defaults; a variable that is set already is kept."""
 
@@ -22,6 +27,14 @@ QUIET = {
 def set_defaults() -> None:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+
+
+def with_address(config: Config) -> Config:
+    """The address as ray.init finds it: --ray.address, else RAY_ADDRESS. Empty for a Ray of one's own."""
+    given = config.ray.address or os.environ.get("RAY_ADDRESS", "")
+    # http://… is the address of `ray job submit`
+    own = given == "local" or given.startswith("http")
+    return configuration.replace(config, ray__address="" if own else given)
 
 
 def set_log_levels() -> None:

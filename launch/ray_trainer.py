@@ -9,7 +9,6 @@ here: the worker (ray_worker.py), Ray itself (ray_own.py, ray_cluster.py), the w
 from __future__ import annotations
 
 import dataclasses
-import os
 import secrets
 import signal
 import sys
@@ -28,6 +27,7 @@ import torch
 from fsdp import config as configuration
 from fsdp.base.errors import LaunchError, ShardrunError
 from fsdp.base.phases import StopReason
+from fsdp.base.stop_signals import stop_signals
 from fsdp.checkpoint.run_mirror import put_file
 from fsdp.config import Config, worker_range
 from fsdp.config.trust import named_code
@@ -197,11 +197,10 @@ def _trainer(task: WorkerTask, workers: Workers) -> Any:
 
     api: Any = ray.train  # its exports depend on an environment variable, which a type checker ignores
     cuda = workers.gpus > 0
-    backend = "cpu:gloo,cuda:nccl" if cuda else "cpu:gloo"
     scaling = api.ScalingConfig(
         num_workers=workers.low if workers.low == workers.high else (workers.low, workers.high),
         use_gpu=cuda,
-        resources_per_worker={"CPU": workers.cpus, **({"GPU": workers.gpus} if cuda else {})},
+        resources_per_worker=workers.resources,
         elastic_resize_monitor_interval_s=RESIZE_S,
     )
     running = api.RunConfig(
@@ -212,7 +211,7 @@ def _trainer(task: WorkerTask, workers: Workers) -> Any:
         # Ray starts CUDA before the run does. --ray.env is the user's own word and comes last.
         worker_runtime_env={
             "env_vars": {
-                "OMP_NUM_THREADS": _threads(workers),
+                "OMP_NUM_THREADS": workers.threads,
                 **allocator_variable(task.config.run.allocator, cuda=cuda),
                 **task.config.ray.env,
             }
@@ -223,7 +222,7 @@ def _trainer(task: WorkerTask, workers: Workers) -> Any:
         # a dict: Ray's controller reads it too, and would import torch for a class of ray_worker
         train_loop_config=dict(vars(task)),
         torch_config=api.torch.TorchConfig(
-            backend=backend, timeout_s=int(task.config.run.process_group_timeout_s)
+            backend=workers.backend, timeout_s=int(task.config.run.process_group_timeout_s)
         ),
         scaling_config=scaling,
         run_config=running,
@@ -232,11 +231,6 @@ def _trainer(task: WorkerTask, workers: Workers) -> Any:
 
 def _url_of(config: Config) -> str:
     return paths.open_run(config.run.dir).url
-
-
-def _threads(workers: Workers) -> str:
-    """1, as torchrun sets it, unless the variable is set or a worker has several CPUs."""
-    return os.environ.get("OMP_NUM_THREADS") or str(max(1, int(workers.cpus)))
 
 
 # ---------------------------------------------------------------- stop requests
@@ -253,7 +247,6 @@ class _Fit:
 class Stopping:
     """Turns Ctrl-C and a scheduler's signals into the ranks' stop file; a second Ctrl-C exits."""
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     SECOND_SIGINT_S = 1.0
     POLL_S = 0.2
 
@@ -264,7 +257,7 @@ class Stopping:
         self._exit_now = False
 
     def __enter__(self) -> Stopping:
-        self._old = {one: signal.signal(one, self._record) for one in self.SIGNALS}
+        self._old = {one: signal.signal(one, self._record) for one in stop_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:

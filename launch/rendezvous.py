@@ -13,65 +13,36 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import socket
-import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
+
+from fsdp.dist.addresses import address_towards, interface_of, listen
 
 FIRST_PORT, PORTS = 20000, 12000  # the kernel's own outgoing connections start at 32768
 RETRY_S = 0.2
 HEAD_WAITS_LONGER_S = 2.0  # so that the node that cannot connect prints its error first
-SIOCGIFADDR = 0x8915
 
 
 def free_port(seed: int) -> int:
     """A free port. Each seed tries its own sequence of ports, so neighbouring jobs rarely collide."""
     for attempt in range(PORTS):
         port = FIRST_PORT + (seed + attempt * 397) % PORTS
-        with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):  # taken: the next
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", port))
+        with contextlib.suppress(OSError), listen(port, 1):  # taken: the next
             return port
     raise SystemExit(f"no free port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} on {socket.gethostname()}.")
 
 
 def here(towards: str) -> tuple[str, str]:
-    """This host's address on the route to another, and its network interface. Nothing is sent."""
-    family, kind, protocol, _, where = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-    with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
-        probe.connect(where)
-        address = str(probe.getsockname()[0])
-    return address, _interface(address)
-
-
-def _interface(address: str) -> str:
-    for _, name in socket.if_nameindex():
-        if address in (_address4(name), *_addresses6(name)):
-            return name
-    return "lo"
-
-
-def _address4(name: str) -> str | None:
-    with (
-        contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe,
-        contextlib.suppress(OSError),
-    ):
-        # the kernel returns an error for an interface without an IPv4 address
-        reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntoa(reply[20:24])
-    return None
-
-
-def _addresses6(name: str) -> list[str]:
-    table = Path("/proc/net/if_inet6")
-    rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
-    return [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])) for row in rows if row[-1] == name]
+    """This host's address on the route to another, and its network interface."""
+    address = address_towards(towards)
+    if not address:
+        raise SystemExit(f"{socket.gethostname()} has no route to {towards}.")
+    return address, interface_of(address) or "lo"
 
 
 # ---------------------------------------------------------------- the meeting
@@ -147,7 +118,7 @@ async def lead(meeting: Meeting) -> Arrivals:
                     await reader.read()
         writer.close()
 
-    server = await asyncio.start_server(serve, sock=_listen(meeting.port))
+    server = await asyncio.start_server(serve, sock=listen(meeting.port, 4096))
     async with server:
         with contextlib.suppress(TimeoutError):  # `arrivals` has the missing nodes
             await asyncio.wait_for(arrivals.over.wait(), meeting.timeout_s + HEAD_WAITS_LONGER_S)
@@ -164,12 +135,6 @@ def _is_hello(message: Any) -> bool:
         and all(type(message.get(name)) is str for name in texts)
         and type(message.get("gpus")) is int
     )
-
-
-def _listen(port: int) -> socket.socket:
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=4096)
 
 
 async def come(meeting: Meeting, node: str, gpus: int) -> dict[str, str] | None:
@@ -224,6 +189,10 @@ async def meet(meeting: Meeting, node: str, gpus: int, ranks: int) -> int:
             f"{len(meeting.nodes)} nodes × {ranks} ranks need {ranks} GPUs a node, but {', '.join(too_few)}.",
             f"NPROC_PER_NODE={most} sbatch …",
         )
+    more = [f"{name} has {count}" for name, count in sorted(arrivals.gpus.items()) if count > ranks]
+    if more and len({*arrivals.gpus.values()}) > 1:
+        line = f"{ranks} ranks a node, but {', '.join(more)} GPUs: the others are unused."
+        print(f"{line} HINT: nodes of one kind, as by sbatch --constraint", file=sys.stderr)
     print(address, flush=True)
     return 0
 

@@ -252,7 +252,8 @@ def _link_log(run: RunDir, log: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m launch.slurm_job", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    first = commands.add_parser("begin")
+    # what it does not know is a flag of train.py, --help too, which would be no run directory
+    first = commands.add_parser("begin", add_help=False, allow_abbrev=False)
     first.add_argument("--default-run-dir", required=True)
     first.add_argument("--log", default="", help="the job's log, linked into the run directory")
     first.add_argument("--dry-run", action="store_true", help="change nothing")

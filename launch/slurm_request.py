@@ -25,7 +25,7 @@ class Request:
     """The resources of a job. Zero and empty mean the cluster's own default."""
 
     nodes: int = flag(1, "number of nodes")
-    gpus_per_node: int = flag(0, "GPUs per node")
+    gpus_per_node: str = flag("", "GPUs per node, as 8, or as TYPE:8 where nodes have several types")
     tasks_per_node: int = flag(0, "ranks per node; 0 means one per GPU, or one")
     cpus_per_task: int = flag(0, "CPUs per rank")
     time: str = flag("1:00:00", "time limit in Slurm's notation; the job is requeued until the run is done")
@@ -46,8 +46,13 @@ class Request:
     """Further options of sbatch, as typed."""
 
     @property
+    def gpus(self) -> int:
+        """GPUs per node, without their type."""
+        return int(self.gpus_per_node.rpartition(":")[2] or 0)
+
+    @property
     def ranks_per_node(self) -> int:
-        return self.tasks_per_node or self.gpus_per_node or 1
+        return self.tasks_per_node or self.gpus or 1
 
     def parameters(self) -> dict[str, Any]:
         """The parameters of submitit's AutoExecutor."""
@@ -56,7 +61,7 @@ class Request:
             "timeout_min": minutes(self.time),
             "nodes": self.nodes,
             "tasks_per_node": self.ranks_per_node,
-            "gpus_per_node": self.gpus_per_node or None,
+            "gpus_per_node": self.gpus or None,
             "cpus_per_task": self.cpus_per_task or None,
             "mem_gb": gibibytes(self.mem) if self.mem else None,
             "stderr_to_stdout": True,
@@ -71,11 +76,13 @@ class Request:
         return {name: value for name, value in {**common, **slurm}.items() if value is not None}
 
     def _further(self) -> Options:
-        return {**self.sbatch} if "no-requeue" in self.sbatch else {"requeue": True, **self.sbatch}
+        typed = {"gpus_per_node": self.gpus_per_node} if ":" in self.gpus_per_node else {}
+        requeue = {} if "no-requeue" in self.sbatch else {"requeue": True}
+        return {**requeue, **typed, **self.sbatch}
 
 
 def minutes(text: str) -> int:
-    """Minutes of a time in Slurm's notation.
+    """Minutes of a time in Slurm's notation; 0 sets no limit.
 
     minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:seconds]]
     """
@@ -88,7 +95,7 @@ def minutes(text: str) -> int:
     leading = 0 if dash or len(parts) == 3 else 1  # without days, one or two numbers start with the minutes
     units = (3600, 60, 1)[leading : leading + len(parts)]
     seconds = int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=True))
-    return max(1, -(-seconds // 60))
+    return -(-seconds // 60)
 
 
 def gibibytes(text: str) -> float:
@@ -105,7 +112,6 @@ def check(request: Request) -> None:
         raise ConfigError(f"--cluster {request.cluster} is not slurm, local or debug.", "--cluster slurm")
     for name in (
         "nodes",
-        "gpus_per_node",
         "tasks_per_node",
         "cpus_per_task",
         "signal_s",
@@ -116,6 +122,15 @@ def check(request: Request) -> None:
                 f"--{name.replace('_', '-')} {getattr(request, name)} is too few.",
                 f"--{name.replace('_', '-')} 1",
             )
+    if not re.fullmatch(r"([\w.-]+:)?\d+|", request.gpus_per_node):
+        raise ConfigError(
+            f"--gpus-per-node {request.gpus_per_node} is not a number of GPUs, or TYPE:NUMBER.",
+            "--gpus-per-node 8",
+        )
+    if request.cluster != "slurm" and minutes(request.time) == 0:
+        raise ConfigError(
+            f"--time {request.time} is no limit, which --cluster {request.cluster} needs.", "--time 1-0"
+        )
     request.parameters()
     check_gpus(request.sbatch, request.tasks_per_node)
     if request.cluster == "slurm" and shutil.which("sbatch") is None:

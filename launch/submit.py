@@ -147,7 +147,9 @@ def _before(code: Path, runs: Sequence[RunDir]) -> list[str]:
 
 @contextlib.contextmanager
 def job_variables(code: Path, cluster: str) -> Iterator[None]:
-    """Set what the job inherits: the snapshot first on PYTHONPATH, and locally the rendezvous."""
+    """Set what the job inherits: the snapshot first on PYTHONPATH, and locally the rendezvous; not the number
+    of the array's task that submits it.
+    """
     import submitit
 
     added = {
@@ -156,8 +158,12 @@ def job_variables(code: Path, cluster: str) -> Iterator[None]:
     }
     if cluster == "local":
         added |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous.free_port(os.getpid()))}
-    with submitit.helpers.environment_variables(**added):
-        yield
+    task = {name: os.environ.pop(name) for name in [*os.environ] if name.startswith("SLURM_ARRAY_")}
+    try:
+        with submitit.helpers.environment_variables(**added):
+            yield
+    finally:
+        os.environ.update(task)
 
 
 def submit(request: Request, batch: JobArray) -> list[submitit.Job[Any]]:

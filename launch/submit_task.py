@@ -65,7 +65,7 @@ def rank_environment(job: submitit.JobEnvironment, device: environment.DeviceCho
             local_world_size=job.num_tasks,
             node_rank=0,
             num_nodes=1,
-            device=environment.pick_device(job.local_rank, device),
+            device=environment.pick_device(job.local_rank, device, "submitit"),
             launcher="submitit",
         )
     else:

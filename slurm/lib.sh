@@ -21,11 +21,19 @@ die() {
 
 # ---------------------------------------------------------------- the job's settings
 
-# Sets: job restart nodes ranks_per_node node_gpus, and exports what Python needs.
+# Sets: job record restart nodes ranks_per_node node_gpus, and exports what Python needs.
 job_facts() {
     SRUN_ARGS=() CONTAINER=()
+    # sbatch gives a job the variables of the job in which it is called: of a step, of ranks, of an array's task
+    unset RANK WORLD_SIZE SLURM_STEP_NUM_TASKS
+    unset SLURM_LABELIO # of the user's shell: srun's output is read here
+    record=$(scontrol show job -o "$SLURM_JOB_ID" 2>/dev/null) || record=
+    [ -z "$record" ] || [[ $record == *" ArrayJobId="* ]] || unset SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID
+    # `module load` and an environment's activation use variables that are not set, and may end with a failure
+    set +eu
     # shellcheck source=slurm/cluster.env
     [ ! -e "${CLUSTER_ENV:=$here/cluster.env}" ] || source "$CLUSTER_ENV"
+    set -eu
     find_python
     # SAFEPATH: a folder called launch or fsdp in the submit directory must not precede ours
     export PYTHONPATH="$home${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
@@ -34,17 +42,23 @@ job_facts() {
     # the last task of an array has the array's own id as SLURM_JOB_ID: only id_task names one job
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
     job=${job:-$SLURM_JOB_ID}
-    restart=${SLURM_RESTART_COUNT:-0}
+    [ "$job" = "$SLURM_JOB_ID" ] || record=$(scontrol show job -o "$job" 2>/dev/null) || record=
+    restart=$(grep -m 1 -oP ' Restarts=\K\d+' <<<"$record") || restart=${SLURM_RESTART_COUNT:-0}
+    export SLURM_RESTART_COUNT=$restart
     mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     [ ${#nodes[@]} = "$SLURM_JOB_NUM_NODES" ] || die "${#nodes[@]} host names for $SLURM_JOB_NUM_NODES nodes: $SLURM_JOB_NODELIST"
+    [ "${SLURM_GPUS_ON_NODE:-0}" != 0 ] || unset SLURM_GPUS_ON_NODE
     # NPROC_PER_NODE, else the GPUs that Slurm allocated; without GPUs, sbatch's --ntasks-per-node
     ranks_per_node=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}}}
+    [[ $ranks_per_node =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE=$ranks_per_node is not a number of ranks. HINT: NPROC_PER_NODE=8 sbatch …"
     # each srun here starts one task a node, which needs all of the node's GPUs. A step of a job with --gpus-per-task has
     # sbatch's share of a task even where these variables are unset, unless it requests the node's number
     node_gpus=()
     [[ "${SLURM_GPUS_PER_TASK:-} ${SLURM_TRES_PER_TASK:-}" != *[1-9]* ]] ||
         node_gpus=(${SLURM_GPUS_ON_NODE:+"--gpus-per-node=$SLURM_GPUS_ON_NODE"})
     unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK
+    # a task is a node for sbatch and a rank for LAUNCHER=srun, whose srun may inherit either variable
+    unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
     local cpus=$((${SLURM_CPUS_ON_NODE:-1} / ranks_per_node))
     [ "$cpus" -gt 0 ] || say "${SLURM_CPUS_ON_NODE:-1} CPUs a node for $ranks_per_node ranks. HINT: sbatch --cpus-per-task=$((4 * ranks_per_node))" >&2
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > 0 ? cpus : 1))}
@@ -111,7 +125,7 @@ job_begin() {
         *) flags+=("$word") ;;
         esac
     done
-    log=$(grep -m 1 -oP ' StdOut=\K.*?(?= \w+=|$)' <<<"$(scontrol show job -o "$job")") || log=
+    log=$(grep -m 1 -oP ' StdOut=\K.*?(?= \w+=|$)' <<<"$record") || log=
     places=$(on_head python -m launch.slurm_job begin "${dry_run[@]}" --default-run-dir "runs/$SLURM_JOB_NAME-$job" \
         --log "$log" "${flags[@]}")
     # a URL has a second line: its folder on each node, where the ranks' logs are
@@ -149,14 +163,16 @@ name_in_front() {
 
 # The nodes connect before training: sets and exports MASTER_ADDR, MASTER_PORT and a token that is new at each start.
 meet() {
-    local try=$1 names
+    local try=$1 names said
     names=$(printf ',%s' "${nodes[@]}")
     export SHARDRUN_NODES=${names#,} SHARDRUN_RANKS_PER_NODE=$ranks_per_node SHARDRUN_RUN=$run_folder
     export SHARDRUN_HOSTS=${RDZV_HOST:-$(head_addresses)} SHARDRUN_TIMEOUT_S=${RDZV_TIMEOUT_S:-60}
     export SHARDRUN_TOKEN=$job-$restart-$try SHARDRUN_TRY=$try
     MASTER_PORT=$(on_head python -m launch.rendezvous port --seed $((SLURM_JOB_ID * 31 + restart * 7 + try))) || return
     export MASTER_PORT
-    MASTER_ADDR=$(each_node bash "$here/node.sh" meet) || return
+    said=$(each_node bash "$here/node.sh" meet) || return
+    # the numeric address alone: a site's TaskProlog may print lines too
+    MASTER_ADDR=$(grep -m 1 -xE '[0-9a-fA-F.:]+(%\S+)?' <<<"$said") || { say "no address in: $said" >&2; return 1; }
     export MASTER_ADDR
     say "all ${#nodes[@]} nodes reach $MASTER_ADDR:$MASTER_PORT"
 }

@@ -126,6 +126,7 @@ class StopReason(enum.StrEnum):
     SIGINT = "SIGINT"
     SIGUSR1 = "SIGUSR1"
     SIGUSR2 = "SIGUSR2"
+    SIGHUP = "SIGHUP"
     STOP_FILE = "the stop file"
     DEADLINE = "the deadline"
     LAUNCHER = "the launcher"

@@ -6,8 +6,7 @@
     sources.py         [[data.sources]], the tables of a mixture
     values.py          parses one value and checks its type and range
     reading.py         loads a recipe (TOML), applies flags `--section.field VALUE`, runs the checks
-    alias_table.py     names of other trainers → flags here; alias_models.py and
-                       alias_scripts.py: more; aliases.py: the search
+    aliases.md         names of other trainers → flags here, as tables; aliases.py: the search in them
     foreign_files.py   reads a configuration of another trainer; migrate.py: writes its recipe
     checks.py          fields that conflict; checks_memory.py: those that save memory or time
     trust.py           reads a run directory's config.toml, and limits the code that it may name

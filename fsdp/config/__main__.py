@@ -2,7 +2,7 @@
 
     python -m fsdp.config migrate FILE                 write FILE's recipe beside it, as NAME.recipe.toml
     python -m fsdp.config migrate FILE --out RECIPE    the same under a name of yours
-    python -m fsdp.config table                        print the tables of docs/migrate.md
+    python -m fsdp.config table                        print the settings that are known, and their flags
 
 FILE is YAML, JSON or TOML. An entry without a counterpart becomes a comment with the reason.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp.base.errors import ConfigError
-from fsdp.config.aliases import table
+from fsdp.config.aliases import PAGE
 from fsdp.config.command_line import CommandParser, prints_errors
 from fsdp.config.foreign_files import read_foreign
 from fsdp.config.migrate import recipe_text
@@ -33,7 +33,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"{options.action} is not one of {', '.join(ACTIONS)}.", "python -m fsdp.config --help"
         )
-    print(table().rstrip() if options.action == "table" else migrate(options.file, options.out))
+    is_table = options.action == "table"
+    print(PAGE.read_text(encoding="utf-8").rstrip() if is_table else migrate(options.file, options.out))
     return 0
 
 

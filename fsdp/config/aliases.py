@@ -1,29 +1,84 @@
-"""The search for another trainer's setting among the rows of alias_table.py, alias_models.py and
-alias_scripts.py.
+"""Settings of other trainers and their flags here: the rows of aliases.md, and the search in them.
 
-Used for hints, before similar spellings, and for migration. docs/migrate.md prints the same rows;
-tests/config/test_aliases.py compares the two.
+Used for hints, before similar spellings, and for migration. Not here: files of other trainers
+(foreign_files.py).
 """
 
 from __future__ import annotations
 
+import functools
+import re
 import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from fsdp.config import alias_table
-from fsdp.config.alias_models import MODELS
-from fsdp.config.alias_scripts import SCRIPTS
-from fsdp.config.alias_table import SHARDING, VALUE, Alias
+PAGE = Path(__file__).with_name("aliases.md")
+VALUE = "VALUE"
+"""Stands for the typed value in a row; VALUE[0] for the first item of a list."""
+NO_COUNTERPART = "no counterpart"
+"""How a reason begins if nothing here does what the name did."""
+_PLACE = re.compile(rf"{VALUE}(?:\[(\d)\])?")
+_OF_A_TYPE = re.compile(r"^(shardingstrategy|backwardprefetch|torch|distributedtype)\.")
 
-__all__ = ["ALIASES", "GROUPS", "SHARDING", "VALUE", "Alias", "alias_of", "hint_for", "is_flags", "table"]
 
-GROUPS = {
-    **alias_table.GROUPS,
-    "Models; nanoGPT, torchtune, Axolotl": MODELS,
-    "Megatron-LM, NeMo, LLaMA-Factory, example scripts": SCRIPTS,
-}
-"""By subject, in the order of docs/migrate.md."""
-ALIASES = tuple(alias for group in GROUPS.values() for alias in group)
-_BY_NAME = {name: alias for alias in ALIASES for name in alias.names.split()}
+@dataclass(frozen=True)
+class Alias:
+    """`flags` replace `names`; `values` holds exceptions for certain values.
+
+    Text that does not begin with -- is the reason why there is no flag.
+    """
+
+    names: tuple[str, ...]
+    flags: str
+    values: Mapping[str, str] = field(default_factory=dict)
+
+    def hint(self, value: str) -> str:
+        items = re.split(r"[,\s]+", value.strip("[]() "))
+
+        def typed(place: re.Match[str]) -> str:
+            if place[1] is None:
+                return shlex.quote(value or VALUE)
+            at = int(place[1])
+            return (items[at] if at < len(items) else "") or VALUE
+
+        return _PLACE.sub(typed, self.values.get(_key(value), self.flags))
+
+    def is_exception(self, value: str) -> bool:
+        return _key(value) in self.values
+
+
+def _key(value: str) -> str:
+    """A flag without a value is `true`."""
+    return _OF_A_TYPE.sub("", value.lower()) or "true"
+
+
+@functools.cache
+def rows() -> tuple[Alias, ...]:
+    """All rows of the page."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    return tuple(_row(line) for line in lines if line.startswith("| `"))
+
+
+def _row(line: str) -> Alias:
+    names, flags, by_value = (cell.strip() for cell in line.strip("|").split("|"))
+    return Alias(tuple(names.replace("`", "").split(", ")), flags.strip("`"), _by_value(by_value))
+
+
+def _by_value(cell: str) -> dict[str, str]:
+    """Of `VALUE, VALUE → TEXT; VALUE → TEXT`, where a text may have a semicolon of its own."""
+    keys, *rest = cell.split(" → ")
+    found: dict[str, str] = {}
+    for part in rest:
+        text, _, others = part.rpartition("; ") if part is not rest[-1] else (part, "", "")
+        found |= dict.fromkeys(keys.split(", "), text.strip("`"))
+        keys = others
+    return found
+
+
+@functools.cache
+def _by_name() -> Mapping[str, Alias]:
+    return {name: alias for alias in rows() for name in alias.names}
 
 
 def hint_for(name: str, value: str) -> str | None:
@@ -37,31 +92,14 @@ def alias_of(name: str) -> Alias | None:
     parts = name.lower().split(".")
     ends = [".".join(parts[at:]) for at in range(len(parts))]
     around = [f"{'.'.join(parts[at:stop])}.*" for stop in range(len(parts) - 1, 0, -1) for at in range(stop)]
-    return next((_BY_NAME[one] for one in (*ends, *around) if one in _BY_NAME), None)
+    known = _by_name()
+    return next((known[one] for one in (*ends, *around) if one in known), None)
 
 
-def table() -> str:
-    """The rows of docs/migrate.md, a heading and a table for each subject."""
-    lines: list[str] = []
-    for title, group in GROUPS.items():
-        lines += [f"## {title}", "", "| elsewhere | here | by value |", "|---|---|---|"]
-        lines += [*map(_row, group), ""]
-    return "\n".join(lines)
-
-
-def _row(alias: Alias) -> str:
-    names = ", ".join(f"`{name}`" for name in alias.names.split())
-    others: dict[str, list[str]] = {}
-    for value, flags in alias.values.items():
-        if flags != alias.flags:
-            others.setdefault(_shown(flags), []).append(value or "empty")
-    by_value = "; ".join(f"{', '.join(values)} → {flags}" for flags, values in others.items())
-    return f"| {names} | {_shown(alias.flags)} | {by_value} |"
-
-
-def _shown(flags: str) -> str:
-    text = flags.replace("{0}", "FIRST").replace("{1}", "SECOND").replace(VALUE, "VALUE")
-    return f"`{text}`" if is_flags(text) else text
+def sharding(word: str) -> str | None:
+    """Our flags for FSDP1's ShardingStrategy by name and number, ZeRO's stages and Lightning's strategies."""
+    key = _key(word)
+    return None if key in ("true", "no") else _by_name()["sharding_strategy"].values.get(key)
 
 
 def is_flags(hint: str) -> bool:

@@ -1,7 +1,7 @@
 """Reads the configuration of another trainer, and lists each entry with its counterpart here.
 
 Accelerate's YAML, DeepSpeed's JSON, torchtitan's TOML, and any flat YAML or JSON, such as transformers'
-TrainingArguments. Not here: the rows (alias_table.py), writing a recipe (migrate.py).
+TrainingArguments. Not here: the rows (aliases.md), writing a recipe (migrate.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import columns
-from fsdp.config.alias_table import SAME_NAME
-from fsdp.config.aliases import VALUE, alias_of
+from fsdp.config.aliases import VALUE, Alias, alias_of
 from fsdp.config.fields import FIELDS
 
 FOREIGN_SUFFIXES = (".yaml", ".yml", ".json")
@@ -100,7 +99,7 @@ def as_text(value: Any) -> str:
 
 
 def _parse(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
     try:
         tree = _tree(path, text)
         # lone surrogates, which JSON and YAML can escape, cannot be written to a recipe
@@ -149,7 +148,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _entry(name: str, value: Any, titan: bool) -> ForeignEntry:
-    alias = (SAME_NAME.get(name) if titan else None) or alias_of(name)
+    alias = (_of_torchtitan(name) if titan else None) or alias_of(name)
     if alias is not None:
         if value in ("", {}):
             return ForeignEntry(name, value, "leave it out: it is empty")
@@ -158,6 +157,19 @@ def _entry(name: str, value: Any, titan: bool) -> ForeignEntry:
         return ForeignEntry(name, value, alias.hint(as_text(value)), weight)
     field = _field_of(name)
     return ForeignEntry(name, value, f"--{field} {shlex.quote(as_text(value))}" if field else _UNKNOWN)
+
+
+def _of_torchtitan(name: str) -> Alias | None:
+    """For its entries whose names are fields here too, with other values."""
+    if name == "model.name":
+        values = dict.fromkeys(("llama3", "llama2"), f"--{name} transformer")
+        return Alias((name,), f"--{name} {VALUE}", values)
+    if name == "checkpoint.export_dtype":
+        reduced = alias_of("reduce_dtype")
+        assert reduced is not None, "a row of aliases.md"
+        values = {key: flags.replace("precision.reduce", name) for key, flags in reduced.values.items()}
+        return Alias((name,), f"--{name} {VALUE}", values)
+    return None
 
 
 def _field_of(name: str) -> str:

@@ -2,7 +2,7 @@
 
 An entry is applied only if the configuration with it passes the checks and what it names exists, so that
 `train.py --config RECIPE --dry-run` accepts the recipe; otherwise it becomes a comment with the reason.
-Not here: reading the file (foreign_files.py), the rows (alias_table.py).
+Not here: reading the file (foreign_files.py), the rows (aliases.md).
 """
 
 from __future__ import annotations

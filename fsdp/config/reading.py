@@ -17,7 +17,7 @@ from typing import Any
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.object_client import is_url, read_object
-from fsdp.config.aliases import SHARDING, hint_for, is_flags
+from fsdp.config.aliases import hint_for, is_flags, sharding
 from fsdp.config.checks import check
 from fsdp.config.fields import FIELDS, FieldSpec, flatten
 from fsdp.config.foreign_files import FOREIGN_SUFFIXES, foreign_file, is_torchtitan, read_foreign, refuse
@@ -58,7 +58,7 @@ def read_recipe(path: str) -> dict[str, Any]:
     if Path(path).suffix in FOREIGN_SUFFIXES and not is_url(path):
         raise refuse(read_foreign(Path(path)))
     try:
-        tree = tomllib.loads(_read(path).decode("utf-8"))
+        tree = tomllib.loads(_read(path).decode("utf-8-sig"))
     except OSError as error:
         hint = "ls recipes/ lists the recipes that ship"
         if is_url(path):
@@ -128,8 +128,8 @@ def _check_utf8(word: str) -> None:
 
 def _word_hint(word: str) -> str:
     """For a value without its flag, such as `ddp` or a file."""
-    if word in SHARDING or word in ("ddp", "hsdp", "fsdp"):
-        return SHARDING.get(word, f"--mesh.strategy {word}")
+    if (flags := sharding(word)) is not None:
+        return flags
     if Path(word).suffix in (".toml", *FOREIGN_SUFFIXES):
         return f"--config {word}"
     return "flags are --section.field VALUE; python train.py --help lists them"

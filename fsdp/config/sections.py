@@ -771,7 +771,7 @@ class RaySection:
 
     address: str = knob(
         "",
-        "cluster: auto, host:port, ray://...; empty: local",
+        "cluster: auto, host:port, ray://..., local; empty: RAY_ADDRESS, else local",
         "A local cluster is started with the run and ended with it.",
         common=True,
     )

@@ -63,7 +63,7 @@ def as_tables(sources: Sequence[MixedSource]) -> list[dict[str, Any]]:
 
 def _tables_of(path: str) -> Any:
     try:
-        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        tree = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(
             f"{FLAG} {path} cannot be read ({error.strerror}).", f"{FLAG} FILE.toml with {TABLE} in it"

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import nearest, parse_count
-from fsdp.config.aliases import SHARDING
+from fsdp.config.aliases import sharding
 from fsdp.config.fields import FieldSpec
 from fsdp.config.sources import parse_sources
 
@@ -44,10 +44,7 @@ def parse_value(spec: FieldSpec, value: Any) -> Any:
 
 
 def _choice_hint(spec: FieldSpec, text: str, choices: Sequence[str]) -> str:
-    known = (
-        SHARDING.get(text.lower().removeprefix("shardingstrategy.")) if spec.name == "mesh.strategy" else None
-    )
-    if known is not None:
+    if spec.name == "mesh.strategy" and (known := sharding(text)) is not None:
         return known
     word = text.lower().removeprefix("torch.")
     word = DTYPES.get(word, word)

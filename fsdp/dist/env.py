@@ -1,8 +1,9 @@
 """The rank, the sizes and the device of this process: the only reader of rank variables.
 
 `from_environment()` reads torchrun's variables, Slurm's own (`srun python train.py`, one task per rank) or
-none, and returns a `DistEnv`; Ray's adapter builds a `DistEnv` itself. All other modules are independent of
-the launcher. Not here: the process group (fsdp/dist/process_group.py) and the mesh (fsdp/dist/mesh.py).
+none, and returns a `DistEnv`; Ray's adapter builds a `DistEnv` itself. MPI's variables are read to refuse
+processes that would each train alone. All other modules are independent of the launcher. Not here: the
+process group (fsdp/dist/process_group.py) and the mesh (fsdp/dist/mesh.py).
 """
 
 from __future__ import annotations
@@ -75,29 +76,58 @@ def check_torch(version: str = "") -> None:
 
 def prints_shared_errors(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this is the one process that prints an error that all ranks meet."""
-    return all(environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID") if name in environ)
+    # the first of them decides: torchrun numbers nodes by address, so its rank 0 may be in any task of srun
+    return _first_of(environ, "RANK", *_MPI_RANKS, "SLURM_PROCID") == "0"
 
 
 def prints_errors_of_node(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this is the one process of its node that prints an error that all ranks there meet."""
-    return all(environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "SLURM_LOCALID"))
+    return _first_of(environ, "LOCAL_RANK", *_MPI_LOCAL_RANKS, "SLURM_LOCALID") == "0"
+
+
+def _first_of(environ: Mapping[str, str], *names: str) -> str:
+    """The value of the first variable that is set, or 0."""
+    return next((environ[name] for name in names if name in environ), "0")
+
+
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Of mpirun: Open MPI's, that of MPICH and Intel MPI, which `srun --mpi=pmi2` sets too, and MVAPICH's."""
+_MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
+_MPI_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
 
 
 RANK_0_PRINTS_S = 5.0
-"""torchrun ends all ranks once one has ended: the other ranks wait this long for rank 0 to print."""
+"""torchrun and mpirun end all ranks once one has ended: the others wait this long for rank 0 to print."""
 
 
 def wait_for_rank_0_to_print() -> None:
     """Wait on a rank that does not print an error itself, and whose end would end rank 0 too early."""
-    if started_by() == "torchrun":
+    if started_by() in ("torchrun", "mpirun"):
         time.sleep(RANK_0_PRINTS_S)
 
 
 def started_by(environ: Mapping[str, str] = os.environ) -> str:
-    """`torchrun` or `srun` if it started this process as one of several ranks; else empty."""
+    """`torchrun`, `srun` or `mpirun` if it started this process as one of several ranks; else empty."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return "torchrun"
-    return "srun" if _integer(environ, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environ else ""
+    is_task = "SLURM_PROCID" in environ and not _is_typed_under_srun(environ)
+    tasks = _integer(environ, "SLURM_STEP_NUM_TASKS", 1) if is_task else 1
+    # mpirun starts its daemons by srun, one task a node: their ranks inherit the daemon's variables
+    if (ranks := int(_mpi_size(environ))) > 1 and ranks != tasks:
+        return "mpirun"
+    return "srun" if tasks > 1 else ""
+
+
+def _is_typed_under_srun(environ: Mapping[str, str]) -> bool:
+    """Whether it was typed in a shell that `srun --pty` has started: the shells of srun's other tasks have no
+    terminal and have ended. Such a shell gives each command a process group of its own, srun does not.
+    """
+    return "SLURM_PTY_PORT" in environ and os.isatty(0) and os.getpgrp() != os.getsid(0)
+
+
+def _mpi_size(environ: Mapping[str, str]) -> str:
+    size = _first_of(environ, *_MPI_SIZES)
+    return size if size.isdecimal() else "0"
 
 
 # ---------------------------------------------------------------- the DistEnv
@@ -112,6 +142,8 @@ def from_environment(environ: Mapping[str, str] = os.environ, device: DeviceChoi
         return _from_torchrun(environ, device)
     if launcher == "srun":
         return _from_slurm(environ, device)
+    if launcher == "mpirun":
+        raise _without_ranks(environ)
     return DistEnv(
         rank=0,
         world_size=1,
@@ -126,22 +158,49 @@ def from_environment(environ: Mapping[str, str] = os.environ, device: DeviceChoi
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environ.get(name, "" if default is None else str(default))
-    if not text.lstrip("-").isdigit():
+    try:
+        return int(text)
+    except ValueError:
         raise LaunchError(
             f"{name} is {text!r} and not a number.", "start with torchrun, srun, or neither and no RANK set"
+        ) from None
+
+
+def _place(
+    environ: Mapping[str, str], rank: str, size: str, default: tuple[int, int] | None = None
+) -> tuple[int, int]:
+    """The rank and the size in these variables, which must agree."""
+    place = _integer(environ, rank, default and default[0]), _integer(environ, size, default and default[1])
+    if not 0 <= place[0] < place[1]:
+        unset = "" if size in environ else " as it is not set"
+        raise LaunchError(
+            f"{rank} is {place[0]}, and {size} is {place[1]}{unset}: ranks count from 0 to one below it.",
+            f"export {rank} and {size}, or start with torchrun, which sets them",
+            scope="rank",
         )
-    return int(text)
+    return place
+
+
+def _without_ranks(environ: Mapping[str, str]) -> LaunchError:
+    """Each of these processes would train alone."""
+    ranks = _mpi_size(environ)
+    return LaunchError(
+        f"mpirun started {ranks} processes, whose ranks are not read from MPI's variables.",
+        f"torchrun --nproc_per_node={ranks} train.py; or export RANK, WORLD_SIZE, LOCAL_RANK, "
+        "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process",
+    )
 
 
 def _from_torchrun(environ: Mapping[str, str], device: DeviceChoice) -> DistEnv:
-    world, local_world = _integer(environ, "WORLD_SIZE"), _integer(environ, "LOCAL_WORLD_SIZE", 1)
-    local_rank = _integer(environ, "LOCAL_RANK", 0)
+    """The variables of torchrun, or of any launcher that sets RANK and WORLD_SIZE."""
+    rank, world = _place(environ, "RANK", "WORLD_SIZE")
+    local_rank, local_world = _place(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", (0, 1))
     return DistEnv(
-        rank=_integer(environ, "RANK"),
+        rank=rank,
         world_size=world,
         local_rank=local_rank,
         local_world_size=local_world,
-        node_rank=_integer(environ, "GROUP_RANK", 0),
+        node_rank=_integer(environ, "GROUP_RANK", rank // local_world),
         num_nodes=_integer(environ, "GROUP_WORLD_SIZE", max(1, world // local_world)),
         device=pick_device(local_rank, device),
         launcher="torchrun under Slurm" if "SLURM_JOB_ID" in environ else "torchrun",
@@ -150,14 +209,15 @@ def _from_torchrun(environ: Mapping[str, str], device: DeviceChoice) -> DistEnv:
 
 def _from_slurm(environ: Mapping[str, str], device: DeviceChoice) -> DistEnv:
     local_rank = _integer(environ, "SLURM_LOCALID")
+    rank, world = _place(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     return DistEnv(
-        rank=_integer(environ, "SLURM_PROCID"),
-        world_size=_integer(environ, "SLURM_STEP_NUM_TASKS"),
+        rank=rank,
+        world_size=world,
         local_rank=local_rank,
         local_world_size=_tasks_on_node(environ),
         node_rank=_integer(environ, "SLURM_NODEID"),
         num_nodes=_integer(environ, "SLURM_STEP_NUM_NODES", 1),
-        device=pick_device(local_rank, device),
+        device=pick_device(local_rank, device, "srun"),
         launcher="srun",
     )
 
@@ -174,7 +234,15 @@ def _tasks_on_node(environ: Mapping[str, str]) -> int:
 # ---------------------------------------------------------------- the device
 
 
-def pick_device(local_rank: int, wanted: DeviceChoice = "auto") -> torch.device:
+FEWER_RANKS = {"srun": "--ntasks-per-node={}", "submitit": "--gpus-per-node {}", "launch.local": "--ranks {}"}
+"""Each launcher's flag for the number of ranks on a node; torchrun's for all others."""
+
+
+def fewer_ranks(launcher: str, count: int) -> str:
+    return FEWER_RANKS.get(launcher.split(" ")[0], "--nproc_per_node={}").format(count)
+
+
+def pick_device(local_rank: int, wanted: DeviceChoice = "auto", launcher: str = "torchrun") -> torch.device:
     """The device of a local rank; number 0 if the scheduler shows each process one device.
 
     --run.device cpu hides the GPUs from this process: FSDP2 and pinned memory detect an accelerator by
@@ -189,7 +257,8 @@ def pick_device(local_rank: int, wanted: DeviceChoice = "auto") -> torch.device:
     if not torch.cuda.is_available():
         if wanted == "cuda":
             raise LaunchError(
-                f"--run.device cuda, but torch {torch.__version__} sees no GPU on {socket.gethostname()}.",
+                f"--run.device cuda, but torch {torch.__version__} sees no GPU on {socket.gethostname()}"
+                f"{_hidden(os.environ)}.",
                 "--run.device cpu, or a CUDA build of torch and a driver: nvidia-smi shows the driver's GPUs",
                 scope="node",
             )
@@ -198,7 +267,7 @@ def pick_device(local_rank: int, wanted: DeviceChoice = "auto") -> torch.device:
     if visible > 1 and local_rank >= visible:
         raise LaunchError(
             f"local rank {local_rank} has no device: {visible} are visible on {socket.gethostname()}.",
-            f"--nproc_per_node={visible}",
+            fewer_ranks(launcher, visible),
             scope="rank",  # the ranks below it have a device and print nothing
         )
     return torch.device("cuda", local_rank if visible > 1 else 0)
@@ -235,10 +304,17 @@ def check_gpus_are_seen(environ: Mapping[str, str] = os.environ) -> None:
     given = environ.get("SLURM_GPUS_ON_NODE", "0")
     if given not in ("", "0") and not torch.cuda.is_available():
         raise LaunchError(
-            f"Slurm gave {given} GPUs on {socket.gethostname()}, but torch {torch.__version__} sees none.",
-            "a CUDA build of torch in VENV, `apptainer exec --nv`, or no --gpus-per-node to train on the CPU",
+            f"Slurm gave {given} GPUs on {socket.gethostname()}, but torch {torch.__version__} sees none"
+            f"{_hidden(environ)}.",
+            "a CUDA build of torch in VENV, `apptainer exec --nv`, or --run.device cpu to train on the CPU",
             scope="node",  # other nodes may see theirs
         )
+
+
+def _hidden(environ: Mapping[str, str]) -> str:
+    """A variable that hides GPUs from CUDA, where it is set: a name of none, or of other GPUs."""
+    name = "CUDA_VISIBLE_DEVICES"
+    return f", with {name}={environ[name]!r}" if name in environ else ""
 
 
 # ---------------------------------------------------------------- the job
@@ -254,16 +330,18 @@ def unused_allocation(env: DistEnv, environ: Mapping[str, str] = os.environ) -> 
     tasks = _integer(environ, "SLURM_NTASKS", nodes)
     if env.launcher != "a single process" or "SLURM_JOB_ID" not in environ or max(nodes, tasks) == 1:
         return ""
+    # the step of a shell that `srun --pty` has started holds the job's processors
+    overlap = "--overlap " if "SLURM_PTY_PORT" in environ else ""
     return (
         f"one process alone in Slurm job {environ['SLURM_JOB_ID']} of {nodes} nodes and {tasks} tasks. "
-        f"HINT: srun python train.py, or sbatch --nodes={nodes} slurm/fsdp.sbatch"
+        f"HINT: srun {overlap}python train.py, or sbatch --nodes={nodes} slurm/fsdp.sbatch"
     )
 
 
 def _separate_torchruns(env: DistEnv, environ: Mapping[str, str]) -> str:
     """Each task of this Slurm step is a torchrun: as many as the nodes that this torchrun counts."""
     tasks = _integer(environ, "SLURM_STEP_NUM_TASKS", 1)
-    if tasks <= env.num_nodes:
+    if tasks <= env.num_nodes or "SLURM_PTY_PORT" in environ:  # of `srun --pty` the first task alone is left
         return ""
     step = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}"
     nodes = _integer(environ, "SLURM_STEP_NUM_NODES", 1)
@@ -282,12 +360,16 @@ def slurm_start(environ: Mapping[str, str] = os.environ) -> str:
     return start if tried == "0" else f"{start}, try {int(tried) + 1}"
 
 
+PAST_END_S = 600.0
+"""A job is ended within minutes of its end: a shell that outlived its job has an end longer ago."""
+
+
 def end_time(environ: Mapping[str, str] = os.environ) -> float | None:
     """The job's time limit in seconds since 1970. slurm/lib.sh sets the variable where an older Slurm does
     not.
     """
     text = environ.get("SLURM_JOB_END_TIME", "")
-    return float(text) if text.isdigit() and int(text) > 0 else None
+    return float(text) if text.isdigit() and int(text) > time.time() - PAST_END_S else None
 
 
 # ---------------------------------------------------------------- the rendezvous

@@ -7,14 +7,12 @@ storage) are in fsdp/doctor, which starts with these facts too.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.metadata
 import logging
 import os
 import platform
 import secrets
 import socket
-import struct
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,12 +25,12 @@ import torch.distributed as dist
 
 from fsdp.base.errors import LaunchError
 from fsdp.dist import collectives
+from fsdp.dist.addresses import address_towards, interface_of, is_loopback, resolves
 from fsdp.dist.env import DistEnv, gloo_interface_is_set, rendezvous_host
 
 log = logging.getLogger(__name__)
 
 PACKAGES = ("numpy", "triton", "torchvision", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
-SIOCGIFADDR = 0x8915
 MUST_BE_EQUAL = ("torch", "cuda", "nccl")
 TAKEN = 0.1
 """The share of a device's memory that other processes may hold without a warning."""
@@ -142,24 +140,6 @@ def _difference(what: str, values: Mapping[int, str]) -> NodeDifference | None:
 # ---------------------------------------------------------------- names
 
 
-def resolves(name: str) -> str:
-    """The address of a name; empty if it does not resolve."""
-    try:
-        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:
-        return ""
-
-
-def address_towards(host: str) -> str:
-    """This node's own address on the route to another. Nothing is sent."""
-    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        try:
-            probe.connect((host, 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return ""
-
-
 def check_names(env: DistEnv) -> None:
     """LaunchError if this host's name has no address that other nodes reach.
 
@@ -176,26 +156,15 @@ def check_names(env: DistEnv) -> None:
     host = socket.gethostname()
     own = resolves(host)
     # Several "nodes" on one machine meet on the loopback, and its address is valid for all of them.
-    if towards.startswith("127.") or (own and not own.startswith("127.")):
+    if is_loopback(towards) or (own and not is_loopback(own)):
         return
     problem = f"resolves to {own}, which only {host} itself reaches" if own else "does not resolve"
     raise LaunchError(
         f"the name {host} {problem}, and {env.num_nodes} nodes use it.",
-        f"export GLOO_SOCKET_IFNAME={_interface_of(towards) or 'INTERFACE'} on {host}, "
+        f"export GLOO_SOCKET_IFNAME={interface_of(towards) or 'INTERFACE'} on {host}, "
         "or correct its /etc/hosts",
         scope="node",
     )
-
-
-def _interface_of(address: str) -> str:
-    """The name of the network interface with this address; empty if there is none."""
-    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # one without an address
-                reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-                if socket.inet_ntoa(reply[20:24]) == address:
-                    return name
-    return ""
 
 
 # ---------------------------------------------------------------- at each start

@@ -18,15 +18,20 @@ import torch.distributed as dist
 
 from fsdp.base.errors import LaunchError, first_line
 from fsdp.base.torch_private.distributed import abort_all_groups
-from fsdp.dist.env import DistEnv, agent_serves_store, init_method, rendezvous_host, rendezvous_port
+from fsdp.dist.env import (
+    DistEnv,
+    agent_serves_store,
+    fewer_ranks,
+    init_method,
+    rendezvous_host,
+    rendezvous_port,
+)
 from fsdp.dist.mesh import CUDA_BACKENDS
 
 log = logging.getLogger(__name__)
 
 ABORT_S = 5.0
 """NCCL aborts within a second; a driver that hangs never does."""
-FEWER_RANKS = {"srun": "--ntasks-per-node={}", "submitit": "--gpus-per-node {}", "launch.local": "--ranks {}"}
-"""Each launcher's flag for the number of ranks on a node; torchrun's for all others."""
 
 
 @contextmanager
@@ -137,7 +142,7 @@ def check_devices_differ(env: DistEnv, store: dist.Store, device_id: str, timeou
     raise LaunchError(
         f"ranks {', '.join(map(str, ranks))} on {host} share one GPU ({gpu}): "
         f"{host} has {sum(map(len, there))} ranks and {len(there)} GPU{'s' if len(there) > 1 else ''}.",
-        FEWER_RANKS.get(env.launcher.split(" ")[0], "--nproc_per_node={}").format(len(there)),
+        fewer_ranks(env.launcher, len(there)),
     )
 
 

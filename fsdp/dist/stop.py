@@ -33,21 +33,20 @@ from torch import Tensor
 from fsdp.base import proc
 from fsdp.base.errors import ConfigError, LaunchError
 from fsdp.base.phases import StopReason
+from fsdp.base.stop_signals import SIGNALS, stop_signals
 from fsdp.config import StopSection
 from fsdp.dist.collectives import Sum, call_after_backward
 from fsdp.dist.env import DistEnv
 
 log = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 REASONS = (
     *(StopReason[one.name] for one in SIGNALS),
     StopReason.STOP_FILE,
     StopReason.DEADLINE,
     StopReason.LAUNCHER,
 )
-"""The reasons to stop a run; ranks exchange the index. SIGCONT accompanies other signals and stops nothing.
-"""
+"""The reasons to stop a run; ranks exchange the index."""
 REQUEST, STEP, STEPS = 2, 2**18, 2**16
 """Each rank contributes one number, and the sum over the ranks is read.
 
@@ -280,7 +279,7 @@ class _SignalRecorder:
             return
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
-        for one in SIGNALS:
+        for one in stop_signals():
             self._old[one] = signal.signal(one, self._record)
         self._old_fd = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fsdp.dist.preflight import address_towards, resolves
+from fsdp.dist.addresses import address_towards, listen, resolves
 
 CONNECT_S = 3.0
 NEIGHBOURS = 16
@@ -18,7 +18,7 @@ NEIGHBOURS = 16
 @contextlib.contextmanager
 def listener() -> Iterator[int]:
     """A port that accepts connections and sends the host name, until the block ends."""
-    server = socket.create_server(("", 0), backlog=256)
+    server = listen(0, 256)
     over = threading.Event()
 
     def serve() -> None:

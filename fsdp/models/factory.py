@@ -17,8 +17,7 @@ from typing import Any
 from fsdp.base.errors import ConfigError, one_line
 from fsdp.base.text import nearest
 from fsdp.base.torchvision_import import prepare_torchvision
-from fsdp.config.alias_table import NO_COUNTERPART
-from fsdp.config.aliases import hint_for
+from fsdp.config.aliases import NO_COUNTERPART, hint_for
 
 
 def load_attribute(path: str, flag: str) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ loses lines; the run continues.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 import os
@@ -44,7 +45,7 @@ ERASE = "\r\x1b[2K"
 
 def set_up_logging(env: DistEnv) -> None:
     """Rank 0 logs from INFO, other ranks from WARNING, with their rank as prefix."""
-    open_closed_streams()
+    prepare_streams()
     root = logging.getLogger("fsdp")
     for handler in list(root.handlers):
         root.removeHandler(handler)
@@ -57,11 +58,15 @@ def set_up_logging(env: DistEnv) -> None:
     root.setLevel(logging.INFO if env.is_main else logging.WARNING)
 
 
-def open_closed_streams() -> None:
-    """Redirect a closed stdout or stderr (`>&-`), for which Python has None, to /dev/null.
+def prepare_streams() -> None:
+    """Make stdout and stderr take any text.
 
-    On its own descriptor, or the next file that is opened would receive what C code prints.
+    A stream of another encoding than UTF-8 (a locale of ISO-8859-1) escapes what it lacks, in place of an
+    error at the end of a run. A closed one (`>&-`), for which Python has None, is redirected to /dev/null: on
+    its own descriptor, or the next file that is opened would receive what C code prints.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does by itself
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is not None:
             continue

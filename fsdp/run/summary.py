@@ -44,7 +44,10 @@ def _shown(outcome: Outcome, config: Config) -> str:
     """The run directory as a command takes it: a URL, or a path that is short from here."""
     if is_url(config.run.dir):
         return config.run.dir.rstrip("/")
-    where = os.path.relpath(outcome.run_dir)
+    try:
+        where = os.path.relpath(outcome.run_dir)
+    except FileNotFoundError:  # the working directory has been removed meanwhile
+        return str(outcome.run_dir)
     return str(outcome.run_dir) if where.startswith("..") else where
 
 

@@ -26,10 +26,12 @@ from typing import Any
 
 from fsdp.base import proc
 from fsdp.base.phases import ACTIVITIES
+from fsdp.base.stop_signals import SIGNALS
 from fsdp.config import WatchSection
 from fsdp.dist import collectives
+from fsdp.dist.addresses import listen
 from fsdp.dist.env import DistEnv, rendezvous_host
-from fsdp.dist.stop import LAST_ACTS, SIGNALS
+from fsdp.dist.stop import LAST_ACTS
 from fsdp.rundir.lock import this_holder
 from fsdp.watch import status_page
 from fsdp.watch.collective_calls import CollectiveCounter
@@ -134,7 +136,7 @@ class Watch:
 
     def _start_monitor(self, path: Path) -> None:
         spread = self._env.local_world_size < self._env.world_size
-        listener = _listen() if spread and self._env.is_main else None
+        listener = listen(0, backlog=128) if spread and self._env.is_main else None
         place = this_holder("").place or socket.gethostname()
         everyone = collectives.all_gather_objects(
             (place, socket.gethostname(), str(path), _meeting(listener))
@@ -174,13 +176,6 @@ def remove_stale_names() -> None:
         if number.isdigit() and not proc.exists(int(number)):
             with contextlib.suppress(OSError):  # another user's, or gone already
                 one.unlink()
-
-
-def _listen() -> socket.socket:
-    listener = socket.socket()
-    listener.bind(("", 0))
-    listener.listen(128)
-    return listener
 
 
 def _meeting(listener: socket.socket | None) -> tuple[str, list[tuple[str, int]]] | None:

@@ -1,21 +1,19 @@
-"""Names of other trainers: each hint is accepted as typed, and docs/migrate.md has the same table."""
+"""Names of other trainers: the rows of aliases.md are read, and each hint is accepted as typed."""
 
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 import pytest
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import FIELDS, load, pair_flags, parse_value
-from fsdp.config.aliases import ALIASES, Alias, is_flags, table
+from fsdp.config.aliases import PAGE, Alias, is_flags, rows
 
 LAUNCHER = "the launcher makes the ranks, as in torchrun --nproc_per_node=2 train.py"
 DATA_PARALLEL = "ranks are data-parallel, on the axes --mesh.replicate and --mesh.shard"
 ACCUMULATED = "micro-batches follow from --train.global_batch and --train.micro_batch"
 DOCUMENTS = "where --data.name is a file or folder of documents"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrate.md"
 
 
 def hint_of(*typed: str) -> str:
@@ -122,9 +120,9 @@ def test_what_is_typed_elsewhere_names_our_flag(typed: str, hint: str) -> None:
     assert hint_of(*shlex.split(typed)) == hint
 
 
-@pytest.mark.parametrize("alias", ALIASES, ids=lambda alias: alias.names.split()[0])
+@pytest.mark.parametrize("alias", rows(), ids=lambda alias: alias.names[0])
 def test_every_hint_is_accepted_as_typed(alias: Alias) -> None:
-    for name in alias.names.split():
+    for name in alias.names:
         assert name not in FIELDS
         for value in ["", "2", "bf16", "true", *alias.values]:
             hint = hint_of(f"--{name.replace('*', 'some')}={value}")
@@ -136,11 +134,41 @@ def test_every_hint_is_accepted_as_typed(alias: Alias) -> None:
 
 
 def test_no_name_is_listed_twice() -> None:
-    names = [name for alias in ALIASES for name in alias.names.split()]
+    names = [name for alias in rows() for name in alias.names]
     assert len(names) == len({*names})
 
 
-def test_the_page_has_the_table() -> None:
-    """Line by line, so that a change of one is a change of the other."""
-    first, _, rest = table().partition("\n")
-    assert PAGE.read_text().partition(f"\n{first}\n")[2].splitlines() == rest.rstrip().splitlines()
+def test_each_line_of_a_table_is_a_row() -> None:
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    heads = [line for line in lines if line.startswith(("| elsewhere |", "|---"))]
+    assert len(rows()) == len(lines) - len(heads)
+    assert not [alias for alias in rows() if not (alias.flags and all(alias.names))]
+
+
+def test_a_row_is_read_with_its_exceptions() -> None:
+    """A text may have a semicolon of its own, and a value may be typed with its type's name."""
+    (row,) = [alias for alias in rows() if "backward_prefetch" in alias.names]
+    assert row == Alias(
+        ("backward_prefetch", "fsdp_backward_prefetch", "fsdp_backward_prefetch_policy"),
+        "--speed.prefetch_backward 1",
+    )
+    (row,) = [alias for alias in rows() if "reduce_dtype" in alias.names]
+    assert row.hint("torch.float32") == "--precision.reduce fp32"
+    assert row.is_exception("float32")
+    assert not row.is_exception("int8")
+    (row,) = [alias for alias in rows() if "betas" in alias.names]
+    assert row.hint("[0.9, 0.95]") == "--optim.beta1 0.9 --optim.beta2 0.95"
+    assert row.hint("0.9") == "--optim.beta1 0.9 --optim.beta2 VALUE"
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("ddp", "--mesh.strategy ddp"),
+        ("FULL_SHARD", "--mesh.strategy fsdp"),
+        ("zero2", "--mesh.strategy fsdp --mesh.reshard_after_forward false"),
+        ("true", "flags are --section.field VALUE; python train.py --help lists them"),
+    ],
+)
+def test_a_strategy_without_its_flag(word: str, hint: str) -> None:
+    assert hint_of(word) == hint

@@ -28,6 +28,18 @@ def test_flags_go_over_a_recipe_wherever_they_stand(tmp_path: Path) -> None:
     assert config.model.args == {"width": 64, "depth": 2}
 
 
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_recipe_may_be_written_on_windows(mark: bytes, end: str, tmp_path: Path) -> None:
+    """With a byte order mark, and CRLF; a file of sources too."""
+    recipe, sources = tmp_path / "mine.toml", tmp_path / "sources.toml"
+    recipe.write_bytes(mark + end.join(["[train]", "steps = 7", "", "[model]", 'name = "mlp"', ""]).encode())
+    sources.write_bytes(mark + end.join(["[[data.sources]]", 'name = "digits"', ""]).encode())
+    config = load(["--config", str(recipe), "--data.sources", str(sources)])
+    assert (config.train.steps, config.model.name) == (7, "mlp")
+    assert [one.label for one in config.data.sources] == ["digits"]
+
+
 def test_a_later_recipe_and_a_later_flag_win(tmp_path: Path) -> None:
     for name, steps in (("a", 1), ("b", 2)):
         (tmp_path / f"{name}.toml").write_text(f"[train]\nsteps = {steps}\n")

@@ -69,12 +69,16 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_one(
     assert str(pick_device(local_rank)) == device
 
 
-def test_a_rank_beyond_the_visible_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "flag"),
+    [("torchrun", "--nproc_per_node=2"), ("srun", "--ntasks-per-node=2"), ("launch.local", "--ranks 2")],
+)
+def test_a_rank_beyond_the_visible_gpus_is_refused(
+    launcher: str, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     StandInForCuda(monkeypatch, 2)
-    with pytest.raises(
-        LaunchError, match=r"local rank 2 has no device: 2 are visible .* HINT: --nproc_per_node=2"
-    ):
-        pick_device(2)
+    with pytest.raises(LaunchError, match=rf"local rank 2 has no device: 2 are visible .* HINT: {flag}$"):
+        pick_device(2, launcher=launcher)
 
 
 def test_run_device_cuda_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

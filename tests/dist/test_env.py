@@ -65,9 +65,13 @@ def test_a_variable_that_is_no_number() -> None:
         ({"SLURM_PROCID": "2"}, False),
         ({"SLURM_PROCID": "0"}, True),
         ({"RANK": "1", "SLURM_PROCID": "0"}, False),
+        ({"RANK": "0", "SLURM_PROCID": "1"}, True),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, False),
+        ({"PMI_RANK": "0", "SLURM_PROCID": "1"}, True),
     ],
 )
 def test_one_process_prints_an_error_of_all_ranks(environ: dict[str, str], prints: bool) -> None:
+    """torchrun numbers nodes by their addresses: 10.0.0.10, the second task of srun, before 10.0.0.9."""
     assert prints_shared_errors(environ) is prints
 
 
@@ -154,9 +158,57 @@ def test_more_torchruns_in_a_slurm_step_than_nodes_are_a_warning(
         ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}, "srun"),
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ""),
         ({"SLURM_STEP_NUM_TASKS": "4"}, ""),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, "mpirun"),
+        ({"PMI_SIZE": "4", "PMI_RANK": "1"}, "mpirun"),
+        ({"PMI_SIZE": "1", "PMI_RANK": "0"}, ""),
+        ({"PMI_SIZE": "none"}, ""),
+        ({"RANK": "1", "WORLD_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "2"}, "torchrun"),
+        # `srun --mpi=pmi2`, and ranks of mpirun whose daemons srun has started
+        ({"PMI_SIZE": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}, "srun"),
+        ({"PMI_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, "mpirun"),
         ({}, ""),
     ],
 )
 def test_which_launcher_started_several_ranks(environ: dict[str, str], launcher: str) -> None:
     """A batch shell has one task, and is no rank."""
     assert started_by(environ) == launcher
+
+
+MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+
+
+def test_processes_of_mpirun_are_refused_where_each_would_train_alone() -> None:
+    with pytest.raises(
+        LaunchError,
+        match=r"mpirun started 2 processes, .* HINT: torchrun --nproc_per_node=2 train\.py; or export RANK, ",
+    ):
+        from_environment(MPIRUN, device="cpu")
+    exported = {**MPIRUN, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert str(from_environment(exported, "cpu")) == "rank 1(2) local 1(2) node 0(1) cpu via torchrun"
+
+
+def test_a_launcher_that_numbers_ranks_alone_gives_each_node_its_number() -> None:
+    """As Kubeflow's PyTorchJob, which sets RANK and WORLD_SIZE in each pod, and no GROUP_RANK."""
+    pod = from_environment({"RANK": "2", "WORLD_SIZE": "4"}, device="cpu")
+    assert str(pod) == "rank 2(4) local 0(1) node 2(4) cpu via torchrun"
+    eight = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert str(from_environment(eight, "cpu")) == "rank 5(8) local 1(4) node 1(2) cpu via torchrun"
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK is 4, and WORLD_SIZE is 4: ranks count from 0"),
+        ({"RANK": "-1", "WORLD_SIZE": "4"}, "RANK is -1, and WORLD_SIZE is 4:"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK is 0, and WORLD_SIZE is 0:"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+            "LOCAL_RANK is 1, and LOCAL_WORLD_SIZE is 1 as it is not set: .* HINT: export LOCAL_RANK and ",
+        ),
+        ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0"}, "SLURM_PROCID is 5, and "),
+    ],
+)
+def test_a_rank_outside_its_number_is_refused(environ: dict[str, str], said: str) -> None:
+    """The others would wait for the ranks below it."""
+    with pytest.raises(LaunchError, match=said):
+        from_environment(environ, device="cpu")

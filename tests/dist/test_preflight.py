@@ -16,6 +16,7 @@ import pytest
 from fsdp.base.errors import LaunchError
 from fsdp.config import load
 from fsdp.dist import preflight
+from fsdp.dist.addresses import address_towards, interface_of
 from fsdp.dist.env import DistEnv
 from fsdp.dist.preflight import RankFacts, check, check_names, differences
 from fsdp.run.loop import train
@@ -148,6 +149,9 @@ def two_nodes() -> DistEnv:
         ("127.0.1.1", "10.0.0.7", "resolves to 127.0.1.1, which only"),
         ("", "10.0.0.7", "does not resolve"),
         ("127.0.1.1", "127.0.0.1", ""),  # all on one machine
+        ("2001:db8::7", "2001:db8::7", ""),
+        ("::1", "2001:db8::7", "resolves to ::1, which only"),
+        ("::1", "::1", ""),
         ("", "", ""),  # the rendezvous reports its own error
     ],
 )
@@ -168,8 +172,17 @@ def test_a_host_name_that_other_nodes_cannot_use_is_an_error(
 
 
 def test_the_interface_of_an_address_is_found() -> None:
-    assert preflight._interface_of("127.0.0.1") == "lo"
-    assert preflight._interface_of("192.0.2.1") == ""
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") == ""
+
+
+def test_the_address_towards_another_host_is_that_of_its_family() -> None:
+    """A host with IPv6 alone has an address towards others too."""
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_towards("no-such-host.invalid") == ""
+    if interface_of("::1"):  # this machine has IPv6
+        assert address_towards("::1") == "::1"
+        assert interface_of("::1") == "lo"
 
 
 # ---------------------------------------------------------------- comparing

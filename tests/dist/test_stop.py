@@ -46,6 +46,7 @@ def steps_until_stop(
 
 
 def signalled(env: DistEnv, run_dir: str, number: int, who: int) -> tuple[int, str | None]:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
     stopper = Stopper(StopSection(), env, Path(run_dir), lambda: None)
 
     def send() -> None:
@@ -58,7 +59,7 @@ def signalled(env: DistEnv, run_dir: str, number: int, who: int) -> tuple[int, s
         stopper.close()
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"])
 def test_a_signal_to_one_rank_stops_all_behind_one_step(tmp_path: Path, name: str) -> None:
     results = run_world(2, signalled, str(tmp_path), getattr(signal, name), 1)
     assert results == [(3, name), (3, name)]
@@ -66,6 +67,19 @@ def test_a_signal_to_one_rank_stops_all_behind_one_step(tmp_path: Path, name: st
 
 def test_the_signal_that_continues_a_process_does_not_stop_the_run(tmp_path: Path) -> None:
     assert run_world(2, signalled, str(tmp_path), signal.SIGCONT, 0) == [(6, None), (6, None)]
+
+
+def under_nohup(env: DistEnv, run_dir: str) -> tuple[int, str | None]:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stopper = Stopper(StopSection(), env, Path(run_dir), lambda: None)
+    try:
+        return steps_until_stop(stopper, {2: lambda: os.kill(os.getpid(), signal.SIGHUP)})
+    finally:
+        stopper.close()
+
+
+def test_under_nohup_a_closed_terminal_does_not_stop_the_run(tmp_path: Path) -> None:
+    assert run_world(2, under_nohup, str(tmp_path)) == [(6, None), (6, None)]
 
 
 def handlers(env: DistEnv, run_dir: str) -> bool:

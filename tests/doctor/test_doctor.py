@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.dist.preflight import resolves
+from fsdp.dist.addresses import resolves
 from fsdp.doctor import network, storage
 from fsdp.doctor.__main__ import main
 from fsdp.doctor.findings import Diagnosis, judge

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from fsdp.config import load
 from fsdp.dist.env import DistEnv
+from fsdp.run.summary import _shown
 from launch.command import rank_command, ray_command
 from tests.support.env import env_of
 
@@ -56,3 +61,14 @@ def test_under_ray_the_drivers_own_flags_are_in_it() -> None:
     typed = "python train.py --backend ray --ray.env 'A=two words' --ray.env B=1"
     assert ray_command(with_variables, {}) == typed
     assert ray_command(config, {"SHARDRUN_RAY_NODES": "2"}) == "sbatch --nodes=2 slurm/ray.sbatch"
+
+
+def test_a_run_whose_working_directory_is_gone_ends_with_its_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has trained to its end: an error of its last lines would be its exit code."""
+    outcome: Any = SimpleNamespace(run_dir=tmp_path / "run")
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    (tmp_path / "cwd").rmdir()
+    assert _shown(outcome, load([])) == str(tmp_path / "run")

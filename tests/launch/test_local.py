@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,34 @@ def test_a_signal_for_a_rank_that_has_just_ended_is_no_error(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_the_end_of_a_process_that_is_no_rank_is_no_failure(tmp_path: Path) -> None:
+    """As of an orphan in a container, whose process 1 the launcher is."""
+    run = tmp_path / "run"
+    words = ["--ranks", "1", "--run.dir", str(run), *SMALL, "--train.steps", "3"]
+    inherits = f'sh -c "exit 9" & exec "{sys.executable}" -m launch.local "$@"'
+    done = subprocess.run(
+        ["sh", "-c", inherits, "sh", *words],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "restarting all ranks" not in done.stderr
+    assert steps(run) == [1, 2, 3]
+
+
+def test_without_a_folder_for_temporary_files_the_store_is_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    assert local._tmp(RunDir(tmp_path)) == str(tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_same_death_twice_is_not_tried_again(tmp_path: Path) -> None:
     module = tmp_path / "dies.py"
@@ -170,6 +199,16 @@ def test_numbers_that_are_not_finite_are_final_and_leave_a_marker(tmp_path: Path
     said, _ = again.communicate(timeout=60)
     assert again.returncode == 0, said
     assert not RunDir(run).failed.exists()
+
+
+def test_a_dry_run_prints_what_follows_for_its_ranks_and_makes_nothing(tmp_path: Path) -> None:
+    words = ["--ranks", "4", "--dry-run", "--run.dir", str(tmp_path / "run"), *SMALL]
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.local", *words], cwd=ROOT, text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "= 4 ranks" in done.stdout
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

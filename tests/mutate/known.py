@@ -251,8 +251,8 @@ KNOWN = [
     Known(
         "a batch shell of one task is a rank",
         "fsdp/dist/env.py",
-        '> 1 and "SLURM_PROCID" in environ',
-        '> 1 or "SLURM_PROCID" in environ',
+        'is_task = "SLURM_PROCID" in environ and',
+        'is_task = "SLURM_STEP_NUM_TASKS" in environ and',
         ("tests/dist/test_env.py",),
     ),
     Known(

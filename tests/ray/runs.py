@@ -58,9 +58,9 @@ class Run:
 class Driver:
     """`python train.py --backend ray …` while it runs."""
 
-    def __init__(self, run: Path, *flags: str, cluster: Cluster | None = None) -> None:
+    def __init__(self, run: Path, *flags: str, cluster: Cluster | None = None, **variables: str) -> None:
         self.run = Run(run)
-        address = ("--ray.address", cluster.address) if cluster else ()
+        address = ("--ray.address", cluster.address) if cluster and "RAY_ADDRESS" not in variables else ()
         command = [
             sys.executable,
             "train.py",
@@ -76,7 +76,9 @@ class Driver:
         # Open as long as this object lives.
         self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.marker = f"SHARDRUN_TEST={run}"
-        environment = (cluster.environment if cluster else clean_environment)(SHARDRUN_TEST=str(run))
+        environment = (cluster.environment if cluster else clean_environment)(
+            SHARDRUN_TEST=str(run), **variables
+        )
         self.process = subprocess.Popen(
             command,
             cwd=REPOSITORY,

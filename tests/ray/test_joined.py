@@ -7,6 +7,7 @@ of its own.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -104,6 +105,18 @@ def test_variables_reach_the_workers_alone(tmp_path: Path, joined: Cluster) -> N
     run = Driver(tmp_path / "run", *model, *flags, cluster=joined).finish()
     assert run.steps == [1]
     assert "SHARDRUN_GIVEN" not in os.environ
+
+
+def test_a_job_that_ray_started_with_a_folder_of_its_own_trains_on_its_cluster(
+    tmp_path: Path, joined: Cluster
+) -> None:
+    """`ray job submit --working-dir FOLDER -- python train.py --backend ray` sets both variables."""
+    job = {"runtime_env": {"working_dir": "gcs://_ray_pkg_0123456789abcdef.zip"}}
+    variables = {"RAY_ADDRESS": joined.address, "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job)}
+    driver = Driver(tmp_path / "run", "--train.steps", "1", cluster=joined, **variables)
+    run = driver.finish()
+    assert run.steps == [1]
+    assert f"at {joined.address}: 2 workers" in driver.err
 
 
 def test_more_workers_than_the_cluster_has_is_said_at_once(tmp_path: Path, joined: Cluster) -> None:

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from fsdp.base.errors import LaunchError
+from fsdp.config import load
+from launch import ray_own
 from launch.ray_own import _own_folder
+from launch.ray_resources import Workers
+from launch.ray_settings import with_address
 from tests.ray.cluster import REPOSITORY, clean_environment
 
 pytestmark = pytest.mark.ray
@@ -63,3 +68,43 @@ def test_one_that_fails_twice_is_told_in_a_line_with_its_logs_kept(tmp_path: Pat
     assert any(logs.glob("gcs_server.*"))
     with _own_folder(logs.parent.parent):  # what a next start begins with
         assert not logs.exists()
+
+
+def test_ray_s_folder_is_the_first_that_can_be_written_and_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container may have a read-only /tmp."""
+    writable = {"/dev/shm"}
+    monkeypatch.setattr(ray_own.os, "access", lambda place, _: place in writable)
+    monkeypatch.setattr(ray_own.tempfile, "gettempdir", lambda: str(tmp_path / ("long" * 10)))
+    assert ray_own._short_tmp() == "/dev/shm"
+    writable.clear()
+    with pytest.raises(LaunchError, match=r"Ray's sockets need a folder .* HINT: TMPDIR=/FOLDER python"):
+        ray_own._short_tmp()
+
+
+@pytest.mark.parametrize(
+    ("flag", "variable", "address"),
+    [
+        ("", "", ""),
+        ("", "head:6379", "head:6379"),
+        ("auto", "head:6379", "auto"),
+        ("local", "head:6379", ""),
+        ("", "http://127.0.0.1:8265", ""),
+    ],
+)
+def test_the_address_is_that_of_the_flag_or_of_the_environment(
+    flag: str, variable: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ray.init reads it; `ray job submit` has an address of another kind in the same variable."""
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    assert with_address(load(["--backend", "ray", "--ray.address", flag])).ray.address == address
+
+
+@pytest.mark.parametrize(
+    ("given", "cpus", "threads"), [("", 1.0, "1"), ("", 0.5, "1"), ("", 4.0, "4"), ("4,2", 1.0, "4")]
+)
+def test_a_worker_s_threads(given: str, cpus: float, threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP takes a list, one number for each level of nested regions."""
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert Workers(2, 2, cpus, 0.0).threads == threads

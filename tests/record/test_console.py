@@ -408,7 +408,7 @@ def test_a_run_without_standard_output_trains_to_its_end(alone: bool, tmp_path: 
 
 def test_what_c_code_prints_to_a_closed_output_reaches_no_file_that_is_opened_later(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from fsdp.record.console import open_closed_streams; open_closed_streams()\n"
+        "import os, sys; from fsdp.record.console import prepare_streams; prepare_streams()\n"
         "file = open(sys.argv[1], 'w'); os.write(1, b'of C'); print('of Python', flush=True)"
     )
     done = without_stdout("-c", code, str(tmp_path / "file"))
@@ -436,7 +436,7 @@ def test_a_line_shows_means_of_the_steps_since_the_last_one() -> None:
 def test_with_all_three_closed_each_has_its_own_descriptor(tmp_path: Path) -> None:
     """As a daemon starts: stdin's descriptor is free, and would be taken for stdout's."""
     code = (
-        "import os, sys; from fsdp.record.console import open_closed_streams; open_closed_streams()\n"
+        "import os, sys; from fsdp.record.console import prepare_streams; prepare_streams()\n"
         "file = open(sys.argv[1], 'w'); os.write(1, b'of C'); os.write(2, b'of C'); print('of Python')\n"
         "assert (sys.stdout.fileno(), sys.stderr.fileno()) == (1, 2)"
     )

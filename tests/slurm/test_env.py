@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ import torch
 from fsdp.base.errors import LaunchError
 from fsdp.dist import env
 from fsdp.dist.hostlist import expand_hostlist
-from tests.slurm.cluster import Cluster
+from tests.slurm.cluster import REPOSITORY, Cluster
 
 TASK: Mapping[str, str] = {
     "SLURM_JOB_ID": "4711",
@@ -64,16 +67,49 @@ def test_each_start_of_a_job_has_a_name() -> None:
     assert env.slurm_start({**TASK, "SHARDRUN_TRY": "1"}) == "Slurm job 4711, start 1, try 2"
 
 
+PRINTED = """
+import sys
+sys.path.insert(0, {home!r})
+from fsdp.dist.env import started_by
+print("AT", started_by())
+"""
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [("{python} {file}", ["AT"]), ("srun --overlap --input=none -n2 {python} {file}", ["AT srun"] * 2)],
+)
+def test_a_command_in_a_shell_of_srun_is_no_rank_of_its_tasks(
+    typed: str, found: list[str], slurm: Cluster, tmp_path: Path
+) -> None:
+    """`srun -n 4 --pty bash`: its variables name four tasks, of which the shell alone is left."""
+    if shutil.which("script") is None:
+        pytest.skip("script is not installed (apt-get install bsdutils)")
+    file, lines = tmp_path / "printed.py", tmp_path / "typed"
+    file.write_text(PRINTED.format(home=str(REPOSITORY)))
+    lines.write_text(f"{typed.format(python=sys.executable, file=file)}\nexit\n")
+    shell = "script -qec 'srun -N1 -n4 --pty bash --norc -i' /dev/null"
+    said = slurm.run("bash", "-c", f"{shell} <{lines}", cwd=tmp_path, timeout_s=60).stdout
+    assert [line.strip() for line in said.splitlines() if line.startswith("AT")] == found, said
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs to be seen")
 def test_gpus_that_slurm_gave_and_torch_does_not_see_are_an_error() -> None:
     with pytest.raises(LaunchError, match=r"Slurm gave 2 GPUs on \S+, but torch 2\.\S+ sees none"):
         env.from_environment({**TASK, "SLURM_GPUS_ON_NODE": "2"})
+    with pytest.raises(
+        LaunchError, match=r"sees none, with CUDA_VISIBLE_DEVICES=''\. HINT: .*run\.device cpu"
+    ):
+        env.from_environment({**TASK, "SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": ""})
 
 
 @pytest.mark.parametrize(
-    ("text", "end"), [("1795000000", 1795000000.0), ("", None), ("0", None), ("Unknown", None)]
+    ("text", "end"),
+    [("4102444800", 4102444800.0), ("1795000000", None), ("", None), ("0", None), ("Unknown", None)],
 )
 def test_the_end_of_the_job(text: str, end: float | None) -> None:
+    """A shell that outlived its allocation has an end long ago, at which each run would stop at once."""
     assert env.end_time({"SLURM_JOB_END_TIME": text}) == end
 
 

@@ -4,6 +4,7 @@ requeue onto fewer nodes, an array of a moved and renamed job script. All on one
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,6 +114,22 @@ def test_a_requeue_onto_fewer_nodes_continues(place: Place) -> None:
     assert [len(start["nodes"]) for start in job.run.starts] == [2, 1]
     assert job.run.starts[1]["from_step"] >= 13
     assert job.run.steps == list(range(1, 41))
+
+
+def test_a_job_that_a_task_of_an_array_submits_has_its_own_number_and_processors(place: Place) -> None:
+    """sbatch gives it the variables of that task, and the user's shell may set one of srun."""
+    run, number = place.folder / "submitted run", place.folder / "submitted"
+    flags = shlex.join(["--run.dir", str(run), *SHORT])
+    words = "--parsable --nodes=1 --ntasks-per-node=2 slurm/fsdp.sbatch"
+    script = place.folder / "submits.sh"
+    script.write_text(f"#!/bin/bash\nsbatch {words} {flags} >{shlex.quote(str(number))}\n")
+    env = {"LAUNCHER": "srun", "SRUN_CPUS_PER_TASK": "8", "SLURM_LABELIO": "1"}
+    outer = place.cluster.sbatch("--array=7", "--nodes=1", str(script), env=env, cwd=place.home)
+    assert place.cluster.wait(f"{outer}_7", END_S) == "COMPLETED"
+    job = Job(place.cluster, number.read_text().strip(), Run(run))
+    assert job.wait(END_S) == "COMPLETED", job.log()
+    assert job.run.steps == [1, 2, 3]
+    assert f"slurm: job {job.id} (" in job.log()
 
 
 def test_each_task_of_an_array_of_a_moved_and_renamed_script_trains(place: Place) -> None:

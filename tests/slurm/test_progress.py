@@ -333,6 +333,14 @@ def test_begin_takes_the_default_and_a_dry_run_touches_nothing(
     assert not Path(where).exists()
 
 
+def test_begin_takes_no_help_for_a_run_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    """`sbatch slurm/fsdp.sbatch --help`: what begin prints is where the job runs."""
+    assert slurm_job.main(["begin", "--default-run-dir", "unused", "--help"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("--help is not a flag. HINT: ")
+
+
 def test_begin_says_a_wrong_flag_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert slurm_job.main(["begin", "--default-run-dir", "unused", "--train.stepps", "3"]) == 2
     assert "did you mean --train.steps" in capsys.readouterr().err

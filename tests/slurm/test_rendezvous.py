@@ -137,6 +137,17 @@ def test_too_few_gpus_on_one_node_are_counted_before_training(port: int) -> None
     assert said["a"][2] == 1
 
 
+def test_gpus_that_stay_unused_where_nodes_have_different_numbers_are_named(port: int) -> None:
+    said = meet("ab", port, "127.0.0.1", {"a": "--gpus 4 --ranks 4", "b": "--gpus 8 --ranks 4"})
+    assert said["a"][::2] == ("127.0.0.1\n", 0)
+    assert said["a"][1] == (
+        "4 ranks a node, but b has 8 GPUs: the others are unused. HINT: nodes of one kind, as by sbatch "
+        "--constraint\n"
+    )
+    said = meet("ab", port, "127.0.0.1", {"a": "--gpus 8 --ranks 4", "b": "--gpus 8 --ranks 4"})
+    assert said["a"] == ("127.0.0.1\n", "", 0)
+
+
 def test_a_taken_port_is_passed_over() -> None:
     with socket.create_server(("", 0)):
         first = rendezvous.free_port(seed=1)

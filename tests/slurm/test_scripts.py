@@ -121,6 +121,91 @@ def test_the_end_of_the_job_is_slurms_or_unset(
     assert said.stdout.strip() == expected
 
 
+def facts_of(folder: Path, record: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """job, restart and ranks_per_node of a job whose scontrol prints this record, and nothing for others."""
+    (folder / "scontrol").write_text(
+        '#!/bin/bash\n[ "$2" = hostnames ] && echo n1 && exit\n'
+        f"case $4 in 20) echo '{record}' ;; 20_*) echo '{record}' ;; *) exit 1 ;; esac\n"
+    )
+    (folder / "scontrol").chmod(0o755)
+    script = (
+        "source slurm/lib.sh; find_python() { :; }; export_end_time() { :; }; job_facts\n"
+        'echo "$job $restart $ranks_per_node ${RANK-} ${SRUN_CPUS_PER_TASK-}"'
+    )
+    given = {"SLURM_JOB_ID": "20", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", **environ}
+    return subprocess.run(
+        ["bash", "-euc", script],
+        cwd=REPOSITORY,
+        env={"PATH": f"{folder}:{os.environ['PATH']}", **given},
+        capture_output=True,
+        text=True,
+    )
+
+
+ARRAY = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
+
+
+@pytest.mark.parametrize(
+    ("record", "environ", "expected"),
+    [
+        ("JobId=20 Requeue=1 Restarts=0", {}, "20 0 1"),
+        ("JobId=20 Requeue=1 Restarts=2", {}, "20 2 1"),
+        # submitted by a task of the array 12, in its fourth start, on GPUs and under torchrun
+        ("JobId=20 Requeue=1 Restarts=0", {**ARRAY, "SLURM_RESTART_COUNT": "3", "RANK": "1"}, "20 0 1"),
+        ("JobId=20 ArrayJobId=20 Restarts=1", {**ARRAY, "SLURM_ARRAY_JOB_ID": "20"}, "20_3 1 1"),
+        # a controller that does not answer
+        ("", {"SLURM_RESTART_COUNT": "3"}, "20 3 1"),
+        ("", {"SLURM_GPUS_ON_NODE": "0", "SLURM_NTASKS_PER_NODE": "2"}, "20 0 2"),
+        ("", {"SLURM_GPUS_ON_NODE": "8", "SRUN_CPUS_PER_TASK": "32"}, "20 0 8"),
+    ],
+)
+def test_a_job_s_own_facts_are_not_those_of_the_job_that_submitted_it(
+    record: str, environ: dict[str, str], expected: str, tmp_path: Path
+) -> None:
+    found = facts_of(tmp_path, record, **environ)
+    assert found.stdout.strip() == expected, found.stderr
+
+
+@pytest.mark.parametrize("ranks", ["gpu", "0", "-1", "8 "])
+def test_a_number_of_ranks_that_is_none_is_refused(ranks: str, tmp_path: Path) -> None:
+    found = facts_of(tmp_path, "", NPROC_PER_NODE=ranks)
+    assert found.returncode == 1
+    assert f"NPROC_PER_NODE={ranks} is not a number of ranks. HINT: NPROC_PER_NODE=8 sbatch" in found.stderr
+
+
+def test_cluster_env_may_load_what_uses_variables_that_are_not_set(tmp_path: Path) -> None:
+    """As `module load` and conda's activation do."""
+    (tmp_path / "cluster.env").write_text(
+        'false; : "$NOT_SET_ANYWHERE"; grep -q x /dev/null; NPROC_PER_NODE=3'
+    )
+    found = facts_of(tmp_path, "", CLUSTER_ENV=str(tmp_path / "cluster.env"))
+    assert found.stdout.strip() == "20 0 3", found.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "address"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("Welcome to the cluster: 2 nodes\n10.0.0.1\nWelcome to the cluster: 2 nodes", "10.0.0.1"),
+        ("2001:db8::1", "2001:db8::1"),
+        ("fe80::1%ib0", "fe80::1%ib0"),
+        ("Welcome", ""),
+    ],
+)
+def test_the_address_is_found_beside_lines_of_a_site_s_prolog(said: str, address: str) -> None:
+    script = (
+        'source slurm/lib.sh; say() { :; }; on_head() { echo 20000; }; each_node() { echo "$SAID"; }\n'
+        "nodes=(n1 n2) ranks_per_node=1 run_folder=r job=1 restart=0 SLURM_JOB_ID=1 RDZV_HOST=n1\n"
+        'meet 0; echo "$MASTER_ADDR"'
+    )
+    environ = {"PATH": os.environ["PATH"], "SAID": said}
+    found = subprocess.run(
+        ["bash", "-euc", script], cwd=REPOSITORY, env=environ, capture_output=True, text=True
+    )
+    assert found.stdout.strip() == address, found.stderr
+    assert (found.returncode == 0) == bool(address)
+
+
 def test_another_word_in_front_is_refused_with_the_names() -> None:
     said = words_of("dpp")
     assert said.returncode == 1

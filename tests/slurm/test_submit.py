@@ -31,6 +31,7 @@ from tests.slurm.scenarios import submit as submitted
         ("1-12", 2160),
         ("1-12:30", 2190),
         ("2-00:00:00", 2880),
+        ("0", 0),
     ],
 )
 def test_times_as_slurm_writes_them(text: str, count: int) -> None:
@@ -50,6 +51,11 @@ def test_memory_as_slurm_writes_it(text: str, gib: float) -> None:
         ("--cluster pbs", "--cluster pbs is not slurm, local or debug."),
         ("--cluster local --nodes 0", "--nodes 0 is too few. HINT: --nodes 1"),
         ("--cluster local --time soon", "--time soon is not a time."),
+        ("--cluster local --time 0", "--time 0 is no limit, which --cluster local needs. HINT: --time 1-0"),
+        (
+            "--cluster local --gpus-per-node many",
+            "--gpus-per-node many is not a number of GPUs, or TYPE:NUMBER. HINT: --gpus-per-node 8",
+        ),
         (
             "--cluster local --config recipes/digits.toml",
             "--config is not a flag. HINT: train.py's flags follow `--`: -- --config …",
@@ -205,9 +211,22 @@ def test_two_of_three_jobs_cannot_share_a_run_directory(
 
 
 def test_ranks_follow_the_gpus_or_a_number() -> None:
-    assert Request(gpus_per_node=8).ranks_per_node == 8
-    assert Request(gpus_per_node=8, tasks_per_node=4).ranks_per_node == 4
+    assert Request(gpus_per_node="8").ranks_per_node == 8
+    assert Request(gpus_per_node="a100:8").ranks_per_node == 8
+    assert Request(gpus_per_node="8", tasks_per_node=4).ranks_per_node == 4
     assert Request().ranks_per_node == 1
+
+
+def test_a_job_submitted_by_a_task_of_an_array_is_no_task_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """submitit would look for the files of the array's task, and the job's script for its run directory."""
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    with submit.job_variables(tmp_path, "slurm"):
+        assert "SLURM_ARRAY_TASK_ID" not in os.environ
+        assert os.environ["PYTHONPATH"].startswith(str(tmp_path))
+    assert os.environ["SLURM_ARRAY_TASK_ID"] == "3"
 
 
 def test_each_recipe_of_an_array_gets_a_run_directory(
@@ -244,7 +263,7 @@ def test_a_dry_run_prints_the_sbatch_file_and_submits_nothing(tmp_path: Path) ->
         "--nodes",
         "4",
         "--gpus-per-node",
-        "8",
+        "a100:8",
         "--time",
         "4:00:00",
         "--mem",
@@ -255,7 +274,7 @@ def test_a_dry_run_prints_the_sbatch_file_and_submits_nothing(tmp_path: Path) ->
     assert said.returncode == 0, said.stderr
     for line in (
         "--nodes=4",
-        "--gpus-per-node=8",
+        "--gpus-per-node=a100:8",
         "--ntasks-per-node=8",
         "--time=240",
         "--mem=64GB",
