@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.phases import PHASES, READER, Activity
-from fsdp.base.torch_private.names import BACKWARD_FUNCTION, COMPILER_PACKAGES
+from fsdp.base.torch_private.names import BACKWARD_FUNCTION, COMPILER_HELPERS, COMPILER_PACKAGES
 from fsdp.watch.recorded_calls import GroupCalls
 
 Frame = tuple[str, int, str]
@@ -181,11 +181,11 @@ def waits(e: Observation) -> bool:
 
 
 def prepares(e: Observation) -> bool:
-    """Compiles or imports: takes long, and is no fault."""
-    stacks = (e.stack, *e.threads.values())
+    """Compiles or imports: takes long, and is no fault. A thread that the compiler has left behind is idle."""
+    threads = (stack for stack in e.threads.values() if not _is_in(stack, COMPILER_HELPERS))
     return any(
         _is_in(stack, *COMPILER_PACKAGES) or any("importlib" in frame[0] for frame in stack)
-        for stack in stacks
+        for stack in (e.stack, *threads)
     )
 
 

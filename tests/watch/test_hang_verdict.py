@@ -221,6 +221,18 @@ def test_a_rank_that_may_be_at_work_is_not_at_fault(odd: dict[str, Any]) -> None
     assert judge(world(**odd)) is None
 
 
+def test_threads_that_the_compiler_leaves_behind_hide_no_hang() -> None:
+    """As torch has them in each compiled run with Triton: in the pool of its worker processes."""
+    left = (
+        ("/x/torch/_inductor/compile_worker/subproc_pool.py", 9, "_recv_msg"),
+        ("/x/torch/_inductor/compile_worker/subproc_pool.py", 9, "_read_thread"),
+        ("/usr/lib/python3.11/threading.py", 9, "run"),
+    )
+    assert on(**OUT, threads={"InductorSubproc": left}).kind == "blocked"
+    compiles = {"unnamed 77": (("/x/torch/_inductor/compile_fx.py", 3, "compile_fx"),)}
+    assert judge(world(**OUT, threads=compiles)) is None
+
+
 def test_a_loop_is_named_by_its_processor_time_where_processors_are_shared() -> None:
     shared = {**OUT, "state": "R", "still_s": 9.0, "cpu_s": 4.0, "starved_s": 5.0}
     assert judge(world(**shared), endless_s=6.0) is None
