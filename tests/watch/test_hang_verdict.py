@@ -353,6 +353,15 @@ def test_stacks_of_faulthandler_are_read() -> None:
         '  File "/b.py", line 2 in y\n  File "/c.py", line 3 in z\n'
     )
     assert parse_stacks(text) == (("/b.py", 2, "y"), ("/c.py", 3, "z"))
+    assert parse_stacks(text.partition("Current")[0]) == (("/a.py", 1, "x"),)
+
+
+def test_a_stack_that_is_still_being_written_is_read_as_far_as_it_is_there() -> None:
+    text = 'Current thread 0x01 (most recent call first):\n  File "/b.py", line ??? in y\n  File "/c.py", line 13 in z\n'
+    for end in range(len(text) + 1):
+        found = parse_stacks(text[:end])
+        assert found in ((), (("/b.py", 0, "y"),), (("/b.py", 0, "y"), ("/c.py", 13, "z")))
+    assert len(found) == 2
 
 
 def test_of_several_deaths_the_first_is_at_fault() -> None:
