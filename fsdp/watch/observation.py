@@ -60,7 +60,9 @@ class Observation:
     answered: bool | None = None
     """Whether the responder answered; None if it received no request."""
     moving: bool = False
-    """The training thread was at different instructions in two answers."""
+    """The training thread runs Python: it was at different instructions in two answers, or where a loop or a
+    function of Python is interrupted.
+    """
     stack: tuple[Frame, ...] = ()
     threads: dict[str, tuple[Frame, ...]] = field(default_factory=dict)
     calls: tuple[GroupCalls, ...] = ()

@@ -178,7 +178,8 @@ class LocalRank:
             return replace(self.seen, answered=False, stack=stack)
         stack = _frames(answer["training"])
         at = (answer["lasti"], hash(stack))
-        moving, self._instruction = bool(self._instruction) and at != self._instruction, at
+        moving = answer["in_python"] or (bool(self._instruction) and at != self._instruction)
+        self._instruction = at
         threads = {name: _frames(frames) for name, frames in answer["threads"].items()}
         calls = tuple(GroupCalls(**one) for one in answer["groups"])
         return replace(self.seen, answered=True, stack=stack, threads=threads, moving=moving, calls=calls)

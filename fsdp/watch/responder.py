@@ -11,6 +11,7 @@ signal (STACK_SIGNAL) still makes faulthandler write the stacks, in C, into a fi
 from __future__ import annotations
 
 import contextlib
+import dis
 import faulthandler
 import json
 import os
@@ -81,14 +82,14 @@ class Responder:
 
     def snapshot(self, *, all_calls: bool) -> dict[str, Any]:
         """Stacks of all threads but this one, and the collectives in the flight recorder."""
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        recorded = flight_recorder_entries()
+        names = {thread.ident: thread.name for thread in threading.enumerate() if not _is_dummy(thread)}
+        recorded, groups = _recorded()
         stacks = {}
         training: list[list[Any]] = []
-        lasti = 0
+        lasti, in_python = 0, False
         for ident, frame in sys._current_frames().items():
             if ident == self._training:
-                training, lasti = _stack(frame), frame.f_lasti
+                training, lasti, in_python = _stack(frame), frame.f_lasti, _runs_python(frame)
             elif ident != threading.get_ident():
                 # an evaluation's readers have the names of a step's
                 name = names.get(ident, f"{UNNAMED} {ident}")
@@ -96,10 +97,33 @@ class Responder:
         return {
             "training": training,
             "lasti": lasti,
+            "in_python": in_python,
             "threads": stacks,
-            "groups": [asdict(one) for one in group_calls(recorded)],
+            "groups": groups,
             "calls": recorded if all_calls else [],
         }
+
+
+def _is_dummy(thread: threading.Thread) -> bool:
+    """Whether Python has only noted a thread that C code started, as autograd's, when it asked for its name."""
+    return thread.name.startswith("Dummy-")
+
+
+def _recorded() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The flight recorder's entries, and in brief by group. Without them an answer still has the stacks."""
+    try:
+        entries = flight_recorder_entries()
+        return entries, [asdict(one) for one in group_calls(entries)]
+    except Exception:  # of a torch whose recorder has another form
+        return [], []
+
+
+def _runs_python(frame: FrameType) -> bool:
+    """Whether this thread was interrupted at the end of a loop's round or the beginning of a function: only
+    there does the interpreter hand over its lock by itself. A thread that waits in C code is at a call.
+    """
+    instruction = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    return "JUMP_BACKWARD" in instruction or instruction == "RESUME"
 
 
 def _stack(frame: FrameType | None) -> list[list[Any]]:

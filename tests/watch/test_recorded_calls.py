@@ -281,6 +281,7 @@ def test_records_travel_between_monitors() -> None:
 
 FAULTS = {
     "blocked": "rank 2 .* waits outside of any collective, .*like_cuda.py:.* blocks",
+    "loop": "rank 2 .* computes without end, .* in Python: .*like_cuda.py:.* loops",
     "device": "rank 2 .* computes without end or waits for its GPU, .*like_cuda.py:.* spins",
     "collective": "rank 2 .* entered another collective, all_reduce, where the others entered ",
 }
