@@ -32,7 +32,7 @@ class ProcessStat:
     """Fields of /proc/PID/stat, or of one thread's."""
 
     state: str
-    """R runs, S sleeps, D waits for a device, T is stopped, Z is a zombie, X is dead."""
+    """R runs, S sleeps, D waits for a device, T is stopped, t by a debugger, Z is a zombie, X is dead."""
     parent: int
     cpu_s: float
     """User and system time."""

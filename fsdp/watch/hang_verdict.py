@@ -77,7 +77,7 @@ def judge(found: Sequence[Observation], *, ranks: int = 0, endless_s: float = ma
     """
     live = [e for e in found if e.alive and not e.over]
     failed = any(e.has_failed for e in found)
-    if live and all(e.state == "T" for e in live) and not failed:
+    if live and all(e.stopped for e in live) and not failed:
         return None  # the scheduler has suspended the job
     # An unseen rank may be at fault: comparing the collectives of the others would blame one of those.
     all_seen = len(found) >= ranks and not any(e.silent_node_s for e in found)
@@ -231,14 +231,15 @@ def _nodes(found: Sequence[Observation]) -> str:
 
 
 def _stopped(found: Sequence[Observation]) -> Verdict | None:
-    stopped = [e for e in found if e.alive and e.state == "T"]
+    stopped = [e for e in found if e.alive and e.stopped]
     if not stopped:
         return None
-    who = [e.rank for e in stopped]
-    what = f"{', '.join(_who(e) for e in stopped)} is stopped (SIGSTOP): {_at(stopped[0])}"
-    return Verdict(
-        "stopped", tuple(who), what, _waiting(found, who), f"kill -CONT {stopped[0].pid} on {stopped[0].node}"
-    )
+    who, first = [e.rank for e in stopped], stopped[0]
+    how, hint = "SIGSTOP", f"kill -CONT {first.pid} on {first.node}"
+    if first.state == "t":
+        how, hint = "a debugger", f"detach the debugger from process {first.pid} on {first.node}"
+    what = f"{', '.join(_who(e) for e in stopped)} is stopped ({how}): {_at(first)}"
+    return Verdict("stopped", tuple(who), what, _waiting(found, who), hint)
 
 
 def _apart(found: Sequence[Observation]) -> Verdict | None:

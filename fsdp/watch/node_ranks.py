@@ -89,7 +89,7 @@ class NodeRanks:
     @staticmethod
     def _can_answer(one: LocalRank) -> bool:
         """A stopped process cannot: its state shows it, so nothing waits for it."""
-        return one.seen.alive and not one.seen.over and one.seen.state != "T"
+        return one.seen.alive and not one.seen.over and not one.seen.stopped
 
     def keep(self, folder: str) -> None:
         """Write the stacks of all threads and the flight recorders of these ranks."""

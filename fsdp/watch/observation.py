@@ -99,6 +99,11 @@ class Observation:
         return self.failure is not None or not (self.alive or self.over or self.silent_node_s)
 
     @property
+    def stopped(self) -> bool:
+        """By a signal or a debugger: nothing in it runs."""
+        return self.state in ("T", "t")
+
+    @property
     def aborted(self) -> bool:
         return "Aborted" in self.fatal
 
@@ -173,7 +178,7 @@ def _is_in(stack: Sequence[Frame], *packages: str, top: int = 60) -> bool:
 
 def waits(e: Observation) -> bool:
     """In a collective, for others."""
-    if not e.alive or e.state in "TZ":
+    if not e.alive or e.stopped:
         return False
     if e.in_call:
         return True

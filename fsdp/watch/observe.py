@@ -174,7 +174,7 @@ class LocalRank:
     def with_answer(self, answer: dict[str, Any] | None) -> Observation:
         """`seen` with the responder's answer; without one, with the stack that faulthandler writes."""
         if answer is None:
-            stack = self._stack_by_signal() if self.seen.alive and self.seen.state != "T" else ()
+            stack = self._stack_by_signal() if self.seen.alive and not self.seen.stopped else ()
             return replace(self.seen, answered=False, stack=stack)
         stack = _frames(answer["training"])
         at = (answer["lasti"], hash(stack))

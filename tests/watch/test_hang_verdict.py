@@ -72,6 +72,11 @@ OUT = {"begun": 49, "ended": 49, "stack": MINE}
         ),
         ({**OUT, "state": "T"}, "stopped", "rank 2 (n1) is stopped (SIGSTOP): step 7, forward"),
         (
+            {**OUT, "state": "t", "answered": False},
+            "stopped",
+            "rank 2 (n1) is stopped (a debugger): step 7, forward",
+        ),
+        (
             {**OUT, "phase": "data"},
             "data",
             "rank 2 (n1) waits for its data, 3.0 s by now: step 7, data, at home/me/mine.py:12",
@@ -243,6 +248,7 @@ def test_a_loop_is_named_by_its_processor_time_where_processors_are_shared() -> 
 
 def test_all_ranks_stopped_is_a_suspended_job() -> None:
     assert judge([replace(one, state="T") for one in world()]) is None
+    assert judge([replace(WAITING, **OUT, state="t")]) is None
 
 
 STATES: tuple[dict[str, Any], ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from fsdp.base import proc
 from fsdp.watch import status_page
-from fsdp.watch.monitor import ECHO_S, GRACE_S, Monitor
+from fsdp.watch.monitor import ECHO_S, GRACE_S, NO_STEP_YET_S, Monitor
 from fsdp.watch.monitor_options import MonitorOptions
 from fsdp.watch.observation import Observation
 from fsdp.watch.status_page import PID, STEP_S, StatusPage
@@ -112,6 +113,28 @@ def test_a_stopped_rank_whose_peer_has_given_up_is_named_once_and_ended(
     assert said.count("watch: rank 0 (n1) is stopped (SIGSTOP)") == 1
     assert "unless it continues" not in said
     assert world.processes[0].wait(10) == -signal.SIGKILL
+
+
+ATTACH, DETACH = 16, 17
+"""Of ptrace."""
+
+
+def test_a_rank_held_by_a_debugger_is_named_so(
+    ranks: Callable[[int], SleepingRanks], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It answers nothing, and holds no lock of Python."""
+    world = ranks(2)
+    held = world.processes[1].pid
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.ptrace(ATTACH, held, None, None):
+        pytest.skip(f"ptrace: {os.strerror(ctypes.get_errno())}")
+    eventually("it is held", in_state(held, "t"), 10)
+    for seconds in (NO_STEP_YET_S + 1, 0.5):
+        world.judge_after(seconds)
+    libc.ptrace(DETACH, held, None, None)
+    said = capfd.readouterr().err
+    assert said.startswith("watch: rank 1 (n1) is stopped (a debugger): step 0, start\n")
+    assert f"HINT: detach the debugger from process {held} on n1\n" in said
 
 
 @pytest.mark.parametrize(
