@@ -137,11 +137,6 @@ def boot_id() -> str:
     return (PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
-def has_threads() -> bool:
-    """Whether /proc shows the threads of this process."""
-    return (PROC / "self" / "task").is_dir()
-
-
 def pid_namespace(pid: int | str = "self") -> str:
     """`pid:[4026531836]`, equal for processes that share process ids. Raises OSError without /proc."""
     return str((PROC / str(pid) / "ns" / "pid").readlink())

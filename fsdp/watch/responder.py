@@ -36,19 +36,26 @@ DEEPEST = 60
 
 class Responder:
     def __init__(self, page: Path, device: torch.device) -> None:
-        """The socket is beside the status page, with the suffix .sock; faulthandler writes into .stacks."""
+        """The socket is beside the status page, with the suffix .sock; faulthandler writes into .stacks. OSError
+        if they cannot be made, as where the path is too long for a socket.
+        """
         self._device = device
         self._training = threading.get_ident()
         self._socket_path = page.with_suffix(".sock")
-        self._stacks = page.with_suffix(".stacks").open("w+", encoding="utf-8")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listener.bind(str(self._socket_path))
+            self._listener.listen(8)
+            self._stacks = page.with_suffix(".stacks").open("w+", encoding="utf-8")
+        except OSError:
+            self._listener.close()
+            self._socket_path.unlink(missing_ok=True)
+            raise
         self._was_enabled = faulthandler.is_enabled()
         # a fault in C (an abort of gloo, a bad pointer) writes its stacks there as well
         faulthandler.enable(file=self._stacks, all_threads=True)
         if STACK_SIGNAL is not None:
             faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True, chain=False)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(self._socket_path))
-        self._listener.listen(8)
         threading.Thread(target=self._serve, name="responder", daemon=True).start()
 
     def close(self) -> None:

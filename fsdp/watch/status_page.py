@@ -140,16 +140,31 @@ def _beginning(text: str, most: int) -> str:
     return text[: bisect_right(list(sizes), most)]
 
 
-def folder() -> Path:
-    """Memory of this host: a store there waits for no disk."""
-    shared = Path("/dev/shm")
-    return shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+def folders() -> tuple[Path, Path]:
+    """Where pages are made: in memory of this host, where a store waits for no disk, or without room there in
+    the folder for temporary files.
+    """
+    return Path("/dev/shm"), Path(tempfile.gettempdir())
 
 
 def create(name: str) -> StatusPage:
-    path = folder() / name
+    """Raises OSError if no folder has room."""
+    memory, files = folders()
+    try:
+        return _created(memory / name)
+    except OSError:  # it is full, or is not there
+        return _created(files / name)
+
+
+def _created(path: Path) -> StatusPage:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    os.truncate(descriptor, PAGE)
+    try:
+        # a store into a page that has no memory would end this process by SIGBUS
+        os.posix_fallocate(descriptor, 0, PAGE)
+    except OSError:
+        os.close(descriptor)
+        path.unlink()
+        raise
     return _mapped(path, descriptor)
 
 

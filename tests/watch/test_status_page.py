@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from fsdp.checkpoint.local_store import LocalStore
 from fsdp.watch import collective_calls, status_page
 from fsdp.watch.cuda_timing import DeviceClock
 from fsdp.watch.status_page import CUDA, StatusPage, Writer
+from tests.rundir.test_lock_hidden import in_namespaces
 
 
 @pytest.fixture
@@ -57,6 +60,18 @@ def test_a_failure_is_read_whole_and_a_long_one_cut(page: StatusPage) -> None:
     assert told is not None
     assert (told["message"], told["time"]) == ("it broke", 1.5)
     assert 100 < len(told["trace"]) < 8192
+
+
+def test_a_page_has_its_memory_or_is_made_elsewhere() -> None:
+    """Docker gives a container 64 MiB of shared memory. A store where none is left is SIGBUS."""
+    full = "mount -t tmpfs -o size=64k none /dev/shm && head -c 65536 /dev/zero > /dev/shm/all"
+    write = (
+        "import os; from fsdp.watch import status_page as s; page = s.create(f'shardrun-test-{os.getpid()}.page')\n"
+        "page.write_failure({'message': 'it broke'}); print(page.path.parent, page.read_failure()['message'])\n"
+        "page.path.unlink()"
+    )
+    said = in_namespaces(["unshare", "--mount"], full, sys.executable, "-c", write)
+    assert said == f"{tempfile.gettempdir()} it broke\n"
 
 
 TRACE = "Traceback (most recent call last):\n" + "  File 'a.py', line 3\n" * 300
