@@ -92,7 +92,7 @@ class DeviceClock:
         waiting = sum(waited[index] for index in DEVICE_PHASES)
         self._writer.waited_on_device(waiting)
         work = sum(spent[index] for index in DEVICE_PHASES) - waiting
-        self._writer.step_took(step, work, marks[0][1].elapsed_time(marks[-1][1]) / 1e3)
+        self._writer.step_took(step, work)
 
     # ------------------------------------------------------------ where FSDP2 waits
 

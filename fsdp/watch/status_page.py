@@ -70,7 +70,7 @@ background.
 SPENT = 32
 """From here one number a phase: seconds in it so far, less those in collectives, which WAITED holds."""
 RING = 128
-"""From here RING_STEPS rows of (step, own work in s, whole step in s), step n in row n modulo RING_STEPS."""
+"""From here RING_STEPS rows of (step, own work in s), step n in row n modulo RING_STEPS."""
 RING_STEPS = 128
 
 OPS = (
@@ -82,6 +82,8 @@ OPS = (
 
 STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 """A rank's own work in a step. What comes between two steps (a record, a save) does not count."""
+AFTER_STEPS = ("evaluate", "save")
+"""No part of the time that a step takes: after a long evaluation a hang would be seen hours later."""
 
 
 @dataclass(frozen=True)
@@ -231,14 +233,10 @@ def spent(numbers: memoryview[float]) -> dict[str, float]:
     return {name: numbers[SPENT + i] for i, name in enumerate(PHASES)} | {"waiting": numbers[WAITED]}
 
 
-def ring(numbers: memoryview[float]) -> dict[int, tuple[float, float]]:
-    """The last steps: own work and whole time of each, in seconds."""
-    flat = numbers[RING : RING + 3 * RING_STEPS].tolist()
-    return {
-        int(step): (work, whole)
-        for step, work, whole in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
-        if step
-    }
+def ring(numbers: memoryview[float]) -> dict[int, float]:
+    """The last steps: own work of each, in seconds."""
+    flat = numbers[RING : RING + 2 * RING_STEPS].tolist()
+    return {int(step): work for step, work in zip(flat[::2], flat[1::2], strict=True) if step}
 
 
 ON_DEVICE = tuple(name in ("forward", "backward", "reduce", "optimizer") for name in PHASES)
@@ -253,10 +251,11 @@ class Writer:
         self.waited = 0.0
         self._thread = threading.get_ident()
         self._phase, self._since, self._waited_at = 0, clock(), 0.0
-        self._began, self._work, self._step_s = 0.0, 0.0, 0.0
+        self._began, self._left, self._work, self._step_s = 0.0, 0.0, 0.0, 0.0
         self._index = {name: i for i, name in enumerate(PHASES)}
         self._in_step = [name in STEP_PHASES for name in PHASES]
         self._data = self._index["data"]
+        self._after_steps = [self._index[name] for name in AFTER_STEPS]
 
     def phase(self, name: str, step: int) -> None:
         n, now, waited, last = self.numbers, clock(), self.waited, self._phase
@@ -268,6 +267,8 @@ class Writer:
         index = self._index[name]
         if index == self._data:
             self._close_step(step - 1, now)
+        elif index in self._after_steps and not self._left:
+            self._left = now
         n[STEP], n[PHASE], n[SINCE], n[WAITED] = step, index, now, waited
         self._phase, self._since, self._waited_at = index, now, waited
 
@@ -281,20 +282,20 @@ class Writer:
         """A listener of fsdp/base/phases.py's activities, called on the thread whose activity it is."""
         self.numbers[ACTIVITY if threading.get_ident() == self._thread else SAVE_ACTIVITY] = activity
 
-    def step_took(self, step: int, work: float, whole: float) -> None:
+    def step_took(self, step: int, work: float) -> None:
         """One row of the ring; its step number is stored last."""
-        n, at = self.numbers, RING + 3 * (step % RING_STEPS)
-        n[at + 1], n[at + 2] = work, whole
+        n, at = self.numbers, RING + 2 * (step % RING_STEPS)
+        n[at + 1] = work
         n[at] = step
 
     def _close_step(self, step: int, now: float) -> None:
         n = self.numbers
         if self._began:
             if not n[CUDA]:  # there the device's own clock measures it: fsdp/watch/cuda_timing.py
-                self.step_took(step, self._work, now - self._began)
+                self.step_took(step, self._work)
             n[STEPS] += 1
             # follows slow steps at once and forgets them slowly
-            self._step_s = max(now - self._began, 0.95 * self._step_s)
+            self._step_s = max((self._left or now) - self._began, 0.95 * self._step_s)
             n[STEP_S] = self._step_s
         n[STATE] = TRAINING
-        self._began, self._work = now, 0.0
+        self._began, self._left, self._work = now, 0.0, 0.0

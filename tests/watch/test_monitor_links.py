@@ -153,10 +153,10 @@ def test_no_message_names_a_folder_outside_of_the_runs_own() -> None:
 def test_times_of_another_form_are_left_out() -> None:
     good = {"forward": 1.0}
     report = {
-        "steps": {"1": {"2": [0.1, 0.2]}, "3": {"2": [0.1]}, "4": {"x": [1, 2]}, "5": {}},
+        "steps": {"1": {"2": 0.1}, "3": {"2": [0.1]}, "4": {"x": 1}, "5": {}},
         "spent": {"1": good, "3": good, "4": good, "5": {"backward": 1.0}, "6": good},
     }
-    assert times_of(report, frozenset(good)) == ({1: {2: (0.1, 0.2)}}, {1: good})
+    assert times_of(report, frozenset(good)) == ({1: {2: 0.1}}, {1: good})
 
 
 def test_a_nodes_odd_report_leaves_its_last_one() -> None:
