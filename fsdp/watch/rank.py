@@ -110,7 +110,7 @@ class Watch:
         self._calls.close()
         if self._device is not None:
             self._device.close()
-        if isinstance(error, Exception):
+        if isinstance(error, Exception | SystemExit):  # a model's file may call sys.exit("pip install …")
             self._report(error)
         else:
             self._writer.phase("end", int(self._page.numbers[status_page.STEP]))
@@ -130,7 +130,7 @@ class Watch:
         if self._page is not None:
             self._page.numbers[STATE] = OVER
 
-    def _report(self, error: Exception) -> None:
+    def _report(self, error: BaseException) -> None:
         assert self._page is not None
         failure = failure_report(error, self._env)
         self._page.write_failure(failure)

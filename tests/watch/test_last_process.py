@@ -244,6 +244,26 @@ def test_a_stopped_monitor_ends_though_its_rank_was_killed(page: StatusPage, tmp
     eventually("the monitor ends", lambda: state(monitor) in "ZX", 15)
 
 
+def leaves(env: DistEnv, folder: str) -> tuple[str, bool]:
+    """As a model's file that lacks a package does. Its message, and whether the monitor has printed it."""
+    try:
+        with Watch(WatchSection(), env, Path(folder), process_ends=True) as watch:
+            page = watch._page
+            assert page is not None
+            eventually("the monitor observes", lambda: page.numbers[MONITOR], 30)
+            sys.exit("pip install it")
+    except SystemExit:
+        failure = page.read_failure()
+        return failure["message"] if failure is not None else "", wait_until_printed(page)
+
+
+def test_a_rank_that_calls_exit_says_so_and_was_not_killed(tmp_path: Path) -> None:
+    assert run_world(1, leaves, str(tmp_path)) == [("SystemExit: pip install it", True)]
+    verdicts = tmp_path / "watch" / "verdicts.jsonl"
+    (said,) = eventually("its record", lambda: verdicts.exists() and verdicts.read_text().splitlines(), 20)
+    assert json.loads(said)["what"].endswith("failed: SystemExit: pip install it")
+
+
 UNSEEN = """
 import os, sys
 from pathlib import Path
