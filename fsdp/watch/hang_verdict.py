@@ -40,6 +40,10 @@ RECOVERABLE = ("stopped", "data", "loop", "lock", "blocked", "storage", "device"
 """Kinds from which a rank may recover by itself: printed at once, and the job ends later."""
 NOT_YET = ("start", "end")
 """Phases without steps, in which one rank may work for long while others wait: loading, the export."""
+SAME_PARTS = (
+    "draw what is left out from a generator with the same seed on every rank, "
+    "or add 0 * part(x).sum() to the loss for a part that a rank does not use"
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ def judge(found: Sequence[Observation], *, ranks: int = 0, endless_s: float = ma
     for one in (_failed, _dead, _echoes, _unseen, _stopped, _apart, _storage, recorded, absent, _network):
         verdict = one(found) if all_seen or one not in comparing else None
         if verdict is not None:
-            return replace(verdict, final=failed)
+            return replace(_with_parameters(verdict, found), final=failed)
     return None
 
 
@@ -286,6 +290,15 @@ def _odd(odd: Sequence[Observation], place: tuple[int, int], op: str, numel: int
         return Verdict("collective", who, what, others, "look for a branch that differs between ranks")
     what = f"{name} came to {op} with {one.numel} numbers, the others with {numel}: {_at(one)}"
     return Verdict("shapes", who, what, others, "look for a size that depends on the rank's own data")
+
+
+def _with_parameters(verdict: Verdict, found: Sequence[Observation]) -> Verdict:
+    """Of sizes that differ: the parameters that one rank leaves out of its reduction and another does not."""
+    if verdict.kind != "shapes" or len({e.left_out for e in found}) < 2:
+        return verdict
+    one = next(e for e in found if e.left_out)
+    what = f"{verdict.what}; {_who(one)} has no gradient of {one.left_out}"
+    return replace(verdict, what=what, hint=SAME_PARTS)
 
 
 def _absent(found: Sequence[Observation], endless_s: float) -> Verdict | None:

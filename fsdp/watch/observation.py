@@ -67,6 +67,8 @@ class Observation:
     threads: dict[str, tuple[Frame, ...]] = field(default_factory=dict)
     calls: tuple[GroupCalls, ...] = ()
     """From PyTorch's flight recorder, as the responder answered."""
+    left_out: str = ""
+    """Trainable parameters of a unit without a gradient in its last reduction, such as `head.weight`."""
     failure: dict[str, Any] | None = None
     """The rank's failure report (failure_report.py)."""
     fatal: str = ""

@@ -119,6 +119,7 @@ class LocalRank:
             save_activity=status.save_activity,
             starved_s=counts.starved_s - start.starved_s if counts and start else 0.0,
             failure=self.page.read_failure(),
+            left_out=self.page.read_left_out(),
         )
         if alive and now - self._counted_at > COUNT_S:
             self._oom_kills = [self._oom_kills[1], self._memory.oom_kills()]

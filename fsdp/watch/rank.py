@@ -100,6 +100,11 @@ class Watch:
             if self._device is not None:
                 self._device.phase(name, step)
 
+    def left_out(self, parameters: str) -> None:
+        """A listener of branch_check.py."""
+        if self._page is not None:
+            self._page.write_left_out(parameters)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -2,8 +2,9 @@
 
 It holds numbers, each a double: the step and phase and since when, the collectives begun and ended, what its
 threads are inside of, seconds by phase, and the work of the last 128 steps. After the numbers comes room for
-one text, the rank's failure. The training thread writes with plain stores and never waits. A page can still
-be read when its rank is stopped, dead or stuck in C code that holds Python's lock.
+two texts: parameters left out of a reduction, and the rank's failure. The training thread writes with plain
+stores and never waits. A page can still be read when its rank is stopped, dead or stuck in C code that holds
+Python's lock.
 
 An aligned double is never read half written. Two of them may be of different moments, and readers allow for
 that.
@@ -39,6 +40,9 @@ ENCODER = json.JSONEncoder(ensure_ascii=False)
 CUT = " … "
 """Between the beginning and the end of a text that has no room."""
 
+LEFT_OUT_AT, LEFT_OUT_MOST = 4096, 1024
+"""Room for the text of the parameters that this rank leaves out of its reduction."""
+
 TRAINING, OVER, FAILED, LEFT = 1, 2, 3, 4
 """STATE, which is 0 before the first step. LEFT: failed in a process that lives on."""
 
@@ -62,10 +66,11 @@ TRAINING, OVER, FAILED, LEFT = 1, 2, 3, 4
     PRINTED,
     ACTIVITY,
     SAVE_ACTIVITY,
-) = range(19)
+    LEFT_OUT,
+) = range(20)
 """Indices of the numbers. MONITOR: the monitor's process id. PRINTED: 1 once the monitor has printed the
 failure. ACTIVITY and SAVE_ACTIVITY: those of the training thread and of the thread that saves in the
-background.
+background. TEXT and LEFT_OUT: bytes of the two texts.
 """
 SPENT = 32
 """From here one number a phase: seconds in it so far, less those in collectives, which WAITED holds."""
@@ -110,6 +115,18 @@ class StatusPage:
             return None
         failure: dict[str, Any] = json.loads(self.page[TEXT_AT : TEXT_AT + length])
         return failure
+
+
+    def write_left_out(self, text: str) -> None:
+        """The parameters that this rank leaves out of its reduction; empty if there are none."""
+        data = text.encode(errors="backslashreplace")[:LEFT_OUT_MOST]
+        self.numbers[LEFT_OUT] = 0
+        self.page[LEFT_OUT_AT : LEFT_OUT_AT + len(data)] = data
+        self.numbers[LEFT_OUT] = len(data)
+
+    def read_left_out(self) -> str:
+        length = int(self.numbers[LEFT_OUT])
+        return self.page[LEFT_OUT_AT : LEFT_OUT_AT + length].decode(errors="replace")
 
 
 def _fitting(failure: dict[str, Any]) -> bytes:

@@ -323,6 +323,23 @@ def test_shapes_are_compared_if_all_ranks_have_failed() -> None:
     assert (verdict.kind, verdict.ranks) == ("shapes", (2,))
 
 
+def test_different_sizes_of_a_reduction_are_named_by_the_parameters_that_a_rank_leaves_out() -> None:
+    ranks = [replace(one, op="reduce_scatter_single", phase="backward") for one in world(numel=99)]
+    ranks[2] = replace(ranks[2], left_out="extra.weight (and 1 more parameter)")
+    ranks[0] = replace(ranks[0], alive=False, fatal="Fatal Python error: Aborted")
+    verdict = judge(ranks)
+    assert verdict is not None
+    assert verdict.kind == "shapes"
+    assert verdict.what == (
+        "rank 2 (n1) came to reduce_scatter_single with 99 numbers, the others with 64: step 7, backward; "
+        "rank 2 (n1) has no gradient of extra.weight (and 1 more parameter)"
+    )
+    assert verdict.hint.startswith("draw what is left out from a generator with the same seed")
+    unused = judge([replace(one, left_out="never_used") for one in ranks])
+    assert unused is not None
+    assert "never_used" not in unused.what
+
+
 def test_of_two_ranks_the_one_further_on_has_left_a_collective_out() -> None:
     verdict = judge([WAITING, replace(WAITING, rank=1, step=8, op="all_reduce")])
     assert verdict is not None

@@ -130,6 +130,14 @@ def test_a_failure_that_has_room_is_whole(page: StatusPage) -> None:
     assert page.read_failure() == written
 
 
+def test_the_parameters_left_out_of_a_reduction_are_read_until_it_is_whole_again(page: StatusPage) -> None:
+    assert page.read_left_out() == ""
+    for text in ("head.weight", "é" * 2000, ""):
+        page.write_left_out(text)
+        assert text.startswith(page.read_left_out()[:500])
+    assert page.read_left_out() == ""
+
+
 def test_activities_of_both_threads_are_read(
     page: StatusPage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
