@@ -52,7 +52,7 @@ class Activity(enum.IntFlag):
 
     NONE = 0
     STORAGE = 1
-    """Reads or writes the storage of checkpoints."""
+    """Reads or writes the storage of checkpoints, or writes records."""
     RANKS = 2
     """Exchanges messages with other ranks."""
     SAVE = 4

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from fsdp.base.phases import PHASES
+from fsdp.base.phases import PHASES, Activity
 from fsdp.base.text import named_ranks
 from fsdp.base.units import byte_size
 from fsdp.watch.observation import (
@@ -408,7 +408,7 @@ def _reason(e: Observation, endless_s: float) -> tuple[str, str]:
 
 
 def _storage(found: Sequence[Observation]) -> Verdict | None:
-    """All are in a save, and some at the storage."""
+    """All are in a save or wait, and some are at the storage: of checkpoints, or of the run's records."""
     live = [e for e in found if e.alive]
     at_it = [e for e in live if writes(e)]
     if not at_it or not all(writes(e) or waits_for_save(e) or waits(e) for e in live):
@@ -421,12 +421,13 @@ def _storage(found: Sequence[Observation]) -> Verdict | None:
         return None
     one = at_it[0]
     who = tuple(e.rank for e in at_it)
-    stack = next((s for s in (one.threads.get("checkpoint", ()), one.stack) if s), ())
-    slow = f"{_names(at_it)} is in a save and its storage is slow, {one.still_s:.1f} s by now"
-    what = f"{slow}: step {one.step}, at {own_line(stack)}"
-    return Verdict(
-        "storage", who, what, _waiting(found, who), "check its storage, or --checkpoint.dir elsewhere"
-    )
+    saves = any(e.phase == "save" or Activity.SAVE in e.activity or e.save_activity for e in at_it)
+    stack = next((s for s in (one.threads.get("checkpoint", ()), one.stack) if s and saves), one.stack)
+    does, hint = "is in a save and its storage is slow", "check its storage, or --checkpoint.dir elsewhere"
+    if not saves:
+        does, hint = "waits for the storage of its records", "check the storage of --run.dir"
+    what = f"{_names(at_it)} {does}, {one.still_s:.1f} s by now: step {one.step}, at {own_line(stack)}"
+    return Verdict("storage", who, what, _waiting(found, who), hint)
 
 
 def _network(found: Sequence[Observation]) -> Verdict | None:

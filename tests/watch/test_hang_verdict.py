@@ -205,6 +205,16 @@ def test_in_a_save_the_rank_at_its_storage_is_named() -> None:
     assert "at anywhere/place.py:9 write" in verdict.what
 
 
+def test_a_rank_that_waits_for_the_storage_of_its_records_is_named_so() -> None:
+    """A file server that is away for some minutes: a restart needs it too."""
+    verdict = on(**OUT, phase="record", activity=Activity.STORAGE, state="D", threads=WRITING)
+    assert (verdict.kind, verdict.ranks) == ("storage", (2,))
+    assert verdict.what == (
+        "rank 2 (n1) waits for the storage of its records, 3.0 s by now: step 7, at home/me/mine.py:12 forward"
+    )
+    assert verdict.hint == "check the storage of --run.dir"
+
+
 def test_a_save_does_not_hide_a_rank_that_holds_pythons_lock() -> None:
     """Its own save stands still because of that: the thread that writes needs the lock."""
     verdict = on(**OUT, answered=False, save_activity=Activity.STORAGE)

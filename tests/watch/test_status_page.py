@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fsdp.base.phases import ACTIVITIES, Activity, announces
 from fsdp.checkpoint.local_store import LocalStore
+from fsdp.rundir.line_files import Appender
 from fsdp.watch import collective_calls, status_page
 from fsdp.watch.cuda_timing import DeviceClock
 from fsdp.watch.status_page import CUDA, STEP_S, StatusPage, Writer
@@ -162,6 +163,23 @@ def test_activities_of_both_threads_are_read(
         (Activity.NONE, Activity.STORAGE),
         (Activity.NONE, Activity.NONE),
     ]
+
+
+def test_a_record_on_its_way_to_storage_is_seen(
+    page: StatusPage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Activity] = []
+    write = os.write
+
+    def look(descriptor: int, data: bytes) -> int:
+        seen.append(status_page.read(page.numbers).activity)
+        return write(descriptor, data)
+
+    monkeypatch.setattr(ACTIVITIES, "listener", Writer(page.numbers).activity)
+    monkeypatch.setattr(os, "write", look)
+    Appender(tmp_path / "metrics.jsonl").append({"step": 1})
+    assert seen == [Activity.STORAGE]
+    assert status_page.read(page.numbers).activity is Activity.NONE
 
 
 def test_collectives_are_wrapped_only_while_a_run_lasts(page: StatusPage) -> None:
