@@ -54,7 +54,6 @@ class Verdict:
     """One line: which rank, what it does and where."""
     others: str = ""
     hint: str = ""
-    trace: str = ""
     final: bool = False
     """A rank has failed: what the others recover from does not continue the run."""
 
@@ -128,7 +127,7 @@ def _failed(found: Sequence[Observation]) -> Verdict | None:
     alike = {e.rank for e, one in own if one["message"] == message}
     others = _beside(found, culprits, alike)
     what = message if failure["ours"] else f"{_who(first)} failed: {message}"
-    return Verdict(failure["kind"], culprits, what, others, failure["hint"], failure["trace"])
+    return Verdict(failure["kind"], culprits, what, others, failure["hint"])
 
 
 def _beside(found: Sequence[Observation], culprits: Sequence[int], alike: set[int]) -> str:
