@@ -206,10 +206,11 @@ def remove_stale_names() -> None:
 
 
 def _listen() -> socket.socket:
-    listener = socket.socket()
-    listener.bind(("", 0))
-    listener.listen(128)
-    return listener
+    """For IPv6 too, if this node has it: a cluster may have nothing else."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # turned off in this network namespace
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=128)
 
 
 def _meeting(listener: socket.socket | None) -> tuple[str, list[tuple[str, int]]] | None:

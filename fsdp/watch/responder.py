@@ -65,10 +65,11 @@ class Responder:
         self._listener.close()
         if STACK_SIGNAL is not None:
             faulthandler.unregister(STACK_SIGNAL)
+        faulthandler.disable()
         if self._was_enabled:
-            faulthandler.enable()
-        else:
-            faulthandler.disable()
+            # a program may have put something without a descriptor in the place of its standard error
+            with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
+                faulthandler.enable()
         self._stacks.close()
         for suffix in (".sock", ".stacks"):
             self._socket_path.with_suffix(suffix).unlink(missing_ok=True)

@@ -13,6 +13,7 @@ import pytest
 from fsdp.watch.messages import is_order, is_report, times_of
 from fsdp.watch.monitor_links import Head, MonitorConnection, Peer
 from fsdp.watch.observation import Observation
+from fsdp.watch.rank import _listen
 from tests.support.processes import eventually
 
 REPORT: dict[str, Any] = {"ranks": [], "step_s": 0.0, "steps": {}, "spent": {}, "asked": False}
@@ -49,6 +50,20 @@ def test_a_node_that_acknowledges_nothing_is_not_in_reach(
     line.last_sign_at -= 100
     line.check_acknowledged()
     assert line.silent_s > 99
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_head_is_reached_by_ipv4_and_by_ipv6(address: str) -> None:
+    if ":" in address and not socket.has_dualstack_ipv6():
+        pytest.skip("this system has no IPv6")
+    listener = _listen()
+    port = listener.getsockname()[1]
+    head = Head(listener.detach(), "secret")
+    peer = Peer([(address, port)], "secret", "n2")
+    connect(head, peer)
+    assert list(head.reports) == ["n2"]
+    peer.close()
+    head.close()
 
 
 def connect(head: Head, *peers: Peer) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import _thread
+import faulthandler
 import hashlib
+import io
 import itertools
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -102,6 +105,21 @@ def test_a_thread_of_c_code_has_no_name_though_it_has_asked_for_it(tmp_path: Pat
         ident = _thread.start_new_thread(of_c_code, ())
         assert asked.wait(20)
         assert f"{UNNAMED} {ident}" in answer(page)["threads"]
+
+
+def test_a_program_that_has_replaced_its_standard_error_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With faulthandler on, as in a notebook or under PYTHONFAULTHANDLER=1: the end of its run raised."""
+    was_on = faulthandler.is_enabled()
+    with (tmp_path / "faults").open("w") as file:
+        faulthandler.enable(file=file)
+        own = Responder(tmp_path / "a.page", torch.device("cpu"))
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        own.close()
+    monkeypatch.undo()
+    if was_on:
+        faulthandler.enable()
 
 
 def test_a_flight_recorder_that_cannot_be_read_hides_no_stack(

@@ -224,6 +224,11 @@ def test_device_times_are_read_once_the_events_have_passed(page: StatusPage) -> 
             clock.phase(name, step)
             assert Group().wait_for_unshard() == "gathered"
     assert status_page.ring(page.numbers) == {}
+    before = Tick.now
+    for one in (writer, clock):
+        one.phase("evaluate", 2)
+    assert {Group().wait_for_unshard() for _ in range(9)} == {"gathered"}
+    assert Tick.now == before + 10.0  # of the phase: a long evaluation would keep an event for each wait
     Tick.passed = 1e9
     for one in (writer, clock):
         one.phase("data", 3)
