@@ -46,9 +46,7 @@ class MlflowSink:
                 f"--run.mlflow {config.run.mlflow}: {one_line(error)}",
                 "export MLFLOW_TRACKING_URI=http://HOST:PORT, or leave --run.mlflow out",
             ) from error
-        self._sender = Sender(
-            type(self).__name__, self._log, lambda: self._client.set_terminated(self._run)
-        )
+        self._sender = Sender(type(self).__name__, self._log, lambda: self._client.set_terminated(self._run))
 
     def _open(self, config: Config, run_dir: Path) -> None:
         self._client = self._mlflow.MlflowClient()

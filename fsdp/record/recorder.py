@@ -221,9 +221,7 @@ class Recorder:
         self._metrics.append(record)  # unbuffered: a kill loses nothing that was printed, but for a group
         self._send(self._files, int(record["step"]), "train", record)
 
-    def _send(
-        self, sinks: Sequence[tuple[Sink, Losses]], step: int, group: str, record: Record
-    ) -> None:
+    def _send(self, sinks: Sequence[tuple[Sink, Losses]], step: int, group: str, record: Record) -> None:
         values = {
             f"{group}/{name}": float(v)
             for name, v in record.items()

@@ -52,7 +52,7 @@ class BranchCheck:
     """One sharded model, checked from the constructor to close().
 
     Nothing is compared on one rank, nor under DDP, where Sharded.micro_batch names the unused parameters.
-    `listener` receives the trainable parameters that a reduction leaves out, as text; empty if there are none.
+    `listener` receives the trainable parameters that a reduction leaves out, as text; empty without any.
     """
 
     def __init__(self, sharded: Sharded) -> None:
@@ -145,7 +145,8 @@ def _difference(step: int, ran: Sequence[_Ran]) -> TrainingError:
     here, there = list(more - fewer), list(fewer - more)
     if here or there:
         name, with_it, without = (here[0], 0, other) if here else (there[0], other, 0)
-        what = f"{_with_more(name, len(here) + len(there) - 1)} has a gradient on rank {with_it} and none on rank {without}"
+        some = _with_more(name, len(here) + len(there) - 1)
+        what = f"{some} has a gradient on rank {with_it} and none on rank {without}"
     else:
         pairs = zip((*units, *reduced), (*other_units, *other_reduced), strict=False)
         mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("more", "less"))

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-
 UNDESCRIBED = "undefined"
-"""torch's description of a group that was made without one; its name is a number that all ranks count alike."""
+"""torch's description of a group that was made without one; its name is a number, alike on all ranks."""
 
 
 @dataclass(frozen=True)

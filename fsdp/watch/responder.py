@@ -36,8 +36,8 @@ DEEPEST = 60
 
 class Responder:
     def __init__(self, page: Path, device: torch.device) -> None:
-        """The socket is beside the status page, with the suffix .sock; faulthandler writes into .stacks. OSError
-        if they cannot be made, as where the path is too long for a socket.
+        """The socket is beside the status page, with the suffix .sock; faulthandler writes into .stacks.
+        Raises OSError if they cannot be made, as where the path is too long for a socket.
         """
         self._device = device
         self._training = threading.get_ident()
@@ -113,7 +113,7 @@ class Responder:
 
 
 def _is_dummy(thread: threading.Thread) -> bool:
-    """Whether Python has only noted a thread that C code started, as autograd's, when it asked for its name."""
+    """Whether Python has only noted a thread of C code, as one of autograd's, that asked for its name."""
     return thread.name.startswith("Dummy-")
 
 

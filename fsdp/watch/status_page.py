@@ -116,7 +116,6 @@ class StatusPage:
         failure: dict[str, Any] = json.loads(self.page[TEXT_AT : TEXT_AT + length])
         return failure
 
-
     def write_left_out(self, text: str) -> None:
         """The parameters that this rank leaves out of its reduction; empty if there are none."""
         data = text.encode(errors="backslashreplace")[:LEFT_OUT_MOST]

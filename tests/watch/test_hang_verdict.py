@@ -209,9 +209,8 @@ def test_a_rank_that_waits_for_the_storage_of_its_records_is_named_so() -> None:
     """A file server that is away for some minutes: a restart needs it too."""
     verdict = on(**OUT, phase="record", activity=Activity.STORAGE, state="D", threads=WRITING)
     assert (verdict.kind, verdict.ranks) == ("storage", (2,))
-    assert verdict.what == (
-        "rank 2 (n1) waits for the storage of its records, 3.0 s by now: step 7, at home/me/mine.py:12 forward"
-    )
+    where = "step 7, at home/me/mine.py:12 forward"
+    assert verdict.what == f"rank 2 (n1) waits for the storage of its records, 3.0 s by now: {where}"
     assert verdict.hint == "check the storage of --run.dir"
 
 
@@ -390,7 +389,8 @@ def test_stacks_of_faulthandler_are_read() -> None:
 
 
 def test_a_stack_that_is_still_being_written_is_read_as_far_as_it_is_there() -> None:
-    text = 'Current thread 0x01 (most recent call first):\n  File "/b.py", line ??? in y\n  File "/c.py", line 13 in z\n'
+    text = "Current thread 0x01 (most recent call first):\n"
+    text += '  File "/b.py", line ??? in y\n  File "/c.py", line 13 in z\n'
     for end in range(len(text) + 1):
         found = parse_stacks(text[:end])
         assert found in ((), (("/b.py", 0, "y"),), (("/b.py", 0, "y"), ("/c.py", 13, "z")))

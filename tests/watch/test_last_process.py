@@ -288,7 +288,9 @@ def test_a_rank_that_no_monitor_could_observe_is_not_watched(why: str, tmp_path:
         space, prepare = ["unshare", "--mount"], "mount -t tmpfs -o size=4k,nr_inodes=1 none /dev/shm"
         prepare += f" && export TMPDIR={tmp_path / ('x' * 100)}"
     run = tmp_path / "run"
-    said = in_namespaces(space, f"{prepare} && exec 2> {tmp_path / 'log'}", sys.executable, "-c", UNSEEN, str(run))
+    said = in_namespaces(
+        space, f"{prepare} && exec 2> {tmp_path / 'log'}", sys.executable, "-c", UNSEEN, str(run)
+    )
     assert said == "None [0]\n"
     log = (tmp_path / "log").read_text()
     assert ("/proc is of another PID namespace" if "/proc" in why else "AF_UNIX path too long") in log

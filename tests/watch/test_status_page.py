@@ -80,8 +80,10 @@ def test_a_page_has_its_memory_or_is_made_elsewhere() -> None:
     """Docker gives a container 64 MiB of shared memory. A store where none is left is SIGBUS."""
     full = "mount -t tmpfs -o size=64k none /dev/shm && head -c 65536 /dev/zero > /dev/shm/all"
     write = (
-        "import os; from fsdp.watch import status_page as s; page = s.create(f'shardrun-test-{os.getpid()}.page')\n"
-        "page.write_failure({'message': 'it broke'}); print(page.path.parent, page.read_failure()['message'])\n"
+        "import os; from fsdp.watch import status_page as s\n"
+        "page = s.create(f'shardrun-test-{os.getpid()}.page')\n"
+        "page.write_failure({'message': 'it broke'})\n"
+        "print(page.path.parent, page.read_failure()['message'])\n"
         "page.path.unlink()"
     )
     said = in_namespaces(["unshare", "--mount"], full, sys.executable, "-c", write)
