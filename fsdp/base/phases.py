@@ -48,7 +48,7 @@ class Phases:
 
 
 class Activity(enum.IntFlag):
-    """What a thread is doing. Of STORAGE, RANKS and DATA the innermost applies; SAVE is kept beside it."""
+    """What a thread is doing. Of all but SAVE the innermost applies; SAVE is kept beside it."""
 
     NONE = 0
     STORAGE = 1
@@ -59,6 +59,8 @@ class Activity(enum.IntFlag):
     """Saves or restores a checkpoint, or waits for that."""
     DATA = 8
     """Waits for a batch of an evaluation. That of a step has a phase of its own."""
+    PROFILE = 16
+    """Writes a profile: a trace of millions of events takes minutes."""
 
 
 class Activities:

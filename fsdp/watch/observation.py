@@ -190,7 +190,11 @@ def waits(e: Observation) -> bool:
 
 
 def prepares(e: Observation) -> bool:
-    """Compiles or imports: takes long, and is no fault. A thread that the compiler leaves behind is idle."""
+    """Compiles, imports or writes a profile: takes long, and is no fault. A thread that the compiler leaves
+    behind is idle.
+    """
+    if Activity.PROFILE in e.activity:
+        return True
     threads = (stack for stack in e.threads.values() if not _is_in(stack, COMPILER_HELPERS))
     return any(
         _is_in(stack, *COMPILER_PACKAGES) or any("importlib" in frame[0] for frame in stack)

@@ -227,9 +227,17 @@ def test_a_save_does_not_hide_a_rank_that_holds_pythons_lock() -> None:
         {**OUT, "state": "R", "cpu_s": 1.2},
         {**OUT, "phase": "end"},
         {**OUT, "stack": (("/x/torch/_inductor/compile.py", 3, "compile"), *MINE), "cpu_s": 3.0},
+        {**OUT, "phase": "data", "answered": False, "process_cpu_s": 3.0, "activity": Activity.PROFILE},
         {**OUT, "answered": None},
     ],
-    ids=["no processor was free", "it computes", "the export", "it compiles", "nobody was asked"],
+    ids=[
+        "no processor was free",
+        "it computes",
+        "the export",
+        "it compiles",
+        "it writes a profile",
+        "nobody was asked",
+    ],
 )
 def test_a_rank_that_may_be_at_work_is_not_at_fault(odd: dict[str, Any]) -> None:
     assert judge(world(**odd)) is None

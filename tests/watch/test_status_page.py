@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fsdp.base.phases import ACTIVITIES, Activity, announces
 from fsdp.checkpoint.local_store import LocalStore
+from fsdp.memory.profile import Profile
 from fsdp.rundir.line_files import Appender
 from fsdp.watch import collective_calls, status_page
 from fsdp.watch.cuda_timing import DeviceClock
@@ -165,6 +166,16 @@ def test_activities_of_both_threads_are_read(
         (Activity.NONE, Activity.STORAGE),
         (Activity.NONE, Activity.NONE),
     ]
+
+
+def test_the_writing_of_a_profile_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank it was data that take too long: it comes where the next step's data begin."""
+    seen: list[Activity] = []
+    monkeypatch.setattr(ACTIVITIES, "listener", seen.append)
+    profile = object.__new__(Profile)
+    profile._on = profile._over = False
+    profile.close()
+    assert seen == [Activity.PROFILE, Activity.NONE]
 
 
 def test_a_record_on_its_way_to_storage_is_seen(
