@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdp.base.errors import ConfigError, one_line
 from fsdp.config import Config, flatten
-from fsdp.record.sender import Entry, Sender
+from fsdp.record.sender import TimedRecord, Sender
 from fsdp.rundir.paths import lasting_name
 
 TAG = "shardrun.run_dir"
@@ -74,7 +74,7 @@ class MlflowSink:
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._sender.put(step, values)
 
-    def _log(self, entries: Sequence[Entry]) -> None:
+    def _log(self, entries: Sequence[TimedRecord]) -> None:
         """On the sender's thread: a server that is away holds a call for minutes."""
         metrics = []
         for step, values, at in entries:

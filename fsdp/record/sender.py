@@ -16,7 +16,7 @@ from fsdp.record.losses import Losses
 
 log = logging.getLogger(__name__)
 
-Entry = tuple[int, Mapping[str, float], float]
+TimedRecord = tuple[int, Mapping[str, float], float]
 """Step, values, and when they were recorded."""
 
 MOST_WAITING = 10_000
@@ -29,11 +29,11 @@ class Sender:
     """`send` receives the entries that have come since its last call, `finish` comes last; on the thread."""
 
     def __init__(
-        self, label: str, send: Callable[[Sequence[Entry]], None], finish: Callable[[], None]
+        self, label: str, send: Callable[[Sequence[TimedRecord]], None], finish: Callable[[], None]
     ) -> None:
         self._send, self._finish, self._label = send, finish, label
         self._losses = Losses(label)
-        self._waiting: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[TimedRecord | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=label, daemon=True)
         self._thread.start()
 
@@ -69,7 +69,7 @@ class Sender:
         except Exception as error:
             self._losses.not_closed(error)
 
-    def _send_logged(self, entries: Sequence[Entry]) -> None:
+    def _send_logged(self, entries: Sequence[TimedRecord]) -> None:
         step = entries[-1][0]
         try:
             self._send(entries)

@@ -15,7 +15,7 @@ import pytest
 from fsdp.config import load
 from fsdp.record import sender
 from fsdp.record.mlflow_sink import MlflowSink
-from fsdp.record.sender import Entry, Sender
+from fsdp.record.sender import TimedRecord, Sender
 
 
 class Server:
@@ -26,7 +26,7 @@ class Server:
         self.calls: list[list[int]] = []
         self.fails, self.finished = fails, False
 
-    def send(self, entries: Sequence[Entry]) -> None:
+    def send(self, entries: Sequence[TimedRecord]) -> None:
         self.asked.set()
         assert self.open.wait(30)
         self.calls.append([step for step, _, _ in entries])
