@@ -278,7 +278,7 @@ def test_a_rank_that_measured_nothing_is_in_the_table(
     verdict = judge(seen)
     assert not verdict.fit
     shown = text(seen, verdict, 1.0)
-    assert re.search(f"^{row.replace(' ', ' +')} ", shown, re.MULTILINE), shown
+    assert re.search(rf"^{row.replace(' ', ' +')}\b", shown, re.MULTILINE), shown
     assert "has torch 2.13.0" in shown
     assert page(seen, verdict, 1.0).endswith("</html>\n")
     if stages:

@@ -24,7 +24,7 @@ from fsdp.watch.monitor_options import MonitorOptions
 from fsdp.watch.node_ranks import NodeRanks
 from fsdp.watch.rank import Watch, _pid_namespace, _spawn, remove_stale_names, write_torchrun_error_file
 from fsdp.watch.records import RecordFiles
-from fsdp.watch.status_page import FAILED, MONITOR, PID, PRINTED, STATE, StatusPage
+from fsdp.watch.status_page import FAILED, MONITOR, OVER, PID, PRINTED, STATE, StatusPage
 from tests.rundir.test_lock_hidden import in_namespaces
 from tests.support.marks import sample_are
 from tests.support.processes import eventually
@@ -253,8 +253,9 @@ def leaves(env: DistEnv, folder: str) -> tuple[str, bool]:
             eventually("the monitor observes", lambda: page.numbers[MONITOR], 30)
             sys.exit("pip install it")
     except SystemExit:
-        failure = page.read_failure()
-        return failure["message"] if failure is not None else "", wait_until_printed(page)
+        failure, printed = page.read_failure(), wait_until_printed(page)
+        page.numbers[STATE] = OVER  # this process of the tests lives on
+        return failure["message"] if failure is not None else "", printed
 
 
 def test_a_rank_that_calls_exit_says_so_and_was_not_killed(tmp_path: Path) -> None:
@@ -279,6 +280,7 @@ with process_group(here, 60), Watch(WatchSection(), here, Path(sys.argv[1])) as 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["the /proc of another PID namespace", "no room for a socket's path"])
 def test_a_rank_that_no_monitor_could_observe_is_not_watched(why: str, tmp_path: Path) -> None:
     """Before, the first was said to have died: its process id is another process in that /proc."""

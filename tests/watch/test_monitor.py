@@ -16,7 +16,7 @@ import pytest
 
 from fsdp.base import proc
 from fsdp.watch import status_page
-from fsdp.watch.monitor import ECHO_S, GRACE_S, NO_STEP_YET_S, Monitor
+from fsdp.watch.monitor import ECHO_S, GRACE_S, Monitor
 from fsdp.watch.monitor_options import MonitorOptions
 from fsdp.watch.observation import Observation
 from fsdp.watch.status_page import PID, STEP_S, StatusPage
@@ -129,8 +129,9 @@ def test_a_rank_held_by_a_debugger_is_named_so(
     if libc.ptrace(ATTACH, held, None, None):
         pytest.skip(f"ptrace: {os.strerror(ctypes.get_errno())}")
     eventually("it is held", in_state(held, "t"), 10)
-    for seconds in (NO_STEP_YET_S + 1, 0.5):
-        world.judge_after(seconds)
+    world.judge_after(0.0)
+    for _ in range(2):
+        world.monitor._decide(30.0, world.monitor.ranks.seen)
     libc.ptrace(DETACH, held, None, None)
     said = capfd.readouterr().err
     assert said.startswith("watch: rank 1 (n1) is stopped (a debugger): step 0, start\n")
