@@ -11,6 +11,7 @@ import enum
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -102,6 +103,10 @@ def bad_pointer() -> None:
 
 def raise_error() -> None:
     raise ValueError("a sample of a length that nobody expected")
+
+
+def leave() -> None:
+    sys.exit("pip install a-package-that-this-model-needs")
 
 
 def slow_data(where: Where, mine: bool) -> None:
@@ -266,6 +271,7 @@ KINDS = (
     Kind("another collective", other_call, "collective"),
     Kind("other shape", other_shape, "shapes"),
     Kind("exception", in_forward(raise_error), "exception"),
+    Kind("sys.exit", in_forward(leave), "exception"),
     Kind("NaN", not_a_number, "nan"),
     Kind("slow storage", slow_storage, "storage", ends=False),
     Kind("full disk", full_disk, "full disk"),

@@ -48,17 +48,19 @@ class Phases:
 
 
 class Activity(enum.IntFlag):
-    """What a thread is doing. Of STORAGE, RANKS and DATA the innermost applies; SAVE is kept beside it."""
+    """What a thread is doing. Of all but SAVE the innermost applies; SAVE is kept beside it."""
 
     NONE = 0
     STORAGE = 1
-    """Reads or writes the storage of checkpoints."""
+    """Reads or writes the storage of checkpoints, or writes records."""
     RANKS = 2
     """Exchanges messages with other ranks."""
     SAVE = 4
     """Saves or restores a checkpoint, or waits for that."""
     DATA = 8
     """Waits for a batch of an evaluation. That of a step has a phase of its own."""
+    PROFILE = 16
+    """Writes a profile: a trace of millions of events takes minutes."""
 
 
 class Activities:

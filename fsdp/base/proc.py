@@ -32,7 +32,7 @@ class ProcessStat:
     """Fields of /proc/PID/stat, or of one thread's."""
 
     state: str
-    """R runs, S sleeps, D waits for a device, T is stopped, Z is a zombie, X is dead."""
+    """R runs, S sleeps, D waits for a device, T is stopped, t by a debugger, Z is a zombie, X is dead."""
     parent: int
     cpu_s: float
     """User and system time."""
@@ -135,11 +135,6 @@ def shows_this_process() -> bool:
 def boot_id() -> str:
     """Drawn at each boot. Raises OSError where the system does not show it."""
     return (PROC / "sys/kernel/random/boot_id").read_text().strip()
-
-
-def has_threads() -> bool:
-    """Whether /proc shows the threads of this process."""
-    return (PROC / "self" / "task").is_dir()
 
 
 def pid_namespace(pid: int | str = "self") -> str:

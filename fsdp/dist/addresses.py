@@ -45,9 +45,12 @@ def is_loopback(address: str) -> bool:
 
 def listen(port: int, backlog: int) -> socket.socket:
     """A socket that accepts connections on all of this host's addresses; port 0 is any free one."""
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=backlog)
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # turned off in this network namespace; or the port is taken
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
+            )
+    return socket.create_server(("", port), backlog=backlog)
 
 
 def _address4(name: str) -> str | None:

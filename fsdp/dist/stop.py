@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fsdp.base import proc
 from fsdp.base.errors import ConfigError, LaunchError
-from fsdp.base.phases import StopReason
+from fsdp.base.phases import Activity, StopReason, announces
 from fsdp.base.stop_signals import SIGNALS, stop_signals
 from fsdp.config import StopSection
 from fsdp.dist.collectives import Sum, call_after_backward
@@ -224,6 +224,7 @@ class Stopper:
             self._checked, self._file_seen = now, self._sees_file()
         return self._file_seen
 
+    @announces(Activity.STORAGE)
     def _sees_file(self) -> bool:
         """Whether the file is there. Where the check cannot look, one line says so and training continues."""
         try:

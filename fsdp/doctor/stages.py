@@ -72,10 +72,12 @@ class RankExam:
 def examine(exam: RankExam) -> None:
     """Run all stages. Raises the error of a store or collective when time is up."""
     env = exam.env
+    exam.stage("the first calls of its device")
+    facts = facts_of(env)
     exam.stage("meeting the others")
-    place = {"node": env.node_rank, "local_rank": env.local_rank, "host": facts_of(env).host}
+    place = {"node": env.node_rank, "local_rank": env.local_rank, "host": facts.host}
     exam.store.set(f"here/{env.rank}", json.dumps(place))
-    exam.publish(facts=facts_of(env).as_json())
+    exam.publish(facts=facts.as_json())
     exam.gather("here")
     _check_network(exam)
     _check_device(exam)

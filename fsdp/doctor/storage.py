@@ -39,13 +39,20 @@ def unseen(folder: Path, names: Mapping[int, str], patience_s: float = PATIENCE_
     deadline = time.monotonic() + patience_s
     missing = dict(names)
     while missing:
-        found = os.listdir(folder) if folder.is_dir() else []  # noqa: PTH208  refreshes NFS's cache
-        present = set(found)
+        present = _listed(folder)
         missing = {node: name for node, name in missing.items() if name not in present}
         if not missing or time.monotonic() > deadline:
             break
         time.sleep(0.05)
     return sorted(missing)
+
+
+def _listed(folder: Path) -> set[str]:
+    """Empty for a folder that is not there, or may not be listed."""
+    try:
+        return set(os.listdir(folder))  # noqa: PTH208  refreshes NFS's cache
+    except OSError:
+        return set()
 
 
 def read(file: Path) -> dict[str, Any]:

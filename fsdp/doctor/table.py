@@ -39,7 +39,7 @@ def rows(reports: NodeReports) -> list[list[str]]:
             )
         else:
             found += [
-                _row(reports.hosts[node], str(rank), reports.by_rank[rank], reports.by_rank[members[0]])
+                _row(reports.hosts[node], str(rank), reports.by_rank[rank], reports.by_rank[present[0]])
                 for rank in present
             ]
     return found
@@ -62,7 +62,8 @@ def _row(host: str, rank: str, report: RankReport, head: RankReport) -> list[str
 
 
 def _device(report: RankReport) -> str:
-    return str(report["facts"]["device"]).removeprefix("NVIDIA ")
+    """Empty of a rank that failed before its first measurement, as one whose GPU does not answer."""
+    return str(report["facts"]["device"]).removeprefix("NVIDIA ") if "facts" in report else ""
 
 
 def the_device(reports: NodeReports) -> str:
@@ -90,15 +91,15 @@ def _link(link: RankReport) -> list[str]:
 
 
 def about(reports: NodeReports) -> str:
-    report = reports.by_rank.get(0) or next(iter(reports.by_rank.values()), None)
-    if report is None:
+    known = {rank: report["facts"] for rank, report in reports.by_rank.items() if "facts" in report}
+    if not known:
         return "no rank started"
-    facts = report["facts"]
+    rank, facts = min(known.items())
     versions = [f"torch {facts['torch']}", f"Python {facts['python']}"]
     versions += [
         f"{name} {facts[key]}" for name, key in (("NCCL", "nccl"), ("driver", "driver")) if facts[key]
     ]
-    return f"rank 0 has {', '.join(versions)}"
+    return f"rank {rank} has {', '.join(versions)}"
 
 
 def size(reports: NodeReports, seconds: float) -> str:

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.base.phases import Phases
+from fsdp.base.phases import Activity, Phases, announces
 from fsdp.base.units import byte_size
 from fsdp.config import Config, ProfileSection, changed_flags, flatten, profile_steps
 from fsdp.dist import collectives
@@ -92,6 +92,7 @@ class Profile:
             if self.memory is not None:
                 self.memory.phase(mark)
 
+    @announces(Activity.PROFILE)
     def close(self) -> None:
         """Ends profiling and writes its files, after a failure too."""
         if not self._on or self._over:

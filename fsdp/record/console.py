@@ -111,9 +111,15 @@ class _LiveHandler(logging.StreamHandler[TextIO]):
 def print_last(text: str) -> None:
     """Print a run's summary. A full log does not make the run fail."""
     try:
-        print(text, flush=True)
+        print(_encodable(text, sys.stdout), flush=True)
     except OSError as error:
         log.warning("the summary cannot be printed (%s)", error.strerror)
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    """With escapes for what the stream's encoding lacks, such as bytes of a file's name that are no UTF-8."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"  # an io.StringIO has none
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def flush_output() -> None:
@@ -277,7 +283,7 @@ class Console:
 
     def _write(self, text: str) -> None:
         try:
-            self._out.write(text)
+            self._out.write(_encodable(text, self._out))
             self._out.flush()
         except OSError as error:
             self._failed += 1

@@ -8,19 +8,19 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError, one_line
 from fsdp.config import Config, flatten
+from fsdp.record.sender import Sender, TimedRecord
 from fsdp.rundir.paths import lasting_name
 
 TAG = "shardrun.run_dir"
 """The tag by which a later start finds its MLflow run."""
-LONGEST, BATCH = 500, 100
-"""Characters of a parameter's value, and parameters of one call, that every server accepts."""
+LONGEST, BATCH, METRICS = 500, 100, 1000
+"""Characters of a parameter's value, and parameters and metrics of one call, that every server accepts."""
 
 
 def check_mlflow(experiment: str) -> None:
@@ -46,6 +46,7 @@ class MlflowSink:
                 f"--run.mlflow {config.run.mlflow}: {one_line(error)}",
                 "export MLFLOW_TRACKING_URI=http://HOST:PORT, or leave --run.mlflow out",
             ) from error
+        self._sender = Sender(type(self).__name__, self._log, lambda: self._client.set_terminated(self._run))
 
     def _open(self, config: Config, run_dir: Path) -> None:
         self._client = self._mlflow.MlflowClient()
@@ -71,12 +72,19 @@ class MlflowSink:
             self._client.log_batch(self._run, params=made[first : first + BATCH])
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        now = int(time.time() * 1000)
-        fresh = {key: value for key, value in values.items() if step > self._last_step(key)}
-        metrics = [self._mlflow.entities.Metric(key, value, now, step) for key, value in fresh.items()]
-        if metrics:
-            self._client.log_batch(self._run, metrics=metrics)
+        self._sender.put(step, values)
+
+    def _log(self, entries: Sequence[TimedRecord]) -> None:
+        """On the sender's thread: a server that is away holds a call for minutes."""
+        metrics = []
+        for step, values, at in entries:
+            fresh = {key: value for key, value in values.items() if step > self._last_step(key)}
             self._last.update(dict.fromkeys(fresh, step))
+            metrics += [
+                self._mlflow.entities.Metric(key, value, int(1000 * at), step) for key, value in fresh.items()
+            ]
+        for first in range(0, len(metrics), METRICS):
+            self._client.log_batch(self._run, metrics=metrics[first : first + METRICS])
 
     def _last_step(self, key: str) -> int:
         """Of an earlier start too. Its repeated steps are left out: MLflow would keep both."""
@@ -86,4 +94,4 @@ class MlflowSink:
         return self._last[key]
 
     def close(self) -> None:
-        self._client.set_terminated(self._run)
+        self._sender.close()

@@ -8,7 +8,6 @@ the run continues.
 from __future__ import annotations
 
 import itertools
-import logging
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +22,12 @@ from fsdp.dist.env import DistEnv
 from fsdp.record.console import Console
 from fsdp.record.custom_sinks import CustomSink
 from fsdp.record.grouped import Record, StepGroups
+from fsdp.record.losses import Losses
 from fsdp.record.metrics import Reporter, StepMetrics
 from fsdp.record.tensorboard import EventWriter
 from fsdp.rundir.history import save_record
 from fsdp.rundir.line_files import Appender
 from fsdp.rundir.paths import RunDir
-
-log = logging.getLogger(__name__)
 
 NOT_SCALARS = ("step", "steps")
 RECORDED = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "step_time_s", "data_wait_s")
@@ -109,12 +107,10 @@ class Recorder:
         self._env, self._reporter, self._console, self._mfu_of = env, reporter, console, mfu_of
         self._metrics, self._saves = Appender(run.metrics), Appender(run.saves)
         self._groups = StepGroups(full_records)
-        self._events = (
-            EventWriter(run.path / "tensorboard", purge_step=from_step + 1) if env.is_main else None
-        )
-        self._sinks: list[Sink] = [self._events] if self._events is not None else []
-        self._missed: dict[int, int] = {}
-        """Consecutive failures by sink."""
+        self._sinks: list[tuple[Sink, Losses]] = []
+        self._files: list[tuple[Sink, Losses]] = []
+        if env.is_main:
+            self._files = [_with_losses(EventWriter(run.path / "tensorboard", purge_step=from_step + 1))]
         self._pending: list[Pending] = []
         self._asynchronous = env.device.type in ASYNCHRONOUS_DEVICES
         self.last: StepMetrics | None = None
@@ -122,7 +118,7 @@ class Recorder:
 
     def add(self, sink: Sink) -> None:
         """It is closed with the recorder."""
-        self._sinks.append(sink)
+        self._sinks.append(_with_losses(sink))
 
     def step(self, pending: Pending) -> None:
         self._pending.append(pending)
@@ -186,7 +182,7 @@ class Recorder:
         found = {"step": step, **values, **_epoch(epoch)}
         if self._env.is_main:
             self._metrics.append(found)
-            self._send(self._sinks, step, "eval", found)
+            self._send([*self._files, *self._sinks], step, "eval", found)
             shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items() if "/" not in name)
             at = "" if epoch is None else f", epoch {epoch:.2f}"
             self._console.print_line(f"{shown}  at step {step}{at}")
@@ -213,9 +209,8 @@ class Recorder:
 
     def _write_step(self, record: dict[str, float]) -> None:
         """The run directory's files get grouped records; the sinks that others made get each step."""
-        step = int(record["step"])
         self._write_group(self._groups.add(record))
-        self._send([one for one in self._sinks if one is not self._events], step, "train", record)
+        self._send(self._sinks, int(record["step"]), "train", record)
 
     def _close_group(self) -> None:
         self._write_group(self._groups.close())
@@ -224,59 +219,36 @@ class Recorder:
         if record is None:
             return
         self._metrics.append(record)  # unbuffered: a kill loses nothing that was printed, but for a group
-        if self._events is not None:
-            self._send([self._events], int(record["step"]), "train", record)
+        self._send(self._files, int(record["step"]), "train", record)
 
-    def _send(self, sinks: Sequence[Sink], step: int, group: str, record: Record) -> None:
+    def _send(self, sinks: Sequence[tuple[Sink, Losses]], step: int, group: str, record: Record) -> None:
         values = {
             f"{group}/{name}": float(v)
             for name, v in record.items()
             if name not in NOT_SCALARS and not isinstance(v, Mapping)
         }
-        for sink in sinks:
-            nth = self._sinks.index(sink)
+        for sink, losses in sinks:
             try:
                 sink.scalars(step, values)
             except Exception as error:  # a full disk, a server that is away, an error in a user's sink
-                self._failed(nth, step, error)
+                losses.add(step, error)
             else:
-                self._recovered(nth, step)
-
-    def _failed(self, nth: int, step: int, error: Exception) -> None:
-        if nth not in self._missed:
-            log.warning(
-                "step %d: %s cannot write: %s. The run continues",
-                step,
-                _label(self._sinks[nth]),
-                error,
-            )
-        self._missed[nth] = self._missed.get(nth, 0) + 1
-
-    def _recovered(self, nth: int, step: int) -> None:
-        if missed := self._missed.pop(nth, 0):
-            log.warning(
-                "step %d: %s writes again, %d records are lost", step, _label(self._sinks[nth]), missed
-            )
+                losses.end(step)
 
     def close(self) -> None:
         Console.clear_live()
         self._close_group()
         self._metrics.close()
         self._saves.close()
-        for nth, sink in enumerate(self._sinks):
+        for sink, losses in (*self._files, *self._sinks):
             try:
                 sink.close()
             except Exception as error:
-                log.warning(
-                    "%s cannot be closed: %s. %d records are lost",
-                    _label(sink),
-                    error,
-                    self._missed.get(nth, 0),
-                )
+                losses.not_closed(error)
 
 
-def _label(sink: Sink) -> str:
-    return sink.label if isinstance(sink, CustomSink) else type(sink).__name__
+def _with_losses(sink: Sink) -> tuple[Sink, Losses]:
+    return sink, Losses(sink.label if isinstance(sink, CustomSink) else type(sink).__name__)
 
 
 def step_record(metrics: StepMetrics) -> dict[str, float]:

@@ -7,6 +7,7 @@ payload is a protobuf Event message, of which four fields are used; a scalar eve
 from __future__ import annotations
 
 import functools
+import math
 import socket
 import struct
 import time
@@ -66,7 +67,10 @@ def _tag(tag: str) -> bytes:
 
 
 def _scalar(tag: str, value: float) -> bytes:
-    return _tag(tag) + struct.pack("<f", value)
+    try:
+        return _tag(tag) + struct.pack("<f", value)
+    except OverflowError:  # more than fp32 holds, as of a run that diverges
+        return _tag(tag) + struct.pack("<f", math.copysign(math.inf, value))
 
 
 class EventWriter:

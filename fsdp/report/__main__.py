@@ -25,6 +25,7 @@ from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.checkpoint.run_source import RunSource, opened, output_of
 from fsdp.config import TRUST_HELP
 from fsdp.config.command_line import CommandParser
+from fsdp.record.console import print_last
 from fsdp.report.page import MOST_SIDE_BY_SIDE, page
 from fsdp.report.run_data import RunData, read_run
 from fsdp.report.sample_section import LARGEST_EXPORT, SampleSection, read_samples
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
     for sample in samples:
         if sample.refused:
             print(f"fsdp.report: no samples: {sample.refused}", file=sys.stderr)
-    print(out)
+    print_last(str(out))
     return 0
 
 

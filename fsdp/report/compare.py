@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, floor, sqrt
+from math import ceil, floor, isfinite, sqrt
 from typing import Any
 
 import numpy as np
@@ -170,9 +170,9 @@ def _difference(
 ) -> Difference:
     if a is None or b is None:
         return Difference(figure.name, texts)
-    if a == b or not (a == a and b == b):
+    if a == b or not (isfinite(a) and isfinite(b)):
         return Difference(figure.name, texts, "the same" if a == b else "not comparable")
-    ratio = b / a if a > 0 and b > 0 else None
+    ratio = b / a if a > 0 and b > 0 and isfinite(b / a) else None
     interval = _ratios(spreads) if ratio else None
     short = f"{(b - a) / abs(a):+.1%}" if a else f"{b - a:+.4g}"
     spread = f" ({interval[0] - 1:+.1%} to {interval[1] - 1:+.1%})" if interval else ""
@@ -188,7 +188,8 @@ def _ratios(spreads: Sequence[Interval | None]) -> Interval | None:
     one, two = spreads
     if one is None or two is None or min(*one, *two) <= 0:
         return None
-    return two[0] / one[1], two[1] / one[0]
+    low, high = two[0] / one[1], two[1] / one[0]
+    return (low, high) if low > 0 and isfinite(high) else None
 
 
 NOT_COMPARED = ("run.dir", "checkpoint.dir")

@@ -199,7 +199,8 @@ def _ended(start: Start, event: Mapping[str, Any]) -> Start:
     elif kind == "unmet":
         why, outcome = "the rendezvous of its nodes failed", "failed"
     elif kind == "end":
-        outcome = event["how"] if event.get("how") in set(Ending) else _outcome_of_text(why)
+        # a list, since the value may be of a type that no set holds
+        outcome = event["how"] if event.get("how") in list(Ending) else _outcome_of_text(why)
     return replace(
         start,
         to_step=_integer_or_none(event.get("step")),

@@ -8,14 +8,15 @@ from pathlib import Path
 
 from fsdp.dist import nccl_log
 from fsdp.report.file_notes import Notes
+from fsdp.report.own_files import is_own
 
-MOST_FILES, MOST_LINES = 64, 50_000
-"""Read of a run's logs: one rank's tells how it reaches the others."""
+MOST_FILES, MOST_LINES, LONGEST = 64, 50_000, 4096
+"""Read of a run's logs: one rank's tells how it reaches the others. A longer line is read as several."""
 
 
 def note_transport(run: Path, notes: Notes) -> None:
     """What is odd in the logs becomes a note at the page's head."""
-    files = sorted((run / "logs").glob("nccl*.log"))[:MOST_FILES]
+    files = [file for file in sorted((run / "logs").glob("nccl*.log")) if is_own(file)][:MOST_FILES]
     if not files:
         return
     found = nccl_log.read_log(islice(_lines(files, notes), MOST_LINES))
@@ -29,6 +30,7 @@ def _lines(files: list[Path], notes: Notes) -> Iterator[str]:
     for file in files:
         try:
             with file.open(encoding="utf-8", errors="replace") as stream:
-                yield from stream
+                while line := stream.readline(LONGEST):
+                    yield line
         except OSError as error:
             notes.add(f"{file.name} cannot be read ({error.strerror})")

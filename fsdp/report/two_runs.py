@@ -30,9 +30,9 @@ PICTURE = (
 )
 HIGHEST = "Peak of the profiled steps, by kind, on the rank where it is highest; one scale."
 TIME = "Mean time of a step over all ranks; one scale."
-LEAST_SCALE = math.log(1.1)
+LEAST_SCALE, MOST_SCALE = math.log(1.1), math.log(1e4)
 ROOM = 1.4
-"""The scale reaches so far beyond the greatest difference; a longer interval ends at the scale's end."""
+"""The scale reaches so far beyond the greatest difference; what is longer ends at the scale's end."""
 NOT_DRAWN = ("last step", "starts")
 
 
@@ -59,7 +59,8 @@ def _picture(found: Sequence[Difference]) -> Markup:
     drawn = [one for one in found if one.ratio and one.name not in NOT_DRAWN]
     if not drawn:
         return Markup("")
-    scale = max(LEAST_SCALE, *(abs(math.log(one.ratio or 1.0)) for one in drawn)) * ROOM
+    greatest = max(abs(math.log(one.ratio or 1.0)) for one in drawn)
+    scale = min(MOST_SCALE, max(LEAST_SCALE, greatest) * ROOM)
     return render(
         "report/templates/differences.html",
         rows=[_row(one, scale) for one in drawn],

@@ -205,13 +205,19 @@ def _stacks(watch: Path, verdict: VerdictRecord) -> str:
     named = own_text(folder / f"rank-{verdict.ranks[0]}.txt", STACK) if verdict.ranks else ""
     if len(named) > SHORT:
         return named
-    others = sorted(
-        int(found[1]) for file in folder.glob("rank-*.txt") if (found := _STACK_FILE.fullmatch(file.name))
-    )
-    other = next((rank for rank in others if rank not in verdict.ranks), None)
+    other = next((rank for rank in _ranks_with_stacks(folder) if rank not in verdict.ranks), None)
     if other is None:
         return named
     return f"{named}\n\nrank {other}:\n{own_text(folder / f'rank-{other}.txt', STACK)}".lstrip()
+
+
+def _ranks_with_stacks(folder: Path) -> list[int]:
+    """Empty for a folder that cannot be listed, such as one whose name is too long."""
+    try:
+        names = [file.name for file in folder.iterdir()]
+    except OSError:
+        return []
+    return sorted(int(found[1]) for name in names if (found := _STACK_FILE.fullmatch(name)))
 
 
 def _late(folder: Path, notes: Notes) -> Iterator[LateRecord]:

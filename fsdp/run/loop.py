@@ -119,6 +119,7 @@ def _train(start: _Start, watch: Watch, oom: OutOfMemoryHandler) -> Outcome:
         # 1.5 MiB of source, read for traces of the fake tensors from which FSDP2 infers shapes
         linecache.clearcache()
         loop.phases.listen(watch.phase)
+        loop.branches.listener = watch.left_out
         profile = _maybe_profile(loop)
         if profile is not None:
             parts.enter_context(closing(profile))

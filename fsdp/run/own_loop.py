@@ -140,7 +140,8 @@ class Training:
     def steps(self, last: int) -> Iterator[int]:
         """The numbers of the steps that are left, up to `last`."""
         while self.step < last:
-            self._phases.enter("forward", self.step + 1)
+            self._phases.enter("data", self.step + 1)  # listeners begin a step with it
+            self._phases.enter("forward")
             yield self.step + 1
 
     def update(self) -> Tensor:

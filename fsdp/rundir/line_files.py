@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fsdp.base.phases import Activity, announces
 from fsdp.base.text import listed
 
 log = logging.getLogger(__name__)
@@ -158,6 +159,7 @@ class Appender:
         if may_try and self._bytes > self._buffer_bytes:
             self.flush()
 
+    @announces(Activity.STORAGE)
     def flush(self) -> None:
         """Write the waiting records, or keep them and log why."""
         if not self._waiting:

@@ -8,7 +8,8 @@ A step's forward order of units and the parameters of its reductions make one nu
 travels with the sum of the step's loss. Ranks that differ are found before the update on CPU, and one step
 later on a device, whose loss the host does not wait for. Measured on CPU for 58 parameters in 7 groups (292
 in 33): 1.2 (1.7) µs with warm caches, 17 (32) µs within a step. Ranks that issue a different number of
-collectives hang, which fsdp/watch/hang_verdict.py reports.
+collectives hang, and gloo aborts a rank that receives a reduction of another size: fsdp/watch/hang_verdict.py
+reports that, with the parameters that a rank has left out of its reduction.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdp.base.errors import TrainingError
+from fsdp.base.text import counted
 from fsdp.base.torch_private.fsdp import (
     before_reductions,
     forward_order,
@@ -30,6 +32,7 @@ from fsdp.base.torch_private.fsdp import (
 )
 from fsdp.dist import collectives
 from fsdp.parallel.shard import Sharded
+from fsdp.watch.hang_verdict import SAME_PARTS
 
 BITS = 20
 """Of a signature: the sum of its square over 4,096 ranks is still exact in float64."""
@@ -49,22 +52,36 @@ class BranchCheck:
     """One sharded model, checked from the constructor to close().
 
     Nothing is compared on one rank, nor under DDP, where Sharded.micro_batch names the unused parameters.
+    `listener` receives the trainable parameters that a reduction leaves out, as text; empty without any.
     """
 
     def __init__(self, sharded: Sharded) -> None:
         self._ranks = sharded.ranks
         self._groups: list[Any] = list(parameter_groups(sharded.root)) if self._ranks > 1 else []
+        self.listener: Callable[[str], None] = lambda _: None
+        self._trained = [
+            [one for one in group.fsdp_params if one.sharded_param.requires_grad] for group in self._groups
+        ]
+        self._group_of = {id(one): at for at, group in enumerate(self._groups) for one in group.fsdp_params}
+        self._left_out = ""
         self._reductions: list[list[Any]] = []
         self._now: _Seen = [], [], []
         self._before = self._now
         self._signature = 0
         self._patches = contextlib.ExitStack()
         if self._groups:
-            # Not the list's own append: each step has a new list.
-            self._patches.enter_context(before_reductions(lambda some: self._reductions.append(some)))
+            self._patches.enter_context(before_reductions(self._note))
 
     def close(self) -> None:
         self._patches.close()
+
+    def _note(self, parameters: list[Any]) -> None:
+        self._reductions.append(parameters)
+        at = self._group_of.get(id(parameters[0]))
+        left_out = "" if at is None else _left_out(self._trained[at], parameters)
+        if left_out != self._left_out:
+            self._left_out = left_out
+            self.listener(left_out)
 
     def signature(self) -> int:
         """Call it when the backward has computed all gradients and before FSDP ends it.
@@ -107,6 +124,19 @@ class BranchCheck:
         return [group_name(group) or "the root" for group in order], reduced
 
 
+def _left_out(trained: Sequence[Any], reduced: Sequence[Any]) -> str:
+    """`head.weight (and 1 more parameter)`"""
+    if len(reduced) == len(trained):
+        return ""
+    kept = set(map(id, reduced))
+    names = [parameter_name(one) for one in trained if id(one) not in kept]
+    return _with_more(names[0], len(names) - 1) if names else ""
+
+
+def _with_more(name: str, more: int) -> str:
+    return f"{name} (and {counted(more, 'more parameter')})" if more else name
+
+
 def _difference(step: int, ran: Sequence[_Ran]) -> TrainingError:
     """The error for rank 0 and the first rank that differs from it."""
     other = next(rank for rank, one in enumerate(ran) if one != ran[0])
@@ -115,8 +145,8 @@ def _difference(step: int, ran: Sequence[_Ran]) -> TrainingError:
     here, there = list(more - fewer), list(fewer - more)
     if here or there:
         name, with_it, without = (here[0], 0, other) if here else (there[0], other, 0)
-        others = f" (and {len(here) + len(there) - 1} more parameters)" if len(here) + len(there) > 1 else ""
-        what = f"{name}{others} has a gradient on rank {with_it} and none on rank {without}"
+        some = _with_more(name, len(here) + len(there) - 1)
+        what = f"{some} has a gradient on rank {with_it} and none on rank {without}"
     else:
         pairs = zip((*units, *reduced), (*other_units, *other_reduced), strict=False)
         mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("more", "less"))
@@ -124,7 +154,6 @@ def _difference(step: int, ran: Sequence[_Ran]) -> TrainingError:
     return TrainingError(
         f"step {step}: ranks run different parts of the model, "
         f"so reductions mix gradients of different parameters: {what}.",
-        "draw what is left out from a generator with the same seed on every rank, "
-        "or add 0 * part(x).sum() to the loss for a part that a rank does not use",
+        SAME_PARTS,
         ranks=(0, other),
     )

@@ -92,7 +92,7 @@ class DeviceClock:
         waiting = sum(waited[index] for index in DEVICE_PHASES)
         self._writer.waited_on_device(waiting)
         work = sum(spent[index] for index in DEVICE_PHASES) - waiting
-        self._writer.step_took(step, work, marks[0][1].elapsed_time(marks[-1][1]) / 1e3)
+        self._writer.step_took(step, work)
 
     # ------------------------------------------------------------ where FSDP2 waits
 
@@ -102,8 +102,8 @@ class DeviceClock:
         self._patches.enter_context(around_methods(methods, *groups, required=False))
 
     def _timed(self, group: Any, run: Run) -> Any:
-        if not self._marks:
-            return run()  # before the first step
+        if not self._marks or not ON_DEVICE[self._marks[-1][0]]:
+            return run()  # before the first step; in an evaluation, whose waits nobody reads
         index, began = self._marks[-1][0], self._now()
         try:
             return run()

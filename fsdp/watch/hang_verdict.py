@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from fsdp.base.phases import PHASES
+from fsdp.base.phases import PHASES, Activity
 from fsdp.base.text import named_ranks
 from fsdp.base.units import byte_size
 from fsdp.watch.observation import (
@@ -40,6 +40,10 @@ RECOVERABLE = ("stopped", "data", "loop", "lock", "blocked", "storage", "device"
 """Kinds from which a rank may recover by itself: printed at once, and the job ends later."""
 NOT_YET = ("start", "end")
 """Phases without steps, in which one rank may work for long while others wait: loading, the export."""
+SAME_PARTS = (
+    "draw what is left out from a generator with the same seed on every rank, "
+    "or add 0 * part(x).sum() to the loss for a part that a rank does not use"
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,6 @@ class Verdict:
     """One line: which rank, what it does and where."""
     others: str = ""
     hint: str = ""
-    trace: str = ""
     final: bool = False
     """A rank has failed: what the others recover from does not continue the run."""
 
@@ -77,7 +80,7 @@ def judge(found: Sequence[Observation], *, ranks: int = 0, endless_s: float = ma
     """
     live = [e for e in found if e.alive and not e.over]
     failed = any(e.has_failed for e in found)
-    if live and all(e.state == "T" for e in live) and not failed:
+    if live and all(e.stopped for e in live) and not failed:
         return None  # the scheduler has suspended the job
     # An unseen rank may be at fault: comparing the collectives of the others would blame one of those.
     all_seen = len(found) >= ranks and not any(e.silent_node_s for e in found)
@@ -86,7 +89,7 @@ def judge(found: Sequence[Observation], *, ranks: int = 0, endless_s: float = ma
     for one in (_failed, _dead, _echoes, _unseen, _stopped, _apart, _storage, recorded, absent, _network):
         verdict = one(found) if all_seen or one not in comparing else None
         if verdict is not None:
-            return replace(verdict, final=failed)
+            return replace(_with_parameters(verdict, found), final=failed)
     return None
 
 
@@ -124,7 +127,7 @@ def _failed(found: Sequence[Observation]) -> Verdict | None:
     alike = {e.rank for e, one in own if one["message"] == message}
     others = _beside(found, culprits, alike)
     what = message if failure["ours"] else f"{_who(first)} failed: {message}"
-    return Verdict(failure["kind"], culprits, what, others, failure["hint"], failure["trace"])
+    return Verdict(failure["kind"], culprits, what, others, failure["hint"])
 
 
 def _beside(found: Sequence[Observation], culprits: Sequence[int], alike: set[int]) -> str:
@@ -231,14 +234,15 @@ def _nodes(found: Sequence[Observation]) -> str:
 
 
 def _stopped(found: Sequence[Observation]) -> Verdict | None:
-    stopped = [e for e in found if e.alive and e.state == "T"]
+    stopped = [e for e in found if e.alive and e.stopped]
     if not stopped:
         return None
-    who = [e.rank for e in stopped]
-    what = f"{', '.join(_who(e) for e in stopped)} is stopped (SIGSTOP): {_at(stopped[0])}"
-    return Verdict(
-        "stopped", tuple(who), what, _waiting(found, who), f"kill -CONT {stopped[0].pid} on {stopped[0].node}"
-    )
+    who, first = [e.rank for e in stopped], stopped[0]
+    how, hint = "SIGSTOP", f"kill -CONT {first.pid} on {first.node}"
+    if first.state == "t":
+        how, hint = "a debugger", f"detach the debugger from process {first.pid} on {first.node}"
+    what = f"{', '.join(_who(e) for e in stopped)} is stopped ({how}): {_at(first)}"
+    return Verdict("stopped", tuple(who), what, _waiting(found, who), hint)
 
 
 def _apart(found: Sequence[Observation]) -> Verdict | None:
@@ -285,6 +289,15 @@ def _odd(odd: Sequence[Observation], place: tuple[int, int], op: str, numel: int
         return Verdict("collective", who, what, others, "look for a branch that differs between ranks")
     what = f"{name} came to {op} with {one.numel} numbers, the others with {numel}: {_at(one)}"
     return Verdict("shapes", who, what, others, "look for a size that depends on the rank's own data")
+
+
+def _with_parameters(verdict: Verdict, found: Sequence[Observation]) -> Verdict:
+    """Of sizes that differ: the parameters that one rank leaves out of its reduction and another does not."""
+    if verdict.kind != "shapes" or len({e.left_out for e in found}) < 2:
+        return verdict
+    one = next(e for e in found if e.left_out)
+    what = f"{verdict.what}; {_who(one)} has no gradient of {one.left_out}"
+    return replace(verdict, what=what, hint=SAME_PARTS)
 
 
 def _absent(found: Sequence[Observation], endless_s: float) -> Verdict | None:
@@ -394,7 +407,7 @@ def _reason(e: Observation, endless_s: float) -> tuple[str, str]:
 
 
 def _storage(found: Sequence[Observation]) -> Verdict | None:
-    """All are in a save, and some at the storage."""
+    """All are in a save or wait, and some are at the storage: of checkpoints, or of the run's records."""
     live = [e for e in found if e.alive]
     at_it = [e for e in live if writes(e)]
     if not at_it or not all(writes(e) or waits_for_save(e) or waits(e) for e in live):
@@ -407,12 +420,13 @@ def _storage(found: Sequence[Observation]) -> Verdict | None:
         return None
     one = at_it[0]
     who = tuple(e.rank for e in at_it)
-    stack = next((s for s in (one.threads.get("checkpoint", ()), one.stack) if s), ())
-    slow = f"{_names(at_it)} is in a save and its storage is slow, {one.still_s:.1f} s by now"
-    what = f"{slow}: step {one.step}, at {own_line(stack)}"
-    return Verdict(
-        "storage", who, what, _waiting(found, who), "check its storage, or --checkpoint.dir elsewhere"
-    )
+    saves = any(e.phase == "save" or Activity.SAVE in e.activity or e.save_activity for e in at_it)
+    stack = next((s for s in (one.threads.get("checkpoint", ()), one.stack) if s and saves), one.stack)
+    does, hint = "is in a save and its storage is slow", "check its storage, or --checkpoint.dir elsewhere"
+    if not saves:
+        does, hint = "waits for the storage of its records", "check the storage of --run.dir"
+    what = f"{_names(at_it)} {does}, {one.still_s:.1f} s by now: step {one.step}, at {own_line(stack)}"
+    return Verdict("storage", who, what, _waiting(found, who), hint)
 
 
 def _network(found: Sequence[Observation]) -> Verdict | None:

@@ -66,11 +66,11 @@ def times_of(report: Mapping[str, Any], names: frozenset[str]) -> tuple[dict[int
         ):
             continue
         try:
-            rows = {int(step): (work, whole) for step, (work, whole) in report["steps"][rank].items()}
+            rows = {int(step): work for step, work in report["steps"][rank].items()}
             number = int(rank)
         except (ValueError, TypeError, AttributeError):
             continue
-        if all(_is_number(work) and _is_number(whole) for work, whole in rows.values()):
+        if all(map(_is_number, rows.values())):
             steps[number], spent[number] = rows, seconds
     return steps, spent
 

@@ -54,8 +54,10 @@ HANG_LEAST_S, HANG_STEPS = 60.0, 30
 """How long a rank that may recover is waited for, at least; the second in steps."""
 STORAGE_LEAST_S = 600.0
 """A restart needs the same storage, and would lose the save that waits for it."""
-FIRST_DATA_S = 600.0
-"""Before the first batch of a start, and of an evaluation, a data set may build an index, or download."""
+FIRST_S = 600.0
+"""In the first step of a start all that is lazy happens: a data set builds an index, a library compiles its
+kernels. No measured step tells a long computation from an endless one. An evaluation's data are as lazy.
+"""
 UNREACHED_S = 10.0
 """A node that has not reached the head by then judges for itself."""
 CERTAIN_S, SETTLE_S, ECHO_S = 0.5, 1.5, 3.0
@@ -263,8 +265,9 @@ class Monitor:
         """The longest stillness of a run in this state."""
         if self.options.hang_s > 0:
             return self.options.hang_s
-        if verdict.kind == "data" and (evaluates or not self._step_s()):
-            return FIRST_DATA_S
+        first = not self._step_s() and verdict.kind != "stopped"
+        if first or (verdict.kind == "data" and evaluates):
+            return FIRST_S
         least = STORAGE_LEAST_S if verdict.kind == "storage" else HANG_LEAST_S
         return max(least, HANG_STEPS * self._step_s())
 

@@ -6,6 +6,7 @@ other nodes are in monitor_links.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -29,11 +30,11 @@ class NodeRanks:
     """`paths`: the status page of each rank. `seen`: the last observations, with answers after a request."""
 
     def __init__(self, paths: Mapping[int, str], node: str, files: RecordFiles) -> None:
-        # a run of a few steps may be over before this process has started
-        present = {rank: Path(path) for rank, path in paths.items() if Path(path).exists()}
-        self.ranks = [LocalRank(rank, path, node) for rank, path in present.items()]
-        for one in self.ranks:
-            one.page.numbers[status_page.MONITOR] = os.getpid()
+        self.ranks: list[LocalRank] = []
+        for rank, path in paths.items():
+            with contextlib.suppress(FileNotFoundError):  # a run of a few steps may be over already
+                self.ranks.append(LocalRank(rank, Path(path), node))
+                self.ranks[-1].page.numbers[status_page.MONITOR] = os.getpid()
         self.seen: list[Observation] = []
         self._files = files
 
@@ -89,7 +90,7 @@ class NodeRanks:
     @staticmethod
     def _can_answer(one: LocalRank) -> bool:
         """A stopped process cannot: its state shows it, so nothing waits for it."""
-        return one.seen.alive and not one.seen.over and one.seen.state != "T"
+        return one.seen.alive and not one.seen.over and not one.seen.stopped
 
     def keep(self, folder: str) -> None:
         """Write the stacks of all threads and the flight recorders of these ranks."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.phases import PHASES, READER, Activity
-from fsdp.base.torch_private.names import BACKWARD_FUNCTION, COMPILER_PACKAGES
+from fsdp.base.torch_private.names import BACKWARD_FUNCTION, COMPILER_HELPERS, COMPILER_PACKAGES
 from fsdp.watch.recorded_calls import GroupCalls
 
 Frame = tuple[str, int, str]
@@ -60,11 +60,15 @@ class Observation:
     answered: bool | None = None
     """Whether the responder answered; None if it received no request."""
     moving: bool = False
-    """The training thread was at different instructions in two answers."""
+    """The training thread runs Python: it was at different instructions in two answers, or where a loop or a
+    function of Python is interrupted.
+    """
     stack: tuple[Frame, ...] = ()
     threads: dict[str, tuple[Frame, ...]] = field(default_factory=dict)
     calls: tuple[GroupCalls, ...] = ()
     """From PyTorch's flight recorder, as the responder answered."""
+    left_out: str = ""
+    """Trainable parameters of a unit without a gradient in its last reduction, such as `head.weight`."""
     failure: dict[str, Any] | None = None
     """The rank's failure report (failure_report.py)."""
     fatal: str = ""
@@ -95,6 +99,11 @@ class Observation:
     def has_failed(self) -> bool:
         """It has reported an error, or it is dead. The second is not known of a node that is silent."""
         return self.failure is not None or not (self.alive or self.over or self.silent_node_s)
+
+    @property
+    def stopped(self) -> bool:
+        """By a signal or a debugger: nothing in it runs."""
+        return self.state in ("T", "t")
 
     @property
     def aborted(self) -> bool:
@@ -171,7 +180,7 @@ def _is_in(stack: Sequence[Frame], *packages: str, top: int = 60) -> bool:
 
 def waits(e: Observation) -> bool:
     """In a collective, for others."""
-    if not e.alive or e.state in "TZ":
+    if not e.alive or e.stopped:
         return False
     if e.in_call:
         return True
@@ -181,11 +190,15 @@ def waits(e: Observation) -> bool:
 
 
 def prepares(e: Observation) -> bool:
-    """Compiles or imports: takes long, and is no fault."""
-    stacks = (e.stack, *e.threads.values())
+    """Compiles, imports or writes a profile: takes long, and is no fault. A thread that the compiler leaves
+    behind is idle.
+    """
+    if Activity.PROFILE in e.activity:
+        return True
+    threads = (stack for stack in e.threads.values() if not _is_in(stack, COMPILER_HELPERS))
     return any(
         _is_in(stack, *COMPILER_PACKAGES) or any("importlib" in frame[0] for frame in stack)
-        for stack in stacks
+        for stack in (e.stack, *threads)
     )
 
 

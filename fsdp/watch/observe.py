@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -25,6 +26,9 @@ from fsdp.watch.recorded_calls import GroupCalls
 from fsdp.watch.status_page import OVER, STACK_SIGNAL, RankStatus
 
 ANSWER_S = 1.0
+THREAD = re.compile(r"^(Current thread|Thread) 0x", re.MULTILINE)
+FRAME = re.compile(r'^ +File "(.*)", line (\d+|\?\?\?) in (.*)\n', re.MULTILINE)
+"""Of faulthandler's text."""
 COUNT_S = 2.0
 """Between two counts of kills for lack of memory. The last but one counts: a large process takes a while to
 end. One long ago, of another process, caused no death.
@@ -115,6 +119,7 @@ class LocalRank:
             save_activity=status.save_activity,
             starved_s=counts.starved_s - start.starved_s if counts and start else 0.0,
             failure=self.page.read_failure(),
+            left_out=self.page.read_left_out(),
         )
         if alive and now - self._counted_at > COUNT_S:
             self._oom_kills = [self._oom_kills[1], self._memory.oom_kills()]
@@ -170,11 +175,12 @@ class LocalRank:
     def with_answer(self, answer: dict[str, Any] | None) -> Observation:
         """`seen` with the responder's answer; without one, with the stack that faulthandler writes."""
         if answer is None:
-            stack = self._stack_by_signal() if self.seen.alive and self.seen.state != "T" else ()
+            stack = self._stack_by_signal() if self.seen.alive and not self.seen.stopped else ()
             return replace(self.seen, answered=False, stack=stack)
         stack = _frames(answer["training"])
         at = (answer["lasti"], hash(stack))
-        moving, self._instruction = bool(self._instruction) and at != self._instruction, at
+        moving = answer["in_python"] or (bool(self._instruction) and at != self._instruction)
+        self._instruction = at
         threads = {name: _frames(frames) for name, frames in answer["threads"].items()}
         calls = tuple(GroupCalls(**one) for one in answer["groups"])
         return replace(self.seen, answered=True, stack=stack, threads=threads, moving=moving, calls=calls)
@@ -217,14 +223,11 @@ def _frames(rows: list[list[Any]]) -> tuple[Frame, ...]:
 
 
 def parse_stacks(text: str) -> tuple[Frame, ...]:
-    """From faulthandler's text: the current thread's stack, else the last one (the main thread's)."""
-    blocks = text.split("hread 0x")[1:]
-    current = [block for at, block in enumerate(blocks) if text.split("hread 0x")[at].endswith("Current t")]
-    chosen = current[0] if current else (blocks[-1] if blocks else "")
-    frames = []
-    for line in chosen.splitlines():
-        if line.strip().startswith('File "'):
-            file, _, rest = line.strip()[6:].partition('", line ')
-            number, _, name = rest.partition(" in ")
-            frames.append((file, int(number), name))
-    return tuple(frames)
+    """From faulthandler's text: the current thread's stack, else the last one (the main thread's). A frame
+    without a line has 0; a line that is still being written is left out.
+    """
+    blocks = THREAD.split(text)[1:]
+    threads = list(zip(blocks[::2], blocks[1::2], strict=True))
+    current = (frames for head, frames in threads if head == "Current thread")
+    chosen = next(current, threads[-1][1] if threads else "")
+    return tuple((file, int(line.replace("???", "0")), name) for file, line, name in FRAME.findall(chosen))

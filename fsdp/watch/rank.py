@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import signal
@@ -32,7 +33,7 @@ from fsdp.dist import collectives
 from fsdp.dist.addresses import listen
 from fsdp.dist.env import DistEnv, rendezvous_host
 from fsdp.dist.stop import LAST_ACTS
-from fsdp.rundir.lock import this_holder
+from fsdp.rundir.lock import this_place
 from fsdp.watch import status_page
 from fsdp.watch.collective_calls import CollectiveCounter
 from fsdp.watch.cuda_timing import device_clock
@@ -41,6 +42,8 @@ from fsdp.watch.last_process import wait_until_printed, wake
 from fsdp.watch.monitor_options import MonitorOptions
 from fsdp.watch.responder import Responder
 from fsdp.watch.status_page import FAILED, LEFT, OVER, PID, STATE, THREAD, StatusPage, Writer
+
+log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 MONITOR_END_S = 2.0
@@ -60,21 +63,37 @@ class Watch:
         self._monitor: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Watch:
-        if not self._section.enabled or not proc.has_threads():
-            return self  # a system other than Linux: a monitor could observe nothing
-        remove_stale_names()
-        name = f"shardrun-{_pid_namespace()}-{os.getpid()}-{secrets.token_hex(4)}.page"
-        self._page = own = status_page.create(name)
-        own.numbers[PID], own.numbers[THREAD] = os.getpid(), threading.get_native_id()
-        own.numbers[status_page.CUDA] = self._env.device.type == "cuda"
+        if not self._section.enabled:
+            return self
+        try:
+            self._page = self._observable()
+        except OSError as error:
+            log.warning("watch: this rank is not watched (%s)", error)
+        self._start_monitor()
+        if self._page is None:
+            return self
+        own = self._page
         self._writer = Writer(own.numbers)
-        self._responder = Responder(own.path, self._env.device)
-        self._start_monitor(own.path)
         self._calls = CollectiveCounter(self._writer)
         self._device = device_clock(self._writer) if own.numbers[status_page.CUDA] else None
         LAST_ACTS.append(self._mark_over)
         ACTIVITIES.listener = self._writer.activity
         return self
+
+    def _observable(self) -> StatusPage:
+        """This rank's page and responder. OSError where a monitor could not observe it."""
+        if not proc.shows_this_process():
+            raise OSError("/proc is of another PID namespace")
+        remove_stale_names()
+        own = status_page.create(f"shardrun-{_pid_namespace()}-{os.getpid()}-{secrets.token_hex(4)}.page")
+        own.numbers[PID], own.numbers[THREAD] = os.getpid(), threading.get_native_id()
+        own.numbers[status_page.CUDA] = self._env.device.type == "cuda"
+        try:
+            self._responder = Responder(own.path, self._env.device)
+        except OSError:
+            own.path.unlink()
+            raise
+        return own
 
     def phase(self, name: str, step: int) -> None:
         """A listener of fsdp/base/phases.py."""
@@ -82,6 +101,11 @@ class Watch:
             self._writer.phase(name, step)
             if self._device is not None:
                 self._device.phase(name, step)
+
+    def left_out(self, parameters: str) -> None:
+        """A listener of branch_check.py."""
+        if self._page is not None:
+            self._page.write_left_out(parameters)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -93,7 +117,7 @@ class Watch:
         self._calls.close()
         if self._device is not None:
             self._device.close()
-        if isinstance(error, Exception):
+        if isinstance(error, Exception | SystemExit):  # a model's file may call sys.exit("pip install …")
             self._report(error)
         else:
             self._writer.phase("end", int(self._page.numbers[status_page.STEP]))
@@ -113,7 +137,7 @@ class Watch:
         if self._page is not None:
             self._page.numbers[STATE] = OVER
 
-    def _report(self, error: Exception) -> None:
+    def _report(self, error: BaseException) -> None:
         assert self._page is not None
         failure = failure_report(error, self._env)
         self._page.write_failure(failure)
@@ -134,23 +158,24 @@ class Watch:
 
     # ------------------------------------------------------------ the start of the monitor
 
-    def _start_monitor(self, path: Path) -> None:
+    def _start_monitor(self) -> None:
+        """Collective: also of ranks without a page, which no monitor observes."""
         spread = self._env.local_world_size < self._env.world_size
         listener = listen(0, backlog=128) if spread and self._env.is_main else None
-        place = this_holder("").place or socket.gethostname()
-        everyone = collectives.all_gather_objects(
-            (place, socket.gethostname(), str(path), _meeting(listener))
-        )
+        place = this_place() or socket.gethostname()
+        path = "" if self._page is None else str(self._page.path)
+        everyone = collectives.all_gather_objects((place, socket.gethostname(), path, _meeting(listener)))
         by_place: dict[str, list[int]] = {}
         for rank, (its_place, _, _, _) in enumerate(everyone):
             by_place.setdefault(its_place, []).append(rank)
-        if self._env.rank == by_place[place][0]:
+        pages = {rank: everyone[rank][2] for rank in by_place[place] if everyone[rank][2]}
+        if self._env.rank == next(iter(pages), None):
             names = _node_names(list(by_place), {its_place: host for its_place, host, _, _ in everyone})
             meeting = everyone[0][3] if len(by_place) > 1 else None
             options = MonitorOptions(
                 node=names[place],
                 run=str(self._run),
-                ranks={rank: everyone[rank][2] for rank in by_place[place]},
+                ranks=pages,
                 nodes={names[its_place]: ranks for its_place, ranks in by_place.items()},
                 hang_s=self._section.hang_s,
                 late_percent=self._section.late_percent,
@@ -159,7 +184,10 @@ class Watch:
                 addresses=tuple(meeting[1]) if meeting and not self._env.is_main else (),
                 prints_failures=self._env.launcher != "ray",
             )
-            self._monitor = _spawn(options)
+            try:
+                self._monitor = _spawn(options)
+            except OSError as error:  # no room for another process
+                log.warning("watch: %s has no monitor (%s)", options.node, error)
         if listener is not None:
             listener.close()
 
@@ -171,7 +199,8 @@ def _pid_namespace() -> str:
 
 def remove_stale_names() -> None:
     """Remove files of dead processes: ranks that were killed together with their monitor leave theirs."""
-    for one in status_page.folder().glob(f"shardrun-{_pid_namespace()}-*"):
+    names = f"shardrun-{_pid_namespace()}-*"
+    for one in (file for folder in status_page.folders() for file in folder.glob(names)):
         number = one.name.split("-")[2]
         if number.isdigit() and not proc.exists(int(number)):
             with contextlib.suppress(OSError):  # another user's, or gone already

@@ -13,6 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+UNDESCRIBED = "undefined"
+"""torch's description of a group that was made without one; its name is a number, alike on all ranks."""
+
 
 @dataclass(frozen=True)
 class GroupCalls:
@@ -63,15 +66,19 @@ def group_calls(entries: Iterable[Mapping[str, Any]]) -> list[GroupCalls]:
 
 def _group(entry: Mapping[str, Any]) -> str:
     name, description = (*entry["process_group"], "", "")[:2]
+    known = description not in ("", UNDESCRIBED)
     ranks = entry.get("group_ranks", "")
-    return f"{description or name}{f' {ranks}' if ranks else ''}"
+    return f"{description if known else f'group {name}'}{f' {ranks}' if ranks else ''}"
 
 
 def _in_brief(group: str, recorded: Sequence[Mapping[str, Any]]) -> GroupCalls:
     # An earlier run of this process may have had a group of this name.
     entries = [entry for entry in recorded if entry.get("pg_id") == recorded[-1].get("pg_id")]
     newest = max(entry["collective_seq_id"] for entry in entries)
-    unfinished = [entry for entry in entries if entry["state"] != "completed" and not entry["retired"]]
+    # Calls of one group end in their order. Those that went out together as one are marked only as a whole.
+    ended = (one["collective_seq_id"] for one in entries if one["state"] == "completed" or one["retired"])
+    last = max(ended, default=-1)
+    unfinished = [entry for entry in entries if entry["collective_seq_id"] > last]
     if not unfinished:
         return GroupCalls(group, newest, 0)
     first = min(unfinished, key=lambda entry: int(entry["collective_seq_id"]))

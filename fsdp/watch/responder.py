@@ -11,6 +11,7 @@ signal (STACK_SIGNAL) still makes faulthandler write the stacks, in C, into a fi
 from __future__ import annotations
 
 import contextlib
+import dis
 import faulthandler
 import json
 import os
@@ -35,19 +36,26 @@ DEEPEST = 60
 
 class Responder:
     def __init__(self, page: Path, device: torch.device) -> None:
-        """The socket is beside the status page, with the suffix .sock; faulthandler writes into .stacks."""
+        """The socket is beside the status page, with the suffix .sock; faulthandler writes into .stacks.
+        Raises OSError if they cannot be made, as where the path is too long for a socket.
+        """
         self._device = device
         self._training = threading.get_ident()
         self._socket_path = page.with_suffix(".sock")
-        self._stacks = page.with_suffix(".stacks").open("w+", encoding="utf-8")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listener.bind(str(self._socket_path))
+            self._listener.listen(8)
+            self._stacks = page.with_suffix(".stacks").open("w+", encoding="utf-8")
+        except OSError:
+            self._listener.close()
+            self._socket_path.unlink(missing_ok=True)
+            raise
         self._was_enabled = faulthandler.is_enabled()
         # a fault in C (an abort of gloo, a bad pointer) writes its stacks there as well
         faulthandler.enable(file=self._stacks, all_threads=True)
         if STACK_SIGNAL is not None:
             faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True, chain=False)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(self._socket_path))
-        self._listener.listen(8)
         threading.Thread(target=self._serve, name="responder", daemon=True).start()
 
     def close(self) -> None:
@@ -57,10 +65,11 @@ class Responder:
         self._listener.close()
         if STACK_SIGNAL is not None:
             faulthandler.unregister(STACK_SIGNAL)
+        faulthandler.disable()
         if self._was_enabled:
-            faulthandler.enable()
-        else:
-            faulthandler.disable()
+            # a program may have put something without a descriptor in the place of its standard error
+            with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
+                faulthandler.enable()
         self._stacks.close()
         for suffix in (".sock", ".stacks"):
             self._socket_path.with_suffix(suffix).unlink(missing_ok=True)
@@ -81,14 +90,14 @@ class Responder:
 
     def snapshot(self, *, all_calls: bool) -> dict[str, Any]:
         """Stacks of all threads but this one, and the collectives in the flight recorder."""
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        recorded = flight_recorder_entries()
+        names = {thread.ident: thread.name for thread in threading.enumerate() if not _is_dummy(thread)}
+        recorded, groups = _recorded()
         stacks = {}
         training: list[list[Any]] = []
-        lasti = 0
+        lasti, in_python = 0, False
         for ident, frame in sys._current_frames().items():
             if ident == self._training:
-                training, lasti = _stack(frame), frame.f_lasti
+                training, lasti, in_python = _stack(frame), frame.f_lasti, _runs_python(frame)
             elif ident != threading.get_ident():
                 # an evaluation's readers have the names of a step's
                 name = names.get(ident, f"{UNNAMED} {ident}")
@@ -96,10 +105,33 @@ class Responder:
         return {
             "training": training,
             "lasti": lasti,
+            "in_python": in_python,
             "threads": stacks,
-            "groups": [asdict(one) for one in group_calls(recorded)],
+            "groups": groups,
             "calls": recorded if all_calls else [],
         }
+
+
+def _is_dummy(thread: threading.Thread) -> bool:
+    """Whether Python has only noted a thread of C code, as one of autograd's, that asked for its name."""
+    return thread.name.startswith("Dummy-")
+
+
+def _recorded() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The flight recorder's entries, and in brief by group. Without them an answer still has the stacks."""
+    try:
+        entries = flight_recorder_entries()
+        return entries, [asdict(one) for one in group_calls(entries)]
+    except Exception:  # of a torch whose recorder has another form
+        return [], []
+
+
+def _runs_python(frame: FrameType) -> bool:
+    """Whether this thread was interrupted at the end of a loop's round or the beginning of a function: only
+    there does the interpreter hand over its lock by itself. A thread that waits in C code is at a call.
+    """
+    instruction = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    return "JUMP_BACKWARD" in instruction or instruction == "RESUME"
 
 
 def _stack(frame: FrameType | None) -> list[list[Any]]:

@@ -2,8 +2,9 @@
 
 It holds numbers, each a double: the step and phase and since when, the collectives begun and ended, what its
 threads are inside of, seconds by phase, and the work of the last 128 steps. After the numbers comes room for
-one text, the rank's failure. The training thread writes with plain stores and never waits. A page can still
-be read when its rank is stopped, dead or stuck in C code that holds Python's lock.
+two texts: parameters left out of a reduction, and the rank's failure. The training thread writes with plain
+stores and never waits. A page can still be read when its rank is stopped, dead or stuck in C code that holds
+Python's lock.
 
 An aligned double is never read half written. Two of them may be of different moments, and readers allow for
 that.
@@ -39,6 +40,9 @@ ENCODER = json.JSONEncoder(ensure_ascii=False)
 CUT = " … "
 """Between the beginning and the end of a text that has no room."""
 
+LEFT_OUT_AT, LEFT_OUT_MOST = 4096, 1024
+"""Room for the text of the parameters that this rank leaves out of its reduction."""
+
 TRAINING, OVER, FAILED, LEFT = 1, 2, 3, 4
 """STATE, which is 0 before the first step. LEFT: failed in a process that lives on."""
 
@@ -62,15 +66,16 @@ TRAINING, OVER, FAILED, LEFT = 1, 2, 3, 4
     PRINTED,
     ACTIVITY,
     SAVE_ACTIVITY,
-) = range(19)
+    LEFT_OUT,
+) = range(20)
 """Indices of the numbers. MONITOR: the monitor's process id. PRINTED: 1 once the monitor has printed the
 failure. ACTIVITY and SAVE_ACTIVITY: those of the training thread and of the thread that saves in the
-background.
+background. TEXT and LEFT_OUT: bytes of the two texts.
 """
 SPENT = 32
 """From here one number a phase: seconds in it so far, less those in collectives, which WAITED holds."""
 RING = 128
-"""From here RING_STEPS rows of (step, own work in s, whole step in s), step n in row n modulo RING_STEPS."""
+"""From here RING_STEPS rows of (step, own work in s), step n in row n modulo RING_STEPS."""
 RING_STEPS = 128
 
 OPS = (
@@ -82,6 +87,8 @@ OPS = (
 
 STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 """A rank's own work in a step. What comes between two steps (a record, a save) does not count."""
+AFTER_STEPS = ("evaluate", "save")
+"""No part of the time that a step takes: after a long evaluation a hang would be seen hours later."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,17 @@ class StatusPage:
             return None
         failure: dict[str, Any] = json.loads(self.page[TEXT_AT : TEXT_AT + length])
         return failure
+
+    def write_left_out(self, text: str) -> None:
+        """The parameters that this rank leaves out of its reduction; empty if there are none."""
+        data = text.encode(errors="backslashreplace")[:LEFT_OUT_MOST]
+        self.numbers[LEFT_OUT] = 0
+        self.page[LEFT_OUT_AT : LEFT_OUT_AT + len(data)] = data
+        self.numbers[LEFT_OUT] = len(data)
+
+    def read_left_out(self) -> str:
+        length = int(self.numbers[LEFT_OUT])
+        return self.page[LEFT_OUT_AT : LEFT_OUT_AT + length].decode(errors="replace")
 
 
 def _fitting(failure: dict[str, Any]) -> bytes:
@@ -140,16 +158,31 @@ def _beginning(text: str, most: int) -> str:
     return text[: bisect_right(list(sizes), most)]
 
 
-def folder() -> Path:
-    """Memory of this host: a store there waits for no disk."""
-    shared = Path("/dev/shm")
-    return shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+def folders() -> tuple[Path, Path]:
+    """Where pages are made: in memory of this host, where a store waits for no disk, or without room there in
+    the folder for temporary files.
+    """
+    return Path("/dev/shm"), Path(tempfile.gettempdir())
 
 
 def create(name: str) -> StatusPage:
-    path = folder() / name
+    """Raises OSError if no folder has room."""
+    memory, files = folders()
+    try:
+        return _created(memory / name)
+    except OSError:  # it is full, or is not there
+        return _created(files / name)
+
+
+def _created(path: Path) -> StatusPage:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    os.truncate(descriptor, PAGE)
+    try:
+        # a store into a page that has no memory would end this process by SIGBUS
+        os.posix_fallocate(descriptor, 0, PAGE)
+    except OSError:
+        os.close(descriptor)
+        path.unlink()
+        raise
     return _mapped(path, descriptor)
 
 
@@ -216,14 +249,10 @@ def spent(numbers: memoryview[float]) -> dict[str, float]:
     return {name: numbers[SPENT + i] for i, name in enumerate(PHASES)} | {"waiting": numbers[WAITED]}
 
 
-def ring(numbers: memoryview[float]) -> dict[int, tuple[float, float]]:
-    """The last steps: own work and whole time of each, in seconds."""
-    flat = numbers[RING : RING + 3 * RING_STEPS].tolist()
-    return {
-        int(step): (work, whole)
-        for step, work, whole in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
-        if step
-    }
+def ring(numbers: memoryview[float]) -> dict[int, float]:
+    """The last steps: own work of each, in seconds."""
+    flat = numbers[RING : RING + 2 * RING_STEPS].tolist()
+    return {int(step): work for step, work in zip(flat[::2], flat[1::2], strict=True) if step}
 
 
 ON_DEVICE = tuple(name in ("forward", "backward", "reduce", "optimizer") for name in PHASES)
@@ -238,10 +267,11 @@ class Writer:
         self.waited = 0.0
         self._thread = threading.get_ident()
         self._phase, self._since, self._waited_at = 0, clock(), 0.0
-        self._began, self._work, self._step_s = 0.0, 0.0, 0.0
+        self._began, self._left, self._work, self._step_s = 0.0, 0.0, 0.0, 0.0
         self._index = {name: i for i, name in enumerate(PHASES)}
         self._in_step = [name in STEP_PHASES for name in PHASES]
         self._data = self._index["data"]
+        self._after_steps = [self._index[name] for name in AFTER_STEPS]
 
     def phase(self, name: str, step: int) -> None:
         n, now, waited, last = self.numbers, clock(), self.waited, self._phase
@@ -253,6 +283,8 @@ class Writer:
         index = self._index[name]
         if index == self._data:
             self._close_step(step - 1, now)
+        elif index in self._after_steps and not self._left:
+            self._left = now
         n[STEP], n[PHASE], n[SINCE], n[WAITED] = step, index, now, waited
         self._phase, self._since, self._waited_at = index, now, waited
 
@@ -266,20 +298,20 @@ class Writer:
         """A listener of fsdp/base/phases.py's activities, called on the thread whose activity it is."""
         self.numbers[ACTIVITY if threading.get_ident() == self._thread else SAVE_ACTIVITY] = activity
 
-    def step_took(self, step: int, work: float, whole: float) -> None:
+    def step_took(self, step: int, work: float) -> None:
         """One row of the ring; its step number is stored last."""
-        n, at = self.numbers, RING + 3 * (step % RING_STEPS)
-        n[at + 1], n[at + 2] = work, whole
+        n, at = self.numbers, RING + 2 * (step % RING_STEPS)
+        n[at + 1] = work
         n[at] = step
 
     def _close_step(self, step: int, now: float) -> None:
         n = self.numbers
         if self._began:
             if not n[CUDA]:  # there the device's own clock measures it: fsdp/watch/cuda_timing.py
-                self.step_took(step, self._work, now - self._began)
+                self.step_took(step, self._work)
             n[STEPS] += 1
             # follows slow steps at once and forgets them slowly
-            self._step_s = max(now - self._began, 0.95 * self._step_s)
+            self._step_s = max((self._left or now) - self._began, 0.95 * self._step_s)
             n[STEP_S] = self._step_s
         n[STATE] = TRAINING
-        self._began, self._work = now, 0.0
+        self._began, self._left, self._work = now, 0.0, 0.0

@@ -33,8 +33,8 @@ tests/watch/test_stragglers.py checks it with noise of several kinds.
 LEAST_S = 2e-4
 """Least lateness of a step: less is noise of the clocks and of Python."""
 
-Work = Mapping[int, tuple[float, float]]
-"""Step → (own work, whole step) in seconds."""
+Work = Mapping[int, float]
+"""Step → own work in seconds."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Stragglers:
 
     def feed(self, rank: int, steps: Work) -> None:
         rows = self._work.setdefault(rank, {})
-        for step, (work, _) in steps.items():
+        for step, work in steps.items():
             if step > self._seen:
                 rows[step] = work
 

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp.base.torch_private import cuda, distributed, fake, fsdp, names, saving, tensors
 from fsdp.dist.env import DistEnv
+from tests.support.processes import eventually
 from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +65,23 @@ def test_the_name_of_the_backward_function() -> None:
 @pytest.mark.parametrize("package", [name for name in names.COMPILER_PACKAGES if name.startswith("torch")])
 def test_the_packages_of_the_compiler(package: str) -> None:
     holds(importlib.util.find_spec(package), "names.COMPILER_PACKAGES", f"{package} is gone")
+
+
+def test_the_threads_that_the_compiler_leaves_behind() -> None:
+    from torch._inductor.compile_worker.subproc_pool import SubprocPool
+
+    folder = f"/{names.COMPILER_HELPERS.replace('.', '/')}/"
+
+    def waits() -> bool:
+        stack = traceback.extract_stack(sys._current_frames()[pool.read_thread.ident or 0])
+        return any(folder in frame.filename for frame in stack)
+
+    with works("names.COMPILER_HELPERS", "SubprocPool has no read_thread"):
+        pool = SubprocPool(1)
+        try:
+            eventually(f"a frame of it is in {folder}: else mend names.COMPILER_HELPERS", waits, 20)
+        finally:
+            pool.shutdown()
 
 
 def test_names_that_wrappers_add() -> None:

@@ -146,6 +146,9 @@ def test_a_folder_that_is_not_shared_shows_no_file(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "cannot be written" in storage.write(tmp_path / "file" / "below", "x", storage.BLOCK)["error"]
+    no_folder = tmp_path / ("x" * 300)  # as one above which this user may not look: Path.is_dir raises there
+    assert "cannot be written" in storage.write(no_folder, "x", storage.BLOCK)["error"]
+    assert storage.unseen(no_folder, {0: "x"}, patience_s=0.1) == [0]
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,35 @@ def test_devices_of_two_kinds_are_in_the_table() -> None:
     assert sum("H100 80GB HBM3" in line for line in lines) >= 7
 
 
+DEAD = {"failure": "CUDA error: unknown error"}
+"""Of a rank whose GPU does not answer: it has failed before its first measurement."""
+FIRST = "the first calls of its device"
+
+
+@pytest.mark.parametrize(
+    ("change", "stages", "row"),
+    [
+        (lambda by_rank: by_rank.pop(2), {}, "n1 3"),
+        (lambda by_rank: by_rank.update({2: DEAD}), {2: FIRST}, "n1 2"),
+        (lambda by_rank: by_rank.update({0: DEAD}), {0: FIRST}, "n0 0"),
+    ],
+    ids=["a node's first rank did not start", "its GPU fails", "that of rank 0"],
+)
+def test_a_rank_that_measured_nothing_is_in_the_table(
+    change: Callable[[dict[int, dict[str, Any]]], None], stages: dict[int, str], row: str
+) -> None:
+    """Before, such a rank ended the doctor without a table."""
+    seen = reports(change, stages)
+    verdict = judge(seen)
+    assert not verdict.fit
+    shown = text(seen, verdict, 1.0)
+    assert re.search(rf"^{row.replace(' ', ' +')}\b", shown, re.MULTILINE), shown
+    assert "has torch 2.13.0" in shown
+    assert page(seen, verdict, 1.0).endswith("</html>\n")
+    if stages:
+        assert f"failed in: {FIRST} (CUDA error: unknown error)" in shown
+
+
 def test_many_ranks_have_a_row_a_node() -> None:
     by_rank = {rank: report(0) for rank in range(64)}
     many = NodeReports(

@@ -248,7 +248,7 @@ def a_report() -> dict[str, Any]:
     return json.loads(  # type: ignore[no-any-return]
         json.dumps(
             {"token": "secret", "node": "n2", "ranks": [rank.encoded()], "step_s": 0.1, "asked": False,
-             "steps": {1: {2: (0.1, 0.2), 3: (0.1, 0.2)}}, "spent": {1: seconds}}
+             "steps": {1: {2: 0.1, 3: 0.1}}, "spent": {1: seconds}}
         )
     )  # fmt: skip
 
@@ -274,7 +274,7 @@ class LocalNode:
         self.ranks = [first]
 
     def steps(self) -> dict[int, Any]:
-        return {0: {2: (0.1, 0.2), 3: (0.1, 0.2)}}
+        return {0: {2: 0.1, 3: 0.1}}
 
     def spent(self) -> dict[int, Any]:
         return {0: dict.fromkeys((*monitor_module_phases(), "waiting", "starved"), 1.0)}

@@ -13,6 +13,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ import shardrun
 from fsdp.base import proc
 from fsdp.base.errors import ConfigError, NotFiniteError
 from fsdp.dist.env import DistEnv
+from fsdp.watch.rank import Watch
 from tests.launch.test_local import ROOT
 from tests.support.processes import eventually
 from tests.support.runs import QUIET
@@ -193,6 +195,20 @@ def test_a_loop_of_ones_own_is_that_of_the_unsharded_module(tmp_path: Path) -> N
     expected = plain_loop(start, 1, 6)
     for name, tensor in whole.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-12)
+
+
+def phases_of_a_loop(env: DistEnv, folder: str) -> list[tuple[str, int]]:
+    seen: list[tuple[str, int]] = []
+    with mock.patch.object(Watch, "phase", lambda _, name, step: seen.append((name, step))):
+        own_loop(env, folder, 2)
+    return seen
+
+
+def test_each_step_of_a_loop_of_ones_own_begins_one_for_the_watch(tmp_path: Path) -> None:
+    """It closes a step where the next one's data begin: its time, and on CUDA its events."""
+    [seen] = run_world(1, phases_of_a_loop, str(tmp_path))
+    assert [step for name, step in seen if name == "data"] == [1, 2]
+    assert seen[:5] == [("data", 1), ("forward", 1), ("reduce", 1), ("optimizer", 1), ("record", 1)]
 
 
 def kernels_in_a_loop(env: DistEnv) -> tuple[bool, bool, str]:

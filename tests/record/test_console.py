@@ -28,6 +28,7 @@ from fsdp.record.console import (
     _LiveHandler,
     bar,
     fit,
+    print_last,
     start_facts,
 )
 from fsdp.record.metrics import StepMetrics
@@ -270,6 +271,20 @@ def test_lines_that_cannot_be_printed_are_told_once_and_counted(caplog: pytest.L
         "the steps' lines cannot be printed (No space left on device): the run continues",
         "the steps' lines are printed again: 3 came late or are lost",
     ]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8", "iso-8859-1"])
+def test_what_an_encoding_lacks_is_escaped(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose directory has such a name would fail at its last line, its summary."""
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    print_last("runs/\udcfc of größe \u2192")
+    Console(total_steps=9, every=1, unit="img", stream=stream).print_line("größe \u2192 \udcfc")
+    stream.flush()
+    said = raw.getvalue().decode(encoding)
+    assert said.startswith("runs/\\udcfc of gr")
+    assert said.endswith("\\udcfc\n")
 
 
 def test_a_log_that_cannot_be_written_has_no_tracebacks(capsys: pytest.CaptureFixture[str]) -> None:

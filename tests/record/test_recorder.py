@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from fsdp.record.console import Console
 from fsdp.record.metrics import NoReporter, StepMetrics
 from fsdp.record.recorder import Pending, Recorder, step_record
+from fsdp.record.tensorboard import EventWriter
 from fsdp.rundir.paths import RunDir
 from tests.support.env import env_of
 
@@ -59,6 +61,16 @@ def test_each_number_goes_to_the_file_and_to_everyone_who_asked(tmp_path: Path) 
     assert hears.heard[1] == (1, {"eval/eval_loss": 2.0})
     assert hears.closed
     assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_a_number_beyond_fp32_is_infinite_in_tensorboard(tmp_path: Path) -> None:
+    """The gradient norm of a run that diverges is in double precision."""
+    events = EventWriter(tmp_path)
+    events.scalars(1, {"train/loss": 1.5, "train/grad_norm": 1e39, "train/other": -1e300})
+    events.close()
+    (file,) = tmp_path.iterdir()
+    for value in (1.5, float("inf"), float("-inf")):
+        assert struct.pack("<f", value) in file.read_bytes()
 
 
 def test_mfu_is_the_samples_a_second_times_what_one_is_worth(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -271,6 +272,54 @@ def test_a_value_too_large_for_a_chart_is_noted(whole: Path, tmp_path: Path) -> 
         )
     assert report([str(run), "--no-samples"]) == 0
     assert "3 not finite</strong>, the first at step 7" in (run / "report.html").read_text()
+
+
+EXTREMES = ("1e99", "1e-300", "Infinity", "-1e99", "NaN", "0")
+
+
+def test_two_runs_are_compared_whatever_their_numbers_are(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of one that diverged, beside one that did not."""
+    for name in ("a", "b"):
+        shutil.copytree(whole, tmp_path / name)
+    for one, other in itertools.permutations(EXTREMES, 2):
+        for name, value in (("a", one), ("b", other)):
+            of_step = f'"loss": {value}, "step_time_s": {value}, "per_s": {value}, "eval_loss": {value}'
+            lines = "".join(f'{{"step": {step}, {of_step}}}\n' for step in range(1, 61))
+            (tmp_path / name / "metrics.jsonl").write_text(lines)
+        assert report([str(tmp_path / "a"), str(tmp_path / "b"), "--no-samples"]) == 0, (one, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("history.jsonl", '{"event": "end", "step": 6, "how": []}'),
+        ("watch/verdicts.jsonl", '{"kind": "died", "ranks": [0], "folder": "%s"}' % ("x" * 300)),
+    ],
+    ids=["how it ended", "a folder"],
+)
+def test_a_value_of_a_form_that_python_refuses(whole: Path, tmp_path: Path, name: str, line: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    kept = [] if name == "history.jsonl" else (run / name).read_text().splitlines()
+    start = '{"event": "start", "from_step": 0}'
+    (run / name).write_text("\n".join([*kept, start, line]) + "\n")
+    assert report([str(run), "--no-samples"]) == 0
+
+
+@pytest.mark.parametrize("log", ["a FIFO", "a device"])
+def test_a_log_that_is_no_file_is_not_read(whole: Path, tmp_path: Path, log: str) -> None:
+    """Before, the first blocked the report for good; the second has a line without an end."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    (run / "logs").mkdir(exist_ok=True)
+    file = run / "logs" / "nccl-0.log"
+    if log == "a FIFO":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero")
+    assert report([str(run), "--no-samples"]) == 0
 
 
 def test_a_whole_run_has_no_notes(whole: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ fourth forward.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from typing import Any
@@ -39,13 +40,21 @@ def blocks() -> None:
     time.sleep(1000)
 
 
-def spins() -> None:
+def loops() -> None:
     while True:
         pass
 
 
+def spins() -> None:
+    """As a host that waits for its GPU: in C, without Python's lock."""
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+
+
 def another_collective() -> None:
     dist.all_reduce(torch.zeros(5))
+
+
+FAULTS = {"blocked": blocks, "loop": loops, "device": spins, "collective": another_collective}
 
 
 class Faulty(Uneven):
@@ -54,5 +63,5 @@ class Faulty(Uneven):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         Faulty.calls += 1
         if dist.get_rank() == 2 and Faulty.calls == 4:
-            {"blocked": blocks, "device": spins, "collective": another_collective}[FAULT]()
+            FAULTS[FAULT]()
         return super().forward(*args, **kwargs)

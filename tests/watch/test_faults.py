@@ -19,7 +19,7 @@ from bench.faults import Case
 from tests.support.marks import sample_are
 
 ROOT = Path(__file__).parents[2]
-SELDOM = ("SIGSTOP", "exception", "NaN", "deadlock in Python", "another collective")
+SELDOM = ("SIGSTOP", "exception", "sys.exit", "NaN", "deadlock in Python", "another collective")
 """RankTimes like others, or by others: left to the command."""
 SAMPLE = [kind for kind in KINDS if kind.name not in SELDOM]
 FEW = [kind for kind in SAMPLE if kind.name in ("SIGKILL", "sleep in data", "collective left out")]

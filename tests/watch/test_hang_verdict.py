@@ -72,6 +72,11 @@ OUT = {"begun": 49, "ended": 49, "stack": MINE}
         ),
         ({**OUT, "state": "T"}, "stopped", "rank 2 (n1) is stopped (SIGSTOP): step 7, forward"),
         (
+            {**OUT, "state": "t", "answered": False},
+            "stopped",
+            "rank 2 (n1) is stopped (a debugger): step 7, forward",
+        ),
+        (
             {**OUT, "phase": "data"},
             "data",
             "rank 2 (n1) waits for its data, 3.0 s by now: step 7, data, at home/me/mine.py:12",
@@ -200,6 +205,15 @@ def test_in_a_save_the_rank_at_its_storage_is_named() -> None:
     assert "at anywhere/place.py:9 write" in verdict.what
 
 
+def test_a_rank_that_waits_for_the_storage_of_its_records_is_named_so() -> None:
+    """A file server that is away for some minutes: a restart needs it too."""
+    verdict = on(**OUT, phase="record", activity=Activity.STORAGE, state="D", threads=WRITING)
+    assert (verdict.kind, verdict.ranks) == ("storage", (2,))
+    where = "step 7, at home/me/mine.py:12 forward"
+    assert verdict.what == f"rank 2 (n1) waits for the storage of its records, 3.0 s by now: {where}"
+    assert verdict.hint == "check the storage of --run.dir"
+
+
 def test_a_save_does_not_hide_a_rank_that_holds_pythons_lock() -> None:
     """Its own save stands still because of that: the thread that writes needs the lock."""
     verdict = on(**OUT, answered=False, save_activity=Activity.STORAGE)
@@ -213,12 +227,32 @@ def test_a_save_does_not_hide_a_rank_that_holds_pythons_lock() -> None:
         {**OUT, "state": "R", "cpu_s": 1.2},
         {**OUT, "phase": "end"},
         {**OUT, "stack": (("/x/torch/_inductor/compile.py", 3, "compile"), *MINE), "cpu_s": 3.0},
+        {**OUT, "phase": "data", "answered": False, "process_cpu_s": 3.0, "activity": Activity.PROFILE},
         {**OUT, "answered": None},
     ],
-    ids=["no processor was free", "it computes", "the export", "it compiles", "nobody was asked"],
+    ids=[
+        "no processor was free",
+        "it computes",
+        "the export",
+        "it compiles",
+        "it writes a profile",
+        "nobody was asked",
+    ],
 )
 def test_a_rank_that_may_be_at_work_is_not_at_fault(odd: dict[str, Any]) -> None:
     assert judge(world(**odd)) is None
+
+
+def test_threads_that_the_compiler_leaves_behind_hide_no_hang() -> None:
+    """As torch has them in each compiled run with Triton: in the pool of its worker processes."""
+    left = (
+        ("/x/torch/_inductor/compile_worker/subproc_pool.py", 9, "_recv_msg"),
+        ("/x/torch/_inductor/compile_worker/subproc_pool.py", 9, "_read_thread"),
+        ("/usr/lib/python3.11/threading.py", 9, "run"),
+    )
+    assert on(**OUT, threads={"InductorSubproc": left}).kind == "blocked"
+    compiles = {"unnamed 77": (("/x/torch/_inductor/compile_fx.py", 3, "compile_fx"),)}
+    assert judge(world(**OUT, threads=compiles)) is None
 
 
 def test_a_loop_is_named_by_its_processor_time_where_processors_are_shared() -> None:
@@ -231,6 +265,7 @@ def test_a_loop_is_named_by_its_processor_time_where_processors_are_shared() -> 
 
 def test_all_ranks_stopped_is_a_suspended_job() -> None:
     assert judge([replace(one, state="T") for one in world()]) is None
+    assert judge([replace(WAITING, **OUT, state="t")]) is None
 
 
 STATES: tuple[dict[str, Any], ...] = (
@@ -305,6 +340,23 @@ def test_shapes_are_compared_if_all_ranks_have_failed() -> None:
     assert (verdict.kind, verdict.ranks) == ("shapes", (2,))
 
 
+def test_different_sizes_of_a_reduction_are_named_by_the_parameters_that_a_rank_leaves_out() -> None:
+    ranks = [replace(one, op="reduce_scatter_single", phase="backward") for one in world(numel=99)]
+    ranks[2] = replace(ranks[2], left_out="extra.weight (and 1 more parameter)")
+    ranks[0] = replace(ranks[0], alive=False, fatal="Fatal Python error: Aborted")
+    verdict = judge(ranks)
+    assert verdict is not None
+    assert verdict.kind == "shapes"
+    assert verdict.what == (
+        "rank 2 (n1) came to reduce_scatter_single with 99 numbers, the others with 64: step 7, backward; "
+        "rank 2 (n1) has no gradient of extra.weight (and 1 more parameter)"
+    )
+    assert verdict.hint.startswith("draw what is left out from a generator with the same seed")
+    unused = judge([replace(one, left_out="never_used") for one in ranks])
+    assert unused is not None
+    assert "never_used" not in unused.what
+
+
 def test_of_two_ranks_the_one_further_on_has_left_a_collective_out() -> None:
     verdict = judge([WAITING, replace(WAITING, rank=1, step=8, op="all_reduce")])
     assert verdict is not None
@@ -341,6 +393,16 @@ def test_stacks_of_faulthandler_are_read() -> None:
         '  File "/b.py", line 2 in y\n  File "/c.py", line 3 in z\n'
     )
     assert parse_stacks(text) == (("/b.py", 2, "y"), ("/c.py", 3, "z"))
+    assert parse_stacks(text.partition("Current")[0]) == (("/a.py", 1, "x"),)
+
+
+def test_a_stack_that_is_still_being_written_is_read_as_far_as_it_is_there() -> None:
+    text = "Current thread 0x01 (most recent call first):\n"
+    text += '  File "/b.py", line ??? in y\n  File "/c.py", line 13 in z\n'
+    for end in range(len(text) + 1):
+        found = parse_stacks(text[:end])
+        assert found in ((), (("/b.py", 0, "y"),), (("/b.py", 0, "y"), ("/c.py", 13, "z")))
+    assert len(found) == 2
 
 
 def test_of_several_deaths_the_first_is_at_fault() -> None:

@@ -125,7 +125,7 @@ def test_an_operation_that_cannot_repeat_is_refused(tmp_path: Path) -> None:
 
 def told(step: int, slow: float) -> RankTimes:
     steps = {
-        rank: {n: (0.02 * (slow if rank == 1 else 1 + 0.001 * (n % 3)), 0.03) for n in range(step - 30, step)}
+        rank: {n: 0.02 * (slow if rank == 1 else 1 + 0.001 * (n % 3)) for n in range(step - 30, step)}
         for rank in range(4)
     }
     spent = {rank: {"forward": 0.01 * step, "waiting": 0.002 * step} for rank in range(4)}
@@ -148,7 +148,7 @@ def test_a_rank_that_waits_for_a_processor_is_reported_with_that(
     said: list[str] = []
     timing = TimingRecorder(7.0, {"n1": [0, 1]}, RecordFiles(tmp_path), said.extend)
     for at, step in enumerate((20, 40)):
-        steps = {rank: dict.fromkeys(range(1, step + 1), (0.02 + 0.005 * rank, 0.03)) for rank in range(2)}
+        steps = {rank: dict.fromkeys(range(1, step + 1), 0.02 + 0.005 * rank) for rank in range(2)}
         spent = {rank: {"forward": 0.0, "starved": 0.001 * step + starved * step * rank} for rank in range(2)}
         timing.update(10.0 + at, functools.partial(RankTimes, steps, spent, count=step, step=step))
     assert len(said) == 1
@@ -160,7 +160,7 @@ def test_a_node_all_of_whose_ranks_are_late_is_reported(tmp_path: Path) -> None:
     said: list[str] = []
     timing = TimingRecorder(7.0, {"n1": [0, 1, 2, 3], "n2": [4, 5]}, RecordFiles(tmp_path), said.extend)
     paces = {rank: 1.2 if rank > 3 else 1.0 for rank in range(6)}
-    steps = {rank: dict.fromkeys(range(1, 40), (0.02 * pace, 0.03)) for rank, pace in paces.items()}
+    steps = {rank: dict.fromkeys(range(1, 40), 0.02 * pace) for rank, pace in paces.items()}
     timing.update(10.0, lambda: RankTimes(steps, {}, count=40, step=40))
     assert [line.split(". HINT")[0] for line in said] == [
         "watch: rank 4 (n2) is late by 20% since step 1",

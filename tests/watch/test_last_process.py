@@ -24,7 +24,8 @@ from fsdp.watch.monitor_options import MonitorOptions
 from fsdp.watch.node_ranks import NodeRanks
 from fsdp.watch.rank import Watch, _pid_namespace, _spawn, remove_stale_names, write_torchrun_error_file
 from fsdp.watch.records import RecordFiles
-from fsdp.watch.status_page import FAILED, MONITOR, PID, PRINTED, STATE, StatusPage
+from fsdp.watch.status_page import FAILED, MONITOR, OVER, PID, PRINTED, STATE, StatusPage
+from tests.rundir.test_lock_hidden import in_namespaces
 from tests.support.marks import sample_are
 from tests.support.processes import eventually
 from tests.support.world import run_world
@@ -243,12 +244,67 @@ def test_a_stopped_monitor_ends_though_its_rank_was_killed(page: StatusPage, tmp
     eventually("the monitor ends", lambda: state(monitor) in "ZX", 15)
 
 
+def leaves(env: DistEnv, folder: str) -> tuple[str, bool]:
+    """As a model's file that lacks a package does. Its message, and whether the monitor has printed it."""
+    try:
+        with Watch(WatchSection(), env, Path(folder), process_ends=True) as watch:
+            page = watch._page
+            assert page is not None
+            eventually("the monitor observes", lambda: page.numbers[MONITOR], 30)
+            sys.exit("pip install it")
+    except SystemExit:
+        failure, printed = page.read_failure(), wait_until_printed(page)
+        page.numbers[STATE] = OVER  # this process of the tests lives on
+        return failure["message"] if failure is not None else "", printed
+
+
+def test_a_rank_that_calls_exit_says_so_and_was_not_killed(tmp_path: Path) -> None:
+    assert run_world(1, leaves, str(tmp_path)) == [("SystemExit: pip install it", True)]
+    verdicts = tmp_path / "watch" / "verdicts.jsonl"
+    (said,) = eventually("its record", lambda: verdicts.exists() and verdicts.read_text().splitlines(), 20)
+    assert json.loads(said)["what"].endswith("failed: SystemExit: pip install it")
+
+
+UNSEEN = """
+import os, sys
+from pathlib import Path
+from fsdp.config import WatchSection
+from fsdp.dist import collectives, env
+from fsdp.dist.process_group import process_group
+from fsdp.watch.rank import Watch
+
+here = env.from_environment()
+with process_group(here, 60), Watch(WatchSection(), here, Path(sys.argv[1])) as watch:
+    watch.phase("data", 1)
+    print(watch._monitor, collectives.all_gather_objects(here.rank))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("why", ["the /proc of another PID namespace", "no room for a socket's path"])
+def test_a_rank_that_no_monitor_could_observe_is_not_watched(why: str, tmp_path: Path) -> None:
+    """Before, the first was said to have died: its process id is another process in that /proc."""
+    space, prepare = ["unshare", "--mount", "--pid", "--fork", "--kill-child"], "true"
+    if "socket" in why:
+        (tmp_path / ("x" * 100)).mkdir()
+        space, prepare = ["unshare", "--mount"], "mount -t tmpfs -o size=4k,nr_inodes=1 none /dev/shm"
+        prepare += f" && export TMPDIR={tmp_path / ('x' * 100)}"
+    run = tmp_path / "run"
+    said = in_namespaces(
+        space, f"{prepare} && exec 2> {tmp_path / 'log'}", sys.executable, "-c", UNSEEN, str(run)
+    )
+    assert said == "None [0]\n"
+    log = (tmp_path / "log").read_text()
+    assert ("/proc is of another PID namespace" if "/proc" in why else "AF_UNIX path too long") in log
+    assert not (run / "watch").exists()
+
+
 def test_files_of_killed_ranks_are_removed() -> None:
     over = subprocess.Popen(["true"])
     over.wait()
     space = _pid_namespace()
     dead, ours = (
-        status_page.folder() / f"shardrun-{space}-{pid}-test.sock" for pid in (over.pid, os.getpid())
+        status_page.folders()[0] / f"shardrun-{space}-{pid}-test.sock" for pid in (over.pid, os.getpid())
     )
     for one in (dead, ours):
         one.touch()

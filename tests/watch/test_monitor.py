@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,33 +115,62 @@ def test_a_stopped_rank_whose_peer_has_given_up_is_named_once_and_ended(
     assert world.processes[0].wait(10) == -signal.SIGKILL
 
 
+ATTACH, DETACH = 16, 17
+"""Of ptrace."""
+
+
+def test_a_rank_held_by_a_debugger_is_named_so(
+    ranks: Callable[[int], SleepingRanks], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It answers nothing, and holds no lock of Python."""
+    world = ranks(2)
+    held = world.processes[1].pid
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.ptrace(ATTACH, held, None, None):
+        pytest.skip(f"ptrace: {os.strerror(ctypes.get_errno())}")
+    eventually("it is held", in_state(held, "t"), 10)
+    world.judge_after(0.0)
+    for _ in range(2):
+        world.monitor._decide(30.0, world.monitor.ranks.seen)
+    libc.ptrace(DETACH, held, None, None)
+    said = capfd.readouterr().err
+    assert said.startswith("watch: rank 1 (n1) is stopped (a debugger): step 0, start\n")
+    assert f"HINT: detach the debugger from process {held} on n1\n" in said
+
+
+@pytest.mark.parametrize(("step_s", "ended_after_s"), [(0.0, 600), (0.5, 60)])
 @pytest.mark.parametrize(
-    ("step_s", "process_cpu_s", "ended_after_s"), [(0.0, 85.0, 600), (0.0, 0.0, 600), (0.5, 0.0, 60)]
+    ("does", "seen"),
+    [
+        ("prepares its data, 50.0", {"phase": "data", "process_cpu_s": 85.0}),
+        ("waits for its data, 50.0", {"phase": "data"}),
+        ("computes without end, 49.0", {"state": "R", "cpu_s": 49.0}),
+        ("waits outside of any collective, 50.0", {}),
+    ],
 )
-def test_the_first_batch_of_a_start_has_ten_minutes(
+def test_the_first_step_of_a_start_has_ten_minutes(
     ranks: Callable[[int], SleepingRanks],
     capfd: pytest.CaptureFixture[str],
+    does: str,
+    seen: dict[str, Any],
     step_s: float,
-    process_cpu_s: float,
     ended_after_s: int,
 ) -> None:
-    """As its data set may build an index; later batches have the minute that any step has."""
+    """As its data set may build an index, and a library its kernels; later steps have a minute."""
     world = ranks(1)
     world.pages[0].numbers[STEP_S] = step_s
     world.judge_after(0.0)
 
     def judge_at(still_s: float) -> bool:
         """Twice, as a verdict needs; whether the rank still runs then."""
-        one = Observation(0, "n1", phase="data", step=1, answered=True)
-        one = replace(one, still_s=still_s, process_cpu_s=process_cpu_s)
+        one = Observation(0, "n1", step=1, answered=True, still_s=still_s, **seen)
         for _ in range(2):
             world.monitor._decide(still_s, [one])
         return world.processes[0].poll() is None
 
     assert judge_at(50.0)
     said = capfd.readouterr().err
-    does = "prepares" if process_cpu_s else "waits for"
-    assert said.startswith(f"watch: rank 0 (n1) {does} its data, 50.0 s by now: step 1, data")
+    assert said.startswith(f"watch: rank 0 (n1) {does} s by now: step 1, ")
     assert f"ends the job in {ended_after_s - 50} s unless it continues" in said
     assert judge_at(ended_after_s - 1.0)
     assert not judge_at(ended_after_s + 1.0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fsdp.dist.addresses import listen
 from fsdp.watch.messages import is_order, is_report, times_of
 from fsdp.watch.monitor_links import Head, MonitorConnection, Peer
 from fsdp.watch.observation import Observation
@@ -49,6 +50,20 @@ def test_a_node_that_acknowledges_nothing_is_not_in_reach(
     line.last_sign_at -= 100
     line.check_acknowledged()
     assert line.silent_s > 99
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_head_is_reached_by_ipv4_and_by_ipv6(address: str) -> None:
+    if ":" in address and not socket.has_dualstack_ipv6():
+        pytest.skip("this system has no IPv6")
+    listener = listen(0, backlog=128)
+    port = listener.getsockname()[1]
+    head = Head(listener.detach(), "secret")
+    peer = Peer([(address, port)], "secret", "n2")
+    connect(head, peer)
+    assert list(head.reports) == ["n2"]
+    peer.close()
+    head.close()
 
 
 def connect(head: Head, *peers: Peer) -> None:
@@ -153,10 +168,10 @@ def test_no_message_names_a_folder_outside_of_the_runs_own() -> None:
 def test_times_of_another_form_are_left_out() -> None:
     good = {"forward": 1.0}
     report = {
-        "steps": {"1": {"2": [0.1, 0.2]}, "3": {"2": [0.1]}, "4": {"x": [1, 2]}, "5": {}},
+        "steps": {"1": {"2": 0.1}, "3": {"2": [0.1]}, "4": {"x": 1}, "5": {}},
         "spent": {"1": good, "3": good, "4": good, "5": {"backward": 1.0}, "6": good},
     }
-    assert times_of(report, frozenset(good)) == ({1: {2: (0.1, 0.2)}}, {1: good})
+    assert times_of(report, frozenset(good)) == ({1: {2: 0.1}}, {1: good})
 
 
 def test_a_nodes_odd_report_leaves_its_last_one() -> None:

@@ -124,8 +124,18 @@ def test_a_record_of_nccl_in_brief() -> None:
     ]
     earlier = nccl(70, "started", pg_id=0)
     assert group_calls([earlier, *entries]) == group_calls(entries)
+    # of calls that go out together the last entry alone is marked when all have ended
+    together = [nccl(2, "scheduled"), nccl(2, "scheduled"), nccl(2, profiling_name="nccl:coalesced")]
+    assert group_calls([nccl(1), *together]) == [GroupCalls("mesh_dp_shard [0, 1]", 2, 0)]
+    assert group_calls([*together, nccl(3, "scheduled")])[0].unfinished == 3
     split = nccl(1, "scheduled", profiling_name="nccl:all_to_all")
     assert group_calls([split])[0].numel == 0  # shares may differ
+
+
+def test_groups_without_a_description_are_told_apart() -> None:
+    """As the two that a user makes of the same ranks."""
+    first, second = (nccl(n, "scheduled", process_group=(str(n), "undefined")) for n in (3, 4))
+    assert [one.group for one in group_calls([first, second])] == ["group 3 [0, 1]", "group 4 [0, 1]"]
 
 
 # ---------------------------------------------------------------- the verdict
@@ -281,6 +291,7 @@ def test_records_travel_between_monitors() -> None:
 
 FAULTS = {
     "blocked": "rank 2 .* waits outside of any collective, .*like_cuda.py:.* blocks",
+    "loop": "rank 2 .* computes without end, .* in Python: .*like_cuda.py:.* loops",
     "device": "rank 2 .* computes without end or waits for its GPU, .*like_cuda.py:.* spins",
     "collective": "rank 2 .* entered another collective, all_reduce, where the others entered ",
 }

@@ -41,10 +41,7 @@ def course(
         ]
         pace = [slow.get(rank, 1.0) if step >= since else 1.0 for step in range(1, steps + 1)]
         works.append(
-            {
-                n: (0.02 * p * math.exp(x), 0.03)
-                for n, (p, x) in enumerate(zip(pace, noise, strict=True), start=1)
-            }
+            {n: 0.02 * p * math.exp(x) for n, (p, x) in enumerate(zip(pace, noise, strict=True), start=1)}
         )
     return works
 
@@ -96,13 +93,13 @@ def test_noise_names_no_rank(kind: str, size: float) -> None:
 
 def test_a_pause_of_a_few_steps_is_not_stragglers() -> None:
     works = course(4, 200, "normal", 0.03, 1, {})
-    works[1] = {n: (10 * own if n % 50 < TRIM else own, whole) for n, (own, whole) in works[1].items()}
+    works[1] = {n: 10 * own if n % 50 < TRIM else own for n, own in works[1].items()}
     assert said(Stragglers(7.0), works) == []
 
 
 def test_stragglers_is_reported_once_and_its_end_once() -> None:
     works = course(4, 400, "normal", 0.03, 1, {1: 1.3}, since=101)
-    works[1] = {n: (own / 1.3 if n > 250 else own, whole) for n, (own, whole) in works[1].items()}
+    works[1] = {n: own / 1.3 if n > 250 else own for n, own in works[1].items()}
     begun, over = said(Stragglers(7.0), works)
     assert isinstance(begun, Straggler)
     assert isinstance(over, CaughtUp)

@@ -11,6 +11,11 @@ own code.
 COMPILER_PACKAGES = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
 """Packages in which a rank compiles. Under other names the hang verdict calls a long compilation a hang."""
 
+COMPILER_HELPERS = "torch._inductor.compile_worker"
+"""Package of threads that the compiler leaves behind, where Triton is installed: they wait for the answers of
+its worker processes until the run ends. Under another name, no rank of a compiled run is ever said to hang.
+"""
+
 WRAPPER_NAMES = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 """What activation checkpointing and torch.compile put into parameter names. Other names would stay in
 checkpoints, which then have other keys with and without these wrappers.

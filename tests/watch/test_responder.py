@@ -1,0 +1,134 @@
+"""What a rank's responder answers about its threads, and that it answers whatever they do."""
+
+from __future__ import annotations
+
+import _thread
+import faulthandler
+import hashlib
+import io
+import itertools
+import json
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp.watch import responder
+from fsdp.watch.observation import UNNAMED
+from fsdp.watch.responder import Responder
+from tests.support.processes import eventually
+
+OVER = threading.Event()
+
+
+def counts() -> None:
+    number = 0
+    while not OVER.is_set():
+        number += 1
+
+
+def sums() -> None:
+    sum(1 for _ in itertools.takewhile(lambda _: not OVER.is_set(), itertools.count()))
+
+
+def waits() -> None:
+    OVER.wait()
+
+
+def spins_in_c() -> None:
+    while not OVER.is_set():
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)
+
+
+@contextmanager
+def training_in(does: Callable[[], None], page: Path) -> Iterator[Responder]:
+    """The responder of a training thread that is in `does`."""
+    made: list[Responder] = []
+
+    def train() -> None:
+        made.append(Responder(page, torch.device("cpu")))
+        does()
+
+    OVER.clear()
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        eventually("it is there", lambda: made, 20)
+        yield made[0]
+    finally:
+        OVER.set()
+        thread.join()
+        made[0].close()
+
+
+def answer(page: Path, command: str = "stacks") -> dict[str, Any]:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(20)
+        connection.connect(str(page.with_suffix(".sock")))
+        connection.sendall(command.encode())
+        return dict(json.loads(connection.makefile().readline()))
+
+
+def stands_in(page: Path, name: str) -> bool:
+    return any(frame[2] == name for frame in answer(page)["training"])
+
+
+@pytest.mark.parametrize(
+    ("does", "in_python"), [(counts, True), (sums, True), (waits, False), (spins_in_c, False)]
+)
+def test_a_loop_of_python_is_told_from_a_wait_in_c(
+    does: Callable[[], None], in_python: bool, tmp_path: Path
+) -> None:
+    """Though a short loop is always interrupted at the same instruction."""
+    page = tmp_path / "a.page"
+    with training_in(does, page):
+        eventually("it is in its function", lambda: stands_in(page, does.__name__), 20)
+        assert {answer(page)["in_python"] for _ in range(5)} == {in_python}
+
+
+def test_a_thread_of_c_code_has_no_name_though_it_has_asked_for_it(tmp_path: Path) -> None:
+    """As one of autograd's, in which a logger has written a line."""
+    page, asked = tmp_path / "a.page", threading.Event()
+
+    def of_c_code() -> None:
+        assert threading.current_thread().name.startswith("Dummy-")
+        asked.set()
+        OVER.wait()
+
+    with training_in(waits, page):
+        ident = _thread.start_new_thread(of_c_code, ())
+        assert asked.wait(20)
+        assert f"{UNNAMED} {ident}" in answer(page)["threads"]
+
+
+def test_a_program_that_has_replaced_its_standard_error_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With faulthandler on, as in a notebook or under PYTHONFAULTHANDLER=1: the end of its run raised."""
+    was_on = faulthandler.is_enabled()
+    with (tmp_path / "faults").open("w") as file:
+        faulthandler.enable(file=file)
+        own = Responder(tmp_path / "a.page", torch.device("cpu"))
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        own.close()
+    monkeypatch.undo()
+    if was_on:
+        faulthandler.enable()
+
+
+def test_a_flight_recorder_that_cannot_be_read_hides_no_stack(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(responder, "flight_recorder_entries", lambda: [{"of": "another form"}])
+    page = tmp_path / "a.page"
+    with training_in(waits, page):
+        for command in ("stacks", "dump"):
+            found = answer(page, command)
+            assert (found["groups"], found["calls"]) == ([], [])
+            assert any(frame[2] == "waits" for frame in found["training"])
