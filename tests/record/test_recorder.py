@@ -67,7 +67,7 @@ def test_a_clock_that_is_set_back_leaves_the_event_files_in_the_order_of_the_sta
 ) -> None:
     """TensorBoard reads them by name: a later start's purge of repeated steps comes after those steps."""
     names: list[str] = []
-    for now in (1_764_000_000.0, 1_763_996_400.0, 1_763_996_400.0, 1_764_000_500.0):
+    for now in (1_764_000_000.0, 1_763_996_400.0, 1_763_996_401.0, 1_764_000_500.0):
         monkeypatch.setattr("fsdp.record.tensorboard.time.time", lambda now=now: now)
         writer = EventWriter(tmp_path)
         writer.scalars(1, {"train/loss": 1.0})
