@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import socket
 import struct
 import time
@@ -20,6 +21,7 @@ import numpy as np
 from fsdp.rundir.line_files import Appender
 
 BUFFER_BYTES = 8192
+NAME = "events.out.tfevents."
 
 
 @functools.cache
@@ -73,6 +75,14 @@ def _scalar(tag: str, value: float) -> bytes:
         return _tag(tag) + struct.pack("<f", math.copysign(math.inf, value))
 
 
+def _newest(folder: Path) -> float:
+    """The latest time in the name of a file there, 0 without one. TensorBoard reads the files in the order of
+    their names, and a clock may have been set back since the start before.
+    """
+    times = (re.match(r"\d+\.\d+", path.name.removeprefix(NAME)) for path in folder.glob(f"{NAME}*"))
+    return max((float(found[0]) for found in times if found is not None), default=0.0)
+
+
 class EventWriter:
     """Appends scalars to one new event file; a restart adds another file, as TensorBoard expects.
 
@@ -81,7 +91,7 @@ class EventWriter:
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         """TensorBoard discards the steps of earlier files from `purge_step` on (a resume after a crash)."""
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
+        name = f"{NAME}{max(time.time(), _newest(folder) + 0.001):.6f}.{socket.gethostname()}"
         self._file = Appender(folder / name, lines=False, buffer_bytes=BUFFER_BYTES)
         self._write(_event(time.time(), _bytes_field(3, b"brain.Event:2")))
         if purge_step is not None:

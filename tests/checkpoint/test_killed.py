@@ -17,7 +17,8 @@ from fsdp.rundir.lock import FolderLock
 from tests.support.marks import sample_are
 from tests.support.runs import on_a_rank
 from tests.support.world import run_world
-from tests.torture.chain import Chain, Shape
+from tests.torture.chain import Chain
+from tests.torture.shapes import Shape
 
 ROOT = Path(__file__).parents[2]
 STEPS = 60

@@ -119,6 +119,7 @@ NOT_RUN = {
     r"python -m tests\.mutate ": "minutes; tests/mutate/test_mutate.py runs its parts",
     r"python -m tests\.fuzz ": "minutes; tests/fuzz/test_fuzz.py runs its parts",
     r"python -m tests\.torture ": "minutes; .ci/run runs it",
+    r"python -m tests\.torture\.soak ": "hours; tests/torture/test_soak.py runs its short form",
     r"python -m tests\.models\.foreign$": "minutes: tests/models/test_foreign.py runs a row",
     r"python -m tests\.support\.pictures$": "minutes; writes the committed pictures",
     r"python -m tests\.slurm\.cluster ": "needs Slurm: tests/slurm/test_cluster.py",

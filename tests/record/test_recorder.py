@@ -73,6 +73,22 @@ def test_a_number_beyond_fp32_is_infinite_in_tensorboard(tmp_path: Path) -> None
         assert struct.pack("<f", value) in file.read_bytes()
 
 
+def test_a_clock_that_is_set_back_leaves_the_event_files_in_the_order_of_the_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard reads them by name: a later start's purge of repeated steps comes after those steps."""
+    names: list[str] = []
+    for now in (1_764_000_000.0, 1_763_996_400.0, 1_763_996_401.0, 1_764_000_500.0):
+        monkeypatch.setattr("fsdp.record.tensorboard.time.time", lambda now=now: now)
+        writer = EventWriter(tmp_path)
+        writer.scalars(1, {"train/loss": 1.0})
+        writer.close()
+        [new] = {path.name for path in tmp_path.iterdir()} - set(names)
+        names.append(new)
+    assert names == sorted(names)
+    assert names[-1].startswith("events.out.tfevents.1764000500.000000.")
+
+
 def test_mfu_is_the_samples_a_second_times_what_one_is_worth(tmp_path: Path) -> None:
     out = io.StringIO()
     told = recorder(tmp_path, out, Hears(), mfu_of=0.025)

@@ -134,7 +134,7 @@ class Cluster:
         self._fake_gpus()
         if self.mode == "netns":
             self._login_host()
-        self._daemon("slurmctld", self._on_login(["slurmctld", "-D"]))
+        self._daemon("slurmctld", self.on_login(["slurmctld", "-D"]))
         for node in self.nodes:
             self.power_on(node)
         eventually(f"{len(self.nodes)} idle nodes", self._all_idle, 30, self._logs)
@@ -269,7 +269,7 @@ class Cluster:
     ) -> subprocess.Popen[str]:
         """A command on the login host."""
         return subprocess.Popen(
-            self._on_login(list(command), cwd),
+            self.on_login(list(command), cwd),
             env=self.environment(env),
             cwd=cwd,
             stdin=subprocess.DEVNULL,
@@ -367,7 +367,7 @@ class Cluster:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-    def _on_login(self, command: list[str], cwd: Path = REPOSITORY) -> list[str]:
+    def on_login(self, command: list[str], cwd: Path = REPOSITORY) -> list[str]:
         if self.mode == "local":
             return command
         return [*self._enter(self.hosts[self.controller_host].shell, cwd), *command]
@@ -405,7 +405,7 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="slurm-") as folder,
         Cluster(Path(folder), shape, options.mode) as cluster,
     ):
-        enter = f"SLURM_CONF={cluster.conf} {' '.join(cluster._on_login([]))} bash"
+        enter = f"SLURM_CONF={cluster.conf} {' '.join(cluster.on_login([]))} bash"
         print(f"up. Enter with:\n  {enter}\nCtrl-C ends it.", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             signal.pause()

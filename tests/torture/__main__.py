@@ -2,21 +2,24 @@
 
     python -m tests.torture --kills 20            as every CI run does
     python -m tests.torture --kills 300 --seed 7  the same moments for one seed, as far as timing allows
-    python -m tests.torture --kills 3000 --jobs 6 six at once, with the seeds SEED to SEED + 5
+    python -m tests.torture --kills 10000 --seconds 7200 --jobs 2 --record bench/results/torture.json
+                              two at once, with the seeds SEED and SEED + 1, for two hours at most; what was
+                              checked is added to that file and to the page beside it, also if this is
+                              stopped or killed
 
 A run is killed and restarted until it reaches its end; then its losses and its model must equal those of an
 uninterrupted run, bit for bit. After each kill every sealed checkpoint is read whole and compared with the
-uninterrupted run's at its step.
+uninterrupted run's at its step. Some runs continue on other numbers of ranks and under other strategies: they
+train in fp64 and are compared within 1e-12.
 
-Most starts fork their ranks; about one in seven is under torchrun or launch.local, whatever the start before
-was under. With an S3 server (tests/checkpoint/s3_server.py) some runs have their checkpoints there, and some
-have theirs on the node's own disk first.
+tests/torture/shapes.py lists the runs, tests/torture/starts.py how they are started: most starts fork their
+ranks. With an S3 server (tests/checkpoint/s3_server.py) some runs have their checkpoints there. What is not
+installed is left out and named.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import os
 import random
@@ -24,65 +27,95 @@ import secrets
 import shutil
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import fsspec
 
-from tests.checkpoint.s3_server import KEYS, program, s3_server
-from tests.torture.chain import EVERY, STEPS, Chain, Death, Reference, Shape, Violation
+from tests.checkpoint.s3_server import KEYS, MISSING, program, s3_server
+from tests.torture import kills_page
+from tests.torture.chain import Chain, Death, Reference, Violation
+from tests.torture.over import over_at_a_signal
+from tests.torture.record import Record
+from tests.torture.shapes import SHAPES, Shape, write_data
+from tests.torture.starts import Launchers, launchers
 
-SHAPES = (
-    Shape("fsdp", 2),
-    Shape("ddp", 2),
-    Shape("hsdp", 4),
-    Shape("fsdp", 3),
-    Shape("hsdp", 4, local=True),
-    Shape("fsdp", 2, steps=60, objects=True),  # a save takes ten times as long
-)
+MOST_VIOLATIONS = 5
+
+
+@dataclass(frozen=True)
+class Torture:
+    """What all chains of a sitting share."""
+
+    kills: int
+    record: Record
+    over: threading.Event
+    launchers: Launchers
+    url: str
+    data: Path
+
+    @property
+    def goes_on(self) -> bool:
+        return not self.over.is_set() and self.record.sitting.get("kills", 0) < self.kills
 
 
 def main(argv: Sequence[str]) -> int:
+    options = _options(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    place = Path(tempfile.mkdtemp(prefix="torture-", dir=options.place or None)).resolve()
+    os.environ["XDG_CACHE_HOME"] = str(place / "cache")  # of the tokenized text
+    write_data(place / "data")
+    print(f"seed {options.seed}: {options.kills} kills, in {place}", flush=True)
+    over = over_at_a_signal(options.seconds)
+    with bucket() as url, launchers(options.launchers) as found:
+        record = Record(
+            Path(options.record) if options.record else None,
+            kills_page.page,
+            seed=options.seed,
+            jobs=options.jobs,
+            left_out=[*found.left_out, *([] if url else [f"S3 server: {MISSING}"])],
+            kills=0,
+            ends=0,
+            steps_repeated=0,
+            most_repeated=0,
+        )
+        shared = Torture(options.kills, record, over, found, url, place / "data")
+        with ThreadPoolExecutor(options.jobs) as pool:
+            seeds = range(options.seed, options.seed + options.jobs)
+            chains = [pool.submit(torture, shared, random.Random(one), place / str(one)) for one in seeds]
+    for chain in chains:
+        chain.result()
+    record.write()
+    print(kills_page.summary([record.sitting]))
+    if record.sitting["violations"]:
+        return 1
+    shutil.rmtree(place)
+    return 0
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.torture",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=0, help="at most; 0: no limit")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 30))
     parser.add_argument(
-        "--place", default="", help="folder for the runs; empty makes one, and removes it if all is well"
+        "--place", default="", help="folder for the runs; they are removed where all is well (default: /tmp)"
     )
-    parser.add_argument("--jobs", type=int, default=1, help="chains of kills at once, a process each")
-    options = parser.parse_args(argv)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    place = Path(tempfile.mkdtemp(prefix="torture-", dir=options.place or None))
-    print(
-        f"seed {options.seed}: {options.kills} kills of runs of {STEPS} steps (60 with an object store), "
-        f"a save every {EVERY}, in {place}",
-        flush=True,
+    parser.add_argument("--jobs", type=int, default=1, help="chains of kills at once")
+    parser.add_argument("--record", default="", help="JSON file that this sitting is added to")
+    parser.add_argument(
+        "--launchers", action=argparse.BooleanOptionalAction, default=True, help="Ray and Slurm too"
     )
-    began = time.monotonic()
-    seeds = range(options.seed, options.seed + options.jobs)
-    kills = options.kills // options.jobs
-    with bucket() as url, ThreadPoolExecutor(options.jobs) as pool:
-        sittings = [
-            pool.submit(torture, kills, random.Random(seed), place / str(seed), url) for seed in seeds
-        ]
-        failed = 0
-        for seed, sitting in zip(seeds, sittings, strict=True):
-            if isinstance(error := sitting.exception(), Violation):
-                failed = 1
-                print(f"VIOLATION after seed {seed}: {error}", file=sys.stderr, flush=True)
-            elif error is not None:
-                raise error
-    if failed:
-        return failed
-    shutil.rmtree(place)
-    deaths = [death for sitting in sittings for death in sitting.result()[0]]
-    print(summary(deaths, sum(sitting.result()[1] for sitting in sittings), time.monotonic() - began))
-    return 0
+    return parser.parse_args(argv)
 
 
 @contextlib.contextmanager
@@ -97,64 +130,84 @@ def bucket() -> Iterator[str]:
         yield "s3://torture"
 
 
-def torture(kills: int, dice: random.Random, place: Path, url: str = "") -> tuple[list[Death], int]:
-    """The kills and the number of runs that ended; Violation at the first violated guarantee."""
-    deaths: list[Death] = []
-    ends, began = 0, time.monotonic()
+def torture(shared: Torture, dice: random.Random, place: Path) -> None:
+    """One run after another, until the kills of all chains are enough. A violation leaves its folder."""
     references: dict[Shape, Reference] = {}
-    shapes = [shape for shape in SHAPES if url or not shape.objects]
-    nth = dice.randrange(len(shapes))
-    while len(deaths) < kills:
+    shapes = [shape for shape in SHAPES if shared.url or not shape.objects]
+    nth, ends, began = dice.randrange(len(shapes)), 0, time.monotonic()
+    while shared.goes_on:
         shape = shapes[nth % len(shapes)]
         nth += 1
-        plain = replace(shape, objects=False, local=False)
-        if plain not in references:
-            uninterrupted = Chain(plain, place / f"reference-{plain.name}", keep=0)
-            uninterrupted.live()
-            references[plain] = uninterrupted.read()
-        chain = Chain(shape, place / f"{nth}-{shape.name}", bucket=f"{url}/{place.name}")
-        deaths += one_life(chain, references[plain], dice, kills - len(deaths))
+        try:
+            one_life(shared, shape, references, dice, place, f"{nth:05d}")
+        except Exception as error:  # of any kind: a checkpoint that cannot be read is one, too
+            text = str(error) if isinstance(error, Violation) else f"{place}/{nth:05d}: {error!r}"
+            print(f"VIOLATION after seed {place.name}: {text}", file=sys.stderr, flush=True)
+            if not isinstance(error, Violation):
+                traceback.print_exc()
+            if shared.record.violation(f"{shape.name}: {text}") >= MOST_VIOLATIONS:
+                shared.over.set()
         ends += 1
-        print(f"{place.name}: {len(deaths)} kills, {ends} ends, {time.monotonic() - began:.0f} s", flush=True)
-    return deaths, ends
+        kills, seconds = shared.record.sitting["kills"], time.monotonic() - began
+        print(f"{place.name}: run {ends} is over ({shape.name}); {kills} kills, {seconds:.0f} s")
+        sys.stdout.flush()
 
 
-def one_life(chain: Chain, reference: Reference, dice: random.Random, most: int) -> list[Death]:
-    """One run, killed until it reaches its end, at most `most` times."""
-    deaths: list[Death] = []
-    done = False
-    while not done and len(deaths) < most:
+def one_life(
+    shared: Torture,
+    shape: Shape,
+    references: dict[Shape, Reference],
+    dice: random.Random,
+    place: Path,
+    name: str,
+) -> None:
+    """One run, killed until it reaches its end, or the kills are enough."""
+    reference = reference_of(shape, references, place, shared.data)
+    chain = Chain(
+        shape,
+        place / name,
+        bucket=f"{shared.url}/{place.name}",
+        launchers=shared.launchers,
+        data=shared.data,
+    )
+    while shared.goes_on:
         death = chain.die(dice)
-        done = death is None
-        if death is not None:
-            chain.check_death(death, reference)
-            deaths.append(death)
-    if not done:
+        if death is None:
+            break
+        chain.check_death(death, reference)
+        _count(shared.record, death, shape)
+    else:
+        if shared.over.is_set():
+            return
         chain.live()
     chain.check_end(reference)
+    shared.record.add(ends=1)
     shutil.rmtree(chain.folder)
-    return deaths
 
 
-def summary(deaths: Sequence[Death], ends: int, seconds: float) -> str:
-    moments = collections.Counter(death.moment for death in deaths)
-    launchers = collections.Counter(death.launcher for death in deaths)
-    lost = [death.reached - death.sealed for death in deaths]
-    whole = sum(death.victim == "all ranks" for death in deaths)
-    average = sum(lost) / max(1, len(lost))
-    return "\n".join(
-        [
-            f"{len(deaths)} kills in {seconds:.0f} s ({seconds / max(1, len(deaths)):.2f} s a kill): "
-            + ", ".join(f"{count} {moment}" for moment, count in sorted(moments.items())),
-            f"{whole} of all ranks at once, the rest of one rank or the launcher; "
-            + ", ".join(f"{count} {launcher}" for launcher, count in sorted(launchers.items())),
-            f"steps repeated: at most {max(lost, default=0)}, on average {average:.1f}; "
-            f"a save every {EVERY}, started at one step and sealed some steps later",
-            f"{ends} runs ended with the losses and the model of the uninterrupted run, bit for bit",
-            "every newest checkpoint loads, holds the state of one step, "
-            "and is at most one interval older than the save in flight",
-        ]
+def reference_of(shape: Shape, known: dict[Shape, Reference], place: Path, data: Path) -> Reference:
+    """The uninterrupted run of this shape. Where the checkpoints go makes no difference to it."""
+    plain = replace(shape, objects=False, local=False)
+    if plain not in known:
+        run = Chain(plain, place / f"reference-{len(known)}", keep=0, data=data)
+        run.live()
+        known[plain] = run.read()
+        if not shape.others:
+            shutil.rmtree(run.folder)
+    return known[plain]
+
+
+def _count(record: Record, death: Death, shape: Shape) -> None:
+    repeated = death.reached - death.sealed
+    record.most(most_repeated=repeated)
+    record.count(
+        moments=death.moment,
+        launchers=death.launcher,
+        victims=death.victim,
+        shapes=shape.name,
+        stores=shape.store,
     )
+    record.add(kills=1, steps_repeated=repeated)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from fsdp.base.phases import PHASES
 from tests.support.forked import FORKED
 from tests.support.marks import sample_are
 from tests.support.processes import eventually
-from tests.torture.chain import Chain, Reference, Shape
+from tests.torture.chain import Chain, Reference
+from tests.torture.shapes import Shape
 from tests.watch import dying
 
 RANKS, STEPS, STEP = 3, 20, 10
