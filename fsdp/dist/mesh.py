@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import MeshSection, TrainSection, reshard_policy
@@ -129,7 +129,7 @@ def build_mesh(sizes: MeshSizes, device: torch.device, timeout_s: float | None =
     axes = (one,) if one else AXES
     # Named backends, or torch splits the default group: of two backends it gives gloo NCCL's options, and in
     # the second run of a process it ends with SIGSEGV (pytorch #192106).
-    named = dict.fromkeys(axes, CUDA_BACKENDS) if device.type == "cuda" and not one else None
+    named: Any = dict.fromkeys(axes, CUDA_BACKENDS) if device.type == "cuda" and not one else None
     mesh = init_device_mesh(
         device.type, tuple(whole[axis] for axis in axes), mesh_dim_names=axes, backend_override=named
     )

@@ -174,9 +174,11 @@ def test_a_folder_in_memory_is_named() -> None:
 def padded_shapes(env: DistEnv) -> list[tuple[int, ...]]:
     """Of a tensor of 5 rows, as every rank's piece in a gather."""
     found = []
-    for sizes in (MeshSizes("fsdp", 1, 2), MeshSizes("ddp", 2, 1)):
-        mesh = build_mesh(sizes, env.device)
-        shard = distribute_tensor(torch.zeros(5, 3), mesh, [Replicate(), Shard(0)])
+    for sizes, placements in (
+        (MeshSizes("fsdp", 1, 2), [Shard(0)]),
+        (MeshSizes("hsdp", 2, 1), [Replicate(), Shard(0)]),
+    ):
+        shard = distribute_tensor(torch.zeros(5, 3), build_mesh(sizes, env.device), placements)
         found.append(tuple(_padded(shard).shape))
     return found
 
