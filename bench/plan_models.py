@@ -41,7 +41,7 @@ VARIANTS = {
     "DDP": ("--precision.param", "fp32", "--mesh.strategy", "ddp"),
 }
 MORE = {
-    "bf16": ("decoder", "encoder-decoder", "experts", "GRU", "ResNet-50", "diffusion U-Net"),
+    "bf16": ("decoder", "encoder-decoder", "experts", "GRU", "ConvNeXt", "diffusion U-Net"),
     "DDP": ("decoder", "GRU", "ResNet-50", "ConvNeXt"),
 }
 """Beside fp32, which all have."""
@@ -50,10 +50,8 @@ COMMON = ("--train.global_batch", "8", "--train.micro_batch", "4")
 
 def case_of(name: str, variant: str) -> Case:
     own = "bench.plan_architectures"
-    model = BUILT_IN.get(name) or (
-        "--model.name", f"{own}:build", "--model.args.kind", name, "--data.name",
-        f"{own}:{DATA.get(name, 'texts')}",
-    )  # fmt: skip
+    data = ("--data.name", f"{own}:{DATA.get(name, 'texts')}")
+    model = BUILT_IN.get(name) or ("--model.name", f"{own}:build", "--model.args.kind", name, *data)
     return Case(2, (*model, *COMMON, *VARIANTS[variant]))
 
 

@@ -147,13 +147,13 @@ def _reader_of(path: Path, with_tokenizer: bool) -> str:
     names = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
     if any(name.endswith((".bin", ".npy")) for name in names):
         return "tokens"
-    rows = _mostly_rows(names if path.is_file() else _first_names(path))
-    if not rows and any((path / name).is_file() for name in SAVED):
+    holds_rows = _mostly_rows(names if path.is_file() else _first_names(path))
+    if not holds_rows and any((path / name).is_file() for name in SAVED):
         raise ConfigError(
             f"--data.name {shown(path)} is a folder of save_to_disk.",
             f"--data.name {PREFIX}{shell_word(path)}",
         )
-    if with_tokenizer or rows:
+    if with_tokenizer or holds_rows:
         return "documents"
     return "folder" if path.is_dir() and _mostly_pictures(path) else "text"
 

@@ -33,7 +33,8 @@ EXAMINED_AT_ONCE = 16
 IN_FINGERPRINT = 4096
 """Tokens at each end of a file."""
 SUFFIXES = (".bin", ".npy")
-One, Made = TypeVar("One"), TypeVar("Made")
+One = TypeVar("One")
+Made = TypeVar("Made")
 
 
 def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: float = 0.01) -> DataSet:

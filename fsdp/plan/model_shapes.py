@@ -30,9 +30,8 @@ from fsdp.run.job import meta_model
 from fsdp.tokenize.locate import is_remote
 from fsdp.tokenize.sources import is_pattern
 
-CONVOLUTIONS = (
-    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-)  # fmt: skip
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 CONVOLVED = 0.1
 """Their share of the parameters from which on they are more than a transformer's first layer."""
 Shape = tuple[tuple[int, ...], torch.dtype]

@@ -93,7 +93,7 @@ class Scaling(Words):
 class Masked(Words):
     """Its forward takes what the samples do not have."""
 
-    def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(inputs) * mask
 
 
