@@ -67,7 +67,7 @@ def test_a_launcher_that_says_nothing_restarts_in_its_place_without_a_limit() ->
 
 @pytest.mark.parametrize("reason", stop.REASONS)
 def test_every_reason_to_stop_is_a_persons_or_the_schedulers(reason: str) -> None:
-    persons = reason in ("SIGINT", "the stop file")
+    persons = reason in ("SIGINT", "SIGHUP", "the stop file")
     assert kind_of_stop(reason) is (Kind.STOPPED if persons else Kind.PREEMPTED)
     assert kind_of_stop("--train.stop_after 10") is Kind.STOPPED
 
