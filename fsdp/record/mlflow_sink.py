@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdp.base.errors import ConfigError, one_line
 from fsdp.config import Config, flatten
-from fsdp.record.sender import TimedRecord, Sender
+from fsdp.record.sender import Sender, TimedRecord
 from fsdp.rundir.paths import lasting_name
 
 TAG = "shardrun.run_dir"

@@ -15,7 +15,7 @@ import pytest
 from fsdp.config import load
 from fsdp.record import sender
 from fsdp.record.mlflow_sink import MlflowSink
-from fsdp.record.sender import TimedRecord, Sender
+from fsdp.record.sender import Sender, TimedRecord
 
 
 class Server:
