@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -248,8 +249,7 @@ def leaves(env: DistEnv, folder: str) -> tuple[str, bool]:
     """As a model's file that lacks a package does. Its message, and whether the monitor has printed it."""
     try:
         with Watch(WatchSection(), env, Path(folder), process_ends=True) as watch:
-            page = watch._page
-            assert page is not None
+            page = cast(StatusPage, watch._page)
             eventually("the monitor observes", lambda: page.numbers[MONITOR], 30)
             sys.exit("pip install it")
     except SystemExit:
@@ -260,8 +260,12 @@ def leaves(env: DistEnv, folder: str) -> tuple[str, bool]:
 
 def test_a_rank_that_calls_exit_says_so_and_was_not_killed(tmp_path: Path) -> None:
     assert run_world(1, leaves, str(tmp_path)) == [("SystemExit: pip install it", True)]
-    verdicts = tmp_path / "watch" / "verdicts.jsonl"
-    (said,) = eventually("its record", lambda: verdicts.exists() and verdicts.read_text().splitlines(), 20)
+    file = tmp_path / "watch" / "verdicts.jsonl"
+
+    def lines() -> list[str]:
+        return file.read_text().splitlines() if file.exists() else []
+
+    (said,) = eventually("its record", lines, 20)
     assert json.loads(said)["what"].endswith("failed: SystemExit: pip install it")
 
 
