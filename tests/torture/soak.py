@@ -49,6 +49,8 @@ STANDS_STILL_S = 240.0
 """Without a new step, and without a fault that explains it."""
 SETTLED_STEPS = 100
 """Steps of a start after which its processes are measured."""
+ORPHANS_S = 5.0
+"""Ranks may outlive their launcher so long: torchrun's train on without it, and hold the run's lock."""
 LOOK_S = 0.1
 
 
@@ -192,7 +194,7 @@ class Soak:
             return
         after = self.last.name if self.last is not None else "nothing"
         self.record.count(ends=f"{job.launcher} with {job.code} after {after}")
-        if job.orphans(faults.ENDS_S / 2):
+        if job.orphans(ORPHANS_S):
             self.record.count(orphans=f"{job.launcher} after {after}")
         expected = (self.run / "DONE").exists() or (self.last is not None and self.last.ends)
         if not expected and "no restart" not in self._said():

@@ -30,10 +30,10 @@ def soak(place: Path, *more: str) -> subprocess.Popen[str]:
 @pytest.mark.long
 def test_a_run_through_faults_in_two_sittings_ends_as_one_that_nothing_happened_to(tmp_path: Path) -> None:
     place = tmp_path / "soak"
-    with soak(place, "--steps", "700", "--pace", "0.03", "--every", "2", "--seed", "11") as begun:
+    with soak(place, "--steps", "900", "--pace", "0.03", "--every", "2", "--seed", "11") as begun:
         assert begun.stdout is not None
         for line in begun.stdout:
-            if (found := re.match(r"step (\d+), ", line)) is not None and int(found[1]) >= 100:
+            if (found := re.match(r"step (\d+), ", line)) is not None and int(found[1]) > 0:
                 break
         begun.terminate()
         said = begun.stdout.read()
@@ -45,8 +45,8 @@ def test_a_run_through_faults_in_two_sittings_ends_as_one_that_nothing_happened_
     assert "the losses and the model of the unbroken run, bit for bit; the report opens" in said
     first, second = record.read(tmp_path / "soak.json")
     assert (first["finished"], second["finished"]) == (0, 1)
-    assert 100 <= first["step"] < second["step"] == 700
-    assert sum(first["faults"].values()) + sum(second["faults"].values()) > 5
+    assert 0 < first["step"] < second["step"] == 900
+    assert sum(first["faults"].values()) + sum(second["faults"].values()) > 2
 
 
 def test_the_last_step_is_that_of_the_last_whole_line_with_a_loss(tmp_path: Path) -> None:
