@@ -10,6 +10,7 @@ Results: bench/results/plan_models.md.
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
@@ -70,8 +71,12 @@ def main(names: Sequence[str]) -> int:
     if unknown := [name for name in names if name not in ALL]:
         print(f"bench.plan_models: no {unknown[0]}. HINT: {', '.join(ALL)}", file=sys.stderr)
         return 2
-    title = f"# Plans of twelve architectures ({platform.machine()}, torch {torch.__version__}, gloo)"
-    command = "`python -m bench.plan_models`: two ranks, FSDP or DDP, AdamW, a micro-batch of 4 a rank."
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, gloo"
+    title = f"# Plans of twelve architectures ({machine})"
+    command = (
+        "`python -m bench.plan_models`: two ranks, FSDP or DDP, AdamW, a micro-batch of 4 a rank; once each. "
+        "Bytes are counted: load changes none."
+    )
     return KeptTable(RESULTS, ALL, [title, "", command]).write(run(names or ALL))
 
 
