@@ -227,6 +227,7 @@ class Soak:
 
     def _measure(self, job: Job) -> None:
         """Processes that have trained for a while, and the run directory."""
+        self.where.keep_name()
         starts, step = self.starts(), self.step()
         if step - self._from_step() < min(SETTLED_STEPS, self.plan.steps // 10):
             return

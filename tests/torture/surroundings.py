@@ -19,10 +19,12 @@ from urllib.parse import urlsplit
 
 import fsspec
 
+from fsdp.checkpoint.local_names import TOKEN
 from tests.checkpoint.s3_server import KEYS, MISSING, program, s3_server
 
 HERE = Path(__file__).parent
 BUCKET = "soak"
+NAME = f"{BUCKET}/run/{TOKEN}"
 KEEPER = """
 mount -o loop "$0" "$1" && echo mounted || exit 1
 while read -r act; do fsfreeze "$act" "$1" && echo done; done
@@ -189,9 +191,7 @@ class Door:
 
 @contextlib.contextmanager
 def object_store() -> Iterator[tuple[Door, str] | str]:
-    """A server with a bucket behind a door, and the bucket's URL. Its objects are in memory: a soak that is
-    continued begins with an empty one, and resumes from its node's own disk.
-    """
+    """A server with a bucket behind a door, and the bucket's URL. Its objects are in memory."""
     if program() is None:
         yield MISSING
         return
@@ -226,6 +226,21 @@ class Surroundings:
     def enter(self) -> list[str]:
         return self.disk.enter if self.disk is not None else []
 
+    def keep_name(self) -> None:
+        """Of the folders on the node's own disk, which is kept in the store. A soak that is continued begins
+        with an empty store, and with this name in it the run resumes from that disk.
+        """
+        if self.door is None:
+            return
+        store = fsspec.filesystem("s3")
+        store.invalidate_cache()
+        if store.exists(NAME):
+            (self.folder / "name").write_bytes(store.cat_file(NAME))
+
+    def put_name(self) -> None:
+        if self.door is not None and (self.folder / "name").exists():
+            fsspec.filesystem("s3").pipe_file(NAME, (self.folder / "name").read_bytes())
+
     @property
     def environ(self) -> dict[str, str]:
         return {**os.environ, **(self.clock.environ if self.clock is not None else {})}
@@ -248,4 +263,5 @@ def surroundings(folder: Path, mib: int) -> Iterator[Surroundings]:
             found.left_out.append(f"object store: {store}")
         else:
             found.door, found.bucket = store
+            found.put_name()
         yield found
