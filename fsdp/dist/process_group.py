@@ -25,6 +25,7 @@ from fsdp.dist.env import (
     init_method,
     rendezvous_host,
     rendezvous_port,
+    restarts_of_agent,
 )
 from fsdp.dist.mesh import CUDA_BACKENDS
 
@@ -163,11 +164,15 @@ def _group_arguments(env: DistEnv, timeout: timedelta, store: dist.Store | None)
 def _default_store(env: DistEnv, timeout: timedelta) -> dist.Store:
     if env.world_size == 1:
         return dist.HashStore()  # no port, so no collision
-    # As init_process_group does with an init_method: each restart by torchrun has its own prefix in it.
     meeting = dist.rendezvous(init_method(env), env.rank, env.world_size, timeout=timeout)
     store, _, _ = next(iter(meeting))
     store.set_timeout(timeout)
-    return dist.PrefixStore("default_pg", store)
+    prefix = "default_pg"
+    if agent_serves_store() and env.num_nodes == 1:
+        # The agent serves one store for all its tries: under the same prefix a restarted rank could read the
+        # address of a dead one.
+        prefix += f" {restarts_of_agent()}"
+    return dist.PrefixStore(prefix, store)
 
 
 def rendezvous_store(env: DistEnv, timeout_s: float, *, serves: bool = True) -> dist.Store:

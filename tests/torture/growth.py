@@ -48,8 +48,10 @@ class Growth:
 
 
 RUN = "run directory"
-BOUNDS = {RUN: (0.02, 0.2), "launcher": (0.5, 0.5), "rank": (0.0, 0.0), "monitor": (0.0, 0.0)}
-"""MiB and descriptors or files that each restart may add."""
+BOUNDS = {RUN: (1.0, 5.0), "launcher": (0.5, 0.5), "rank": (0.0, 0.0), "monitor": (0.0, 0.0)}
+"""MiB and descriptors or files that each restart may add: the evidence of a verdict is a folder, with up to
+0.8 MiB for the calls of a rank.
+"""
 ALLOWED = {RUN: (0.5, 20), "launcher": (16.0, 8), "rank": (64.0, 16), "monitor": (8.0, 8)}
 """MiB and descriptors or files that may be added once."""
 

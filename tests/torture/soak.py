@@ -45,7 +45,7 @@ PACE_S = 0.1
 """Of a step that nothing disturbs; faults take about a third more."""
 TRIES = "100000"
 HANG_S = 20
-STANDS_STILL_S = 240.0
+STANDS_STILL_S = 600.0
 """Without a new step, and without a fault that explains it."""
 SETTLED_STEPS = 100
 """Steps of a start after which its processes are measured."""
