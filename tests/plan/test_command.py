@@ -193,7 +193,7 @@ WRONG = [
     ),
     (
         "--plan.gpus 4 --model.name tests.plan.own:Masked",
-        r"--model.name tests.plan.own:Masked cannot make .* missing 1 required positional argument: 'mask' ",
+        r"the model's forward needs mask, and the data have only inputs, targets\. HINT: give mask a default",
     ),
     ("--plan.gpus 4 --model.name tests.plan.own:Nothing", "--model.name tests.plan.own:Nothing: .* HINT: "),
     (

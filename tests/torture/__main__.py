@@ -38,14 +38,17 @@ from pathlib import Path
 import fsspec
 
 from tests.checkpoint.s3_server import KEYS, MISSING, program, s3_server
+from tests.support.processes import command_line, eventually, pids_with
 from tests.torture import kills_page
 from tests.torture.chain import Chain, Death, Reference, Violation
 from tests.torture.over import over_at_a_signal
 from tests.torture.record import Record
 from tests.torture.shapes import SHAPES, Shape, write_data
-from tests.torture.starts import Launchers, launchers
+from tests.torture.starts import Launchers, kill, launchers
 
 MOST_VIOLATIONS = 5
+MARK = "SHARDRUN_TORTURE"
+"""In the environment of all processes of a sitting: its folder."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     place = Path(tempfile.mkdtemp(prefix="torture-", dir=options.place or None)).resolve()
     os.environ["XDG_CACHE_HOME"] = str(place / "cache")  # of the tokenized text
+    os.environ[MARK] = str(place)
     write_data(place / "data")
     print(f"seed {options.seed}: {options.kills} kills, in {place}", flush=True)
     over = over_at_a_signal(options.seconds)
@@ -94,8 +98,21 @@ def main(argv: Sequence[str]) -> int:
     print(kills_page.summary([record.sitting]))
     if record.sitting["violations"]:
         return 1
+    end_monitors(place)
     shutil.rmtree(place)
     return 0
+
+
+def end_monitors(place: Path) -> None:
+    """A monitor outlives its ranks by some seconds, and would write into the removed folder."""
+
+    def left() -> list[int]:
+        found = [pid for pid in pids_with(f"{MARK}={place}") if pid != os.getpid()]
+        return [pid for pid in found if "resource_tracker" not in command_line(pid)]
+
+    for pid in left():
+        kill(pid)
+    eventually("the end of all processes", lambda: not left(), 30)
 
 
 def _options(argv: Sequence[str]) -> argparse.Namespace:
@@ -201,13 +218,13 @@ def _count(record: Record, death: Death, shape: Shape) -> None:
     repeated = death.reached - death.sealed
     record.most(most_repeated=repeated)
     record.count(
+        {"kills": 1, "steps_repeated": repeated},
         moments=death.moment,
         launchers=death.launcher,
         victims=death.victim,
         shapes=shape.name,
         stores=shape.store,
     )
-    record.add(kills=1, steps_repeated=repeated)
 
 
 if __name__ == "__main__":

@@ -42,9 +42,12 @@ class Record:
         self.sitting["key"] = self._key
         self.write()
 
-    def count(self, **names: str) -> None:
-        """Adds one to each counter: of `moments`, the one named `saving`."""
+    def count(self, amounts: Mapping[str, float] | None = None, **names: str) -> None:
+        """Adds one to each counter: of `moments`, the one named `saving`. `amounts` are added with them: a
+        file that is written in between would have the one without the other.
+        """
         with self._lock:
+            self._add(amounts or {})
             for counter, name in names.items():
                 counts = self.sitting.setdefault(counter, {})
                 counts[name] = counts.get(name, 0) + 1
@@ -52,9 +55,12 @@ class Record:
 
     def add(self, **amounts: float) -> None:
         with self._lock:
-            for name, amount in amounts.items():
-                self.sitting[name] = self.sitting.get(name, 0) + amount
+            self._add(amounts)
             self._write_at_times()
+
+    def _add(self, amounts: Mapping[str, float]) -> None:
+        for name, amount in amounts.items():
+            self.sitting[name] = self.sitting.get(name, 0) + amount
 
     def most(self, **values: float) -> None:
         with self._lock:
