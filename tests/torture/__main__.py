@@ -47,7 +47,7 @@ from tests.torture.shapes import SHAPES, Shape, write_data
 from tests.torture.starts import Launchers, kill, launchers
 
 MOST_VIOLATIONS = 5
-MARK = "SHARDRUN_TORTURE"
+SITTING = "SHARDRUN_TORTURE"
 """In the environment of all processes of a sitting: its folder."""
 
 
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     place = Path(tempfile.mkdtemp(prefix="torture-", dir=options.place or None)).resolve()
     os.environ["XDG_CACHE_HOME"] = str(place / "cache")  # of the tokenized text
-    os.environ[MARK] = str(place)
+    os.environ[SITTING] = str(place)
     write_data(place / "data")
     print(f"seed {options.seed}: {options.kills} kills, in {place}", flush=True)
     over = over_at_a_signal(options.seconds)
@@ -107,7 +107,7 @@ def end_monitors(place: Path) -> None:
     """A monitor outlives its ranks by some seconds, and would write into the removed folder."""
 
     def left() -> list[int]:
-        found = [pid for pid in pids_with(f"{MARK}={place}") if pid != os.getpid()]
+        found = [pid for pid in pids_with(f"{SITTING}={place}") if pid != os.getpid()]
         return [pid for pid in found if "resource_tracker" not in command_line(pid)]
 
     for pid in left():
