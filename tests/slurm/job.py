@@ -86,6 +86,9 @@ class Job:
             f"start {count} of job {self.id}", lambda: len(self.run.starts) >= count, timeout_s, self.log
         )
 
+    def until_end(self, count: int, timeout_s: float = 240) -> None:
+        eventually(f"end {count} of job {self.id}", lambda: len(self.run.ends) >= count, timeout_s, self.log)
+
     def wait(self, timeout_s: float = 240) -> str:
         return self.cluster.wait(self.id, timeout_s)
 

@@ -322,10 +322,16 @@ def submit(
 
 
 def submitted(folder: Path) -> Left:
-    """Two nodes of two ranks: slow until its limit in the first start, preempted in the second."""
+    """Two nodes of two ranks: slow until its limit in the first start, preempted in the second.
+
+    The second start has a longer limit: Slurm looks at limits each half minute and gives its signal up to that
+    much too early, which on a slow machine came before the preemption.
+    """
     with Cluster(folder / "slurm", Shape(grace_s=30)) as cluster:
         options = ["--nodes=2", "--tasks-per-node=2", "--time=1", "--signal-s=10"]
         job = submit(cluster, folder, *options, env={"SLOW_S": "1.5", "SLOW_STARTS": "2"})
+        job.until_end(1)
+        cluster.run("scontrol", "update", f"jobid={job.id}", "TimeLimit=10")
         job.until_start(2)
         job.until_step(max(job.run.steps) + 1)
         reached = max(job.run.steps)
