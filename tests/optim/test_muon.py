@@ -85,8 +85,10 @@ class Body(nn.Module):
         self.matrices = nn.ParameterList([nn.Parameter(tensor) for tensor in tensors])
 
 
-def steps_on_a_mesh(env: DistEnv, shape: tuple[int, ...], owned: int) -> list[Tensor]:
-    """Three updates from gradients that are given; the last matrix has none. The whole matrices."""
+def steps_on_a_mesh(env: DistEnv, shape: tuple[int, ...], owned: int) -> list[list[Tensor]]:
+    """Three updates from gradients that are given; the last matrix has none. The whole matrices and this
+    rank's momentum, whole.
+    """
     mesh = init_device_mesh("cpu", shape) if shape else None
     placements = [*[Replicate()] * (len(shape) - 1), Shard(0)]
 
@@ -101,7 +103,12 @@ def steps_on_a_mesh(env: DistEnv, shape: tuple[int, ...], owned: int) -> list[Te
         for parameter, grad in zip(list(model.parameters())[:-1], placed(drawn(seed)), strict=False):
             parameter.grad = grad
         optimizer.step()
-    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
+    momentum = [optimizer.state[p]["momentum_buffer"] for p in model.parameters() if p.grad is not None]
+    return [[_whole(one) for one in some] for some in (model.parameters(), momentum)]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 @pytest.mark.parametrize(
@@ -115,8 +122,11 @@ def test_every_rank_has_torch_s_bits(ranks: int, shape: tuple[int, ...], owned: 
         for parameter, grad in zip(expected[:-1], drawn(seed), strict=False):
             parameter.grad = grad
         plainly.step()
-    for found in run_world(ranks, steps_on_a_mesh, shape, owned):
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    momentum = [plainly.state[parameter]["momentum_buffer"] for parameter in expected[:-1]]
+    for matrices, moments in run_world(ranks, steps_on_a_mesh, shape, owned):
+        assert all(torch.equal(a, b) for a, b in zip(matrices, expected, strict=True))
+        # of every matrix, also of those that another replica orthogonalizes: any replica may save it
+        assert all(torch.equal(a, b) for a, b in zip(moments, momentum, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(8, 2), (2, 8)])
