@@ -414,4 +414,35 @@ def replicate(sharded: Sharded) -> None:
     # the first.
     buffers = {name for name, _ in sharded.root.named_buffers()}
     runs.broadcast_buffers = not buffers.isdisjoint(persistent(sharded.root))
+    if sharded.ranks > 2:  # the sum of two has one order
+        _settle_buckets(runs)
     sharded.runs = runs
+
+
+class _ParameterSums(nn.Module):
+    """Forward returns a sum of each parameter, whose gradient is what the caller gives."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._listed = tuple(parameters)  # not registered: they are the model's
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        return tuple(parameter.sum() for parameter in self._listed)
+
+
+def _settle_buckets(runs: DistributedDataParallel) -> None:
+    """A backward of zeros, in the reverse order of definition. Collective.
+
+    DDP divides the gradients into other buckets after a process's first backward, in the order in which they
+    came. A sum over three ranks or more is rounded by its place in a bucket: without this, the first step of
+    a resumed run had other bits than that step of the run that went on.
+    """
+    trained = [parameter for parameter in runs.module.parameters() if parameter.requires_grad]
+    model, runs.module = runs.module, _ParameterSums(trained)
+    try:
+        sums = runs()
+        torch.autograd.backward(sums, [torch.zeros_like(one) for one in sums])
+    finally:
+        runs.module = model
+    for parameter in trained:
+        parameter.grad = None

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fsdp.dist.env import DistEnv
 from tests.checkpoint.small import Kind, bits, build, save_once
 from tests.support.marks import quick_are, sample_are
+from tests.support.runs import failures, run
 from tests.support.world import run_world
 
 LATER = 20
@@ -63,6 +65,22 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one_bit_for_bit(
     again = run_world(ranks, resumed, kind, str(tmp_path), 10, how)
     assert [losses for losses, _ in again] == [losses[3:] for losses, _ in whole]
     assert [state for _, state in again] == [state for _, state in whole]
+
+
+def test_three_ranks_under_ddp_resume_to_the_bit(tmp_path: Path) -> None:
+    """A sum over three is rounded by its place in DDP's buckets, which DDP moves after the first backward."""
+    words = (
+        "--mesh.strategy ddp --train.steps 6 --data.name synthetic --data.args.kind tokens --data.seq_len 24"
+    )
+    words += " --model.name transformer --model.args.width 32"
+    whole = run(3, tmp_path / "whole", words)
+    assert failures(3, tmp_path / "parts", words, "--train.stop_after 2") == [None] * 3
+    parts = run(3, tmp_path / "parts", words)
+    losses = [
+        [(one["step"], one.get("loss"), one.get("grad_norm")) for one in r.records] for r in (whole, parts)
+    ]
+    assert losses[0] == losses[1]
+    assert all(torch.equal(parts.parameters[name], value) for name, value in whole.parameters.items())
 
 
 def load_bits(env: DistEnv, kind: Kind, run_dir: str, how: dict[str, Any]) -> dict[str, int]:
