@@ -118,6 +118,7 @@ NOT_RUN = {
     r"python -m tests\.memory\.bound$": "minutes; .ci/run runs it",
     r"python -m tests\.mutate ": "minutes; tests/mutate/test_mutate.py runs its parts",
     r"python -m tests\.fuzz ": "minutes; tests/fuzz/test_fuzz.py runs its parts",
+    r"python -m tests\.combinations ": "minutes; tests/combinations/test_combinations.py runs its short form",
     r"python -m tests\.torture ": "minutes; .ci/run runs it",
     r"python -m tests\.torture\.soak ": "hours; tests/torture/test_soak.py runs its short form",
     r"python -m tests\.models\.foreign$": "minutes: tests/models/test_foreign.py runs a row",
