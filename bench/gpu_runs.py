@@ -113,8 +113,12 @@ class Bench:
             raise Failed(f"{name}: exit code {ran.code}: {ran.end()}")
         return ran
 
-    def ranks(self, name: str, count: int, *flags: str, limit_s: float = 120) -> list[Ran]:
-        """Ranks that share one device, each under a torchrun of its own: to NCCL too, each is a node."""
+    def ranks(
+        self, name: str, count: int, *flags: str, limit_s: float = 120, wait_for: int | None = None
+    ) -> list[Ran]:
+        """Ranks that share one device, each under a torchrun of its own: to NCCL too, each is a node. Waits
+        for the first `wait_for` of them, or for all, and ends the others.
+        """
         port = free_port()
         processes = []
         for rank in range(count):
@@ -131,7 +135,7 @@ class Bench:
             loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
             processes.append(self.module(*words, NCCL_HOSTID=f"bench-{rank}", **loopback))
         try:
-            return [ended(process, self.folder / name, limit_s) for process in processes]
+            return [ended(process, self.folder / name, limit_s) for process in processes[:wait_for]]
         finally:
             for process in processes:
                 end(process)
