@@ -51,7 +51,7 @@ def times_of(device: torch.device, shape: tuple[int, ...]) -> dict[str, float]:
 
     def gradients(dtype: torch.dtype) -> list[Tensor]:
         given = [one.to(dtype, copy=True).requires_grad_() for one in (query, key, value)]
-        output = F.scaled_dot_product_attention(*given, is_causal=True)
+        output = F.scaled_dot_product_attention(given[0], given[1], given[2], is_causal=True)
         return list(torch.autograd.grad(output, given, above.to(dtype)))
 
     with attention_kernel(SpeedSection(attention="math")):

@@ -267,7 +267,7 @@ def test_kernels_of_attention_are_held_to_fp32_and_auto_to_the_fastest(
     assert re.fullmatch(r"auto \S+ ms, flash \S+ ms, math \S+ ms", figures["2 heads of 16, 64 tokens"])
     times = {"auto": 1.3, "flash": 1.0}
     monkeypatch.setattr(gpu_attention, "times_of", lambda device, shape: times)
-    with pytest.raises(Failed, match="auto takes 1.30 of the fastest's time"):
+    with pytest.raises(Failed, match=r"auto takes 1\.30 of the fastest's time"):
         gpu_attention.attention(Bench("cuda", tmp_path))
     monkeypatch.undo()
     monkeypatch.setattr(gpu_attention, "OFF", 1e-9)
