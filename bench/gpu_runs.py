@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.ports import free_port
+from bench.processes import descendants
 
 ROOT = Path(__file__).parents[1]
 MODEL = (
@@ -179,11 +180,12 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """SIGKILL to the process and its children, if it still runs."""
+    """SIGKILL to the process and its descendants, if it still runs: torchrun's ranks have own sessions."""
     if process.poll() is not None:
         return
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    for pid in (process.pid, *descendants(process.pid)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def apart(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +17,9 @@ import torch
 
 from bench import gpu, gpu_attention, gpu_parts
 from bench.gpu_parts import PARTS, Part
-from bench.gpu_runs import Bench, Failed, NotPossible, Ran, apart
+from bench.gpu_runs import Bench, Failed, NotPossible, Ran, apart, kill
 from fsdp.base import proc
+from tests.support.processes import eventually
 
 ROOT = Path(gpu.__file__).parents[1]
 
@@ -292,14 +294,15 @@ time.sleep(600)
 """
 
 
-def test_a_part_at_its_limit_leaves_no_process_behind() -> None:
+@pytest.mark.parametrize("end", [gpu.kill_tree, kill])
+def test_what_is_killed_leaves_no_process_behind(end: Callable[[subprocess.Popen[str]], None]) -> None:
     words = [sys.executable, "-c", STARTS_A_SESSION]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as started:
         assert started.stdout is not None
         child = int(started.stdout.readline())
-        gpu.kill_tree(started)
+        end(started)
     assert started.returncode == -signal.SIGKILL
-    assert not proc.is_alive(child)
+    eventually("its child has ended", lambda: not proc.is_alive(child), 30)
 
 
 def test_losses_of_a_resumed_run_are_the_last_of_each_step(tmp_path: Path) -> None:
