@@ -11,7 +11,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -61,7 +61,40 @@ def too_many_ranks(bench: Bench) -> Figures:
     hint = f"HINT: --nproc_per_node={ranks - 1}"
     need(ran.code != 0, "the run did not fail")
     need(hint in ran.text, f"no line has {hint!r}: {ran.end()}")
+    forks = bench.tool(
+        "launch.local", "--ranks", str(ranks), *MODEL, *QUIET, "--run.dir", str(bench.folder / "forks")
+    )
+    need(forks.code == 3, f"launch.local: exit code {forks.code}, not 3: {forks.end()}")
+    need(f"HINT: --ranks {ranks - 1}" in forks.text, f"launch.local has no line with a HINT: {forks.end()}")
     return {"ranks": ranks, "seconds": round(ran.seconds, 1)}
+
+
+def forked(bench: Bench) -> Figures:
+    """launch.local's rank is a fork of a process that has imported torch, and asked for the GPUs."""
+    flags = (*MODEL, *QUIET, *ALONE, *repeatable(bench), "--train.steps", "5")
+    plain = bench.trained("plain", *flags)
+    run = bench.folder / "forked"
+    words = ("--ranks", "1", *flags, "--run.dir", str(run), "--run.device", bench.device)
+    ran = replace(bench.tool("launch.local", *words), run=run)
+    need(ran.code == 0, f"exit code {ran.code}: {ran.end()}")
+    need(ran.losses() == plain.losses(), f"losses differ by {apart(ran.losses(), plain.losses()):.1e}")
+    return {"steps": len(ran.losses())}
+
+
+def no_home(bench: Bench) -> Figures:
+    """Compiled on a GPU, into an empty folder of the node's own."""
+    kernels = bench.folder / "tmp"
+    kernels.mkdir()
+    flags = (*MODEL, *QUIET, "--watch.enabled", "false", "--train.steps", "3")
+    compiled = ("--speed.compile", "true" if bench.cuda else "false")
+    bench.trained("no-home", *flags, *compiled, HOME="/proc/no-home", TMPDIR=str(kernels))
+    return {"files of kernels": sum(1 for path in kernels.rglob("*") if path.is_file())}
+
+
+def attention(bench: Bench) -> Figures:
+    from bench import gpu_attention  # torch, which most parts leave to the processes that they start
+
+    return gpu_attention.attention(bench)
 
 
 def repeatable(bench: Bench) -> tuple[str, ...]:
@@ -282,21 +315,69 @@ def float8(bench: Bench) -> Figures:
     flags = (*MODEL, *QUIET, *ALONE, "--train.steps", "6", "--precision.param", "bf16")
     more = () if bench.cuda else ("--speed.float8_emulate", "true")
     plain = bench.trained("bf16", *flags).losses()
-    found = apart(bench.trained("fp8", *flags, "--speed.float8", "tensorwise", *more).losses(), plain)
+    eights = (*flags, "--speed.float8", "tensorwise", *more)
+    whole = bench.trained("fp8", *eights).losses()
+    found = apart(whole, plain)
     need(found < 8e-2, f"losses differ by {found:.1e}")
-    return {"largest difference": found}
+    again = apart(
+        bench.trained("fp8-ops", *eights, "--memory.activation_checkpointing", "ops").losses(), whole
+    )
+    need(again < 1e-4, f"losses with products kept differ by {again:.1e}")
+    return {"largest difference": found, "products kept": again}
+
+
+def both(bench: Bench, name: str, *flags: str) -> Ran:
+    """Two ranks, on a GPU both on it, that end well; the first of them."""
+    ran = bench.ranks(name, 2, *flags)
+    text = ran[0].text + ran[1].text
+    if any(one.code for one in ran) and re.search(r"Duplicate GPU|invalid usage", text):
+        raise NotPossible("NCCL refuses two ranks on one GPU")
+    need(not any(one.code for one in ran), f"two ranks do not train: {ran[0].end()} | {ran[1].end()}")
+    return ran[0]
+
+
+TWO = (*VECTORS[:-4], *QUIET, "--speed.compile", "false", "--train.steps", "8")
+"""Flags of two ranks."""
+
+
+def reductions(bench: Bench) -> Figures:
+    """NCCL's own product of a sum and a factor gave zeros in bf16 up to torch 2.13."""
+    data = ("--data.name", "bench.gpu_data:raising", "--data.args.at", "-1", "--watch.enabled", "false")
+    flags = (*TWO, *data, "--precision.param", "bf16", "--precision.reduce", "bf16")
+    norms = {
+        name: [one["grad_norm"] for one in both(bench, name, *flags, *more).records()]
+        for name, more in {
+            "plain": (),
+            "divided": ("--comm.divide_by", "8"),
+            "from-group": ("--comm.allocate_from_group", "true"),
+        }.items()
+    }
+    found = {f"norms, {name}": apart(norms[name], norms["plain"]) for name in ("divided", "from-group")}
+    need(max(found.values()) < 2e-2, f"gradient norms differ: {found}")
+    return found
+
+
+TIMEOUT_S = 20
+
+
+def timed_out(bench: Bench) -> Figures:
+    """Rank 1 stalls and no watch ends it: rank 0 waits in a group of the mesh, with that time-out."""
+    mesh = ("--mesh.strategy", "hsdp", "--mesh.replicate", "2", "--mesh.shard", "1")
+    stall = ("--data.name", "bench.gpu_data:stalling", "--watch.enabled", "false")
+    limit = ("--run.process_group_timeout_s", str(TIMEOUT_S))
+    (ran,) = bench.ranks("time-out", 2, *TWO, *mesh, *stall, *limit, limit_s=150, wait_for=1)
+    if re.search(r"Duplicate GPU|invalid usage", ran.text):
+        raise NotPossible("NCCL refuses two ranks on one GPU")
+    need(ran.code != 0, "rank 0 did not fail")
+    need(re.search(r"time-?d? ?out", ran.text, re.I) is not None, f"no line has a time-out: {ran.end()}")
+    return {"time-out s": TIMEOUT_S, "seconds to the end of rank 0": round(ran.seconds, 1)}
 
 
 def lost_ranks(bench: Bench) -> Figures:
     """Two ranks, on a GPU both on it: a run, a rank that raises, a rank that stalls."""
-    flags = (*VECTORS[:-4], *QUIET, "--speed.compile", "false", "--train.steps", "8")
+    flags = TWO
     data = ("--data.name", "bench.gpu_data:raising", "--data.args.at", "-1")
-    whole = bench.ranks("both", 2, *flags, *data)
-    if any(ran.code for ran in whole) and re.search(
-        r"Duplicate GPU|invalid usage", whole[0].text + whole[1].text
-    ):
-        raise NotPossible("NCCL refuses two ranks on one GPU")
-    need(not any(ran.code for ran in whole), f"two ranks do not train: {whole[0].end()} | {whole[1].end()}")
+    both(bench, "both", *flags, *data)
     raised = bench.ranks("raise", 2, *flags, "--data.name", "bench.gpu_data:raising", limit_s=90)
     need(all(ran.code for ran in raised), f"exit codes {[ran.code for ran in raised]}")
     need("broken on purpose" in raised[1].text, raised[1].end())
@@ -424,6 +505,14 @@ PARTS = (
         precisions,
         short="bf16 losses are fp32's, to 2%",
     ),
+    Part("forked", "launch.local: a forked rank has the losses of train.py, to the bit", 200, forked),
+    Part(
+        "no-home",
+        "a compiled run with a HOME that cannot be written",
+        300,
+        no_home,
+        short="a run, eager, with a HOME that cannot be written",
+    ),
     Part("parity", "python -m fsdp.parity on one device", 300, parity),
     Part("nonfinite", "a NaN stops the run with exit code 5, or its update is skipped", 200, nonfinite),
     Part(
@@ -447,6 +536,20 @@ PARTS = (
         400,
         lost_ranks,
         short="two gloo ranks: both end when one raises or stalls",
+    ),
+    Part(
+        "time-outs",
+        "two NCCL ranks on one device: --run.process_group_timeout_s ends a wait in a group of the mesh",
+        200,
+        timed_out,
+        short="two gloo ranks: --run.process_group_timeout_s ends a wait in a group of the mesh",
+    ),
+    Part(
+        "reductions",
+        "two NCCL ranks on one device: --comm.divide_by and allocate_from_group change no gradient norm",
+        300,
+        reductions,
+        short="two gloo ranks: --comm.divide_by and allocate_from_group change no gradient norm",
     ),
     Part("profile", "a profile's pages and the report are written", 200, profile),
     Part("oom", "out of memory: a page and a HINT", 200, out_of_memory, alone=True),
@@ -478,6 +581,14 @@ PARTS = (
         180,
         small_states,
         alone=True,
+    ),
+    Part(
+        "attention",
+        "gradients of each kernel of --speed.attention, to 2%; auto's time is at most 1.2 of the fastest's",
+        120,
+        attention,
+        alone=True,
+        short="gradients of each kernel of --speed.attention, to 2%",
     ),
     Part("doctor", "python -m fsdp.doctor finds the machine fit", 160, doctor, alone=True),
 )

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.ports import free_port
+from bench.processes import descendants
 
 ROOT = Path(__file__).parents[1]
 MODEL = (
@@ -113,8 +114,12 @@ class Bench:
             raise Failed(f"{name}: exit code {ran.code}: {ran.end()}")
         return ran
 
-    def ranks(self, name: str, count: int, *flags: str, limit_s: float = 120) -> list[Ran]:
-        """Ranks that share one device, each under a torchrun of its own: to NCCL too, each is a node."""
+    def ranks(
+        self, name: str, count: int, *flags: str, limit_s: float = 120, wait_for: int | None = None
+    ) -> list[Ran]:
+        """Ranks that share one device, each under a torchrun of its own: to NCCL too, each is a node. Waits
+        for the first `wait_for` of them, or for all, and ends the others.
+        """
         port = free_port()
         processes = []
         for rank in range(count):
@@ -131,7 +136,7 @@ class Bench:
             loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}
             processes.append(self.module(*words, NCCL_HOSTID=f"bench-{rank}", **loopback))
         try:
-            return [ended(process, self.folder / name, limit_s) for process in processes]
+            return [ended(process, self.folder / name, limit_s) for process in processes[:wait_for]]
         finally:
             for process in processes:
                 end(process)
@@ -175,11 +180,12 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """SIGKILL to the process and its children, if it still runs."""
+    """SIGKILL to the process and its descendants, if it still runs: torchrun's ranks have own sessions."""
     if process.poll() is not None:
         return
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    for pid in (process.pid, *descendants(process.pid)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def apart(ours: Sequence[float], theirs: Sequence[float]) -> float:

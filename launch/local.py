@@ -15,6 +15,7 @@ import argparse
 import ctypes
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -28,11 +29,11 @@ from typing import NoReturn
 
 from fsdp import config as configuration
 from fsdp.base import garbage
-from fsdp.base.errors import ShardrunError
+from fsdp.base.errors import LaunchError, ShardrunError
 from fsdp.base.stop_signals import stop_signals
 from fsdp.config import Config
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, whole_number
-from fsdp.dist.env import DistEnv, pick_device, set_allocator, slurm_start
+from fsdp.dist.env import DistEnv, fewer_ranks, pick_device, set_allocator, slurm_start
 from fsdp.record.console import flush_output, prepare_streams
 from fsdp.rundir import history, paths
 from fsdp.rundir.paths import RunDir
@@ -44,6 +45,8 @@ GRACE_S = 0.5
 """After a rank's death most others end by themselves, on a broken connection; one that waits for a device is
 killed after this time.
 """
+HAVE_GPUS = 90
+"""The exit code of a fork that sees GPUs; no error has it."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -58,7 +61,13 @@ def main(argv: Sequence[str]) -> int:
         run = paths.open_run(config.run.dir)
         # Frozen before the forks: a garbage collection in a fork would copy every shared page.
         with garbage.importing():
-            warm_up(config, options.ranks)
+            os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # for imports that ask for GPUs
+            import torch  # noqa: F401  before the fork that asks for devices
+
+            code = _in_a_fork(lambda: _device_code(config, options.ranks))
+            if code not in (0, HAVE_GPUS):
+                return code
+            warm_up(config, options.ranks, gpus=code == HAVE_GPUS)
         if not run.url:
             _check_lock(run)
     except ShardrunError as error:
@@ -88,7 +97,37 @@ def _check_lock(run: RunDir) -> None:
         pass
 
 
-def _in_a_fork(act: Callable[[], None]) -> int:
+def _device_code(config: Config, ranks: int) -> int:
+    """HAVE_GPUS or 0; LaunchError if there are fewer GPUs than ranks. Asked in a fork: for a slice of a GPU
+    (MIG), or without NVML, torch asks CUDA itself, after which no fork can use it.
+    """
+    import torch
+
+    if config.run.device == "cpu" or pick_device(0, config.run.device, "launch.local").type == "cpu":
+        return 0
+    visible = torch.cuda.device_count()
+    if visible < ranks:
+        raise LaunchError(
+            f"{ranks} ranks need a GPU each, and {visible} {'is' if visible == 1 else 'are'} visible "
+            f"on {socket.gethostname()}.",
+            fewer_ranks("launch.local", visible),
+        )
+    return HAVE_GPUS
+
+
+def _check_cuda_not_started(ranks: int) -> None:
+    """LaunchError if the imports have started CUDA here: the ranks could not use it, or train on the CPU."""
+    import torch
+
+    if torch.cuda.is_initialized() or not _in_a_fork(lambda: int(torch.cuda.is_available())):
+        raise LaunchError(
+            "CUDA was started by an import (--model.name, --data.name), and the ranks of launch.local are "
+            "forks, which cannot use it then.",
+            f"torchrun --nproc_per_node={ranks} train.py, with the same flags",
+        )
+
+
+def _in_a_fork(act: Callable[[], int | None]) -> int:
     """Its exit code. The client of a store has threads, which this process must not have when it forks."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -96,8 +135,7 @@ def _in_a_fork(act: Callable[[], None]) -> int:
     if pid == 0:
         code = 1
         try:
-            act()
-            code = 0
+            code = act() or 0
         except ShardrunError as error:
             code = guard.refuse(error, "launch.local")
         except BaseException:
@@ -118,12 +156,11 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_with_run_flags(argv)
 
 
-def warm_up(config: Config, ranks: int) -> None:
+def warm_up(config: Config, ranks: int, *, gpus: bool) -> None:
     """Do once what every rank would do: imports, and checks of the flags, the data and the number of ranks.
 
     It must leave no thread behind and not initialise CUDA: neither survives a fork.
     """
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
     from fsdp.run import loop  # noqa: F401
@@ -131,10 +168,11 @@ def warm_up(config: Config, ranks: int) -> None:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    hosts = config.run.device == "cpu" or not torch.cuda.is_available()
-    job = prepare(config, world_size=ranks, num_nodes=1, device=torch.device("cpu") if hosts else None)
+    job = prepare(config, world_size=ranks, num_nodes=1, device=None if gpus else torch.device("cpu"))
     meta_model(job.spec)
     torch.set_num_threads(threads)
+    if gpus:
+        _check_cuda_not_started(ranks)
 
 
 class _RankProcesses:

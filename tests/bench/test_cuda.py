@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CUDA device: pytest -m cuda"),
 ]
-SHORT = ("ranks", "syncs", "nonfinite", "devices", "saves", "oom", "float8")
+SHORT = ("ranks", "forked", "attention", "syncs", "nonfinite", "devices", "saves", "oom", "float8")
 
 
 @pytest.mark.parametrize("part", SHORT)

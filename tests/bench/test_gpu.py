@@ -8,16 +8,18 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bench import gpu, gpu_parts
+from bench import gpu, gpu_attention, gpu_parts
 from bench.gpu_parts import PARTS, Part
-from bench.gpu_runs import Bench, Failed, NotPossible, Ran, apart
+from bench.gpu_runs import Bench, Failed, NotPossible, Ran, apart, kill
 from fsdp.base import proc
+from tests.support.processes import eventually
 
 ROOT = Path(gpu.__file__).parents[1]
 
@@ -260,6 +262,21 @@ def test_compiled_updates_of_small_states_are_held_to_fused_adamw(
     assert len(figures) == 4
 
 
+def test_kernels_of_attention_are_held_to_fp32_and_auto_to_the_fastest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    figures = gpu_attention.attention(Bench("cpu", tmp_path))
+    assert re.fullmatch(r"auto \S+ ms, flash \S+ ms, math \S+ ms", figures["2 heads of 16, 64 tokens"])
+    times = {"auto": 1.3, "flash": 1.0}
+    monkeypatch.setattr(gpu_attention, "times_of", lambda device, shape: times)
+    with pytest.raises(Failed, match=r"auto takes 1\.30 of the fastest's time"):
+        gpu_attention.attention(Bench("cuda", tmp_path))
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu_attention, "OFF", 1e-9)
+    with pytest.raises(Failed, match="gradients of auto are off"):
+        gpu_attention.attention(Bench("cpu", tmp_path))
+
+
 def test_on_a_cpu_a_row_claims_no_more_than_was_run(tmp_path: Path) -> None:
     rows = {part.name: part.claim_on("cpu") for part in PARTS}
     assert rows["resume"] == "SIGKILL and resume, eager: the losses of a run without it"
@@ -277,14 +294,15 @@ time.sleep(600)
 """
 
 
-def test_a_part_at_its_limit_leaves_no_process_behind() -> None:
+@pytest.mark.parametrize("end", [gpu.kill_tree, kill])
+def test_what_is_killed_leaves_no_process_behind(end: Callable[[subprocess.Popen[str]], None]) -> None:
     words = [sys.executable, "-c", STARTS_A_SESSION]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as started:
         assert started.stdout is not None
         child = int(started.stdout.readline())
-        gpu.kill_tree(started)
+        end(started)
     assert started.returncode == -signal.SIGKILL
-    assert not proc.is_alive(child)
+    eventually("its child has ended", lambda: not proc.is_alive(child), 30)
 
 
 def test_losses_of_a_resumed_run_are_the_last_of_each_step(tmp_path: Path) -> None:
@@ -358,7 +376,9 @@ def test_two_parts_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("only", ["resume,saves,precisions", "two-ranks,float8", "plan"])
+@pytest.mark.parametrize(
+    "only", ["resume,saves,precisions", "two-ranks,float8", "plan", "forked,time-outs,reductions"]
+)
 def test_other_parts_on_a_cpu(only: str, tmp_path: Path) -> None:
     """`python -m bench.gpu --run.device cpu` runs all, in minutes: these stand for them."""
     assert set(battery(tmp_path, only)) == set(only.split(","))
