@@ -40,6 +40,7 @@ from fsdp.rundir.paths import RunDir
 from launch import guard, slurm_job
 from launch.marker import Marker
 from launch.policy import Act, Allocation, End, Kind, Past, decide
+from launch.ray_check import refuse_ray
 
 GRACE_S = 0.5
 """After a rank's death most others end by themselves, on a broken connection; one that waits for a device is
@@ -55,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         options, flags = _parse(argv or ["--help"])
         config = configuration.load(flags)
+        refuse_ray(config, "launch.local")
         if options.dry_run:
             return _dry_run(config, options.ranks)
         config = configuration.replace(config, run__dir=paths.place_of(config))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from fsdp.base.errors import LaunchError
+from fsdp.base.errors import ConfigError, LaunchError
 from fsdp.config import Config, worker_range
 from fsdp.dist.mesh import plan_batch, resolve
 
@@ -17,6 +17,15 @@ def check_ranks(config: Config) -> None:
     for ranks in range(low, high + 1):
         resolve(config.mesh, ranks)
         plan_batch(config.train, ranks)
+
+
+def refuse_ray(config: Config, launcher: str) -> None:
+    """Raises ConfigError for --backend ray behind a launcher that starts the ranks itself."""
+    if config.backend == "ray":
+        raise ConfigError(
+            f"--backend ray starts the ranks, and so does {launcher}.",
+            "--backend torchrun, or python train.py --backend ray with nothing in front",
+        )
 
 
 def check_installed() -> None:

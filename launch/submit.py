@@ -37,6 +37,7 @@ from fsdp.config.command_line import CommandParser, whole_number
 from fsdp.rundir import paths
 from fsdp.rundir.paths import RunDir
 from launch import rendezvous, sbatch_options
+from launch.ray_check import refuse_ray
 from launch.slurm_request import Request, check
 
 if TYPE_CHECKING:  # imported where a job is made: --help works without it
@@ -63,10 +64,13 @@ def plan(flags: Sequence[str], recipes: Sequence[str] = ()) -> JobArray:
     """The jobs of these flags and recipes. Errors in them are raised here, before anything is submitted."""
     if not recipes:
         config = configuration.load(flags)
+        refuse_ray(config, "launch.submit")
         config = configuration.replace(config, run__dir=paths.place_of(config))
         run = paths.open_run(config.run.dir)
         return JobArray(_new_folder(config) if run.url else run.path, (config,))
     configs = [configuration.load(["--config", recipe, *flags]) for recipe in recipes]
+    for config in configs:
+        refuse_ray(config, "launch.submit")
     for place, count in Counter(config.run.dir for config in configs if config.run.dir).items():
         if count > 1:
             raise ConfigError(f"--run.dir {place} cannot be {count} runs at once.", "leave --run.dir out")

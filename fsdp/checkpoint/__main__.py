@@ -26,6 +26,7 @@ from typing import Any
 from fsdp import config
 from fsdp.base.errors import CheckpointError, ConfigError, RefusedError, without_hint
 from fsdp.base.object_client import is_url
+from fsdp.base.text import nearest
 from fsdp.base.units import byte_size, seconds
 from fsdp.checkpoint import file_names, inspect, load, retention
 from fsdp.checkpoint.adapter_weights import PEFT, Base
@@ -51,6 +52,11 @@ from fsdp.run.job import prepare
 from fsdp.run.weights import saved_as
 
 COMMANDS = ("list", "verify", "prune", "export")
+OF_ONE_COMMAND = {
+    "quick": "list", "keep_last": "prune", "keep_every_steps": "prune", "format": "export",
+    "dtype": "export", "shard_gib": "export", "out": "export", "ema": "export",
+}  # fmt: skip
+"""Options that the other commands would ignore."""
 READ_AT_ONCE = 2 << 30
 """`list` reads every byte of checkpoints up to this total size; of larger ones it compares sizes."""
 
@@ -117,11 +123,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = [word for word in options.words if word in COMMANDS]
     runs = [word for word in options.words if word not in COMMANDS]
     if len(runs) != 1 or len(commands) > 1:
+        meant = {word: nearest(word, COMMANDS, "{}", "") for word in runs[:2]}
+        commands += filter(None, meant.values())
+        run = next((word for word in runs if not meant.get(word)), "RUN")
         raise ConfigError(
             f"{' '.join(options.words)}: expected one RUN and at most one command.",
-            f"python -m fsdp.checkpoint {(runs or ['RUN'])[0]} {(commands or ['list'])[0]}",
+            f"python -m fsdp.checkpoint {run} {(commands or ['list'])[0]}",
         )
     options.run, options.command = runs[0].rstrip("/"), (commands or ["list"])[0]
+    for name, command in OF_ONE_COMMAND.items():
+        if command != options.command and getattr(options, name) != parser.get_default(name):
+            flag = name.replace("_", "-")
+            hint = f"leave it out, or python -m fsdp.checkpoint {options.run} {command}"
+            raise ConfigError(f"--{flag} has no effect on {options.command}.", hint)
     return options
 
 
@@ -174,7 +188,7 @@ def _place(options: argparse.Namespace) -> str:
         return str(Path(run, "checkpoints"))
     if not Path(run).is_dir():
         raise CheckpointError(
-            f"{run} does not exist.",
+            f"{run} {'is not a folder' if Path(run).exists() else 'does not exist'}.",
             f"ls {shlex.quote(str(Path(run).parent))}, and give the --run.dir of a run",
         )
     return run
@@ -184,8 +198,18 @@ def _chosen(store: Store, options: argparse.Namespace) -> list[CheckpointListing
     listings = [found for found in inspect.scan(store) if options.step in (None, found.step)]
     if not listings:
         what = "no checkpoint" if options.step is None else f"no checkpoint of step {options.step}"
-        raise CheckpointError(f"{store.where} holds {what}.", f"python -m fsdp.checkpoint {options.run}")
+        raise CheckpointError(f"{store.where} holds {what}.", _where_they_are(store, options))
     return listings
+
+
+def _where_they_are(store: Store, options: argparse.Namespace) -> str:
+    """A hint: the steps that are there, or the folder around one checkpoint."""
+    if options.step is not None and inspect.scan(store):
+        return f"python -m fsdp.checkpoint {options.run}"
+    around, _, name = options.run.rpartition("/")
+    if (one := file_names.parse(name)) is not None:
+        return f"python -m fsdp.checkpoint {around or '.'} --step {one.step}"
+    return "give the --run.dir of a run that has saved one"
 
 
 def _list(store: Store, options: argparse.Namespace) -> int:
@@ -281,6 +305,7 @@ def _export(store: Store, options: argparse.Namespace) -> int:
         source = load.open_one(store, found.folder, found.manifest)
         if options.ema:
             source = _averages(source, options)
+        _make(folder)
         files = export(
             source,
             folder,
@@ -296,6 +321,13 @@ def _export(store: Store, options: argparse.Namespace) -> int:
     for file in files:
         print(f"{file}  {byte_size(file.stat().st_size)}")
     return 0
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written ({error.strerror}).", "--out FOLDER") from None
 
 
 def _averages(source: CheckpointSource, options: argparse.Namespace) -> CheckpointSource:

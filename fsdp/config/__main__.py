@@ -16,6 +16,7 @@ from pathlib import Path
 from fsdp.base.errors import ConfigError
 from fsdp.config.aliases import PAGE
 from fsdp.config.command_line import CommandParser, prints_errors
+from fsdp.config.fields import FIELDS
 from fsdp.config.foreign_files import read_foreign
 from fsdp.config.migrate import recipe_text
 
@@ -44,6 +45,12 @@ def migrate(file: str | None, out: Path | None) -> str:
         raise ConfigError("migrate: FILE is missing.", "python -m fsdp.config migrate FILE")
     source = Path(file)
     found = read_foreign(source)
+    if found.entries and all(
+        entry.name in FIELDS or entry.name.rpartition(".")[0] in FIELDS for entry in found.entries
+    ):
+        raise ConfigError(
+            f"{file} is a recipe of train.py already.", f"python train.py --config {file} --dry-run"
+        )
     target = out or source.with_name(f"{source.stem}.recipe.toml")
     if target.exists():
         raise ConfigError(f"{target} exists.", f"python -m fsdp.config migrate {file} --out another.toml")

@@ -24,6 +24,7 @@ from typing import Any, NoReturn, TypeVar
 from fsdp.base.commands import as_typed
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.base.text import nearest
+from fsdp.config.fields import FIELDS
 
 RUN_FLAGS = "Flags of train.py are accepted too: python train.py --help lists them."
 
@@ -55,6 +56,7 @@ class CommandParser(argparse.ArgumentParser):
         """`unknown_hint` replaces the hint for an unknown flag; {} stands for the flag."""
         self.flags: dict[str, argparse.Action] = {}
         self._unknown_hint = unknown_hint
+        self._section = module.rpartition(".")[2]
         super().__init__(
             prog=as_typed(f"python -m {module}"),
             usage=argparse.SUPPRESS,
@@ -97,6 +99,10 @@ class CommandParser(argparse.ArgumentParser):
         name, section = word.partition("=")[0], _section(word)
         if name in self.flags or (section and section in map(_section, self.flags)):
             return False
+        if not section and f"{self._section}.{name[2:]}" in FIELDS:
+            raise ConfigError(f"{name} is not a flag.", f"did you mean --{self._section}.{name[2:]}?")
+        if not section and self._meant(name):
+            return False
         return not sections or section in sections
 
     def error(self, message: str) -> NoReturn:
@@ -113,8 +119,15 @@ class CommandParser(argparse.ArgumentParser):
 
     def _refuse(self, word: str) -> NoReturn:
         name = word.partition("=")[0]
-        hint = nearest(name, self.flags, "did you mean {}?", f"{self.prog} --help")
-        raise ConfigError(f"{name} is not a flag.", self._unknown_hint.format(name) or hint)
+        other = nearest(name, self.flags, "did you mean {}?", f"{self.prog} --help")
+        meant = self._meant(name)
+        hint = f"did you mean {meant}?" if meant else self._unknown_hint.format(name) or other
+        raise ConfigError(f"{name} is not a flag.", hint)
+
+    def _meant(self, name: str) -> str:
+        """The tool's flag of which this is a misspelling, with or without its section; else empty."""
+        names = {f"--{flag.removeprefix('--').rpartition('.')[2]}": flag for flag in self.flags}
+        return names.get(nearest(name, names, "{}", "", cutoff=0.8), "")
 
 
 def _section(flag: str) -> str:

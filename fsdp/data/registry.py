@@ -42,6 +42,8 @@ def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = 
         return mixed
     section = _at_home(section)
     name, where = _selected(section, model_facts or {})
+    if ":" not in name and name not in BUILT_INS:
+        raise _unknown(name)
     if section.tokenizer and name != "documents":
         raise ConfigError(
             f"--data.tokenizer {section.tokenizer} has no effect on --data.name {section.name}.",
@@ -49,8 +51,6 @@ def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = 
         )
     if ":" in name:
         return importlib.import_module("fsdp.data.custom").build(name, where, section.args)
-    if name not in BUILT_INS:
-        raise _unknown(name)
     build = importlib.import_module(f"fsdp.data.{name}").build
     dataset: DataSet = build(where, **check_args(build, section.args, f"--data.name {section.name}"))
     return dataset

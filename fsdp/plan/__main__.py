@@ -11,6 +11,7 @@ recipe for train.py; --page FILE writes memory against time of all plans as an H
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -35,8 +36,25 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the plans as an HTML page")
     options, flags = parser.parse_with_run_flags(argv)
     config = configuration.load(flags)
+    for flag, file in (("--page", options.page), ("--plan.write", config.plan.write)):
+        if file:
+            _check_place(Path(file), flag)
     print("\n".join(answer(config, fields_set(flags), options.page)))
     return 0
+
+
+def _check_place(file: Path, flag: str) -> None:
+    """A search may take minutes: what it cannot write to is refused before."""
+    why = 0
+    if file.is_dir():
+        why = errno.EISDIR
+    elif not file.parent.is_dir():
+        why = errno.ENOENT
+    elif not os.access(file.parent, os.W_OK):
+        why = errno.EACCES
+    if why:
+        name = "plan.html" if flag == "--page" else "plan.toml"
+        raise ConfigError(f"{file} cannot be written ({os.strerror(why)}).", f"{flag} {name}")
 
 
 def fields_set(argv: list[str]) -> frozenset[str]:

@@ -355,6 +355,15 @@ def test_an_export_of_a_damaged_checkpoint_fails_and_leaves_no_file(
     [
         (["/nowhere"], 4, "does not exist"),
         (["RUN", "list", "verify"], 2, "expected one RUN and at most one command"),
+        (["RUN", "lst"], 2, "at most one command. HINT: python -m fsdp.checkpoint RUN list"),
+        (["verfy", "RUN"], 2, "at most one command. HINT: python -m fsdp.checkpoint RUN verify"),
+        (
+            ["RUN", "--keep-last", "0"],
+            2,
+            "--keep-last has no effect on list. HINT: leave it out, or python -m fsdp.checkpoint RUN prune",
+        ),
+        (["RUN", "verify", "--quick"], 2, "--quick has no effect on verify"),
+        (["README.md"], 4, "README.md is not a folder"),
         ([], 2, "RUN [list|verify|prune|export] is missing. HINT: python -m fsdp.checkpoint --help"),
     ],
 )
@@ -367,3 +376,20 @@ def test_a_wrong_command_is_named(
         got = left.code  # type: ignore[assignment]
     assert got == code
     assert said in capsys.readouterr().err
+
+
+def test_one_checkpoint_as_run_and_a_file_as_folder_are_named(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = run_dir / "checkpoints"
+    assert checkpoints.main([str(where / "step-00000003")]) == 4
+    assert f"HINT: python -m fsdp.checkpoint {where} --step 3\n" in capsys.readouterr().err
+    assert checkpoints.main([str(where), "--step", "3"]) == 0
+    (tmp_path / "empty").mkdir()
+    assert checkpoints.main([str(tmp_path / "empty")]) == 4
+    assert "holds no checkpoint. HINT: give the --run.dir of a run that" in capsys.readouterr().err
+    file = tmp_path / "weights.pt"
+    file.write_bytes(b"mine")
+    assert checkpoints.main([str(run_dir), "export", "--out", str(file)]) == 2
+    assert f"{file} cannot be written (File exists). HINT: --out FOLDER" in capsys.readouterr().err
+    assert file.read_bytes() == b"mine"

@@ -63,6 +63,15 @@ def test_flags_of_the_run_are_handed_on_as_typed() -> None:
         load(["--batch_size", "2"])
 
 
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("--rank", "--tool.ranks"), ("--ranks", "--tool.ranks"), ("--quik", "--quick"), ("--shares", "--share")],
+)
+def test_a_misspelt_flag_of_the_tool_is_not_taken_for_the_runs(word: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"{word} is not a flag. HINT: did you mean {hint}?"):
+        parser().parse_with_run_flags(["RUN", word, "2", "--config", "c.toml", "--backend", "ray"])
+
+
 def test_flags_of_other_sections_are_refused_where_one_is_accepted() -> None:
     assert parser().parse_with_run_flags(["RUN", "--data.dir", "x"], sections=["data"])[1] == [
         "--data.dir",

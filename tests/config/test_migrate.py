@@ -115,6 +115,15 @@ def test_a_wrong_file_is_one_line(
     assert printed.count("\n") == 1
 
 
+def test_a_recipe_of_train_py_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "mine.toml"
+    source.write_text('[model]\nname = "mlp"\nargs.width = 8\n[train]\nsteps = 3\n')
+    assert main(["migrate", str(source)]) == 2
+    message = f"{source} is a recipe of train.py already. HINT: python train.py --config {source} --dry-run"
+    assert capsys.readouterr().err == f"fsdp.config: {message}\n"
+    assert list(tmp_path.iterdir()) == [source]
+
+
 def test_wrong_actions(capsys: pytest.CaptureFixture[str]) -> None:
     for argv, message in (
         (["migrat"], "migrat is not one of migrate, table. HINT: python -m fsdp.config --help"),

@@ -67,6 +67,11 @@ def test_each_mistake_has_a_line_that_mends_it(name: str, args: dict[str, Any], 
     assert "\n" not in str(caught.value)
 
 
+def test_a_missing_file_is_named_before_its_tokenizer() -> None:
+    with pytest.raises(ConfigError, match=r"--data.name absent.jsonl is not digits, .* HINT: ls \.$"):
+        build_dataset(DataSection(name="absent.jsonl", tokenizer="bytes"))
+
+
 def test_arguments_come_from_flags() -> None:
     section = load(
         ["--data.name", "synthetic", "--data.args.image_size", "32", "--data.args.channels", "3"]

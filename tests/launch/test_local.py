@@ -219,6 +219,8 @@ def test_a_dry_run_prints_what_follows_for_its_ranks_and_makes_nothing(tmp_path:
         (["--ranks", "many"], "--ranks many is not a whole number from 1. HINT: --ranks 1"),
         (["--ranks", "2", "--optim.lr", "x"], "--optim.lr x is not a number. HINT: --optim.lr 0.0005"),
         (["--ranks"], "--ranks has no value. HINT: --ranks 1"),
+        (["--rank", "2"], "--rank is not a flag. HINT: did you mean --ranks?"),
+        (["--ranks", "2", "--backend", "ray"], "--backend ray starts the ranks, and so does launch.local."),
     ],
 )
 def test_a_wrong_flag_is_one_line(words: list[str], said: str) -> None:

@@ -200,6 +200,13 @@ WRONG = [
         "--plan.calibrate true",
         "--plan.calibrate: no CUDA device is here to measure as h100. HINT: --plan.gpu cpu",
     ),
+    ("--gpus 8", "--gpus is not a flag. HINT: did you mean --plan.gpus?"),
+    ("--gpu h100", "--gpu is not a flag. HINT: did you mean --plan.gpu?"),
+    ("--plan.write tests", r"tests cannot be written \(Is a directory\). HINT: --plan.write plan.toml"),
+    (
+        "--plan.write absent/plan.toml",
+        r"absent/plan.toml cannot be written \(No such file or directory\). HINT: --plan.write plan.toml",
+    ),
 ]
 
 

@@ -61,6 +61,12 @@ def test_memory_as_slurm_writes_it(text: str, gib: float) -> None:
             "--config is not a flag. HINT: train.py's flags follow `--`: -- --config …",
         ),
         ("--cluster local -- --train.stepps 3", "did you mean --train.steps"),
+        ("--cluster local --node 2", "--node is not a flag. HINT: did you mean --nodes?"),
+        ("--cluster local -- --backend ray", "--backend ray starts the ranks, and so does launch.submit."),
+        (
+            "--cluster local --array recipes/digits.toml recipes/text.toml -- --backend ray",
+            "--backend ray starts the ranks, and so does launch.submit.",
+        ),
     ],
 )
 def test_what_is_typed_wrongly_is_said_in_one_line(
