@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.torch_private.tensors import gradient_hooks, tree_leaves
 
 IGNORED = -100
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes of every module, such as its dictionaries of parameters and buffers."""
 
 
 def check_parameters(model: nn.Module, whose: str) -> None:
@@ -36,6 +39,14 @@ def check_parameters(model: nn.Module, whose: str) -> None:
                 f"{whose}: parameter {key} is {str(parameter.dtype).removeprefix('torch.')}, "
                 "which FSDP does not reduce.",
                 "nn.Parameter(torch.view_as_real(VALUES)), and torch.view_as_complex(parameter) in forward",
+            )
+        if gradient_hooks(parameter):
+            raise ConfigError(
+                f"{whose}: parameter {key} has a gradient hook, which sharding would lose: it replaces the "
+                "parameters.",
+                "change the gradient in forward, as weight = SCALE.apply(self.weight) with a "
+                "torch.autograd.Function, or between backward and update() of a loop of your own: "
+                "docs/library.md",
             )
         if _is_packed(parameter):
             raise ConfigError(
@@ -73,6 +84,24 @@ def _is_packed(parameter: nn.Parameter) -> bool:
 
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def kept_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that modules keep as plain attributes, or in lists and dictionaries: they are not moved or
+    saved.
+    """
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, (Tensor, list, tuple, dict)) and key not in _OF_MODULES:
+                found = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+                yield from ((f"{name + '.' if name else ''}{key}", leaf) for leaf in found)
+
+
+def stale_reference(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} keeps parameters as they were before sharding, which replaces them.",
+        "nn.ParameterList or nn.ParameterDict in its place, or look them up in forward: self.layer.weight",
+    )
 
 
 def batch_norms(model: nn.Module) -> list[str]:

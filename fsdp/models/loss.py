@@ -76,7 +76,9 @@ class LossFunction:
         self._accepts = set(parameters)
         self._optional = {name for name, one in parameters.items() if one.default is not one.empty}
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        after_inputs = list(parameters.values())[1:]
+        listed = list(parameters.values())
+        first, after_inputs = (listed[0] if listed else None), listed[1:]
+        self._keyword = first.name if first is not None and first.kind is first.KEYWORD_ONLY else ""
         self._needed = [p.name for p in after_inputs if p.kind in named and p.default is p.empty]
         self._accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._own_loss: bool | None = True if "targets" in parameters else None
@@ -252,9 +254,10 @@ class LossFunction:
         extra = {
             name: self._cast(value)
             for name, value in data.items()
-            if name != "inputs" and name not in withheld and self._passes(name)
+            if name not in ("inputs", self._keyword) and name not in withheld and self._passes(name)
         }
-        return model(self._cast(data["inputs"]), **extra)
+        inputs = self._cast(data["inputs"])
+        return model(**{self._keyword: inputs}, **extra) if self._keyword else model(inputs, **extra)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor

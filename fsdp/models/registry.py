@@ -165,12 +165,8 @@ class _Factory:
         except ConfigError:
             raise
         except Exception as error:
-            on_meta = (
-                "it is built on the meta device first, where tensors have no values: read none while building"
-                if meta
-                else "the error is on that line of the factory"
-            )
-            raise ConfigError(f"--model.name {self.path} failed: {blame(error)}.", on_meta) from error
+            hint = _on_meta(error) if meta else "the error is on that line of the factory"
+            raise ConfigError(f"--model.name {self.path} failed: {blame(error)}.", hint) from error
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"--model.name {self.path} returned a {type(model).__name__}, not an nn.Module.",
@@ -183,6 +179,15 @@ class _Factory:
                 "return the model itself; --speed.compile true compiles its units",
             )
         return model
+
+
+def _on_meta(error: Exception) -> str:
+    if isinstance(error, NotImplementedError) and "copy out of meta" in str(error):
+        return "leave out .to(DEVICE), .cuda() and .cpu() in the factory: the run places the model"
+    return (
+        "it is built on the meta device first, where tensors have no values: read none while building, or "
+        "make those with device='cpu', as torch.linspace(0, 0.1, 12, device='cpu')"
+    )
 
 
 def _knows_inits(path: str, trial: nn.Module) -> bool:

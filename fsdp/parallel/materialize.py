@@ -150,9 +150,10 @@ def _in_checkpoint(root: nn.Module) -> bool:
 
 def _buffers_to(root: nn.Module, device: torch.device) -> None:
     """Parameters are stored on the host, buffers on the device that forward reads them from."""
+    moved = {buffer: buffer.to(device) for buffer in root.buffers()}
     for module in root.modules():
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            setattr(module, name, buffer.to(device))
+            setattr(module, name, moved[buffer])
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ from fsdp.config import (
 )
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models.blocks import blocks_of, find_units
-from fsdp.models.checks import frames, misfit
+from fsdp.models.checks import frames, kept_tensors, misfit, stale_reference
 from fsdp.models.experts import has_separate_experts
 from fsdp.models.parameter_names import clean_name
 from fsdp.models.unsharded import persistent
@@ -176,7 +176,7 @@ class Sharded:
                 f"the loss of rank {dist.get_rank()} does not depend on "
                 f"{unused[0] if unused else 'a parameter'}{more}, and "
                 "--mesh.strategy ddp reduces every gradient.",
-                f"--mesh.strategy fsdp, or --model.frozen {','.join(unused[:4])}",
+                "--mesh.strategy fsdp" + (f", or --model.frozen {','.join(unused[:4])}" if unused else ""),
                 scope="rank",
             ) from error
 
@@ -227,7 +227,7 @@ def explained(root: nn.Module) -> Iterator[None]:
         yield
     except (IndexError, RuntimeError) as error:
         refused = refused_recomputation(error) or refused_attention(error) or misfit(error, root)
-        refused = refused or _refused_shard(error, root)
+        refused = refused or _refused_shard(error, root) or _refused_reference(error, root)
         if refused is None:
             raise
         raise refused from error
@@ -257,6 +257,16 @@ def _refused_shard(error: Exception, root: nn.Module) -> ConfigError | None:
         "--mesh.wrap root gathers all parameters at once; --mesh.wrap class:NAME makes a unit of the class "
         "whose forward computes with it",
     )
+
+
+def _refused_reference(error: Exception, root: nn.Module) -> ConfigError | None:
+    """The ConfigError for a forward that computes with parameters which a module keeps in a list or
+    dictionary: they are those of the model before sharding; None for other errors.
+    """
+    if "meta" not in str(error):
+        return None
+    found = next((name for name, tensor in kept_tensors(root) if tensor.is_meta), None)
+    return None if found is None else stale_reference(found)
 
 
 def shard_model(
@@ -320,8 +330,18 @@ def _kept(tensor: torch.Tensor, master: torch.dtype) -> torch.dtype:
     return torch.float32 if buffer and master == torch.bfloat16 else master
 
 
+def _check_scripted(root: nn.Module) -> None:
+    for name, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise ConfigError(
+                f"{name or 'the model'} is a ScriptModule, whose parameters FSDP cannot replace.",
+                "leave out torch.jit.script (--speed.compile true compiles units), or --mesh.strategy ddp",
+            )
+
+
 def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: MemorySection) -> None:
     dtypes = sharded.dtypes
+    _check_scripted(sharded.root)
     # Beside bf16 masters, buffers and inputs are fp32: FSDP casts the inputs.
     plain = dtypes.param == dtypes.master != torch.bfloat16
     mixed = MixedPrecisionPolicy(

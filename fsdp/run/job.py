@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp.base.errors import ConfigError, first_line
 from fsdp.base.text import columns
@@ -31,7 +31,14 @@ from fsdp.memory.resting import resting_bytes
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
 from fsdp.models.blocks import find_units
-from fsdp.models.checks import batch_norms, check_parameters, lacks_base, make_contiguous
+from fsdp.models.checks import (
+    batch_norms,
+    check_parameters,
+    kept_tensors,
+    lacks_base,
+    make_contiguous,
+    stale_reference,
+)
 from fsdp.models.chunked_loss import output_layer
 from fsdp.models.custom_loss import CustomLoss, load_loss
 from fsdp.models.experts import select_experts_kernel
@@ -182,7 +189,8 @@ def meta_model(spec: ModelSpec, seed: int = 0) -> nn.Module:
     try:
         with seeded(seed), torch.device("meta"):
             model = spec.build()
-        stray = next(stray_tensors(model), None)
+        # Parameters in a list are the model's own, and the list may be for other ends than forward.
+        stray = next((n for n, one in kept_tensors(model) if not isinstance(one, nn.Parameter)), None)
         base = lacks_base(model)
         if stray is None and base is None:
             return model
@@ -193,6 +201,9 @@ def meta_model(spec: ModelSpec, seed: int = 0) -> nn.Module:
     with seeded(seed), torch.device("cpu"):
         model = spec.build()
     to_empty(model, "meta")
+    for name, tensor in kept_tensors(model):
+        if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
+            raise stale_reference(name)
     return model
 
 
@@ -237,16 +248,6 @@ def trainable_model(spec: ModelSpec, seed: int, computed: torch.dtype) -> nn.Mod
     select_experts_kernel(model, computed)
     make_contiguous(model)
     return model
-
-
-def stray_tensors(model: nn.Module) -> Iterator[str]:
-    """Tensors kept as plain attributes: they are not moved, saved or initialised."""
-    return (
-        f"{name + '.' if name else ''}{key}"
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, Tensor)
-    )
 
 
 def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:

@@ -565,6 +565,17 @@ def adam_on_shards(env: DistEnv) -> bool:
     return torch.equal(part.full_tensor(), whole.detach())
 
 
+def test_gradient_hooks_of_a_parameter_are_found() -> None:
+    for how in ("register_hook", "register_post_accumulate_grad_hook"):
+        parameter = nn.Parameter(torch.ones(2))
+        with works("tensors.gradient_hooks", "a parameter has other attributes"):
+            assert not tensors.gradient_hooks(parameter)
+        handle = getattr(parameter, how)(lambda gradient: None)
+        holds(tensors.gradient_hooks(parameter), "tensors.gradient_hooks", f"{how} is not seen")
+        handle.remove()
+        assert not tensors.gradient_hooks(parameter)
+
+
 def test_adam_updates_local_shards() -> None:
     with works("tensors.LocalShardAdam", "Adam chooses its tensors in another way"):
         equal = run_world(2, adam_on_shards)[0]

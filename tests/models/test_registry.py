@@ -44,6 +44,10 @@ def preset(preset: str = "a"):
 def breaks():
     raise RuntimeError("no such\\nshape")
 
+def moves():
+    return nn.Linear(2, 2).to("cpu")
+
+
 def reads_values():
     return nn.Linear(int(torch.ones(3).sum().item()), 1)
 
@@ -316,6 +320,8 @@ BAD_FACTORIES: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"name": "my_models:breaks"}, "RuntimeError: no such shape", "meta device"),
     ({"name": "my_models:reads_values"}, "failed: RuntimeError", "read none while building"),
+    ({"name": "my_models:reads_values"}, "failed: RuntimeError", "torch.linspace(0, 0.1, 12, device='cpu')"),
+    ({"name": "my_models:moves"}, "failed: NotImplementedError", "leave out .to(DEVICE), .cuda() and .cpu()"),
     ({"name": "my_models:no_module"}, "returned a dict, not an nn.Module", "return the model"),
     (
         {"name": "my_models:Drawn", "complete": False},

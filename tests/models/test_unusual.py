@@ -69,6 +69,18 @@ def test_a_hint_trains_what_was_refused(words: str, tmp_path: Path) -> None:
     plainly(tmp_path / "run", f"--model.name {HERE}:{words}", 2)
 
 
+@pytest.mark.parametrize("name", ["SharedBuffer", "TensorList"])
+def test_tensors_beside_parameters_are_as_in_one_process(name: str, tmp_path: Path) -> None:
+    plainly(tmp_path / "run", f"--model.name {HERE}:{name}", 2)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_a_forward_may_take_keywords_alone(strategy: str, tmp_path: Path) -> None:
+    words = f"--mesh.strategy {strategy} --model.name"
+    plain = f"{words} tests.support.user_code:Uneven"
+    plainly(tmp_path / "run", f"{words} {HERE}:KeywordsOnly", 2, plain)
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_logits_before_a_loss_do_not_replace_it(strategy: str, tmp_path: Path) -> None:
     words = f"--mesh.strategy {strategy} --model.name"
@@ -176,6 +188,14 @@ REFUSED = {
         "nn.Parameter(torch.view_as_real(",
     "Quantized": "Quantized: parameter packed is of type Packed, whose packed values cannot be cut into the "
         "shards of any number of ranks. HINT: packed as it was before quantization; --precision.frozen bf16",
+    "GradientHook": "GradientHook: parameter blocks.0.up.weight has a gradient hook, which sharding would "
+        "lose: it replaces the parameters. HINT: change the gradient in forward",
+    "GradientHook --model.args.how register_post_accumulate_grad_hook --mesh.strategy ddp": "has a gradient "
+        "hook, which sharding",
+    "Remembers": "decayed keeps parameters as they were before sharding, which replaces them. HINT: "
+        "nn.ParameterList",
+    "Remembers --model.args.beside true": "decayed keeps parameters as they were before sharding",
+    "Scripted": "blocks.0 is a ScriptModule, whose parameters FSDP cannot replace. HINT: leave out torch.jit",
     "Lazy": "Lazy: stem.weight has no shape before the first forward, but sharding comes before it."
         " HINT: nn.Linear(IN, OUT)",
     "PerSample": "the model's own loss has the shape (2,), not that of one number. HINT: return "

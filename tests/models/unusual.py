@@ -104,7 +104,69 @@ class Unused(Uneven):
         self.extra = nn.Linear(4, 4)
 
 
+class SharedBuffer(Uneven):
+    """One tensor as a buffer of two modules."""
+
+    shared: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shared", torch.linspace(0.5, 1, 13))
+        self.blocks[0].register_buffer("shared", self.shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x) * self.shared
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.blocks[0].get_buffer("shared"))
+
+
+class KeywordsOnly(Uneven):
+    def forward(self, *, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+class TensorList(Uneven):
+    """Tensors in a list, which are no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [torch.linspace(0.5, 1, 13), torch.linspace(1, 2, 13)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block, scale in zip(self.blocks, self.scales, strict=False):
+            x = block(x) * scale.to(x)
+        return self.head(x)
+
+
 # ---------------------------------------------------------------- what is refused
+
+
+class GradientHook(Uneven):
+    def __init__(self, how: str = "register_hook") -> None:
+        super().__init__()
+        getattr(self.blocks[0].get_parameter("up.weight"), how)(lambda gradient: None)
+
+
+class Remembers(Uneven):
+    """Computes with parameters that it keeps in a list; with a tensor beside them it is built whole."""
+
+    def __init__(self, beside: bool = False) -> None:
+        super().__init__()
+        self.decayed = [self.stem.weight, self.head.weight]
+        if beside:
+            self.shift = torch.zeros(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.decayed[1].sum()
+
+
+class Scripted(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        script: Any = torch.jit.script
+        self.blocks = nn.ModuleList(script(Block(13)) for _ in range(2))
 
 
 class Complex(Uneven):

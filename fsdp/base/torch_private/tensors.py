@@ -82,9 +82,25 @@ def foreach_multiply_(tensors: list[Tensor], factor: Tensor | float) -> None:
 def convert_tensors(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
     """Replaces each parameter, gradient and buffer by `convert` of it, in place, as Module.to does.
 
-    Module.to drops the imaginary part of complex buffers; Module.to_empty separates tied parameters.
+    Module.to drops the imaginary part of complex buffers; Module.to_empty separates tied parameters, and both
+    separate a buffer that several modules share.
     """
-    model._apply(convert)
+    # The key keeps the tensor: its id stays its own.
+    converted: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in converted:
+            converted[id(tensor)] = (tensor, convert(tensor))
+        return converted[id(tensor)][1]
+
+    model._apply(once)
+
+
+def gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether register_hook or register_post_accumulate_grad_hook was called on it. Without it, a model whose
+    gradients such hooks change trains without the change.
+    """
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 class ConvertedModule(nn.Module):
