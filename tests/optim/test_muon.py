@@ -86,7 +86,9 @@ class Body(nn.Module):
 
 
 def steps_on_a_mesh(env: DistEnv, shape: tuple[int, ...], owned: int) -> list[Tensor]:
-    """Three updates from gradients that are given; the last matrix has none. The whole matrices."""
+    """Three updates from gradients that are given; the last matrix has none. The whole matrices, then the
+    momentum that this rank's replica has of each.
+    """
     mesh = init_device_mesh("cpu", shape) if shape else None
     placements = [*[Replicate()] * (len(shape) - 1), Shard(0)]
 
@@ -101,7 +103,12 @@ def steps_on_a_mesh(env: DistEnv, shape: tuple[int, ...], owned: int) -> list[Te
         for parameter, grad in zip(list(model.parameters())[:-1], placed(drawn(seed)), strict=False):
             parameter.grad = grad
         optimizer.step()
-    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
+    found = [*model.parameters(), *momenta(optimizer, list(model.parameters()))]
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in found]
+
+
+def momenta(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [optimizer.state[p].get("momentum_buffer", torch.zeros(())) for p in parameters[:-1]]
 
 
 @pytest.mark.parametrize(
@@ -115,8 +122,9 @@ def test_every_rank_has_torch_s_bits(ranks: int, shape: tuple[int, ...], owned: 
         for parameter, grad in zip(expected[:-1], drawn(seed), strict=False):
             parameter.grad = grad
         plainly.step()
+    wanted = [*expected, *momenta(plainly, expected)]
     for found in run_world(ranks, steps_on_a_mesh, shape, owned):
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(8, 2), (2, 8)])

@@ -58,6 +58,7 @@ class ShardedMuon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         group = self.param_groups[0]
+        self._update_momentum(group)
         for owned in self._rounds:
             self._update(group, owned)
         if self._others is not None:
@@ -93,18 +94,24 @@ class ShardedMuon(torch.optim.Optimizer):
                 local.mul_(1 - group["lr"] * group["weight_decay"])
                 local.add_(update.to(local.device), alpha=-group["lr"] * ratio)
 
+    def _update_momentum(self, group: dict[str, Any]) -> None:
+        """On every replica, though an owner reads that of its own: a checkpoint may hold any replica's."""
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state[MOMENTUM] = torch.zeros_like(parameter, requires_grad=False)
+            local_tensor(state[MOMENTUM]).lerp_(local_tensor(parameter.grad), 1 - group["momentum"])
+
     def _direction(self, group: dict[str, Any], parameter: nn.Parameter) -> Tensor:
         """This rank's rows of the gradient with Nesterov momentum. Zeros for a parameter without a gradient:
         the exchange is the same at every step.
         """
         if parameter.grad is None:
             return torch.zeros_like(local_tensor(parameter))
-        state = self.state[parameter]
-        if not state:
-            state[MOMENTUM] = torch.zeros_like(parameter, requires_grad=False)
-        grad, momentum = local_tensor(parameter.grad), local_tensor(state[MOMENTUM])
-        momentum.lerp_(grad, 1 - group["momentum"])
-        return grad.lerp(momentum, group["momentum"])
+        momentum = local_tensor(self.state[parameter][MOMENTUM])
+        return local_tensor(parameter.grad).lerp(momentum, group["momentum"])
 
 
 def orthogonalized(matrix: Tensor, *, steps: int) -> Tensor:
