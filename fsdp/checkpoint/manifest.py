@@ -115,6 +115,9 @@ def _checked(body: dict[str, Any]) -> Manifest:
         body["base"] = {}
     if not isinstance(body.get("optimizer", ""), str):
         raise TypeError("optimizer is not a string")
+    for name in ("attempt", "torch", "strategy", "config", "optimizer"):
+        if not body.get(name, "").isprintable():  # the log would give a terminal its escape sequences
+            raise ValueError(f"{name} has control characters")
     if not isinstance(body.get("data", {}), dict):
         raise TypeError("data is not an object")
     _number(body["created"])

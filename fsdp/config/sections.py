@@ -54,7 +54,7 @@ class RunSection:
         "~/.cache/shardrun/runs of rank 0's node and copied to the store.",
         common=True,
     )
-    seed: int = knob(0, "seed of weights, data order and dropout", low=0, common=True)
+    seed: int = knob(0, "seed of weights, data order and dropout", low=0, high=2**64 - 1, common=True)
     process_group_timeout_s: float = knob(
         600.0,
         "time after which a waiting collective fails",

@@ -39,7 +39,7 @@ def parse_value(spec: FieldSpec, value: Any) -> Any:
     if spec.type is bool:
         return _parse_bool(spec, value)
     if spec.type is str:
-        return str(value).lower() if isinstance(value, bool) else str(value)
+        return _without_nul(spec, str(value).lower() if isinstance(value, bool) else str(value))
     return _in_range(spec, _parse_number(spec, value))
 
 
@@ -78,15 +78,12 @@ def _parse_number(spec: FieldSpec, value: Any) -> float | int:
     try:
         if isinstance(value, bool):
             raise ValueError
+        if spec.type is int and str(value).lstrip("+-").replace("_", "").isdigit():
+            return int(value)  # not by way of a float, which is exact up to 2⁵³
         number = float(value)
         if spec.type is float:
             return number
-        # "1e6" and "1_000" are whole numbers too; 2.5 is not.
-        exact = (
-            int(value)
-            if isinstance(value, (int, str)) and str(value).lstrip("+-").replace("_", "").isdigit()
-            else int(number)
-        )
+        exact = int(number)  # "1e6" is a whole number too; 2.5 is not
         if exact != number:
             raise ValueError
         return exact
@@ -94,10 +91,23 @@ def _parse_number(spec: FieldSpec, value: Any) -> float | int:
         raise ConfigError(f"--{spec.name} {value} is not {kind}.", f"--{spec.name} {spec.default}") from None
 
 
+def _without_nul(spec: FieldSpec, text: str) -> str:
+    """A recipe may hold it; no path and no environment variable can."""
+    if "\0" in text:
+        raise ConfigError(f"--{spec.name} {text!r} holds a zero byte.", f"--{spec.name} {spec.default!r}")
+    return text
+
+
+LONGEST = 2**63 - 1
+"""Of the whole numbers that tensors and arrays count with."""
+
+
 def _in_range(spec: FieldSpec, number: float | int) -> float | int:
     low, high, above, below = (spec.meta[name] for name in ("low", "high", "above", "below"))
+    if spec.type is int and high is None and number > LONGEST:
+        high = LONGEST
     wrong = (
-        not math.isfinite(number)
+        (isinstance(number, float) and not math.isfinite(number))
         or (low is not None and number < low)
         or (high is not None and number > high)
         or (above is not None and number <= above)

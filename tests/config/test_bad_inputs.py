@@ -49,6 +49,10 @@ FLAGS = {
     "HINT: --optim.beta2 0.95",
     "--train.global_batch 0": "--train.global_batch 0 is out of range: at least 1. "
     "HINT: --train.global_batch 64",
+    "--train.global_batch 9223372036854775808": "--train.global_batch 9223372036854775808 is out of range: "
+    "at least 1 and at most 9223372036854775807. HINT: --train.global_batch 64",
+    "--run.seed 18446744073709551616": "--run.seed 18446744073709551616 is out of range: at least 0 and at "
+    "most 18446744073709551615. HINT: --run.seed 0",
     "--watch.deterministic maybe": "--watch.deterministic maybe is not true or false. "
     "HINT: --watch.deterministic false",
     "--mesh.strategy fdsp": "--mesh.strategy fdsp is not one of auto, fsdp, hsdp, ddp. "
@@ -240,6 +244,7 @@ def test_what_only_the_job_can_know(words: str) -> None:
         (b"[train]\nsteps = [1]", "--train.steps [1] is not a whole number. HINT: "),
         (b"[watch]\ndeterministic = 3", "--watch.deterministic 3 is not true or false. HINT: "),
         (b"[optim]\nlr = -1", "--optim.lr -1.0 is out of range: above 0. HINT: "),
+        (b'[checkpoint]\ndir = "a\\u0000b"', "--checkpoint.dir 'a\\x00b' holds a zero byte. HINT: "),
         (b"[model]\nargs = 3", "--model.args 3 has no name. HINT: "),
     ],
 )  # fmt: skip

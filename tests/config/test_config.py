@@ -52,6 +52,7 @@ def test_a_later_recipe_and_a_later_flag_win(tmp_path: Path) -> None:
     ("words", "value"),
     [
         (["--train.steps", "1e3"], 1000), (["--train.steps=1_000"], 1000), (["--train.steps", "12"], 12),
+        (["--train.steps", "9007199254740993"], 2**53 + 1),
         (["--train.clip-grad-norm", "2"], 2.0), (["--watch.deterministic"], True),
         (["--watch.deterministic", "off"], False),
         (["--watch.deterministic", "--train.steps", "1"], True),

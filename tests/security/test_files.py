@@ -31,6 +31,7 @@ from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.stored_parts import PartsOfLayout
 from fsdp.predict.__main__ import main as predict
 from fsdp.report.__main__ import main as report
+from tests.checkpoint.manifests import a_manifest
 from tests.checkpoint.small import save_once
 from tests.predict.test_predict import MLP, make_run
 from tests.report.test_report import made, write
@@ -421,6 +422,13 @@ def test_a_manifest_that_is_no_manifest(body: str) -> None:
     data = f'{{"crc32": {manifest.crc32(body.encode()):10d}, "manifest":\n{body}}}\n'.encode()
     with pytest.raises((Broken, CheckpointError)):
         manifest.decode(data)
+
+
+@pytest.mark.parametrize("field", ["attempt", "torch", "strategy", "config", "optimizer"])
+def test_a_manifest_gives_a_terminal_no_escape_sequence(field: str) -> None:
+    """A resume logs them: `saved by torch …, restored by …`."""
+    with pytest.raises(Broken, match=f"{field} has control characters"):
+        manifest.decode(manifest.encode(a_manifest(**{field: "2.13\x1b[2J"})))
 
 
 # ---------------------------------------------------------------- weights

@@ -36,8 +36,8 @@ OBJECTS_LATER_S = 0.5
 OBJECT_LOOK_S = 0.03
 """Between two listings, each some milliseconds of the server's processor time."""
 LOOK_S = 0.002
-TOO_LONG_S = 300.0
-"""A Ray on a machine with much other work has taken two minutes to its first save."""
+TOO_LONG_S = 900.0
+"""A Ray with a fifteenth of a processor has taken five minutes to its ranks."""
 
 
 class Violation(Exception):
