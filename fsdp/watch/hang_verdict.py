@@ -164,7 +164,7 @@ def _dead(found: Sequence[Observation]) -> Verdict | None:
         what = f"{_who(one)} died of a fault in C ({how}): {_at(one)}"
         return Verdict("fault", (one.rank,), what, others, "its stacks are in RUN/watch/")
     what = f"{_names(first)} died without an error message (killed, or out of memory): {_at(first[0])}"
-    hint = "dmesg or the scheduler's log shows what killed it; memory is the usual reason"
+    hint = "dmesg or the scheduler's log shows what killed it, such as memory; os._exit in code is silent too"
     return Verdict("died", who, what, others, hint)
 
 
