@@ -141,6 +141,15 @@ def test_a_rank_that_computes_its_data_does_not_wait_for_them(how: dict[str, Any
     assert verdict.what.startswith("rank 2 (n1) prepares its data, 20.6 s by now: step 7, data")
 
 
+def test_a_rank_whose_call_ends_late_for_lack_of_pythons_lock_has_no_other_size() -> None:
+    """A thread that reads holds the lock: its rank cannot leave the call, and the others are in the next."""
+    ranks = world()
+    ranks[2] = replace(ranks[2], begun=ranks[2].begun - 1, ended=ranks[2].ended - 1, numel=5, answered=False)
+    found = judge(ranks)
+    assert found is not None
+    assert (found.kind, found.ranks) == ("lock", (2,))
+
+
 def test_of_a_lock_held_in_c_the_thread_that_computes_is_named() -> None:
     """A regular expression in a thread that reads holds the lock; the training thread only waits for it."""
     threads = {
