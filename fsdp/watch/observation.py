@@ -154,7 +154,7 @@ def place_of(e: Observation) -> str:
     another thread if the training thread does not compute. In a backward on CUDA it is in a thread of
     autograd, if that runs Python.
     """
-    others_compute = e.process_cpu_s - e.cpu_s > max(e.cpu_s, 0.3 * e.still_s)
+    others_compute = e.process_cpu_s - e.cpu_s > max(e.cpu_s, BUSY_S / 2)
     if e.answered is False and others_compute and (line := _user_line(e)):
         return line
     if reads_data(e) and (line := _read_at(e)):
