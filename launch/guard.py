@@ -10,7 +10,15 @@ import sys
 import traceback
 from typing import TYPE_CHECKING
 
-from fsdp.base.errors import ConfigError, OtherRankFailed, RefusedError, ShardrunError, TrainingError
+from fsdp.base.errors import (
+    ConfigError,
+    OtherRankFailed,
+    RefusedError,
+    ShardrunError,
+    TrainingError,
+    exception_line,
+    first_line,
+)
 from fsdp.config import Config
 from fsdp.dist.env import (
     DistEnv,
@@ -49,7 +57,10 @@ def run_rank(
         return code, None
     try:
         outcome = train(config, env, process_ends=True)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # user code may call sys.exit, with 0 too, and asyncio's CancelledError is no Exception
         return report(error, env, program, marker), None
     if env.is_main:
         print_last(summary(outcome, config, rank_command(env)))
@@ -83,7 +94,7 @@ def refuse(error: ShardrunError, program: str) -> int:
     return error.exit_code
 
 
-def report(error: Exception, env: DistEnv, program: str, marker: Marker | None) -> int:
+def report(error: BaseException, env: DistEnv, program: str, marker: Marker | None) -> int:
     """Write RUN/FAILED, print the error unless the monitor has printed it, and return the exit code."""
     from fsdp.watch.rank import failure_was_printed
 
@@ -117,10 +128,9 @@ def failure_of(error: BaseException) -> Failure:
         lost = error.__cause__ is not None and is_lost_peer(error.__cause__)
         echo = isinstance(error, OtherRankFailed) or lost
         return Failure(Kind.ERROR if echo else _kind(error), error.exit_code, str(error), echo)
-    first = str(error).partition("\n")[0]
     if is_lost_peer(error):
-        return Failure(Kind.ERROR, 1, first, echo=True)
-    return Failure(Kind.ERROR, 1, f"{type(error).__name__}: {first}")
+        return Failure(Kind.ERROR, 1, first_line(error, 2000), echo=True)
+    return Failure(Kind.ERROR, 1, exception_line(error))
 
 
 def _kind(error: ShardrunError) -> Kind:

@@ -16,6 +16,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.tensors import forget_meshes
 from fsdp.config import Config
 from fsdp.dist.env import from_environment
+from fsdp.dist.process_group import free_ended_groups
 from fsdp.record.metrics import Reporter
 from fsdp.run.loop import train as train_rank
 from fsdp.run.training_loop import Outcome
@@ -52,6 +53,7 @@ def train(config: Config | Sequence[str], *, reporter: Reporter | None = None) -
         # they keep the run's device memory, and its process groups their threads. So do DTensor's caches.
         forget_meshes()
         gc.collect()
+        free_ended_groups()
 
 
 def record_of(outcome: Outcome) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def error_number(error: BaseException) -> int:
 
 def one_line(error: BaseException) -> str:
     """The error's class and message without line breaks."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
 def message_line(error: BaseException, most: int = 200) -> str:
@@ -61,6 +61,18 @@ def first_line(error: BaseException, most: int = 200) -> str:
     """The first line of the message, cut; the class where there is no message."""
     lines = (line.strip()[:most] for line in str(error).splitlines())
     return next(filter(None, lines), type(error).__name__)
+
+
+def exception_line(error: BaseException, most: int = 2000) -> str:
+    """`ValueError: what happened`: the class and the first line of its message that is not empty, cut.
+
+    Of an error that a worker of a DataLoader has sent, the last line: the first names the worker alone.
+    """
+    text = str(error)
+    if text.startswith("Caught ") and " in DataLoader worker process " in text:
+        return text.rstrip().rpartition("\n")[2][:most]
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")[:most]
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 def without_hint(error: BaseException) -> str:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.base.errors import LaunchError, first_line
-from fsdp.base.torch_private.distributed import abort_all_groups
+from fsdp.base.torch_private.distributed import abort_all_groups, all_groups
 from fsdp.dist.env import (
     DistEnv,
     agent_serves_store,
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 ABORT_S = 5.0
 """NCCL aborts within a second; a driver that hangs never does."""
+_ended: list[dist.ProcessGroup] = []
+"""Groups that have been destroyed or aborted, until the modules that used them are freed."""
 
 
 @contextmanager
@@ -57,9 +59,18 @@ def process_group(env: DistEnv, timeout_s: float, store: dist.Store | None = Non
     try:
         yield
     except BaseException:
+        _ended.extend(all_groups())
         _abort_groups(env)
         raise
+    _ended.extend(all_groups())
     dist.destroy_process_group()
+
+
+def free_ended_groups() -> None:
+    """Call it when the modules are freed: before, one of DDP may be the last that refers to its group, and
+    hang (`all_groups`). A process that ends needs no call.
+    """
+    _ended.clear()
 
 
 def raise_open_files_limit() -> None:

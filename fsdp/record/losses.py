@@ -25,3 +25,6 @@ class Losses:
 
     def not_closed(self, error: Exception) -> None:
         log.warning("%s cannot be closed: %s. %d records are lost", self._label, error, self._count)
+
+    def closing(self) -> None:
+        log.warning("%s has not closed yet: the end of the run waits for it", self._label)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import resource
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from fsdp.record.custom_sinks import CustomSink
 from fsdp.record.grouped import Record, StepGroups
 from fsdp.record.losses import Losses
 from fsdp.record.metrics import Reporter, StepMetrics
+from fsdp.record.sender import CLOSE_S
 from fsdp.record.tensorboard import EventWriter
 from fsdp.rundir.history import save_record
 from fsdp.rundir.line_files import Appender
@@ -241,10 +243,15 @@ class Recorder:
         self._metrics.close()
         self._saves.close()
         for sink, losses in (*self._files, *self._sinks):
+            waits = threading.Timer(CLOSE_S + 1, losses.closing)  # after those that end their wait themselves
+            waits.daemon = True
+            waits.start()
             try:
                 sink.close()
             except Exception as error:
                 losses.not_closed(error)
+            finally:
+                waits.cancel()
 
 
 def _with_losses(sink: Sink) -> tuple[Sink, Losses]:

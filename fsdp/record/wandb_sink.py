@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError, one_line
 from fsdp.config import Config, flatten
+from fsdp.record.sender import Sender, TimedRecord
 from fsdp.rundir.paths import lasting_name
 
 
@@ -41,6 +42,8 @@ class WandbSink:
         # counter rejects.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
+        # finish() waits for the server without a limit
+        self._sender = Sender(type(self).__name__, self._log, self._run.finish)
 
     def _open(self, config: Config, run_dir: Path) -> Any:
         wandb: Any = importlib.import_module("wandb")
@@ -55,7 +58,11 @@ class WandbSink:
         )
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **values})
+        self._sender.put(step, values)
+
+    def _log(self, entries: Sequence[TimedRecord]) -> None:
+        for step, values, _ in entries:
+            self._run.log({"step": step, **values})
 
     def close(self) -> None:
-        self._run.finish()
+        self._sender.close()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fsdp.base import garbage
+from fsdp.base.errors import exception_line
 from fsdp.base.phases import Ending, Phases
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.checkpointer import Restored
@@ -130,8 +131,8 @@ def _train(start: _Start, watch: Watch, oom: OutOfMemoryHandler) -> Outcome:
                 profile.finish()
         except BaseException as error:
             if start.env.is_main and _may_record(start.claim):
-                said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                history.record_end(start.run, step=loop.state.step, why=said, how=Ending.FAILED)
+                why = exception_line(error)
+                history.record_end(start.run, step=loop.state.step, why=why, how=Ending.FAILED)
             raise
     return outcome
 

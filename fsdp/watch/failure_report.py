@@ -21,6 +21,7 @@ from fsdp.base.errors import (
     ShardrunError,
     TrainingError,
     error_number,
+    exception_line,
     first_line,
 )
 from fsdp.dist.env import DistEnv
@@ -28,14 +29,32 @@ from fsdp.dist.lost_peer import is_peer_failure
 from fsdp.memory.oom import OutOfMemory
 
 TRACE_LINES = 30
+LINE_MOST = 2000
+"""Characters of one line: an error may hold the text of a whole sample."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _MEMORY = "--train.micro_batch smaller, or --memory.activation_checkpointing full"
 _DISK = "free space in the folder above, or --checkpoint.dir elsewhere; the same command resumes"
 _DEVICE = "the device may be broken: leave its node out (sbatch --exclude)"
+_HOST = "less on the host: fewer ranks a node, or smaller pieces in the line above (docs/oom.md)"
+_SHM = "a larger /dev/shm (docker run --shm-size 8g), or num_workers=0 in the DataLoader of the line above"
+_WORKER = "dmesg shows whether memory ended the worker; num_workers=0 in its DataLoader shows other causes"
+_TASKS = (
+    "ulimit -u and the cgroup's pids.max limit threads and processes: raise them, or fewer --data.workers"
+)
+_STORAGE = "the storage of this file does not answer as it should: dmesg and its server's log show why"
 KNOWN = (
     (r"out of memory|can't allocate memory|Cannot allocate memory", "memory", _MEMORY),
+    (r"^MemoryError", "memory", _HOST),
     (r"No space left on device|Disk quota exceeded", "full disk", _DISK),
+    (
+        r"(insufficient|out of) shared memory|unable to (resize|mmap) .*/torch_",
+        "exception",
+        _SHM,
+    ),
+    (r"DataLoader worker .* (exited unexpectedly|is killed by signal)", "exception", _WORKER),
+    (r"can't start new thread|Resource temporarily unavailable", "exception", _TASKS),
+    (r"Input/output error|Stale file handle|Transport endpoint is not connected", "exception", _STORAGE),
     (r"Too many open files", "exception", "ulimit -n 65536 before the start, or fewer --data.workers"),
     (
         r"device-side assert",
@@ -53,7 +72,7 @@ def failure_report(error: BaseException, env: DistEnv) -> dict[str, Any]:
     """JSON values: they go through the status page, and to another node."""
     ours = isinstance(error, ShardrunError)
     secondary = isinstance(error, OtherRankFailed) or is_peer_failure(error)
-    message = str(error) if ours else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    message = str(error) if ours else exception_line(error)
     kind, hint = kind_and_hint(error)
     return {
         "time": time.time(),
@@ -105,7 +124,8 @@ def printed(error: BaseException, env: DistEnv) -> str:
 
 
 def _trace(error: BaseException) -> str:
-    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    whole = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    lines = [one if len(one) <= LINE_MOST else f"{one[:LINE_MOST]} …" for one in whole]
     if len(lines) > TRACE_LINES:
         half = TRACE_LINES // 2
         lines = [*lines[:half], f"  … {len(lines) - TRACE_LINES} lines …", *lines[-half:]]

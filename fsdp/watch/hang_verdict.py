@@ -164,7 +164,7 @@ def _dead(found: Sequence[Observation]) -> Verdict | None:
         what = f"{_who(one)} died of a fault in C ({how}): {_at(one)}"
         return Verdict("fault", (one.rank,), what, others, "its stacks are in RUN/watch/")
     what = f"{_names(first)} died without an error message (killed, or out of memory): {_at(first[0])}"
-    hint = "dmesg or the scheduler's log shows what killed it; memory is the usual reason"
+    hint = "dmesg or the scheduler's log shows what killed it, such as memory; os._exit in code is silent too"
     return Verdict("died", who, what, others, hint)
 
 
@@ -250,6 +250,11 @@ def _apart(found: Sequence[Observation]) -> Verdict | None:
     alive = [e for e in found if e.alive]
     if len(alive) < 2 or not all(e.in_call for e in alive):
         return None
+    mute = [e for e in alive if e.answered is False]
+    if (
+        mute
+    ):  # the call may have ended: its thread waits for Python's lock, and the others are in the next one
+        return _not_come(mute, _waiting(found, [e.rank for e in mute]), math.inf)
     return _differing(alive)
 
 

@@ -20,6 +20,7 @@ import threading
 import time
 
 from fsdp.base import proc
+from fsdp.record.sender import any_stuck
 from fsdp.watch.status_page import MONITOR, PRINTED, StatusPage
 
 PRINT_WAIT_S = 5.0
@@ -42,9 +43,11 @@ class ProcessExit:
         atexit.register(self._end)
 
     def leave(self, code: int) -> int:
-        """Returns the exit code, with which the process ends; after a failure in EXIT_S at the latest."""
+        """Returns the exit code, with which the process ends. After a failure, or where a server of records
+        has not answered, it ends in EXIT_S at the latest.
+        """
         self._code = code
-        if code:
+        if code or any_stuck():
             limit = threading.Timer(EXIT_S, self._end)
             limit.daemon = True
             limit.start()

@@ -37,7 +37,7 @@ from fsdp.watch.monitor_options import MonitorOptions
 from fsdp.watch.node_ranks import NodeRanks
 from fsdp.watch.observation import Observation, decode
 from fsdp.watch.observe import ANSWER_S
-from fsdp.watch.records import ENDED, RecordFiles
+from fsdp.watch.records import ENDED, EVIDENCE, RecordFiles
 from fsdp.watch.timing import RankTimes, TimingRecorder
 
 INTERVAL_S = 0.2
@@ -315,7 +315,7 @@ class Monitor:
             print_lines([failure["print"], *([f"  {verdict.others}"] if verdict.others else [])])
 
     def _keep_all(self, folder: str, found: Sequence[Observation]) -> None:
-        self.files.write(f"{folder}/evidence.json", json.dumps([e.encoded() for e in found], indent=1))
+        self.files.write(f"{folder}/{EVIDENCE}", json.dumps([e.encoded() for e in found], indent=1))
         if self.head is not None:
             self.head.broadcast({"keep": folder})
         self.ranks.keep(folder)

@@ -20,6 +20,7 @@ Frame = tuple[str, int, str]
 """File, line, function."""
 
 WATCH_FOLDER = f"{Path(__file__).parent}/"
+ROOT_FOLDER = f"{Path(__file__).parents[1]}/"
 
 UNNAMED = "unnamed"
 """Prefix of threads that Python did not start: on CUDA a backward runs in such ones."""
@@ -149,9 +150,13 @@ def own_line(stack: Sequence[Frame]) -> str:
 
 
 def place_of(e: Observation) -> str:
-    """Its innermost own line; of a wait for data, that of a thread that reads. In a backward on CUDA it is in
-    a thread of autograd, if that runs Python.
+    """Its innermost own line; of a wait for data, that of a thread that reads; of a lock held in C, that of
+    another thread if the training thread does not compute. In a backward on CUDA it is in a thread of
+    autograd, if that runs Python.
     """
+    others_compute = e.process_cpu_s - e.cpu_s > max(e.cpu_s, BUSY_S / 2)
+    if e.answered is False and others_compute and (line := _user_line(e)):
+        return line
     if reads_data(e) and (line := _read_at(e)):
         return line
     if e.cuda and e.stack and e.stack[0][2] == BACKWARD_FUNCTION:
@@ -160,6 +165,17 @@ def place_of(e: Observation) -> str:
             if any(not _foreign(frame) for frame in stack):
                 return own_line(stack)
     return own_line(e.stack)
+
+
+def _user_line(e: Observation) -> str:
+    """Where the first thread is that runs other code than this project's or a wait of Python's."""
+    at_work = (stack for stack in e.threads.values() if stack and not _is_idle(stack[0]))
+    return next(map(own_line, at_work), "")
+
+
+def _is_idle(frame: Frame) -> bool:
+    waits_of_python = ("threading", "queue", "selectors", "socket", "connection")
+    return frame[0].startswith(ROOT_FOLDER) or Path(frame[0]).stem in waits_of_python
 
 
 def _read_at(e: Observation) -> str:

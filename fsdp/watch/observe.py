@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from fsdp.base import proc
 from fsdp.base.cgroup import memory_group
 from fsdp.watch import status_page
-from fsdp.watch.observation import Frame, Observation
+from fsdp.watch.observation import UNNAMED, Frame, Observation
 from fsdp.watch.recorded_calls import GroupCalls
 from fsdp.watch.status_page import OVER, STACK_SIGNAL, RankStatus
 
@@ -130,7 +130,7 @@ class LocalRank:
             self.seen = replace(
                 self.seen,
                 fatal=fatal,
-                stack=parse_stacks(fatal),
+                stack=parse_stacks(fatal)[0],
                 dead_s=now - self._died_at,
                 oom_kills=self._memory.oom_kills() - self._oom_kills[0],
                 memory_limit=self._memory.limit(reached=True) or 0,
@@ -175,8 +175,10 @@ class LocalRank:
     def with_answer(self, answer: dict[str, Any] | None) -> Observation:
         """`seen` with the responder's answer; without one, with the stack that faulthandler writes."""
         if answer is None:
-            stack = self._stack_by_signal() if self.seen.alive and not self.seen.stopped else ()
-            return replace(self.seen, answered=False, stack=stack)
+            text = self._stacks_by_signal() if self.seen.alive and not self.seen.stopped else ""
+            stack, *others = parse_stacks(text)
+            threads = {f"{UNNAMED} {nth}": frames for nth, frames in enumerate(others)}
+            return replace(self.seen, answered=False, stack=stack, threads=threads)
         stack = _frames(answer["training"])
         at = (answer["lasti"], hash(stack))
         moving = answer["in_python"] or (bool(self._instruction) and at != self._instruction)
@@ -185,16 +187,16 @@ class LocalRank:
         calls = tuple(GroupCalls(**one) for one in answer["groups"])
         return replace(self.seen, answered=True, stack=stack, threads=threads, moving=moving, calls=calls)
 
-    def _stack_by_signal(self) -> tuple[Frame, ...]:
-        """Written in C by the stuck process; the thread that took the signal comes first."""
+    def _stacks_by_signal(self) -> str:
+        """faulthandler's text, written in C by the stuck process."""
         if STACK_SIGNAL is None:
-            return ()
+            return ""
         before = self.stacks.seek(0, os.SEEK_END)
         with contextlib.suppress(OSError):  # gone meanwhile: a verdict comes without its stack too
             os.kill(self.pid, STACK_SIGNAL)
         time.sleep(0.1)  # the handler needs a moment, and there is no sign of when it has written
         self.stacks.seek(before)
-        return parse_stacks(self.stacks.read())
+        return self.stacks.read()
 
     def all_stacks(self) -> str:
         self.stacks.seek(0)
@@ -222,12 +224,15 @@ def _frames(rows: list[list[Any]]) -> tuple[Frame, ...]:
     return tuple((str(file), int(line), str(name)) for file, line, name in rows)
 
 
-def parse_stacks(text: str) -> tuple[Frame, ...]:
-    """From faulthandler's text: the current thread's stack, else the last one (the main thread's). A frame
-    without a line has 0; a line that is still being written is left out.
+def parse_stacks(text: str) -> list[tuple[Frame, ...]]:
+    """From faulthandler's text: first the stack of the current thread, else of the last one (the main
+    thread), then all others. A frame without a line has 0; a line that is still being written is left out.
     """
     blocks = THREAD.split(text)[1:]
-    threads = list(zip(blocks[::2], blocks[1::2], strict=True))
-    current = (frames for head, frames in threads if head == "Current thread")
-    chosen = next(current, threads[-1][1] if threads else "")
-    return tuple((file, int(line.replace("???", "0")), name) for file, line, name in FRAME.findall(chosen))
+    heads = blocks[::2]
+    chosen = heads.index("Current thread") if "Current thread" in heads else len(heads) - 1
+    stacks = [
+        tuple((file, int(line.replace("???", "0")), name) for file, line, name in FRAME.findall(frames))
+        for frames in blocks[1::2]
+    ]
+    return [stacks.pop(chosen), *stacks] if stacks else [()]

@@ -117,7 +117,8 @@ class Watch:
         self._calls.close()
         if self._device is not None:
             self._device.close()
-        if isinstance(error, Exception | SystemExit):  # a model's file may call sys.exit("pip install …")
+        # a model's file may call sys.exit("pip install …"), and asyncio's CancelledError is no Exception
+        if error is not None and not isinstance(error, KeyboardInterrupt):
             self._report(error)
         else:
             self._writer.phase("end", int(self._page.numbers[status_page.STEP]))
@@ -260,7 +261,7 @@ def write_torchrun_error_file(failure: dict[str, Any]) -> None:
             Path(file).write_text(text, encoding="utf-8")
 
 
-def failure_was_printed(error: Exception) -> bool:
+def failure_was_printed(error: BaseException) -> bool:
     """Wait until the monitor has printed the first failure of all ranks; False if it does not.
 
     Call it last before the process ends. Signals are ignored from here on: a launcher that ends the other

@@ -7,13 +7,15 @@ timing.jsonl     one object per interval: from_step, step, seconds, and by rank 
                  data, forward, backward, reduce, optimizer, record, evaluate, save, waiting (in collectives,
                  for others), starved. On CUDA forward, backward, optimizer and waiting are device times
 KIND-STEP/       the evidence of a verdict: rank-N.txt (stacks), rank-N.fr.json (flight recorder),
-                 evidence.json (the observations)
+                 evidence.json (the observations); of the newest 20 verdicts
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import re
+import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +26,9 @@ from fsdp.rundir.line_files import Appender, read_records
 log = logging.getLogger(__name__)
 
 CLOSE_S = 3.0
+EVIDENCE = "evidence.json"
+KEPT = 20
+"""Folders of evidence, the newest: a run that restarts for months has a verdict each time."""
 ENDED = "ended"
 """The kind of the record that the watch ends the ranks; it follows the verdict that is the reason."""
 OF_DEATHS = ("died", "fault", "lost")
@@ -75,5 +80,18 @@ class RecordFiles:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8", errors="backslashreplace")
+            if path.name == EVIDENCE:
+                self._prune()
         except OSError as error:
             log.warning("watch: %s cannot be written (%s)", path, error.strerror)
+
+    def _prune(self) -> None:
+        """Deletes the folders of the oldest verdicts, and nothing else that lies in RUN/watch."""
+        names = re.compile(r"[a-z-]+-\d{6,}")
+        found = [
+            one.parent
+            for one in self.folder.glob(f"*/{EVIDENCE}")
+            if names.fullmatch(one.parent.name) and not one.parent.is_symlink()
+        ]
+        for old in sorted(found, key=lambda one: (one / EVIDENCE).stat().st_mtime)[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)

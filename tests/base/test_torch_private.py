@@ -403,6 +403,11 @@ def test_all_groups_are_aborted() -> None:
     holds(said == "False", "distributed.abort_all_groups", "a process group is left")
 
 
+def test_all_groups_are_listed() -> None:
+    said = alone(ONE_RANK + "dist.new_group([0])\nprint(len(distributed.all_groups()))")
+    holds(said == "2", "distributed.all_groups", f"it lists {said} of two groups")
+
+
 def test_the_fake_group_has_any_size() -> None:
     said = alone(
         "import torch\ndistributed.init_fake_group(5, 4096)\nx = torch.ones(3)\ndist.all_reduce(x)\n"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from asyncio import CancelledError
 from pathlib import Path
 
 import pytest
@@ -24,12 +25,14 @@ from fsdp.checkpoint.saver import SaveOutcome, not_saved
 from fsdp.config import load
 from fsdp.dist.env import from_environment
 from fsdp.memory.oom import OutOfMemory
+from fsdp.run import loop
 from fsdp.rundir import line_files
 from fsdp.rundir.paths import RunDir
-from launch.guard import already_failed, failure_of, report
+from launch.guard import already_failed, failure_of, report, run_rank
 from launch.marker import Failure, Marker, failed_before_this_restart, marker_of, note_of_torchrun
 from launch.policy import Kind
 from tests.launch.test_local import ROOT, SMALL
+from tests.support.env import env_of
 
 
 def caused(error: Exception) -> Exception:
@@ -52,15 +55,30 @@ LOST = SaveOutcome(20, "", "rank 1: lost", cause=RuntimeError("gloo: Connection 
         (RefusedError("RUN is being written by"), Kind.REFUSED, 4, False),
         (OutOfMemory("rank 0: 3 GiB stood"), Kind.ERROR, 6, False),
         (ValueError("of the user's own"), Kind.ERROR, 1, False),
+        (SystemExit(0), Kind.ERROR, 1, False),
         (OtherRankFailed(0, "loss nan", 5), Kind.ERROR, 5, True),
         (RuntimeError("gloo: Connection closed by peer"), Kind.ERROR, 1, True),
         (not_saved(LOST, "step 20 was not saved", ""), Kind.ERROR, 4, True),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
-def test_an_exception_has_a_kind_and_a_code(error: Exception, kind: Kind, code: int, echo: bool) -> None:
+def test_an_exception_has_a_kind_and_a_code(error: BaseException, kind: Kind, code: int, echo: bool) -> None:
     failure = failure_of(error)
     assert (failure.kind, failure.code, failure.echo) == (kind, code, echo)
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), CancelledError()])
+def test_what_is_no_exception_fails_the_rank_too(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """sys.exit(0) in a user's model would end the rank as a success, and its peers as failed."""
+
+    def raises(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(loop, "train", raises)
+    assert run_rank(load([]), env_of(0, 1)) == (1, None)
+    assert "[rank 0] failed on cpu:\nTraceback" in capsys.readouterr().err
 
 
 def test_a_marker_is_read_by_its_own_start_alone(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import config_hash, load
-from fsdp.record import wandb_sink
+from fsdp.record import sender, wandb_sink
 from fsdp.record.wandb_sink import WandbSink, check_wandb
 
 
@@ -80,10 +81,27 @@ def test_a_later_start_of_the_same_directory_goes_on_in_the_same_run(
 ) -> None:
     config = load(["--run.wandb", "p"])
     for folder in (tmp_path, tmp_path, tmp_path / "other"):
-        WandbSink(config, folder)
+        WandbSink(config, folder).close()
     ids = [run.given["id"] for run in mock_wandb]
     assert ids[0] == ids[1] != ids[2]
     assert mock_wandb[0].given["resume"] == "allow"
+
+
+def test_a_server_that_does_not_answer_does_not_hold_the_end(
+    mock_wandb: list[MockRun],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(sender, "CLOSE_S", 0.05)
+    monkeypatch.setattr(sender, "_stuck", [])
+    monkeypatch.setattr(MockRun, "finish", lambda self: answers.wait(60))
+    WandbSink(load(["--run.wandb", "p"]), tmp_path).close()
+    assert not answers.is_set()
+    answers.set()
+    assert "WandbSink has not taken its last records" in caplog.text
+    assert sender.any_stuck()
 
 
 def test_asked_for_and_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

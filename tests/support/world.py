@@ -107,6 +107,7 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from fsdp.base.torch_private.distributed import all_groups
     from fsdp.base.torch_private.tensors import forget_meshes
 
     torch.set_num_threads(1)
@@ -131,6 +132,7 @@ def _serve(pipe: Connection) -> None:
         except BaseException:
             answer = False, traceback.format_exc()
         finally:
+            groups = all_groups()
             if dist.is_initialized():
                 dist.destroy_process_group()
                 forget_meshes()
@@ -139,6 +141,7 @@ def _serve(pipe: Connection) -> None:
             # times a second. Without this a third of the tests' processor time went to 700 such threads.
             function = args = None
             gc.collect()
+            del groups
         if answer[0] and (left := _threads_left(before)):
             answer = False, f"{called} has left threads in this process: {', '.join(left)}"
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from asyncio import CancelledError
 
 import pytest
 
@@ -36,9 +37,11 @@ ENV = env_of(2, 4, nodes=2)
         (OSError(errno.ENOSPC, "No space left on device"), "full disk"),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "memory"),
         (ValueError("a sample"), "exception"),
+        (MemoryError(), "memory"),
+        (CancelledError(), "exception"),
     ],
 )
-def test_an_error_has_a_kind(error: Exception, kind: str) -> None:
+def test_an_error_has_a_kind(error: BaseException, kind: str) -> None:
     report = failure_report(error, ENV)
     assert (report["kind"], report["secondary"]) == (kind, False)
 
@@ -65,6 +68,52 @@ def test_an_error_of_other_code_has_the_end_of_its_traceback_and_a_hint() -> Non
         report = failure_report(error, ENV)
     assert "HINT: ulimit -n 65536" in report["print"]
     assert report["print"].startswith("[rank 2] failed on cpu:\nTraceback")
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "hint"),
+    [
+        (MemoryError(), "MemoryError", "less on the host"),
+        (ValueError("\n  what happened\nmore"), "ValueError: what happened", ""),
+        (
+            ValueError(
+                "Caught ValueError in DataLoader worker process 0.\nOriginal …:\nValueError: no text\n"
+            ),
+            "ValueError: no text",
+            "",
+        ),
+        (
+            RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"),
+            "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly",
+            "dmesg shows whether memory ended the worker",
+        ),
+        (
+            RuntimeError(
+                "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's "
+                "workers are out of shared memory. Please try to raise your shared memory limit."
+            ),
+            "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is",
+            "a larger /dev/shm",
+        ),
+        (RuntimeError("can't start new thread"), "RuntimeError: can't start new thread", "ulimit -u"),
+        (
+            OSError(errno.EIO, "Input/output error", "/d/7"),
+            "OSError: [Errno 5] Input/output error",
+            "its server",
+        ),
+    ],
+)
+def test_an_error_is_one_line_and_has_a_hint_that_fits(error: Exception, line: str, hint: str) -> None:
+    report = failure_report(error, ENV)
+    assert report["message"].startswith(line)
+    assert "\n" not in report["message"]
+    assert hint in report["hint"]
+
+
+def test_an_error_that_holds_a_whole_sample_is_cut() -> None:
+    report = failure_report(ValueError("x" * 1_000_000), ENV)
+    assert len(report["message"]) < 2100
+    assert len(report["print"]) < 5000
 
 
 def test_the_ranks_at_fault_are_those_of_the_error() -> None:

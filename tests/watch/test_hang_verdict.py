@@ -16,7 +16,7 @@ import pytest
 
 from fsdp.base.phases import Activity
 from fsdp.watch.hang_verdict import Verdict, judge
-from fsdp.watch.observation import Frame, Observation, decode, own_line
+from fsdp.watch.observation import WATCH_FOLDER, Frame, Observation, decode, own_line
 from fsdp.watch.observe import parse_stacks
 from fsdp.watch.responder import _stack
 
@@ -139,6 +139,31 @@ def test_a_rank_that_computes_its_data_does_not_wait_for_them(how: dict[str, Any
     assert verdict is not None
     assert verdict.kind == "data"
     assert verdict.what.startswith("rank 2 (n1) prepares its data, 20.6 s by now: step 7, data")
+
+
+def test_a_rank_whose_call_ends_late_for_lack_of_pythons_lock_has_no_other_size() -> None:
+    """A thread that reads holds the lock: its rank cannot leave the call, and the others are in the next."""
+    ranks = world()
+    ranks[2] = replace(ranks[2], begun=ranks[2].begun - 1, ended=ranks[2].ended - 1, numel=5, answered=False)
+    found = judge(ranks)
+    assert found is not None
+    assert (found.kind, found.ranks) == ("lock", (2,))
+
+
+def test_of_a_lock_held_in_c_the_thread_that_computes_is_named() -> None:
+    """A regular expression in a thread that reads holds the lock; the training thread only waits for it."""
+    threads = {
+        "unnamed 0": (("/usr/lib/python3.11/threading.py", 327, "wait"), ("/home/me/other.py", 1, "waits")),
+        "unnamed 1": ((f"{WATCH_FOLDER}responder.py", 85, "_serve"),),
+        "unnamed 2": (
+            ("/usr/lib/python3.11/re/__init__.py", 166, "match"),
+            ("/home/me/words.py", 7, "split"),
+        ),
+    }
+    found = on(**OUT, answered=False, threads=threads, process_cpu_s=1.5)
+    assert (found.kind, found.ranks) == ("lock", (2,))
+    assert "at home/me/words.py:7 split" in found.what
+    assert "mine.py:12" in on(**OUT, answered=False, threads=threads, process_cpu_s=0.1).what
 
 
 def test_a_rank_that_holds_pythons_lock_for_its_data_and_computes_nothing_is_named_so() -> None:
@@ -392,15 +417,16 @@ def test_stacks_of_faulthandler_are_read() -> None:
         "Current thread 0x00008f (most recent call first):\n"
         '  File "/b.py", line 2 in y\n  File "/c.py", line 3 in z\n'
     )
-    assert parse_stacks(text) == (("/b.py", 2, "y"), ("/c.py", 3, "z"))
-    assert parse_stacks(text.partition("Current")[0]) == (("/a.py", 1, "x"),)
+    first = (("/a.py", 1, "x"),)
+    assert parse_stacks(text) == [(("/b.py", 2, "y"), ("/c.py", 3, "z")), first]
+    assert parse_stacks(text.partition("Current")[0]) == [first]
 
 
 def test_a_stack_that_is_still_being_written_is_read_as_far_as_it_is_there() -> None:
     text = "Current thread 0x01 (most recent call first):\n"
     text += '  File "/b.py", line ??? in y\n  File "/c.py", line 13 in z\n'
     for end in range(len(text) + 1):
-        found = parse_stacks(text[:end])
+        (found,) = parse_stacks(text[:end])
         assert found in ((), (("/b.py", 0, "y"),), (("/b.py", 0, "y"), ("/c.py", 13, "z")))
     assert len(found) == 2
 

@@ -16,7 +16,7 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.config import config_hash
 from fsdp.watch.monitor import print_lines
-from fsdp.watch.records import RecordFiles
+from fsdp.watch.records import EVIDENCE, KEPT, RecordFiles
 from fsdp.watch.timing import RankTimes, TimingRecorder, timing_interval_s
 from tests.support.runs import failures, run
 
@@ -204,6 +204,18 @@ def test_a_folder_that_cannot_be_written_blocks_nothing(
         f"watch: {text} cannot be written (Not a directory)",
         f"{verdicts} could not be written to the end: 3 records lost",
     ]
+
+
+def test_the_evidence_of_the_newest_verdicts_alone_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / EVIDENCE).touch()
+    files = RecordFiles(tmp_path)
+    for step in range(KEPT + 3):
+        files.write(f"full-disk-{step:06d}/{EVIDENCE}", "[]")
+        files.write(f"full-disk-{step:06d}/rank-0.txt", "training:")
+    files.close()
+    kept = sorted(one.name for one in tmp_path.iterdir())
+    assert kept == [*(f"full-disk-{step:06d}" for step in range(3, KEPT + 3)), "mine"]
 
 
 def test_a_record_of_the_watch_follows_a_torn_one(tmp_path: Path) -> None:

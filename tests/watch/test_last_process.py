@@ -90,6 +90,9 @@ class Teardown:
 last_process.EXIT_S = 1.0
 end, kept = last_process.ProcessExit(), Teardown()
 atexit.register(print, "handler of a user", flush=True)
+if "stuck" in sys.argv:
+    last_process.any_stuck = lambda: True
+    atexit.register(time.sleep, 3600)
 if "handler" in sys.argv:
     atexit.register(time.sleep, 3600)
 if "thread" in sys.argv:
@@ -101,6 +104,10 @@ sys.exit(end.leave(int(sys.argv[1])))
 def ends(code: int, stuck: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", ENDS, str(code), stuck]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+
+
+def test_a_process_whose_server_of_records_is_away_ends_though_its_library_waits_again() -> None:
+    assert ends(0, "stuck").returncode == 0
 
 
 def test_a_process_that_succeeds_ends_after_its_handlers_without_teardown() -> None:

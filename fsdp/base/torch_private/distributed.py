@@ -19,6 +19,16 @@ def abort_all_groups() -> None:
     distributed_c10d._abort_process_group()
 
 
+def all_groups() -> list[dist.ProcessGroup]:
+    """The default group and all others of this process. The list of all groups is private.
+
+    Whoever destroys groups holds them until their modules are freed. DDP's reducer frees its group while it
+    holds Python's lock, and gloo's destructor then waits for a thread that needs the lock to free the tensor
+    of its last collective: the process hangs. A group that Python frees last releases the lock first.
+    """
+    return list(distributed_c10d._world.pg_map)
+
+
 def init_fake_group(rank: int, ranks: int) -> None:
     """A default process group whose collectives do nothing: the planner's. torch has it for its own tests
     alone.
