@@ -29,8 +29,8 @@ from fsdp.tokenize.sources import ROWS, SETTINGS, ends_with, is_pattern, matchin
 
 BUILT_INS = ("digits", "fashion_mnist", "text", "tokens", "documents", "folder", "synthetic")
 LOOKED_AT = 1000  # files of a folder, to tell images, rows and text apart
-ABOUT = ("README", "LICENSE")
-"""How the names of files about a folder begin, which are none of its data."""
+ABOUT = ("README", "LICENSE", "_SUCCESS", "_COMMITTED", "_STARTED", "_METADATA", "_COMMON_METADATA")
+"""How the names of files about a folder begin, which are none of its data; Spark writes the last five."""
 
 
 def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = None) -> DataSet:
@@ -145,7 +145,7 @@ def _reader_of(path: Path, with_tokenizer: bool) -> str:
             f"cat {shell_word(path)} > {rows} makes one of a pipe; --data.name {rows}",
         )
     names = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
-    if any(name.endswith((".bin", ".npy")) for name in names):
+    if any(name.endswith((".bin", ".npy")) and not name.startswith(".") for name in names):
         return "tokens"
     holds_rows = _mostly_rows(names if path.is_file() else _first_names(path))
     if not holds_rows and any((path / name).is_file() for name in SAVED):

@@ -157,16 +157,17 @@ class HubTokenizer:
 
 @contextmanager
 def _encoding(texts: Sequence[str]) -> Iterator[None]:
-    """An error of the library becomes one line, such as that of a vocabulary without a token for the unknown."""
+    """An error of the library becomes one line, as that of a vocabulary without an unknown token."""
     try:
         yield
     except MemoryError:
         raise
     except Exception as error:  # the library raises Exception itself
-        begin = next(iter(texts), "")[:60]
+        first = (
+            f"{'one of the texts' if len(texts) > 1 else 'the text'} from {next(iter(texts), '')[:60]!a} on"
+        )
         raise ConfigError(
-            f"the tokenizer cannot encode {'a text of those' if len(texts) > 1 else 'the text'} from {begin!a} "
-            f"on: {message_line(error)}.",
+            f"the tokenizer cannot encode {first}: {message_line(error)}.",
             "--data.tokenizer DIR, one that encodes any text; its unknown token, unk_token or unk_id, is in "
             "its tokenizer.json",
         ) from None

@@ -251,7 +251,7 @@ def test_targets_behind_the_cut_are_a_warning_and_without_any_an_error(
     caplog.clear()
     assert (rows_of(data(both, seq_len=33, rows=rows).train)[1] != -100).any(axis=1).all()
     assert not caplog.records
-    with pytest.raises(ConfigError, match="all 9 documents have no token .* HINT: --data.seq_len 33 holds"):
+    with pytest.raises(ConfigError, match=r"all 9 documents have no token .* HINT: --data.seq_len 33 holds"):
         data(write_lines(tmp_path / "b.jsonl", [long] * 9), rows=rows)
 
 

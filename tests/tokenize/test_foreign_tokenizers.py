@@ -165,6 +165,6 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_one_line(tmp_path: Path, for
     reader = DocumentReader(DocumentOptions(tokenizer=str(tmp_path)), form)
     rows = [SourceRow(f"line {n}", {"text": "zz", "prompt": "z", "completion": "z"}) for n in (1, 2)]
     with pytest.raises(
-        ConfigError, match="cannot encode .* from 'zz' on: WordLevel error.* HINT: --data.tok"
+        ConfigError, match=r"cannot encode .* from 'zz' on: WordLevel error.* HINT: --data.tok"
     ):
         list(reader.read_all(rows))
