@@ -29,8 +29,8 @@ from fsdp.tokenize.sources import ROWS, SETTINGS, ends_with, is_pattern, matchin
 
 BUILT_INS = ("digits", "fashion_mnist", "text", "tokens", "documents", "folder", "synthetic")
 LOOKED_AT = 1000  # files of a folder, to tell images, rows and text apart
-ABOUT = ("README", "LICENSE", "_SUCCESS", "_COMMITTED", "_STARTED", "_METADATA", "_COMMON_METADATA")
-"""How the names of files about a folder begin, which are none of its data; Spark writes the last five."""
+ABOUT = ("README", "LICENSE")
+"""How the names of files about a folder begin, which are none of its data."""
 
 
 def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = None) -> DataSet:
@@ -167,7 +167,8 @@ def _first_names(root: Path) -> list[str]:
 
 def _mostly_rows(names: list[str]) -> bool:
     data = [name for name in names if name not in SETTINGS and not name.upper().startswith(ABOUT)]
-    return 2 * sum(ends_with(name, ROWS) for name in data) > len(data)
+    marks = sum(name.startswith("_") and not ends_with(name, ROWS) for name in data)  # Spark's _SUCCESS
+    return 2 * sum(ends_with(name, ROWS) for name in data) > len(data) - marks
 
 
 def _mostly_pictures(root: Path) -> bool:
