@@ -111,6 +111,12 @@ def _stream(
 
 
 def _check_map_style(name: str, part: Any) -> None:
+    if isinstance(part, Mapping):
+        holds = ", ".join(map(str, part))
+        raise ConfigError(
+            f"--data.name {name} returned a {type(part).__name__} with {holds}, not a Dataset.",
+            """return one of them, or the pair (made["train"], made["test"])""",
+        )
     if not hasattr(part, "__len__") or not hasattr(part, "__getitem__"):
         raise ConfigError(
             f"--data.name {name} returned a {type(part).__name__}, which has no length or no items by index.",

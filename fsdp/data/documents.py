@@ -204,19 +204,10 @@ class TokenStore:
     # ------------------------------------------------------------ a sample a document
 
     def documents(self, where: Where) -> tuple[Samples, Samples]:
-        parts = [
-            DocumentSamples(
-                files,
-                self._losses(files),
-                self.vocab_size,
-                self.end,
-                where.seq_len,
-            )
-            for files in (self._of("train"), self._of("val"))
-        ]
+        parts = self._parts(where.seq_len)
         if not len(parts[0]):
             raise ConfigError(f"{where} has no document to train on.", "--data.args.heldout 0, or more rows")
-        cut = self._cut(parts, where.seq_len)
+        cut, masked, longest = self._cut(parts, where.seq_len)
         if cut:
             log.info(
                 "documents: %s of %s are cut at --data.seq_len %d",
@@ -224,7 +215,14 @@ class TokenStore:
                 f"{len(parts[0]) + len(parts[1]):,}",
                 where.seq_len,
             )
+        _check_targets(where, masked, sum(map(len, parts)), longest)
         return parts[0], parts[1]
+
+    def _parts(self, seq_len: int) -> list[DocumentSamples]:
+        return [
+            DocumentSamples(files, self._losses(files), self.vocab_size, self.end, seq_len)
+            for files in (self._of("train"), self._of("val"))
+        ]
 
     # ------------------------------------------------------------ several documents a sample
 
@@ -232,6 +230,10 @@ class TokenStore:
         train, held = (self._packed(split, where.seq_len) for split in ("train", "val"))
         if not len(train):
             raise ConfigError(f"{where} has no document to train on.", "--data.args.heldout 0, or more rows")
+        if self.masked:
+            parts = self._parts(where.seq_len)
+            _, masked, longest = self._cut(parts, where.seq_len)
+            _check_targets(where, masked, sum(map(len, parts)), longest)
         return train, held
 
     def _packed(self, split: str, seq_len: int) -> PackedSamples:
@@ -261,15 +263,21 @@ class TokenStore:
         loss = TokenRow(self._losses(files), 2) if self.masked else None
         return PackedSamples(plan, TokenRow(files, self.vocab_size), loss, self.end, seq_len)
 
-    def _cut(self, parts: list[DocumentSamples], seq_len: int) -> int:
-        """Documents longer than a sample. Of many they are counted once a machine: it reads every length."""
+    def _cut(self, parts: list[DocumentSamples], seq_len: int) -> tuple[int, int, int]:
+        """What `DocumentSamples.cut` counts. Of many it is counted once a machine: it reads every length."""
+
+        def counted() -> tuple[int, int, int]:
+            cut, masked, longest = zip(*(part.cut() for part in parts), strict=True)
+            return sum(cut), sum(masked), max(longest)
+
         if sum(map(len, parts)) < COUNTED_ONCE:
-            return sum(part.cut() for part in parts)
+            return counted()
 
         def make(aside: Path) -> None:
-            aside.write_text(str(sum(part.cut() for part in parts)))
+            aside.write_text(json.dumps(counted()))
 
-        return int(made_once("cut", [self.fingerprint, seq_len], make).read_text())
+        found = json.loads(made_once("cut", [2, self.fingerprint, seq_len], make).read_text())
+        return found[0], found[1], found[2]
 
     # ------------------------------------------------------------ files
 
@@ -322,10 +330,15 @@ class TokenStore:
         return TokenFile(path, np.dtype(np.uint8), 0, file.tokens)
 
 
-def _longer(lengths: np.ndarray, seq_len: int) -> int:
-    """Documents of more than seq_len + 1 tokens, a part of the file at a time."""
-    parts = (lengths[at : at + GROUP] for at in range(0, len(lengths), GROUP))
-    return sum(int((part > seq_len + 1).sum()) for part in parts)
+def _check_targets(where: Where, masked: int, documents: int, longest: int) -> None:
+    """`masked` documents have their first token to train on behind the cut."""
+    if not masked:
+        return
+    what = f"have no token to train on within --data.seq_len {where.seq_len}"
+    hint = f"--data.seq_len {longest - 1} holds the longest"
+    if masked == documents:
+        raise ConfigError(f"{where}: all {documents:,} documents {what}.", hint)
+    log.warning("documents: %s of %s %s. HINT: %s", f"{masked:,}", f"{documents:,}", what, hint)
 
 
 class MaskedRow:
@@ -371,9 +384,23 @@ class DocumentSamples:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def cut(self) -> int:
-        """Documents that are longer than a sample."""
-        return sum(_longer(read_index(file.path.with_suffix(".idx"))[0], self.seq_len) for file in self.files)
+    def cut(self) -> tuple[int, int, int]:
+        """Documents that are longer than a sample, those of them without a target in it, and the tokens of
+        the longest. A part of a file at a time.
+        """
+        cut, masked, longest = 0, 0, 0
+        for place, file in enumerate(self.files):
+            lengths, starts = read_index(file.path.with_suffix(".idx"))
+            loss = self.loss[place].open() if self.loss else None
+            for at in range(0, len(lengths), GROUP):
+                part = lengths[at : at + GROUP]
+                longer = np.flatnonzero(part > self.seq_len + 1)
+                cut, longest = cut + len(longer), max(longest, int(part.max()))
+                if loss is not None and len(longer):
+                    first = starts[at : at + GROUP][longer] // file.dtype.itemsize + 1
+                    targets = np.add.reduceat(loss, np.ravel((first, first + self.seq_len), "F"), dtype=int)
+                    masked += int((targets[::2] == 0).sum())
+        return cut, masked, longest
 
     def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
         tokens = np.full((len(indices), self.seq_len + 1), self.end, np.int64)

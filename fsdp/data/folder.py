@@ -24,7 +24,7 @@ from fsdp.data.arguments import Where, check_range
 from fsdp.data.image_index import Listed, Visit
 from fsdp.data.images import every_tenth, prepare
 from fsdp.data.types import DataInfo, DataSet
-from fsdp.tokenize.file_names import shell_word
+from fsdp.tokenize.file_names import shell_word, shown
 
 log = logging.getLogger(__name__)
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -132,10 +132,21 @@ def _unsorted(folder: str) -> Iterator[str]:
         return
     with entries:
         for entry in entries:
-            if entry.is_dir() and not entry.name.startswith("."):
+            if not entry.name.startswith(".") and entry.is_dir():
+                _check_no_loop(folder, entry.name)
                 yield from _unsorted(entry.path)
             elif _is_picture(entry.name):
                 yield entry.name
+
+
+def _check_no_loop(folder: str, name: str) -> None:
+    """Links to folders are followed; one to a folder above would give its images again and again."""
+    path = Path(folder, name)
+    if path.is_symlink() and path.resolve() in (above := Path(folder).resolve(), *above.parents):
+        raise ConfigError(
+            f"{shown(path)} is a link to {shown(path.resolve())}, a folder above it.",
+            f"rm {shell_word(path)}",
+        )
 
 
 def _is_picture(name: str) -> bool:
@@ -207,6 +218,8 @@ def _pictures(folder: str, visit: Visit | None = None) -> Iterator[str]:
         if visit is not None:
             visit(current)
         names[:] = sorted(name for name in names if not name.startswith("."))
+        for name in names:
+            _check_no_loop(current, name)
         yield from (f"{current}/{name}" for name in sorted(files) if _is_picture(name))
 
 

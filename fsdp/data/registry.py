@@ -145,7 +145,7 @@ def _reader_of(path: Path, with_tokenizer: bool) -> str:
             f"cat {shell_word(path)} > {rows} makes one of a pipe; --data.name {rows}",
         )
     names = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
-    if any(name.endswith((".bin", ".npy")) for name in names):
+    if any(name.endswith((".bin", ".npy")) and not name.startswith(".") for name in names):
         return "tokens"
     holds_rows = _mostly_rows(names if path.is_file() else _first_names(path))
     if not holds_rows and any((path / name).is_file() for name in SAVED):
@@ -167,7 +167,8 @@ def _first_names(root: Path) -> list[str]:
 
 def _mostly_rows(names: list[str]) -> bool:
     data = [name for name in names if name not in SETTINGS and not name.upper().startswith(ABOUT)]
-    return 2 * sum(ends_with(name, ROWS) for name in data) > len(data)
+    marks = sum(name.startswith("_") and not ends_with(name, ROWS) for name in data)  # Spark's _SUCCESS
+    return 2 * sum(ends_with(name, ROWS) for name in data) > len(data) - marks
 
 
 def _mostly_pictures(root: Path) -> bool:

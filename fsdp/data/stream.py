@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from fsdp.base.errors import ConfigError, OneRankError, ShardrunError, one_line
 
@@ -23,8 +24,11 @@ PAGE = "docs/data.md#streams"
 
 
 def is_stream(made: Any) -> bool:
-    """Whether a factory's object has no length, but items in order or shards of them."""
-    return not hasattr(made, "__len__") and (hasattr(made, "__iter__") or hasattr(made, "shards"))
+    """Whether a factory's object has no length, but items in order or shards of them. An IterableDataset of
+    torch may have a length, but has no items by index.
+    """
+    ordered = isinstance(made, IterableDataset) or not hasattr(made, "__len__")
+    return ordered and (hasattr(made, "__iter__") or hasattr(made, "shards"))
 
 
 class ShardReader:
@@ -176,8 +180,9 @@ def check_state(name: str, make: Callable[[], Any]) -> None:
     reader = make()
     for method in ("state_dict", "load_state_dict"):
         if not callable(getattr(reader, method, None)):
+            lacks = "items by index" if hasattr(reader, "__len__") else "length"
             raise ConfigError(
-                f"--data.name {name} returned a stream of type {type(reader).__name__}, which has no length "
+                f"--data.name {name} returned a stream of type {type(reader).__name__}, which has no {lacks} "
                 f"and no {method}: a resumed run would repeat or lose samples.",
                 f"give it state_dict and load_state_dict ({PAGE}), or __len__ and __getitem__",
             )

@@ -30,6 +30,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.data.arguments import Where, check_range
 from fsdp.data.types import DataInfo, DataSet
 from fsdp.tokenize.file_names import unreadable
+from fsdp.tokenize.sources import LINES, ends_with
 from fsdp.tokenize.zero_bytes import binary_kind, check_no_zero_byte, encoding_of, not_decodable
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ def _sources(root: Path) -> Iterator[Path]:
 
 def _read_texts(where: Where, pattern: str, limit: int) -> Iterator[bytes]:
     root, left, read = Path(where.dir), limit, 0
+    rows: list[Path] = []
     binary: list[Path] = []
     for path in _files(where, pattern):
         text = _read_text(path, left, where)
@@ -121,6 +123,8 @@ def _read_texts(where: Where, pattern: str, limit: int) -> Iterator[bytes]:
             binary.append(path)
             continue
         read, left = read + 1, left - len(text)
+        if root.is_dir() and pattern == "*" and ends_with(path.name, LINES):
+            rows.append(path)
         yield text
         if not left:
             log.info(
@@ -131,6 +135,15 @@ def _read_texts(where: Where, pattern: str, limit: int) -> Iterator[bytes]:
             break
     if not read:
         raise _no_text(where, pattern, binary)
+    if rows:
+        log.warning(
+            "text: %d of %d files hold rows, as %s, and are read as text. HINT: --data.name documents "
+            "--data.dir %s reads the rows alone",
+            len(rows),
+            read,
+            rows[0],
+            shlex.quote(where.dir),
+        )
     left_out = f"; {len(binary)} binary left out, as {binary[0]}" if binary else ""
     log.info("text: %d files, %s bytes of %s%s", read, f"{limit - left:,}", root, left_out)
 

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import logging
 import math
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +27,7 @@ from fsdp.data.token_index import MANY, PARTS, TokenFile, TokenFiles, ends_of, i
 from fsdp.data.token_reader import TokenReader
 from fsdp.data.token_width import LOOKED_AT, Dtype, Stated, dtype_of, ends, fits_as, stated, wider
 from fsdp.data.types import DataInfo, DataSet
+from fsdp.tokenize.file_names import broken_link
 
 log = logging.getLogger(__name__)
 OPEN_AT_ONCE = 128  # each open file holds a descriptor, and 1024 is a common limit
@@ -172,7 +174,13 @@ def _paths(where: Where) -> list[Path]:
         return [root]
     if not root.is_dir():
         raise ConfigError(f"{where} is neither a folder nor a .bin or .npy file.", hint)
-    return sorted(path for path in root.iterdir() if path.suffix in SUFFIXES)
+    with os.scandir(root) as entries:
+        found = [one for one in entries if one.name.endswith(SUFFIXES) and not one.name.startswith(".")]
+    paths = sorted(Path(one.path) for one in found if not one.is_dir())
+    for one in found:
+        if one.is_symlink() and not Path(one.path).exists():
+            raise broken_link(Path(one.path))
+    return paths
 
 
 def _raw(path: Path, said: Stated, given: Dtype, vocab_size: int) -> TokenFile:

@@ -21,6 +21,8 @@ from fsdp.models.factory import blame
 from fsdp.predict.trained import TrainedModel
 from fsdp.tokenize.tokenizer import Tokenizer, load_tokenizer
 
+GREEDY = 1e-30
+"""A temperature below it would make float32 logits infinite; the likeliest token has all probability."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
@@ -134,7 +136,7 @@ def generate(trained: TrainedModel, prompt: list[int], sampling: Sampling) -> li
 
 
 def _choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    if not sampling.temperature:
+    if sampling.temperature < GREEDY:
         return int(logits.argmax())
     if 0 < sampling.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import config as configuration
-from fsdp.base.errors import ConfigError
+from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.checkpoint.full_state import INDEX_FILE, TORCH_FILE, newest_export, open_full_state
 from fsdp.checkpoint.pretrained import SINGLE_FILE, PretrainedWeights
 from fsdp.config import Config
@@ -54,6 +54,11 @@ class TrainedModel:
             raise ConfigError(
                 f"--model.name {self.config.model.name} returns a loss and no logits.",
                 "return logits if no targets are given",
+            )
+        if logits.isnan().any():
+            raise TrainingError(
+                f"{self.run}: the model's logits are not numbers (nan).",
+                f"python -m fsdp.report {self.run} shows where training diverged",
             )
         return logits
 

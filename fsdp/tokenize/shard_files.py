@@ -167,7 +167,13 @@ def index_bytes(lengths: list[int], dtype: np.dtype) -> bytes:
 
 def read_index(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """The documents' lengths in tokens, and their first bytes in the .bin file, mapped."""
-    with path.open("rb") as file:
-        count = INDEX_HEAD.unpack(file.read(INDEX_HEAD.size))[3]
+    try:
+        with path.open("rb") as file:
+            count = INDEX_HEAD.unpack(file.read(INDEX_HEAD.size))[3]
+        whole = path.stat().st_size >= INDEX_HEAD.size + 12 * count
+    except (OSError, struct.error):
+        whole = False
+    if not whole:
+        raise ConfigError(f"{path} is missing or cut short.", "copy it again, or tokenize again")
     lengths = np.memmap(path, "<i4", "r", INDEX_HEAD.size, (count,))
     return lengths, np.memmap(path, "<i8", "r", INDEX_HEAD.size + 4 * count, (count,))

@@ -13,7 +13,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -83,17 +84,20 @@ class FileTokenizer:
             ) from None
         self._made.no_truncation()
         self._made.no_padding()
-        self.vocab_size = 1 + max(self._made.get_vocab(with_added_tokens=True).values())
+        vocabulary = self._made.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocabulary.values(), default=0)
         names = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]", "<|eos|>")
-        self.end = _end(path, next(filter(None, map(self._made.token_to_id, names)), None))
+        self.end = _end(path, next((vocabulary[name] for name in names if name in vocabulary), None))
 
     def encode(self, text: str, *, special: bool, spans: bool = False) -> Encoded:
-        made = self._made.encode(text, add_special_tokens=special)
+        with _encoding([text]):
+            made = self._made.encode(text, add_special_tokens=special)
         return Encoded(made.ids, made.offsets)
 
     def encode_all(self, texts: Sequence[str], *, special: bool) -> Sequence[Sequence[int]]:
         encode = getattr(self._made, "encode_batch_fast", self._made.encode_batch)
-        return [one.ids for one in encode(list(texts), add_special_tokens=special)]
+        with _encoding(texts):
+            return [one.ids for one in encode(list(texts), add_special_tokens=special)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._made.decode(list(tokens)))
@@ -121,7 +125,7 @@ class HubTokenizer:
                 f"--data.tokenizer {name} has no tokenizer.json, so its tokens have no places in the text.",
                 "AutoTokenizer.from_pretrained(NAME).save_pretrained(DIR) with transformers 5 writes one",
             )
-        self.vocab_size = 1 + max(self.made.get_vocab().values())
+        self.vocab_size = 1 + max(self.made.get_vocab().values(), default=0)
         self.end = _end(Path(name), self.made.eos_token_id)
         self._encode_fast = _without_places(self.made, library.PreTrainedTokenizerFast)
 
@@ -133,20 +137,40 @@ class HubTokenizer:
         if self._encode_fast is None:
             found: list[list[int]] = self._encoded(list(texts), special, False)["input_ids"]
             return found
-        return [one.ids for one in self._encode_fast(list(texts), add_special_tokens=special)]
+        with _encoding(texts):
+            return [one.ids for one in self._encode_fast(list(texts), add_special_tokens=special)]
 
     def _encoded(self, texts: str | list[str], special: bool, spans: bool) -> Any:
-        return self.made(
-            texts,
-            add_special_tokens=special,
-            return_offsets_mapping=spans,
-            return_attention_mask=False,
-            truncation=False,
-            verbose=False,
-        )
+        with _encoding([texts] if isinstance(texts, str) else texts):
+            return self.made(
+                texts,
+                add_special_tokens=special,
+                return_offsets_mapping=spans,
+                return_attention_mask=False,
+                truncation=False,
+                verbose=False,
+            )
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.made.decode(list(tokens)))
+
+
+@contextmanager
+def _encoding(texts: Sequence[str]) -> Iterator[None]:
+    """An error of the library becomes one line, as that of a vocabulary without an unknown token."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:  # the library raises Exception itself
+        first = (
+            f"{'one of the texts' if len(texts) > 1 else 'the text'} from {next(iter(texts), '')[:60]!a} on"
+        )
+        raise ConfigError(
+            f"the tokenizer cannot encode {first}: {message_line(error)}.",
+            "--data.tokenizer DIR, one that encodes any text; its unknown token, unk_token or unk_id, is in "
+            "its tokenizer.json",
+        ) from None
 
 
 def _without_places(made: Any, base: type) -> Callable[..., Any] | None:

@@ -18,6 +18,7 @@ PACKED = {b"\x1f\x8b": "zcat", b"BZh": "bzcat", b"\xfd7zXZ": "xzcat", b"\x28\xb5
 """First bytes of a compressed file, and the command that writes its contents."""
 PACKED_NAMES = (".gz", ".bz2", ".xz", ".zst")
 PICTURES = (b"\x89PNG", b"\xff\xd8\xff")
+ARROW = b"ARROW1"
 ZIP, TAR, TAR_AT = b"PK\x03\x04", b"ustar", 257
 PROBED = 1 << 16
 SHORT = 16
@@ -100,6 +101,11 @@ def binary_kind(raw: bytes, path: Path) -> tuple[str, str] | None:
         return "a tar archive", f"mkdir -p {folder} && tar -xf {file} -C {folder}; {own}"
     if raw.startswith(ZIP):
         return "a zip archive", f"unzip {file} -d {folder}; {own}"
+    if raw.startswith(ARROW):
+        new = str(path.with_suffix(".parquet"))
+        code = f"pyarrow.parquet.write_table(pyarrow.ipc.open_file({str(path)!r}).read_all(), {new!r})"
+        take = shell_word(f"import pyarrow.ipc, pyarrow.parquet; {code}")
+        return "an Arrow file", f"python -c {take}; --data.name {shell_word(new)}"
     if raw.startswith(PICTURES):
         return "a picture", f"--data.name FOLDER, with FOLDER/CLASS/{shell_word(path.name)}"
     return None

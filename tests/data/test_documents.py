@@ -18,6 +18,8 @@ from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
 from fsdp.data import documents as module
 from fsdp.dist.env import DistEnv
+from fsdp.tokenize.shard_plan import TokenizeJob
+from fsdp.tokenize.shards import tokenize
 from tests.data.test_text_tokens import rows_of
 from tests.support import runs
 from tests.support.data_cache import own_cache as own_cache
@@ -235,3 +237,32 @@ def test_a_broken_manifest_of_tokens_is_one_line(text: str, tmp_path: Path) -> N
     for more in ({}, {"heldout": 0.2}, {"text": "body"}):
         with pytest.raises(ConfigError, match=r"tokenize\.json cannot be read: .* HINT: tokenize again$"):
             data(tmp_path, **more)
+
+
+@pytest.mark.parametrize("rows", ["document", "packed"])
+def test_targets_behind_the_cut_are_a_warning_and_without_any_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rows: str
+) -> None:
+    long, short = ({"prompt": "q" * count, "completion": "yes"} for count in (30, 3))
+    both = write_lines(tmp_path / "a.jsonl", [long, short] * 150)
+    with caplog.at_level("WARNING"):
+        data(both, rows=rows)
+    assert "150 of 300 have no token to train on within --data.seq_len 8" in caplog.text
+    caplog.clear()
+    assert (rows_of(data(both, seq_len=33, rows=rows).train)[1] != -100).any(axis=1).all()
+    assert not caplog.records
+    with pytest.raises(ConfigError, match=r"all 9 documents have no token .* HINT: --data.seq_len 33 holds"):
+        data(write_lines(tmp_path / "b.jsonl", [long] * 9), rows=rows)
+
+
+@pytest.mark.parametrize("bytes_left", [None, 10, 100])
+def test_an_index_that_is_cut_short_or_gone_is_named(tmp_path: Path, bytes_left: int | None) -> None:
+    job = TokenizeJob(str(write_lines(tmp_path / "a.jsonl", texts(50))))
+    tokenize(job, tmp_path / "out", 1, lambda *_: None)
+    index = tmp_path / "out" / "train-00000.idx"
+    whole = index.read_bytes()
+    index.unlink()
+    if bytes_left is not None:
+        index.write_bytes(whole[:bytes_left])
+    with pytest.raises(ConfigError, match=r"train-00000\.idx is missing or cut short\. HINT: copy it again"):
+        data(tmp_path / "out", rows="document")

@@ -78,7 +78,7 @@ def test_changed_token_files_are_examined_again(tmp_path: Path) -> None:
 def test_documents_by_an_index(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = texts(300)
     if form == "pairs":
-        rows = [{"prompt": row["text"][:9], "completion": row["text"][9:]} for row in rows]
+        rows = [{"prompt": row["text"][:5], "completion": row["text"][5:]} for row in rows]
     path, out = write_lines(tmp_path / "a.jsonl", rows), tmp_path / "out"
     job = TokenizeJob(str(path), heldout=0.1, shard_bytes=2000)
     tokenize(job, out, 1, lambda *_: None)

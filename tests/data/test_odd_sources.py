@@ -7,6 +7,8 @@ import gzip
 import json
 import lzma
 import os
+import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -21,7 +23,7 @@ from fsdp.config import DataSection
 from fsdp.data import build_dataset
 from tests.support.data_cache import own_cache as own_cache
 from tests.support.marks import quick_are
-from tests.tokenize.rows import texts
+from tests.tokenize.rows import texts, write_lines
 
 LIST = json.dumps(texts(20)).encode()
 LINES = "".join(json.dumps(row) + "\n" for row in texts(20)).encode()
@@ -251,3 +253,35 @@ def test_a_pattern_may_begin_in_the_working_folder(
     if pattern.endswith("*.jsonl"):
         with pytest.raises(ConfigError, match=r"b\.jsonl is a link to gone, which does not exist"):
             samples(pattern)
+
+
+def test_the_output_of_spark_in_one_part_is_rows(tmp_path: Path) -> None:
+    write_lines(tmp_path / "part-00000.json", texts(30))
+    (tmp_path / "_SUCCESS").touch()
+    assert build_dataset(DataSection(name=str(tmp_path), seq_len=8)).info.preprocess["end"] == 0
+
+
+def test_rows_that_are_read_as_text_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_lines(tmp_path / "a.jsonl", texts(30))
+    (tmp_path / "a.jsonl.sha256").write_text("0" * 64, encoding="utf-8")
+    build_dataset(DataSection(name=str(tmp_path), seq_len=8))
+    assert re.search(
+        r"1 of 2 files hold rows, as .*a\.jsonl, and are read as text\. HINT: --data", caplog.text
+    )
+    caplog.clear()
+    build_dataset(DataSection(name="text", dir=str(tmp_path), seq_len=8, args={"files": "*.jsonl"}))
+    assert not caplog.records
+
+
+def test_the_hint_for_an_arrow_file_makes_it_parquet(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.table({"text": [f"once upon a time {n}" for n in range(30)]})
+    with arrow.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    with pytest.raises(ConfigError, match=r"is an Arrow file\.") as caught:
+        build_dataset(DataSection(name=str(tmp_path / "a.arrow"), seq_len=8))
+    command, _, flag = str(caught.value.hint).rpartition("; ")
+    subprocess.run([sys.executable, *shlex.split(command)[1:]], check=True)
+    name = shlex.split(flag)[1]
+    assert name.endswith("a.parquet")
+    assert len(build_dataset(DataSection(name=name, seq_len=8)).train) > 50

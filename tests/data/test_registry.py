@@ -199,6 +199,11 @@ class Stream(IterableDataset):
         yield 1, 2
 
 
+class Sized(Stream):
+    def __len__(self):
+        return 1
+
+
 class Reviews(Pairs):
     def __getitem__(self, index):
         return torch.arange(7), index % 2
@@ -241,6 +246,8 @@ def dicts(seq_len): return Dicts(seq_len)
 def whole(): return DataSet(train=None, heldout=None, info=DataInfo(kind="other", default_steps=5))
 def reviews(): return Reviews()
 def stream(): return Stream()
+def sized(): return Sized()
+def named(): return {"train": Pairs(), "test": Pairs()}
 def bad(): return Bad()
 def words(): return Words()
 def empty(): return Pairs(0)
@@ -355,6 +362,16 @@ def test_the_factory_is_offered_what_it_has_parameters_for() -> None:
             "my_own_data:stream",
             {},
             r"returned a stream of type Stream, which has no length and no state_dict: .*HINT: give it",
+        ),
+        (
+            "my_own_data:sized",
+            {},
+            r"a stream of type Sized, which has no items by index and no state_dict: .*HINT: give it",
+        ),
+        (
+            "my_own_data:named",
+            {},
+            r"returned a dict with train, test, not a Dataset\. HINT: return one of them, or the pair",
         ),
         (
             "my_own_data:bad",

@@ -489,3 +489,17 @@ def test_more_files_than_may_be_open_at_once(tmp_path: Path) -> None:
     data = tokens(tmp_path, seq_len=10, heldout=0)
     assert data.heldout is None
     assert np.array_equal(rows_of(data.train)[0][:, 0], np.arange(299))
+
+
+def test_hidden_files_and_folders_are_no_token_files_and_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    """macOS writes ._NAME beside NAME on foreign file systems."""
+    np.arange(500, dtype="<u2").tofile(tmp_path / "train.bin")
+    (tmp_path / "._train.bin").write_bytes(b"\0\5\x16\7" + b"\0" * 4092)
+    (tmp_path / "old.bin").mkdir()
+    section = DataSection(name=str(tmp_path), seq_len=8, args={"vocab_size": 65536})
+    assert rows_of(build_dataset(section).train)[0].reshape(-1).tolist() == list(range(61 * 8))
+    (tmp_path / "more.bin").symlink_to("gone.bin")
+    with pytest.raises(
+        ConfigError, match=r"more\.bin is a link to gone\.bin, which does not exist\. HINT: rm"
+    ):
+        build_dataset(section)

@@ -391,3 +391,21 @@ def test_samples_of_a_stream_are_refused_in_a_line(error_of: Command, tmp_path: 
     trusted = [word for name in named for word in ("--trust-code", name)]
     for split in ("train", "heldout"):
         assert "HINT: --image FILE" in error_of(run, "--split", split, *trusted)
+
+
+def test_a_temperature_near_0_takes_the_likeliest(language: Made, predict: Command) -> None:
+    near, greedy = (
+        predict(str(language[0]), "--prompt", "def ", "--tokens", "5", "--temperature", value)
+        for value in ("1e-320", "0")
+    )
+    assert near == greedy
+
+
+def test_a_model_that_diverged_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, model, _ = make_run(tmp_path / "run", LANGUAGE)
+    state = {name: torch.full_like(value, torch.nan) for name, value in model.state_dict().items()}
+    torch.save(state, next((run / "full_model").iterdir()))
+    assert main([str(run)]) == 5
+    error = capsys.readouterr().err
+    assert "the model's logits are not numbers (nan). HINT: python -m fsdp.report" in error
+    assert error.count("\n") == 1

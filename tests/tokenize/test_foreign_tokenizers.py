@@ -147,3 +147,24 @@ def test_a_tokenizer_without_an_end_token_names_the_file_that_sets_one(tmp_path:
         load_tokenizer(str(alone))
     (alone.parent / "tokenizer_config.json").write_text('{"eos_token": "<END>"}')
     assert load_tokenizer(str(alone.parent)).end == 2
+
+
+def test_the_end_token_of_a_file_may_be_number_0(tmp_path: Path) -> None:
+    """As in the tokenizer.json of GPT-NeoX and Pythia."""
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"<|endoftext|>": 0, "a": 1}, "a")).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path)).end == 0
+
+
+@pytest.mark.parametrize("form", ["text", "pairs"])
+def test_a_text_that_the_tokenizer_cannot_encode_is_one_line(tmp_path: Path, form: Any) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"</s>": 0, "a": 1})).save(str(tmp_path / "tokenizer.json"))
+    reader = DocumentReader(DocumentOptions(tokenizer=str(tmp_path)), form)
+    rows = [SourceRow(f"line {n}", {"text": "zz", "prompt": "z", "completion": "z"}) for n in (1, 2)]
+    with pytest.raises(
+        ConfigError, match=r"cannot encode .* from 'zz' on: WordLevel error.* HINT: --data.tok"
+    ):
+        list(reader.read_all(rows))
