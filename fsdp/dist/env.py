@@ -415,13 +415,6 @@ def agent_serves_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def restarts_of_agent() -> int:
-    """How often torchrun's agent on this node has started its ranks again. The agents of several nodes count
-    differently: one whose ranks were well restarts them without counting it.
-    """
-    return _integer(os.environ, "TORCHELASTIC_RESTART_COUNT", 0)
-
-
 def gloo_interface_is_set() -> bool:
     """Whether gloo's network interface is set, so that gloo does not resolve its own host's name."""
     return bool(os.environ.get("GLOO_SOCKET_IFNAME"))

@@ -6,8 +6,10 @@ import functools
 import logging
 import os
 import resource
+import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.base.errors import LaunchError, first_line
+from fsdp.base.text import named_ranks
 from fsdp.base.torch_private.distributed import abort_all_groups
 from fsdp.dist.env import (
     DistEnv,
@@ -25,7 +28,6 @@ from fsdp.dist.env import (
     init_method,
     rendezvous_host,
     rendezvous_port,
-    restarts_of_agent,
 )
 from fsdp.dist.mesh import CUDA_BACKENDS
 
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 
 ABORT_S = 5.0
 """NCCL aborts within a second; a driver that hangs never does."""
+MEETING_POLL_S = 0.02
 
 
 @contextmanager
@@ -167,12 +170,41 @@ def _default_store(env: DistEnv, timeout: timedelta) -> dist.Store:
     meeting = dist.rendezvous(init_method(env), env.rank, env.world_size, timeout=timeout)
     store, _, _ = next(iter(meeting))
     store.set_timeout(timeout)
-    prefix = "default_pg"
-    if agent_serves_store() and env.num_nodes == 1:
-        # The agent serves one store for all its tries: under the same prefix a restarted rank could read the
-        # address of a dead one.
-        prefix += f" {restarts_of_agent()}"
-    return dist.PrefixStore(prefix, store)
+    if not agent_serves_store():
+        return dist.PrefixStore("default_pg", store)
+    tries = dist.PrefixStore("tries", store)
+    return dist.PrefixStore(f"default_pg {_meet_in_a_new_try(env, tries, timeout)}", store)
+
+
+def _meet_in_a_new_try(env: DistEnv, store: dist.Store, timeout: timedelta) -> str:
+    """A name for this try, the same on all ranks, and new.
+
+    torchrun's agent serves one store for all its tries, in which a restarted rank could read the address of a
+    dead one. No variable numbers the tries: the agents of several nodes count restarts differently, and do
+    not count one for a node that joins. So each rank asks under a token of its own, and rank 0 answers until
+    all have read its answer: a token of an earlier try may lie where a rank has not yet set its own.
+    """
+    if env.rank:
+        token = secrets.token_hex(8)
+        store.set(f"token of rank {env.rank}", token)
+        name = store.get(f"answer to {token}").decode()
+        store.set(f"rank {env.rank} in {name}", "")
+        return name
+    name, deadline = secrets.token_hex(8), time.monotonic() + timeout.total_seconds()
+    others = range(1, env.world_size)
+    tokens = [f"token of rank {rank}" for rank in others]
+    store.wait(tokens)
+    while not store.check([f"rank {rank} in {name}" for rank in others]):
+        if time.monotonic() > deadline:
+            absent = [rank for rank in others if not store.check([f"rank {rank} in {name}"])]
+            raise LaunchError(
+                f"{named_ranks(absent)} did not meet rank 0 within {timeout.total_seconds():g} s.",
+                "the first error on their nodes; --run.process_group_timeout_s waits longer",
+            )
+        answers = [f"answer to {token.decode()}" for token in store.multi_get(tokens)]
+        store.multi_set(answers, [name] * len(answers))
+        time.sleep(MEETING_POLL_S)
+    return name
 
 
 def rendezvous_store(env: DistEnv, timeout_s: float, *, serves: bool = True) -> dist.Store:
