@@ -167,8 +167,9 @@ def _group_arguments(env: DistEnv, timeout: timedelta, store: dist.Store | None)
 def _default_store(env: DistEnv, timeout: timedelta) -> dist.Store:
     if env.world_size == 1:
         return dist.HashStore()  # no port, so no collision
-    meeting = dist.rendezvous(init_method(env), env.rank, env.world_size, timeout=timeout)
-    store, _, _ = next(iter(meeting))
+    method = init_method(env)
+    with _explained(env, rendezvous_host(), rendezvous_port()):
+        store, _, _ = next(iter(dist.rendezvous(method, env.rank, env.world_size, timeout=timeout)))
     store.set_timeout(timeout)
     if not agent_serves_store():
         return dist.PrefixStore("default_pg", store)
@@ -218,7 +219,7 @@ def rendezvous_store(env: DistEnv, timeout_s: float, *, serves: bool = True) -> 
     if not address:
         raise LaunchError(f"rank {env.rank} has no MASTER_ADDR.", "start with torchrun, or srun")
     port = rendezvous_port()
-    try:
+    with _explained(env, address, port):
         return dist.TCPStore(
             address,
             port,
@@ -226,10 +227,23 @@ def rendezvous_store(env: DistEnv, timeout_s: float, *, serves: bool = True) -> 
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
         )
+
+
+@contextmanager
+def _explained(env: DistEnv, address: str, port: int) -> Iterator[None]:
+    """LaunchError for torch's of a store that this rank cannot reach, or cannot serve."""
+    try:
+        yield
     except (RuntimeError, ValueError) as error:
+        if "EADDRINUSE" in str(error):
+            raise LaunchError(
+                f"rank {env.rank} on {socket.gethostname()} cannot listen at port {port}: it is in use.",
+                f"export MASTER_PORT={port + 1} in each process, or start with torchrun --standalone",
+                scope="rank",
+            ) from None
         raise LaunchError(
             f"rank {env.rank} on {socket.gethostname()} cannot reach {address}:{port} "
-            f"({first_line(error, 120)}).",
+            f"({first_line(error, 120).rstrip('.')}).",
             f"check there that {address} resolves and that the port is open; "
             "RDZV_HOST in slurm/cluster.env sets another address",
             scope="rank",

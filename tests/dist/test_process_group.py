@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -55,3 +56,28 @@ def test_a_rank_that_does_not_come_again_is_named(agent: dist.TCPStore) -> None:
     stores_of(3, 1)
     with pytest.raises(LaunchError, match=r"ranks 1, 2 did not meet rank 0 within 0\.1 s\. HINT: "):
         process_group._default_store(env_of(0, 3), timedelta(seconds=0.1))
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        (
+            1,
+            r"rank 1 on \S+ cannot reach localhost:{port} \(.*\)\. HINT: check there that localhost resolves",
+        ),
+        (0, r"rank 0 on \S+ cannot listen at port {port}: it is in use\. HINT: export MASTER_PORT="),
+    ],
+)
+def test_an_address_that_no_rank_can_use_is_an_error_in_a_line(
+    rank: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a pod whose master is not up, and for two runs with one MASTER_PORT on one machine."""
+    with socket.create_server(("", 0)) as taken:
+        if rank:
+            taken.shutdown(socket.SHUT_RDWR)  # refuses connections, and keeps the port
+        port = taken.getsockname()[1]
+        for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(LaunchError, match=said.replace("{port}", str(port))) as raised:
+            process_group._default_store(env_of(rank, 2), timedelta(seconds=1))
+    assert raised.value.scope == "rank"
