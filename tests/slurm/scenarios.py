@@ -324,8 +324,8 @@ def submit(
 def submitted(folder: Path) -> Left:
     """Two nodes of two ranks: slow until its limit in the first start, preempted in the second.
 
-    The second start has a longer limit: Slurm looks at limits each half minute and gives its signal up to that
-    much too early, which on a slow machine came before the preemption.
+    The second start has a longer limit: Slurm looks at limits each half minute and gives its signal up to
+    that much too early, which on a slow machine came before the preemption.
     """
     with Cluster(folder / "slurm", Shape(grace_s=30)) as cluster:
         options = ["--nodes=2", "--tasks-per-node=2", "--time=1", "--signal-s=10"]
