@@ -25,7 +25,8 @@ def rank_command(env: DistEnv, environ: Mapping[str, str] = os.environ) -> str:
         what = "gpus" if env.device.type == "cuda" else "ntasks"
         return f"{before}sbatch --nodes={nodes} --{what}-per-node={each} slurm/fsdp.sbatch"
     if env.launcher.startswith("torchrun"):
-        endpoint = f"{rendezvous_host(environ)}:{RENDEZVOUS_PORT}"
+        host = rendezvous_host(environ)
+        endpoint = f"'[{host}]:{RENDEZVOUS_PORT}'" if ":" in host else f"{host}:{RENDEZVOUS_PORT}"
         where = f" --nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint={endpoint}"
         return f"torchrun{where if nodes > 1 else ''} --nproc_per_node={each} train.py"
     if env.launcher == "srun":

@@ -29,6 +29,8 @@ job_facts() {
     unset SLURM_LABELIO # of the user's shell: srun's output is read here
     record=$(scontrol show job -o "$SLURM_JOB_ID" 2>/dev/null) || record=
     [ -z "$record" ] || [[ $record == *" ArrayJobId="* ]] || unset SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID
+    [[ $record != *" HetJobId="* ]] ||
+        die "this job script has the nodes of the first component of a heterogeneous job alone. HINT: sbatch --nodes=2 slurm/fsdp.sbatch, all nodes in one request"
     # `module load` and an environment's activation use variables that are not set, and may end with a failure
     set +eu
     # shellcheck source=slurm/cluster.env

@@ -321,20 +321,34 @@ def _hidden(environ: Mapping[str, str]) -> str:
 
 
 def unused_allocation(env: DistEnv, environ: Mapping[str, str] = os.environ) -> str:
-    """A warning if this is the only process of a Slurm job of several tasks or nodes, or one of several
-    torchruns that do not form one run; else empty.
+    """A warning if this is the only process of a Slurm job of several tasks or nodes, one of several
+    torchruns that do not form one run, or one of several processes without a rank; else empty.
     """
     if env.launcher == "torchrun under Slurm":
         return _separate_torchruns(env, environ)
     nodes = _integer(environ, "SLURM_JOB_NUM_NODES", 1)
     tasks = _integer(environ, "SLURM_NTASKS", nodes)
-    if env.launcher != "a single process" or "SLURM_JOB_ID" not in environ or max(nodes, tasks) == 1:
+    if env.launcher != "a single process":
+        return ""
+    if "SLURM_JOB_ID" not in environ:
+        return _process_without_rank(environ)
+    if max(nodes, tasks) == 1:
         return ""
     # the step of a shell that `srun --pty` has started holds the job's processors
     overlap = "--overlap " if "SLURM_PTY_PORT" in environ else ""
     return (
         f"one process alone in Slurm job {environ['SLURM_JOB_ID']} of {nodes} nodes and {tasks} tasks. "
         f"HINT: srun {overlap}python train.py, or sbatch --nodes={nodes} slurm/fsdp.sbatch"
+    )
+
+
+def _process_without_rank(environ: Mapping[str, str]) -> str:
+    ranks = environ.get("WORLD_SIZE", "")
+    if not ranks.isdecimal() or int(ranks) < 2:
+        return ""
+    return (
+        f"one process alone: WORLD_SIZE is {ranks}, and RANK is not set. "
+        f"HINT: export RANK in each process, or torchrun --nproc_per_node={ranks} train.py"
     )
 
 
@@ -413,13 +427,6 @@ def rendezvous_port() -> int:
 def agent_serves_store() -> bool:
     """Whether torchrun's agent serves the rendezvous store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def restarts_of_agent() -> int:
-    """How often torchrun's agent on this node has started its ranks again. The agents of several nodes count
-    differently: one whose ranks were well restarts them without counting it.
-    """
-    return _integer(os.environ, "TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def gloo_interface_is_set() -> bool:

@@ -6,8 +6,10 @@ import functools
 import logging
 import os
 import resource
+import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.base.errors import LaunchError, first_line
+from fsdp.base.text import named_ranks
 from fsdp.base.torch_private.distributed import abort_all_groups, all_groups
 from fsdp.dist.env import (
     DistEnv,
@@ -25,7 +28,6 @@ from fsdp.dist.env import (
     init_method,
     rendezvous_host,
     rendezvous_port,
-    restarts_of_agent,
 )
 from fsdp.dist.mesh import CUDA_BACKENDS
 
@@ -35,6 +37,7 @@ ABORT_S = 5.0
 """NCCL aborts within a second; a driver that hangs never does."""
 _ended: list[dist.ProcessGroup] = []
 """Groups that have been destroyed or aborted, until the modules that used them are freed."""
+MEETING_POLL_S = 0.02
 
 
 @contextmanager
@@ -175,15 +178,45 @@ def _group_arguments(env: DistEnv, timeout: timedelta, store: dist.Store | None)
 def _default_store(env: DistEnv, timeout: timedelta) -> dist.Store:
     if env.world_size == 1:
         return dist.HashStore()  # no port, so no collision
-    meeting = dist.rendezvous(init_method(env), env.rank, env.world_size, timeout=timeout)
-    store, _, _ = next(iter(meeting))
+    method = init_method(env)
+    with _explained(env, rendezvous_host(), rendezvous_port()):
+        store, _, _ = next(iter(dist.rendezvous(method, env.rank, env.world_size, timeout=timeout)))
     store.set_timeout(timeout)
-    prefix = "default_pg"
-    if agent_serves_store() and env.num_nodes == 1:
-        # The agent serves one store for all its tries: under the same prefix a restarted rank could read the
-        # address of a dead one.
-        prefix += f" {restarts_of_agent()}"
-    return dist.PrefixStore(prefix, store)
+    if not agent_serves_store():
+        return dist.PrefixStore("default_pg", store)
+    tries = dist.PrefixStore("tries", store)
+    return dist.PrefixStore(f"default_pg {_meet_in_a_new_try(env, tries, timeout)}", store)
+
+
+def _meet_in_a_new_try(env: DistEnv, store: dist.Store, timeout: timedelta) -> str:
+    """A name for this try, the same on all ranks, and new.
+
+    torchrun's agent serves one store for all its tries, in which a restarted rank could read the address of a
+    dead one. No variable numbers the tries: the agents of several nodes count restarts differently, and do
+    not count one for a node that joins. So each rank asks under a token of its own, and rank 0 answers until
+    all have read its answer: a token of an earlier try may lie where a rank has not yet set its own.
+    """
+    if env.rank:
+        token = secrets.token_hex(8)
+        store.set(f"token of rank {env.rank}", token)
+        name = store.get(f"answer to {token}").decode()
+        store.set(f"rank {env.rank} in {name}", "")
+        return name
+    name, deadline = secrets.token_hex(8), time.monotonic() + timeout.total_seconds()
+    others = range(1, env.world_size)
+    tokens = [f"token of rank {rank}" for rank in others]
+    store.wait(tokens)
+    while not store.check([f"rank {rank} in {name}" for rank in others]):
+        if time.monotonic() > deadline:
+            absent = [rank for rank in others if not store.check([f"rank {rank} in {name}"])]
+            raise LaunchError(
+                f"{named_ranks(absent)} did not meet rank 0 within {timeout.total_seconds():g} s.",
+                "the first error on their nodes; --run.process_group_timeout_s waits longer",
+            )
+        answers = [f"answer to {token.decode()}" for token in store.multi_get(tokens)]
+        store.multi_set(answers, [name] * len(answers))
+        time.sleep(MEETING_POLL_S)
+    return name
 
 
 def rendezvous_store(env: DistEnv, timeout_s: float, *, serves: bool = True) -> dist.Store:
@@ -197,7 +230,7 @@ def rendezvous_store(env: DistEnv, timeout_s: float, *, serves: bool = True) -> 
     if not address:
         raise LaunchError(f"rank {env.rank} has no MASTER_ADDR.", "start with torchrun, or srun")
     port = rendezvous_port()
-    try:
+    with _explained(env, address, port):
         return dist.TCPStore(
             address,
             port,
@@ -205,10 +238,23 @@ def rendezvous_store(env: DistEnv, timeout_s: float, *, serves: bool = True) -> 
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
         )
+
+
+@contextmanager
+def _explained(env: DistEnv, address: str, port: int) -> Iterator[None]:
+    """LaunchError for torch's of a store that this rank cannot reach, or cannot serve."""
+    try:
+        yield
     except (RuntimeError, ValueError) as error:
+        if "EADDRINUSE" in str(error):
+            raise LaunchError(
+                f"rank {env.rank} on {socket.gethostname()} cannot listen at port {port}: it is in use.",
+                f"export MASTER_PORT={port + 1} in each process, or start with torchrun --standalone",
+                scope="rank",
+            ) from None
         raise LaunchError(
             f"rank {env.rank} on {socket.gethostname()} cannot reach {address}:{port} "
-            f"({first_line(error, 120)}).",
+            f"({first_line(error, 120).rstrip('.')}).",
             f"check there that {address} resolves and that the port is open; "
             "RDZV_HOST in slurm/cluster.env sets another address",
             scope="rank",

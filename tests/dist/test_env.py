@@ -134,6 +134,18 @@ def test_one_process_in_an_allocation_for_several_is_a_warning(environ: dict[str
     assert not unused_allocation(from_environment(TORCHRUN, device="cpu"), environ)
 
 
+@pytest.mark.parametrize(("size", "warned"), [("4", True), ("1", False), ("", False), ("all", False)])
+def test_one_process_of_a_world_without_a_rank_is_a_warning(size: str, warned: bool) -> None:
+    """A pod or a node whose launcher sets WORLD_SIZE and NODE_RANK alone: each would train by itself."""
+    environ = {"WORLD_SIZE": size, "NODE_RANK": "1", "MASTER_ADDR": "head"}
+    said = unused_allocation(from_environment(environ, device="cpu"), environ)
+    expected = (
+        "one process alone: WORLD_SIZE is 4, and RANK is not set. "
+        "HINT: export RANK in each process, or torchrun --nproc_per_node=4 train.py"
+    )
+    assert said == (expected if warned else "")
+
+
 @pytest.mark.parametrize(
     ("tasks", "nodes", "warned"), [("4", "2", True), ("2", "2", False), ("1", "1", False)]
 )

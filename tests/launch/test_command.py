@@ -31,6 +31,12 @@ def env(launcher: str, nodes: int = 1, each: int = 2) -> DistEnv:
             "torchrun --nnodes=3 --rdzv-backend=c10d --rdzv-endpoint=n1:29400 --nproc_per_node=2 train.py",
         ),
         (
+            env("torchrun", nodes=2),
+            {"MASTER_ADDR": "fd00::1"},
+            "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint='[fd00::1]:29400' --nproc_per_node=2 "
+            "train.py",
+        ),
+        (
             env("torchrun under Slurm", nodes=2),
             {"SHARDRUN_LAUNCHER": "torchrun"},
             "sbatch --nodes=2 --ntasks-per-node=2 slurm/fsdp.sbatch",

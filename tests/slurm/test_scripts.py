@@ -166,6 +166,17 @@ def test_a_job_s_own_facts_are_not_those_of_the_job_that_submitted_it(
     assert found.stdout.strip() == expected, found.stderr
 
 
+def test_a_heterogeneous_job_is_refused(tmp_path: Path) -> None:
+    """`sbatch --nodes=1 : --nodes=1 slurm/fsdp.sbatch`: Slurm runs the script in the first component, whose
+    sruns reach its own nodes alone; the others would idle.
+    """
+    found = facts_of(tmp_path, "JobId=20 HetJobId=20 HetJobOffset=0 Requeue=1 Restarts=0")
+    assert found.returncode == 1
+    assert "the first component of a heterogeneous job alone. HINT: sbatch --nodes=2 slurm/" in found.stderr
+    # of the heterogeneous job in which this one was submitted
+    assert facts_of(tmp_path, "JobId=20 Requeue=1 Restarts=0", SLURM_HET_SIZE="2").stdout.strip() == "20 0 1"
+
+
 @pytest.mark.parametrize("ranks", ["gpu", "0", "-1", "8 "])
 def test_a_number_of_ranks_that_is_none_is_refused(ranks: str, tmp_path: Path) -> None:
     found = facts_of(tmp_path, "", NPROC_PER_NODE=ranks)
