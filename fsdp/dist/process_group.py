@@ -214,7 +214,7 @@ def _meet_in_a_new_try(env: DistEnv, store: dist.Store, timeout: timedelta) -> s
                 "the first error on their nodes; --run.process_group_timeout_s waits longer",
             )
         answers = [f"answer to {token.decode()}" for token in store.multi_get(tokens)]
-        store.multi_set(answers, [name] * len(answers))
+        store.multi_set(answers, [name] * len(answers))  # type: ignore[attr-defined]  # not in torch's stubs
         time.sleep(MEETING_POLL_S)
     return name
 
