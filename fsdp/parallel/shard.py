@@ -446,7 +446,7 @@ class _ParameterSums(nn.Module):
         super().__init__()
         self._listed = tuple(parameters)  # not registered: they are the model's
 
-    def forward(self) -> tuple[torch.Tensor, ...]:
+    def forward(self, _: None) -> tuple[torch.Tensor, ...]:
         return tuple(parameter.sum() for parameter in self._listed)
 
 
@@ -460,7 +460,7 @@ def _settle_buckets(runs: DistributedDataParallel) -> None:
     trained = [parameter for parameter in runs.module.parameters() if parameter.requires_grad]
     model, runs.module = runs.module, _ParameterSums(trained)
     try:
-        sums = runs()
+        sums = runs(None)  # with a device, DDP's forward needs an argument
         torch.autograd.backward(sums, [torch.zeros_like(one) for one in sums])
     finally:
         runs.module = model

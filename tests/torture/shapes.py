@@ -80,7 +80,7 @@ TEXT = (
 
 SHAPES = (
     Shape("fsdp", 2, what="wide"),
-    Shape("ddp", 2, what="moving average", flags=(*SMALL, "--optim.ema", "0.9")),
+    Shape("ddp", 3, what="moving average", flags=(*SMALL, "--optim.ema", "0.9")),
     Shape("hsdp", 4, flags=SMALL),
     Shape("fsdp", 3, what="micro-batches", flags=(*SMALL, "--train.micro_batch", "2")),
     Shape("hsdp", 4, flags=SMALL, local=True),
