@@ -342,14 +342,31 @@ def unused_allocation(env: DistEnv, environ: Mapping[str, str] = os.environ) -> 
     )
 
 
+_SIZES = ("WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE")
+"""How many processes there are, as a pod's launcher, Flux (`flux run`) and LSF (`jsrun`) say it."""
+
+
 def _process_without_rank(environ: Mapping[str, str]) -> str:
-    ranks = environ.get("WORLD_SIZE", "")
-    if not ranks.isdecimal() or int(ranks) < 2:
+    for name in _SIZES:
+        ranks = _integer_or_0(environ.get(name, ""))
+        if ranks > 1:
+            return (
+                f"one process alone: {name} is {ranks}, and RANK is not set. "
+                f"HINT: export RANK in each process, or torchrun --nproc_per_node={ranks} train.py"
+            )
+    hosts = environ.get("SM_HOSTS", "")  # SageMaker's: a JSON list
+    count = hosts.count(",") + 1
+    if count == 1:
         return ""
     return (
-        f"one process alone: WORLD_SIZE is {ranks}, and RANK is not set. "
-        f"HINT: export RANK in each process, or torchrun --nproc_per_node={ranks} train.py"
+        f"one process alone: SM_HOSTS is {hosts}, and RANK is not set. "
+        f"HINT: on each host torchrun --nnodes={count} --node_rank=NUMBER --master_addr=FIRST_HOST "
+        "--nproc_per_node=GPUS train.py"
     )
+
+
+def _integer_or_0(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
 
 
 def _separate_torchruns(env: DistEnv, environ: Mapping[str, str]) -> str:

@@ -88,7 +88,7 @@ def _claim(out: Path, key: dict[str, Any]) -> None:
         manifest = out / MANIFEST
         if manifest.is_file():
             begun = json.loads(manifest.read_text(encoding="utf-8"))
-            if begun.get("key") != json.loads(json.dumps(key)):
+            if not isinstance(begun, dict) or begun.get("key") != json.loads(json.dumps(key)):
                 raise ConfigError(
                     f"{out} holds tokens of another source, tokenizer or other flags.",
                     f"another folder, or rm -r {out}",

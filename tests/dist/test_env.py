@@ -147,6 +147,26 @@ def test_one_process_of_a_world_without_a_rank_is_a_warning(size: str, warned: b
 
 
 @pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("FLUX_JOB_SIZE", "4", "FLUX_JOB_SIZE is 4, and RANK is not set. HINT: export RANK"),
+        ("JSM_NAMESPACE_SIZE", "2", "JSM_NAMESPACE_SIZE is 2, and RANK is not set. HINT: export RANK"),
+        (
+            "SM_HOSTS",
+            '["algo-1","algo-2"]',
+            'algo-2"], and RANK is not set. HINT: on each host torchrun --nnodes=2 ',
+        ),
+        ("FLUX_JOB_SIZE", "1", ""),
+        ("SM_HOSTS", '["algo-1"]', ""),
+    ],
+)
+def test_one_process_of_another_launchers_world_is_a_warning(variable: str, value: str, said: str) -> None:
+    found = unused_allocation(from_environment({variable: value}, device="cpu"), {variable: value})
+    assert said in found
+    assert bool(said) is bool(found)
+
+
+@pytest.mark.parametrize(
     ("tasks", "nodes", "warned"), [("4", "2", True), ("2", "2", False), ("1", "1", False)]
 )
 def test_more_torchruns_in_a_slurm_step_than_nodes_are_a_warning(

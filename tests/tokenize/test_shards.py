@@ -101,6 +101,9 @@ def test_another_source_or_flag_is_refused_in_a_begun_folder(tmp_path: Path) -> 
         made(source, tmp_path / "out", options=DocumentOptions(text="id"))
     with pytest.raises(ConfigError, match=r"is not empty, and tokenize.json is not in it"):
         made(source, tmp_path)
+    (tmp_path / "out" / "tokenize.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"holds tokens of another source"):
+        made(source, tmp_path / "out")
 
 
 def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
