@@ -31,11 +31,21 @@ class Gradients:
         in_turn: InTurn | None = None,
     ) -> None:
         """`in_turn` yields tensors a few at a time, for gradients that must not all be in memory at once."""
-        trained = [p for p in parameters if p.requires_grad]
+        listed = list(parameters)
+        trained = [p for p in listed if p.requires_grad]
+        self._frozen = [p for p in listed if not p.requires_grad]
         self._sharded: list[nn.Parameter] = [p for p in trained if isinstance(p, DTensor)]
         self._plain = [p for p in trained if not isinstance(p, DTensor)]
         self._group, self._in_turn = shard_group, in_turn or (lambda all_of_them: [all_of_them])
         self._norms: list[Tensor] = []
+
+    def changed(self) -> nn.Parameter | None:
+        """A parameter whose requires_grad is no longer what it was when they were collected."""
+        for some, trained in ((self._frozen, False), (self._sharded, True), (self._plain, True)):
+            for parameter in some:
+                if parameter.requires_grad is not trained:
+                    return parameter
+        return None
 
     @torch.no_grad()
     def norm(self) -> Tensor:

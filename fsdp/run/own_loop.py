@@ -42,7 +42,7 @@ from fsdp.parallel.shard import Sharded, replicate, resolve_dtypes, shard_model
 from fsdp.record.console import set_up_logging
 from fsdp.run import setup
 from fsdp.run.job import trainable_model
-from fsdp.run.step import gradients_of
+from fsdp.run.step import check_trained, gradients_of
 from fsdp.rundir import history
 from fsdp.rundir.line_files import append_if_possible
 from fsdp.watch.rank import Watch
@@ -147,6 +147,7 @@ class Training:
     def update(self) -> Tensor:
         """Clips the gradients, updates the parameters and clears the gradients; returns the norm."""
         self._phases.enter("reduce")
+        check_trained(self._model, self._gradients)
         norm = self._gradients.norm()
         if self._config.train.clip_grad_norm:
             self._gradients.clip(self._config.train.clip_grad_norm, norm)

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fsdp.base.errors import ConfigError
 from fsdp.data.types import Batch
 from fsdp.models.checks import check_has_gradient, check_one_number
 from fsdp.models.loss import LossFunction
+from fsdp.models.parameter_names import clean_name
 from fsdp.optim.gradients import Gradients, InTurn
 from fsdp.optim.loss_scale import LossScaler
 from fsdp.optim.optimizer import set_lr
@@ -79,6 +81,24 @@ def gradients_of(sharded: Sharded, in_turn: InTurn | None = None) -> Gradients:
     return Gradients(sharded.root.parameters(), group, in_turn)
 
 
+def check_trained(sharded: Sharded, gradients: Gradients) -> None:
+    """ConfigError if requires_grad_ was called since the start: neither FSDP's gathered parameters nor the
+    optimizer follow it.
+    """
+    changed = gradients.changed()
+    if changed is None:
+        return
+    name = next(
+        (clean_name(name) for name, p in sharded.root.named_parameters() if p is changed), "a parameter"
+    )
+    raise ConfigError(
+        f"requires_grad_({changed.requires_grad}) was called on {name} after the start, which the sharded "
+        "model and the optimizer do not follow.",
+        "--model.frozen from the start; for several stages a run each, the next one with --model.weights "
+        "RUN/full_model and a --model.frozen of its own",
+    )
+
+
 def run_step(
     parts: StepParts, batches: Iterator[Batch], count: int, *, lr: float, hooks: StepHooks
 ) -> Tensor:
@@ -123,6 +143,7 @@ def micro_batch(
 def reduced_norm(parts: StepParts, hooks: StepHooks) -> Tensor:
     """The global gradient norm, the gradients freed of the loss scale. Collective."""
     hooks.enter("reduce")
+    check_trained(parts.sharded, parts.gradients)
     factor = hooks.correction()
     if factor is not None:
         parts.gradients.scale(factor)

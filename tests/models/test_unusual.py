@@ -192,6 +192,10 @@ REFUSED = {
         "lose: it replaces the parameters. HINT: change the gradient in forward",
     "GradientHook --model.args.how register_post_accumulate_grad_hook --mesh.strategy ddp": "has a gradient "
         "hook, which sharding",
+    "InStages": "requires_grad_(True) was called on blocks.1.norm.weight after the start, which the sharded "
+        "model and the optimizer do not follow. HINT: --model.frozen from the start",
+    "InStages --mesh.strategy ddp": "requires_grad_(True) was called on blocks.1.norm.weight after the start",
+    "InStages --model.args.first true": "requires_grad_(False) was called on blocks.1.norm.weight after",
     "Remembers": "decayed keeps parameters as they were before sharding, which replaces them. HINT: "
         "nn.ParameterList",
     "Remembers --model.args.beside true": "decayed keeps parameters as they were before sharding",

@@ -208,6 +208,21 @@ class Clips(Block):
         return super().forward(x)
 
 
+class InStages(Uneven):
+    """Its second block is frozen at first, and trained from the second forward on; or the other way round."""
+
+    def __init__(self, first: bool = False) -> None:
+        super().__init__()
+        self.first, self.forwards = first, 0
+        self.blocks[1].requires_grad_(first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        if self.forwards == 2:
+            self.blocks[1].requires_grad_(not self.first)
+        return super().forward(x)
+
+
 class Clipping(Uneven):
     def __init__(self) -> None:
         super().__init__()
