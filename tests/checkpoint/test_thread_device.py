@@ -113,6 +113,7 @@ WITHOUT_TENSORS = {
     "fsdp/rundir/lock.py": 1, "fsdp/checkpoint/lock.py": 1, "fsdp/parallel/compile_cache.py": 1,
     "fsdp/watch/last_process.py": 1, "fsdp/doctor/stages.py": 1, "fsdp/doctor/network.py": 2,
     "fsdp/dist/stop.py": 1, "fsdp/watch/records.py": 1, "fsdp/record/sender.py": 1,
+    "fsdp/record/recorder.py": 1,
     "fsdp/checkpoint/inspect.py": 1,
     "fsdp/tokenize/object_files.py": 1, "fsdp/data/tokens.py": 1, "fsdp/checkpoint/run_mirror.py": 1,
     "launch/ray_output.py": 1, "launch/ray_own.py": 1, "launch/ray_trainer.py": 1, "launch/ray_worker.py": 1,

@@ -18,6 +18,7 @@ from fsdp.record.recorder import Pending, Recorder, step_record
 from fsdp.record.tensorboard import EventWriter
 from fsdp.rundir.paths import RunDir
 from tests.support.env import env_of
+from tests.support.processes import eventually
 
 
 class Hears:
@@ -143,6 +144,29 @@ def test_a_sink_that_cannot_write_is_told_once_and_holds_nobody_up(
         "step 5: Breaks writes again, 3 records are lost",
         "Breaks cannot be closed: [Errno 28] No space left on device. 0 records are lost",
     ]
+
+
+class Holds(Hears):
+    """A sink whose close returns once the log says that it has not."""
+
+    def __init__(self, log: pytest.LogCaptureFixture) -> None:
+        super().__init__()
+        self.log = log
+
+    def close(self) -> None:
+        eventually(
+            "a line", lambda: "Holds has not closed yet: the end of the run waits" in self.log.text, 30
+        )
+        super().close()
+
+
+def test_a_sink_that_holds_the_end_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdp.record.recorder.CLOSE_S", -0.99)
+    holds = Holds(caplog)
+    recorder(tmp_path, io.StringIO(), holds).close()
+    assert holds.closed
 
 
 def test_a_save_is_told_and_kept_with_what_it_took(tmp_path: Path) -> None:
