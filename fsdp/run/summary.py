@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 
-from fsdp.base.commands import as_typed
+from fsdp.base.commands import as_typed, from_here
 from fsdp.base.object_client import is_url
 from fsdp.config import Config
 from fsdp.run.training_loop import Outcome
@@ -37,7 +37,7 @@ def summary(outcome: Outcome, config: Config, command: str) -> str:
             lines.append(f"  python -m fsdp.predict {target}")
         lines.append(f"  {resume} --train.steps {outcome.step * 2} --train.epochs 0   # trains further")
     lines += [f"  python -m fsdp.report {target}", f"  python -m fsdp.checkpoint {run}"]
-    return as_typed("\n".join(lines))
+    return from_here(as_typed("\n".join(lines)))
 
 
 def _shown(outcome: Outcome, config: Config) -> str:

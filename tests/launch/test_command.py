@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fsdp.base.commands import from_here
 from fsdp.config import load
 from fsdp.dist.env import DistEnv
 from fsdp.run.summary import _shown
 from launch.command import rank_command, ray_command
 from tests.support.env import env_of
+
+ROOT = Path(__file__).parents[2]
 
 
 def env(launcher: str, nodes: int = 1, each: int = 2) -> DistEnv:
@@ -78,3 +84,52 @@ def test_a_run_whose_working_directory_is_gone_ends_with_its_whole_path(
     monkeypatch.chdir(tmp_path / "cwd")
     (tmp_path / "cwd").rmdir()
     assert _shown(outcome, load([])) == str(tmp_path / "run")
+
+
+LINES = """next:
+  torchrun --nproc_per_node=2 train.py --config RUN/config.toml
+  python train.py --backend ray
+  LAUNCHER=srun sbatch --nodes=1 slurm/fsdp.sbatch
+  python -m fsdp.report RUN"""
+
+
+def test_commands_name_the_clone_where_they_are_typed_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(ROOT)
+    assert from_here(LINES) == LINES
+    monkeypatch.chdir(tmp_path)
+    assert from_here(LINES).splitlines()[1:] == [
+        f"  torchrun --nproc_per_node=2 {ROOT}/train.py --config RUN/config.toml",
+        f"  python {ROOT}/train.py --backend ray",
+        f"  LAUNCHER=srun sbatch --nodes=1 {ROOT}/slurm/fsdp.sbatch",
+        f"  PYTHONPATH={ROOT} python -m fsdp.report RUN",
+    ]
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    assert f"  PYTHONPATH={ROOT}:$PYTHONPATH python -m fsdp.report RUN" in from_here(LINES)
+    monkeypatch.setenv("PYTHONPATH", f"/mine:{ROOT}")
+    assert "\n  python -m fsdp.report RUN" in from_here(LINES)
+
+
+@pytest.mark.long
+def test_the_printed_commands_work_from_another_directory(tmp_path: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
+    words = [
+        sys.executable, str(ROOT / "train.py"), "--train.steps", "2", "--model.name", "mlp",
+        "--run.dir", "mine", "--run.device", "cpu",
+    ]  # fmt: skip
+
+    def typed(command: list[str] | str) -> str:
+        done = subprocess.run(
+            command, shell=isinstance(command, str), cwd=tmp_path, env=environ, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    said = typed(words)
+    commands = said.partition("next:\n")[2].splitlines()
+    assert len(commands) == 4, said
+    for command in commands:
+        typed(command.strip())
