@@ -30,8 +30,9 @@ from fsdp.dist.mesh import BatchPlan, build_mesh, plan_batch, resolve
 from fsdp.models.loss import LossFunction
 from fsdp.optim.ema import maybe_ema
 from fsdp.optim.optimizer import build_optimizer
+from fsdp.parallel.ddp import replicate
 from fsdp.parallel.materialize import materialize
-from fsdp.parallel.shard import replicate, shard_model
+from fsdp.parallel.shard import shard_model
 from fsdp.parallel.update import Whole
 from fsdp.plan.fake_runs import count, peak_of
 from fsdp.plan.memory import memory_of, process_peak

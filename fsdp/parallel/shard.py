@@ -24,7 +24,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.base.errors import ConfigError
@@ -39,15 +38,12 @@ from fsdp.config import (
 )
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models.blocks import blocks_of, find_units
-from fsdp.models.checks import frames, kept_tensors, misfit, stale_reference
 from fsdp.models.experts import has_separate_experts
-from fsdp.models.parameter_names import clean_name
-from fsdp.models.unsharded import persistent
-from fsdp.parallel.activations import apply_activation_checkpointing, refused_recomputation
-from fsdp.parallel.attention import refused_attention
+from fsdp.parallel.activations import apply_activation_checkpointing
 from fsdp.parallel.comm_hooks import Hooks, apply_comm, load_hooks
 from fsdp.parallel.compiler import compiles
 from fsdp.parallel.float8 import apply_float8
+from fsdp.parallel.forward_errors import explained
 from fsdp.parallel.offload import apply_activation_offload
 from fsdp.parallel.whole_parameters import apply_casts, average_gradients, average_scalars, whole_names
 
@@ -218,57 +214,6 @@ class Sharded:
             average_gradients(self.named_whole, self.divisor)
 
 
-@contextlib.contextmanager
-def explained(root: nn.Module) -> Iterator[None]:
-    """Context in which a forward that does not fit its data, or cannot be recomputed, raises a
-    ConfigError.
-    """
-    try:
-        yield
-    except (IndexError, RuntimeError) as error:
-        refused = refused_recomputation(error) or refused_attention(error) or misfit(error, root)
-        refused = refused or _refused_shard(error, root) or _refused_reference(error, root)
-        if refused is None:
-            raise
-        raise refused from error
-
-
-def _refused_shard(error: Exception, root: nn.Module) -> ConfigError | None:
-    """The ConfigError for a forward that computes with a shard, as one that calls another method of a unit
-    than its forward; None for other errors.
-    """
-    if "DTensor" not in str(error):
-        return None
-    names = {module: name for name, module in root.named_modules()}
-    owners = [frame.f_locals.get("self") for frame in frames(error)]
-    found = next(
-        (
-            f"{names[owner]}.{key}".lstrip(".")
-            for owner in reversed(owners)
-            if isinstance(owner, nn.Module) and owner in names
-            for key, parameter in owner.named_parameters(recurse=False)
-            if isinstance(parameter, DTensor)
-        ),
-        "a parameter",
-    )
-    return ConfigError(
-        f"the forward computes with {clean_name(found)} where this rank has a shard of it alone: outside of "
-        "the forward of its unit, or after torch.autograd.grad.",
-        "--mesh.wrap root gathers all parameters at once; --mesh.wrap class:NAME makes a unit of the class "
-        "whose forward computes with it",
-    )
-
-
-def _refused_reference(error: Exception, root: nn.Module) -> ConfigError | None:
-    """The ConfigError for a forward that computes with parameters which a module keeps in a list or
-    dictionary: they are those of the model before sharding; None for other errors.
-    """
-    if "meta" not in str(error):
-        return None
-    found = next((name for name, tensor in kept_tensors(root) if tensor.is_meta), None)
-    return None if found is None else stale_reference(found)
-
-
 def shard_model(
     model: nn.Module,
     config: Config,
@@ -409,60 +354,3 @@ def apply_compile(
     if compiles(speed, device):
         for module in blocks_of(units) or [root]:
             module.compile()
-
-
-def replicate(sharded: Sharded) -> None:
-    """Applies DDP after the weights are real and equal, without its own broadcast at the start."""
-    if sharded.sizes.strategy != "ddp":
-        return
-    for parameter in sharded.root.parameters():
-        if not parameter.numel():
-            parameter.requires_grad_(False)  # DDP would wait for a gradient of nothing
-    trains = any(p.requires_grad for p in sharded.root.parameters())
-    assert trains, "DDP refuses a model with nothing to train"
-    runs = DistributedDataParallel(
-        sharded.root,
-        device_ids=[sharded.device.index] if sharded.device.type == "cuda" else None,
-        process_group=sharded.mesh.get_group("dp_replicate"),
-        init_sync=False,
-        gradient_as_bucket_view=True,
-        find_unused_parameters=False,
-        static_graph=False,
-    )
-    # Rank 0's go to all before each forward, which costs a small model as much as its gradients: constants
-    # need it not. Set here: as an argument it has one name in torch 2.11 and another in 2.13, which warns of
-    # the first.
-    buffers = {name for name, _ in sharded.root.named_buffers()}
-    runs.broadcast_buffers = not buffers.isdisjoint(persistent(sharded.root))
-    if sharded.ranks > 2:  # the sum of two has one order
-        _settle_buckets(runs)
-    sharded.runs = runs
-
-
-class _ParameterSums(nn.Module):
-    """Forward returns a sum of each parameter, whose gradient is what the caller gives."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__()
-        self._listed = tuple(parameters)  # not registered: they are the model's
-
-    def forward(self, _: None) -> tuple[torch.Tensor, ...]:
-        return tuple(parameter.sum() for parameter in self._listed)
-
-
-def _settle_buckets(runs: DistributedDataParallel) -> None:
-    """A backward of zeros, in the reverse order of definition. Collective.
-
-    DDP divides the gradients into other buckets after a process's first backward, in the order in which they
-    came. A sum over three ranks or more is rounded by its place in a bucket: without this, the first step of
-    a resumed run had other bits than that step of the run that went on.
-    """
-    trained = [parameter for parameter in runs.module.parameters() if parameter.requires_grad]
-    model, runs.module = runs.module, _ParameterSums(trained)
-    try:
-        sums = runs(None)  # with a device, DDP's forward needs an argument
-        torch.autograd.backward(sums, [torch.zeros_like(one) for one in sums])
-    finally:
-        runs.module = model
-    for parameter in trained:
-        parameter.grad = None

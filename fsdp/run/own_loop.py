@@ -36,9 +36,10 @@ from fsdp.dist.process_group import process_group
 from fsdp.models import ModelSpec
 from fsdp.optim.train_state import TrainState
 from fsdp.parallel.attention import attention_kernel, check_attention
+from fsdp.parallel.ddp import replicate
 from fsdp.parallel.forward_check import check_first_forward
 from fsdp.parallel.materialize import materialize
-from fsdp.parallel.shard import Sharded, replicate, resolve_dtypes, shard_model
+from fsdp.parallel.shard import Sharded, resolve_dtypes, shard_model
 from fsdp.record.console import set_up_logging
 from fsdp.run import setup
 from fsdp.run.job import trainable_model

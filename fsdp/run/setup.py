@@ -33,10 +33,11 @@ from fsdp.memory.oom import OomContext
 from fsdp.models.chunked_loss import maybe_chunked
 from fsdp.models.loss import LossFunction
 from fsdp.parallel.compiler import compiles
+from fsdp.parallel.ddp import replicate
 from fsdp.parallel.forward_check import check_first_forward
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.nvme import NvmeFiles
-from fsdp.parallel.shard import Sharded, replicate
+from fsdp.parallel.shard import Sharded
 from fsdp.record.console import Console
 from fsdp.record.custom_sinks import build_sinks
 from fsdp.record.metrics import Reporter
