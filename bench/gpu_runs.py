@@ -1,6 +1,6 @@
 """Runs of train.py for bench.gpu: one process, or ranks side by side, with a time limit, and their losses.
 
-Not here: what is compared (gpu_parts.py).
+Not here: what is compared (gpu_parts.py, gpu_two_ranks.py).
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ MODEL = (
     "--model.args.width", "128", "--model.args.layers", "2", "--model.args.heads", "4",
     "--train.global_batch", "8", "--optim.warmup_steps", "0",
 )  # fmt: skip
+VECTORS = ("--model.name", "mlp", "--model.args.in_features", "64", "--train.global_batch", "16")
 QUIET = ("--checkpoint.every_steps", "0", "--checkpoint.export", "false", "--run.log_every_steps", "1")
 ALONE = ("--watch.enabled", "false", "--speed.compile", "false")
 
+Figures = Mapping[str, Any]
 
 TERMINATION_S = 10.0
 
