@@ -34,8 +34,8 @@ def from_here(text: str) -> str:
     place, paths = shlex.quote(str(clone)), os.environ.get("PYTHONPATH", "")
     if str(clone) not in paths.split(os.pathsep):
         more = ":$PYTHONPATH" if paths else ""
-        text = re.sub(r"(?<!\S)python -m (fsdp|launch)\.", rf"PYTHONPATH={place}{more} python -m \1.", text)
-    return re.sub(r"(?<= )(train\.py|slurm/\w+\.sbatch)", rf"{place}/\1", text)
+        text = re.sub(r"(?<!\S)(?=python -m (fsdp|launch)\.)", lambda _: f"PYTHONPATH={place}{more} ", text)
+    return re.sub(r"(?<= )(?=train\.py|slurm/\w+\.sbatch)", lambda _: f"{place}/", text)
 
 
 def _is_here(clone: Path) -> bool:

@@ -71,8 +71,8 @@ def exception_line(error: BaseException, most: int = 2000) -> str:
     text = str(error)
     if text.startswith("Caught ") and " in DataLoader worker process " in text:
         return text.rstrip().rpartition("\n")[2][:most]
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "")[:most]
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+    line, name = first_line(error, most), type(error).__name__
+    return line if line == name else f"{name}: {line}"
 
 
 def without_hint(error: BaseException) -> str:

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -207,15 +207,15 @@ class TokenStore:
         parts = self._parts(where.seq_len)
         if not len(parts[0]):
             raise ConfigError(f"{where} has no document to train on.", "--data.args.heldout 0, or more rows")
-        cut, masked, longest = self._cut(parts, where.seq_len)
-        if cut:
+        cut = self._cut(parts, where.seq_len)
+        if cut.documents:
             log.info(
                 "documents: %s of %s are cut at --data.seq_len %d",
-                f"{cut:,}",
+                f"{cut.documents:,}",
                 f"{len(parts[0]) + len(parts[1]):,}",
                 where.seq_len,
             )
-        _check_targets(where, masked, sum(map(len, parts)), longest)
+        _check_targets(where, cut, sum(map(len, parts)))
         return parts[0], parts[1]
 
     def _parts(self, seq_len: int) -> list[DocumentSamples]:
@@ -232,8 +232,7 @@ class TokenStore:
             raise ConfigError(f"{where} has no document to train on.", "--data.args.heldout 0, or more rows")
         if self.masked:
             parts = self._parts(where.seq_len)
-            _, masked, longest = self._cut(parts, where.seq_len)
-            _check_targets(where, masked, sum(map(len, parts)), longest)
+            _check_targets(where, self._cut(parts, where.seq_len), sum(map(len, parts)))
         return train, held
 
     def _packed(self, split: str, seq_len: int) -> PackedSamples:
@@ -263,12 +262,12 @@ class TokenStore:
         loss = TokenRow(self._losses(files), 2) if self.masked else None
         return PackedSamples(plan, TokenRow(files, self.vocab_size), loss, self.end, seq_len)
 
-    def _cut(self, parts: list[DocumentSamples], seq_len: int) -> tuple[int, int, int]:
+    def _cut(self, parts: list[DocumentSamples], seq_len: int) -> CutDocuments:
         """What `DocumentSamples.cut` counts. Of many it is counted once a machine: it reads every length."""
 
-        def counted() -> tuple[int, int, int]:
-            cut, masked, longest = zip(*(part.cut() for part in parts), strict=True)
-            return sum(cut), sum(masked), max(longest)
+        def counted() -> CutDocuments:
+            cut, untrained, longest = zip(*(part.cut() for part in parts), strict=True)
+            return CutDocuments(sum(cut), sum(untrained), max(longest))
 
         if sum(map(len, parts)) < COUNTED_ONCE:
             return counted()
@@ -276,8 +275,7 @@ class TokenStore:
         def make(aside: Path) -> None:
             aside.write_text(json.dumps(counted()))
 
-        found = json.loads(made_once("cut", [2, self.fingerprint, seq_len], make).read_text())
-        return found[0], found[1], found[2]
+        return CutDocuments(*json.loads(made_once("cut", [2, self.fingerprint, seq_len], make).read_text()))
 
     # ------------------------------------------------------------ files
 
@@ -330,15 +328,24 @@ class TokenStore:
         return TokenFile(path, np.dtype(np.uint8), 0, file.tokens)
 
 
-def _check_targets(where: Where, masked: int, documents: int, longest: int) -> None:
-    """`masked` documents have their first token to train on behind the cut."""
-    if not masked:
+class CutDocuments(NamedTuple):
+    """Documents that are longer than a sample, those of them without a target in it, and the tokens of the
+    longest.
+    """
+
+    documents: int
+    untrained: int
+    longest: int
+
+
+def _check_targets(where: Where, cut: CutDocuments, documents: int) -> None:
+    if not cut.untrained:
         return
     what = f"have no token to train on within --data.seq_len {where.seq_len}"
-    hint = f"--data.seq_len {longest - 1} holds the longest"
-    if masked == documents:
+    hint = f"--data.seq_len {cut.longest - 1} holds the longest"
+    if cut.untrained == documents:
         raise ConfigError(f"{where}: all {documents:,} documents {what}.", hint)
-    log.warning("documents: %s of %s %s. HINT: %s", f"{masked:,}", f"{documents:,}", what, hint)
+    log.warning("documents: %s of %s %s. HINT: %s", f"{cut.untrained:,}", f"{documents:,}", what, hint)
 
 
 class MaskedRow:
@@ -384,11 +391,9 @@ class DocumentSamples:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def cut(self) -> tuple[int, int, int]:
-        """Documents that are longer than a sample, those of them without a target in it, and the tokens of
-        the longest. A part of a file at a time.
-        """
-        cut, masked, longest = 0, 0, 0
+    def cut(self) -> CutDocuments:
+        """A part of a file at a time."""
+        cut, untrained, longest = 0, 0, 0
         for place, file in enumerate(self.files):
             lengths, starts = read_index(file.path.with_suffix(".idx"))
             loss = self.loss[place].open() if self.loss else None
@@ -399,8 +404,8 @@ class DocumentSamples:
                 if loss is not None and len(longer):
                     first = starts[at : at + GROUP][longer] // file.dtype.itemsize + 1
                     targets = np.add.reduceat(loss, np.ravel((first, first + self.seq_len), "F"), dtype=int)
-                    masked += int((targets[::2] == 0).sum())
-        return cut, masked, longest
+                    untrained += int((targets[::2] == 0).sum())
+        return CutDocuments(cut, untrained, longest)
 
     def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
         tokens = np.full((len(indices), self.seq_len + 1), self.end, np.int64)

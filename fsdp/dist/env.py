@@ -348,8 +348,8 @@ _SIZES = ("WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE")
 
 def _process_without_rank(environ: Mapping[str, str]) -> str:
     for name in _SIZES:
-        ranks = _integer_or_0(environ.get(name, ""))
-        if ranks > 1:
+        ranks = environ.get(name, "")
+        if ranks.isdecimal() and int(ranks) > 1:
             return (
                 f"one process alone: {name} is {ranks}, and RANK is not set. "
                 f"HINT: export RANK in each process, or torchrun --nproc_per_node={ranks} train.py"
@@ -363,10 +363,6 @@ def _process_without_rank(environ: Mapping[str, str]) -> str:
         f"HINT: on each host torchrun --nnodes={count} --node_rank=NUMBER --master_addr=FIRST_HOST "
         "--nproc_per_node=GPUS train.py"
     )
-
-
-def _integer_or_0(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
 
 
 def _separate_torchruns(env: DistEnv, environ: Mapping[str, str]) -> str:
