@@ -26,5 +26,5 @@ class Losses:
     def not_closed(self, error: Exception) -> None:
         log.warning("%s cannot be closed: %s. %d records are lost", self._label, error, self._count)
 
-    def closing(self) -> None:
+    def not_closed_yet(self) -> None:
         log.warning("%s has not closed yet: the end of the run waits for it", self._label)

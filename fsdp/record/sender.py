@@ -23,12 +23,12 @@ MOST_WAITING = 10_000
 TOGETHER = 64
 CLOSE_S = 20.0
 """How long the end of a run waits for the server."""
-_stuck: list[str] = []
+_stuck = threading.Event()
 
 
 def any_stuck() -> bool:
     """Whether a server has not taken its last records in CLOSE_S: its library may wait again at exit."""
-    return bool(_stuck)
+    return _stuck.is_set()
 
 
 class Sender:
@@ -54,7 +54,7 @@ class Sender:
         self._waiting.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            _stuck.append(self._label)
+            _stuck.set()
             log.warning(
                 "%s has not taken its last records %g s after the last step: they may be lost",
                 self._label,

@@ -251,9 +251,8 @@ def _apart(found: Sequence[Observation]) -> Verdict | None:
     if len(alive) < 2 or not all(e.in_call for e in alive):
         return None
     mute = [e for e in alive if e.answered is False]
-    if (
-        mute
-    ):  # the call may have ended: its thread waits for Python's lock, and the others are in the next one
+    if mute:
+        # The call may have ended: its thread waits for Python's lock, and the others are in the next one.
         return _not_come(mute, _waiting(found, [e.rank for e in mute]), math.inf)
     return _differing(alive)
 

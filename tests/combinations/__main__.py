@@ -6,8 +6,7 @@ nothing happens to, bit for bit:
 
 Compared are each step's loss, gradient norm and evaluation, the exported weights and their moving average.
 What differs, or fails otherwise than by a refusal, is printed with its seed and its flags; the exit code is
-then 1. It found that Muon's momentum was stale on replicas, and that DDP on three ranks resumed with other
-last bits (CHANGELOG.md).
+then 1. It found that DDP on three ranks resumed with other last bits (docs/testing.md).
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp.config.command_line import number, whole_number
 from tests.combinations.drawn import Drawn, draw
 from tests.support.runs import Finished, finished, on_a_rank
 from tests.support.world import end_pool, run_world
@@ -72,9 +72,13 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--runs", type=int, default=0, help="so many that are not refused; 0: --seconds")
-    parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 30), help="of the first draw")
+    parser.add_argument("--seconds", type=number(0), default=60)
+    parser.add_argument(
+        "--runs", type=whole_number(), default=0, help="so many that are not refused; 0: --seconds"
+    )
+    parser.add_argument(
+        "--seed", type=whole_number(), default=secrets.randbelow(1 << 30), help="of the first draw"
+    )
     return parser.parse_args(argv)
 
 

@@ -95,7 +95,7 @@ def test_a_server_that_does_not_answer_does_not_hold_the_end(
 ) -> None:
     answers = threading.Event()
     monkeypatch.setattr(sender, "CLOSE_S", 0.05)
-    monkeypatch.setattr(sender, "_stuck", [])
+    monkeypatch.setattr(sender, "_stuck", threading.Event())
     monkeypatch.setattr(MockRun, "finish", lambda self: answers.wait(60))
     WandbSink(load(["--run.wandb", "p"]), tmp_path).close()
     assert not answers.is_set()
