@@ -18,9 +18,9 @@ from fsdp import config as configuration
 from fsdp.base import garbage
 from fsdp.base.commands import as_typed
 from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.base.streams import flush_output, prepare_streams
 from fsdp.config import Config, worker_range
-from fsdp.dist.env import started_by
-from fsdp.record.console import flush_output, prepare_streams
+from fsdp.dist.env import prints_shared_errors, started_by
 from fsdp.watch.last_process import ProcessExit
 
 
@@ -38,19 +38,25 @@ def main(argv: list[str]) -> int:
         return run_here(config)
     except ShardrunError as error:
         return refused(error)
+    except KeyboardInterrupt:
+        from launch.guard import interrupted
+
+        return interrupted("train.py")
 
 
 def under_ray(config: Config) -> int:
     """This process is the driver. A local Ray starts while it imports torch."""
-    if maker := started_by():  # each rank would start a Ray
-        hint = "--backend torchrun, or python train.py --backend ray with nothing in front"
-        raise ConfigError(f"--backend ray starts the ranks, but {maker} has started them already.", hint)
     from launch.ray_check import check_installed, check_ranks
     from launch.ray_own import own_ray
     from launch.ray_settings import with_address
 
-    check_installed()
     config = with_address(config)
+    maker = started_by()
+    # of srun the first task may be the driver of a cluster that the tasks are, as under `ray symmetric-run`
+    if maker and not (maker == "srun" and config.ray.address and prints_shared_errors()):
+        hint = "--backend torchrun, or python train.py --backend ray with nothing in front"
+        raise ConfigError(f"--backend ray starts the ranks, but {maker} has started them already.", hint)
+    check_installed()
     check_ranks(config)
 
     with own_ray(config.ray) as own:
@@ -79,7 +85,7 @@ def run_here(config: Config) -> int:
 
 def dry_run(config: Config) -> int:
     with garbage.held():
-        from fsdp.dist.env import from_environment
+        from fsdp.dist.env import from_environment, unused_allocation
         from fsdp.run.job import dry_run as facts
 
         env = from_environment(device=config.run.device)
@@ -87,6 +93,8 @@ def dry_run(config: Config) -> int:
             env = dataclasses.replace(env, world_size=worker_range(config.ray.num_workers)[0])
         text = facts(config, env)
     if env.is_main:
+        if config.backend != "ray" and (warning := unused_allocation(env)):
+            print(f"train.py: {warning}", file=sys.stderr)
         print(text)
     return 0
 

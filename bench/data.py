@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,9 @@ def main(argv: Sequence[str]) -> int:
     rounds = given.rounds or (3 if given.short else 12)
     setup.set_up_all(PEERS)
     for part in [given.part] if given.part else list(PARTS):
+        if part == "tokenize" and find_spec("transformers") is None:
+            print("bench.data: tokenizing is left out: it needs transformers. HINT: pip install transformers")
+            continue
         about, command = tables.machine(), f"python -m bench.data --part {part}{' --short' * given.short}"
         if part == "start":
             found = _started(given.short)

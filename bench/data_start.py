@@ -136,7 +136,7 @@ def _replace_listing(pictures: int) -> None:
     from fsdp.data import folder
 
     def find(
-        root: Path, classes: Sequence[str], visit: folder.Visit | None = None
+        root: Path, classes: Sequence[str], visit: folder.Visit | None = None, *, warns: bool = True
     ) -> Iterator[folder.Listed]:
         each = pictures // len(classes)
         for label, name in enumerate(classes):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import multiprocessing
 import os
 import tempfile
@@ -49,6 +50,12 @@ LOOKS = 4
 about one step of a hundred, on a busy machine, that is after the next unit has made its own, and no two steps
 have it at the same place.
 """
+
+RETURNS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""Without these glibc keeps freed blocks, and the kernel's count shows nothing of a step."""
+
+PLAIN = 3
+"""Steps before them, not traced; the last one's peak is the process's."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +121,7 @@ class Ranks:
 
 
 def _start() -> tuple[Any, Any]:
-    # Without these glibc keeps freed blocks, and the kernel's count shows nothing of a step.
-    os.environ |= {
-        "MALLOC_MMAP_THRESHOLD_": "131072",
-        "MALLOC_TRIM_THRESHOLD_": "131072",
-        "OMP_NUM_THREADS": "1",
-    }
+    os.environ |= {**RETURNS_FREED_MEMORY, "OMP_NUM_THREADS": "1"}
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -217,6 +219,7 @@ def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -
     sizes, subject = resolve(config.mesh, ranks), subject_of(config.model, config.data)
     mesh = build_mesh(sizes, device)
     dist.barrier()
+    importlib.import_module("torch._dynamo")  # as each optimizer does in its first step: no part of a model
     idle = _resting()
     model = model_of(config, subject.spec)
     loss_function = LossFunction(model)
@@ -257,16 +260,18 @@ def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -
 def _real_steps(flags: tuple[str, ...], ranks: int, rank: int) -> tuple[float, float, float]:
     built = build(flags, ranks, rank, torch.device("cpu"))
     watched, micro = built.watched, built.micro_batches
+    # The process first: a trace is made of objects, which would count.
+    for _ in range(PLAIN):
+        _reset_peak()
+        plain_step(watched.parts, built.batches("cpu"), micro)
+    now = proc.memory_bytes()
+    process, files = now["VmHWM"] - built.idle["VmRSS"], now["RssFile"] - built.idle["RssFile"]
     watched.hold_state()
     watched.step(built.batches("cpu"), micro)
     watched.hold_state()
     looks = [_segments_of_a_step(built) for _ in range(LOOKS)]
-    _reset_peak()
-    plain_step(watched.parts, built.batches("cpu"), micro)
     # Of each segment the least: what gloo let go of late is only ever added.
     tensors = max(min(peak_of(Trace((segment,), 0)) for segment in same) for same in zip(*looks, strict=True))
-    now = proc.memory_bytes()
-    process, files = now["VmHWM"] - built.idle["VmRSS"], now["RssFile"] - built.idle["RssFile"]
     return tensors, float(process), float(files)
 
 

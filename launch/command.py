@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping
 
@@ -11,6 +12,8 @@ from fsdp.dist.env import DistEnv, rendezvous_host
 
 RENDEZVOUS_PORT = 29400
 """torchrun's own default for --rdzv-endpoint without a port."""
+SECRET = re.compile(r"(?i)(^|_)(key|token|secret|passw\w*|credentials?)(_|$)")
+"""In the name of an environment variable whose value is printed nowhere."""
 
 
 def rank_command(env: DistEnv, environ: Mapping[str, str] = os.environ) -> str:
@@ -53,7 +56,11 @@ def ray_command(config: Config, environ: Mapping[str, str] = os.environ) -> str:
     given = {name: value for name, value in vars(config.ray).items() if value != getattr(RaySection(), name)}
     variables = given.pop("env", {})
     words = [(f"--ray.{name}", str(value)) for name, value in given.items()]
-    words += [("--ray.env", f"{name}={value}") for name, value in variables.items()]
-    return "".join(
-        ["python train.py --backend ray", *(f" {flag} {shlex.quote(text)}" for flag, text in words)]
-    )
+    typed = [f"{flag} {shlex.quote(text)}" for flag, text in words]
+    typed += [f"--ray.env {_assignment(name, value)}" for name, value in variables.items()]
+    return " ".join(["python train.py --backend ray", *typed])
+
+
+def _assignment(name: str, value: str) -> str:
+    """A secret stays out of logs: the shell takes it from the variable of that name, and stops without it."""
+    return f'{name}="${{{name}:?}}"' if SECRET.search(name) else shlex.quote(f"{name}={value}")

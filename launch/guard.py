@@ -37,7 +37,7 @@ from launch.marker import (
     note_for_torchrun,
     write_torchrun_error_file,
 )
-from launch.policy import Kind
+from launch.policy import EXIT_INTERRUPTED, Kind
 
 if TYPE_CHECKING:
     from fsdp.run.training_loop import Outcome
@@ -92,6 +92,13 @@ def refuse(error: ShardrunError, program: str) -> int:
         wait_for_rank_0_to_print()
     write_torchrun_error_file(str(error))
     return error.exit_code
+
+
+def interrupted(program: str) -> int:
+    """Print that Ctrl-C came before the ranks record it as a stop request, and return the exit code."""
+    if prints_shared_errors():
+        print(f"{program}: interrupted while it started; no step was trained.", file=sys.stderr)
+    return EXIT_INTERRUPTED
 
 
 def report(error: BaseException, env: DistEnv, program: str, marker: Marker | None) -> int:

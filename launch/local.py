@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -30,16 +30,16 @@ from typing import NoReturn
 from fsdp import config as configuration
 from fsdp.base import garbage
 from fsdp.base.errors import LaunchError, ShardrunError
-from fsdp.base.stop_signals import stop_signals
+from fsdp.base.stop_signals import delayed, stop_signals
+from fsdp.base.streams import flush_output
 from fsdp.config import Config
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, whole_number
-from fsdp.dist.env import DistEnv, fewer_ranks, pick_device, set_allocator, slurm_start
-from fsdp.record.console import flush_output, prepare_streams
+from fsdp.dist.env import DistEnv, fewer_ranks, job_start, pick_device, set_allocator
 from fsdp.rundir import history, paths
 from fsdp.rundir.paths import RunDir
 from launch import guard, slurm_job
 from launch.marker import Marker
-from launch.policy import Act, Allocation, End, Kind, Past, decide
+from launch.policy import EXIT_INTERRUPTED, Act, Allocation, End, Kind, Past, decide
 from launch.ray_check import refuse_ray
 
 GRACE_S = 0.5
@@ -52,7 +52,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str]) -> int:
-    prepare_streams()
     try:
         options, flags = _parse(argv or ["--help"])
         config = configuration.load(flags)
@@ -72,10 +71,12 @@ def main(argv: Sequence[str]) -> int:
             warm_up(config, options.ranks, gpus=code == HAVE_GPUS)
         if not run.url:
             _check_lock(run)
+        elif code := _in_a_fork(lambda: _check_lock(run)):
+            return code
     except ShardrunError as error:
         return guard.refuse(error, "launch.local")
-    if run.url and (code := _in_a_fork(lambda: _check_lock(run))):
-        return code
+    except KeyboardInterrupt:
+        return guard.interrupted("launch.local")
     return _RankProcesses(config, options.ranks).run(options.restarts)
 
 
@@ -95,7 +96,7 @@ def _fork() -> int:
 
 def _check_lock(run: RunDir) -> None:
     """A refusal here leaves nothing behind; rank 0 takes the lock itself."""
-    with slurm_job.holding(run, slurm_start()):
+    with slurm_job.holding(run, job_start()):
         pass
 
 
@@ -140,6 +141,8 @@ def _in_a_fork(act: Callable[[], int | None]) -> int:
             code = act() or 0
         except ShardrunError as error:
             code = guard.refuse(error, "launch.local")
+        except KeyboardInterrupt:
+            code = EXIT_INTERRUPTED  # this process prints the line
         except BaseException:
             traceback.print_exc()
         finally:
@@ -195,6 +198,8 @@ class _RankProcesses:
                 starts = history.count_starts(self._run)
                 code = self._one_try(marker)
                 if code == 0 or self._received is not None:
+                    if code < 0:
+                        print(f"launch.local: {_named(code)} while the ranks started", file=sys.stderr)
                     return code if code >= 0 else 128 - code
                 end = slurm_job.end_of(
                     self._run, marker, code, starting=history.count_starts(self._run) == starts
@@ -217,7 +222,7 @@ class _RankProcesses:
         sys.stderr.flush()
         with tempfile.TemporaryDirectory(prefix="shardrun-local-", dir=_tmp(self._run)) as folder:
             # a signal comes before the check, or is forwarded to all ranks
-            with _delayed(stop_signals()):
+            with delayed(stop_signals()):
                 if self._received is not None:
                     print(f"launch.local: {self._received.name} before the ranks started", file=sys.stderr)
                     return 128 + self._received
@@ -267,16 +272,6 @@ class _RankProcesses:
         finally:
             for one, handler in before.items():
                 signal.signal(one, handler)
-
-
-@contextmanager
-def _delayed(signals: Collection[signal.Signals]) -> Iterator[None]:
-    """Signals that arrive meanwhile are handled at the end. A fork starts with all of them delayed."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
 
 def _tmp(run: RunDir) -> str:

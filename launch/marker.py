@@ -80,9 +80,11 @@ class Marker:
         }
         write_atomically(self.run.failed, json.dumps(record) + "\n")
         if self.run.url:
+            from fsdp.base.object_client import impatient
             from fsdp.checkpoint.run_mirror import put_file  # imports torch
 
-            put_file(self.run, self.run.failed)
+            with impatient():
+                put_file(self.run, self.run.failed)
 
     def read(self) -> Failure | None:
         """The failure of this start; None if no rank has written one, or if it has another form. Of a run

@@ -26,6 +26,9 @@ EXIT_DIED, EXIT_REFUSED, EXIT_HUNG = 3, 4, 7
 another job holds, and of a rank that the watch ended.
 """
 
+EXIT_INTERRUPTED = 130
+"""The exit code after Ctrl-C where nothing is saved: while a start begins, or a second one later."""
+
 NODES_LEAVE = StopReason.LAUNCHER
 SCHEDULERS_REASONS = (
     StopReason.SIGTERM,

@@ -48,6 +48,15 @@ def _join(address: str, runtime_env: Mapping[str, Any]) -> None:
         ray.init(
             address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=dict(runtime_env)
         )
+    except ray.exceptions.AuthenticationError as error:
+        raise LaunchError(
+            f"--ray.address {address}: {error.message}.",
+            "RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, has that cluster's token",
+        ) from None
+    except ImportError as error:
+        raise LaunchError(
+            f"--ray.address {address}: {first_line(error)}.", 'pip install "ray[client]" for ray:// addresses'
+        ) from None
     except (OSError, RuntimeError, ValueError) as error:
         raise LaunchError(
             f"--ray.address {address}: no Ray answers there ({first_line(error)}).",

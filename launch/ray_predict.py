@@ -27,9 +27,11 @@ def main(argv: Sequence[str]) -> int:
         if not words or words[0] in ("--help", "-h"):
             print((__doc__ or "").strip())
             return 0
+        from launch.ray_check import check_installed
         from launch.ray_own import own_ray
         from launch.ray_settings import with_address
 
+        check_installed()
         config = with_address(configuration.load(["--backend", "ray", *flags]))
 
         with own_ray(config.ray) as own:

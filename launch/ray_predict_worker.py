@@ -17,11 +17,12 @@ def predict(given: Mapping[str, Any]) -> str:
 
     from fsdp.predict.__main__ import answer_as_rank
     from launch.ray_output import redirect_output
+    from launch.ray_settings import threads_of
     from launch.ray_worker import dist_env, rank_failure
 
     rank = ray.train.get_context().get_world_rank()
     redirect_output(Path(given["logs"]), rank, f"{os.getpid()}")
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.set_num_threads(threads_of(os.environ["OMP_NUM_THREADS"]) or 1)
     if Path(given["folder"]).is_dir():
         os.chdir(given["folder"])  # relative paths in flags
     printed = io.StringIO()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from fsdp.base.errors import ConfigError, LaunchError
 from fsdp.base.text import counted
 from fsdp.config import RaySection, worker_range
 from launch.ray_cluster import await_nodes
+from launch.ray_settings import threads_of
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,8 @@ class Workers:
 
     @property
     def threads(self) -> str:
-        """1, as torchrun sets it, unless the variable is set or a worker has several CPUs. Of a list for
-        nested regions, such as 4,2, the first.
-        """
-        set_by_user = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-        return set_by_user or str(max(1, int(self.cpus)))
+        """1, as torchrun sets it, unless the variable is set or a worker has several CPUs."""
+        return str(threads_of(os.environ.get("OMP_NUM_THREADS", "")) or max(1, int(self.cpus)))
 
     def __str__(self) -> str:
         count = f"{self.low}" if self.low == self.high else f"{self.low} to {self.high}"
@@ -63,14 +62,21 @@ def workers_for(section: RaySection, device: str) -> Workers:
     places = sum(_places(node, section.cpus_per_worker, gpus) for node in nodes)
     if places < low:
         has = ", ".join(_amounts(node.get("CPU", 0), node.get("GPU", 0)) for node in nodes)
-        flags = f"--ray.num_workers {places}" if places else "--ray.cpus_per_worker 0.5"
         raise LaunchError(
             f"{Workers(low, high, section.cpus_per_worker, gpus)} do not fit on "
             f"{counted(len(nodes), 'node')} of {has}: "
             f"room for {places}.",
-            f"{flags}, or add nodes" if places else f"{flags}, or a larger cluster",
+            _room_hint(section, nodes, places, low, gpus),
         )
     return Workers(low, high, section.cpus_per_worker, gpus)
+
+
+def _room_hint(section: RaySection, nodes: list[dict[str, float]], places: int, low: int, gpus: float) -> str:
+    if section.address or gpus:
+        few = "--ray.cpus_per_worker 0.5, or a larger cluster"
+        return f"--ray.num_workers {places}, or add nodes" if places else few
+    share = math.floor(1e4 * nodes[0].get("CPU", 0) / low) / 1e4
+    return (f"--ray.num_workers {places}, or " if places else "") + f"--ray.cpus_per_worker {share:g}"
 
 
 def _gpus(requested: str, nodes: list[dict[str, float]]) -> float:

@@ -6,6 +6,7 @@ import logging
 import os
 
 from fsdp import config as configuration
+from fsdp.base.errors import ConfigError
 from fsdp.config import Config
 
 QUIET = {
@@ -31,6 +32,11 @@ def set_defaults() -> None:
 
 def with_address(config: Config) -> Config:
     """The address as ray.init finds it: --ray.address, else RAY_ADDRESS. Empty for a Ray of one's own."""
+    if config.ray.address.startswith("http"):
+        raise ConfigError(
+            f"--ray.address {config.ray.address} is the address of Ray's dashboard, which starts jobs.",
+            "--ray.address HEAD:6379, or ray job submit -- python train.py --backend ray",
+        )
     given = config.ray.address or os.environ.get("RAY_ADDRESS", "")
     # http://… is the address of `ray job submit`
     own = given == "local" or given.startswith("http")
@@ -40,3 +46,9 @@ def with_address(config: Config) -> Config:
 def set_log_levels() -> None:
     for name in ("ray", "ray.train"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def threads_of(variable: str) -> int | None:
+    """The number in OMP_NUM_THREADS: of a list for nested regions, such as 4,2, the first. None if none."""
+    first = variable.partition(",")[0].strip()
+    return (int(first) or None) if first.isdecimal() else None

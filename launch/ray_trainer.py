@@ -31,7 +31,7 @@ from fsdp.base.stop_signals import stop_signals
 from fsdp.checkpoint.run_mirror import put_file
 from fsdp.config import Config, worker_range
 from fsdp.config.trust import named_code
-from fsdp.dist.env import allocator_variable, slurm_start
+from fsdp.dist.env import allocator_variable, job_start
 from fsdp.run.job import prepare
 from fsdp.run.summary import summary
 from fsdp.run.training_loop import Outcome
@@ -42,7 +42,7 @@ from launch import ray_cluster, slurm_job
 from launch.command import ray_command
 from launch.guard import failure_of
 from launch.marker import Failure, marker_of
-from launch.policy import NODES_LEAVE, Act, Allocation, End, Kind, Past, decide
+from launch.policy import EXIT_INTERRUPTED, NODES_LEAVE, Act, Allocation, End, Kind, Past, decide
 from launch.ray_check import check_ranks
 from launch.ray_code_upload import runtime_env
 from launch.ray_failure import FailurePolicy, failure_of_fit
@@ -73,7 +73,7 @@ def run_on_ray(config: Config, own: OwnRay | None) -> int:
     if not run.url:
         paths.create(run.path)
     try:
-        with slurm_job.holding(run, slurm_start()):
+        with slurm_job.holding(run, job_start()):
             pass  # a refusal here leaves nothing behind; the workers take the lock themselves
         return _run(config, own, run)
     except ShardrunError as error:
@@ -196,7 +196,7 @@ def _trainer(task: WorkerTask, workers: Workers) -> Any:
     import ray.train.torch
 
     api: Any = ray.train  # its exports depend on an environment variable, which a type checker ignores
-    cuda = workers.gpus > 0
+    cuda, url = workers.gpus > 0, paths.open_run(task.config.run.dir).url
     scaling = api.ScalingConfig(
         num_workers=workers.low if workers.low == workers.high else (workers.low, workers.high),
         use_gpu=cuda,
@@ -207,7 +207,7 @@ def _trainer(task: WorkerTask, workers: Workers) -> Any:
         name=task.run.name,
         storage_path=str(task.run.parent),
         failure_config=api.FailureConfig(max_failures=task.config.ray.max_failures),
-        callbacks=[FailurePolicy(task.run, task.logs, task.config.ray.max_failures, _url_of(task.config))],
+        callbacks=[FailurePolicy(task.run, task.logs, task.config.ray.max_failures, url)],
         # Ray starts CUDA before the run does. --ray.env is the user's own word and comes last.
         worker_runtime_env={
             "env_vars": {
@@ -227,10 +227,6 @@ def _trainer(task: WorkerTask, workers: Workers) -> Any:
         scaling_config=scaling,
         run_config=running,
     )
-
-
-def _url_of(config: Config) -> str:
-    return paths.open_run(config.run.dir).url
 
 
 # ---------------------------------------------------------------- stop requests
@@ -284,7 +280,7 @@ class Stopping:
             thread.join(self.POLL_S)
             if self._exit_now:
                 raise WorkersFailed(
-                    "interrupted again: the driver ends now, nothing is saved.", 130, Kind.FINAL
+                    "interrupted again: the driver ends now, nothing is saved.", EXIT_INTERRUPTED, Kind.FINAL
                 )
             # Each start removes the previous one's stop file: create it again until the ranks have ended.
             if self.signal is not None and thread.is_alive() and not self._file.exists():

@@ -28,6 +28,7 @@ from launch.guard import failure_of
 from launch.policy import Kind
 from launch.ray_failure import RankFailed
 from launch.ray_output import redirect_output
+from launch.ray_settings import threads_of
 
 BEAT_S = 1.0
 """The interval of reports to Ray. Its controller reads one report per poll: a report per step would wait."""
@@ -51,7 +52,8 @@ def work(given: Mapping[str, Any]) -> Outcome:
     task = WorkerTask(**given)
     rank = ray.train.get_context().get_world_rank()
     redirect_output(task.logs, rank, f"{time.time():.0f}-{os.getpid()}")
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # Ray has imported torch before it sets this
+    # Ray has imported torch before it sets the variable
+    torch.set_num_threads(threads_of(os.environ["OMP_NUM_THREADS"]) or 1)
     if task.folder.is_dir():
         os.chdir(task.folder)
     try:

@@ -24,7 +24,7 @@ from typing import Any
 from fsdp import config as configuration
 from fsdp.base.errors import CheckpointError, ConfigError, RefusedError, ShardrunError, without_hint
 from fsdp.base.phases import Ending
-from fsdp.dist.env import slurm_start
+from fsdp.dist.env import job_start
 from fsdp.rundir import history
 from fsdp.rundir.lock import FolderLock
 from fsdp.rundir.paths import RunDir, open_run
@@ -78,7 +78,7 @@ def judge(
     """
     if code == EXIT_REFUSED and _marker(run).read() is None:
         return decide(End(Kind.REFUSED, why=_SEE_ABOVE), Past(), allocation)
-    after_this_try = slurm_start(
+    after_this_try = job_start(
         {**os.environ, "SHARDRUN_TRY": str(int(os.environ.get("SHARDRUN_TRY", "0")) + 1)}
     )
     decision = None
@@ -230,7 +230,7 @@ def begin(flags: Sequence[str], default_run_dir: str, *, log: str = "", dry_run:
     run = open_run(config.run.dir or default_run_dir)
     if dry_run:
         return run
-    with holding(run, slurm_start()):
+    with holding(run, job_start()):
         if log:
             _link_log(run, log)
         history.remove_markers(run)

@@ -14,6 +14,9 @@ from typing import Any
 from fsdp.base.errors import ConfigError, LaunchError
 from launch.sbatch_options import Options, check_gpus
 
+LONGEST_S = 2**31 - 1
+"""The seconds of Slurm's longest time limit."""
+
 
 def flag(default: int | str, help: str) -> Any:
     """A field with its text for --help."""
@@ -95,6 +98,11 @@ def minutes(text: str) -> int:
     leading = 0 if dash or len(parts) == 3 else 1  # without days, one or two numbers start with the minutes
     units = (3600, 60, 1)[leading : leading + len(parts)]
     seconds = int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=True))
+    if seconds > LONGEST_S:
+        longest = LONGEST_S // 86400
+        raise ConfigError(
+            f"--time {text} is longer than {longest} days, the longest that Slurm counts.", "--time 1-0"
+        )
     return -(-seconds // 60)
 
 

@@ -17,12 +17,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -35,6 +39,7 @@ from fsdp.base.errors import ConfigError, LaunchError, ShardrunError
 from fsdp.config import Config
 from fsdp.config.command_line import CommandParser, whole_number
 from fsdp.rundir import paths
+from fsdp.rundir.atomic_write import writing
 from fsdp.rundir.paths import RunDir
 from launch import rendezvous, sbatch_options
 from launch.ray_check import refuse_ray
@@ -45,6 +50,7 @@ if TYPE_CHECKING:  # imported where a job is made: --help works without it
 
 HOME = Path(__file__).resolve().parent.parent
 CODE = ("train.py", "fsdp", "launch", "slurm")
+_IGNORED = re.compile(r"(^|/)(__pycache__/|\.)")
 LOOK_S = 0.5
 
 
@@ -54,6 +60,13 @@ class JobArray:
 
     folder: Path
     configs: tuple[Config, ...]
+
+    @functools.cached_property
+    def code(self) -> Path:
+        """The folder of the code's copy, named by its content: jobs of one run that wait in the queue may
+        have different code.
+        """
+        return self.folder / "code" / _digest_of_code()
 
     @property
     def runs(self) -> list[RunDir]:
@@ -90,26 +103,45 @@ def _new_folder(config: Config) -> Path:
     return paths.choose(configuration.replace(config, run__dir=""))
 
 
-def snapshot(folder: Path) -> Path:
-    """Copy the code into the folder: later edits do not change the job."""
-    code = folder / "code"
-    for name in CODE:
-        source = HOME / name
-        if source.is_dir():
-            shutil.copytree(
-                source, code / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", ".*")
-            )
-        else:
-            code.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, code / name)
+def snapshot(batch: JobArray) -> Path:
+    """Copy the code: later edits do not change the job, nor does another submission of the same run."""
+    code = batch.code
+    if code.exists():
+        return code
+    with writing(code):
+        code.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".copy-", dir=code.parent) as folder:
+            copy = Path(folder, code.name)
+            for file in _code_files():
+                target = copy / file.relative_to(HOME)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(file, target)
+            try:
+                copy.rename(code)
+            except OSError:
+                if not code.exists():  # made by another submission meanwhile
+                    raise
     return code
+
+
+def _code_files() -> list[Path]:
+    files = [file for name in CODE for file in (HOME / name, *(HOME / name).rglob("*")) if file.is_file()]
+    return sorted(file for file in files if _IGNORED.search(str(file.relative_to(HOME))) is None)
+
+
+def _digest_of_code() -> str:
+    digest = hashlib.sha256()
+    for file in _code_files():
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(HOME)}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()[:12]
 
 
 def executor(request: Request, batch: JobArray) -> submitit.AutoExecutor:
     """submitit's executor, with lines of slurm/lib.sh before and after its srun."""
     import submitit
 
-    code = batch.folder / "code"
+    code = batch.code
     made = submitit.AutoExecutor(
         folder=batch.folder / "logs", cluster=request.cluster, **_for_cluster(request.cluster, code)
     )
@@ -176,7 +208,7 @@ def submit(request: Request, batch: JobArray) -> list[submitit.Job[Any]]:
 
     from launch.submit_task import SubmittedRun
 
-    code = snapshot(batch.folder)
+    code = snapshot(batch)
     jobs = [SubmittedRun(config) for config in batch.configs]
     with job_variables(code, request.cluster):
         made = executor(request, batch)
@@ -317,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         jobs = submit(request, batch)
     except ShardrunError as error:
-        print(error, file=sys.stderr)
+        print(f"launch.submit: {error}", file=sys.stderr)
         return error.exit_code
     print(describe(request, batch, jobs), flush=True)
     if request.cluster == "debug":

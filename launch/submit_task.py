@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import submitit
 from submitit.helpers import DelayedSubmission
 
+from fsdp.base.streams import flush_output
 from fsdp.config import Config
 from fsdp.dist import env as environment
 from fsdp.dist.env import DistEnv
-from fsdp.record.console import flush_output
 from launch import rendezvous
 from launch.guard import run_rank
 from launch.policy import Kind, kind_of_stop

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 _HERE = Path(__file__).resolve().parent
 IS_INSTALLED = (_HERE / "fsdp").is_dir()
 CODE = _HERE if IS_INSTALLED else _HERE.parent
-"""The folder that contains train.py, fsdp/, launch/, slurm/ and recipes/."""
+"""The folder that contains train.py, fsdp/, launch/ and what is installed beside them."""
 
 _PARTS = {
     "train": "launch.in_process", "load_config": "launch.in_process", "record_of": "launch.in_process",

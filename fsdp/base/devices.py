@@ -48,16 +48,19 @@ _BY_WORDS = (
 )
 
 
-def find(name: str) -> Device | None:
+def find(name: str, *, typed: bool = False) -> Device | None:
     """The device with this driver name or short name; None if the table does not have it, or if it is a slice
-    of one (MIG).
+    of one (MIG). `typed` by a person, whose h100x is a mistake and no device of that family.
     """
     parts = name.upper().replace("-", " ").replace("_", " ").split()
     if "MIG" in parts:
         return None
     for words, known in _BY_WORDS:
         if all(
-            any(word.upper() == part or (len(word) > 2 and word.upper() in part) for part in parts)
+            any(
+                word.upper() == part or (not typed and len(word) > 2 and word.upper() in part)
+                for part in parts
+            )
             for word in words
         ):
             return next(device for device in DEVICES if device.name == known)

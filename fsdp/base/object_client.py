@@ -11,8 +11,9 @@ import errno
 import logging
 import os
 import re
-import time
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -30,6 +31,9 @@ EXPIRED = ("400", "ExpiredToken", "ExpiredTokenException", "InvalidToken", "Toke
 
 ENDPOINTS = ("FSSPEC_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 """Variables that name the server of s3:// URLs; the first one that is set counts."""
+
+_IMPATIENT, _FAILED = threading.Event(), threading.Event()
+"""Whether a failed run ends; whether the last request failed."""
 
 T = TypeVar("T")
 
@@ -88,11 +92,42 @@ def retried(request: Callable[[], T], what: str, fs: Any = None) -> T:
     `fs`: the client. If the server refuses its credentials they are read anew, once: a client keeps those of
     its start, and a file or a variable may have newer ones.
     """
+    check_worth_trying(what)
+    found = _first_success(request, what, fs)
+    _FAILED.clear()
+    return found
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """While a failed run ends, no request is repeated, and none follows a failed one: to a server that is
+    gone each takes up to a minute and a half, and the monitor ends a failed rank after 15 s. Pauses of other
+    threads end too: a save that is still written would be given up, so only after the checkpointer is closed.
+    """
+    _IMPATIENT.set()
+    try:
+        yield
+    finally:
+        _IMPATIENT.clear()
+
+
+def last_request_failed() -> bool:
+    return _FAILED.is_set()
+
+
+def check_worth_trying(what: str) -> None:
+    """Raises OSError while a failed run ends and the last request failed."""
+    if _IMPATIENT.is_set() and _FAILED.is_set():
+        raise OSError(errno.ETIMEDOUT, f"{what}: not tried, the request before it failed")
+
+
+def _first_success(request: Callable[[], T], what: str, fs: Any) -> T:
     for pause in (*PAUSES_S, None):
         try:
             return request()
         except FileNotFoundError as error:
-            raise type(error)(error.errno, f"{what}: {redacted(error)}") from None
+            _FAILED.clear()  # the server has answered
+            raise type(error)(error.errno or errno.ENOENT, f"{what}: {redacted(error)}") from None
         except Exception as error:  # each client has its own classes for a server that is busy, slow or gone
             refused = isinstance(error, PermissionError) or error_code(error) in EXPIRED
             if refused and pause is not None and fs is not None and is_s3(fs):
@@ -100,12 +135,15 @@ def retried(request: Callable[[], T], what: str, fs: Any = None) -> T:
                 _renew_credentials(fs)
                 fs = None
                 continue
+            _FAILED.set()
             if isinstance(error, PermissionError):
-                raise PermissionError(error.errno, f"{what}: {redacted(error)}") from None
-            if pause is None or type(error).__name__ in UNCHANGED_BY_A_RETRY:
+                raise PermissionError(error.errno or errno.EACCES, f"{what}: {redacted(error)}") from None
+            last = pause is None or type(error).__name__ in UNCHANGED_BY_A_RETRY or _IMPATIENT.is_set()
+            if not last:
+                log.info("%s: %s; retrying in %g s", what, redacted(error), pause)
+                last = _IMPATIENT.wait(pause)
+            if last:
                 raise OSError(errno.ETIMEDOUT, f"{what}: {redacted(error)}") from None
-            log.info("%s: %s; retrying in %g s", what, redacted(error), pause)
-            time.sleep(pause)
     raise AssertionError("not reached")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 """SIGHUP: the terminal was closed. SIGCONT accompanies other signals and stops nothing."""
@@ -12,3 +14,13 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     """Those that this process handles: without SIGHUP under nohup, whose run outlives its terminal."""
     outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(one for one in SIGNALS if not (outlives and one is signal.SIGHUP))
+
+
+@contextmanager
+def delayed(signals: Collection[signal.Signals]) -> Iterator[None]:
+    """Signals that arrive meanwhile are handled at the end. A new process starts with all of them delayed."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)

@@ -6,14 +6,15 @@
     python -m fsdp.checkpoint RUN export --format both --out FOLDER
 
 RUN is a run directory or a place of checkpoints, a folder or s3://bucket/prefix; `verify RUN` works like
-`RUN verify`. --step N selects one checkpoint. Exit codes: 0; 1 if a checkpoint is not whole; 2 for a wrong
-command; 4 if there is no checkpoint or another job writes there.
+`RUN verify`. --step N selects one checkpoint. Exit codes: 0; 1 if a checkpoint is not whole or cannot be
+read; 2 for a wrong command; 4 if there is no checkpoint or another job writes there.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import shlex
 import sys
 import tempfile
@@ -50,6 +51,7 @@ from fsdp.models.source_folder import SourceFolder
 from fsdp.run.frozen_base import base_of
 from fsdp.run.job import prepare
 from fsdp.run.weights import saved_as
+from fsdp.rundir.atomic_write import FULL
 
 COMMANDS = ("list", "verify", "prune", "export")
 OF_ONE_COMMAND = {
@@ -230,11 +232,7 @@ def _table(store: Store, listings: Sequence[CheckpointListing], read: bool) -> i
     for found in listings:
         why = _why_not(store, found, read)
         wrong += why is not None
-        state = (
-            f"NOT whole: {why}"
-            if why
-            else ("verified" if read else "sealed, sizes match; verify reads every byte")
-        )
+        state = why or ("verified" if read else "sealed, sizes match; verify reads every byte")
         about = found.manifest
         if about is None:
             print(f"{found.step:>10}  {'':>9}  {'':>10}  {'':<12}  {'':>5}  {state}")
@@ -249,17 +247,22 @@ def _table(store: Store, listings: Sequence[CheckpointListing], read: bool) -> i
 
 
 def _why_not(store: Store, found: CheckpointListing, read: bool) -> str | None:
+    if found.unread is not None:
+        return without_hint(found.unread).rstrip(".")
     if found.manifest is None:
-        return found.detail
+        return f"NOT whole: {found.detail}"
     try:
         if read:
             inspect.check_files(store, found.folder, found.manifest.files)
             load.open_one(store, found.folder, found.manifest)
     except (EOFError, LookupError, ValueError, TypeError) as error:
         # a manifest and files that do not fit together
-        return f"{type(error).__name__}: {error}"
-    except (Broken, OSError) as error:
-        return error.detail if isinstance(error, Broken) else str(error)
+        return f"NOT whole: {type(error).__name__}: {error}"
+    except Broken as broken:
+        return f"NOT whole: {broken.detail}"
+    except OSError as error:
+        damaged = isinstance(inspect.classify_failure(error, found.folder), Broken)
+        return f"{'NOT whole' if damaged else 'cannot be read'}: {error}"
     return None
 
 
@@ -291,8 +294,11 @@ def _hold(store: Store, options: argparse.Namespace) -> Locks:
 
 
 def _export(store: Store, options: argparse.Namespace) -> int:
-    found = next((one for one in _chosen(store, options) if one.manifest is not None), None)
-    if found is None:
+    whole_or_unread = (one for one in _chosen(store, options) if one.manifest is not None or one.unread)
+    found = next(whole_or_unread, None)
+    if found is not None and found.unread is not None:  # an older one is not what was asked for
+        raise found.unread
+    if found is None or found.manifest is None:
         raise CheckpointError(
             f"{store.where} holds no whole checkpoint.", f"python -m fsdp.checkpoint {options.run} verify"
         )
@@ -318,6 +324,11 @@ def _export(store: Store, options: argparse.Namespace) -> int:
     except (EOFError, LookupError, ValueError, TypeError, RuntimeError, MemoryError) as error:
         # files that do not fit together, or are larger than this machine's memory
         raise inspect.classify_failure(error, store.path(found.folder)) from error
+    except OSError as error:
+        if error.errno not in FULL and not str(error.filename or "").startswith(f"{folder}/"):
+            raise inspect.classify_failure(error, store.path(found.folder)) from None
+        hint = f"ls -ld {folder} and df -h {folder} show why; --out FOLDER is another place"
+        raise CheckpointError(f"{folder} cannot be written ({error.strerror}).", hint) from None
     for file in files:
         print(f"{file}  {byte_size(file.stat().st_size)}")
     return 0
@@ -347,7 +358,7 @@ def _own_export(run: Path, name: str) -> Path:
         if one.is_symlink():
             raise ConfigError(
                 f"{one} is a link to {one.readlink()}; the export does not follow links in a run directory.",
-                f"--out {shlex.quote(str(folder.resolve()))} to export there",
+                f"--out {shlex.quote(os.path.realpath(folder))} to export there",
             )
     return folder
 

@@ -25,8 +25,11 @@ from fsdp.checkpoint.manifest import Manifest
 from fsdp.config import LoraSection
 from fsdp.models.lora import A, B, is_transposed, merged
 from fsdp.models.parameter_names import names_in_state
+from fsdp.models.source_folder import SourceFolder
 
 PEFT = "adapter"
+TASKS = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ForConditionalGeneration": "SEQ_2_SEQ_LM"}
+"""The end of a class's name in transformers, and peft's task, by which its Auto classes load the adapters."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +142,14 @@ def _check_unchanged(base: Base, weights: Mapping[str, Tensor], entries: list[En
 
 
 def peft_files(
-    source: CheckpointSource, folder: Path, base: Base, saved_layer: Callable[[str], str] = str
+    source: CheckpointSource, folder: Path, base: Base, pretrained: SourceFolder | None = None
 ) -> dict[Path, Callable[..., object]]:
     """The adapters alone, in the names and layout of the peft library: file → the function that writes it.
-    `saved_layer` maps a layer's name to that in the model of the base's folder.
+    Layers have their names in the model of the `pretrained` folder.
     """
+    saved_layer: Callable[[str], str] = str if pretrained is None else pretrained.saved_layer
+    cls = "" if pretrained is None else pretrained.class_name
+    task = (task for end, task in TASKS.items() if cls.endswith(end))
     place = folder / PEFT
     place.mkdir(parents=True, exist_ok=True)
     keys = {}
@@ -157,7 +163,7 @@ def peft_files(
     model = base.build()
     origin = base.origin.removeprefix("--model.weights ")
     config = {
-        "peft_type": "LORA", "task_type": None,
+        "peft_type": "LORA", "task_type": next(task, None),
         "base_model_name_or_path": origin.removeprefix("--model.name ").removeprefix("hf:"),
         "r": base.lora.rank, "lora_alpha": base.lora.alpha, "lora_dropout": base.lora.dropout, "bias": "none",
         "target_modules": sorted(map(saved_layer, own)), "inference_mode": True,

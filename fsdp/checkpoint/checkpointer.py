@@ -38,10 +38,10 @@ from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models.source_folder import SourceFolder
 from fsdp.optim.train_state import TrainState
+from fsdp.rundir.atomic_write import WRITES_ALONE, storage_advice
 
 log = logging.getLogger(__name__)
 
-LOST_HINT = "repair what it names, then start the same command: it resumes from the newest whole checkpoint"
 GUESSED_BYTES_PER_S = 200e6  # until a save has been measured
 
 
@@ -201,10 +201,11 @@ class Checkpointer:
         self._settle(job)
         outcome = job.outcome
         assert outcome is not None
+        place = self._section.local_dir or self._store.where
         if outcome.fatal or (must and outcome.failure):
-            raise not_saved(outcome, f"step {outcome.step} {outcome.verdict.lower()}", LOST_HINT)
+            raise not_saved(outcome, f"step {outcome.step} {outcome.verdict.lower()}", place)
         if outcome.failure and self._failed_before:
-            raise repeated(outcome)
+            raise repeated(outcome, place)
         self._failed_before = bool(outcome.failure)
 
     def _settle(self, job: SaveJob) -> None:
@@ -344,5 +345,8 @@ class Checkpointer:
             )
         except (Broken, OSError) as error:
             hint = f"python -m fsdp.checkpoint {self._place} verify"
+            if error_number(error) in WRITES_ALONE:
+                advice = storage_advice(error_number(error), str(folder.parent))
+                hint = f"{advice}, then {hint.removesuffix('verify')}export"
             what = f"{found.folder} was not exported to {folder}: {error}."
             raise CheckpointError(what, hint, error_number=error_number(error)) from None

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from fsdp.base.dtypes import DTYPES
 from fsdp.checkpoint import adapter_weights, full_state, load, pretrained_export
 from fsdp.checkpoint.adapter_weights import Base
 from fsdp.checkpoint.export_files import ExportFiles, new_files
@@ -25,7 +25,6 @@ from fsdp.checkpoint.stored_parts import RenamedParts
 from fsdp.models.source_folder import SourceFolder
 
 Format = Literal["auto", "torch", "safetensors", "both", "hf"]
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def export(
@@ -64,8 +63,7 @@ def _add_all(
         entries, fetch = _entries(source, prefix), _fetch(source, prefix)
     else:
         entries, fetch = adapter_weights.whole_model(source, base)
-        layer_name = str if pretrained is None else pretrained.saved_layer
-        for file, write in adapter_weights.peft_files(source, files.folder, base, layer_name).items():
+        for file, write in adapter_weights.peft_files(source, files.folder, base, pretrained).items():
             files.add(file, write)
     own = pretrained.dtype if pretrained is not None and format != "torch" else None
     entries, fetch = pretrained_export.with_dtype(entries, fetch, DTYPES.get(dtype, own))

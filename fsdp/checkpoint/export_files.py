@@ -60,7 +60,8 @@ class ExportFiles:
         for file in sorted(names, key=lambda one: one == index):
             if file == index:
                 sync_folder(self.folder)
-            self._staged.pop(file).rename(file)
+            self._staged[file].rename(file)
+            del self._staged[file]
         for file in old - set(names):
             file.unlink(missing_ok=True)
         for folder in {file.parent for file in names}:

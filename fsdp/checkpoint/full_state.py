@@ -20,8 +20,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.torch_private.names import EXTRA_STATE
 from fsdp.checkpoint import torch_file
 from fsdp.checkpoint.tensor_reader import as_bytes
+from fsdp.models.hub import check_no_adapter
 from fsdp.models.parameter_names import clean_name
 
 TORCH_FILE = "full-model.pt"
@@ -124,13 +126,17 @@ class FullState(Mapping[str, torch.Tensor]):
 def open_full_state(path: str | Path) -> FullState:
     """Opens a whole model's state dict: safetensors with or without an index, or a file of torch.save."""
     place = Path(path)
+    if not place.is_dir():
+        check_no_adapter(place, "--model.weights", str(path))
     files = _files(place) if place.is_dir() else [place]
     tensors: dict[str, Callable[[], torch.Tensor]] = {}
     for file in files:
         found: Mapping[str, Callable[[], torch.Tensor]] = (
             open_safetensors(file) if file.suffix == ".safetensors" else _open_torch(file)
         )
-        tensors |= {clean_name(name, ddp=True): tensor for name, tensor in found.items()}
+        tensors |= {
+            clean_name(name, ddp=True): tensor for name, tensor in found.items() if not _is_extra_state(name)
+        }
     return FullState(str(path), tensors)
 
 
@@ -150,6 +156,7 @@ def _files(folder: Path) -> list[Path]:
             return files_of_index(newest) if newest.name == INDEX_FILE else [newest]
         if (place / "pytorch_model.bin").exists():
             return [place / "pytorch_model.bin"]
+    check_no_adapter(folder, "--model.weights", str(folder))
     raise ConfigError(
         f"--model.weights {folder} holds no {TORCH_FILE}, {INDEX_FILE} or model.safetensors.",
         f"--checkpoint.resume {folder} if it is a checkpoint, or export one: "
@@ -157,23 +164,25 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
-def files_of_index(index: Path) -> list[Path]:
-    """The safetensors files that an index names, all in its folder."""
+def files_of_index(index: Path, flag: str = "--model.weights") -> list[Path]:
+    """The safetensors files that an index names, all in its folder. `flag` begins the message of an error."""
     try:
         named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         names = sorted({str(name) for name in named})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"--model.weights {index} is no index of safetensors files ({reason}).", "give a whole export"
+            f"{flag} {index} is no index of safetensors files ({reason}).", "give a whole export"
         ) from None
     outside = [name for name in names if Path(name).name != name]
     if outside:
-        raise ConfigError(f"{index} points outside its folder, to {outside[0]}.", "give a whole folder")
+        raise ConfigError(
+            f"{flag} {index} points outside its folder, to {outside[0]}.", "give a whole folder"
+        )
     return [index.with_name(name) for name in names]
 
 
-def open_safetensors(file: Path) -> dict[str, StoredTensor]:
+def open_safetensors(file: Path, flag: str = "--model.weights") -> dict[str, StoredTensor]:
     """The tensors of one file by name, from its header; no data is read."""
     try:
         if file.exists() and not file.is_file():
@@ -189,7 +198,7 @@ def open_safetensors(file: Path) -> dict[str, StoredTensor]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = error if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"--model.weights {file} cannot be read: {reason}.", "give a whole .safetensors file"
+            f"{flag} {file} cannot be read: {reason}.", "give a whole .safetensors file"
         ) from None
 
 
@@ -197,6 +206,8 @@ class StoredTensor:
     """One tensor of a safetensors file: mapped when called, or read by rows."""
 
     def __init__(self, file: Path, base: int, about: Mapping[str, Any], whole: int) -> None:
+        if about["dtype"] not in _TYPES:
+            raise ValueError(f"a tensor of it has the type {about['dtype']}, which is not supported")
         first, last = about["data_offsets"]
         self._file, self._start, self._length = file, base + first, last - first
         self._dtype, self._size = _TYPES[about["dtype"]], tuple(about["shape"])
@@ -258,7 +269,7 @@ def _open_torch(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
             loaded = loaded[key]
     if not isinstance(loaded, Mapping) or not all(
-        isinstance(value, torch.Tensor) for value in loaded.values()
+        isinstance(value, torch.Tensor) or _is_extra_state(name) for name, value in loaded.items()
     ):
         raise ConfigError(
             f"--model.weights {file} holds something else than a state dict.",
@@ -272,6 +283,11 @@ def _open_torch(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
             "on all ranks",
         )
     return {name: partial(_same, tensor) for name, tensor in loaded.items()}
+
+
+def _is_extra_state(name: object) -> bool:
+    """Whether it is what a module's get_extra_state returns, which a run does not keep."""
+    return str(name).rpartition(".")[2] == EXTRA_STATE
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -21,8 +21,10 @@ from fsdp.checkpoint.store import Store
 CHUNK = 8 << 20
 READERS = 8
 """A request to an object store takes some 50 ms, and a checkpoint has a file for each rank."""
-DAMAGE = {errno.EIO, errno.ENOENT, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA}
-"""Errors of a file that is damaged or missing. Others (a time-out, a permission) do not concern the file."""
+DAMAGE = {errno.EIO, errno.ENOENT, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, errno.ENAMETOOLONG}
+"""Errors of a file that is damaged or missing, or whose name no file can have. Others (a time-out, a
+permission) do not concern the file.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class CheckpointListing:
     manifest: Manifest | None = None
     why: str = ""
     detail: str = ""
+    unread: CheckpointError | None = None
+    """Why it is not known whether it is whole."""
 
 
 def examine(store: Store, folder: str) -> Manifest:
@@ -65,9 +69,12 @@ def classify_failure(error: Exception, where: str) -> Broken | CheckpointError:
     bad_file = isinstance(error, OSError) and error.errno in DAMAGE
     if bad_file or isinstance(error, (FileNotFoundError, EOFError, ValueError, KeyError)):
         return Broken("unreadable", f"{type(error).__name__}: {error}")
+    if isinstance(error, PermissionError):
+        return unreadable(where, error)
     return CheckpointError(
         f"{where} cannot be read: {type(error).__name__}: {error}.",
         "start again when the storage answers; nothing was set aside or changed",
+        error_number=error_number(error),
     )
 
 
@@ -85,6 +92,19 @@ def listing_of(store: Store, folder: str) -> CheckpointListing:
         raise failure from None
 
 
+def listing_or_reason(store: Store, folder: str) -> CheckpointListing:
+    """As `listing_of`, where the other checkpoints are of use without this one: it may be another user's, or
+    of a newer version. CheckpointError for a store that does not answer.
+    """
+    try:
+        return listing_of(store, folder)
+    except CheckpointError as error:
+        if error.error_number == errno.ETIMEDOUT:
+            raise
+        name = file_names.parse(folder)
+        return CheckpointListing(folder, name.step if name else -1, unread=error)
+
+
 def finals(store: Store) -> list[str]:
     """Folders with the name of a checkpoint, the newest first."""
     parsed = [
@@ -97,26 +117,25 @@ def finals(store: Store) -> list[str]:
 
 def scan(store: Store) -> list[CheckpointListing]:
     """The checkpoints, the newest first; CheckpointError for a store that cannot be listed."""
-    return list(_each(store))
+    return [listing_or_reason(store, folder) for folder in _finals(store)]
 
 
 def newest_whole(store: Store) -> CheckpointListing | None:
     """The newest whole checkpoint, if there is one. Older ones are not read: a run may keep many."""
-    return next((found for found in _each(store) if found.manifest is not None), None)
+    listings = (listing_of(store, folder) for folder in _finals(store))
+    return next((found for found in listings if found.manifest is not None), None)
 
 
-def _each(store: Store) -> Iterator[CheckpointListing]:
+def _finals(store: Store) -> list[str]:
     try:
-        folders = finals(store)
+        return finals(store)
     except OSError as error:
         raise unreadable(store.where, error) from None
-    for folder in folders:
-        yield listing_of(store, folder)
 
 
 def unreadable(place: str, error: OSError) -> CheckpointError:
     """The error for a store or a folder that cannot be reached or may not be read."""
-    hint = f"ls -ld {shlex.quote(place)} shows who may read it"
+    hint = f"ls -ld {shlex.quote(str(error.filename or place))} shows who may read it"
     if is_url(place):
         hint = "the keys are read from the environment, as the store's own client does"
     if place.startswith(("s3://", "s3a://")):

@@ -243,12 +243,16 @@ def _compare(manifest: Manifest, targets: list[LoadTarget], group: ObjectGroup) 
         owned[nth] = share if target.reads else 0
     held, owned, every = (group.sum_mod_2_64(numbers) for numbers in (held, owned, every))
     for nth, key in enumerate(keys):
-        if key not in manifest.digests:
-            raise Broken("digest", f"the manifest has no digest of {key}")
-        numel, digest = manifest.digests[key]
+        numel, digest = _digest_of(manifest, key)
         times = held[nth] // numel if numel else 1
         if owned[nth] != int(digest, 16) or every[nth] != times * int(digest, 16) % _WORD:
             raise Broken("digest", f"{key} is not what was saved: its digest differs after the load")
+
+
+def _digest_of(manifest: Manifest, key: str) -> tuple[int, str]:
+    if key not in manifest.digests:
+        raise Broken("digest", f"the manifest has no digest of {key}")
+    return manifest.digests[key]
 
 
 def contents_file(manifest: Manifest | None) -> str:
@@ -339,7 +343,7 @@ def whole(source: CheckpointSource, key: str) -> torch.Tensor:
         sums=False,
     )
     if source.manifest is not None:
-        _, digest = source.manifest.digests[key]
+        _, digest = _digest_of(source.manifest, key)
         if pieces.digest(tensor, (0,) * tensor.dim(), tuple(entry.size)) != int(digest, 16):
             raise Broken("digest", f"{key} is not what was saved: its digest differs")
     return tensor

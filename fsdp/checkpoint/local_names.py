@@ -67,7 +67,7 @@ def _name_here(known: LocalName | None, place: str, inode: int) -> str:
 
 def _read(file: Path, where: str) -> LocalName | None:
     """None if there is none, or if it has another form."""
-    if not file.exists():
+    if not file.is_file():
         return None
     data = file.read_bytes()
     if (token := _old_token(data)) is not None:

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from dataclasses import asdict
+from os.path import realpath
 from pathlib import Path
 from typing import Protocol
 
@@ -25,11 +26,13 @@ from fsdp.rundir.lock import (
     FILE,
     RELEASED,
     STALE_S,
+    TWO_RUNS,
     FolderLock,
     Holder,
     is_alive,
     is_later_start,
     is_valid_holder,
+    read_lock_file,
     this_holder,
     this_place,
 )
@@ -50,6 +53,7 @@ class Lock(Protocol):
     @property
     def took_over(self) -> str: ...
     def ousted(self) -> str | None: ...
+    def advice(self) -> str: ...
     def release(self) -> None: ...
 
 
@@ -96,13 +100,16 @@ class ObjectLock:
         """None while this process holds the lock; else the new holder. Read before each seal and pruning."""
         found = self._store.get(FILE)
         if found is None:
-            gone = f"the lock on {self._store.where} is gone: {FILE} was deleted"
+            gone = f"the lock on {self._store.where} is gone: {FILE}, or the whole bucket, was deleted"
             return f"{gone}, and another job may write there"
         now = _holder(found.data)
         if now is not None and now.token == self.holder.token:
             return None
         over = f"{self._store.where} was taken over by {now}"
         return f"{over}: this process was silent too long and must not write there"
+
+    def advice(self) -> str:
+        return TWO_RUNS
 
     def release(self) -> None:
         """Deletes the lock, unless another job has it by now."""
@@ -119,7 +126,7 @@ class ObjectLock:
 
     def _beat(self) -> None:
         ACTIVITIES.leave_out_this_thread()
-        count = 0
+        count = missed = 0
         while not self._over.wait(self._beat_s) and self.lost is None:
             count += 1
             try:
@@ -128,7 +135,13 @@ class ObjectLock:
                     self.lost = self.ousted()
                 self._version = version or self._version
             except OSError as error:
-                log.warning("the lock on %s could not be renewed: %s", self._store.where, error)
+                missed += 1
+                if missed == 1:
+                    log.warning("the lock on %s could not be renewed: %s", self._store.where, error)
+                continue
+            if missed:
+                log.warning("the lock on %s is renewed again, %d beats failed", self._store.where, missed)
+                missed = 0
 
 
 def _write(store: ObjectStore, holder: Holder, count: int, version: str | None) -> str | None:
@@ -206,6 +219,10 @@ class Locks:
     def ousted(self) -> str | None:
         return next((why for one in self._held if (why := one.ousted()) is not None), None)
 
+    def advice(self) -> str:
+        """The hint of an error about the lost one of them."""
+        return next((one.advice() for one in self._held if one.lost is not None), TWO_RUNS)
+
     def before_seal(self) -> str | None:
         """Whether a checkpoint may be sealed now: None, or the new holder."""
         return self.ousted()
@@ -248,7 +265,7 @@ def hold_url(run: ObjectStore, launcher: str, job: str = "") -> Locks:
 
 def _same(store: Store, run_dir: Path | ObjectStore) -> bool:
     if isinstance(run_dir, Path):
-        return isinstance(store, LocalStore) and store.root.resolve() == run_dir.resolve()
+        return isinstance(store, LocalStore) and realpath(store.root) == realpath(run_dir)
     return isinstance(store, ObjectStore) and store.where == run_dir.where
 
 
@@ -258,7 +275,7 @@ def _peek(store: Store) -> bytes | None:
         return found.data if (found := store.get(FILE)) is not None else None
     assert isinstance(store, LocalStore)
     try:
-        return (store.root / FILE).read_bytes()
+        return read_lock_file(store.root / FILE)
     except OSError:
         return None
 

@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdp.base.errors import CheckpointError
-from fsdp.base.object_client import error_code, is_s3, open_url, redacted, retried, without_secrets
+from fsdp.base.object_client import (
+    check_worth_trying,
+    error_code,
+    is_s3,
+    open_url,
+    redacted,
+    retried,
+    without_secrets,
+)
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.checkpoint import file_names
 from fsdp.checkpoint.store import Buffer
@@ -277,6 +285,7 @@ class ObjectStore:
         end.
         """
         path = f"{self._root}/{name}"
+        check_worth_trying(f"deleting {self.path(name)}")
         if self._conditional:
             bucket, key, _ = self._fs.split_path(path)
             try:

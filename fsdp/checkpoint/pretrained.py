@@ -18,12 +18,16 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.text import listed
 from fsdp.checkpoint.full_state import INDEX_FILE, StoredTensor, files_of_index, open_safetensors
 from fsdp.models.hf_names import Conversion, NamePlan
-from fsdp.models.parameter_names import all_names
+from fsdp.models.parameter_names import first_names
 from fsdp.models.source_folder import SourceFolder
 
 log = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
+PACKED = (".qweight", ".weight_packed")
+"""The ends of names of packed weights in folders of GPTQ, AWQ and compressed-tensors."""
+OUTPUT_LAYERS = ("lm_head.weight", "head.weight")
+"""A folder whose model was tied lacks it."""
 
 
 class PretrainedWeights(Mapping[str, Tensor]):
@@ -36,8 +40,9 @@ class PretrainedWeights(Mapping[str, Tensor]):
         self._source, self._seed = source, seed
         self._stored = open_stored(source)
         self._plan = source.plan_names(self._model, {name: one.size for name, one in self._stored.items()})
-        self._first = {name: names[0] for names in all_names(self._model).values() for name in names}
+        self._first = first_names(self._model)
         self._drawn = frozenset(_check(source, self._model, self._plan))
+        _check_dtypes(source, self._model, self._plan, self._stored)
         self._last: tuple[object, dict[str, Tensor]] = (None, {})
         self.nbytes = 0
         """Bytes read so far."""
@@ -121,14 +126,14 @@ class PretrainedWeights(Mapping[str, Tensor]):
 def open_stored(source: SourceFolder) -> dict[str, StoredTensor]:
     """The tensors of the folder's safetensors, in one file or in those of an index."""
     folder = _folder(source)
-    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    single, index, flag = folder / SINGLE_FILE, folder / INDEX_FILE, f"{source.flag}:"
     if single.is_file():
-        return open_safetensors(single)
+        return open_safetensors(single, flag)
     if not index.is_file():
         raise _no_weights(source)
     found: dict[str, StoredTensor] = {}
-    for file in files_of_index(index):
-        found |= open_safetensors(file)
+    for file in files_of_index(index, flag):
+        found |= open_safetensors(file, flag)
     return found
 
 
@@ -156,11 +161,15 @@ def _check(source: SourceFolder, model: Any, plan: NamePlan) -> list[str]:
         name for name in [*plan.missing, *plan.misshapen] if source.new_head and _is_new(name, model, plan)
     ]
     missing = [name for name in plan.missing if name not in drawn]
+    if missing and (packed := next((name for name in plan.unexpected if name.endswith(PACKED)), None)):
+        raise _quantized(source, packed)
     if missing:
         raise ConfigError(
             f"{source.flag}: {source.folder} lacks {listed(missing, 3)} of {source.class_name}"
             + (f"; it has {listed(plan.unexpected, 3)}." if plan.unexpected else "."),
-            source.hints.missing,
+            source.hints.untied
+            if missing[0] in OUTPUT_LAYERS and len(missing) == 1
+            else source.hints.missing,
         )
     tensors = model.state_dict()
     misshapen = [
@@ -174,6 +183,29 @@ def _check(source: SourceFolder, model: Any, plan: NamePlan) -> list[str]:
             source.hints.shape,
         )
     return drawn
+
+
+def _check_dtypes(
+    source: SourceFolder, model: Any, plan: NamePlan, stored: Mapping[str, StoredTensor]
+) -> None:
+    """ConfigError for whole numbers, and for numbers of 8 bits beside their scales: without a
+    quantization_config nothing says how they are multiplied.
+    """
+    tensors = model.state_dict()
+    read = [key for name, keys in plan.plain.items() if tensors[name].is_floating_point() for key in keys]
+    read += [key for one in plan.converted.values() for keys in one.sources.values() for key in keys]
+    scaled = any("scale" in name.rpartition(".")[2] for name in plan.unexpected)
+    for key in read:
+        dtype = stored[key].dtype
+        if not dtype.is_floating_point or (dtype.itemsize == 1 and scaled):
+            raise _quantized(source, f"{key} is {str(dtype).removeprefix('torch.')}")
+
+
+def _quantized(source: SourceFolder, what: str) -> ConfigError:
+    return ConfigError(
+        f"{source.flag}: its weights are quantized ({what}); FSDP trains floating-point ones.",
+        "name a folder with the weights before quantization",
+    )
 
 
 def _is_new(name: str, model: Any, plan: NamePlan) -> bool:

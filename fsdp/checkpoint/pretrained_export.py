@@ -23,6 +23,10 @@ COPIED = (
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
     "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json", "tekken.json",
     "preprocessor_config.json", "processor_config.json", "image_processor_config.json",
+    "video_preprocessor_config.json", "source.spm", "target.spm", "target_vocab.json", "vocab-src.json",
+    "vocab-tgt.json", "spm.model", "spm_char.model", "sentencepiece.model", "normalizer.json", "bpe.codes",
+    "dict.txt", "emoji.json", "entity_vocab.json", "byte_maps.json", "prophetnet.tokenizer",
+    "word_shape.json", "word_pronunciation.json",
 )  # fmt: skip
 """No code and no weights."""
 

@@ -10,8 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fsdp.base.errors import without_hint
 from fsdp.checkpoint import file_names
-from fsdp.checkpoint.inspect import CheckpointListing, finals, listing_of
+from fsdp.checkpoint.inspect import CheckpointListing, finals, listing_or_reason
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
 
@@ -79,8 +80,10 @@ def _whole(
     whole: list[CheckpointListing] = []
     for folder in finals(store):
         if folder not in known or folder in again or len(whole) < section.keep_last:
-            found = listing_of(store, folder)
+            found = listing_or_reason(store, folder)
             known.pop(folder, None)
+            if found.unread is not None:
+                log.warning("%s; it is neither counted nor deleted", without_hint(found.unread).rstrip("."))
             if found.manifest is None:
                 continue
             # not the lists of its files and tensors

@@ -42,6 +42,8 @@ EXPORTS = ("full_model", "full_model_ema")
 MARKERS = ("STOPPED", "DONE", "FAILED")
 """Copied last, and deleted in the store when they are removed here."""
 PART_BYTES = 8 << 20
+MOST_NAME_BYTES = 255
+"""Of a file, on Linux's file systems."""
 _IN_PARTS = re.compile(r"\w+/(model-.*\.safetensors|model\.safetensors\.index\.json)")
 _WEIGHTS = re.compile(_IN_PARTS.pattern + r"|\w+/(model\.safetensors|full-model\.pt)")
 _PART = re.compile(r"(.+)\.part-(\d{4,})")
@@ -244,7 +246,7 @@ def fetch(store: ObjectStore, folder: Path, *, without: Collection[str] = ()) ->
 def _download(store: ObjectStore, parts: Sequence[str], target: Path) -> None:
     """One object, or the parts of a file that grows, under a name of its own until it is whole."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}")
+    aside = target.with_name(f".{secrets.token_hex(8)}")
     try:
         store.download(parts[0], aside)
         for part in parts[1:]:
@@ -258,10 +260,13 @@ def _download(store: ObjectStore, parts: Sequence[str], target: Path) -> None:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether an object's name is one of a file in the folder. A bucket's keys may hold `..`."""
+    """Whether an object's name is one of a file in the folder. A bucket's keys may hold `..`, or a part of
+    1024 bytes.
+    """
     parts = name.split("/")
     hidden = any(part.startswith(".") or not part for part in parts)
-    return not hidden and "\0" not in name and not PurePosixPath(name).is_absolute()
+    too_long = any(len(os.fsencode(part)) > MOST_NAME_BYTES for part in parts)
+    return not hidden and not too_long and "\0" not in name and not PurePosixPath(name).is_absolute()
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:

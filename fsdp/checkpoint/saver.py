@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fsdp.base.errors import CheckpointError, error_number, without_hint
+from fsdp.base.errors import CheckpointError, RefusedError, error_number, without_hint
 from fsdp.base.worker_thread import WorkerThread
 from fsdp.checkpoint import file_names, inspect, manifest, pieces
 from fsdp.checkpoint.manifest import Manifest
@@ -35,6 +35,7 @@ from fsdp.checkpoint.write_plan import (
 )
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.lost_peer import is_lost_peer
+from fsdp.rundir.atomic_write import storage_advice
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +180,8 @@ class Saver:
                 return "", SaveOutcome(step, self._store.path(whole.folder))
             self._store.begin(folder)
         except Exception as error:  # the other ranks wait for it, whatever it is
-            line = f"rank 0 cannot make {self._store.path(folder)}: {one_line(error)}"
+            path = self._store.path(folder)
+            line = f"rank 0 cannot make {path}: {one_line(error).removeprefix(f'{path}: ')}"
             return "", SaveOutcome(step, "", line, ranks=(0,), error_number=error_number(error))
         return folder, None
 
@@ -300,16 +302,14 @@ def one_line(error: BaseException, file: str = "") -> str:
     return f"{error.filename or file}: {number}, {error.strerror}".removeprefix(": ")
 
 
-def repeated(outcome: SaveOutcome) -> CheckpointError:
-    hint = (
-        "free space or repair the folder, then start the same command: "
-        "it resumes from the newest whole checkpoint"
-    )
-    return not_saved(outcome, f"the save of step {outcome.step} failed, as did the one before", hint)
+def repeated(outcome: SaveOutcome, place: str) -> CheckpointError:
+    return not_saved(outcome, f"the save of step {outcome.step} failed, as did the one before", place)
 
 
-def not_saved(outcome: SaveOutcome, what: str, hint: str) -> CheckpointError:
-    """`what`, then why; with the ranks and the error number of the failed save."""
+def not_saved(outcome: SaveOutcome, what: str, place: str) -> CheckpointError:
+    """`what`, then why; with the ranks and the error number of the failed save. `place`: where it writes."""
+    advice = storage_advice(outcome.error_number, place) or "repair what it names"
+    hint = f"{advice}, then start the same command: it resumes from the newest whole checkpoint"
     if outcome.cause is not None and is_lost_peer(outcome.cause):
         # The cause tells the watch that another rank is at fault.
         error = CheckpointError(
@@ -317,7 +317,9 @@ def not_saved(outcome: SaveOutcome, what: str, hint: str) -> CheckpointError:
             "the same command resumes from the newest whole checkpoint",
         )
     else:
-        error = CheckpointError(
+        # The lock alone ends a run without an exception: another start would be refused, or begin anew.
+        kind = RefusedError if outcome.fatal and outcome.cause is None else CheckpointError
+        error = kind(
             f"{what}: {outcome.failure}.", hint, ranks=outcome.ranks, error_number=outcome.error_number
         )
     error.__cause__ = outcome.cause

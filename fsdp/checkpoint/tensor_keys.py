@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from fsdp.base.dtypes import NAMES
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint.snapshot import Piece, model_tensors, parameter_names, piece
 from fsdp.models.parameter_names import clean_name
@@ -91,8 +92,7 @@ def _target(
 def _dtype_hint(tensor: torch.Tensor, saved: torch.dtype, frozen: bool) -> str:
     if frozen and torch.bfloat16 in (tensor.dtype, saved):
         return f"--precision.frozen {'auto' if tensor.dtype == torch.bfloat16 else 'bf16'}"
-    kinds = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16"}
-    return f"--precision.master {kinds.get(saved, str(saved))}"
+    return f"--precision.master {NAMES.get(saved, str(saved))}"
 
 
 def _misfit(where: str, what: str) -> CheckpointError:

@@ -14,11 +14,18 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.object_client import OBJECT_STORES, without_secrets
 from fsdp.base.text import parse_count
 from fsdp.config.checks_memory import MEMORY_CHECKS, refuse_beside
-from fsdp.config.sections import SCHEDULES, Config, DataSection, OptimSection, ProfileSection
+from fsdp.config.sections import (
+    DECAYING,
+    IN_PARTS,
+    OPTIMIZERS,
+    READS,
+    SCHEDULES,
+    Config,
+    DataSection,
+    OptimSection,
+    ProfileSection,
+)
 from fsdp.config.values import exists, profile_steps, reshard_policy, worker_range
-
-OWN_MOMENTUM = {"muon": "muon_momentum", "adamw": "beta1", "adam": "beta1"}
-"""By --optim.name: the field that takes the place of --optim.momentum."""
 
 
 def check(config: Config) -> None:
@@ -66,7 +73,7 @@ def _check_train(config: Config) -> None:
     _check_schedule(config)
     _check_decay(config)
     _check_moments(config)
-    _check_muon(config)
+    _check_own_settings(config)
     if train.steps and config.optim.warmup_steps > train.steps:
         raise ConfigError(
             f"--optim.warmup_steps {config.optim.warmup_steps} is longer than --train.steps {train.steps}.",
@@ -118,7 +125,8 @@ def _check_schedule(config: Config) -> None:
 
 def _check_decay(config: Config) -> None:
     optim = config.optim
-    if optim.name in ("sgd", "adam") and optim.weight_decay not in (0, OptimSection().weight_decay):
+    decays = ":" in optim.name or optim.name in DECAYING
+    if not decays and optim.weight_decay not in (0, OptimSection().weight_decay):
         raise ConfigError(
             f"--optim.weight_decay {optim.weight_decay:g} has no effect under --optim.name {optim.name}.",
             "--optim.name adamw, or --optim.weight_decay 0",
@@ -127,28 +135,37 @@ def _check_decay(config: Config) -> None:
 
 def _check_moments(config: Config) -> None:
     optim, usual = config.optim, OptimSection()
-    for name in ("beta1", "beta2", "eps"):
-        if optim.name == "sgd" and getattr(optim, name) != getattr(usual, name):
+    if ":" in optim.name:
+        return  # its factory says what it accepts
+    read = READS.get(optim.name, ())
+    for name in ("beta1", "beta2", "eps", "momentum"):
+        if name not in read and getattr(optim, name) != getattr(usual, name):
             raise ConfigError(
-                f"--optim.{name} {getattr(optim, name):g} has no effect under --optim.name sgd.",
-                "--optim.name adamw, or leave it out",
+                f"--optim.{name} {getattr(optim, name):g} has no effect under --optim.name {optim.name}.",
+                "--optim.name adamw, or leave it out" if name != "momentum" else _own_momentum(optim),
             )
 
 
-def _check_muon(config: Config) -> None:
+def _own_momentum(optim: OptimSection) -> str:
+    """The hint that names what takes the place of --optim.momentum, SGD's."""
+    own = f"{optim.name}_momentum"
+    if not hasattr(optim, own):
+        if "beta1" not in READS.get(optim.name, ()):
+            return "--optim.name sgd, or leave it out"
+        own = "beta1"
+    return f"leave it out, and give --optim.{own} {optim.momentum:g}"
+
+
+def _check_own_settings(config: Config) -> None:
     optim, usual = config.optim, OptimSection()
     for field in dataclasses.fields(OptimSection):
         value = getattr(optim, field.name)
-        if field.name.startswith("muon_") and optim.name != "muon" and value != getattr(usual, field.name):
+        owner = field.name.partition("_")[0]
+        if owner in OPTIMIZERS and optim.name != owner and value != getattr(usual, field.name):
             raise ConfigError(
                 f"--optim.{field.name} {value} has no effect under --optim.name {optim.name}.",
-                "--optim.name muon",
+                f"--optim.name {owner}",
             )
-    if optim.momentum != usual.momentum and (own := OWN_MOMENTUM.get(optim.name)):
-        raise ConfigError(
-            f"--optim.momentum {optim.momentum:g} has no effect under --optim.name {optim.name}.",
-            f"leave it out, and give --optim.{own} {optim.momentum:g}",
-        )
 
 
 def _check_mesh(config: Config) -> None:
@@ -195,7 +212,7 @@ def _check_unsharded(config: Config) -> None:
         ("mesh.strategy", mesh.strategy, mesh.strategy == "ddp"),
         ("memory.cpu_offload", "true", memory.cpu_offload),
         ("memory.nvme", memory.nvme, memory.nvme != "off"),
-        ("optim.name", optim.name, optim.name == "muon"),
+        ("optim.name", optim.name, ":" not in optim.name and optim.name not in IN_PARTS),
     )
     refuse_beside(f"mesh.unsharded {mesh.unsharded}", others, "leave out --mesh.unsharded")
 
@@ -331,6 +348,11 @@ def _check_ray(config: Config) -> None:
             raise ConfigError(
                 f"--ray.env {name}: not a name of an environment variable.", "--ray.env NAME=VALUE"
             )
+    threads = config.ray.env.get("OMP_NUM_THREADS", "1")
+    if not re.fullmatch(r"0*[1-9]\d*(,\d+)*", threads, re.ASCII):
+        raise ConfigError(
+            f"--ray.env OMP_NUM_THREADS={threads} is not a number of threads.", "--ray.env OMP_NUM_THREADS=4"
+        )
     gpus = config.ray.gpus_per_worker
     if gpus != "auto" and not gpus.replace(".", "", 1).isdigit():
         raise ConfigError(

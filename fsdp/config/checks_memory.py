@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from fsdp.base.errors import ConfigError
-from fsdp.config.sections import Config, DataSection, LoraSection
+from fsdp.config.sections import ADAMS, FUSED, IN_PARTS, Config, DataSection, LoraSection
 
 
 def check_memory(config: Config) -> None:
@@ -99,7 +99,7 @@ def _check_optimizer_offload(config: Config) -> None:
     others = (
         ("memory.cpu_offload", "true", memory.cpu_offload),
         ("memory.nvme", memory.nvme, memory.nvme != "off"),
-        ("optim.name", optim.name, optim.name not in ("adamw", "adam", "sgd")),
+        ("optim.name", optim.name, optim.name not in IN_PARTS),
         ("optim.state", optim.state, optim.state == "8bit"),
         ("optim.ema", f"{optim.ema:g}", bool(optim.ema)),
     )
@@ -176,13 +176,9 @@ def check_optimizer(config: Config) -> None:
     is not elementwise: it cannot go part by part.
     """
     optim, memory = config.optim, config.memory
-    custom = ":" in optim.name
-    if not custom and optim.name != "muon":
-        return
     others = (
-        ("memory.nvme", memory.nvme, memory.nvme != "off"),
-        ("optim.state", optim.state, optim.state != "master"),
-        ("optim.fused", optim.fused, custom and optim.fused != "auto"),
+        ("memory.nvme", memory.nvme, memory.nvme != "off" and optim.name not in IN_PARTS),
+        ("optim.fused", optim.fused, optim.fused != "auto" and optim.name not in FUSED),
     )
     refuse_beside(f"optim.name {optim.name}", others, "--optim.name adamw")
 
@@ -192,7 +188,7 @@ def check_states(config: Config) -> None:
     if optim.state == "master":
         return
     others = (
-        ("optim.name", "sgd", optim.name == "sgd"),
+        ("optim.name", optim.name, optim.name not in ADAMS),
         ("optim.fused", "true", optim.fused == "true"),
         ("precision.master", "fp64", config.precision.master == "fp64"),
         ("memory.nvme", config.memory.nvme, optim.state == "8bit" and config.memory.nvme != "off"),
@@ -242,7 +238,7 @@ def check_masters(config: Config) -> None:
     if precision.master != "bf16":
         return
     others = (
-        ("optim.name", optim.name, optim.name not in ("adamw", "adam")),
+        ("optim.name", optim.name, optim.name not in ADAMS),
         ("optim.fused", "true", optim.fused == "true"),
         ("optim.ema", optim.ema, bool(optim.ema)),
         ("precision.param", "fp16", precision.param == "fp16"),

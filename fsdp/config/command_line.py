@@ -15,6 +15,7 @@ code 2. Not here: the flags of a run (reading.py).
 from __future__ import annotations
 
 import argparse
+import errno
 import functools
 import math
 import sys
@@ -23,26 +24,40 @@ from typing import Any, NoReturn, TypeVar
 
 from fsdp.base.commands import as_typed
 from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.base.streams import flush_output, is_of_output, prepare_streams
 from fsdp.base.text import nearest
 from fsdp.config.fields import FIELDS
+from fsdp.config.help import help_asked
 
-RUN_FLAGS = "Flags of train.py are accepted too: python train.py --help lists them."
+RUN_FLAGS = "Flags of train.py are accepted too: --help-all lists them."
 
 
 Words = TypeVar("Words", bound=Sequence[str])
 
 
 def prints_errors(module: str) -> Callable[[Callable[[Words], int]], Callable[[Words], int]]:
-    """Decorator of a tool's main: prints an error in one line and returns its exit code."""
+    """Decorator of a tool's main: prints an error in one line and returns its exit code.
+
+    A full stdout is one of them; a reader that has ended (`| head`) ends the tool without a word.
+    """
 
     def decorate(main: Callable[[Words], int]) -> Callable[[Words], int]:
         @functools.wraps(main)
         def run(argv: Words) -> int:
             try:
-                return main(argv)
+                code = main(argv)
+                sys.stdout.flush()
             except ShardrunError as error:
                 print(f"{module}: {error}", file=sys.stderr)
                 return error.exit_code
+            except OSError as error:
+                if not is_of_output(error):
+                    raise
+                flush_output()
+                if error.errno == errno.ENOSPC:
+                    print(f"{module}: its output cannot be written: {error.strerror}", file=sys.stderr)
+                return 1
+            return code
 
         return run
 
@@ -54,6 +69,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, module: str, doc: str | None, *, epilog: str = "", unknown_hint: str = "") -> None:
         """`unknown_hint` replaces the hint for an unknown flag; {} stands for the flag."""
+        prepare_streams()
         self.flags: dict[str, argparse.Action] = {}
         self._unknown_hint = unknown_hint
         self._section = module.rpartition(".")[2]
@@ -82,6 +98,9 @@ class CommandParser(argparse.ArgumentParser):
         self, argv: Sequence[str], sections: Sequence[str] = ()
     ) -> tuple[argparse.Namespace, list[str]]:
         """The tool's own flags, and train.py's as typed: of `sections` only, if any are given."""
+        if "--help-all" in argv and not sections:
+            print(as_typed(help_asked(argv[argv.index("--help-all") :], self.format_help()) or ""))
+            self.exit()
         own: list[str] = []
         flags: list[str] = []
         words = [word for word in argv if word != "--"]

@@ -61,6 +61,8 @@ def read_recipe(path: str) -> dict[str, Any]:
         tree = tomllib.loads(_read(path).decode("utf-8-sig"))
     except OSError as error:
         hint = "ls recipes/ lists the recipes that ship"
+        if isinstance(error, PermissionError):
+            hint = f"ls -l {shlex.quote(path)} shows who may read it"
         if is_url(path):
             hint = "--config RUN/config.toml, with the --run.dir of a run that has started"
         raise ConfigError(f"--config {path} cannot be read ({error.strerror}).", hint) from None

@@ -414,6 +414,27 @@ class PrecisionSection:
 
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
+DECAYING = ("adamw", "muon")
+ADAMS = ("adamw", "adam")
+"""Those whose moments may be stored in bf16 or 8 bits, and whose update rounds bf16 masters."""
+IN_PARTS = (*ADAMS, "sgd")
+"""Those whose update goes part by part, as states in files and on the host need it."""
+FUSED = (*ADAMS, "sgd", "muon")
+"""Those that have a kernel which --optim.fused selects."""
+READS = {
+    "adamw": ("beta1", "beta2", "eps"),
+    "adam": ("beta1", "beta2", "eps"),
+    "sgd": ("momentum",),
+    "muon": ("beta1", "beta2", "eps"),
+}
+"""Which of the settings that optimizers share it reads; those that it does not read are refused."""
+MOMENTS = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    "muon": ("exp_avg", "exp_avg_sq"),
+}
+"""Its states of their parameter's size, as they are named in `state`; of Muon those of AdamW's parameters."""
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 
@@ -423,7 +444,7 @@ class OptimSection:
 
     name: str = knob(
         "adamw",
-        "adamw, adam, sgd, muon or package.module:factory",
+        f"{', '.join(OPTIMIZERS)} or package.module:factory",
         "muon updates the matrices inside repeated blocks; AdamW updates the other parameters. "
         "factory(named_parameters, *, lr, betas, weight_decay) returns a torch.optim.Optimizer.",
         common=True,
@@ -797,7 +818,7 @@ resume a run.
 @dataclass(frozen=True, kw_only=True)
 class Config:
     backend: Literal["torchrun", "ray"] = knob(
-        "torchrun", "torchrun (also Slurm, or one process), or ray", common=True
+        "torchrun", "torchrun (also a job script, srun, or one process), or ray", common=True
     )
     run: RunSection = RunSection()
     train: TrainSection = TrainSection()

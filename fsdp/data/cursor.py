@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -100,39 +99,68 @@ class EpochWalk:
 
 
 class Cursor:
-    """The samples of optimizer step 0, 1, 2 …: every sample once per epoch; its last batch is shorter."""
+    """The samples of optimizer step 0, 1, 2 …: every sample once per epoch; its last batch is shorter.
 
-    def __init__(self, *, seed: int, samples: int, global_batch: int) -> None:
+    A run that changed its global batch counts from the step of that start, and the samples trained on before.
+    """
+
+    def __init__(self, *, seed: int, samples: int, global_batch: int, step: int = 0, drawn: int = 0) -> None:
+        """`drawn`: samples of the steps before `step`, the first that this cursor gives."""
         if samples < 1:
             raise ConfigError("the data has no sample to train on.", "look into --data.dir")
         self.seed, self.samples, self.global_batch = seed, samples, global_batch
         self.steps_per_epoch = -(-samples // global_batch)
         self._walk = EpochWalk(samples, (seed,))
+        self._step = step
+        self._epoch, self._first = divmod(drawn, samples)
+        self._rest = -(-(samples - self._first) // global_batch) if self._first else 0
+        """Steps that complete the epoch in which it begins."""
 
     @property
     def end(self) -> int | None:
         """The step at which the data are complete; None for data that may be walked any number of times."""
         return None
 
+    def steps_of(self, epochs: int) -> int:
+        """The step at which so many epochs are complete; one before the first if they were already."""
+        begun = self._epoch + (self._rest > 0)
+        return max(1, self._step + self._rest + (epochs - begun) * self.steps_per_epoch)
+
     def epoch(self, step: int) -> Fraction:
         """Epochs complete after `step` steps: an epoch's samples seen, over all its samples."""
-        whole, place = divmod(step, self.steps_per_epoch)
-        return whole + Fraction(min(place * self.global_batch, self.samples), self.samples)
+        epoch, first = self._place(step)
+        return epoch + Fraction(first, self.samples)
 
     def saved(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps: nothing, since (seed, step, global batch) is the position."""
+        """What a checkpoint keeps: nothing, since it has the step and the number of samples trained on."""
         return {}
 
-    def resumed(self, saved: Mapping[str, Any], step: int) -> Cursor:
-        """The cursor of a run that resumes at `step`."""
-        return self
+    def resumed(self, step: int, drawn: int) -> Cursor:
+        """The cursor of a run that resumes at `step`, after `drawn` samples: the next one comes first, also
+        where another global batch drew those before.
+        """
+        if self._place(step) == divmod(drawn, self.samples):
+            return self
+        return Cursor(
+            seed=self.seed, samples=self.samples, global_batch=self.global_batch, step=step, drawn=drawn
+        )
 
     def note(self) -> str:
         """One line for the log of a resumed run, or ""."""
-        return ""
+        if not self._step:
+            return ""
+        done = self._epoch + self._first / self.samples
+        return f"the data continue at epoch {done:.2f}, with the sample after those that were trained on"
 
     def indices(self, step: int) -> np.ndarray:
         """Returns 1 … global_batch sample indices, int64, in the order in which ranks slice them."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        first = place * self.global_batch
+        epoch, first = self._place(step)
         return self._walk.within(epoch, first, min(first + self.global_batch, self.samples))
+
+    def _place(self, step: int) -> tuple[int, int]:
+        """The epoch of a step, and the position of its first sample in the epoch's order."""
+        place = step - self._step
+        if place < self._rest:
+            return self._epoch, self._first + place * self.global_batch
+        epochs, place = divmod(place - self._rest, self.steps_per_epoch)
+        return self._epoch + (self._rest > 0) + epochs, place * self.global_batch

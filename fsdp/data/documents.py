@@ -33,10 +33,10 @@ from fsdp.models.packed_check import PACKED
 from fsdp.tokenize.cache import digest, made_once
 from fsdp.tokenize.child import key_of, tokenize_in_child
 from fsdp.tokenize.documents import DocumentOptions, Loss, template_text
+from fsdp.tokenize.locate import notes_on
 from fsdp.tokenize.shard_files import read_index
 from fsdp.tokenize.shard_plan import TokenizeJob
 from fsdp.tokenize.shards import MANIFEST
-from fsdp.tokenize.sources import left_out
 from fsdp.tokenize.tokenizer import BYTES, digest_of_tokenizer
 
 log = logging.getLogger(__name__)
@@ -132,8 +132,8 @@ def _tokenized(job: TokenizeJob) -> Path:
 
     def make(aside: Path) -> None:
         log.info("documents: tokenizing %s into %s, once", job.source, aside.parent)
-        if others := left_out(job.source):
-            log.warning("documents: %s", others)
+        for line in notes_on(job.source):
+            log.warning("documents: %s", line)
         tokenize_in_child(job, aside)
 
     return made_once("tokens", key_of(job), make)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,15 +21,19 @@ import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.text import listed
 from fsdp.data import image_index
 from fsdp.data.arguments import Where, check_range
 from fsdp.data.image_index import Listed, Visit
 from fsdp.data.images import every_tenth, prepare
 from fsdp.data.types import DataInfo, DataSet
 from fsdp.tokenize.file_names import shell_word, shown
+from fsdp.tokenize.split_names import are_splits, is_other, is_train, validation_of
 
 log = logging.getLogger(__name__)
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+OTHER_PICTURES = (".gif", ".heic", ".heif", ".avif", ".jfif", ".jpe", ".jp2", ".jxl", ".tga", ".svg")
+"""Left out, as by torchvision's ImageFolder, with a warning."""
 MANY = 20_000
 """Images from which on their list is an index in the cache."""
 Part = tuple[Sequence[str], np.ndarray]
@@ -51,7 +57,10 @@ def build(
     if val_root is not None and val_root.is_dir():
         _check_same_classes(val_root, classes)
     else:
+        if val_root is not None:
+            _warn_of_splits(root)
         val_root = None
+    _check_classes(train_root, classes)
     if len(classes) == 1:
         log.warning(
             "folder: %s has one class, %s: the cross entropy of each image is 0. HINT: a folder per class "
@@ -111,8 +120,50 @@ def _classes(root: Path) -> list[str]:
     return classes
 
 
+def _check_classes(root: Path, classes: list[str]) -> None:
+    if are_splits(classes):
+        moves = [
+            f"mv {shell_word(root / name)} {shell_word(root / ('train' if is_train(name) else 'val'))}"
+            for name in (next(filter(is_train, classes)), validation_of(filter(is_other, classes)))
+        ]
+        raise ConfigError(
+            f"the folders of {root} are {', '.join(classes)}: splits, not classes.", "; ".join(moves)
+        )
+    by_text: dict[str, str] = {}
+    for name in classes:
+        other = by_text.setdefault(unicodedata.normalize("NFC", name), name)
+        if other is not name:
+            log.warning(
+                "folder: %s has two classes of one name, %a and %a, in two forms of Unicode. HINT: move the "
+                "images of one into the other",
+                root,
+                other,
+                name,
+            )
+
+
+def _warn_of_splits(root: Path) -> None:
+    """train has no val beside it, and the folder of another split is not read."""
+    others = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and is_other(entry.name))
+    if others:
+        log.warning(
+            "folder: %s has no val: a tenth of train is held out, and %s is not read. HINT: ln -s %s %s "
+            "reads it as held-out images",
+            root,
+            " and ".join(others),
+            shell_word(validation_of(others)),
+            shell_word(root / "val"),
+        )
+
+
 def _check_same_classes(root: Path, classes: list[str]) -> None:
     if unknown := [name for name in _classes(root) if name not in classes]:
+        text = unicodedata.normalize("NFC", unknown[0])
+        if same := next((name for name in classes if unicodedata.normalize("NFC", name) == text), ""):
+            raise ConfigError(
+                f"{root} has class {unknown[0]!a}, which train has as {same!a}, in another form of Unicode.",
+                f"mv {shell_word(root / unknown[0])} {shell_word(root / same)}",
+            )
         raise ConfigError(
             f"{root} has class {unknown[0]}, which train does not have.",
             f"add {unknown[0]} to train, or remove it",
@@ -187,7 +238,10 @@ def _indexed(root: Path, val_root: Path | None, classes: list[str]) -> Found:
     def parts(visit: Visit) -> dict[str, Iterable[Listed]]:
         if val_root is not None:
             return {"train": _find(root, classes, visit), "held": _find(val_root, classes, visit)}
-        return {name: _tenths(_find(root, classes, visit), held=name == "held") for name in ("train", "held")}
+        return {
+            "train": _tenths(_find(root, classes, visit), held=False),
+            "held": _tenths(_find(root, classes, visit, warns=False), held=True),
+        }
 
     found = image_index.indexed(base, folders, parts)
     train, held = found["train"], found["held"]
@@ -200,10 +254,13 @@ def _tenths(listed: Iterable[Listed], *, held: bool) -> Iterator[Listed]:
         yield from (one for n, one in enumerate(of_class) if (n % 10 == 4) == held)
 
 
-def _find(root: Path, classes: list[str], visit: Visit | None = None) -> Iterator[Listed]:
+def _find(
+    root: Path, classes: list[str], visit: Visit | None = None, *, warns: bool = True
+) -> Iterator[Listed]:
+    others: Counter[str] = Counter()
     for label, name in enumerate(classes):
         empty = True
-        for path in _pictures(str(root / name), visit):
+        for path in _pictures(str(root / name), others, visit):
             empty = False
             yield path, label
         if empty and (root / name).is_dir():
@@ -211,9 +268,17 @@ def _find(root: Path, classes: list[str], visit: Visit | None = None) -> Iterato
                 f"{root / name} has no image in it ({', '.join(SUFFIXES)}).",
                 f"mv {shell_word(root / name)} {shell_word(root / f'.{name}')}: hidden folders are left out",
             )
+    if others and warns:
+        log.warning(
+            "folder: %s files below %s are left out. HINT: save them as .png; %s are read",
+            listed([f"{count:,} {suffix}" for suffix, count in sorted(others.items())]),
+            shown(root),
+            ", ".join(SUFFIXES),
+        )
 
 
-def _pictures(folder: str, visit: Visit | None = None) -> Iterator[str]:
+def _pictures(folder: str, others: Counter[str], visit: Visit | None = None) -> Iterator[str]:
+    """The paths of the images; `others` counts those of formats that are not read."""
     for current, names, files in os.walk(folder, followlinks=True):
         if visit is not None:
             visit(current)
@@ -221,6 +286,8 @@ def _pictures(folder: str, visit: Visit | None = None) -> Iterator[str]:
         for name in names:
             _check_no_loop(current, name)
         yield from (f"{current}/{name}" for name in sorted(files) if _is_picture(name))
+        visible = (name.lower() for name in files if not name.startswith("."))
+        others.update(suffix for name in visible if (suffix := Path(name).suffix) in OTHER_PICTURES)
 
 
 class ImageFiles:

@@ -85,7 +85,20 @@ def upright(image: Image) -> Image:
     # 16 bits are I;16, and I in a PGM or PPM file. convert() would clip each value at 255.
     if turned.mode.startswith("I;16") or (turned.mode == "I" and image.format == "PPM"):
         return Pillow.fromarray((np.asarray(turned) >> 8).astype(np.uint8))
+    if turned.mode in ("I", "F"):
+        _check_range(turned)
     return turned
+
+
+def _check_range(image: Image) -> None:
+    """Raises ValueError for pixels of 32 bits beyond 0 to 255: nothing states which value is white."""
+    found: Any = image.getextrema()
+    low, high = found
+    if not (low >= 0 and high <= 255) or (image.mode == "F" and 0 < high <= 1):
+        raise ValueError(
+            f"its pixels have 32 bits and are from {low:g} to {high:g}, not from 0 to 255: save it with 8 or "
+            "16 bits"
+        )
 
 
 def to_picture(inputs: np.ndarray, preprocess: Mapping[str, Any]) -> np.ndarray:

@@ -52,7 +52,11 @@ def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = 
     if ":" in name:
         return importlib.import_module("fsdp.data.custom").build(name, where, section.args)
     build = importlib.import_module(f"fsdp.data.{name}").build
-    dataset: DataSet = build(where, **check_args(build, section.args, f"--data.name {section.name}"))
+    args = check_args(build, section.args, f"--data.name {section.name}")
+    try:
+        dataset: DataSet = build(where, **args)
+    except OSError as error:
+        raise unreadable(error, where.dir or name) from None
     return dataset
 
 
@@ -147,7 +151,8 @@ def _reader_of(path: Path, with_tokenizer: bool) -> str:
     names = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
     if any(name.endswith((".bin", ".npy")) and not name.startswith(".") for name in names):
         return "tokens"
-    holds_rows = _mostly_rows(names if path.is_file() else _first_names(path))
+    firsts = names if path.is_file() else _first_names(path)
+    holds_rows = _mostly_rows(firsts) and not _are_about_pictures(path, firsts)
     if not holds_rows and any((path / name).is_file() for name in SAVED):
         raise ConfigError(
             f"--data.name {shown(path)} is a folder of save_to_disk.",
@@ -169,6 +174,15 @@ def _mostly_rows(names: list[str]) -> bool:
     data = [name for name in names if name not in SETTINGS and not name.upper().startswith(ABOUT)]
     marks = sum(name.startswith("_") and not ends_with(name, ROWS) for name in data)  # Spark's _SUCCESS
     return 2 * sum(ends_with(name, ROWS) for name in data) > len(data) - marks
+
+
+def _are_about_pictures(root: Path, names: list[str]) -> bool:
+    """Whether the rows, as labels.json, are fewer than the folders beside them, which hold pictures."""
+    if not root.is_dir():
+        return False
+    with os.scandir(root) as entries:  # they know their kind: no request for each of 10,000 files
+        folders = sum(entry.is_dir() and not entry.name.startswith(".") for entry in entries)
+    return sum(ends_with(name, ROWS) for name in names) < folders and _mostly_pictures(root)
 
 
 def _mostly_pictures(root: Path) -> bool:

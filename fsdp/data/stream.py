@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from fsdp.base.errors import ConfigError, OneRankError, ShardrunError, one_line
 
@@ -25,9 +25,11 @@ PAGE = "docs/data.md#streams"
 
 def is_stream(made: Any) -> bool:
     """Whether a factory's object has no length, but items in order or shards of them. An IterableDataset of
-    torch may have a length, but has no items by index.
+    torch may have a length; one that has items by index too, as the StreamingDataset of MosaicML and of
+    LitData, is read by them.
     """
-    ordered = isinstance(made, IterableDataset) or not hasattr(made, "__len__")
+    only_in_order = isinstance(made, IterableDataset) and type(made).__getitem__ is Dataset.__getitem__
+    ordered = only_in_order or not hasattr(made, "__len__")
     return ordered and (hasattr(made, "__iter__") or hasattr(made, "shards"))
 
 

@@ -27,7 +27,8 @@ from fsdp.data.token_index import MANY, PARTS, TokenFile, TokenFiles, ends_of, i
 from fsdp.data.token_reader import TokenReader
 from fsdp.data.token_width import LOOKED_AT, Dtype, Stated, dtype_of, ends, fits_as, stated, wider
 from fsdp.data.types import DataInfo, DataSet
-from fsdp.tokenize.file_names import broken_link
+from fsdp.tokenize.file_names import broken_link, shell_word, shown
+from fsdp.tokenize.split_names import is_other
 
 log = logging.getLogger(__name__)
 OPEN_AT_ONCE = 128  # each open file holds a descriptor, and 1024 is a common limit
@@ -41,7 +42,9 @@ Made = TypeVar("Made")
 
 def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: float = 0.01) -> DataSet:
     check_range("heldout", heldout, 0, 0.5)
-    train_files, val_files, vocab_size, fingerprint = _files(_paths(where), where, dtype, vocab_size)
+    paths = _paths(where)
+    _warn_of_splits([path for path in paths if not _held_out(path, where)], where)
+    train_files, val_files, vocab_size, fingerprint = _files(paths, where, dtype, vocab_size)
     row, val = TokenRow(train_files, vocab_size), TokenRow(val_files, vocab_size)
     if not len(row):
         raise ConfigError(
@@ -66,7 +69,9 @@ def _files(
     """
 
     def parts(files: list[TokenFile]) -> dict[str, list[TokenFile]]:
-        return {name: [one for one in files if _held_out(one, where) == (name == "val")] for name in PARTS}
+        return {
+            name: [one for one in files if _held_out(one.path, where) == (name == "val")] for name in PARTS
+        }
 
     if len(paths) < MANY:
         files, vocab_size = _examined(paths, where, dtype, vocab_size)
@@ -136,8 +141,22 @@ def _threaded(call: Callable[[One], Made], items: Sequence[One]) -> list[Made]:
         return list(pool.map(call, items))
 
 
-def _held_out(file: TokenFile, where: Where) -> bool:
-    return file.path.name.startswith("val") and file.path != Path(where.dir)
+def _held_out(path: Path, where: Where) -> bool:
+    return path.name.startswith("val") and path != Path(where.dir)
+
+
+def _warn_of_splits(trained: list[Path], where: Where) -> None:
+    others = [path for path in trained if is_other(path.name)]
+    if others and len(others) < len(trained):
+        log.warning(
+            "tokens: %d files of %s named after another split are trained on, as %s. HINT: mv %s %s: hidden "
+            "files are left out",
+            len(others),
+            where,
+            shown(others[0]),
+            shell_word(others[0]),
+            shell_word(others[0].with_name(f".{others[0].name}")),
+        )
 
 
 def _windows(row: TokenRow, val: TokenRow, where: Where, heldout: float) -> tuple[Windows, Windows]:
@@ -174,13 +193,15 @@ def _paths(where: Where) -> list[Path]:
         return [root]
     if not root.is_dir():
         raise ConfigError(f"{where} is neither a folder nor a .bin or .npy file.", hint)
+    paths = []
     with os.scandir(root) as entries:
-        found = [one for one in entries if one.name.endswith(SUFFIXES) and not one.name.startswith(".")]
-    paths = sorted(Path(one.path) for one in found if not one.is_dir())
-    for one in found:
-        if one.is_symlink() and not Path(one.path).exists():
-            raise broken_link(Path(one.path))
-    return paths
+        for one in entries:
+            if one.name.endswith(SUFFIXES) and not one.name.startswith("."):
+                if one.is_symlink() and not Path(one.path).exists():
+                    raise broken_link(Path(one.path))
+                if not one.is_dir():
+                    paths.append(Path(one.path))
+    return sorted(paths)
 
 
 def _raw(path: Path, said: Stated, given: Dtype, vocab_size: int) -> TokenFile:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -40,6 +42,13 @@ class DataInfo:
     default_epochs: int = 0
     default_steps: int = 0
     preprocess: Args = field(default_factory=dict)
+
+    @property
+    def classes(self) -> str:
+        """A digest of the names of the classes in the order of the model's outputs; empty without names."""
+        if not self.class_names:
+            return ""
+        return hashlib.sha256(json.dumps(self.class_names).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

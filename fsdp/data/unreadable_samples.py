@@ -1,15 +1,17 @@
 """--data.skip_unreadable N: samples that cannot be read are replaced, up to N different ones of a run.
 
-The replacement is the next readable sample in the data's order (index + 1, + 2 …, wrapping around). It
-depends on the data only: any number of ranks, and a resumed run, train on the same samples. Each unreadable
-sample is a line in RUN/unreadable/, and the bound counts those of all ranks and all starts. A batch that
-fails although each of its samples can be read stops the run. Not here: how a batch is split (loader.py).
+The replacement is the next readable sample in the data's order (index + 1, + 2 …, wrapping around), in a
+mixture that of the same source. It depends on the data only: any number of ranks, and a resumed run, train on
+the same samples. Each unreadable sample is a line in RUN/unreadable/, and the bound counts those of all ranks
+and all starts. A batch that fails although each of its samples can be read stops the run. Not here: how a
+batch is split (loader.py).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,8 +45,15 @@ def maybe_skipping(data: DataSet, allowed: int, run: Path, rank: int) -> DataSet
     if not allowed:
         return data
     record = Unreadable(run / FOLDER, rank, allowed)
-    heldout = None if data.heldout is None else ReadableSamples(data.heldout, "held-out sample", record)
-    return replace(data, train=ReadableSamples(data.train, "sample", record), heldout=heldout)
+    train_ends, heldout_ends = (
+        (data.sources.train_ends, data.sources.heldout_ends) if data.sources else ((), ())
+    )
+    train = ReadableSamples(data.train, "sample", record, train_ends)
+    if data.heldout is None:
+        return replace(data, train=train)
+    return replace(
+        data, train=train, heldout=ReadableSamples(data.heldout, "held-out sample", record, heldout_ends)
+    )
 
 
 class Unreadable:
@@ -90,8 +99,12 @@ class Unreadable:
 class ReadableSamples:
     """Samples, each unreadable one replaced by the next that can be read."""
 
-    def __init__(self, samples: Samples, kind: str, record: Unreadable) -> None:
+    def __init__(
+        self, samples: Samples, kind: str, record: Unreadable, ends: Sequence[int] | np.ndarray
+    ) -> None:
+        """`ends` are those of a mixture's sources; none for one data set."""
         self._samples, self._kind, self._record = samples, kind, record
+        self._ends = np.array([*ends] or [len(samples)], np.int64)
         self._stand_ins: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -116,13 +129,15 @@ class ReadableSamples:
 
     def _readable_from(self, index: int) -> int:
         """Returns `index`, or the first readable one after it."""
-        count, missed = len(self), []
+        place, missed = int(np.searchsorted(self._ends, index, side="right")), []
+        start, end = int(self._ends[place - 1]) if place else 0, int(self._ends[place])
         while (error := self._error_of(index)) is not None:
             self._record.add(self._kind, index, error)
             missed.append(index)
-            if len(missed) == count:
-                raise OneRankError(f"none of {count} {self._kind}s can be read: {error}.")
-            following = (index + 1) % count
+            if len(missed) == end - start:
+                these = f"{self._kind}s" if end - start == len(self) else f"{self._kind}s of a source"
+                raise OneRankError(f"none of {end - start} {these} can be read: {error}.")
+            following = index + 1 if index + 1 < end else start
             index = self._stand_ins.get(following, following)
         self._stand_ins.update(dict.fromkeys(missed, index))
         return index

@@ -51,7 +51,7 @@ class DistEnv:
     @property
     def job(self) -> str:
         """The scheduler's name for this start, or empty. A requeued job keeps its number."""
-        return slurm_start()
+        return job_start()
 
     def __str__(self) -> str:
         return (
@@ -115,6 +115,8 @@ def started_by(environ: Mapping[str, str] = os.environ) -> str:
     # mpirun starts its daemons by srun, one task a node: their ranks inherit the daemon's variables
     if (ranks := int(_mpi_size(environ))) > 1 and ranks != tasks:
         return "mpirun"
+    if is_task and _integer(environ, "SLURM_PROCID") >= tasks:
+        return "srun"  # whose other variables a container has not received: refused
     return "srun" if tasks > 1 else ""
 
 
@@ -162,8 +164,17 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
         return int(text)
     except ValueError:
         raise LaunchError(
-            f"{name} is {text!r} and not a number.", "start with torchrun, srun, or neither and no RANK set"
+            f"{name} is {text!r} and not a number." if name in environ else f"{name} is not set.",
+            _hint_for(name),
         ) from None
+
+
+def _hint_for(name: str) -> str:
+    if name.startswith("SLURM_"):
+        return "docker run --env-file <(env | grep ^SLURM_) gives a container all of Slurm's variables"
+    if name.startswith("MASTER_"):
+        return f"export {name} in each process, or start with torchrun"
+    return "start with torchrun, srun, or neither and no RANK set"
 
 
 def _place(
@@ -173,9 +184,10 @@ def _place(
     place = _integer(environ, rank, default and default[0]), _integer(environ, size, default and default[1])
     if not 0 <= place[0] < place[1]:
         unset = "" if size in environ else " as it is not set"
+        export = f"export {rank} and {size}, or start with torchrun, which sets them"
         raise LaunchError(
             f"{rank} is {place[0]}, and {size} is {place[1]}{unset}: ranks count from 0 to one below it.",
-            f"export {rank} and {size}, or start with torchrun, which sets them",
+            _hint_for(rank) if rank.startswith("SLURM_") else export,
             scope="rank",
         )
     return place
@@ -208,8 +220,8 @@ def _from_torchrun(environ: Mapping[str, str], device: DeviceChoice) -> DistEnv:
 
 
 def _from_slurm(environ: Mapping[str, str], device: DeviceChoice) -> DistEnv:
+    rank, world = _place(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", (0, 1))
     local_rank = _integer(environ, "SLURM_LOCALID")
-    rank, world = _place(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     return DistEnv(
         rank=rank,
         world_size=world,
@@ -224,11 +236,19 @@ def _from_slurm(environ: Mapping[str, str], device: DeviceChoice) -> DistEnv:
 
 def _tasks_on_node(environ: Mapping[str, str]) -> int:
     """This node's entry in SLURM_STEP_TASKS_PER_NODE, such as `2(x3),1`."""
+    name, nodes = "SLURM_STEP_TASKS_PER_NODE", _integer(environ, "SLURM_STEP_NUM_NODES", 1)
+    node, text = _integer(environ, "SLURM_NODEID", 0), environ.get(name, "")
+    if nodes == 1 and not text:
+        return _integer(environ, "SLURM_STEP_NUM_TASKS")
     counts: list[int] = []
-    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", environ["SLURM_STEP_NUM_TASKS"]).split(","):
-        tasks, _, times = part.partition("(x")
-        counts += [int(tasks)] * int(times.rstrip(")") or 1)
-    return counts[_integer(environ, "SLURM_NODEID", 0)]
+    try:
+        for part in text.split(","):
+            tasks, _, times = part.partition("(x")
+            counts += [int(tasks)] * int(times.rstrip(")") or 1)
+        return counts[node]
+    except (ValueError, IndexError):
+        problem = f"{name} is {text!r}, without a number of tasks for node {node} of {nodes}."
+        raise LaunchError(problem, _hint_for(name)) from None
 
 
 # ---------------------------------------------------------------- the device
@@ -378,7 +398,7 @@ def _separate_torchruns(env: DistEnv, environ: Mapping[str, str]) -> str:
     )
 
 
-def slurm_start(environ: Mapping[str, str] = os.environ) -> str:
+def job_start(environ: Mapping[str, str] = os.environ) -> str:
     """`Slurm job 12, start 3`, with `, try 2` if slurm/lib.sh restarted the ranks in the same allocation."""
     if "SLURM_JOB_ID" not in environ:
         return ""
@@ -420,9 +440,13 @@ def init_method(env: DistEnv) -> str:
     if "MASTER_ADDR" in os.environ:
         return "env://"
     if env.launcher != "srun":
-        raise LaunchError(f"rank {env.rank} has no MASTER_ADDR.", "start with torchrun, or srun")
+        raise without_address(env)
     address, port = slurm_rendezvous()
     return f"tcp://{address}:{port}"
+
+
+def without_address(env: DistEnv) -> LaunchError:
+    return LaunchError(f"rank {env.rank} has no MASTER_ADDR.", "start with torchrun, or srun")
 
 
 def rendezvous_host(environ: Mapping[str, str] = os.environ) -> str:

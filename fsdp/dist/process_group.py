@@ -28,6 +28,7 @@ from fsdp.dist.env import (
     init_method,
     rendezvous_host,
     rendezvous_port,
+    without_address,
 )
 from fsdp.dist.mesh import CUDA_BACKENDS
 
@@ -38,6 +39,8 @@ ABORT_S = 5.0
 _ended: list[dist.ProcessGroup] = []
 """Groups that have been destroyed or aborted, until the modules that used them are freed."""
 MEETING_POLL_S = 0.02
+WAITING_S = 10.0
+"""A rank that has not reached the rendezvous by then logs why."""
 
 
 @contextmanager
@@ -228,7 +231,7 @@ def rendezvous_store(env: DistEnv, timeout_s: float, *, serves: bool = True) -> 
         return _store_of_one()
     address = rendezvous_host()
     if not address:
-        raise LaunchError(f"rank {env.rank} has no MASTER_ADDR.", "start with torchrun, or srun")
+        raise without_address(env)
     port = rendezvous_port()
     with _explained(env, address, port):
         return dist.TCPStore(
@@ -242,7 +245,12 @@ def rendezvous_store(env: DistEnv, timeout_s: float, *, serves: bool = True) -> 
 
 @contextmanager
 def _explained(env: DistEnv, address: str, port: int) -> Iterator[None]:
-    """LaunchError for torch's of a store that this rank cannot reach, or cannot serve."""
+    """LaunchError for torch's of a store that this rank cannot reach, or cannot serve; a warning after
+    WAITING_S, as torch tries again for minutes.
+    """
+    waiting = threading.Timer(WAITING_S, _warn_of_waiting, (address, port))
+    waiting.daemon = True
+    waiting.start()
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -255,10 +263,32 @@ def _explained(env: DistEnv, address: str, port: int) -> Iterator[None]:
         raise LaunchError(
             f"rank {env.rank} on {socket.gethostname()} cannot reach {address}:{port} "
             f"({first_line(error, 120).rstrip('.')}).",
-            f"check there that {address} resolves and that the port is open; "
-            "RDZV_HOST in slurm/cluster.env sets another address",
+            _reach(address),
             scope="rank",
         ) from None
+    finally:
+        waiting.cancel()
+
+
+def _warn_of_waiting(address: str, port: int) -> None:
+    """One line about an address that cannot be reached; none where this rank waits for others there."""
+    try:
+        socket.create_connection((address, port), WAITING_S).close()
+    except socket.gaierror:
+        problem = "the name does not resolve"
+    except OSError as error:
+        problem = os.strerror(error.errno).lower() if error.errno else str(error)
+    else:
+        return
+    message = "%s cannot reach %s:%d, where rank 0 listens, for %g s (%s), and tries again. HINT: %s"
+    log.warning(message, socket.gethostname(), address, port, WAITING_S, problem, _reach(address))
+
+
+def _reach(address: str) -> str:
+    return (
+        f"check there that {address} resolves and that the port is open; "
+        "RDZV_HOST in slurm/cluster.env sets another address"
+    )
 
 
 @functools.cache

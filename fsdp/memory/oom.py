@@ -33,6 +33,7 @@ from fsdp.base.phases import Phases
 from fsdp.base.units import byte_size
 from fsdp.config import Config, changed_flags, flatten, reshard_policy
 from fsdp.config.checks_memory import check_masters
+from fsdp.config.sections import ADAMS, IN_PARTS
 from fsdp.data.types import Samples
 from fsdp.dist.env import DistEnv, expandable_segments
 from fsdp.dist.mesh import BatchPlan, MeshSizes
@@ -44,7 +45,6 @@ from fsdp.memory.resting import resting_bytes
 from fsdp.models.blocks import blocks_of, find_units
 from fsdp.models.chunked_loss import output_layer
 from fsdp.models.custom_loss import CustomLoss
-from fsdp.optim.custom_optimizer import is_custom
 from fsdp.parallel.activations import apply_activation_checkpointing
 from fsdp.parallel.shard import Dtypes
 
@@ -263,7 +263,8 @@ def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Foo
         chunkable=_is_chunkable(scene),
         offload=config.memory.cpu_offload and device.type == "cuda",
         bf16_masters=_takes_bf16_masters(config),
-        own_optimizer=is_custom(config.optim) or config.optim.name == "muon",
+        adams=config.optim.name in ADAMS,
+        in_parts=config.optim.name in IN_PARTS,
         nvme=config.memory.nvme != "off",
         ddp=scene.sizes.strategy == "ddp",
         recomputes=bool(blocks_of([list(unit) for unit in scene.units])),

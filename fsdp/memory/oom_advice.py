@@ -51,8 +51,10 @@ class Footprint:
     loss_chunk: int = 0
     chunkable: bool = False
     """Whether the loss of its tokens may be computed in chunks."""
-    own_optimizer: bool = False
-    """A user's, or Muon: its states have no other form, and move to no file."""
+    adams: bool = True
+    """Whether --optim.state has another form of the optimizer's states."""
+    in_parts: bool = True
+    """Whether the optimizer's states may be in files."""
     bf16_masters: bool = False
     """Whether --precision.master bf16 goes with the other flags."""
 
@@ -182,7 +184,7 @@ def _moved(now: Footprint, device: str) -> Iterator[Step]:
     if now.param == 4:
         half = change(now, param=2)
         yield "--precision.param bf16", half, "computes in bf16: losses differ in the third digit"
-    if now.state == 2 * now.master == 8 and not now.nvme and not now.own_optimizer:
+    if now.state == 2 * now.master == 8 and not now.nvme and now.adams:
         half = change(now, state=now.state / 2)
         yield "--optim.state bf16", half, "keeps Adam's moments in bf16, with stochastic rounding"
     if now.bf16_masters and now.master == 4:
@@ -198,7 +200,7 @@ def _moved(now: Footprint, device: str) -> Iterator[Step]:
             change(now, offload=True),
             "copies shards over the bus; the update runs on the host",
         )
-    if not now.nvme and not now.offload and now.state and not now.own_optimizer:
+    if not now.nvme and not now.offload and now.state and now.in_parts:
         yield (
             "--memory.nvme optimizer --memory.nvme_dir DIR",
             change(now, nvme=True),

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from fsdp.config import OptimSection
+from fsdp.config.sections import MOMENTS
+from fsdp.optim.custom_optimizer import is_custom
 from fsdp.optim.muon import hidden_matrices
 from fsdp.optim.small_states import moment_bytes
 
@@ -82,6 +84,8 @@ def _moments(
     if section.state != "master":
         return sum(moment_bytes(p, section.state) for p in trained)
     # A user's optimizer counts as Adam: what it keeps is unknown before its first step.
-    moments = {"sgd": 1 if section.momentum else 0}.get(section.name, 2)
+    moments = 2 if is_custom(section) else len(MOMENTS[section.name])
+    if section.name == "sgd" and not section.momentum:
+        moments = 0
     found = moments * sum(p.numel() for p in trained) - sum(p.numel() for p in matrices)
     return itemsize * found

@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import nearest, parse_count
+from fsdp.models.experts import holds_experts
 
 Unit = list[nn.Module]
 
@@ -127,15 +128,15 @@ def _members(container: nn.Module) -> list[nn.Module]:
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the outermost repeated modules: members of one class in a list, at any depth. Containers are
-    searched, not yielded.
+    searched, not yielded. Experts are none: a rank gathers a unit only where it calls it.
     """
     members = _members(module) if isinstance(module, _CONTAINERS) else []
     # Counts occurrences, not distinct modules: one block that is applied six times is repeated.
     counts = Counter(type(member) for member in members if _is_block(member))
-    for child in module.children():
+    for name, child in module.named_children():
         if counts[type(child)] > 1 and _is_block(child):
             yield child
-        else:
+        elif not holds_experts(name, child):
             yield from _repeated(child)
 
 

@@ -111,6 +111,16 @@ def batch_norms(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)]
 
 
+def extra_states(model: nn.Module) -> list[str]:
+    """The names of modules with a state beside parameters and buffers, which no checkpoint restores."""
+    plain = nn.Module.get_extra_state
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not plain
+    ]
+
+
 def check_vocabulary(model: nn.Module, name: str, facts: Mapping[str, Any]) -> None:
     """Checks that a model of transformers has an embedding for each token of the data."""
     find = getattr(model, "get_input_embeddings", None)

@@ -21,14 +21,16 @@ ALIGNMENT = 16
 """Bytes: each row of a grouped product's operands, and of their gradients, is a multiple of them."""
 
 
-def has_separate_experts(module: nn.Module) -> bool:
-    """Whether its experts are modules in a list or a dict: one that no token of a batch selects has no
-    gradient, and the ranks select different ones.
+def holds_experts(name: str, module: nn.Module) -> bool:
+    """Whether a list or dict of that name holds experts: one that no token of a batch selects is not called,
+    and the ranks select different ones.
     """
-    return any(
-        name.endswith("experts") and isinstance(one, (nn.ModuleList, nn.ModuleDict)) and len(one) > 1
-        for name, one in module.named_modules()
-    )
+    return name.endswith("experts") and isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
+
+
+def has_separate_experts(module: nn.Module) -> bool:
+    """Whether its experts are modules in a list or a dict."""
+    return any(holds_experts(name, one) for name, one in module.named_modules())
 
 
 def select_experts_kernel(model: nn.Module, dtype: torch.dtype) -> None:

@@ -25,7 +25,7 @@ from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.models.checks import check_parameters, check_vocabulary
 from fsdp.models.factory import blame, unknown_argument
 from fsdp.models.hf_names import plan_names, reverted, saved_pieces
-from fsdp.models.hub import find_folder, on_this_node
+from fsdp.models.hub import check_no_adapter, find_folder, on_this_node
 from fsdp.models.init import name_seed
 from fsdp.models.packed_check import check_positions
 from fsdp.models.source_folder import FolderHints
@@ -78,6 +78,7 @@ class PretrainedFolder:
             missing=f"--model.args.head NAME draws a new head; {none} trains from random weights",
             shape="leave out the --model.args that change them; --model.args.head NAME draws a new head",
             tied="--model.args.tie_word_embeddings false",
+            untied="--model.args.tie_word_embeddings true, if it was saved with tied embeddings",
         )
 
     def build(self) -> nn.Module:
@@ -155,9 +156,14 @@ def _read_config(name: str, folder: Path) -> dict[str, Any]:
         if not isinstance(fields, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
+        check_no_adapter(folder, "--model.name", name)
+        exported = folder / "full_model"
         raise on_this_node(
             ConfigError(
-                f"--model.name {name}: {file} cannot be read: {error}.", "a folder that save_pretrained wrote"
+                f"--model.name {name}: {file} cannot be read: {error}.",
+                f"--model.name hf:{exported}"
+                if (exported / "config.json").is_file()
+                else "a folder that save_pretrained wrote",
             )
         ) from None
     if (quantized := fields.get("quantization_config")) is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fsdp.base.errors import ConfigError
 from fsdp.config.values import expanded
 from fsdp.models.hf_names import NamePlan, Shape
-from fsdp.models.hub import find_folder
+from fsdp.models.hub import check_no_adapter, find_folder
 from fsdp.models.parameter_names import all_names
 from fsdp.models.rope import SCALINGS, yarn_attention
 from fsdp.models.source_folder import FolderHints
@@ -140,6 +140,7 @@ def _read(weights: str, folder: Path) -> LlamaConfigFile:
         fields = json.loads(file.read_text(encoding="utf-8"))
         kind = fields.get("model_type")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
+        check_no_adapter(folder, "--model.weights", weights)
         raise ConfigError(
             f"--model.weights {weights}: {file} cannot be read: {error}.",
             SAVED,
@@ -288,12 +289,13 @@ class LlamaFolder:
             missing=whole,
             shape=whole,
             tied=f'"tie_word_embeddings": false in {self.folder}/config.json',
+            untied=f'"tie_word_embeddings": true in {self.folder}/config.json, if it was saved so',
         )
 
     def plan_names(self, model: Any, files: Mapping[str, Shape]) -> NamePlan:
-        plan = NamePlan()
+        plan, known = NamePlan(), all_names(model)
         for name, tensor in model.named_parameters():
-            names = [saved_name(one) for one in all_names(model)[name]]
+            names = [saved_name(one) for one in known[name]]
             found = [one for one in names if one in files]
             if not found:
                 plan.missing.append(name)

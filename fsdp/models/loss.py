@@ -135,10 +135,11 @@ class LossFunction:
                 )
             return LossParts(output.loss * valid_rows, None)
         assert output.logits is not None
-        self.counts_tokens, self.classifies = data["targets"].dim() > 1, True
+        targets = targets_of(None, data)
+        self.counts_tokens, self.classifies = targets.dim() > 1, True
         return cross_entropy_parts(
             output.logits,
-            data["targets"],
+            targets,
             valid,
             per_row=self.per_row,
             summed=self._summed,

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp.base.errors import ConfigError
 from fsdp.models.checks import IGNORED
 from fsdp.models.cross_entropy import (
     LossParts,
@@ -83,6 +84,12 @@ def own_parts(
 def targets_of(own: OwnLoss | None, data: Mapping[str, Tensor]) -> Tensor:
     """Returns the class that each position's logits predict."""
     if own is None:
+        if "targets" not in data:
+            raise ConfigError(
+                "the model returns logits and no loss, and the data have no targets: they have "
+                f"{', '.join(data)}.",
+                "targets, the token after each of inputs; labels are for a model whose forward takes them",
+            )
         return data["targets"]
     return next_labels(data[own.labels]) if own.shifted else data[own.labels]
 

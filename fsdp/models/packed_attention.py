@@ -89,8 +89,12 @@ def varlen_kernel() -> Callable[..., Any] | None:
 
 
 def uses_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Its kernel is FlashAttention 2: half precision, compute capability 8.0, head_dim a multiple of 8."""
+    """Its kernel is FlashAttention: half precision, compute capability 8.0, head_dim a multiple of 8.
+    Not used where --speed.attention names another one.
+    """
     if device.type != "cuda" or dtype not in VARLEN_DTYPES or varlen_kernel() is None:
+        return False
+    if not torch.backends.cuda.flash_sdp_enabled():
         return False
     if head_dim % 8 or head_dim > VARLEN_HEAD_DIM:
         return False

@@ -184,6 +184,11 @@ class _Factory:
 def _on_meta(error: Exception) -> str:
     if isinstance(error, NotImplementedError) and "copy out of meta" in str(error):
         return "leave out .to(DEVICE), .cuda() and .cpu() in the factory: the run places the model"
+    if "from_pretrained" in str(error):
+        return (
+            "with torch.device('cpu'): around from_pretrained in the factory; or --model.name hf:FOLDER, of "
+            "which each rank reads its own shard"
+        )
     return (
         "it is built on the meta device first, where tensors have no values: read none while building, or "
         "make those with device='cpu', as torch.linspace(0, 0.1, 12, device='cpu')"

@@ -21,6 +21,7 @@ class FolderHints:
     missing: str
     shape: str
     tied: str
+    untied: str
 
 
 class SourceFolder(Protocol):

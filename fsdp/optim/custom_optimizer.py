@@ -66,7 +66,7 @@ def build_custom(section: OptimSection, model: nn.Module) -> torch.optim.Optimiz
         raise ConfigError(
             f"{FLAG} {section.name} returned a {type(made).__name__}.", "return a torch.optim.Optimizer"
         )
-    _check_step(section.name, made)
+    check_step(f"{FLAG} {section.name}", made)
     _check_parameters(section.name, made, named)
     for group in made.param_groups:
         group[LR_RATIO] = float(group.setdefault("lr", section.lr)) / section.lr
@@ -86,12 +86,14 @@ def settings_for(section: OptimSection, factory: Callable[..., Any]) -> dict[str
     return {n: v for n, v in every.items() if n in accepted.named or (accepted.any_name and n in usual)}
 
 
-def _check_step(path: str, made: torch.optim.Optimizer) -> None:
+def check_step(whose: str, made: torch.optim.Optimizer) -> None:
+    """Refuses one that computes losses by itself, as LBFGS does. Messages begin with `whose`."""
     try:
-        inspect.signature(made.step).bind()
+        # The class's: a learning-rate scheduler puts a function without a signature of its own on the object.
+        inspect.signature(type(made).step).bind(made)
     except TypeError:
         raise ConfigError(
-            f"{FLAG} {path}: step() of {type(made).__name__} needs a closure, which a run does not pass.",
+            f"{whose}: step() of {type(made).__name__} needs a closure, which a run does not pass.",
             "an optimizer that steps once for each gradient",
         ) from None
 
@@ -120,8 +122,9 @@ def _check_parameters(path: str, made: torch.optim.Optimizer, named: list[tuple[
 class StateCheck:
     """States that a checkpoint cannot keep for another number of ranks are refused by name."""
 
-    def __init__(self, section: OptimSection, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        self._path, self._optimizer = section.name, optimizer
+    def __init__(self, whose: str, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """Messages begin with `whose`."""
+        self._whose, self._optimizer = whose, optimizer
         self._names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
         self._updated = False
 
@@ -140,7 +143,7 @@ class StateCheck:
             found = _differing([digests for _, digests in every])
         if found is not None:
             raise ConfigError(
-                f"{FLAG} {self._path}: {found}: a checkpoint of it cannot be resumed on other ranks.", FORMS
+                f"{self._whose}: {found}: a checkpoint of it cannot be resumed on other ranks.", FORMS
             )
 
     def _states(self) -> Iterator[tuple[nn.Parameter, str, Any]]:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.torch_private.tensors import LocalShardAdam
 from fsdp.config import OptimSection
+from fsdp.config.sections import ADAMS, DECAYING
 from fsdp.optim.custom_optimizer import LR_RATIO, build_custom, is_custom
 from fsdp.optim.muon import ShardedMuon, hidden_matrices
 from fsdp.optim.small_states import Kind, SmallStateAdam, adapt_states
@@ -28,9 +29,6 @@ class ShardedAdam(LocalShardAdam):
 
 
 class ShardedAdamW(LocalShardAdam, torch.optim.AdamW): ...
-
-
-DECAYING = ("adamw", "muon")
 
 
 def build_optimizer(
@@ -58,7 +56,7 @@ def build_optimizer(
         # torch's fused SGD takes plain tensors only.
         fused = fused and not any(isinstance(p, DTensor) for p in model.parameters())
         return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum, fused=fused)
-    kind = ShardedAdamW if section.name == "adamw" else ShardedAdam
+    kind = {"adamw": ShardedAdamW, "adam": ShardedAdam}[section.name]
     return kind(groups, lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps, fused=fused)
 
 
@@ -117,13 +115,11 @@ def apply_hyperparameters(section: OptimSection, optimizer: torch.optim.Optimize
         group["weight_decay"] = decay if group["params"][0].dim() >= 2 else 0.0
 
 
-ALIKE = ("adamw", "adam")
-"""Optimizers with the same states."""
-
-
 def same_states(saved: str, name: str) -> bool:
-    """Whether states saved by one --optim.name are those of another; True where a name is not known."""
-    return not saved or not name or saved == name or (saved in ALIKE and name in ALIKE)
+    """Whether states saved by one --optim.name are those of another; True where a name is not known. Adam's
+    and AdamW's are the same.
+    """
+    return not saved or not name or saved == name or (saved in ADAMS and name in ADAMS)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp.base.errors import ConfigError
@@ -131,6 +133,14 @@ def apply_comm(root: nn.Module, section: CommSection, hooks: Hooks) -> None:
             # to torch 2.13 returns zeros for it in bf16 (pytorch #190747). A sum, divided locally, is right
             # on both.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def connect_group(section: CommSection, mesh: DeviceMesh, device: torch.device) -> None:
+    """Connects the group whose allocator is used. NCCL registers memory in a connected group alone, and one
+    that was made without its device, as Ray's, connects at its first collective. Collective.
+    """
+    if section.allocate_from_group:
+        dist.all_reduce(torch.zeros(1, device=device), group=mesh.get_group("dp_shard"))
 
 
 class _InOrder:

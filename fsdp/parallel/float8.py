@@ -55,8 +55,8 @@ def check_float8(speed: SpeedSection, device: torch.device) -> None:
 
 
 def check_float8_tokens(speed: SpeedSection, samples: int, seq_len: int) -> None:
-    """Checks the tokens of a micro-batch: products for weights' gradients sum over them in steps of 16.
-    `seq_len` is 0 for data that are not tokens.
+    """Checks the tokens of a micro-batch: products for weights' gradients sum over them in steps of 16, and
+    padding would copy them. `seq_len` is 0 for data that are not tokens.
     """
     tokens = samples * seq_len
     if speed.float8 == "off" or speed.float8_emulate or tokens % 16 == 0:
@@ -96,7 +96,14 @@ def _recipe(speed: SpeedSection, sharded: bool) -> Any:
     kind: Any = importlib.import_module("torchao.float8").Float8LinearConfig
     recipe = kind.from_recipe_name(speed.float8)
     gathers = sharded and speed.float8 == "tensorwise"
-    return dataclasses.replace(recipe, emulate=speed.float8_emulate, enable_fsdp_float8_all_gather=gathers)
+    return dataclasses.replace(
+        recipe,
+        emulate=speed.float8_emulate,
+        enable_fsdp_float8_all_gather=gathers,
+        # Rows of images, and of the tokens that an expert gets, are no multiple of 16: zeros are added to
+        # the products that sum over them. Others are computed as they are.
+        pad_inner_dim=True,
+    )
 
 
 class Scales:

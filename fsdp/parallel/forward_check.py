@@ -6,7 +6,11 @@ memory under it, which is never gathered into again.
 
 A unit that is freed after its forward is gathered again when the gradient of its output arrives. No such
 gradient is seen in an object that is no container, nor in a view that is written in place after the forward:
-backward would read freed memory. Not here: buffers, which each rank keeps whole.
+backward would read freed memory.
+
+A unit that torch.func.functional_call calls with other weights gathers its own ones in their place.
+
+Not here: buffers, which each rank keeps whole.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from fsdp.base.torch_private.fsdp import (
     is_written,
     parameter_groups,
     parameter_name,
+    replaced_parameter,
     seen_tensors,
 )
 from fsdp.base.torch_private.tensors import tree_leaves, viewed, writes
@@ -34,8 +39,10 @@ KEPT = "--mesh.reshard_after_forward false"
 PLAIN = (Tensor, str, bytes, int, float, complex, type(None))
 
 
-def check_first_forward(sharded: Sharded, config: Config) -> None:
-    """Called when the weights are real. Compiled modules are left out: a hook would break their graph."""
+def check_first_forward(sharded: Sharded, config: Config, *, later_too: bool = False) -> None:
+    """Called when the weights are real. Compiled modules are left out: a hook would break their graph.
+    `later_too`: the caller of the model is a loop of one's own, which may replace weights in any forward.
+    """
     if sharded.sizes.strategy == "ddp":
         return
     compiled: set[nn.Module] = set()
@@ -48,6 +55,7 @@ def check_first_forward(sharded: Sharded, config: Config) -> None:
             if module not in compiled:
                 # One's own gather may change the values.
                 _FirstForward(module, names[module], group, views, gathers_own=bool(config.comm.all_gather))
+                _Replaced(sharded.root, module, group, later_too=later_too)
     if sharded.root not in compiled:
         views.end_with(sharded.root)
 
@@ -124,3 +132,28 @@ class _FirstForward:
                 f"not gather {self._name} for its backward.",
                 f"return tensors, or a tuple, list, dictionary or dataclass of them; or {KEPT}",
             )
+
+
+class _Replaced:
+    """A hook before a module's forward that refuses weights in the place of its communication group's."""
+
+    def __init__(self, root: nn.Module, module: nn.Module, group: Any, *, later_too: bool) -> None:
+        self._root, self._group, self._later_too = root, group, later_too
+        # Before FSDP's own hook, which puts the gathered parameters there.
+        self._handle = module.register_forward_pre_hook(self, prepend=True)
+
+    def __call__(self, module: nn.Module, inputs: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if _in_training(module) and not self._later_too:
+            self._handle.remove()
+        replaced = replaced_parameter(self._group)
+        if replaced is None:
+            return
+        name = next((name for name, one in self._root.named_parameters() if one is replaced), "a parameter")
+        raise ConfigError(
+            f"torch.func.functional_call replaces {clean_name(name)}, in whose place FSDP gathers the "
+            "model's own: the weights that it is called with would be ignored.",
+            "functional_call on a module inside of a unit, or --mesh.strategy ddp",
+            scope="rank",
+        )

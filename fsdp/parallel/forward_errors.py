@@ -24,7 +24,9 @@ def explained(root: nn.Module) -> Iterator[None]:
         yield
     except (IndexError, RuntimeError) as error:
         refused = refused_recomputation(error) or refused_attention(error) or misfit(error, root)
-        refused = refused or _refused_shard(error, root) or _refused_reference(error, root)
+        refused = (
+            refused or _refused_shard(error, root) or _refused_reference(error, root) or _refused_freed(error)
+        )
         if refused is None:
             raise
         raise refused from error
@@ -53,6 +55,18 @@ def _refused_shard(error: Exception, root: nn.Module) -> ConfigError | None:
         "the forward of its unit, or after torch.autograd.grad.",
         "--mesh.wrap root gathers all parameters at once; --mesh.wrap class:NAME makes a unit of the class "
         "whose forward computes with it",
+    )
+
+
+def _refused_freed(error: Exception) -> ConfigError | None:
+    """The ConfigError for a second backward, as that of a gradient penalty, through a unit that FSDP freed
+    in the first one; None for other errors.
+    """
+    if "out of bounds for storage of size 0" not in str(error):
+        return None
+    return ConfigError(
+        "backward reads a parameter that FSDP has freed, as after torch.autograd.grad or a first backward.",
+        "take that gradient inside of the model's forward, with --mesh.wrap root; or --mesh.strategy ddp",
     )
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from fsdp.base.torch_private.tensors import like_shard
 from fsdp.config import MemorySection, OptimSection
+from fsdp.config.sections import MOMENTS
 from fsdp.dist.local_tensors import local_tensor
 from fsdp.parallel.state_parts import (
-    MOMENTS,
     moments_of,
     offered_states,
     parts_of,

@@ -254,13 +254,29 @@ def _check_state_fits(state: Mapping[str, Tensor], names: Mapping[str, list[str]
             "give --model.preset and --model.args as the weights were trained with",
         )
     for name, some in names.items():
-        for known in some:
-            if known in state and state[known].shape != tensors[name].shape:
+        held, target = [known for known in some if known in state], tensors[name]
+        for known in held:
+            _check_tensor_fits(known, state[known], target)
+        for other in held[1:]:
+            if not torch.equal(state[held[0]], state[other]):
                 raise ConfigError(
-                    f"--model.weights has {known} as {tuple(state[known].shape)}, the model as "
-                    f"{tuple(tensors[name].shape)}.",
-                    "give --model.preset and --model.args as the weights were trained with",
+                    f"--model.weights: {held[0]} and {other} differ, and the model has them as one tensor.",
+                    f"a model that does not tie them, or a file without {other}",
                 )
+
+
+def _check_tensor_fits(name: str, found: Tensor, target: Tensor) -> None:
+    if found.shape != target.shape:
+        raise ConfigError(
+            f"--model.weights has {name} as {tuple(found.shape)}, the model as {tuple(target.shape)}.",
+            "give --model.preset and --model.args as the weights were trained with",
+        )
+    if target.is_floating_point() and not found.is_floating_point():
+        raise ConfigError(
+            f"--model.weights has {name} as {str(found.dtype).removeprefix('torch.')}, such as quantized "
+            "weights: the model's are floating-point numbers.",
+            "give the weights before quantization",
+        )
 
 
 def build_on_host(spec: ModelSpec, seed: int) -> nn.Module:

@@ -26,11 +26,11 @@ from fsdp.base.torch_private.tensors import like_shard
 from fsdp.base.units import byte_size
 from fsdp.base.weak_method import without_owner
 from fsdp.config import MemorySection, OptimSection
+from fsdp.config.sections import MOMENTS
 from fsdp.dist.local_tensors import local_tensor, tensors_in
 from fsdp.dist.shards import rows_of, shard_count
 from fsdp.parallel.mapped_files import MappedFile, reserve, room_for
 from fsdp.parallel.state_parts import (
-    MOMENTS,
     cut_into_parts,
     moments_of,
     offered_states,

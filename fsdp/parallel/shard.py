@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp.base.dtypes import DTYPES
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.distributed import check_buckets_reduced
 from fsdp.base.torch_private.tensors import convert_tensors
@@ -40,14 +41,12 @@ from fsdp.dist.mesh import MeshSizes
 from fsdp.models.blocks import blocks_of, find_units
 from fsdp.models.experts import has_separate_experts
 from fsdp.parallel.activations import apply_activation_checkpointing
-from fsdp.parallel.comm_hooks import Hooks, apply_comm, load_hooks
+from fsdp.parallel.comm_hooks import Hooks, apply_comm, connect_group, load_hooks
 from fsdp.parallel.compiler import compiles
 from fsdp.parallel.float8 import apply_float8
 from fsdp.parallel.forward_errors import explained
 from fsdp.parallel.offload import apply_activation_offload
 from fsdp.parallel.whole_parameters import apply_casts, average_gradients, average_scalars, whole_names
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -97,6 +96,8 @@ class Sharded:
     divides_by: float = 0.0
     whole: frozenset[str] = frozenset()
     """Names of the parameters of --mesh.unsharded."""
+    reduced: bool = field(default=False, init=False)
+    """Whether a last micro-batch has ended since the caller of the model set it to False."""
     runs: nn.Module = field(init=False)
     _last_set: bool | None = field(default=None, init=False)
 
@@ -143,6 +144,7 @@ class Sharded:
                 yield
             if not quiet:
                 self._check_reduced(self.runs)
+            self.reduced |= last
             return
         if isinstance(self.root, FSDPModule) and last is not self._last_set:
             # Set once if each micro-batch is the last: the setters walk all modules.
@@ -158,6 +160,7 @@ class Sharded:
             yield
         if last:
             self._average_replicated()
+            self.reduced = True
 
     def _check_reduced(self, runs: DistributedDataParallel) -> None:
         """After a backward: a parameter without a gradient leaves its bucket unreduced on this rank, and
@@ -252,6 +255,7 @@ def shard_model(
         _reduce_unused_experts(model)
         _apply_prefetch(units, speed)
         apply_comm(model, config.comm, hooks or load_hooks(config.comm))
+        connect_group(config.comm, mesh, device)
     return sharded
 
 

@@ -10,11 +10,14 @@ from typing import Protocol
 
 import torch
 
+from fsdp.base.errors import ConfigError, first_line
 from fsdp.parallel.host_states import HostStates
 from fsdp.parallel.nvme import NvmeFiles
 
 StateStore = NvmeFiles | HostStates
 """Where states are between updates, if not on the device."""
+OF_DTENSORS = ("DTensor", "Sharding propagation", "sharding strategy")
+"""In torch's messages about an operation that it does not have for shards."""
 
 
 class Update(Protocol):
@@ -25,7 +28,19 @@ class Whole:
     """The optimizer's own step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.step = optimizer.step
+        self._optimizer = optimizer
+
+    def step(self) -> None:
+        try:
+            self._optimizer.step()
+        except RuntimeError as error:
+            if not any(word in str(error) for word in OF_DTENSORS):
+                raise
+            raise ConfigError(
+                f"step() of {type(self._optimizer).__name__} cannot update sharded parameters: "
+                f"{first_line(error)}",
+                "another optimizer, or --mesh.strategy ddp, which keeps whole parameters",
+            ) from error
 
 
 class ByParts:

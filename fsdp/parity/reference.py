@@ -299,7 +299,7 @@ def _optimizer(section: OptimSection, named: list[tuple[str, Any]], model: nn.Mo
     ]
     if section.name == "sgd":
         return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum)
-    kind = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
+    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[section.name]
     return kind(groups, lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdp import config as configuration
+from fsdp.base.dtypes import NAMES
 from fsdp.base.errors import ConfigError
 from fsdp.config import Config, PlanSection
 from fsdp.dist.mesh import MeshSizes, plan_batch, resolve
@@ -24,7 +25,7 @@ from fsdp.plan.step_time import Setting, Step, time_step
 from fsdp.plan.step_trace import FakeRun
 
 SCRATCH_MARGIN = 0.15
-"""Of models of convolutions and recurrent layers: docs/plan.md, "How far off it was"."""
+"""Of models of convolutions and recurrent layers on CUDA: docs/plan.md, "What is not counted"."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,8 @@ def for_target(config: Config) -> Config:
     if config.plan.gpu == "cpu":
         return config
     dtypes = resolve_dtypes(config.precision, torch.device("cuda"))
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
     # Replaced without the checks: the user's own values were checked before.
-    precision = dataclasses.replace(config.precision, param=names[dtypes.param])  # type: ignore[arg-type]
+    precision = dataclasses.replace(config.precision, param=NAMES[dtypes.param])  # type: ignore[arg-type]
     return dataclasses.replace(config, precision=precision)
 
 
@@ -167,10 +167,16 @@ def plan_of(ask: FakeRun, counted: TracedStep, subject: Subject, accumulation: i
     )
 
 
+def uncounted_scratch(config: Config, subject: Subject) -> str:
+    """Modules whose kernels take memory that no plan counts; on a CPU it is counted (scratch.py)."""
+    return "" if config.plan.gpu == "cpu" else subject.scratch
+
+
 def margin_of(config: Config, subject: Subject) -> float:
-    """--plan.margin, if it is given; more by default where kernels take memory of their own."""
+    """--plan.margin, if it is given; more by default where kernels take memory that is not counted."""
     given = config.plan.margin
-    return max(given, SCRATCH_MARGIN) if subject.scratch and given == PlanSection().margin else given
+    wider = uncounted_scratch(config, subject) and given == PlanSection().margin
+    return max(given, SCRATCH_MARGIN) if wider else given
 
 
 def _read_ahead(config: Config, subject: Subject, samples: int) -> float:
@@ -220,8 +226,8 @@ def not_modelled(config: Config) -> Iterator[str]:
             "torch.compile: time counts fused kernels; memory is eager's, which is more than compiled blocks "
             f"keep{why}"
         )
-    if config.plan.gpu == "cpu" and config.precision.param in ("bf16", "fp16"):
-        yield f"--precision.param {config.precision.param} on a CPU: blocks that oneDNN keeps beside tensors"
+    if config.plan.gpu == "cpu" and config.precision.param == "fp16":
+        yield "--precision.param fp16 on a CPU: what products keep beside tensors, measured for bf16 alone"
     if config.train.eval_batch > config.train.micro_batch > 0:
         yield f"--train.eval_batch {config.train.eval_batch}: an evaluation's own peak"
 

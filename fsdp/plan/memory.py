@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fsdp.plan.fake_runs import TracedStep, peak_of
-from fsdp.plan.trace import KINDS, Segment
+from fsdp.plan.trace import COLUMN, KINDS, Segment
 
 MIB = 1 << 20
 OFFLOADED = KINDS.index("offloaded")
@@ -193,10 +193,19 @@ class Pool:
         insort(self._free, (whole, len(self._segments) - 1, 0))
 
 
-BESIDE_TENSORS = 16 * MIB
+BESIDE_TENSORS = 5 * MIB
 """Bytes that Python and torch take for a model's own objects, its graph and its threads."""
 
 
 def process_peak(counted: TracedStep) -> float:
     """On CPU: the process's peak above its idle size, as the kernel counts it."""
-    return max(float(segment.curve.sum(1).max()) for segment in counted.trace.segments) + BESIDE_TENSORS
+    curves = [segment.curve for segment in counted.trace.segments]
+    # The heap is as large as it ever was: it counts at its own peak, the other tensors at theirs.
+    mapped = max(float((_resident(curve) - curve[:, COLUMN["heap"]]).max()) for curve in curves)
+    heap, kept = (max(float(curve[:, COLUMN[name]].max()) for curve in curves) for name in ("heap", "kept"))
+    return mapped + heap + kept + BESIDE_TENSORS
+
+
+def _resident(curve: np.ndarray) -> np.ndarray:
+    """Tensors and workspace."""
+    return np.asarray(curve[:, : COLUMN["workspace"] + 1].sum(1))

@@ -126,7 +126,7 @@ def rates_for(config: Config) -> Rates:
 
 
 def _from_table(name: str) -> Rates:
-    device = find(name)
+    device = find(name, typed=True)
     if device is None:
         near = difflib.get_close_matches(name.lower(), SHORT_NAMES, n=2, cutoff=0.3)
         raise ConfigError(

@@ -12,7 +12,7 @@ from fsdp import config as configuration
 from fsdp.base.text import columns
 from fsdp.base.units import seconds
 from fsdp.config import Config
-from fsdp.plan.estimate import SCRATCH_MARGIN, Plan, gib, not_modelled, plan_one
+from fsdp.plan.estimate import SCRATCH_MARGIN, Plan, gib, not_modelled, plan_one, uncounted_scratch
 from fsdp.plan.goodput import best_interval, costs_of, goodput
 from fsdp.plan.model_shapes import subject_of
 from fsdp.run.job import model_of, units_line
@@ -184,9 +184,9 @@ def _goal(plan: Plan, config: Config) -> list[str]:
 def notes(config: Config) -> list[str]:
     subject = subject_of(config.model, config.data)
     found = [subject.note] if subject.note else []
-    if subject.scratch:
+    if scratch := uncounted_scratch(config, subject):
         found.append(
-            f"{subject.scratch}: what their kernels take beside tensors; the margin is {SCRATCH_MARGIN:.0%} "
+            f"{scratch}: what their kernels take beside tensors; the margin is {SCRATCH_MARGIN:.0%} "
             "unless --plan.margin is given"
         )
     return [*found, *not_modelled(config)]

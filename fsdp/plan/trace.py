@@ -21,10 +21,12 @@ KINDS = (
 on the host; communication: what collectives read and write; activations: all else.
 """
 
-COLUMNS = (*KINDS, "workspace")
-"""Columns of a curve. The last is no tensor: the memory in which gloo's all-gather lays out its result,
-on CPU.
+COLUMNS = (*KINDS, "workspace", "heap", "kept")
+"""Columns of a curve. The last three are of a CPU. workspace: what an operator, or gloo's all-gather, takes
+beside tensors until it ends. heap: the part of the tensors that glibc takes from its heap. kept: what
+libraries keep from the first use of a kernel on.
 """
+COLUMN = {name: at for at, name in enumerate(COLUMNS)}
 
 Place = tuple[str, int]
 """("before", 0), ("start", j) the j-th block, ("end", j) the j-th from the end, ("after", 0); j from 1."""
@@ -117,7 +119,8 @@ def _blend_segments(segments: list[Segment], weights: Sequence[float]) -> Segmen
         # As many events as parameters (norms, an optimizer of many kernels): only the highest point is kept
         # of each.
         segments = [
-            replace(segment, curve=segment.curve[[segment.curve.sum(1).argmax()]]) for segment in segments
+            replace(segment, curve=segment.curve[[segment.curve[:, : len(KINDS)].sum(1).argmax()]])
+            for segment in segments
         ]
     if len({tuple(segment.work.code) for segment in segments}) > 1:
         segments = [replace(segment, work=_collapsed(segment.work)) for segment in segments]

@@ -24,7 +24,8 @@ from fsdp.base.torch_private.names import COLLECTIVE_OPS, WRITE_ONLY_OPS
 from fsdp.base.torch_private.tensors import schema
 from fsdp.dist.local_tensors import local_tensor, tensors_in
 from fsdp.memory.live_storages import LiveStorages
-from fsdp.plan.trace import CODE, COLUMNS, KINDS, Place, Segment, SegmentName, Trace, Work
+from fsdp.plan.scratch import HEAP, RULES, Kept, lstm_workspace_bytes, scratch_bytes
+from fsdp.plan.trace import CODE, COLUMN, COLUMNS, KINDS, Place, Segment, SegmentName, Trace, Work
 
 KIND = {name: at for at, name in enumerate(KINDS)}
 
@@ -42,7 +43,7 @@ class _Held:
 class Tracker(TorchDispatchMode):
     """On "cuda" sizes are rounded to the caching allocator's 512 bytes. On "cpu" gloo's reduce-scatter
     works on a copy of its input, and its all-gather lays the result out once more: a real run shows the
-    first by itself, for a fake one both are added.
+    first by itself, for a fake one both are added, and what operators take beside tensors (scratch.py).
     """
 
     def __init__(self, device: str = "", *, fake: bool = False) -> None:
@@ -54,6 +55,7 @@ class Tracker(TorchDispatchMode):
         self.fake = fake
         self._copies = fake and device == "cpu"
         self._alive = [0] * len(COLUMNS)
+        self._kept = Kept()
         self._live = LiveStorages(self._gone)
         self._serial = 0
         self._segments: list[Segment] = []
@@ -84,6 +86,7 @@ class Tracker(TorchDispatchMode):
         self._serial += 1
         held = _Held(self._rounded(storage.nbytes()), kind, self._serial)
         self._live.add(storage, held)
+        self._alive[COLUMN["heap"]] += self._in_heap(held.size)
         if held.size:
             self._grow(kind, held.size, held.serial)
         return held, True
@@ -96,9 +99,19 @@ class Tracker(TorchDispatchMode):
 
     def _gone(self, held: _Held) -> None:
         held.exists = False
+        self._alive[COLUMN["heap"]] -= self._in_heap(held.size)
         if held.size:
             self._alive[held.kind] -= held.size
             self.events.append((held.serial, -held.size))
+
+    def _in_heap(self, size: int) -> int:
+        return size if self._copies and size < HEAP else 0
+
+    def _beside(self, size: int) -> None:
+        """A point at which an operator has `size` bytes beside all tensors."""
+        point = list(self._alive)
+        point[COLUMN["workspace"]] = size
+        self._points.append(tuple(point))
 
     def _rounded(self, size: int) -> int:
         return -(-size // self._round) * self._round
@@ -110,6 +123,7 @@ class Tracker(TorchDispatchMode):
             if not held.size:
                 self._serial += 1
                 held.kind, held.serial = self.kind, self._serial  # a gathered parameter is allocated again
+            self._alive[COLUMN["heap"]] += self._in_heap(size) - self._in_heap(held.size)
             change, held.size = size - held.size, size
             self._grow(held.kind, change, held.serial)
 
@@ -126,6 +140,10 @@ class Tracker(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func.namespace == "prim" or func.namespace == "profiler":
             return out
+        name = schema(func).name.partition("::")[2]
+        if self._copies and name == "mkldnn_rnn_layer":
+            size = lstm_workspace_bytes(args)  # a fake one has none
+            out = (*out[:3], out[3].new_empty(size))
         outputs = list(tensors_in(out))
         new = 0
         for tensor in outputs:
@@ -133,6 +151,11 @@ class Tracker(TorchDispatchMode):
             if storage is not None and self._see(storage, self.kind)[1]:
                 new += tensor.nbytes
         self._count(func, args, kwargs, out, outputs, new)
+        if self._copies:
+            self._kept.use(name, args)
+            self._alive[COLUMN["kept"]] = self._kept.bytes
+            if name in RULES:
+                self._beside(scratch_bytes(name, args, out))
         return out
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[Tensor], new: int) -> None:
@@ -194,7 +217,7 @@ class Tracker(TorchDispatchMode):
             self._alive[self.kind] -= size
             self.events.append((-1, -size))
         if name == "all_gather" and self._copies:
-            self._points.append((*self._alive[:-1], size))
+            self._beside(size)
         self._row(name, 0, size, 0, tensors[0].element_size() if tensors else 4, stream=1)
 
     def _row(

@@ -22,9 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.base.streams import is_of_output
 from fsdp.checkpoint.run_source import NO_LIMIT, opened, output_of
 from fsdp.config import TRUST_HELP
-from fsdp.config.command_line import CommandParser, number, one_of, whole_number
+from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
 from fsdp.dist.env import (
     DistEnv,
     from_environment,
@@ -36,6 +37,8 @@ from fsdp.predict import images, language, picture
 from fsdp.predict.images import Prediction
 from fsdp.predict.sharded import sharded_run
 from fsdp.predict.trained import TrainedModel, open_run
+from fsdp.rundir.history import trained_classes
+from fsdp.rundir.paths import RunDir
 from fsdp.watch.last_process import ProcessExit
 
 FOR_IMAGES, FOR_LANGUAGE = (
@@ -44,6 +47,7 @@ FOR_IMAGES, FOR_LANGUAGE = (
 )
 
 
+@prints_errors("fsdp.predict")
 def main(argv: Sequence[str]) -> int:
     try:
         if started_by():
@@ -58,6 +62,11 @@ def main(argv: Sequence[str]) -> int:
         else:
             wait_for_rank_0_to_print()
         return error.exit_code
+    except OSError as error:  # of the run directory or of its data, on this rank
+        if is_of_output(error):
+            raise
+        print(f"fsdp.predict: {error}. HINT: the file must be readable here", file=sys.stderr, flush=True)
+        return ConfigError.exit_code
     return 0
 
 
@@ -148,6 +157,14 @@ def _classify(trained: TrainedModel, options: argparse.Namespace, shows: bool) -
     counted = images.accuracy(trained, samples) if samples is not None and not options.image else None
     if not shows:
         return
+    known, now = trained_classes(RunDir(trained.run)), trained.data.info.classes
+    if known and now and known != now:
+        print(
+            f"fsdp.predict: the classes of {trained.config.data.dir or trained.config.data.name} have other "
+            "names or another order than those of the run: names and accuracy are those of today's folders. "
+            "HINT: --data.dir FOLDER, as it was at the run",
+            file=sys.stderr,
+        )
     classes = _named(images.classes_of(trained), predictions)
     _print_table(predictions, classes)
     if predictions and predictions[0].inputs.ndim == 3:

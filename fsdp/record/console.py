@@ -9,7 +9,6 @@ loses lines; the run continues.
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import math
 import os
@@ -21,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
+from fsdp.base.streams import prepare_streams
 from fsdp.dist.env import DistEnv
 from fsdp.record.metrics import StepMetrics
 
@@ -58,34 +58,6 @@ def set_up_logging(env: DistEnv) -> None:
     root.setLevel(logging.INFO if env.is_main else logging.WARNING)
 
 
-def prepare_streams() -> None:
-    """Make stdout and stderr take any text.
-
-    A stream of another encoding than UTF-8 (a locale of ISO-8859-1) escapes what it lacks, in place of an
-    error at the end of a run. A closed one (`>&-`), for which Python has None, is redirected to /dev/null: on
-    its own descriptor, or the next file that is opened would receive what C code prints.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does by itself
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is not None:
-            continue
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        if nowhere != number and not _is_open(number):  # with stdin closed it may be a lower one
-            os.dup2(nowhere, number)
-            os.close(nowhere)
-            nowhere = number
-        setattr(sys, name, os.fdopen(nowhere, "w"))
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
-
-
 class _LiveHandler(logging.StreamHandler[TextIO]):
     """A stream handler that prints a log line above the live line."""
 
@@ -120,21 +92,6 @@ def _encodable(text: str, stream: TextIO) -> str:
     """With escapes for what the stream's encoding lacks, such as bytes of a file's name that are no UTF-8."""
     encoding = getattr(stream, "encoding", None) or "utf-8"  # an io.StringIO has none
     return text.encode(encoding, "backslashreplace").decode(encoding)
-
-
-def flush_output() -> None:
-    """Flush stdout and stderr before the interpreter exits.
-
-    The interpreter's own flush of a stream that cannot be written makes any exit code 120. Such a stream is
-    redirected to /dev/null, as the documentation of Python's signal module does for SIGPIPE.
-    """
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        try:
-            stream.flush()
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
 
 
 @dataclass

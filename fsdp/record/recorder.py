@@ -243,9 +243,8 @@ class Recorder:
         self._metrics.close()
         self._saves.close()
         for sink, losses in (*self._files, *self._sinks):
-            waits = threading.Timer(
-                CLOSE_S + 1, losses.not_closed_yet
-            )  # after those that end their wait themselves
+            # After those that end their wait themselves.
+            waits = threading.Timer(CLOSE_S + 1, losses.not_closed_yet)
             waits.daemon = True
             waits.start()
             try:

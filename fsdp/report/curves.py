@@ -67,10 +67,13 @@ def chart(
     marks: Marks | None = None,
     smooth: bool = False,
 ) -> Markup:
-    """One chart; empty if there is nothing to draw."""
+    """One chart; empty without a value. Of values none of which is finite, their number."""
     drawn = {name: thin(series) for name, series in lines.items() if len(series.finite)}
+    several = len(lines) > 1
     if not drawn:
-        return Markup("")
+        notes = [note for name, one in lines.items() for note in _not_finite(name, one, several)]
+        undrawn: dict[str, object] = {"title": title, "unit": unit, "notes": notes, "curves": []}
+        return render("report/templates/chart.html", **undrawn) if notes else Markup("")
     frame = _frame(list(drawn.values()))
     return render(
         "report/templates/chart.html",
@@ -81,7 +84,7 @@ def chart(
         restarts=_restarts(frame, marks.restarts if marks else ()),
         ys=_y_labels(frame),
         xs=_x_labels(frame),
-        notes=[note for name, one in lines.items() for note in _notes(name, one, frame, len(lines) > 1)],
+        notes=[note for name, one in lines.items() for note in _notes(name, one, frame, several)],
         data=_data(drawn, frame),
     )
 
@@ -138,25 +141,27 @@ def _restarts(frame: Frame, steps: Sequence[int]) -> list[str]:
 
 def _notes(name: str, series: Series, frame: Frame, several: bool) -> list[dict[str, str]]:
     """What the frame leaves out: spikes above it, and values that are not finite."""
-    who = f"{name}: " if several else ""
     notes = []
     finite = series.finite
     above = finite.highest > frame.high
     if above.any():
         top = int(finite.highest.argmax())
         highest = f"{label(float(finite.highest[top]))} at step {finite.steps[top]:,.0f}"
-        notes.append(
-            {
-                "before": f"{who}▲ {int(above.sum()):,} above the frame, the highest {highest}",
-                "bad": "",
-                "after": "",
-            }
-        )
-    lost = len(series) - len(finite)
-    if lost:
-        first = f", the first at step {series.steps[~series.shown][0]:,.0f}"
-        notes.append({"before": who, "bad": f"{lost:,} not finite", "after": first})
-    return notes
+        spikes = f"▲ {int(above.sum()):,} above the frame, the highest {highest}"
+        notes.append({"before": f"{_who(name, several)}{spikes}", "bad": "", "after": ""})
+    return notes + _not_finite(name, series, several)
+
+
+def _not_finite(name: str, series: Series, several: bool) -> list[dict[str, str]]:
+    lost = len(series) - len(series.finite)
+    if not lost:
+        return []
+    first = f", the first at step {series.steps[~series.shown][0]:,.0f}"
+    return [{"before": _who(name, several), "bad": f"{lost:,} not finite", "after": first}]
+
+
+def _who(name: str, several: bool) -> str:
+    return f"{name}: " if several else ""
 
 
 # ---------------------------------------------------------------- axes

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdp.report.file_notes import UNREADABLE, Notes
+from fsdp.rundir.line_files import BLOCK_LINES, read_lines
 
 Found = TypeVar("Found")
 
 
 def is_own(file: Path) -> bool:
     """A regular file in a folder of the run directory, neither of them a link."""
-    return not file.parent.is_symlink() and not file.is_symlink() and file.is_file()
+    try:
+        return not file.parent.is_symlink() and not file.is_symlink() and file.is_file()
+    except OSError:
+        return False
 
 
 def own_text(file: Path, most: int) -> str:
@@ -27,6 +31,14 @@ def own_text(file: Path, most: int) -> str:
             return stream.read(most).rstrip()
     except OSError:
         return ""
+
+
+def noted_lines(file: Path, notes: Notes, together: int = BLOCK_LINES) -> Iterator[dict[str, Any] | None]:
+    """The lines of a line file; a note if it cannot be read to its end."""
+    try:
+        yield from read_lines(file, together)
+    except OSError as error:
+        notes.add(f"{file.name} could not be read ({error.strerror})")
 
 
 def read_of_ranks(folder: Path, name: str, notes: Notes, read: Callable[[Any], Found]) -> dict[int, Found]:

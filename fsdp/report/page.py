@@ -6,7 +6,7 @@ Order: outcome, failures, curves, time, memory, plan, samples, checkpoints, star
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 
 from markupsafe import Markup
@@ -50,6 +50,8 @@ KNOWN = {
     "max_mem_gib", "mfu", "samples", "tokens", "epoch",
 }  # fmt: skip
 MOST_CHARTS = 12
+MOST_FOLDED = 100
+"""Of the charts after MOST_CHARTS."""
 THINNED = 720
 MEMORY = (
     "Peak of the profiled steps on each rank, by kind; the rank with the highest peak over time; then the "
@@ -238,9 +240,20 @@ def _curves(runs: Sequence[RunData]) -> Markup:
         draw("Peak memory", "GiB", ("max_mem_gib", "rank 0")),
     ]
     others = dict.fromkeys(name for run in runs for name in run.series if name not in KNOWN)
-    charts += [draw(name, "", (name, name)) for name in others]
-    drawn = [one for one in charts if one][:MOST_CHARTS]
-    return div(joined(drawn), "curves") if drawn else paragraph("no step was recorded", "none")
+    waiting = iter(others)
+    drawn = filter(None, chain(charts, (draw(name, "", (name, name)) for name in waiting)))
+    shown, folded = list(islice(drawn, MOST_CHARTS)), list(islice(drawn, MOST_FOLDED))
+    if not shown:
+        return paragraph("no step was recorded", "none")
+    return joined([div(joined(shown), "curves"), _further(folded, left_out=sum(1 for _ in waiting))])
+
+
+def _further(folded: Sequence[Markup], left_out: int) -> Markup:
+    """Folded, and a note where there are too many for a page: drawing 20,000 took 17 s."""
+    if not folded:
+        return Markup("")
+    note = f"; {left_out:,} more are in metrics.jsonl" if left_out else ""
+    return details(f"{counted(len(folded), 'further curve')}{note}", div(joined(folded), "curves"))
 
 
 def _scaled(lines: dict[str, Series], unit: str) -> tuple[dict[str, Series], str]:

@@ -21,12 +21,12 @@ from fsdp.checkpoint.inspect import CheckpointListing, scan
 from fsdp.checkpoint.open_store import open_store
 from fsdp.config import FIELDS, check_store, parse_value, read_recipe
 from fsdp.report.file_notes import LARGEST, Notes, integer, number
+from fsdp.report.own_files import noted_lines
 from fsdp.report.profile_files import TimeProfile, read_time_profile
 from fsdp.report.profile_section import read_accounts
 from fsdp.report.series import Series, read_numbers
 from fsdp.report.transport_data import note_transport
 from fsdp.report.watch_records import VerdictRecord, WatchData, read_watched
-from fsdp.rundir.line_files import read_lines
 from fsdp.rundir.paths import RunDir
 from fsdp.watch.hang_verdict import RECOVERABLE
 
@@ -160,7 +160,7 @@ def _starts(run: RunDir, notes: Notes) -> Iterator[Start]:
     """Each start with the first end, crash or failed rendezvous recorded after it."""
     open_start: Start | None = None
     count = 0
-    for event in read_lines(run.history):
+    for event in noted_lines(run.history, notes):
         kind = event.get("event") if event else None
         if event is None or kind is None:
             notes.lost("history.jsonl")
@@ -217,7 +217,7 @@ def _outcome_of_text(why: str) -> Outcome:
 
 def _planned(run: RunDir) -> dict[str, float]:
     found: dict[str, float] = {}
-    for event in read_lines(run.history):
+    for event in noted_lines(run.history, Notes()):  # _starts has noted what cannot be read
         if event and event.get("event") == "planned":
             found = {
                 name: value
@@ -301,7 +301,7 @@ def _checkpoints(run: Path, place: str, notes: Notes) -> list[CheckpointListing]
 
 def _saves(path: Path, notes: Notes) -> dict[int, Save]:
     saves: dict[int, Save] = {}
-    for record in read_lines(path):
+    for record in noted_lines(path, notes):
         with notes.left_out("saves.jsonl"):
             known = {} if record is None else record
             saves[integer(known["step"])] = Save(

@@ -18,7 +18,7 @@ import numpy as np
 
 from fsdp.report.file_notes import LARGEST as MOST
 from fsdp.report.file_notes import Notes
-from fsdp.rundir.line_files import read_lines
+from fsdp.report.own_files import noted_lines
 
 BUCKETS = 360
 MOST_POINTS = 1 << 17
@@ -111,7 +111,7 @@ class Band:
 def read_numbers(path: Path, notes: Notes) -> dict[str, Series]:
     """Every number of every record that has a step; lines that cannot be read are counted and left out."""
     found: dict[str, Points] = {}
-    for record in read_lines(path):
+    for record in noted_lines(path, notes):
         step: Any = record.get("step") if record is not None else None
         if record is None or type(step) not in (int, float) or not abs(step) < MOST:
             notes.lost(path.name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -41,20 +42,28 @@ def server_of(make: Callable[[], str]) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             status, body, kind = self._answer()
+            with suppress(ConnectionError):  # the browser has closed the page, or loads it again
+                self._send(status, body, kind)
+
+        do_HEAD = do_GET
+
+        def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
             self.send_response(status)
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Cache-Control", "no-store")
             self.send_header("X-Content-Type-Options", "nosniff")
+            if status == HTTPStatus.INTERNAL_SERVER_ERROR:  # the page itself has it in its head
+                self.send_header("Refresh", str(REFRESH_S))
             self.end_headers()
             if self.command == "GET":
                 self.wfile.write(body)
 
-        do_HEAD = do_GET
-
         def _answer(self) -> tuple[HTTPStatus, bytes, str]:
             if (self.headers.get("Host") or "").rpartition(":")[0] not in NAMES:
                 return HTTPStatus.FORBIDDEN, b"another name than localhost\n", "text/plain"
+            if self.path == "/favicon.ico":  # browsers ask for it, and log an error without one
+                return HTTPStatus.NO_CONTENT, b"", "image/x-icon"
             if self.path != "/":
                 return HTTPStatus.NOT_FOUND, b"only / is served\n", "text/plain"
             try:

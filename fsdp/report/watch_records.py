@@ -18,9 +18,8 @@ import numpy as np
 
 from fsdp.base.phases import PHASES
 from fsdp.report.file_notes import Notes, integer, number
-from fsdp.report.own_files import own_text
+from fsdp.report.own_files import noted_lines, own_text
 from fsdp.report.series import Series, in_order
-from fsdp.rundir.line_files import read_lines
 
 WAITING = "waiting"
 """In collectives, not overlapped by computation."""
@@ -99,7 +98,7 @@ def read_watched(run: Path, notes: Notes) -> WatchData:
 
 
 def _records(folder: Path, name: str, notes: Notes, *needed: str) -> Iterator[Mapping[str, Any]]:
-    for record in read_lines(folder / name, FEW_LINES):
+    for record in noted_lines(folder / name, notes, FEW_LINES):
         if record is not None and all(key in record for key in needed):
             yield record
         else:

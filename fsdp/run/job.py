@@ -11,7 +11,6 @@ import itertools
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -34,6 +33,7 @@ from fsdp.models.blocks import find_units
 from fsdp.models.checks import (
     batch_norms,
     check_parameters,
+    extra_states,
     kept_tensors,
     lacks_base,
     make_contiguous,
@@ -48,6 +48,7 @@ from fsdp.models.trainable import freeze
 from fsdp.models.unsharded import seeded, to_empty
 from fsdp.optim.custom_optimizer import is_custom, load_factory
 from fsdp.optim.schedule import Schedule
+from fsdp.optim.train_state import TrainState
 from fsdp.parallel import traffic
 from fsdp.parallel.attention import check_attention
 from fsdp.parallel.comm_hooks import Hooks, check_divide, load_hooks
@@ -58,6 +59,7 @@ from fsdp.parallel.whole_parameters import whole_parameters
 from fsdp.run.epochs import check_epochs
 from fsdp.run.evaluate import check_heldout
 from fsdp.run.weights import saved_as
+from fsdp.rundir import history
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +84,13 @@ class Job:
     @property
     def data_identity(self) -> dict[str, int | str]:
         """What must stay the same for a step to mean the same samples: their number, and the data set's own
-        identity if it has one.
+        identity and classes if it has them.
         """
         if self.data.stream is not None:
             return {"shards": len(self.data.stream.shards)}
-        own = self.data.info.facts.get("fingerprint")
-        return {"samples": len(self.data.train)} | ({"fingerprint": own} if own else {})
+        info = self.data.info
+        own = {"fingerprint": info.facts.get("fingerprint"), history.CLASSES: info.classes}
+        return {"samples": len(self.data.train)} | {name: value for name, value in own.items() if value}
 
     @property
     def unit(self) -> str:
@@ -155,9 +158,12 @@ def _cursor(config: Config, data: DataSet) -> Cursor | MixCursor | StreamCursor:
     return MixCursor(seed=seed, segments=[first])
 
 
-def resumed(job: Job, config: Config, saved: Mapping[str, Any], step: int) -> Job:
-    """The job of a run that resumes at `step`, where a checkpoint kept `saved` about the data's position."""
-    cursor = job.cursor.resumed(saved, step)
+def resumed(job: Job, config: Config, state: TrainState) -> Job:
+    """The job of a run that resumes at a checkpoint's state."""
+    if isinstance(job.cursor, Cursor):
+        cursor: Cursor | MixCursor | StreamCursor = job.cursor.resumed(state.step, state.samples)
+    else:
+        cursor = job.cursor.resumed(state.data, state.step)
     total_steps = _total_steps(config, job.data, cursor)
     if total_steps != job.total_steps:
         job = replace(job, total_steps=total_steps, schedule=Schedule(config.optim, total_steps))
@@ -174,9 +180,10 @@ def _total_steps(config: Config, data: DataSet, cursor: Cursor | MixCursor | Str
         )
     if cursor.end is not None:
         return cursor.end
-    if config.train.epochs:
-        return config.train.epochs * cursor.steps_per_epoch
-    return data.info.default_steps or (data.info.default_epochs or DEFAULT_EPOCHS) * cursor.steps_per_epoch
+    if not config.train.epochs and data.info.default_steps:
+        return data.info.default_steps
+    epochs = config.train.epochs or data.info.default_epochs or DEFAULT_EPOCHS
+    return cursor.steps_of(epochs) if isinstance(cursor, Cursor) else epochs * cursor.steps_per_epoch
 
 
 def meta_model(spec: ModelSpec, seed: int = 0) -> nn.Module:
@@ -209,6 +216,7 @@ def meta_model(spec: ModelSpec, seed: int = 0) -> nn.Module:
 
 def trained_model(config: Config, job: Job) -> nn.Module:
     model = model_of(config, job.spec, job.dtypes)
+    warn_of_extra_states(model)
     if job.sizes.ranks > 1 and (norms := batch_norms(model)):
         log.warning(
             "%s%s: BatchNorm over the rows that a rank has, so the result depends on the number of ranks. "
@@ -219,6 +227,16 @@ def trained_model(config: Config, job: Job) -> nn.Module:
     if job.sizes.strategy == "ddp":  # autocast leaves the operands of grouped products in the master's dtype
         select_experts_kernel(model, job.dtypes.master)
     return model
+
+
+def warn_of_extra_states(model: nn.Module) -> None:
+    if found := extra_states(model):
+        log.warning(
+            "%s%s: get_extra_state is in no checkpoint and no export: a resumed run starts with that of the "
+            "constructor. HINT: register_buffer for what is to stay",
+            found[0],
+            f" (and {len(found) - 1} more)" if len(found) > 1 else "",
+        )
 
 
 def model_of(config: Config, spec: ModelSpec, dtypes: Dtypes | None = None) -> nn.Module:

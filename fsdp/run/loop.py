@@ -17,6 +17,7 @@ import torch
 
 from fsdp.base import garbage
 from fsdp.base.errors import exception_line
+from fsdp.base.object_client import last_request_failed
 from fsdp.base.phases import Ending, Phases
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.checkpointer import Restored
@@ -141,6 +142,8 @@ def _may_record(claim: Locks | None) -> bool:
     """Whether this start still has the run directory; if its locks cannot be read, as it was last known."""
     if claim is None:
         return True
+    if last_request_failed():  # asking again takes a minute and a half, and a launcher kills rank 0 meanwhile
+        return claim.lost is None
     try:
         return claim.ousted() is None
     except OSError as error:
@@ -273,7 +276,7 @@ def _restore(
     if config.train.evaluate_only:
         return restored, job
     restored = with_imported_epoch(restored, state, job.cursor, job.total_steps)
-    return restored, resumed(job, config, state.data, state.step)
+    return restored, resumed(job, config, state)
 
 
 def _maybe_profile(loop: TrainingLoop) -> Profile | None:

@@ -25,8 +25,10 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
+from fsdp.base.errors import ConfigError
 from fsdp.base.phases import Phases
 from fsdp.checkpoint import Checkpointer
+from fsdp.checkpoint.full_state import open_full_state
 from fsdp.config import Config, config_hash
 from fsdp.dist import numa
 from fsdp.dist.collectives import on_main, sum_over_ranks
@@ -34,15 +36,18 @@ from fsdp.dist.env import DistEnv, check_torch, from_environment, set_allocator
 from fsdp.dist.mesh import build_mesh, resolve
 from fsdp.dist.process_group import process_group
 from fsdp.models import ModelSpec
+from fsdp.models.trainable import freeze
+from fsdp.optim.custom_optimizer import StateCheck, check_step
 from fsdp.optim.train_state import TrainState
 from fsdp.parallel.attention import attention_kernel, check_attention
 from fsdp.parallel.ddp import replicate
 from fsdp.parallel.forward_check import check_first_forward
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import Sharded, resolve_dtypes, shard_model
+from fsdp.parallel.update import Whole
 from fsdp.record.console import set_up_logging
-from fsdp.run import setup
-from fsdp.run.job import trainable_model
+from fsdp.run import setup, weights
+from fsdp.run.job import trainable_model, warn_of_extra_states
 from fsdp.run.step import check_trained, gradients_of
 from fsdp.rundir import history
 from fsdp.rundir.line_files import append_if_possible
@@ -69,13 +74,17 @@ def process(config: Config) -> Iterator[DistEnv]:
 def shard(build: Callable[[], nn.Module], config: Config, env: DistEnv) -> Sharded:
     """Builds the module on meta, shards it, and draws its weights from `config.run.seed`. Collective.
 
-    The sections mesh, precision, memory, speed and comm apply. `root` of what it returns holds the
-    parameters, `called` is the module to call.
+    The sections mesh, precision, memory, speed and comm apply, and of model `init`, `weights` and `frozen`.
+    `root` of what it returns holds the parameters, `called` is the module to call.
     """
+    _check_sections(config)
     sizes = resolve(config.mesh, env.world_size, env.num_nodes)
-    spec = ModelSpec(name=getattr(build, "__name__", "model"), build=build, sizes={}, knows_inits=False)
+    spec = _spec_of(build)
     dtypes = resolve_dtypes(config.precision, env.device)
     model = trainable_model(spec, config.run.seed, dtypes.master if sizes.strategy == "ddp" else dtypes.param)
+    if config.model.frozen:
+        freeze(model, config.model.frozen)
+    warn_of_extra_states(model)
     sharded = shard_model(
         model,
         config,
@@ -84,12 +93,56 @@ def shard(build: Callable[[], nn.Module], config: Config, env: DistEnv) -> Shard
         device=env.device,
     )
     host = torch.device("cpu") if config.memory.cpu_offload else None
+    state_named = config.model.weights not in ("", weights.NONE)
     materialize(
-        sharded, spec=spec, seed=config.run.seed, init=config.model.init, rank=env.rank, rest_device=host
+        sharded,
+        spec=spec,
+        seed=config.run.seed,
+        init=config.model.init,
+        rank=env.rank,
+        weights=(lambda: open_full_state(config.model.weights)) if state_named else None,
+        rest_device=host,
     )
-    check_first_forward(sharded, config)
+    check_first_forward(sharded, config, later_too=True)
     replicate(sharded)
     return sharded
+
+
+def _check_sections(config: Config) -> None:
+    """Refuses what only the loop of train.py does."""
+    for flag, value, given in (
+        ("lora.rank", config.lora.rank, bool(config.lora.rank)),
+        ("memory.nvme", config.memory.nvme, config.memory.nvme != "off"),
+    ):
+        if given:
+            raise ConfigError(f"--{flag} {value} has no effect in a loop of your own.", f"leave --{flag} out")
+
+
+def _spec_of(build: Callable[[], nn.Module]) -> ModelSpec:
+    name = getattr(build, "__name__", "model")
+
+    def built() -> nn.Module:
+        model: object = build()
+        if isinstance(model, nn.Module):
+            return model
+        raise ConfigError(
+            f"{name} returned a {type(model).__name__}, not an nn.Module.",
+            "return one module; of several models, a module that has them as attributes: docs/library.md",
+        )
+
+    return ModelSpec(name=name, build=built, sizes={}, knows_inits=False)
+
+
+def _check_optimizer(model: Sharded, optimizer: torch.optim.Optimizer) -> None:
+    check_step("the optimizer", optimizer)
+    own = set(model.root.parameters())
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        if parameter not in own:
+            raise ConfigError(
+                f"the optimizer holds a tensor of the shape {tuple(parameter.shape)} that is no parameter of "
+                "the model: its gradient would be one rank's, and no checkpoint would hold it.",
+                "make it a part of the module that build returns: model.root.parameters() then has it",
+            )
 
 
 class Training:
@@ -102,9 +155,11 @@ class Training:
     def __init__(
         self, config: Config, env: DistEnv, model: Sharded, optimizer: torch.optim.Optimizer
     ) -> None:
+        _check_optimizer(model, optimizer)
         self._config, self._env, self._model = config, env, model
         self._state = TrainState(model=model.root, optimizer=optimizer)
-        self._gradients = gradients_of(model)
+        self._gradients, self._update = gradients_of(model), Whole(optimizer)
+        self._states = StateCheck(f"the optimizer {type(optimizer).__name__}", optimizer, model.root)
         self._phases, self._stack = Phases(), ExitStack()
         self._metrics: dict[str, float] = {}
         self._saved = -1
@@ -147,6 +202,13 @@ class Training:
 
     def update(self) -> Tensor:
         """Clips the gradients, updates the parameters and clears the gradients; returns the norm."""
+        if not self._model.reduced:
+            raise ConfigError(
+                "update() without a micro_batch(last=True) before it: gradients are not averaged over the "
+                "ranks.",
+                "with model.micro_batch(last=True) around the last forward and backward of each update()",
+            )
+        self._model.reduced = False
         self._phases.enter("reduce")
         check_trained(self._model, self._gradients)
         norm = self._gradients.norm()
@@ -154,8 +216,9 @@ class Training:
             self._gradients.clip(self._config.train.clip_grad_norm, norm)
         self._phases.enter("optimizer")
         self._checkpointer.before_update()
-        self._state.optimizer.step()
+        self._update.step()
         self._state.optimizer.zero_grad(set_to_none=True)
+        self._states.after_update()
         self._state.step += 1
         return norm
 
@@ -177,6 +240,7 @@ class Training:
     def save(self, reason: str, *, wait: bool = False) -> None:
         """Starts a save of this step, written beside the next ones; with `wait`, written when it returns."""
         self._phases.enter("save")
+        self._states.check()
         self._checkpointer.save(self._state, metrics=self._metrics, reason=reason, wait=wait)
         self._saved = self.step
 

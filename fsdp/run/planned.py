@@ -5,10 +5,12 @@ Not here: the plan (fsdp/plan), which wrote its figures into the run's recipe.
 
 from __future__ import annotations
 
+import importlib
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from fsdp.base.torch_private.names import OPTIMIZER_IMPORT
 from fsdp.config import PlanSection
 from fsdp.memory.account import process_bytes
 
@@ -42,6 +44,8 @@ class Planned:
 
     def __init__(self, plan: PlanSection, device: str) -> None:
         self._plan = plan
+        if device == "cpu":
+            importlib.import_module(OPTIMIZER_IMPORT)
         self._idle = process_bytes().get("rss", 0) / 2**30 if device == "cpu" else 0.0
         self._times: list[float] = []
         self._peak = 0.0

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fsdp.base.errors import CheckpointError
-from fsdp.base.object_client import is_url, without_secrets
+from fsdp.base.object_client import impatient, is_url, without_secrets
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.checkpointer import Restored
 from fsdp.checkpoint.full_state import open_full_state
@@ -50,6 +50,7 @@ from fsdp.run.job import Job, trained_model
 from fsdp.run.planned import Planned
 from fsdp.rundir import history, paths
 from fsdp.rundir.atomic_write import writing
+from fsdp.rundir.line_files import check_appendable
 from fsdp.rundir.paths import RunDir
 from fsdp.watch.replica_checks import SpikeRecorder
 
@@ -79,9 +80,17 @@ def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | N
             run.path.mkdir(parents=True, exist_ok=True)  # each node has one
         preflight.check(env, None if run.url else run.path)
         yield run, held[0] if held else None
-    finally:
-        for claim in held:
-            claim.release()
+    except BaseException:
+        with impatient():
+            _release(held)
+        raise
+    else:
+        _release(held)
+
+
+def _release(held: list[Locks]) -> None:
+    for claim in held:
+        claim.release()
 
 
 def loss_function(config: Config, env: DistEnv, job: Job, model: nn.Module) -> LossFunction:
@@ -178,6 +187,8 @@ def records(config: Config, env: DistEnv, run: RunDir, step: int, data: Mapping[
     nodes = list(dict.fromkeys(collectives.all_gather_objects(socket.gethostname())))
 
     def write() -> None:
+        with writing(run.history):  # another user's: before config.toml is replaced
+            check_appendable(run.history)
         with writing(run.metrics):
             history.truncate_metrics(run, step)
         with writing(run.saves):

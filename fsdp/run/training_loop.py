@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdp.base.errors import CheckpointError
+from fsdp.base.errors import RefusedError
 from fsdp.base.phases import Ending, Phases, StopReason
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.lock import Locks
@@ -110,7 +110,9 @@ class TrainingLoop:
         self.branches = BranchCheck(self.sharded)
         self.states: StateCheck | None = None
         if is_custom(self.config.optim):
-            self.states = StateCheck(self.config.optim, self.state.optimizer, self.sharded.root)
+            self.states = StateCheck(
+                f"--optim.name {self.config.optim.name}", self.state.optimizer, self.sharded.root
+            )
         self.hooks = self._hooks()
         self.evaluator = self._evaluator()
         self.epochs = Epochs(self.job.cursor)
@@ -248,9 +250,7 @@ class TrainingLoop:
         batch = self.loader.step(self.state.step)
         waited = time.perf_counter() - began
         if self.claim is not None and self.claim.lost is not None:
-            raise CheckpointError(
-                f"step {step}: {self.claim.lost}.", "squeue or ps shows both runs: end one of them"
-            )
+            raise RefusedError(f"step {step}: {self.claim.lost}.", self.claim.advice())
         self.stopper.begin(step)
         lr = self.job.schedule.lr(step)
         result = self.train_step(batch, lr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,9 @@ from pathlib import Path
 from fsdp.base.errors import CheckpointError, ConfigError, ShardrunError, error_number
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+WRITES_ALONE = (*FULL, errno.EROFS, errno.EFBIG)
+"""Errors that no read has."""
+DENIED = (errno.EACCES, errno.EPERM)
 
 
 @contextmanager
@@ -25,12 +29,41 @@ def writing(path: Path) -> Iterator[None]:
 def _unwritable(path: Path, error: OSError) -> ShardrunError:
     # Path.is_dir raises below a folder that may not be searched
     folder = next(one for one in (path, *path.absolute().parents) if os.path.isdir(one))  # noqa: PTH112
+    what = f"{path} cannot be written ({error.strerror})."
     if error.errno in FULL:
-        hint = f"df -h {folder} and df -i {folder} show what is full: free some, then start the same command"
-        full = f"{path} cannot be written ({error.strerror})."
-        return CheckpointError(full, hint, error_number=error_number(error))
-    hint = f"ls -ld {folder} shows who may write there; --run.dir runs/NAME is another place"
-    return ConfigError(f"{path} cannot be written ({error.strerror}).", hint)
+        hint = f"{storage_advice(error.errno, str(folder))}, then start the same command"
+        return CheckpointError(what, hint, error_number=error_number(error))
+    if error.errno == errno.EEXIST and error.filename is not None:  # of mkdir, which accepts a folder
+        hint = f"mv {shlex.quote(str(error.filename))} to another name; --run.dir runs/NAME is another place"
+        return ConfigError(f"{error.filename} is in the place of a folder.", hint)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return ConfigError(what, "ulimit -n 65536 before the start")
+    if error.errno == errno.EFBIG:
+        return ConfigError(what, f"{storage_advice(error.errno, str(folder))}, before the start")
+    advice = storage_advice(error.errno or 0, str(folder)) if error.errno not in DENIED else ""
+    advice = advice or f"ls -ld {_denied(folder, error)} shows who may write there"
+    return ConfigError(what, f"{advice}; --run.dir runs/NAME is another place")
+
+
+def _denied(folder: Path, error: OSError) -> str:
+    """The folder, and a file in it that may not be opened, as words of a command."""
+    file = error.filename
+    shown = (folder, file) if isinstance(file, str | Path) and os.path.lexists(file) else (folder,)
+    return " ".join(dict.fromkeys(shlex.quote(str(one)) for one in shown))
+
+
+def storage_advice(number: int, place: str) -> str:
+    """What shows or removes the cause of a write's `errno` in a folder or under a URL; empty if unknown."""
+    if number == errno.EFBIG:
+        return "ulimit -f unlimited lifts the limit on a file's size"
+    if "://" in place:
+        return "renew the credentials" if number in DENIED else ""
+    folder = shlex.quote(place)
+    if number in FULL:
+        return f"df -h {folder} and df -i {folder} show what is full: free some"
+    if number == errno.EROFS:
+        return f"findmnt -T {folder} shows the mount: make it writable"
+    return f"ls -ld {folder} shows who may write there" if number in DENIED else ""
 
 
 def write_atomically(path: Path, text: str) -> None:

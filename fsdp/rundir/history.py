@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from fsdp.dist.env import DistEnv
 
 log = logging.getLogger(__name__)
+
+CLASSES = "classes"
+"""The field of a start's data with the digest of the names of the classes."""
 
 
 def events(run: RunDir) -> list[dict[str, Any]]:
@@ -74,20 +78,36 @@ def _saved_step(record: Mapping[str, Any]) -> int:
 
 
 def data_changes(run: RunDir, data: Mapping[str, Any]) -> list[str]:
-    """One line if the last start trained on other data: the samples of a step are then not the same."""
+    """A line if the last start trained on other data: the samples of a step are then not the same. Another if
+    their classes were others.
+    """
     last = tail.find_last(run.history, lambda event: event["event"] == "start")
     before = last.get("data", data) if last is not None else data
     if not isinstance(before, Mapping):
         return []
-    if "fingerprint" not in before:  # of a version that had none for these data
-        data = {name: value for name, value in data.items() if name != "fingerprint"}
-    if before == data:
-        return []
-    return [f"the data: {_listed(before)} → {_listed(data)}; the samples of each step differ"]
+    # a version that had none for these data
+    later = [name for name in ("fingerprint", CLASSES) if name not in before]
+    data = {name: value for name, value in data.items() if name not in later}
+    found = []
+    if (was := _listed(before)) != (now := _listed(data)):
+        found.append(f"the data: {was} → {now}; the samples of each step differ")
+    if before.get(CLASSES) != data.get(CLASSES):
+        found.append(
+            "the classes have other names or another order: an output of the model may mean another class"
+        )
+    return found
+
+
+def trained_classes(run: RunDir) -> str:
+    """The digest of the names of the classes at the last start; empty if it has none, or a torn one."""
+    last = tail.find_last(run.history, lambda event: event["event"] == "start")
+    data = last.get("data") if last is not None else None
+    digest = str(data.get(CLASSES, "")) if isinstance(data, Mapping) else ""
+    return digest if re.fullmatch("[0-9a-f]{16}", digest) else ""
 
 
 def _listed(data: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in data.items())
+    return ", ".join(f"{name} {value}" for name, value in data.items() if name != CLASSES)
 
 
 # ---------------------------------------------------------------- writing

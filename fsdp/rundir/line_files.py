@@ -119,6 +119,11 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
         os.close(descriptor)
 
 
+def check_appendable(path: Path) -> None:
+    """Raise OSError where no record can be appended. Creates the file."""
+    os.close(_open_for_append(path))
+
+
 def append_if_possible(path: Path, record: Mapping[str, Any]) -> None:
     """Append an optional record; log it if it cannot be written."""
     try:

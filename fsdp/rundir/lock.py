@@ -16,6 +16,7 @@ import logging
 import os
 import re
 import secrets
+import shlex
 import socket
 import threading
 import time
@@ -34,10 +35,15 @@ BEAT_S = 2.0
 MOST_BYTES = 1 << 16
 STALE_S = 20.0
 """The holder of a count that is unchanged this long is dead: ten beats, more than a shared folder caches."""
-LEFTOVER = re.compile(r"\.(CLAIM-(dead-)?[0-9a-f]{16}|(writable|seen-by-all|shared)-[0-9a-f]{8})")
-"""Temporary files of a start: of the lock, of paths.py, of dist/preflight.py and of a store's check."""
+_PROBE = r"\.(writable|seen-by-all|shared)-[0-9a-f]{8}"
+_REPLACED = rf"config\.toml|(metrics|saves|history)\.jsonl|STOPPED|DONE|FAILED|report\.html|{_PROBE}"
+LEFTOVER = re.compile(rf"\.CLAIM-(dead-)?[0-9a-f]{{16}}|{_PROBE}|\.({_REPLACED})\.[0-9a-f]{{8}}")
+"""Temporary files of a start: of the lock, of paths.py, of dist/preflight.py and of a store's check, and what
+atomic_write.py has not renamed to one of the run directory's files.
+"""
 OLD_S = 3600.0
 """A start uses such a file for seconds: one this old belongs to none that lives."""
+TWO_RUNS = "squeue or ps shows both runs: end one of them"
 RELEASED: set[str] = set()
 """Tokens of this process's locks that are released while their files remain."""
 
@@ -149,12 +155,21 @@ class FolderLock:
         try:
             now, _ = _read_patiently(self._path)
         except FileNotFoundError:
+            if not self._path.parent.is_dir():
+                return f"{self._path.parent} is gone: it was renamed or removed"
             gone = f"{FILE} was removed, and another job may write there"
             return f"the lock of {self._path.parent} is gone: {gone}"
         if now is not None and now.token == self.holder.token:
             return None
         late = "this process did not renew its lock in time and must not write there"
         return f"{self._path.parent} was taken over by {now}: {late}"
+
+    def advice(self) -> str:
+        """The hint of an error about a lost lock."""
+        folder = shlex.quote(str(self._path.parent))
+        if self._path.parent.is_dir():
+            return TWO_RUNS
+        return f"mv it back to {folder} if it was renamed: the same command then resumes from its checkpoints"
 
     def release(self) -> None:
         """Release the lock, unless another holder has it by now. One line if its file cannot be removed: it
@@ -262,7 +277,7 @@ def _remove_leftovers(folder: Path, now: float) -> None:
 
 def _read(file: Path) -> tuple[Holder | None, bytes]:
     """The holder (None if the file does not name one) and the whole text with its count."""
-    data = _text(file)
+    data = read_lock_file(file)
     try:
         holder = Holder(**json.loads(data.partition(b"\n")[0]))
     except (ValueError, TypeError, RecursionError):
@@ -270,7 +285,7 @@ def _read(file: Path) -> tuple[Holder | None, bytes]:
     return holder if is_valid_holder(holder) else None, data
 
 
-def _text(file: Path) -> bytes:
+def read_lock_file(file: Path) -> bytes:
     """A FIFO or a device in its place neither blocks nor fills the memory."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -301,8 +316,10 @@ def _read_patiently(file: Path) -> tuple[Holder | None, bytes]:
 
 
 def _start(job: str) -> tuple[str, int, int] | None:
-    """`Slurm job 12, start 3, try 2` (fsdp/dist/env.py) as comparable values; None for other texts."""
-    found = re.fullmatch(r"(Slurm job \d+), start (\d+)(?:, try (\d+))?", job)
+    """`Slurm job 12, start 3, try 2` (fsdp/dist/env.py), or another scheduler's, as comparable values; None
+    for other texts.
+    """
+    found = re.fullmatch(r"(\w+ job [^\s,]+), start (\d+)(?:, try (\d+))?", job)
     return (found[1], int(found[2]), int(found[3] or 1)) if found else None
 
 
@@ -357,7 +374,7 @@ def _changes(file: Path, data: bytes, stale_s: float) -> bool:
     while time.monotonic() < deadline:
         time.sleep(min(0.25, stale_s / 10))
         try:
-            if _text(file) != data:
+            if read_lock_file(file) != data:
                 return True
         except FileNotFoundError:
             return False
@@ -375,6 +392,6 @@ def _remove(run_dir: Path, data: bytes) -> None:
     except FileNotFoundError:
         return
     # No lock is a link: this one is not another holder's.
-    if not aside.is_symlink() and _text(aside).partition(b"\n")[0] != data.partition(b"\n")[0]:
+    if not aside.is_symlink() and read_lock_file(aside).partition(b"\n")[0] != data.partition(b"\n")[0]:
         _create(aside, run_dir / FILE)
     aside.unlink(missing_ok=True)

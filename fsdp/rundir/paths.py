@@ -20,6 +20,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -142,7 +143,7 @@ def create(path: Path) -> RunDir:
     return RunDir(path)
 
 
-def _with_absolute_places(config: Config) -> Config:
+def with_absolute_places(config: Config) -> Config:
     """A start or a tool in another working directory then finds this run's checkpoints, not another's."""
     places = config.checkpoint
     places = replace(places, dir=_absolute(places.dir), local_dir=_absolute(places.local_dir))
@@ -153,13 +154,26 @@ def _absolute(place: str) -> str:
     return str(Path(place).absolute()) if place and not is_url(place) else place
 
 
+def _names(place: str, run: RunDir) -> bool:
+    """Whether --run.dir of an earlier start, in a working directory of its own, can mean this folder."""
+    if not place or is_url(place):
+        return place.rstrip("/") in ("", run.url)
+    with suppress(OSError):
+        if Path(place).samefile(run.path):
+            return True
+    if Path(place).is_absolute():
+        return False
+    end = tuple(part for part in Path(place).parts if part != "..")
+    return run.path.parts[len(run.path.parts) - len(end) :] == end
+
+
 def write_config(run: RunDir, config: Config) -> list[str]:
     """Write config.toml, and return what has changed since the last start as `field: old → new`."""
     # here: the monitor process of each node imports this file and needs no configuration
     from fsdp import config as configuration
 
     changed: list[str] = []
-    config = _with_absolute_places(config)
+    config = with_absolute_places(config)
     if run.config.is_file():
         try:
             old = configuration.read_recipe(str(run.config))
@@ -175,7 +189,7 @@ def write_config(run: RunDir, config: Config) -> list[str]:
             before = old.get(
                 name, [] if isinstance(value, list) else {} if isinstance(value, Mapping) else value
             )
-            if before != value:
+            if before != value and not (name == "run.dir" and _names(str(before), run)):
                 changed.append(f"{name}: {before} → {value}")
     write_atomically(run.config, configuration.run_toml(config))
     return changed

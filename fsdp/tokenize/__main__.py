@@ -16,14 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp.base.errors import ShardrunError
-from fsdp.config.command_line import CommandParser, number, one_of, whole_number
+from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
 from fsdp.tokenize.documents import DocumentOptions, template_text
+from fsdp.tokenize.locate import notes_on
 from fsdp.tokenize.progress import ProgressLine, cores
 from fsdp.tokenize.shard_plan import SHARD_BYTES, TokenizeJob
 from fsdp.tokenize.shards import tokenize
-from fsdp.tokenize.sources import left_out
 
 
+@prints_errors("fsdp.tokenize")
 def main(argv: Sequence[str]) -> int:
     parser = CommandParser("fsdp.tokenize", __doc__)
     parser.add_argument("source", metavar="SOURCE", help="file, folder, pattern, s3://… or hf:NAME")
@@ -61,8 +62,8 @@ def main(argv: Sequence[str]) -> int:
         return 130
     empty = f", {found.empty:,} rows without a token to train on left out" if found.empty else ""
     print(f"{given.out}: {found.tokens:,} tokens, {found.documents:,} documents{empty}")
-    if others := left_out(given.source):
-        print(f"fsdp.tokenize: {others}", file=sys.stderr)
+    for noted in notes_on(given.source):
+        print(f"fsdp.tokenize: {noted}", file=sys.stderr)
     return 0
 
 

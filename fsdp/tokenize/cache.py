@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +49,35 @@ def made_once(name: str, key: Any, make: Callable[[Path], None]) -> Path:
                 return place
             aside = place.with_name(f"{place.name}.partial" + ("" if alone else f".{os.urandom(4).hex()}"))
             make(aside)
+            _sync(aside)
             return_freed_memory()
-            with suppress(OSError):  # another process was first, without a lock between them
+            try:
                 aside.rename(place)
+            except OSError:
+                if not place.exists():  # another process was first, without a lock between them
+                    raise
             if aside.is_dir():
                 shutil.rmtree(aside, ignore_errors=True)
             aside.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{place.parent} cannot be written ({error.strerror}).",
+            f"{place.parent} cannot be written ({error.strerror or error}).",
             "XDG_CACHE_HOME=FOLDER before the command names another place for it",
         ) from None
     return place
+
+
+def _sync(made: Path) -> None:
+    """Or a power cut could keep the name and lose the bytes, and each later start would read zeros."""
+    for one in (made, *(made.rglob("*") if made.is_dir() else ())):
+        descriptor = os.open(one, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError:
+            if not one.is_dir():  # some shared file systems cannot sync a folder
+                raise
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ here: conversations (documents.py).
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
@@ -17,7 +18,7 @@ from typing import Any
 from fsdp.base.errors import ConfigError
 from fsdp.config.values import expanded
 from fsdp.tokenize.cache import identity
-from fsdp.tokenize.rows import SourceRow
+from fsdp.tokenize.rows import SourceRow, without_nulls
 from fsdp.tokenize.sources import optional
 
 PREFIX = "hf:"
@@ -57,7 +58,7 @@ class DatasetRows:
 
     def read(self, first: int, last: int) -> Iterator[SourceRow]:
         for start in range(first, last, READ_AT_ONCE):
-            columns = self._made[start : min(last, start + READ_AT_ONCE)]
+            columns = without_nulls(self._made[start : min(last, start + READ_AT_ONCE)])
             for n, values in enumerate(zip(*columns.values(), strict=True), start + 1):
                 yield SourceRow(f"{self.name} row {n}", dict(zip(columns, values, strict=True)))
 
@@ -134,7 +135,7 @@ def _split_of(found: Any, name: HubName) -> str:
 
 def _unreadable(name: HubName, folder: Path, error: Exception) -> ConfigError:
     what = " ".join(str(error).split())[:300].rstrip(".")
-    if folder.is_dir():
+    if getattr(error, "errno", None) in (errno.EACCES, errno.ENAMETOOLONG) or folder.is_dir():
         return ConfigError(
             f"{name} cannot be read: {what}.",
             f"copy it again; ls -l {shlex.quote(name.name)} shows its files",

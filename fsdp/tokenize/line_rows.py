@@ -22,7 +22,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.tokenize.cache import identity, made_once
 from fsdp.tokenize.file_names import shell_word
 from fsdp.tokenize.rows import SourceRow
-from fsdp.tokenize.zero_bytes import encoding_of
+from fsdp.tokenize.zero_bytes import converting_hint, encoding_of
 
 READ = 1 << 24
 OFFSET = np.dtype(np.int64)
@@ -112,9 +112,8 @@ def renaming_hint(path: Path, first: bytes) -> str:
         if first.startswith(begin):
             new = name + suffix if suffix in TOOLS else stem + suffix
             return f"its contents are {suffix}: mv {shell_word(name)} {shell_word(new)}"
-    if encoding := encoding_of(first):
-        return f"iconv -f {encoding} -t utf-8 {shell_word(name)} > {shell_word(f'{stem}.utf8{path.suffix}')}"
-    return ""
+    encoding = encoding_of(first)
+    return converting_hint(encoding, path) if encoding else ""
 
 
 def _index_lines(path: Path, aside: Path) -> None:

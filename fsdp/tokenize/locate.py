@@ -11,12 +11,17 @@ from fsdp.tokenize.cache import identity
 from fsdp.tokenize.hub_dataset import PREFIX, DatasetRows, HubName
 from fsdp.tokenize.object_files import fetched, find_objects
 from fsdp.tokenize.rows import SourceRows
-from fsdp.tokenize.sources import find_files, open_rows
+from fsdp.tokenize.sources import find_files, left_out, open_rows, other_splits
 
 
 def is_remote(name: str) -> bool:
     """Whether a client reads it, whose threads a forked process would lose."""
     return name.startswith(PREFIX) or is_url(name)
+
+
+def notes_on(name: str) -> list[str]:
+    """Lines about files of a source on this machine that are left out, or named after another split."""
+    return [] if is_remote(name) else [line for line in (left_out(name), other_splits(name)) if line]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,8 @@ class SplitFiles:
 
     def close(self) -> None:
         for suffix, file in self._open.items():
-            file.close()
+            with suppress(OSError):  # it writes what a full disk has refused before
+                file.close()
             self._aside(suffix).unlink(missing_ok=True)
         self._open.clear()
 

@@ -19,8 +19,9 @@ from fsdp.base.errors import ConfigError, message_line
 from fsdp.config.values import expanded
 from fsdp.tokenize.file_names import broken_link, shell_word, shown, unreadable
 from fsdp.tokenize.json_rows import open_json
-from fsdp.tokenize.line_rows import LineRows, decompressed, gzip_blocks, zst_blocks
-from fsdp.tokenize.rows import SourceRow, SourceRows
+from fsdp.tokenize.line_rows import TOOLS, LineRows, decompressed, gzip_blocks, zst_blocks
+from fsdp.tokenize.rows import SourceRow, SourceRows, without_nulls
+from fsdp.tokenize.split_names import is_other, is_train, split_part
 from fsdp.tokenize.zero_bytes import check_no_zero_byte, not_decodable
 
 JSON = (".json", ".json.gz", ".json.zst")
@@ -32,7 +33,7 @@ SETTINGS = frozenset(
 )
 """Files beside those of rows, as the libraries of Hugging Face write them."""
 LISTED = ".jsonl, .json (.gz and .zst too), .parquet or .txt"
-HINT = "a .jsonl, .json, .parquet or .txt file (.gz and .zst too), a folder of them, or a pattern in quotes"
+HINT = f"a {LISTED} file, a folder of them, or a pattern in quotes"
 _File = TypeVar("_File")
 
 
@@ -87,6 +88,28 @@ def left_out(name: str) -> str:
     return (
         f"{len(others)} .json files are left out beside the other files of {name}, as {others[0]}. "
         f"HINT: {shell_word(str(root / '**' / '*.json'))} as the source reads them"
+    )
+
+
+def other_splits(name: str) -> str:
+    """A line about files of a folder or a pattern that are named after other splits than its training files;
+    empty without such. All are read as one source.
+    """
+    root = expanded(name)
+    if not root.is_dir():
+        if not is_pattern(name):
+            return ""
+        root = plain_folder(str(root))
+    files = [path.relative_to(root) for path in find_files(name)]
+    others = [path for path in files if is_other(split_part(path))]
+    train = next((path for path in files if is_train(split_part(path))), None)
+    if not others or train is None:
+        return ""
+    part = split_part(train)
+    ending = root / "**" / ("train*" if part == train.name else f"{part}/**/*{train.suffix}")
+    return (
+        f"{len(others)} files named after another split are read with the others of {name}, as "
+        f"{root / others[0]}. HINT: {shell_word(str(ending))} as the source reads the training files alone"
     )
 
 
@@ -194,12 +217,9 @@ def _opened(path: Path, name: str) -> SourceRows:
         path.open("rb").close()
     except OSError as error:
         raise unreadable(error, name) from None
-    plain, kind = path, _kind(path)
-    if kind == ".parquet":
-        return ParquetRows(path, name)
-    if kind in (".gz", ".zst"):
-        plain, kind = _unpacked(path, name), _kind(path.with_suffix(""))
-    return open_json(path, plain, name) if kind == ".json" else LineRows(path, plain, name)
+    if _kind(path) in TOOLS:
+        return READERS[_kind(path.with_suffix(""))](path, _unpacked(path, name), name)
+    return READERS[_kind(path)](path, path, name)
 
 
 def _unpacked(path: Path, name: str) -> Path:
@@ -279,7 +299,7 @@ class ArrowColumns:
     def values(self, name: str) -> list[Any]:
         if name not in self._made:
             try:
-                self._made[name] = self._batch.column(name).to_pylist()
+                self._made[name] = without_nulls(self._batch.column(name).to_pylist())
             except (KeyError, ValueError, OverflowError) as error:
                 raise self._unreadable(name, error) from None
         return self._made[name]
@@ -339,6 +359,15 @@ class _ParquetErrors:
                 f"{self._place()} is not a whole Parquet file: {what}.",
                 f"copy it again; ls -l {shell_word(self._path)} shows its size",
             ) from None
+
+
+READERS: Mapping[str, Callable[[Path, Path, str], SourceRows]] = {
+    ".jsonl": LineRows,
+    ".ndjson": LineRows,
+    ".json": open_json,
+    ".parquet": lambda path, plain, name: ParquetRows(path, name),
+}
+"""By suffix: of the file, of the same without compression, and of its name in messages."""
 
 
 # ---------------------------------------------------------------- text files

@@ -30,6 +30,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fsdp.base.stop_signals import SIGNALS
 from fsdp.watch.hang_verdict import Verdict, judge
 from fsdp.watch.messages import times_of
 from fsdp.watch.monitor_links import SILENT_S, Head, MonitorConnection, Peer
@@ -382,7 +383,7 @@ def print_lines(lines: Sequence[str]) -> None:
 
 def main(argument: str) -> None:
     # Ctrl-C and the scheduler's SIGTERM are for the ranks; this process ends with them
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for one in SIGNALS:
         signal.signal(one, signal.SIG_IGN)
     # after a SIGSTOP it still ends with its run
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)

@@ -27,7 +27,7 @@ from typing import Any
 
 from fsdp.base import proc
 from fsdp.base.phases import ACTIVITIES
-from fsdp.base.stop_signals import SIGNALS
+from fsdp.base.stop_signals import SIGNALS, delayed
 from fsdp.config import WatchSection
 from fsdp.dist import collectives
 from fsdp.dist.addresses import listen
@@ -230,15 +230,16 @@ def _node_names(places: list[str], hosts: dict[str, str]) -> dict[str, str]:
 def _spawn(options: MonitorOptions) -> subprocess.Popen[bytes]:
     """Without site-packages (-S), which the monitor does not need: it starts in half the time."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, "-S", "-m", "fsdp.watch.monitor", json.dumps(asdict(options))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=_error_output(),
-        env=environ,
-        pass_fds=(options.listener,) if options.listener >= 0 else (),
-        cwd="/",
-    )
+    with delayed(SIGNALS):  # one that comes before the monitor ignores them would end it
+        return subprocess.Popen(
+            [sys.executable, "-S", "-m", "fsdp.watch.monitor", json.dumps(asdict(options))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=_error_output(),
+            env=environ,
+            pass_fds=(options.listener,) if options.listener >= 0 else (),
+            cwd="/",
+        )
 
 
 def _error_output() -> int | None:

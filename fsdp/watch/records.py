@@ -12,7 +12,9 @@ KIND-STEP/       the evidence of a verdict: rank-N.txt (stacks), rank-N.fr.json 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import queue
 import re
 import shutil
@@ -49,6 +51,9 @@ def _number(value: object) -> float:
 class RecordFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._run: os.stat_result | None = None
+        with contextlib.suppress(OSError):
+            self._run = folder.parent.stat()
         self._tasks: queue.SimpleQueue[tuple[Path, str | Mapping[str, Any]] | None] = queue.SimpleQueue()
         self._appenders: dict[Path, Appender] = {}
         self._thread = threading.Thread(target=self._serve, name="files", daemon=True)
@@ -67,6 +72,8 @@ class RecordFiles:
 
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:
+            if self._is_gone():
+                continue
             path, content = task
             if isinstance(content, str):
                 self._replace(path, content)
@@ -74,6 +81,15 @@ class RecordFiles:
                 self._appenders.setdefault(path, Appender(path)).append(content)
         for appender in self._appenders.values():
             appender.close()
+
+    def _is_gone(self) -> bool:
+        """Whether the run directory was removed, renamed or replaced: another run may be in its place."""
+        try:
+            return self._run is not None and not os.path.samestat(self._run, self.folder.parent.stat())
+        except FileNotFoundError:
+            return True
+        except OSError:  # storage that does not answer: the records wait for it
+            return False
 
     def _replace(self, path: Path, text: str) -> None:
         """Text that cannot be written is dropped: it describes one moment."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from fsdp.base.object_client import retried
+from fsdp.base.object_client import impatient, last_request_failed, retried
 
 
 class Refusal(OSError):
@@ -58,3 +60,48 @@ def test_the_clients_of_other_stores_keep_theirs() -> None:
     with pytest.raises(PermissionError):
         retried(client.request, "reading", client)
     assert client.read == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "line"), [(FileNotFoundError, "[Errno 2] reading x"), (PermissionError, "[Errno 13] reading x")]
+)
+def test_an_error_without_a_number_gets_that_of_its_class(kind: type[OSError], line: str) -> None:
+    """The line of a bucket that does not exist began with `[Errno None]`."""
+
+    def request() -> None:
+        raise kind("gone")
+
+    with pytest.raises(kind) as caught:
+        retried(request, "reading x")
+    assert str(caught.value) == f"{line}: {kind.__name__}: gone"
+
+
+def test_a_failed_run_that_ends_waits_for_no_retry() -> None:
+    """The monitor ended rank 0 with SIGKILL while it repeated requests to a server that was gone."""
+    asked = threading.Semaphore(0)
+    said: list[str] = []
+
+    def request() -> None:
+        asked.release()
+        raise ConnectionError("gone")
+
+    def repeat() -> None:
+        with pytest.raises(OSError, match="gone") as caught:
+            retried(request, "reading x")
+        said.append(str(caught.value))
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    assert asked.acquire(timeout=60)
+    with impatient():
+        thread.join(60)
+        assert said, "it ends in its pause"
+        asked = threading.Semaphore(0)
+        with pytest.raises(OSError, match="reading x: not tried, the request before it failed"):
+            retried(request, "reading x")
+        assert not asked.acquire(blocking=False)
+    assert last_request_failed()
+    assert retried(lambda: 3, "reading x") == 3
+    assert not last_request_failed()
+    with impatient():
+        assert retried(lambda: 4, "reading x") == 4

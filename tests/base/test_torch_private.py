@@ -93,6 +93,26 @@ def test_names_that_wrappers_add() -> None:
     holds(added == names.WRAPPER_NAMES, "names.WRAPPER_NAMES", f"wrappers add {sorted(added)}")
 
 
+def test_the_names_of_the_kernels_of_attention() -> None:
+    rows = torch.randn(1, 1, 8, 16, requires_grad=True)
+    with torch.profiler.profile() as seen:
+        nn.functional.scaled_dot_product_attention(rows, rows, rows).sum().backward()
+    found = [event.name.removeprefix("aten::") for event in seen.events()]
+    kernels = [name for name in found if name.startswith(names.ATTENTION_OPERATORS)]
+    whole = any(name.endswith("backward") for name in kernels)
+    holds(whole, "names.ATTENTION_OPERATORS", f"operators: {sorted(set(found))}")
+
+
+def test_what_an_optimizer_imports_in_its_first_step() -> None:
+    program = (
+        "import sys, torch; p = torch.nn.Parameter(torch.ones(2)); p.grad = torch.ones(2)\n"
+        "torch.optim.AdamW([p]).step(); print(*sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    imported = names.OPTIMIZER_IMPORT in found.stdout.split()
+    holds(imported, "names.OPTIMIZER_IMPORT", "it is imported no more")
+
+
 @pytest.mark.parametrize("name", sorted(names.WRITE_ONLY_OPS))
 def test_the_operators_that_only_write(name: str) -> None:
     holds(hasattr(torch.ops.aten, name), "names.WRITE_ONLY_OPS", f"aten::{name} is gone")
@@ -377,6 +397,45 @@ def test_a_forward_that_writes_into_a_gathered_parameter_is_found(ranks: int) ->
     holds(not any(plain.values()), "fsdp.is_written", f"it finds writes in {plain}")
     for one in written:
         holds([n for n, seen in one.items() if seen] == ["1.weight"], "fsdp.is_written", f"it finds {one}")
+
+
+def replaced_in_forwards(env: DistEnv) -> list[tuple[str, list[bool]]]:
+    """Each module, and which of its groups have a replaced parameter before its forward: in a call of its own
+    weights, of others, and of its own again.
+    """
+    model = sharded()
+    found: list[tuple[str, list[bool]]] = []
+
+    def look(module: nn.Module, inputs: Any) -> None:
+        groups = [group for group in fsdp.parameter_groups(model) if module in group.modules]
+        seen = [fsdp.replaced_parameter(group) is not None for group in groups]
+        found.append((next(n for n, one in model.named_modules() if one is module), seen))
+
+    for module in (*model, model):
+        module.register_forward_pre_hook(look, prepend=True)
+    others = {"1.weight": torch.zeros(2, 3)}
+    model(torch.ones(2, 3))
+    found.clear()
+    torch.func.functional_call(model, others, torch.ones(2, 3))
+    model(torch.ones(2, 3))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_weight_that_functional_call_replaces_is_found(ranks: int) -> None:
+    with works("fsdp.replaced_parameter", "FSDPParam has other attributes"):
+        found = run_world(ranks, replaced_in_forwards)[0]
+    seen = [name for name, some in found if any(some)]
+    holds(seen == ["1"], "fsdp.replaced_parameter", f"it finds {found}")
+
+
+def test_the_key_of_a_modules_extra_state() -> None:
+    class Stateful(nn.Module):
+        def get_extra_state(self) -> int:
+            return 3
+
+    keys = list(nn.ModuleDict({"one": Stateful()}).state_dict())
+    holds(keys == [f"one.{names.EXTRA_STATE}"], "names.EXTRA_STATE", f"the keys are {keys}")
 
 
 # ---------------------------------------------------------------- process groups, DDP, autograd

@@ -17,7 +17,7 @@ import pytest
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import layout_file, manifest, metadata
+from fsdp.checkpoint import inspect, layout_file, manifest, metadata
 from fsdp.checkpoint.file_names import LAYOUT, MANIFEST, METADATA
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.dist.env import DistEnv
@@ -293,6 +293,15 @@ def test_a_manifest_without_the_places_is_not_whole(run_dir: Path) -> None:
     results = run_world(RANKS, restore, str(run_dir), {})
     assert [step for step, *_ in results] == [2, 2]
     assert "its manifest lacks .metadata" in results[0][1][0]
+
+
+def test_a_manifest_with_a_name_that_no_file_can_have_is_not_whole(tmp_path: Path) -> None:
+    """It ended each start, and hid the other checkpoints from `fsdp.checkpoint`."""
+    (tmp_path / "step-00000004").mkdir()
+    about = a_manifest(step=4, files={"x" * 300: (1, 1)})
+    (tmp_path / "step-00000004" / MANIFEST).write_bytes(manifest.encode(about))
+    found = inspect.listing_of(LocalStore(tmp_path), "step-00000004")
+    assert (found.manifest, found.why) == (None, "unreadable")
 
 
 @pytest.mark.parametrize("counters", [{}, {"step": 4, "samples": float("nan"), "tokens": 0}], ids=str)

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -339,6 +340,39 @@ def test_export_by_command_takes_the_step_asked_for(
     assert set(open_full_state(run_dir / "out")) == set(
         torch.load(run_dir / "out" / full_state.TORCH_FILE, weights_only=True)
     )
+
+
+def test_an_export_to_a_full_disk_names_the_folder(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(stream: BinaryIO, **_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(full_state, "write_torch", full)
+    assert checkpoints.main([str(run_dir), "export"]) == 4
+    out = run_dir / "full_model"
+    said = f"{out} cannot be written (No space left on device). HINT: ls -ld {out} and df -h {out} show why"
+    assert capsys.readouterr().err.startswith(f"fsdp.checkpoint: {said}")
+    assert list(out.iterdir()) == []
+
+
+def test_an_export_of_a_manifest_without_digests_names_the_tensor(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said KeyError."""
+    file = run_dir / "checkpoints/step-00000003" / MANIFEST
+    file.write_bytes(manifest.encode(replace(manifest.decode(file.read_bytes()), digests={})))
+    assert checkpoints.main([str(run_dir), "export"]) == 4
+    assert "fsdp.checkpoint: the manifest has no digest of model." in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_get_its_name_leaves_no_temporary_one(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with new_files(tmp_path) as files:
+        files.add(tmp_path / "a", lambda stream: stream.write(b"new"))
+        with pytest.raises(IsADirectoryError):
+            files.take_names()
+    assert [one.name for one in tmp_path.iterdir()] == ["a"]
 
 
 def test_an_export_of_a_damaged_checkpoint_fails_and_leaves_no_file(

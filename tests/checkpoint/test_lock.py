@@ -97,11 +97,48 @@ def test_a_run_is_refused_a_store_that_another_run_writes(tmp_path: Path) -> Non
     assert not (store.root / FILE).exists(), "a run that has ended holds nothing"
 
 
+def ousted(env: DistEnv, words: list[str]) -> str | None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lock.Locks, "lost", "the lock of this run is gone")
+        return on_a_rank(env, words)
+
+
+def test_a_run_that_lost_its_lock_is_refused_further_starts(tmp_path: Path) -> None:
+    """Under launch.local and sbatch a run whose folder was renamed began anew in the old place."""
+    words = ["--model.name", "mlp", "--train.steps", "1", "--run.dir", str(tmp_path / "run")]
+    (said,) = run_world(1, ousted, words)
+    assert str(said).startswith("RefusedError: step 1: the lock of this run is gone. HINT: squeue or ps")
+
+
 def test_a_run_directory_that_is_the_store_itself_is_held_once(tmp_path: Path) -> None:
     locks = hold(tmp_path, LocalStore(tmp_path), "torchrun")
     assert locks.ousted() is None
     locks.release()
     assert not (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["a FIFO", "a device"])
+def test_a_lock_of_a_store_that_is_no_file_is_taken_over(
+    device: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start, and `prune`, read it for ever."""
+    monkeypatch.setattr(lock, "STALE_S", 0.0)
+    store = LocalStore(tmp_path / "store")
+    store.make()
+    if device:
+        (store.root / FILE).symlink_to("/dev/zero")
+    else:
+        os.mkfifo(store.root / FILE)
+    hold(tmp_path / "run", store, "torchrun").release()
+    assert not list(store.root.iterdir())
+
+
+def test_a_store_that_is_a_link_to_itself_is_one_line(tmp_path: Path) -> None:
+    """It was a traceback of pathlib, at each start."""
+    (tmp_path / "checkpoints").symlink_to("checkpoints")
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be written: .*File exists"):
+        hold(tmp_path, LocalStore(tmp_path / "checkpoints"), "torchrun")
+    assert [one.name for one in tmp_path.iterdir()] == ["checkpoints"]
 
 
 def test_a_lost_store_is_a_lost_run(tmp_path: Path) -> None:
@@ -343,6 +380,27 @@ def test_a_renewal_whose_response_was_lost_keeps_the_lock_renewed(
     assert held.lost is None
     held.release()
     assert store.get(FILE) is None
+
+
+def test_renewals_that_fail_are_one_line_until_they_succeed(
+    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A line each ten seconds filled the log of a night without credentials."""
+    store, swap = remote(place), ObjectStore.swap
+    refused: list[bytes] = []
+
+    def refusing(self: ObjectStore, name: str, data: bytes, version: str | None) -> str | None:
+        refused.append(data)
+        if 1 < len(refused) < 6:
+            raise PermissionError(errno.EACCES, "writing CLAIM: Access Denied")
+        return swap(self, name, data, version)
+
+    monkeypatch.setattr(ObjectStore, "swap", refusing)
+    held = ObjectLock.acquire(store, "torchrun", beat_s=0.01)
+    eventually("a renewal after those that fail", lambda: "is renewed again" in caplog.text, 30)
+    held.release()
+    assert caplog.text.count("could not be renewed: [Errno 13] writing CLAIM: Access Denied") == 1
+    assert caplog.text.count(f"the lock on {place} is renewed again, 4 beats failed") == 1
 
 
 def test_a_lock_is_released_though_the_response_to_its_last_renewal_was_lost(place: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import discovery
+from fsdp.checkpoint import discovery, export
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.object_store import ObjectStore
 from tests.checkpoint.small import Run, build
@@ -105,4 +106,81 @@ def test_a_rank_that_may_not_read_the_store_is_named(tmp_path: Path, monkeypatch
     run = a_run(tmp_path)
     with pytest.raises(CheckpointError, match=rf"{URL} is not shared: rank 0 on .* cannot read it: .*Denied"):
         run.checkpointer.restore(run.state)
+    run.checkpointer.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "df -h {0} and df -i {0} show what is full: free some"),
+        (errno.EROFS, "findmnt -T {0} shows the mount: make it writable"),
+        (errno.EFBIG, "ulimit -f unlimited lifts the limit on a file's size"),
+        (errno.EACCES, "ls -ld {0} shows who may write there"),
+        (errno.EIO, "repair what it names"),
+    ],
+)
+def test_a_second_save_that_fails_has_the_hint_of_its_error(
+    number: int,
+    advice: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It said "free space or repair the folder" of each of them, and had the folder's name twice."""
+
+    def fails(self: LocalStore, folder: str) -> None:
+        raise OSError(number, os.strerror(number), str(self.root / folder))
+
+    monkeypatch.setattr(LocalStore, "begin", fails)
+    run = build(ENV, "ddp", str(tmp_path), section={"dir": str(tmp_path / "store")})
+    run.checkpointer.restore(run.state)
+    for _ in range(2):
+        run.step()
+        run.save()
+    hint = (
+        f"{advice.format(tmp_path / 'store')}, then start the same command: it resumes from the newest whole"
+    )
+    with pytest.raises(CheckpointError, match=rf"^the save of step 2 failed, .* HINT: {hint} checkpoint$"):
+        run.save()
+    assert f"step-00000001.tmp-{run.checkpointer._attempt}: {errno.errorcode[number]}, " in caplog.text
+    assert caplog.text.count("step-00000001.tmp-") == 1
+    run.checkpointer.close()
+
+
+def test_a_second_save_that_a_bucket_refuses_asks_for_other_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ObjectStore, "write", denied)
+    run = a_run(tmp_path)
+    run.checkpointer.restore(run.state)
+    for _ in range(2):
+        run.step()
+        run.save()
+    with pytest.raises(CheckpointError, match=r"Access Denied\. HINT: renew the credentials, then start the"):
+        run.save()
+    run.checkpointer.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"),
+    [
+        (errno.EROFS, "findmnt -T {0} shows the mount: make it writable, then .* {0} export"),
+        (errno.EFBIG, "ulimit -f unlimited lifts the limit on a file's size, then .* {0} export"),
+        (errno.EIO, "python -m fsdp.checkpoint {0} verify"),
+    ],
+)
+def test_an_export_that_cannot_be_written_has_the_hint_of_its_error(
+    number: int, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asked to verify the checkpoint, which is whole."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), str(tmp_path / "full_model" / "full-model.pt"))
+
+    run = a_run(tmp_path)
+    run.step()
+    run.save(wait=True)
+    monkeypatch.setattr(export, "export", fails)
+    with pytest.raises(CheckpointError, match=rf" was not exported to .* HINT: {hint.format(tmp_path)}$"):
+        run.checkpointer.export(tmp_path / "full_model")
     run.checkpointer.close()

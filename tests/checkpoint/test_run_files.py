@@ -177,6 +177,14 @@ def test_a_name_that_leads_out_of_the_folder_is_left_out(store: Counting, tmp_pa
     assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == [run_files.INDEX, "good"]
 
 
+def test_a_name_that_no_file_can_have_is_left_out(store: Counting, tmp_path: Path) -> None:
+    """One such object of somebody else ended each start on another machine."""
+    longest = "界" * 84 + "abc"  # 255 bytes
+    for name in ("z" * 256, f"logs/{longest}d", longest, "good"):
+        store.put(name, [b"x"])
+    assert texts(begun(store, tmp_path / "run").folder) == {"good": "x", longest: "x"}
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"folder": 3}', '{"folder": ""}'])
 def test_an_odd_record_of_the_last_writer_is_another_folders(
     store: Counting, tmp_path: Path, text: str
@@ -202,6 +210,25 @@ def test_a_store_that_is_away_is_named_once_and_copied_to_when_it_is_back(
     mirror.release()
     assert caplog.messages[1:] == [f"{store.where} is written again"]
     assert set(FILES) <= set(store.objects())
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["held", "lost"])
+def test_the_records_are_in_the_store_before_a_checkpoint_is_sealed(
+    lost: bool, store: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start on another machine has the records of the step that it resumes; a run that lost its lock
+    overwrites nothing.
+    """
+    monkeypatch.setattr(run_mirror, "FIRST_UPLOAD_S", 600.0)
+    mirror = RunMirror(Locks(), begun(store, tmp_path / "here"))
+    write(tmp_path / "here", FILES)
+    monkeypatch.setattr(Locks, "ousted", lambda locks: "another job has it" if lost else None)
+    assert mirror.before_seal() == ("another job has it" if lost else None)
+    assert ("metrics.jsonl" in store.objects()) != lost
+    monkeypatch.setattr(Locks, "lost", "another job has it" if lost else None)
+    mirror.upload()
+    mirror.release()
+    assert ("metrics.jsonl" in store.objects()) != lost
 
 
 def test_the_thread_is_no_activity_of_the_run(

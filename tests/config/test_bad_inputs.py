@@ -70,6 +70,8 @@ FLAGS = {
     "--ray.num_workers 4:2": "--ray.num_workers 4:2 is not a number of workers or a range. "
     "HINT: --ray.num_workers 2 or 2:8",
     "--ray.env NCCL_DEBUG": "--ray.env NCCL_DEBUG has no name. HINT: --ray.env NAME=NCCL_DEBUG",
+    "--ray.env OMP_NUM_THREADS=auto": "--ray.env OMP_NUM_THREADS=auto is not a number of threads. "
+    "HINT: --ray.env OMP_NUM_THREADS=4",
     "--ray.env A-B=1": "--ray.env A-B: not a name of an environment variable. HINT: --ray.env NAME=VALUE",
     "--run.dir ftp://host/run": "--run.dir ftp://host/run is not in a store of s3://, gs://, gcs://, "
     "abfs://, az://, adl://. HINT: --run.dir s3://bucket/run, or a folder",

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import load
-from fsdp.config.command_line import CommandParser, number, one_of, whole_number
+from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
+
+ROOT = Path(__file__).parents[2]
 
 
 def parser() -> CommandParser:
@@ -89,3 +96,48 @@ def test_help_is_the_docstring_and_the_flags(capsys: pytest.CaptureFixture[str])
     assert text.startswith("Do it:\n\n    python -m fsdp.tool RUN\n")
     assert "--tool.ranks" in text
     assert "how many" in text
+
+
+def test_a_tool_prints_to_a_stream_of_another_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A locale such as en_US.ISO-8859-1: a table of checkpoints has ×, generated text any sign."""
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, "iso-8859-1", write_through=True))
+    with pytest.raises(SystemExit):
+        CommandParser("fsdp.tool", "s3://… 2 × 4").parse(["--help"])
+    print("Привет")
+    assert b"s3://\\u2026 2 \xd7 4" in out.getvalue()
+    assert b"\\u041f\\u0440" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("words", "there"),
+    [("", ["--out", "--train.steps", "--comm.all_reduce_hook"]), ("watch", ["--watch.hang_s"])],
+)
+def test_help_all_of_a_tool_that_takes_the_flags_of_a_run_lists_them(
+    words: str, there: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_with_run_flags(["--help-all", *words.split()])
+    assert not ended.value.code
+    said = capsys.readouterr().out
+    assert [flag for flag in there if flag not in said] == []
+
+
+@prints_errors("fsdp.tool")
+def much(argv: Sequence[str]) -> int:
+    print("a line\n" * int(argv[0]))
+    return 0
+
+
+@pytest.mark.parametrize("lines", ["1", "100000"])  # less than a pipe holds, and more
+def test_a_reader_that_has_ended_and_a_full_disk_are_no_traceback(lines: str) -> None:
+    words = [sys.executable, "-c", f"from {__name__} import much; raise SystemExit(much(['{lines}']))"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(words, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, "")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "fsdp.tool: its output cannot be written: No space left on device\n"

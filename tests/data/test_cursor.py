@@ -91,7 +91,40 @@ def test_mixed_values_are_even_in_every_bit() -> None:
 
 
 def test_the_cursor_knows_no_world_size() -> None:
-    assert set(inspect.signature(Cursor).parameters) == {"seed", "samples", "global_batch"}
+    assert set(inspect.signature(Cursor).parameters) == {"seed", "samples", "global_batch", "step", "drawn"}
+
+
+@pytest.mark.parametrize("batches", [(4, 8), (8, 3, 8), (7, 1, 100, 2), (40, 8), (8, 8)])
+@pytest.mark.parametrize("each", [1, 3, 5])
+def test_another_global_batch_at_a_resume_repeats_and_loses_nothing(
+    batches: tuple[int, ...], each: int
+) -> None:
+    step, seen = 0, list[int]()
+    for batch in batches:
+        cursor = Cursor(seed=2, samples=40, global_batch=batch).resumed(step, len(seen))
+        assert cursor.epoch(step) == Fraction(len(seen), 40)
+        again = Cursor(seed=2, samples=40, global_batch=batch).resumed(
+            step + 1, len(seen) + len(cursor.indices(step))
+        )
+        assert [again.indices(step + k).tolist() for k in range(1, 30)] == [
+            cursor.indices(step + k).tolist() for k in range(1, 30)
+        ]
+        for _ in range(each):
+            seen += cursor.indices(step).tolist()
+            step += 1
+    ends = cursor.steps_of(9)
+    while step < ends:
+        seen += cursor.indices(step).tolist()
+        step += 1
+    one_batch = Cursor(seed=2, samples=40, global_batch=40)
+    assert seen == np.concatenate([one_batch.indices(epoch) for epoch in range(9)]).tolist()
+
+
+def test_epochs_that_were_complete_before_a_resume_end_the_run() -> None:
+    cursor = Cursor(seed=0, samples=40, global_batch=16).resumed(15, 60)
+    assert cursor.epoch(15) == Fraction(3, 2)
+    assert [cursor.steps_of(epochs) for epochs in (1, 2, 3)] == [14, 17, 20]
+    assert Cursor(seed=0, samples=40, global_batch=1).resumed(2, 60).steps_of(1) == 1
 
 
 def test_a_huge_data_set_costs_what_a_small_one_costs() -> None:

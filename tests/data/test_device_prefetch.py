@@ -83,3 +83,16 @@ def test_all_batches_of_a_process_are_copied_on_one_stream(said: list[str]) -> N
 @pytest.mark.parametrize("device", [None, torch.device("cpu")])
 def test_elsewhere_nothing_is_copied(device: torch.device | None) -> None:
     assert device_prefetch.maybe_carrier(device) is None
+
+
+def test_a_batch_is_copied_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    queued: list[bool] = []
+
+    def to(self: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
+        queued.append(non_blocking)
+        return self
+
+    monkeypatch.setattr(Tensor, "to", to)
+    batch = Batch({"inputs": torch.ones(2), "targets": torch.ones(2)}, torch.ones(2), 2, {}, torch.ones(2))
+    batch.to(GPU)
+    assert queued == [True] * 4, "data, mask and sources"

@@ -115,6 +115,50 @@ def test_files_of_sixteen_bits_keep_their_greys(name: str, tmp_path: Path) -> No
     assert np.abs(found[0] - (steep / 65535 * 2 - 1)).max() < 0.02
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (np.linspace(0, 1, 64, dtype=np.float32), "from 0 to 1, not from 0 to 255"),
+        (np.linspace(-3, 9, 64, dtype=np.float32), "from -3 to 9, not"),
+        (np.full(64, np.nan, np.float32), "from nan to nan, not"),
+        (np.linspace(0, 65535, 64).astype(np.int32), "from 0 to 65535, not"),
+        (np.linspace(0, 255, 64, dtype=np.float32), ""),
+        (np.arange(64, dtype=np.int32), ""),
+    ],
+)
+def test_pixels_of_32_bits_are_those_of_8_or_refused(values: np.ndarray, said: str, tmp_path: Path) -> None:
+    picture = tmp_path / "a.tif"
+    Image.fromarray(values.reshape(8, 8)).save(picture)
+    samples = folders.ImageFiles([str(picture)], np.zeros(1, np.int64), GREY)
+    if said:
+        with pytest.raises(OSError, match=said) as raised:
+            samples.batch(np.array([0]))
+        assert str(picture) in str(raised.value)
+    else:
+        found = samples.batch(np.array([0]))["inputs"][0, 0].numpy()
+        assert np.abs(found - (values.reshape(8, 8) / 127.5 - 1)).max() < 0.02
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_pictures_of_other_formats_are_counted(
+    many: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    own_cache: Path,
+) -> None:
+    if many:
+        monkeypatch.setattr(folders, "MANY", 1)
+    for name in ("a/1.png", "b/1.png", "b/2.png"):
+        paint(tmp_path / name, (1, 2, 3))
+    for name in ("a/x.GIF", "b/y.gif", "b/z.heic", "b/.hidden.gif", "b/notes.txt"):
+        (tmp_path / name).touch()
+    assert len(folder(tmp_path).train) == 3
+    assert [one.getMessage().partition(" below")[0] for one in caplog.records] == [
+        "folder: 2 .gif, 1 .heic files"
+    ]
+
+
 @pytest.mark.parametrize("mode", ["1", "P", "PA", "LA", "RGBA", "CMYK", "YCbCr", "HSV"])
 def test_each_mode_of_pixels_is_read(mode: str) -> None:
     white = Image.new("RGB", (8, 8), (255, 255, 255))
@@ -181,6 +225,59 @@ def test_one_class_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture
     paint(tmp_path / "all" / "a.png", (1, 2, 3))
     assert folder(tmp_path).info.facts["num_classes"] == 1
     assert "has one class, all: the cross entropy of each image is 0. HINT: " in caplog.text
+
+
+@pytest.mark.parametrize("split", ["valid", "validation", "test"])
+def test_a_split_of_another_name_is_a_warning_and_the_hint_reads_it(
+    split: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_two_classes(tmp_path / "train")
+    make_two_classes(tmp_path / split, 2)
+    assert len(folder(tmp_path).train) == 36
+    hint = f"{split} is not read. HINT: ln -s {split} {tmp_path}/val reads it as held-out images"
+    assert f"folder: {tmp_path} has no val: a tenth of train is held out, and {hint}" in caplog.text
+    (tmp_path / "val").symlink_to(split)
+    data = folder(tmp_path)
+    assert data.heldout is not None
+    assert (len(data.train), len(data.heldout)) == (40, 4)
+
+
+def test_of_two_other_splits_the_hints_name_the_one_for_validation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a/train", "a/test", "a/valid", "b/Train", "b/Test", "b/Val"):
+        make_two_classes(tmp_path / name, 2)
+    folder(tmp_path / "a")
+    assert f"test and valid is not read. HINT: ln -s valid {tmp_path}/a/val reads it" in caplog.text
+    with pytest.raises(ConfigError, match=r"HINT: mv \S+/Train \S+/train; mv \S+/Val \S+/val$"):
+        folder(tmp_path / "b")
+
+
+@pytest.mark.parametrize(("train", "val"), [("Train", "Val"), ("training", "validation")])
+def test_splits_are_no_classes(train: str, val: str, tmp_path: Path) -> None:
+    """The model learned to tell the training images from the others."""
+    make_two_classes(tmp_path / train)
+    make_two_classes(tmp_path / val)
+    names = ", ".join(sorted([train, val]))
+    said = (
+        rf"{tmp_path} are {names}: splits, not classes. HINT: mv \S+{train} \S+/train; mv \S+{val} \S+/val$"
+    )
+    with pytest.raises(ConfigError, match=said):
+        folder(tmp_path)
+
+
+def test_one_name_in_two_forms_of_unicode_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one, other = "caf\u00e9", "cafe\u0301"
+    paint(tmp_path / "a/train" / one / "1.png", (1, 2, 3))
+    paint(tmp_path / "a/val" / other / "1.png", (1, 2, 3))
+    with pytest.raises(
+        ConfigError, match=r"has class 'cafe\\u0301', which train has as 'caf\\xe9'.* HINT: mv "
+    ):
+        folder(tmp_path / "a")
+    for name in (one, other, "tea"):
+        paint(tmp_path / "b" / name / "1.png", (1, 2, 3))
+    assert folder(tmp_path / "b").info.facts["num_classes"] == 3
+    assert r"two classes of one name, 'cafe\u0301' and 'caf\xe9'" in caplog.text
 
 
 @pytest.mark.parametrize(

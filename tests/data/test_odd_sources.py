@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
@@ -259,6 +260,26 @@ def test_the_output_of_spark_in_one_part_is_rows(tmp_path: Path) -> None:
     write_lines(tmp_path / "part-00000.json", texts(30))
     (tmp_path / "_SUCCESS").touch()
     assert build_dataset(DataSection(name=str(tmp_path), seq_len=8)).info.preprocess["end"] == 0
+
+
+def pictures(folder: Path, **others: bytes) -> Path:
+    for label in ("cat", "dog"):
+        (folder / label).mkdir(parents=True)
+        for n in range(3):
+            Image.new("L", (4, 4), 40 * n).save(folder / label / f"{n}.png")
+    return put(folder, **others)
+
+
+@pytest.mark.parametrize("name", ["labels_json", "metadata_jsonl"])
+def test_pictures_by_class_with_rows_about_them_are_pictures(name: str, tmp_path: Path) -> None:
+    root = pictures(tmp_path, **{name: b'{"file_name": "cat/0.png"}'})
+    assert build_dataset(DataSection(name=str(root))).info.class_names == ("cat", "dog")
+
+
+def test_rows_with_a_folder_of_pictures_are_rows(tmp_path: Path) -> None:
+    pictures(tmp_path / "images")
+    write_lines(tmp_path / "captions.jsonl", texts(20))
+    assert build_dataset(DataSection(name=str(tmp_path), seq_len=8)).info.kind == "text"
 
 
 def test_rows_that_are_read_as_text_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -527,3 +527,13 @@ def test_a_collate_that_is_wrong_is_named() -> None:
         match=r"12 samples were requested, but \{'inputs': 11, 'targets': 11\} rows were returned",
     ):
         all_in_one(build("my_ragged_data:dropping")).step(0)
+
+
+@pytest.mark.parametrize("name", ["text", "tokens", "folder", "documents", "fashion_mnist"])
+def test_a_place_that_cannot_be_looked_at_is_one_line(name: str, tmp_path: Path) -> None:
+    """As below a folder that may not be searched: pathlib raises where a missing place is False."""
+    place = tmp_path / ("x" * 300)
+    with pytest.raises(
+        ConfigError, match=rf"^{place}.* cannot be read \(File name too long\). HINT: ls -ld {place}"
+    ):
+        build_dataset(DataSection(name=name, dir=str(place)))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 from fsdp.base.errors import CheckpointError, ConfigError, OneRankError
 from fsdp.config import DataSection, load
@@ -147,8 +148,37 @@ def odd() -> Odd:
     return Odd(list(range(9)))
 
 
+class Archives(IterableDataset[Any]):
+    """As the StreamingDataset of MosaicML and of LitData: a state with arguments, and items by index."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return {"inputs": [index, 1], "targets": [1, index]}
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return map(self.__getitem__, range(9))
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        return {"sample_in_epoch": num_samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def archives() -> Archives:
+    return Archives()
+
+
 def no_shards() -> Shards:
     return Shards(0, 9)
+
+
+def test_an_iterable_dataset_with_items_by_index_is_read_by_them() -> None:
+    data = build_dataset(DataSection(name=f"{__name__}:archives"))
+    assert data.stream is None
+    assert len(data.train) == 9
+    assert data.train.batch(np.array([7, 2]))["inputs"].tolist() == [[7, 1], [2, 1]]
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,21 @@ def test_held_out_files_without_a_sample_are_a_warning(
     assert "have 8 tokens, not one sample of --data.seq_len 8: nothing is evaluated. HINT: " in caplog.text
 
 
+def test_a_test_file_among_those_to_train_on_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("val", "test"):
+        np.arange(100, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+    tokens(tmp_path)
+    assert not caplog.text, "nothing else is there to train on"
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    assert len(tokens(tmp_path).train) == 24
+    test = tmp_path / "test.bin"
+    assert f"named after another split are trained on, as {test}. HINT: mv {test} " in caplog.text
+    test.rename(tmp_path / ".test.bin")
+    assert len(tokens(tmp_path).train) == 12
+
+
 @pytest.mark.parametrize("place", [0, 4999])
 @pytest.mark.parametrize("many", [True, False])
 def test_other_tokens_have_another_fingerprint(

@@ -15,7 +15,8 @@ from fsdp.base.errors import OneRankError
 from fsdp.config import DataSection
 from fsdp.data import build_dataset
 from fsdp.data.custom import ItemSamples
-from fsdp.data.types import DataInfo, DataSet
+from fsdp.data.mixture import MixedSamples
+from fsdp.data.types import DataInfo, DataSet, MixedRows
 from fsdp.data.unreadable_samples import maybe_skipping
 from tests.data.own import BROKEN, Files, Mended
 from tests.support.runs import Finished, failures, run
@@ -47,6 +48,21 @@ def test_the_next_readable_sample_stands_in_around_the_end(tmp_path: Path) -> No
     lines = (tmp_path / "unreadable" / "rank-00000.jsonl").read_text().splitlines()
     assert len(lines) == len(BROKEN), "a sample is a line, however often it is asked for"
     assert json.loads(lines[0])["why"].endswith(".png is truncated")
+
+
+def test_in_a_mixture_a_sample_of_the_same_source_stands_in(tmp_path: Path) -> None:
+    """The next source's first sample did, and its loss was counted as that of the source it replaced."""
+    parts = {"one": ItemSamples(Files((49,))), "two": ItemSamples(Files((48, 49)))}
+    data = DataSet(
+        train=MixedSamples(parts),
+        heldout=None,
+        info=DataInfo(kind="other"),
+        sources=MixedRows(("one", "two"), np.array([50, 100]), np.array([0, 0])),
+    )
+    samples, files = maybe_skipping(data, 4, tmp_path, rank=0).train, ItemSamples(Files(()))
+    for index, stands_in in ((49, 0), (98, 0), (99, 0), (97, 47)):
+        found = samples.batch(np.array([index]))["inputs"]
+        assert torch.equal(found, files.batch(np.array([stands_in]))["inputs"]), index
 
 
 def test_beyond_the_bound_it_stops_and_the_hint_names_the_record(tmp_path: Path) -> None:

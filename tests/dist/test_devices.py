@@ -7,12 +7,15 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import resource
+import socket
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +27,16 @@ from torch.distributed import device_mesh
 
 from fsdp.base.errors import LaunchError
 from fsdp.config import StopSection
+from fsdp.dist import process_group as groups
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import ALLOCATOR_VARIABLES, DistEnv, pick_device, set_allocator
 from fsdp.dist.mesh import MeshSizes, build_mesh
-from fsdp.dist.process_group import check_devices_differ, process_group, raise_open_files_limit
+from fsdp.dist.process_group import (
+    _device_id,
+    check_devices_differ,
+    process_group,
+    raise_open_files_limit,
+)
 from fsdp.dist.stop import Stopper
 from tests.support.env import env_of
 from tests.support.world import run_world
@@ -343,3 +352,64 @@ def test_the_allocator_is_set_on_cuda_where_the_environment_does_not(
         monkeypatch.setenv(name, given.get(name, ""))
     set_allocator(settings, torch.device(device))
     assert (os.environ["PYTORCH_ALLOC_CONF"] or None) == after
+
+
+def test_a_gpu_is_known_by_its_host_as_nccl_takes_it_and_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    uuids = SimpleNamespace(uuid="GPU-a")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: uuids)
+    monkeypatch.setattr(socket, "gethostname", lambda: "n1")
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    assert _device_id(torch.device("cuda", 0)) == "n1 GPU-a"
+    monkeypatch.setenv("NCCL_HOSTID", "half-of-n1")
+    assert _device_id(torch.device("cuda", 0)) == "half-of-n1 GPU-a"
+
+
+def test_a_process_raises_its_limit_of_open_files_and_its_groups_time_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before an existing group is taken, too: saves open sockets of their own."""
+    said: list[Any] = []
+    monkeypatch.setattr(groups, "raise_open_files_limit", lambda: said.append("raised"))
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda **given: said.append(given["timeout"]))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    with process_group(env_of(), timeout_s=77.0):
+        assert said == ["raised", timedelta(seconds=77)]
+    said.clear()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(groups, "_check_existing", lambda env: None)
+    with process_group(env_of(), timeout_s=77.0):
+        assert said == ["raised"]
+
+
+def test_after_an_exception_a_thread_on_the_ranks_device_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort records events: on GPU 0, where a thread starts, it would open a context there."""
+    said: list[tuple[str, Any]] = []
+
+    def note(what: Any) -> None:
+        said.append((threading.current_thread().name, what))
+
+    monkeypatch.setattr(torch.cuda, "set_device", note)
+    monkeypatch.setattr(groups, "abort_all_groups", lambda: note("aborts"))
+    groups._abort_groups(replace(env_of(), device=torch.device("cuda", 1)))
+    assert said == [("abort", torch.device("cuda", 1)), ("abort", "aborts")]
+
+
+def test_make_train_starts_a_rank_for_each_gpu_or_two_on_cpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (program,) = re.findall(r"--nproc_per_node=\$\$\(\S+ -c '(.+?)'\)", (ROOT / "Makefile").read_text())
+    for visible, ranks in ((0, 2), (1, 1), (8, 8)):
+        StandInForCuda(monkeypatch, visible)
+        exec(program)
+        assert capsys.readouterr().out == f"{ranks}\n"
+
+
+def test_tests_see_no_gpu() -> None:
+    """But for those that `pytest -m cuda` selects: each rank of a test would open a context on GPU 0."""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert run_world(1, visible_devices) == [""]
+
+
+def visible_devices(env: DistEnv) -> str:
+    return os.environ["CUDA_VISIBLE_DEVICES"]

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 
 import train
 from fsdp.base.errors import LaunchError
 from fsdp.dist.env import (
+    DistEnv,
     check_torch,
     from_environment,
+    init_method,
     prints_errors_of_node,
     prints_shared_errors,
     started_by,
     unused_allocation,
 )
 from fsdp.dist.hostlist import expand_hostlist
+from fsdp.dist.process_group import rendezvous_store
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
@@ -28,6 +32,19 @@ def test_torchrun_s_variables() -> None:
     made = from_environment(TORCHRUN)
     assert str(made) == "rank 5(8) local 1(4) node 1(2) cpu via torchrun"
     assert not made.is_main
+
+
+@pytest.mark.parametrize(
+    "meet", [init_method, lambda env: rendezvous_store(env, 1.0)], ids=["group", "store"]
+)
+def test_ranks_without_an_address_are_refused(
+    meet: Callable[[DistEnv], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MASTER_ADDR", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    made = from_environment(TORCHRUN, device="cpu")
+    with pytest.raises(LaunchError, match=r"rank 5 has no MASTER_ADDR\. HINT: start with torchrun, or srun"):
+        meet(made)
 
 
 def test_alone() -> None:
@@ -132,6 +149,16 @@ def test_one_process_in_an_allocation_for_several_is_a_warning(environ: dict[str
     assert bool(said) is warned
     assert not warned or "HINT: srun python train.py, or sbatch --nodes=" in said
     assert not unused_allocation(from_environment(TORCHRUN, device="cpu"), environ)
+
+
+def test_a_dry_run_has_the_warning_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for words, warned in ([], True), (["--backend", "ray"], False):
+        assert train.main(["--dry-run", "--model.name", "mlp", *words]) == 0
+        said = capsys.readouterr().err
+        assert ("train.py: one process alone: WORLD_SIZE is 4, and RANK is not set. HINT: " in said) is warned
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,22 @@ def test_an_address_that_no_rank_can_use_is_an_error_in_a_line(
     assert raised.value.scope == "rank"
 
 
+def test_a_rank_that_waits_for_its_address_says_so_before_the_time_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch tries again in silence for --run.process_group_timeout_s, a wrong name too."""
+    monkeypatch.setattr(process_group, "WAITING_S", 0.1)
+    with socket.create_server(("", 0)) as taken:
+        taken.shutdown(socket.SHUT_RDWR)  # refuses connections, and keeps the port
+        port = taken.getsockname()[1]
+        for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(LaunchError):
+            process_group._default_store(env_of(1, 2), timedelta(seconds=1))
+    (line,) = [record.getMessage() for record in caplog.records if "tries again" in record.getMessage()]
+    assert f" cannot reach localhost:{port}, where rank 0 listens, for 0.1 s (connection refused)" in line
+
+
 def ends_with_groups(env: DistEnv, folder: str) -> tuple[int, int]:
     """How many groups are held after the block, and after the modules are freed."""
     dist.destroy_process_group()

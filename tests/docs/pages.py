@@ -10,6 +10,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 
+FOLDERS = ("fsdp", "launch", "slurm", "recipes", "bench", "tests", "docs")
+"""Those whose files the pages name, and that commands need."""
+JOB_SCRIPT = "sbatch"
+"""The suffixes of job scripts, with | between them."""
 PROGRAMS = r"(?:python|torchrun|sbatch|make|pytest|LAUNCHER=srun)"
 IN_BLOCK = re.compile(rf"^    +({PROGRAMS} .*)$", re.MULTILINE)
 IN_TEXT = re.compile(rf"`({PROGRAMS} [^`\n]*)`")

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from fsdp import config as configuration
-from tests.docs.pages import ROOT, all_commands
+from tests.docs.pages import FOLDERS, JOB_SCRIPT, ROOT, all_commands
 
 RUN = {
     "python train.py --help": 0,
@@ -127,7 +127,7 @@ NOT_RUN = {
     r"python -m$": "names the option",
 }
 
-COPIED = ("train.py", "shardrun", "examples", "fsdp", "launch", "slurm", "recipes", "bench", "tests", "docs")
+COPIED = ("train.py", "shardrun", "examples", *FOLDERS)
 MINE = """
 from torch import arange, nn
 from torch.utils.data import Dataset
@@ -175,7 +175,8 @@ def test_modules_recipes_and_flags_of_a_command_exist(command: str) -> None:
         assert (ROOT / recipe).is_file()
     if "-m" in words[:-1]:
         assert importlib.util.find_spec(words[words.index("-m") + 1]) is not None
-    scripts = [at for at, word in enumerate(words) if word.endswith((".sbatch", "train.py")) or word == "--"]
+    script = re.compile(rf".*(train\.py|\.({JOB_SCRIPT}))|--")
+    scripts = [at for at, word in enumerate(words) if script.fullmatch(word)]
     first = scripts[-1] + 1 if scripts else len(words)
     own = [word for word in words[first:] if word not in ("--dry-run", "--preflight", "--help")]
     if own and not own[0].startswith("-") and words[0] == "sbatch":

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from fsdp import config as configuration
-from tests.docs.pages import PAGES, ROOT, anchors, links, text_of
+from tests.docs.pages import FOLDERS, JOB_SCRIPT, PAGES, ROOT, anchors, links, text_of
 
 WORDS = 900
-FILE = re.compile(
-    r"(?<![\w/.])((?:fsdp|launch|tests|bench|slurm|recipes|docs)/[\w/.-]*\w"
-    r"\.(?:py|md|toml|sh|sbatch|env|svg))"
-)
+FILE = re.compile(rf"(?<![\w/.])((?:{'|'.join(FOLDERS)})/[\w/.-]*\w\.(?:py|md|toml|sh|{JOB_SCRIPT}|env|svg))")
+SOURCES = [f"*.{suffix}" for suffix in ("py", "sh", "env", "toml", *JOB_SCRIPT.split("|"))]
 TOOLS_OWN = {"plan", "parity", "data.args", "model.args"}
 """Sections of flags outside the configuration of a run; arguments of a person's own factories."""
 
@@ -74,7 +72,7 @@ def test_names_of_code_in_contributing_are_in_the_files_of_their_row() -> None:
 
 def test_sources_mention_pages_that_exist() -> None:
     files = subprocess.run(
-        ["git", "grep", "-lE", r"docs/[a-z_]+\.md", "--", "*.py", "*.sh", "*.sbatch", "*.env", "*.toml"],
+        ["git", "grep", "-lE", r"docs/[a-z_]+\.md", "--", *SOURCES],
         cwd=ROOT,
         capture_output=True,
         text=True,

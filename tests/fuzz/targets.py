@@ -102,11 +102,11 @@ def flags(run: RunDir, words: list[str]) -> None:
 
 
 def comes_back(run: RunDir, config: configuration.Config) -> None:
-    """A run directory keeps it, and `--config RUN/config.toml` is the same configuration."""
+    """A run directory keeps it, and `--config RUN/config.toml` is the same, its places absolute."""
     assert configuration.config_hash(config)
     paths.write_config(run, config)
     again = configuration.load(["--config", str(run.config)])
-    written = configuration.run_toml(config)
+    written = configuration.run_toml(paths.with_absolute_places(config))
     assert configuration.run_toml(again) == written
     assert paths.write_config(run, config) == [] or "nan" in written
 

@@ -72,6 +72,14 @@ def test_under_ray_the_drivers_own_flags_are_in_it() -> None:
     with_variables = load(["--backend", "ray", "--ray.env", "A=two words", "--ray.env", "B=1"])
     typed = "python train.py --backend ray --ray.env 'A=two words' --ray.env B=1"
     assert ray_command(with_variables, {}) == typed
+    with_a_secret = load(
+        ["--backend", "ray", "--ray.env", "WANDB_API_KEY=a1b2c3", "--ray.env", "TOKENIZERS_PARALLELISM=false"]
+    )
+    typed = (
+        'python train.py --backend ray --ray.env WANDB_API_KEY="${WANDB_API_KEY:?}" '
+        "--ray.env TOKENIZERS_PARALLELISM=false"
+    )
+    assert ray_command(with_a_secret, {}) == typed
     assert ray_command(config, {"SHARDRUN_RAY_NODES": "2"}) == "sbatch --nodes=2 slurm/ray.sbatch"
 
 

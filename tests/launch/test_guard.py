@@ -8,10 +8,13 @@ import subprocess
 import sys
 import time
 from asyncio import CancelledError
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import train
+from fsdp import config as configuration
 from fsdp.base.errors import (
     CheckpointError,
     ConfigError,
@@ -28,6 +31,7 @@ from fsdp.memory.oom import OutOfMemory
 from fsdp.run import loop
 from fsdp.rundir import line_files
 from fsdp.rundir.paths import RunDir
+from launch import local
 from launch.guard import already_failed, failure_of, report, run_rank
 from launch.marker import Failure, Marker, failed_before_this_restart, marker_of, note_of_torchrun
 from launch.policy import Kind
@@ -252,3 +256,15 @@ def test_a_rank_whose_peer_failed_ends_after_rank_0_has_printed(
     assert report(OtherRankFailed(0, "no whole checkpoint", 4), env, "train.py", None) == 4
     assert len(waited) == (launcher == "torchrun")
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("main", [train.main, local.main])
+def test_ctrl_c_during_a_start_is_one_line(
+    main: Callable[[list[str]], int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(configuration, "load", interrupt)
+    assert main(["--train.steps", "1"]) == 130
+    assert capsys.readouterr().err.endswith(": interrupted while it started; no step was trained.\n")

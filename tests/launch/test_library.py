@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import softplus
 
 import shardrun
 from fsdp.base import proc
@@ -238,6 +239,148 @@ def test_a_loop_of_ones_own_resumes(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     saves = (tmp_path / "parts/saves.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in saves] == [3, 4, 6]
+
+
+class Gan(torch.nn.Module):
+    """A generator and a discriminator, whose losses are two branches of one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.makes, self.judges = build(), torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 1))
+
+    def forward(self, part: str, real: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        made = self.makes(noise)
+        if part == "makes":
+            return softplus(-self.judges(made)).mean()
+        return softplus(-self.judges(real)).mean() + softplus(self.judges(made.detach())).mean()
+
+
+def adam_of(gan: Any) -> torch.optim.Optimizer:
+    rates = ((gan.makes, 1e-2), (gan.judges, 3e-2))
+    return torch.optim.AdamW([{"params": part.parameters(), "lr": rate} for part, rate in rates])
+
+
+def pairs_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return rows_of(step)[:, :2], rows_of(step + 100)
+
+
+def trained_gan(env: DistEnv, folder: str, last: int) -> dict[str, torch.Tensor]:
+    config = shardrun.load_config([*SHORT, "--precision.master", "fp64"], run__dir=folder)
+    model: Any = shardrun.shard(Gan, config, env)
+    with shardrun.Training(config, env, model, adam_of(model.root)) as training:
+        for step in training.steps(last):
+            real, noise = (rows[env.rank :: env.world_size] for rows in pairs_of((step + 1) // 2))
+            part = "judges" if step % 2 else "makes"
+            with model.micro_batch(last=True):
+                model.called(part, real, noise).backward()
+            for parameter in model.root.judges.parameters() if part == "makes" else ():
+                parameter.grad = None
+            training.update()
+    named = model.root.named_parameters()
+    return {name: cast(DTensor, p.detach()).full_tensor() for name, p in named}
+
+
+def test_two_models_in_one_module_train_in_turn_as_by_two_optimizers(tmp_path: Path) -> None:
+    """As docs/library.md has it; continued on another number of ranks."""
+    start, *_ = run_world(2, trained_gan, str(tmp_path / "start"), 0)
+    run_world(2, trained_gan, str(tmp_path / "run"), 4)
+    found, *_ = run_world(1, trained_gan, str(tmp_path / "run"), 8)
+    plain = Gan().double()
+    plain.load_state_dict(start)
+    makes = torch.optim.AdamW(plain.makes.parameters(), lr=1e-2)
+    judges = torch.optim.AdamW(plain.judges.parameters(), lr=3e-2)
+    for step in range(1, 5):
+        for part, optimizer in (("judges", judges), ("makes", makes)):
+            optimizer.zero_grad()
+            plain(part, *pairs_of(step)).backward()
+            optimizer.step()
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12)
+
+
+def weights_of(env: DistEnv, folder: str, words: list[str]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The parameters of a loop of one's own at its start, and the names of those that are trained."""
+    config = shardrun.load_config([*SHORT, *words], run__dir=folder)
+    named = dict(shardrun.shard(build, config, env).root.named_parameters())
+    whole = {name: cast(DTensor, p.detach()).full_tensor() for name, p in named.items()}
+    return whole, [name for name, p in named.items() if p.requires_grad]
+
+
+def test_a_loop_of_ones_own_starts_from_weights_and_freezes(tmp_path: Path) -> None:
+    given = {name: torch.full_like(p, 0.5) for name, p in build().named_parameters()}
+    torch.save(given, tmp_path / "given.pt")
+    words = ["--model.weights", str(tmp_path / "given.pt"), "--model.frozen", "0.*"]
+    whole, trained = run_world(2, weights_of, str(tmp_path / "run"), words)[0]
+    assert all(torch.equal(whole[name], value) for name, value in given.items())
+    assert trained == ["2.weight", "2.bias"]
+
+
+class OfARank(torch.optim.SGD):
+    """Keeps a tensor of its rank's part, which no other number of ranks could load."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["seen"] = torch.zeros_like(parameter.to_local())
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "a closure": torch.optim.LBFGS,
+    "an update of no shards": torch.optim.Rprop,
+    "states of a rank": OfARank,
+}
+
+
+def beside(env: DistEnv, folder: str, kind: str) -> str:
+    """What is said of a loop that would train something else than it seems to."""
+    words = ["--lora.rank", "2"] if kind == "adapters" else []
+    config = shardrun.load_config([*SHORT, *words, "--precision.master", "fp64"], run__dir=folder)
+    both: Any = lambda: (build(), build())  # noqa: E731
+    try:
+        model = shardrun.shard(both if kind == "two models" else build, config, env)
+        scale = torch.ones(4, requires_grad=True)
+        parameters = [*model.root.parameters(), *([scale] if kind == "a tensor beside" else [])]
+        optimizer = OPTIMIZERS.get(kind, torch.optim.SGD)(parameters, lr=0.1)
+        with shardrun.Training(config, env, model, optimizer) as training:
+            for step in training.steps(3):
+                rows = rows_of(step)[env.rank :: env.world_size]
+                with model.micro_batch(last=kind != "no last micro-batch"):
+                    if kind == "other weights" and step == 2:
+                        others = {
+                            name: torch.zeros(p.shape).double() for name, p in build().named_parameters()
+                        }
+                        torch.func.functional_call(model.root, others, (rows,))
+                    loss = model.called(rows.requires_grad_()).square().mean()
+                    if kind == "a penalty":
+                        (slope,) = torch.autograd.grad(loss, rows, create_graph=True)
+                        loss = loss + slope.square().sum()
+                    loss.backward()
+                training.update()
+    except shardrun.ShardrunError as error:
+        return str(error)
+    return ""
+
+
+BESIDE = {
+    "two models": "<lambda> returned a tuple, not an nn.Module. HINT: return one module; of several models",
+    "a tensor beside": "the optimizer holds a tensor of the shape (4,) that is no parameter of the model: "
+        "its gradient would be one rank's, and no checkpoint would hold it. HINT: make it a part of the",
+    "a closure": "the optimizer: step() of LBFGS needs a closure, which a run does not pass. HINT: an",
+    "an update of no shards": "step() of Rprop cannot update sharded parameters: aten.index_put_.default: ",
+    "no last micro-batch": "update() without a micro_batch(last=True) before it: gradients are not "
+        "averaged over the ranks. HINT: with model.micro_batch(last=True) around the last forward",
+    "other weights": "torch.func.functional_call replaces 0.weight, in whose place FSDP gathers the "
+        "model's own",
+    "a penalty": "backward reads a parameter that FSDP has freed, as after torch.autograd.grad or a first",
+    "adapters": "--lora.rank 2 has no effect in a loop of your own. HINT: leave --lora.rank out",
+    "states of a rank": "the optimizer OfARank: state seen of 0.weight is a plain tensor of",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+def test_a_loop_of_ones_own_that_would_train_something_else_is_refused(kind: str, tmp_path: Path) -> None:
+    for said in run_world(2, beside, str(tmp_path / "run"), kind):
+        assert said.startswith(BESIDE[kind]), said
 
 
 def built_for_evaluation() -> torch.nn.Module:

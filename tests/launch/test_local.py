@@ -285,3 +285,31 @@ def test_gpus_are_asked_for_in_a_fork_before_the_ranks_start(
     assert done.returncode == code
     assert len(done.stderr.splitlines()) == 1
     assert (tmp_path / "run").exists() == (said == "the ranks start")
+
+
+INTERRUPTED = """
+import os, signal, sys, time
+from launch import local
+
+def look(run):
+    os.killpg(0, signal.SIGINT)
+    time.sleep(60)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
+local.warm_up, local._check_lock = lambda *_, **__: None, look
+sys.exit(local.main(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_while_the_lock_in_a_store_is_looked_at_is_one_line() -> None:
+    """In a fork, which receives the terminal's signal too."""
+    words = ["--run.dir", "s3://bucket/run", "--run.device", "cpu", *SMALL]
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, *words],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        start_new_session=True,
+    )
+    assert done.stderr == "launch.local: interrupted while it started; no step was trained.\n"
+    assert done.returncode == 130

@@ -73,6 +73,13 @@ def flat(model: nn.Module, wrap: str = "auto") -> list[str]:
 # ---------------------------------------------------------------- auto
 
 
+def test_experts_in_a_list_are_no_units() -> None:
+    """A rank calls those alone that its rows select, and would gather alone."""
+    experts = nn.ModuleList(Layer() for _ in range(3))
+    assert names(Net(nn.ModuleDict({"experts": experts}))) == []
+    assert names(Net(nn.ModuleDict({"layers": experts}))) == [[f"body.layers.{at}"] for at in range(3)]
+
+
 def test_the_models_own_units_come_first() -> None:
     large = small(vocab_size=1 << 16)
     assert names(large) == [["embedding"], ["blocks.0"], ["blocks.1"], ["norm", "head"]]

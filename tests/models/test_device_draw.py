@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -45,3 +48,13 @@ def test_a_tensor_on_the_host_is_drawn_there(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(device_draw, "fill", fail)
     init: Init = INITS[0]
     assert torch.equal(device_draw.draw_into(torch.empty(5), init, 0, "w"), draw(init, 0, "w", 0, 5))
+
+
+def test_a_tensor_on_a_gpu_is_drawn_there_if_its_bits_are_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensor is a stand-in."""
+    there: Any = SimpleNamespace(device=torch.device("cuda", 1))
+    monkeypatch.setattr(device_draw, "fill", lambda *given: "the device")
+    monkeypatch.setattr(device_draw.host, "draw_into", lambda *given: "the host")
+    for equal, drawn in ((True, "the device"), (False, "the host")):
+        monkeypatch.setattr(device_draw, "draws_as_the_host", lambda device, equal=equal: equal)
+        assert device_draw.draw_into(there, INITS[0], 0, "w") == drawn

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.torchvision_import import prepare_torchvision
-from fsdp.config import MemorySection
+from fsdp.config import MemorySection, SpeedSection
 from fsdp.models import packed_attention
 from fsdp.models.experts import select_experts_kernel
 from fsdp.models.model_output import read_output
@@ -20,6 +20,7 @@ from fsdp.models.packed_attention import document_bounds, document_starts, docum
 from fsdp.models.packed_check import check_documents_apart, check_positions
 from fsdp.models.transformer import Transformer, TransformerSizes
 from fsdp.parallel.activations import apply_activation_checkpointing
+from fsdp.parallel.attention import attention_kernel
 from tests.models import small_hf
 
 LENGTHS = ([3, 1, 5], [9], [1, 1, 7])
@@ -158,6 +159,20 @@ def test_varlen_is_for_half_precision_on_cuda(monkeypatch: pytest.MonkeyPatch) -
     assert not uses_varlen(cuda, torch.float32, 64)
     assert not uses_varlen(cuda, torch.bfloat16, 20)
     assert not uses_varlen(torch.device("cpu"), torch.bfloat16, 64)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "varlen"),
+    [("auto", True), ("flash", True), ("cudnn", False), ("efficient", False), ("math", False)],
+)
+def test_a_kernel_that_is_named_is_that_of_packed_rows_too(
+    kernel: Any, varlen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """varlen is FlashAttention's: another one gets a mask."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(packed_attention, "varlen_kernel", lambda: plain_varlen)
+    with attention_kernel(SpeedSection(attention=kernel)):
+        assert uses_varlen(torch.device("cuda"), torch.bfloat16, 64) is varlen
 
 
 # ---------------------------------------------------------------- the check

@@ -13,6 +13,7 @@ from torch import nn
 from fsdp.base.errors import ConfigError
 from fsdp.config import ModelSection
 from fsdp.models import ModelSpec, resolve
+from fsdp.models.hub import find_folder
 
 DIGITS = {"num_classes": 10, "image_size": 28, "channels": 1}
 BYTES = {"vocab_size": 256, "seq_len": 128}
@@ -354,3 +355,11 @@ def test_an_error_in_a_factory_names_its_own_line() -> None:
     with pytest.raises(ConfigError, match=r"my_models.py:\d+\)") as error:
         spec("my_models:breaks")
     assert isinstance(error.value.__cause__, RuntimeError)
+
+
+def test_a_folder_of_transformers_that_cannot_be_looked_at_is_one_line(tmp_path: Path) -> None:
+    """As below a folder that may not be searched."""
+    place = tmp_path / ("x" * 300)
+    said = rf"^--model.name hf:{place} cannot be read \(File name too long\)\. HINT: ls -ld {place}$"
+    with pytest.raises(ConfigError, match=said):
+        find_folder(f"hf:{place}")

@@ -4,6 +4,7 @@ of torch's.
 
 from __future__ import annotations
 
+import logging
 import random
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp import config as configuration
@@ -63,6 +65,8 @@ def test_a_lone_temperature_is_trained_as_in_one_process(strategy: str, tmp_path
     [
         "InPlace --mesh.reshard_after_forward false", "Hiding --mesh.reshard_after_forward false",
         "Forces --mesh.wrap root", "ByMethod --mesh.wrap root", "InPlace --mesh.strategy ddp",
+        "FastWeights --mesh.strategy ddp --model.frozen blocks.1.up.weight",
+        "FastWeights --model.args.inner true --model.frozen blocks.*.up.weight",
     ],
 )  # fmt: skip
 def test_a_hint_trains_what_was_refused(words: str, tmp_path: Path) -> None:
@@ -72,6 +76,13 @@ def test_a_hint_trains_what_was_refused(words: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["SharedBuffer", "TensorList"])
 def test_tensors_beside_parameters_are_as_in_one_process(name: str, tmp_path: Path) -> None:
     plainly(tmp_path / "run", f"--model.name {HERE}:{name}", 2)
+
+
+def test_experts_of_a_lone_mixture_are_those_of_one_process(tmp_path: Path) -> None:
+    """One row a micro-batch, so that each rank calls one expert of the two, and often not the same one."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("FSDP of this torch cannot reduce zeros")
+    plainly(tmp_path / "run", f"--model.name {HERE}:Routed --train.micro_batch 1", 2)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
@@ -165,6 +176,8 @@ REFUSED = {
     "Follows --model.args.way replaced --mesh.strategy hsdp": "the forward writes into slow.weight, which",
     "Clipping": "the forward writes into blocks.0.up.weight, which is gathered for this step alone",
     "Clipping --precision.param bf16": "the forward writes into blocks.0.up.weight, which",
+    "FastWeights": "torch.func.functional_call replaces blocks.1.up.weight, in whose place FSDP gathers the "
+        "model's own: the weights that it is called with would be ignored. HINT: functional_call on a module",
     "ByMethod": "the forward computes with blocks.0.up.weight where this rank has a shard of it alone: "
         "outside of the forward of its unit, or after torch.autograd.grad. HINT: --mesh.wrap root",
     "Penalised": "the forward computes with a parameter where this rank has a shard of it alone",
@@ -269,6 +282,32 @@ def refused(words: str, line: str, folder: Path) -> None:
         assert said.startswith("ConfigError: "), said
         assert line in said
         assert "\n" not in said
+
+
+def start_from_extra_state(env: DistEnv, words: list[str]) -> tuple[str | None, list[str]]:
+    """The error of a run, and its warnings about a state beside parameters and buffers."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("fsdp.run.job")
+    logger.addHandler(handler)
+    try:
+        return on_a_rank(env, words), [line for line in said if "get_extra_state" in line]
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_a_state_that_no_checkpoint_keeps_is_named(tmp_path: Path) -> None:
+    """A file of the model's whole state dict has it too, and starts a run."""
+    plain: Any = build_real(resolve(settings(f"--model.name {HERE}:Remembering").model, {}), 0)
+    torch.save(plain.state_dict(), tmp_path / "given.pt")
+    words = f"--model.name {HERE}:Remembering --model.weights {tmp_path}/given.pt --train.steps 1"
+    for error, lines in run_world(
+        2, start_from_extra_state, ["--run.dir", str(tmp_path / "run"), *flags(words)]
+    ):
+        assert error is None
+        assert [line.partition(":")[0] for line in lines] == ["Remembering"]
+        assert "HINT: register_buffer for what is to stay" in lines[0]
 
 
 def write_shards(env: DistEnv, file: str) -> None:

@@ -263,6 +263,71 @@ class Penalised(OwnLoss):
         return found + 0.01 * torch.stack([p.square().sum() for p in self.parameters()]).sum()
 
 
+class FastWeights(Uneven):
+    """Calls its second block with a weight that it computes, as a hypernetwork does; or a layer in each."""
+
+    def __init__(self, inner: bool = False) -> None:
+        super().__init__()
+        self.inner = inner
+        self.blocks = nn.ModuleList(Faster(inner) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.stem(x))
+        fast = {"up.weight": torch.full((15, 13), 0.1, dtype=x.dtype)}
+        x = self.blocks[1](x) if self.inner else torch.func.functional_call(self.blocks[1], fast, (x,))
+        return self.head(self.blocks[2](x))
+
+
+class Faster(Block):
+    """A block that calls a layer of its own with another weight."""
+
+    def __init__(self, inner: bool) -> None:
+        super().__init__(13)
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.inner:
+            return super().forward(x)
+        fast = {"weight": torch.full((15, 13), 0.1, dtype=x.dtype)}
+        y = torch.func.functional_call(self.up, fast, (self.norm(x),))
+        return x + self.down(torch.tanh(y))
+
+
+class Routed(Uneven):
+    """One mixture of experts, the only modules in a list; a rank calls those that its rows select."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.blocks
+        self.experts = nn.ModuleList(Block(13) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 0).long()
+        x = self.stem(x)
+        mixed = torch.zeros_like(x)
+        for at in chosen.unique().tolist():
+            mixed[chosen == at] = self.experts[at](x[chosen == at])
+        return self.head(mixed)
+
+
+class Remembering(Uneven):
+    """Keeps a count that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return super().forward(x)
+
+
 class NeedsMask(Uneven):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x * mask)

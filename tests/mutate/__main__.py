@@ -3,7 +3,7 @@
     python -m tests.mutate --room checkpoint --sample 20            tests/checkpoint, 20 mutations
     python -m tests.mutate --file fsdp/optim/loss_scale.py          each mutation of one file
     python -m tests.mutate --known                                  those that once survived
-    python -m tests.mutate --known --part 2/24                      three of them, as each CI run does
+    python -m tests.mutate --known --part 2/30                      three of them, as each CI run does
     python -m tests.mutate --room checkpoint rundir --file launch/policy.py --sample 90 --seed 1 --part 2/9
 
 A mutation that no test finds is printed with its line: a test is missing, or the line makes no difference.

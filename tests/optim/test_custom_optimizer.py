@@ -24,6 +24,7 @@ from fsdp.config import OptimSection, load
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
 from fsdp.memory.resting import state_bytes
+from fsdp.optim.custom_optimizer import check_step
 from fsdp.optim.optimizer import build_optimizer, set_lr
 from fsdp.parity.reference import _optimizer
 from fsdp.plan.step_trace import FakeRun, trace_step
@@ -212,15 +213,37 @@ def test_a_factory_that_returns_something_else_is_one_line(name: str, message: s
         build_optimizer(OptimSection(name=name), Uneven())
 
 
+def test_an_optimizer_with_a_schedule_of_torch_is_stepped_without_a_closure() -> None:
+    """The schedule replaces step() on the object, by a function with another signature."""
+    for kind, refused in ((torch.optim.SGD, False), (torch.optim.LBFGS, True)):
+        made: Any = kind(Uneven().parameters(), lr=0.1)
+        torch.optim.lr_scheduler.StepLR(made, 1)
+        with pytest.raises(ConfigError, match="needs a closure") if refused else contextlib.nullcontext():
+            check_step("the optimizer", made)
+
+
 @pytest.mark.parametrize(
-    "beside", ["--memory.nvme optimizer --memory.nvme_dir /tmp", "--optim.state bf16", "--optim.fused true"]
+    ("beside", "both", "hint"),
+    [
+        (
+            "--memory.nvme optimizer --memory.nvme_dir /tmp",
+            "--optim.name torch.optim:NAdam and --memory.nvme optimizer",
+            "--optim.name adamw",
+        ),
+        (
+            "--optim.state bf16",
+            "--optim.state bf16 and --optim.name torch.optim:NAdam",
+            "--optim.state master",
+        ),
+        (
+            "--optim.fused true",
+            "--optim.name torch.optim:NAdam and --optim.fused true",
+            "--optim.name adamw",
+        ),
+    ],
 )
-def test_what_only_built_in_optimizers_can_is_refused(beside: str) -> None:
-    flag, value, *_ = beside.split()
-    message = (
-        f"--optim.name torch.optim:NAdam and {flag} {value} do not go together. HINT: --optim.name adamw"
-    )
-    with pytest.raises(ConfigError, match=re.escape(message)):
+def test_what_only_built_in_optimizers_can_is_refused(beside: str, both: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{both} do not go together. HINT: {hint}")):
         load(["--optim.name", "torch.optim:NAdam", *beside.split()])
 
 

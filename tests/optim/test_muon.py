@@ -242,7 +242,7 @@ def test_each_setting_changes_its_matrices_alone() -> None:
         ),
         (
             "--optim.name muon --optim.state bf16",
-            "--optim.name muon and --optim.state bf16 do not go",
+            "--optim.state bf16 and --optim.name muon do not go",
         ),
         (
             "--optim.muon_lr 0.02",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
@@ -357,3 +358,36 @@ def test_a_fresh_state_is_the_code_of_zeros() -> None:
         found, scale = encode(torch.zeros(3, 300), adam._Tables().of(name, torch.device("cpu")))
         assert torch.equal(state[name], found)
         assert torch.equal(state[f"{name}_scale"], scale)
+
+
+class _Waits(TorchDispatchMode):
+    """Refuses operations for which a host waits for its device: reads, and copies of new numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("state", "update"), [("bf16", "update_plain"), ("8bit", "update_coded")])
+def test_where_it_is_compiled_each_matrix_is_one_call_and_later_steps_read_no_number(
+    state: Any, update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The functions that would be compiled run as they are. On CUDA a read, or a tensor made from a number of
+    Python, is a wait; the slices of the other path are some fifty kernels each.
+    """
+    called: list[str] = []
+
+    def as_it_is(function: Any) -> Any:
+        called.append(function.__name__)
+        return function
+
+    monkeypatch.setattr(adam, "compiled_update", as_it_is)
+    monkeypatch.setattr(adam, "_update_rows", None)
+    optimizer = stepped(nn.Linear(300, 7, bias=False), OptimSection(state=state), 1, compiled=True)
+    assert called == [update]
+    with _Waits():
+        for step in range(2):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 / (step + 1)
+            optimizer.step()
+    assert called == [update] * 3

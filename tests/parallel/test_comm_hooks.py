@@ -170,6 +170,40 @@ def test_buffers_come_from_the_groups_backend_where_the_flag_is_set(on: str, tmp
         assert (asked > 0) is (on == "true")
 
 
+class Unconnected(RuntimeError):
+    """As NCCL's: its communicator has not been initialized before the pool of memory is made."""
+
+
+def allocates_when_connected(env: DistEnv, words: list[str]) -> int:
+    """Buffers that FSDP asks a group for; it refuses before its first collective, as one of Ray's."""
+    connected, asked = set[str](), 0
+    backend, all_reduce = dist.ProcessGroup._get_backend, dist.all_reduce
+
+    def allocator(self: dist.ProcessGroup, device: torch.device) -> Any:
+        nonlocal asked
+        if sys._getframe(1).f_code.co_name == "allocate":
+            asked += 1
+            if self.group_name not in connected:
+                raise Unconnected(self.group_name)
+        return backend(self, device)
+
+    def connecting(*args: Any, **more: Any) -> Any:
+        group: Any = more.get("group") or dist.group.WORLD
+        connected.add(group.group_name)
+        return all_reduce(*args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.ProcessGroup, "_get_backend", allocator)
+        patch.setattr(dist, "all_reduce", connecting)
+        train(configuration.load(words), env)
+    return asked
+
+
+def test_a_group_is_connected_before_its_allocator_is_used(tmp_path: Path) -> None:
+    words = flags(HSDP, f"--run.dir {tmp_path} --train.steps 1 --comm.allocate_from_group true")
+    assert min(run_world(4, allocates_when_connected, words)) > 0
+
+
 def test_a_groups_allocator_and_a_collective_of_the_user_are_refused() -> None:
     words = f"--comm.allocate_from_group true --comm.reduce_scatter {HERE}:scatter"
     with pytest.raises(ConfigError, match=r"allocates its buffers\. HINT: --comm.allocate_from_group false"):

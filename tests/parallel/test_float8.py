@@ -4,10 +4,16 @@ refused.
 
 from __future__ import annotations
 
+import importlib
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
@@ -15,6 +21,7 @@ from fsdp.config import SpeedSection
 from fsdp.dist.env import DistEnv
 from fsdp.parallel import float8
 from fsdp.parallel.float8 import check_float8, check_float8_tokens
+from fsdp.run.job import prepare
 from fsdp.run.loop import train
 from tests.support import comm_hooks
 from tests.support.plain_loop import relative_difference
@@ -26,7 +33,7 @@ EMULATED = "--speed.float8_emulate true --speed.float8"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-pytestmark = pytest.mark.needs("torchao")
+with_torchao = pytest.mark.needs("torchao")
 
 
 def largest_gather(env: DistEnv, words: list[str]) -> int:
@@ -35,6 +42,7 @@ def largest_gather(env: DistEnv, words: list[str]) -> int:
     return max(size for what, size, _ in comm_hooks.SEEN if what == "all_gather")
 
 
+@with_torchao
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_it_trains_nearly_as_bf16_does_and_not_quite(recipe: str, tmp_path: Path) -> None:
@@ -46,6 +54,7 @@ def test_it_trains_nearly_as_bf16_does_and_not_quite(recipe: str, tmp_path: Path
     assert all(abs(a - b) < 0.05 for a, b in zip(*losses, strict=True))
 
 
+@with_torchao
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_holds_each_layers_own_weights(ranks: int, tmp_path: Path) -> None:
@@ -62,6 +71,7 @@ def test_a_checkpoint_holds_each_layers_own_weights(ranks: int, tmp_path: Path) 
     )
 
 
+@with_torchao
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", ["--mesh.strategy ddp", "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 1"]
@@ -74,6 +84,7 @@ def test_replicas_train_in_it_too(mesh: str, tmp_path: Path) -> None:
     assert 1e-6 < relative_difference(found.parameters, bf16.parameters) < 5e-2
 
 
+@with_torchao
 @pytest.mark.slow
 def test_tensorwise_gathers_weights_in_a_byte_an_element(tmp_path: Path) -> None:
     own = f"{WIDE} --comm.all_gather tests.support.comm_hooks:gather --train.steps 1"
@@ -88,6 +99,7 @@ def test_tensorwise_gathers_weights_in_a_byte_an_element(tmp_path: Path) -> None
     assert tensorwise < 0.6 * bf16
 
 
+@with_torchao
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_checkpoint_is_plain_and_resumes(tmp_path: Path) -> None:
@@ -129,6 +141,7 @@ def test_unsupported_hardware_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
+    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda _: True)
     section = SpeedSection(float8=recipe)  # type: ignore[arg-type]
     if not said:
         check_float8(section, device)
@@ -167,3 +180,51 @@ def test_incompatible_flags_are_refused_by_name(more: str) -> None:
 def test_emulation_alone_logs_nothing() -> None:
     with pytest.raises(ConfigError, match=r"--speed.float8_emulate true has no effect alone"):
         configuration.load(["--speed.float8_emulate", "true"])
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Stands in for torchao's Float8LinearConfig."""
+
+    name: str = ""
+    emulate: bool = False
+    enable_fsdp_float8_all_gather: bool = False
+    pad_inner_dim: bool = False
+
+    @classmethod
+    def from_recipe_name(cls, name: str) -> Recipe:
+        return cls(name)
+
+
+def test_rows_that_are_no_multiple_of_16_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of images, and of an expert's tokens: nothing counts them at the start."""
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", SimpleNamespace(Float8LinearConfig=Recipe))
+    kinds: list[Any] = ["tensorwise", "rowwise"]
+    found = [float8._recipe(SpeedSection(float8=kind), True) for kind in kinds]
+    assert found == [Recipe("tensorwise", False, True, True), Recipe("rowwise", False, False, True)]
+
+
+@with_torchao
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+def test_padding_changes_no_product(kind: Any) -> None:
+    """In torchao, whose CPU products take any size: those of 17 rows padded to 32 are those without."""
+    found = []
+    for pads in (True, False):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(16, 32))
+        convert = importlib.import_module("torchao.float8").convert_to_float8_training
+        recipe = float8._recipe(SpeedSection(float8=kind, float8_emulate=not pads), False)
+        convert(block, config=replace(recipe, pad_inner_dim=pads))
+        block(torch.randn(17, 16)).square().sum().backward()
+        found.append({name: p.grad for name, p in block.named_parameters() if p.grad is not None})
+    assert relative_difference(*found) < 1e-2
+
+
+def test_a_run_counts_the_tokens_of_its_micro_batches() -> None:
+    words = (
+        "--data.name synthetic --data.args.kind tokens --data.seq_len 33 --model.name transformer "
+        "--train.global_batch 3 --train.steps 1 --speed.float8 rowwise"
+    )
+    with pytest.raises(ConfigError, match=r"multiple of 16 tokens, .* is 99\. HINT: --data\.seq_len 48"):
+        prepare(configuration.load(words.split()), world_size=1, num_nodes=1, device=None)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import MemorySection, OptimSection, load
@@ -90,3 +92,38 @@ def test_one_part_is_copied_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_it_does_not_go_with(words: str) -> None:
     with pytest.raises(ConfigError, match=r"--memory\.optimizer_offload true"):
         load([*OFFLOAD.split(), *words.split()])
+
+
+def test_on_a_device_memory_is_pinned_and_the_host_waits_once_an_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stand-ins for CUDA: copies over the bus are asynchronous only from pinned memory, and a save reads
+    states as soon as the update has returned.
+    """
+    said: list[str] = []
+    empty, copy_ = torch.empty, Tensor.copy_
+
+    def allocated(*size: Any, pin_memory: bool = False, **more: Any) -> Tensor:
+        said.extend(["pinned"] * pin_memory)
+        return empty(*size, **more)
+
+    def copied(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        said.append("queued" if non_blocking else "waited for a copy")
+        return copy_(self, source)
+
+    stream = SimpleNamespace(synchronize=lambda: said.append("the host waits"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    model = nn.Linear(8, 8)
+    store = HostStates(("exp_avg", "exp_avg_sq"), torch.float32, torch.device("cuda", 0))
+    optimizer = build_optimizer(OptimSection(), model)
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda t, device=None, **more: empty_like(t, **more))
+    monkeypatch.setattr(torch, "empty", allocated)
+    monkeypatch.setattr(Tensor, "copy_", copied)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    store.step(optimizer)
+    assert said == ["pinned", "queued"] * 4 + ["the host waits"], "new states of two parameters"
+    said.clear()
+    store.step(optimizer)
+    assert said == ["queued"] * 8 + ["the host waits"], "there and back"

@@ -208,6 +208,15 @@ def test_tied_weights_are_found_under_either_name(tmp_path: Path) -> None:
             assert torch.equal(found["head.weight"], state["words.weight"])
 
 
+def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
+    """Of a model that was trained without tying: its output layer was left out in silence."""
+    state = trained_state(user_code.TiedWords())
+    state["head.weight"] = state["head.weight"] * 2
+    texts = run_world(2, whole_of, "TiedWords", save(state, tmp_path / "weights.safetensors"))
+    said = "differ, and the model has them as one tensor. HINT: "
+    assert all("head.weight" in text and "words.weight" in text and said in text for text in texts), texts
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -220,6 +229,7 @@ def test_tied_weights_are_found_under_either_name(tmp_path: Path) -> None:
             "over",
             "--model.weights has blocks.3.up.bias, which the model has not (1 of 23 are left over). HINT: ",
         ),
+        ("dtype", "--model.weights has head.weight as int8, such as quantized weights: the model's are "),
     ],
 )
 def test_a_state_dict_that_does_not_fit_is_refused_on_every_rank(
@@ -230,6 +240,8 @@ def test_a_state_dict_that_does_not_fit_is_refused_on_every_rank(
         del state["blocks.1.up.bias"]
     elif spoil == "shape":
         state["head.weight"] = torch.zeros(7, 13)
+    elif spoil == "dtype":
+        state["head.weight"] = (state["head.weight"] * 127).to(torch.int8)
     else:
         state["blocks.3.up.bias"] = torch.zeros(15)
     texts = run_world(3, whole_of, "Uneven", save(state, tmp_path / "weights.pt"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.tensors import compiled_call
 from fsdp.config import MemorySection, SpeedSection, load
 from fsdp.parallel.activations import apply_activation_checkpointing
-from fsdp.parallel.offload import OffloadStreams, apply_activation_offload
+from fsdp.parallel.offload import OffloadStreams, _Kept, apply_activation_offload
 from fsdp.parallel.shard import apply_compile
 from tests.support.marks import quick_are
 from tests.support.runs import check_same_numbers, failures, run
@@ -179,3 +180,50 @@ def test_units_outside_the_hooks_are_refused(words: str) -> None:
         ConfigError, match=f"--memory.activation_offload true and {flag} {value} do not go together"
     ):
         load([*OFFLOAD.split(), *words.split()])
+
+
+def test_memory_that_the_other_stream_allocated_is_kept_until_it_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without record_stream the allocator would give it to the next copy while a backward still reads it."""
+    used: list[str] = []
+    carrier = SimpleNamespace(device=torch.device("cuda", 0), streams=lambda: (None, None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "computing")
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: used.append(stream))
+    kept = _Kept(SimpleNamespace(fetch=lambda: None), torch.ones(2), torch.ones(2))  # type: ignore[arg-type]
+    kept.uses = 1
+    kept.fetch(carrier, None)  # type: ignore[arg-type]
+    kept.take(carrier)  # type: ignore[arg-type]
+    assert used == ["computing"]
+
+
+def test_copies_over_the_bus_are_pinned_and_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From unpinned memory, or without non_blocking, the host would wait for each."""
+    said: list[Any] = []
+    out, back = Stream("out", []), Stream("back", [])
+    empty_like, copy_, to = torch.empty_like, Tensor.copy_, Tensor.to
+
+    def allocated(tensor: Tensor, pin_memory: bool = False, **more: Any) -> Tensor:
+        said.append(("pinned", pin_memory))
+        return empty_like(tensor, **more)
+
+    def copied(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        said.append(("queued", non_blocking))
+        return copy_(self, source)
+
+    def moved(self: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
+        said.append(("back, queued", non_blocking))
+        return to(self, "cpu", copy=True)
+
+    monkeypatch.setattr(torch, "empty_like", allocated)
+    monkeypatch.setattr(Tensor, "copy_", copied)
+    monkeypatch.setattr(Tensor, "to", moved)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main", []))
+    carrier = OffloadStreams(torch.device("cuda", 0))
+    monkeypatch.setattr(carrier, "streams", lambda: (out, back))
+    kept = _Kept.leave(SimpleNamespace(), torch.ones(3), carrier)  # type: ignore[arg-type]
+    assert kept is not None
+    kept.source = None
+    kept.fetch(carrier, "out1")
+    assert said == [("pinned", True), ("queued", True), ("back, queued", True)]

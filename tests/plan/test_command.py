@@ -143,6 +143,7 @@ def test_help_lists_the_planners_own_flags(capsys: pytest.CaptureFixture[str]) -
 
 WRONG = [
     ("--plan.gpu h900", "--plan.gpu h900 is not in the table: a100, .* HINT: --plan.gpu h200 or h100"),
+    ("--plan.gpu h100x", "--plan.gpu h100x is not in the table: .* HINT: --plan.gpu h100 or h200"),
     (
         "--plan.gpus 4 --train.global_batch 6",
         "--train.global_batch 6 over 4 ranks is 1.5 samples a rank: no mesh divides it, and a search plans "

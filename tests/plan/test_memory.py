@@ -212,7 +212,7 @@ NAMED = {
     "--train.micro_batch 1 --train.eval_batch 64": "an evaluation's own peak",
     "--speed.compile true": "torch.compile",
     "--memory.activation_budget 0.5": "kept as without a compiler",
-    "--plan.gpu cpu --precision.param bf16": "blocks that oneDNN keeps",
+    "--plan.gpu cpu --precision.param fp16": "what products keep beside tensors",
 }
 
 
@@ -236,6 +236,9 @@ def test_kernels_with_memory_of_their_own_have_a_wider_margin(model: str, scratc
     made = plan(*own)
     assert made.margin == (0.15 if scratch else 0.03)
     assert plan(*own, "--plan.margin", "0.05").margin == 0.05
+    on_cpu = plan(*own, "--plan.gpu", "cpu")
+    assert on_cpu.margin == 0.03
+    assert not [note for note in notes(on_cpu.config) if "beside tensors" in note]
     noted = [note for note in notes(made.config) if "beside tensors" in note]
     assert len(noted) == bool(scratch)
     assert not noted or noted[0].startswith(f"{scratch}: ")

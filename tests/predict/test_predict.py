@@ -23,6 +23,7 @@ from fsdp.config import Config
 from fsdp.data import build_dataset
 from fsdp.models import build_real, resolve
 from fsdp.predict.__main__ import main
+from fsdp.rundir import history
 
 ROOT = Path(__file__).parents[2]
 MLP: dict[str, Any] = {"model.name": "mlp", "model.args.hidden": 32}
@@ -101,6 +102,28 @@ def test_the_accuracy_is_that_of_the_heldout_digits(digits: Made, predict: Comma
         f"accuracy  {right / len(heldout):.2%} of the held-out samples, {right} of {len(heldout)}\n"
         in predict(run)
     )
+
+
+def test_classes_that_were_renamed_after_training_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The accuracy counted a cat as a dog, since labels follow the order of the folders' names."""
+    pictures = tmp_path / "pictures"
+    for name in ("cat", "dog"):
+        (pictures / name).mkdir(parents=True)
+        for n in range(6):
+            Image.new("RGB", (8, 8), (n, 0, 0)).save(pictures / name / f"{n}.png")
+    fields = {**MLP, "data.name": "folder", "data.dir": str(pictures), "data.args.image_size": 8}
+    run, _, config = make_run(tmp_path / "run", fields)
+    data = {"samples": 10, history.CLASSES: build_dataset(config.data).info.classes}
+    record = {"event": "start", "from_step": 0, "data": data}
+    (run / "history.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    assert main([str(run)]) == 0
+    assert not capsys.readouterr().err
+    (pictures / "cat").rename(pictures / "zebra")
+    assert main([str(run)]) == 0
+    said = f"fsdp.predict: the classes of {pictures} have other names or another order than those of the run"
+    assert said in capsys.readouterr().err
 
 
 def test_samples_are_shown_with_their_classes_and_probabilities(digits: Made, predict: Command) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.base.errors import LaunchError
+from fsdp.base.errors import ConfigError, LaunchError
 from fsdp.config import load
-from launch import ray_own
+from launch import ray_cluster, ray_own
 from launch.ray_own import _own_folder
-from launch.ray_resources import Workers
+from launch.ray_resources import Workers, _room_hint
 from launch.ray_settings import with_address
 from tests.ray.cluster import REPOSITORY, clean_environment
 
@@ -102,9 +102,55 @@ def test_the_address_is_that_of_the_flag_or_of_the_environment(
 
 
 @pytest.mark.parametrize(
-    ("given", "cpus", "threads"), [("", 1.0, "1"), ("", 0.5, "1"), ("", 4.0, "4"), ("4,2", 1.0, "4")]
+    ("given", "cpus", "threads"),
+    [("", 1.0, "1"), ("", 0.5, "1"), ("", 4.0, "4"), ("4,2", 1.0, "4"), ("two", 2.0, "2"), ("0", 2.0, "2")],
 )
 def test_a_worker_s_threads(given: str, cpus: float, threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenMP takes a list, one number for each level of nested regions."""
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     assert Workers(2, 2, cpus, 0.0).threads == threads
+
+
+@pytest.mark.parametrize(
+    ("address", "places", "hint"),
+    [
+        ("", 2, "--ray.num_workers 2, or --ray.cpus_per_worker 0.6666"),
+        ("", 0, "--ray.cpus_per_worker 0.6666"),
+        ("head:6379", 2, "--ray.num_workers 2, or add nodes"),
+    ],
+)
+def test_a_machine_with_fewer_cpus_than_workers_takes_shares_of_them(
+    address: str, places: int, hint: str
+) -> None:
+    """Nodes can be added to a cluster, and not to a Ray of one's own."""
+    section = load(["--ray.address", address, "--ray.num_workers", "3"]).ray
+    assert _room_hint(section, [{"CPU": 2.0}], places, low=3, gpus=0.0) == hint
+
+
+def test_the_dashboard_s_address_is_not_taken_for_a_ray_of_ones_own() -> None:
+    with pytest.raises(ConfigError, match=r"^--ray\.address http://h:8265 is the address of Ray's dashboard"):
+        with_address(load(["--backend", "ray", "--ray.address", "http://h:8265"]))
+
+
+def test_a_cluster_that_wants_a_token_and_a_client_that_is_not_installed_are_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+
+    def joined(error: Exception) -> str:
+        def refused(**_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(ray, "init", refused)
+        with pytest.raises(LaunchError) as told:
+            ray_cluster._join("auto", {})
+        return str(told.value)
+
+    without = joined(ray.exceptions.AuthenticationError("InvalidAuthToken: the token does not match"))
+    assert without.splitlines()[0].startswith(
+        "--ray.address auto: InvalidAuthToken: the token does not match."
+    )
+    assert "HINT: RAY_AUTH_TOKEN" in without
+    assert 'HINT: pip install "ray[client]"' in joined(
+        ImportError("Ray Client requires pip package `ray[client]`")
+    )

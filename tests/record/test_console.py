@@ -316,7 +316,9 @@ def buffered() -> dict[str, str]:
 @pytest.mark.parametrize("code", [0, 4])
 def test_an_output_that_is_full_does_not_change_the_exit_code(code: int) -> None:
     """Python's own flush at exit makes it 120."""
-    say = "import sys; from fsdp.record.console import flush_output, print_last; "
+    say = (
+        "import sys; from fsdp.base.streams import flush_output; from fsdp.record.console import print_last; "
+    )
     say += "print_last('the end'); flush_output();"
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-c", f"{say} sys.exit({code})"]
@@ -423,7 +425,7 @@ def test_a_run_without_standard_output_trains_to_its_end(alone: bool, tmp_path: 
 
 def test_what_c_code_prints_to_a_closed_output_reaches_no_file_that_is_opened_later(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from fsdp.record.console import prepare_streams; prepare_streams()\n"
+        "import os, sys; from fsdp.base.streams import prepare_streams; prepare_streams()\n"
         "file = open(sys.argv[1], 'w'); os.write(1, b'of C'); print('of Python', flush=True)"
     )
     done = without_stdout("-c", code, str(tmp_path / "file"))
@@ -451,7 +453,7 @@ def test_a_line_shows_means_of_the_steps_since_the_last_one() -> None:
 def test_with_all_three_closed_each_has_its_own_descriptor(tmp_path: Path) -> None:
     """As a daemon starts: stdin's descriptor is free, and would be taken for stdout's."""
     code = (
-        "import os, sys; from fsdp.record.console import prepare_streams; prepare_streams()\n"
+        "import os, sys; from fsdp.base.streams import prepare_streams; prepare_streams()\n"
         "file = open(sys.argv[1], 'w'); os.write(1, b'of C'); os.write(2, b'of C'); print('of Python')\n"
         "assert (sys.stdout.fileno(), sys.stderr.fileno()) == (1, 2)"
     )

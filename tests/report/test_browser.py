@@ -113,6 +113,23 @@ def test_it_fits_and_can_be_read(
     assert_legible(page)
 
 
+def test_a_page_without_a_finite_loss_and_with_many_curves_has_its_readouts(
+    browser: Browser, tmp_path: Path
+) -> None:
+    run = made(tmp_path / "diverged")
+    record = {"step": 1, "loss": float("nan"), **{f"loss/source-{n}": 1.0 for n in range(20)}}
+    (run / "metrics.jsonl").write_text(json.dumps(record))
+    (tmp_path / "page.html").write_text(html_of([read_run(run)]))
+    page = browser.open(tmp_path / "page.html", width=390)
+    page.ask("document.querySelectorAll('details').forEach(one => { one.open = true })")
+    assert_keeps_to_itself(page)
+    assert_fits(page)
+    assert_legible(page)
+    last = "[...document.querySelectorAll('figure.chart')].at(-1)"
+    page.ask(f"{last}.dispatchEvent(new KeyboardEvent('keydown', {{key: 'ArrowRight'}}))")
+    assert page.ask(f"{last}.querySelector('.readout').textContent") == "step 1 · 1"
+
+
 def test_light_and_dark_differ(browser: Browser, files: dict[str, Path]) -> None:
     page = browser.open(files["one"])
     seen = []

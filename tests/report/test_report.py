@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fsdp.config import load, to_toml
-from fsdp.report import compare
+from fsdp.report import compare, page
 from fsdp.report.__main__ import main
 from fsdp.report.curves import label, running_median, ticks
 from fsdp.report.run_data import read_run
@@ -183,6 +183,25 @@ def test_one_file_alone_is_enough_for_a_page(run: Path, left: str) -> None:
     assert "</html>" in report(run)
 
 
+def test_of_very_many_numbers_the_first_are_drawn_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of 20,000 metrics took 17 seconds: it shows 12 curves, and 100 folded."""
+    drawn, draw = list[str](), page.chart
+
+    def chart(title: str, *args: Any, **more: Any) -> Any:
+        drawn.append(title)
+        return draw(title, *args, **more)
+
+    monkeypatch.setattr(page, "chart", chart)
+    write(
+        tmp_path / "metrics.jsonl", [{"step": n, **{f"mine/{i:03}": n for i in range(300)}} for n in (1, 2)]
+    )
+    text = report(tmp_path)
+    assert [title for title in drawn if title.startswith("mine/")] == [f"mine/{i:03}" for i in range(112)]
+    assert "mine/111" in text
+
+
 def test_empty_files_make_a_page(tmp_path: Path) -> None:
     for name in ("config.toml", "metrics.jsonl", "history.jsonl"):
         (tmp_path / name).touch()
@@ -212,6 +231,29 @@ def test_values_that_are_not_finite_are_noted_and_not_drawn(run: Path) -> None:
     assert "2 not finite" in text
     assert "first at step 200" in text
     assert not re.search(r'points="[^"]*(nan|inf)', text)
+
+
+def test_a_curve_without_a_finite_value_has_their_number(run: Path) -> None:
+    write(run / "metrics.jsonl", [{"step": n, "loss": float("nan"), "lr": 0.1} for n in range(1, 40)])
+    text = report(run)
+    assert "<b>Loss</b>" in text
+    assert '<strong class="bad">39 not finite</strong>, the first at step 1' in text
+    write(run / "metrics.jsonl", [{"step": 7, "loss": float("inf")}])
+    text = report(run)
+    assert "1 not finite" in text
+    assert "no step was recorded" not in text
+
+
+def test_curves_beyond_the_first_are_folded_and_many_are_counted(run: Path) -> None:
+    def curves(count: int) -> str:
+        write(run / "metrics.jsonl", [{"step": 1, **{f"loss/source-{n}": 1.0 for n in range(count)}}])
+        return report(run)
+
+    text = curves(50)
+    assert [f"<b>loss/source-{n}</b>" in text for n in range(50)] == [True] * 50
+    assert "<summary>38 further curves</summary>" in text
+    assert "further curve" not in curves(12)
+    assert "<summary>100 further curves; 8 more are in metrics.jsonl</summary>" in curves(120)
 
 
 def test_a_config_that_is_not_toml_leaves_a_note(run: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -63,6 +65,7 @@ def test_the_page_follows_the_run(port: int, run: Path) -> None:
 def test_no_other_file_is_served(port: int) -> None:
     for path in ("/config.toml", "/../night/config.toml", "/?x", "/report.html"):
         assert answer(port, path)[0] == 404, path
+    assert answer(port, "/favicon.ico")[:2] == (204, "")  # an error in the browser's console without it
     assert answer(port, method="POST")[0] == 501
     status, text, _ = answer(port, method="HEAD")
     assert (status, text) == (200, "")
@@ -81,6 +84,23 @@ def test_a_run_that_is_gone_is_a_line(port: int, run: Path) -> None:
     assert status == 500
     assert "is not a run directory" in text
     assert headers.get_content_type() == "text/plain"
+    assert headers["Refresh"] == str(
+        serve.REFRESH_S
+    )  # a store that does not answer once must not end the page
+
+
+def test_a_browser_that_leaves_while_the_page_is_sent_is_no_error(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with serve.server_of(lambda: "x" * (64 << 20)) as server:
+        server.daemon_threads = False  # server_close waits for the answer's thread
+        ours = socket.create_connection(("127.0.0.1", server.server_port))
+        ours.sendall(b"GET / HTTP/1.1\r\nHost: localhost:1\r\n\r\n")
+        server.handle_request()
+        assert ours.recv(1) == b"H"
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        ours.close()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_only_the_loopback_address_listens() -> None:

@@ -80,6 +80,16 @@ def reference(folder: Path, cls: str) -> Any:
     return model
 
 
+def pretrained(folder: str) -> Any:
+    """A factory of --model.name that reads weights."""
+    return reference(Path(folder), "LlamaForCausalLM")
+
+
+def pretrained_on_cpu(folder: str) -> Any:
+    with torch.device("cpu"):
+        return pretrained(folder)
+
+
 @dataclass(frozen=True)
 class LoadedRank:
     parameters: dict[str, Tensor]

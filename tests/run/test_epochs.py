@@ -62,6 +62,30 @@ def test_a_resumed_run_on_other_ranks_keeps_the_epochs(tmp_path: Path) -> None:
     assert "the interval, epoch 1.00" in page
 
 
+def test_another_global_batch_and_other_ranks_within_an_epoch_repeat_and_lose_nothing(tmp_path: Path) -> None:
+    words = [
+        "--data.name",
+        "tests.support.data_ids:numbered",
+        "--data.args.count",
+        "40",
+        "--train.epochs",
+        "2",
+    ]
+    one, said = train_and_note(
+        1, tmp_path, "a", *words, "--train.global_batch", "4", "--train.stop_after", "6"
+    )
+    assert said == [None]
+    more = [*words, "--train.global_batch", "7", "--train.micro_batch", "2"]
+    two, said = train_and_note(2, tmp_path, "b", *more)
+    assert said == [None, None]
+    assert sorted(one) == list(range(1, 7))
+    assert [len(ids) for _, ids in sorted(two.items())] == [7, 7, 2, 7, 7, 7, 7, 7, 5]
+    seen = [n for step in sorted({**one, **two}) for n in {**one, **two}[step]]
+    assert sorted(seen[:40]) == list(range(40)) == sorted(seen[40:])
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["step"], last["epoch"]) == (15, 2.0)
+
+
 def test_a_tenth_is_a_tenth() -> None:
     from fsdp.data import Cursor
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp.checkpoint.full_state import FullState, open_full_state
+from fsdp.checkpoint.full_state import FullState, open_safetensors
 from fsdp.data import build_dataset
 from fsdp.models.lora import adapted, apply_lora
 from fsdp.predict.trained import open_run
@@ -75,7 +75,8 @@ def test_only_adapters_move(finished: tuple[Finished, list[str]]) -> None:
 
 def test_the_merged_export_predicts_as_base_and_adapters_do(finished: tuple[Finished, list[str]]) -> None:
     one, words = finished
-    adapters = open_full_state(one.run / "full_model/adapter/adapter_model.safetensors")
+    stored = open_safetensors(one.run / "full_model/adapter/adapter_model.safetensors")
+    adapters = FullState("adapter", dict(stored))
     beside = logits(with_adapters(words, adapters))
     plain = plain_model(settings(*words)).float().eval()
     before = logits(plain)

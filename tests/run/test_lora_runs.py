@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsdp import config as configuration
 from fsdp.checkpoint import __main__ as checkpoints
-from fsdp.checkpoint.full_state import open_full_state
+from fsdp.checkpoint.full_state import open_full_state, open_safetensors
 from fsdp.config import Config
 from fsdp.data import Cursor, build_dataset
 from fsdp.models import build_real, resolve
@@ -54,6 +54,11 @@ def trained_alone(config: Config) -> dict[str, Tensor]:
         optimizer.step()
     merge(model)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def adapters_of(run_dir: Path) -> dict[str, Tensor]:
+    stored = open_safetensors(run_dir / "full_model" / "adapter" / "adapter_model.safetensors")
+    return {name: tensor() for name, tensor in stored.items()}
 
 
 CONSTANT = "--optim.lr 0.1 --optim.schedule constant --optim.warmup_steps 0"
@@ -161,7 +166,7 @@ def test_the_adapters_alone_are_written_as_peft_reads_them(base: Path, tmp_path:
     about = json.loads((tmp_path / "full_model/adapter/adapter_config.json").read_text())
     assert (about["peft_type"], about["r"], about["lora_alpha"]) == ("LORA", 2, 4.0)
     assert about["base_model_name_or_path"] == f"{base}/full_model"
-    adapters = open_full_state(tmp_path / "full_model/adapter/adapter_model.safetensors")
+    adapters = adapters_of(tmp_path)
     full = torch.load(tmp_path / "full_model/full-model.pt", weights_only=True)
     plain = torch.load(base / "full_model/full-model.pt", weights_only=True)
     for layer in about["target_modules"]:
@@ -175,7 +180,7 @@ def test_their_first_bits_are_the_same_at_any_number_of_ranks(tmp_path: Path) ->
     for ranks in (1, 3):
         folder = tmp_path / str(ranks)
         run(ranks, folder, "--lora.rank 2 --train.steps 1 --optim.lr 1e-30 --optim.warmup_steps 0")
-        found.append(open_full_state(folder / "full_model/adapter/adapter_model.safetensors"))
+        found.append(adapters_of(folder))
     config = configuration.load(flags("--lora.rank 2"))
     model = plain_model(config).float()
     apply_lora(model, config.lora)

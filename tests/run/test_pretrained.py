@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
+from fsdp.checkpoint.full_state import open_full_state
 from fsdp.checkpoint.pretrained import PretrainedWeights
+from fsdp.checkpoint.pretrained_export import COPIED
 from fsdp.config import load_run_config
 from fsdp.models.hf import find_folder, resolve_folder
 from fsdp.predict.__main__ import main as predict
@@ -136,6 +139,8 @@ def test_adapters_are_trained_over_it_and_merged(
     start = reference(Path(case[1]), case[2]).state_dict()
     changed = {key for key in start if not torch.equal(start[key], found[key])}
     assert changed == {f"model.layers.{at}.self_attn.q_proj.weight" for at in (0, 1)}
+    about = json.loads((tmp_path / "run" / "full_model" / "adapter" / "adapter_config.json").read_text())
+    assert about["task_type"] == "CAUSAL_LM"  # without it peft's Auto classes refuse the folder
 
 
 def test_weights_none_draws_from_the_seed(folders: dict[str, tuple[str, str, str]], tmp_path: Path) -> None:
@@ -248,6 +253,32 @@ def test_a_pickle_is_not_read(tmp_path: Path) -> None:
     assert "--model.weights none" in refusal(folder)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_weights_whose_configuration_does_not_say_so_are_refused(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """They were trained without their scales."""
+    folder = write_folder("bert", tmp_path / "bert")
+    state = load_file(folder / "model.safetensors")
+    name = next(name for name in state if name.endswith("query.weight"))
+    state |= {name: state[name].to(dtype), f"{name}_scale": torch.ones(1)}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    what = f"{name} is {str(dtype).removeprefix('torch.')}"
+    assert f"its weights are quantized ({what}); FSDP trains floating-point ones. HINT: " in refusal(folder)
+
+
+def test_an_export_has_the_files_of_every_tokenizer_of_transformers() -> None:
+    """Marian's source.spm was left out, and from_pretrained could not read the export's tokenizer."""
+    import transformers
+
+    found: set[str] = set()
+    for file in Path(transformers.__file__).parent.glob("models/*/tokenization_*.py"):
+        for names in re.findall(r"VOCAB_FILES_NAMES = \{([^}]*)\}", file.read_text(encoding="utf-8")):
+            found |= set(re.findall(r':\s*"([^"]+)"', names))
+    assert {"tokenizer.json", "source.spm"} <= found
+    assert found <= set(COPIED)
+
+
 def test_a_new_head_is_drawn_the_same_everywhere(tmp_path: Path) -> None:
     folder = write_folder("bert", tmp_path / "bert")
     words = "--model.args.head classification --model.args.num_labels 5 --data.args.kind classes"
@@ -260,3 +291,81 @@ def test_a_new_head_is_drawn_the_same_everywhere(tmp_path: Path) -> None:
     assert 0 < float(head.std()) < 0.1
     assert torch.equal(head[2:4], again.rows("classifier.weight", 2, 4))
     assert torch.equal(first["classifier.bias"], torch.zeros(5))
+
+
+def test_a_folder_of_adapters_is_named_as_one(tmp_path: Path) -> None:
+    folder = write_folder("llama", tmp_path / "base")
+    place = tmp_path / "adapter"
+    place.mkdir()
+    (place / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder)}))
+    (place / "adapter_model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    line = (
+        f"{place}/adapter_model.safetensors is an adapter of peft over {folder}, without the weights of that"
+    )
+    hint = f'HINT: in Python, peft.AutoPeftModelForCausalLM.from_pretrained("{place}").merge_and_unload()'
+    assert f"--model.name hf:{place} is an adapter of peft over {folder}" in refusal(place)
+    assert hint in refusal(place)
+    with pytest.raises(ConfigError, match=rf"^--model.weights {place} is an adapter of peft over {folder}"):
+        open_full_state(place)
+    with pytest.raises(ConfigError) as caught:
+        open_full_state(place / "adapter_model.safetensors")
+    assert line in str(caught.value)
+    (place / "adapter_config.json").write_text("{")
+    assert "is an adapter of peft over a model that it does not name" in refusal(place)
+
+
+def test_a_run_directory_is_answered_with_its_export(tmp_path: Path) -> None:
+    write_folder("llama", tmp_path / "run" / "full_model")
+    assert f"HINT: --model.name hf:{tmp_path}/run/full_model" in refusal(tmp_path / "run")
+
+
+def test_files_that_do_not_fit_the_index_are_named_with_the_folder(tmp_path: Path) -> None:
+    folder = write_folder("llama", tmp_path / "llama")
+    whole = folder / "model.safetensors"
+    whole.write_bytes(whole.read_bytes().replace(b'"F32"', b'"F4X"'))
+    said = f"--model.name hf:{folder}: {whole} cannot be read: a tensor of it has the type F4X"
+    assert refusal(folder).startswith(said)
+    whole.unlink()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-1.safetensors"}}))
+    missing = (
+        rf"--model.name hf:{folder}: {folder}/model-1.safetensors cannot be read: [Errno 2] No such file"
+    )
+    assert refusal(folder).startswith(missing)
+    index.write_text("{}")
+    assert refusal(folder).startswith(f"--model.name hf:{folder}: {index} is no index of safetensors files")
+
+
+def test_packed_weights_that_config_json_does_not_name_are_refused(tmp_path: Path) -> None:
+    """As older programs wrote them, with a quantize_config.json beside it."""
+    folder = write_folder("llama", tmp_path / "llama")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    del tensors[f"{name}.weight"]
+    save_file(
+        {**tensors, f"{name}.qweight": torch.zeros(3, 24, dtype=torch.int32)}, folder / "model.safetensors"
+    )
+    assert f"its weights are quantized ({name}.qweight); FSDP trains floating-point ones." in refusal(folder)
+
+
+def test_a_factory_with_a_pretrained_model_is_answered_with_what_works(tmp_path: Path) -> None:
+    folder = write_folder("llama", tmp_path / "llama")
+    words = f"{QUIET} --model.args.folder {folder} {DATA['llama']} --train.steps 1 --optim.lr 1e-30"
+    flags = f"{words} --optim.weight_decay 0 --run.dir {tmp_path}/run --model.name tests.run.hf_folders:"
+    [said] = run_world(1, on_a_rank, f"{flags}pretrained".split())
+    assert (
+        "HINT: with torch.device('cpu'): around from_pretrained in the factory; or --model.name hf:" in said
+    )
+    assert run_world(2, on_a_rank, f"{flags}pretrained_on_cpu".split()) == [None, None]
+    found = torch.load(tmp_path / "run" / "full_model" / "full-model.pt", weights_only=True)
+    wanted = reference(folder, "LlamaForCausalLM").state_dict()
+    assert all(torch.allclose(found[name], value) for name, value in wanted.items())
+
+
+def test_a_tied_model_whose_configuration_lost_it_is_answered_with_the_argument(tmp_path: Path) -> None:
+    """A new head, as the other hint has it, would be random."""
+    folder = write_folder("tied", tmp_path / "tied")
+    edit(folder, tie_word_embeddings=False)
+    said = refusal(folder)
+    assert "lacks lm_head.weight of LlamaForCausalLM. HINT: --model.args.tie_word_embeddings true, if" in said
+    assert PretrainedWeights(resolve_folder(f"hf:{folder}", {"tie_word_embeddings": True}, {}), 0).dtype

@@ -51,3 +51,39 @@ def test_a_report_of_a_run_below_a_closed_folder_is_refused_in_one_line(closed: 
         2,
         f"fsdp.report: {closed / 'a'} cannot be read (Permission denied). HINT: ls -ld {closed / 'a'}\n",
     )
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "history.jsonl", "saves.jsonl", "watch"])
+def test_a_part_of_a_run_that_may_not_be_read_is_a_note_in_the_report(name: str, tmp_path: Path) -> None:
+    """As a colleague's run has it, or root's on a file server. It was a traceback."""
+    for file in ("metrics.jsonl", "history.jsonl", "saves.jsonl"):
+        (tmp_path / file).write_text('{"step": 1, "loss": 1.0, "event": "start", "from_step": 0}\n')
+    (tmp_path / "watch").mkdir()
+    (tmp_path / "watch" / "spikes.jsonl").touch()
+    (tmp_path / name).chmod(0)
+    done = started("-m", "fsdp.report", str(tmp_path), "--no-samples")
+    assert (done.returncode, done.stderr) == (0, "")
+    unread = "spikes.jsonl" if name == "watch" else name
+    assert f"{unread} could not be read (Permission denied)" in (tmp_path / "report.html").read_text()
+    (tmp_path / name).chmod(0o700)
+
+
+@pytest.mark.parametrize("name", ["run", "run/full_model"])
+def test_a_prediction_of_a_closed_run_is_one_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / "run" / "full_model").mkdir(parents=True)
+    (tmp_path / "run" / "config.toml").touch()
+    (tmp_path / name).chmod(0)
+    done = started("-m", "fsdp.predict", str(tmp_path / "run"))
+    (tmp_path / name).chmod(0o700)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"fsdp.predict: [Errno 13] Permission denied: '{tmp_path / name}/")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_configuration_that_may_not_be_read_is_named_with_its_owner(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").touch(mode=0)
+    done = started("-m", "fsdp.checkpoint", str(tmp_path))
+    file = tmp_path / "config.toml"
+    assert done.stderr.endswith(
+        f"cannot be read (Permission denied). HINT: ls -l {file} shows who may read it\n"
+    )

@@ -230,3 +230,29 @@ def test_a_file_that_a_start_cannot_write_is_named_in_one_line(
         atomic_write.writing(tmp_path / "config.toml"),
     ):
         raise OSError(number, os.strerror(number))
+
+
+def test_a_stale_handle_is_opened_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file server's handle stays invalid, however often it is tried."""
+    monkeypatch.setattr(line_files, "RETRY_S", 0.0)
+    opens, open_file, write, errors = list[Path](), line_files._open_for_append, os.write, list[OSError]()
+
+    def opened(path: Path) -> int:
+        opens.append(path)
+        return open_file(path)
+
+    def refused(descriptor: int, data: bytes) -> int:
+        if errors:
+            raise errors.pop()
+        return write(descriptor, data)
+
+    monkeypatch.setattr(line_files, "_open_for_append", opened)
+    monkeypatch.setattr(os, "write", refused)
+    file = Appender(tmp_path / "metrics.jsonl")
+    file.append({"step": 1})
+    errors.append(OSError(errno.ESTALE, "Stale file handle"))
+    for step in (2, 3):
+        file.append({"step": step})
+    file.close()
+    assert opens == [file.path] * 2
+    assert [json.loads(line)["step"] for line in file.path.read_text().splitlines()] == [1, 2, 3]

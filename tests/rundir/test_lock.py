@@ -19,6 +19,7 @@ import pytest
 
 from fsdp.base import proc
 from fsdp.base.errors import ConfigError, RefusedError
+from fsdp.checkpoint.lock import Locks
 from fsdp.rundir import lock
 from fsdp.rundir.lock import FILE, FolderLock
 from tests.support.processes import eventually
@@ -153,6 +154,22 @@ def test_a_lock_removed_by_hand_stops_its_holder(tmp_path: Path) -> None:
     held = FolderLock.acquire(tmp_path, "srun")
     (tmp_path / FILE).unlink()
     assert "is gone" in (held.ousted() or "")
+    assert held.advice() == "squeue or ps shows both runs: end one of them"
+    held.release()
+
+
+def test_a_renamed_run_directory_is_named_with_the_way_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error named a second run, and there was none."""
+    monkeypatch.setattr(lock, "BEAT_S", 0.01)
+    place = tmp_path / "a run"
+    held = FolderLock.acquire(place, "torchrun")
+    place.rename(tmp_path / "moved")
+    eventually("the holder notices", lambda: held.lost, 10)
+    assert held.lost == f"{place} is gone: it was renamed or removed"
+    back = f"mv it back to '{place}' if it was renamed: the same command then resumes from its checkpoints"
+    assert Locks(held).advice() == held.advice() == back
     held.release()
 
 
@@ -200,6 +217,22 @@ def test_a_folder_without_hard_links_works_too(tmp_path: Path, monkeypatch: pyte
         FolderLock.acquire(tmp_path, "srun")
     held.release()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("job", "other", "later"),
+    [
+        ("Slurm job 7, start 2", "Slurm job 7, start 1", True),
+        ("Slurm job 7, start 1, try 2", "Slurm job 7, start 1", True),
+        ("LSF job 7[3], start 2", "LSF job 7[3], start 1", True),
+        ("PBS job 7.server, start 10", "PBS job 7.server, start 9", True),
+        ("LSF job 7, start 2", "Slurm job 7, start 1", False),
+        ("LSF job 7[3], start 2", "LSF job 7[4], start 1", False),
+        ("Slurm job 7, start 1", "Slurm job 7, start 2", False),
+    ],
+)
+def test_which_start_is_a_later_one_of_the_same_job(job: str, other: str, later: bool) -> None:
+    assert lock.is_later_start(job, other) is later
 
 
 def test_a_holder_notices_within_a_beat_that_it_was_replaced(
@@ -254,8 +287,11 @@ def test_a_lock_that_cannot_be_named_is_one_line_and_leaves_nothing(
 
 def test_a_start_removes_what_killed_ones_have_left(tmp_path: Path) -> None:
     left = [".CLAIM-0123456789abcdef", ".CLAIM-dead-0123456789abcdef", ".writable-01234567"]
-    left += [".seen-by-all-01234567", ".shared-01234567"]
+    left += [".seen-by-all-01234567", ".shared-01234567", "..writable-01234567.89abcdef"]
+    replaced = ["config.toml", "metrics.jsonl", "saves.jsonl", "history.jsonl", "DONE", "report.html"]
+    left += [f".{name}.01234567" for name in replaced]
     others = ["CLAIM-0123456789abcdef", ".shared-notes", "metrics.jsonl", "step-00000001"]
+    others += [".metrics.jsonl.swp", ".notes.20261124"]
     hours_ago = time.time() - 2 * lock.OLD_S
     for name in left + others:
         (tmp_path / name).touch()
@@ -306,3 +342,12 @@ def open_below(folder: Path) -> list[str]:
         with contextlib.suppress(FileNotFoundError):  # the listing's own is closed by now
             found.append(str(link.readlink()))
     return [name for name in found if name.startswith(f"{folder}/")]
+
+
+def test_the_lock_of_a_new_holder_is_put_back(tmp_path: Path) -> None:
+    """Of two starts that remove a dead holder's lock, the slower finds the faster one's in its place."""
+    held = FolderLock.acquire(tmp_path, "test")
+    lock._remove(tmp_path, b'{"token": "the dead one"}\n' + b"0" * 20)
+    assert held.ousted() is None
+    assert [one.name for one in tmp_path.iterdir()] == [FILE]
+    held.release()

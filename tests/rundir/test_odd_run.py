@@ -5,6 +5,7 @@ tests/fuzz has odd contents, tests/report/test_odd_files.py the tools that read 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from fsdp.rundir import history, line_files, lock, paths
 from fsdp.rundir.paths import RunDir
 from launch import slurm_job
 from launch.marker import TOKEN
+from tests.support.runs import QUIET, on_a_rank
+from tests.support.world import run_world
 
 
 @pytest.fixture
@@ -83,6 +86,19 @@ def test_a_lock_that_is_no_file_is_taken_over(
     lock.FolderLock.acquire(run.path, "test", stale_s=0.0).release()
 
 
+@pytest.mark.slow
+def test_a_start_that_cannot_record_itself_leaves_the_configuration_as_it_was(run: RunDir) -> None:
+    """As in another user's directory, whose config.toml became a file of the refused user's."""
+    fresh(run)
+    run.history.mkdir()
+    run.config.write_text("# the first user's\n")
+    (said,) = run_world(1, on_a_rank, ["--run.dir", str(run.path), *QUIET])
+    assert str(said).startswith(
+        f"ConfigError: {run.history} cannot be written (Is a directory). HINT: ls -ld"
+    )
+    assert run.config.read_text() == "# the first user's\n"
+
+
 def test_a_lock_that_is_a_link_to_nothing_is_taken_over(run: RunDir, tmp_path: Path) -> None:
     """As `cp -as` of a run leaves it when that run's lock is released: a start tried for ever to take it."""
     fresh(run)
@@ -113,3 +129,30 @@ def test_records_for_a_fifo_do_not_block_the_run(run: RunDir) -> None:
     for step in range(2000):
         metrics.append({"step": step, "loss": "x" * 100})
     metrics.close()
+
+
+@pytest.mark.parametrize("name", ["logs", "tensorboard", ""])
+def test_a_file_in_the_place_of_a_folder_is_named(name: str, tmp_path: Path) -> None:
+    """The line named the run directory, and asked who may write there."""
+    file = tmp_path / "run" / name
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    with pytest.raises(
+        ShardrunError, match=rf"^{file} is in the place of a folder. HINT: mv {file} to another"
+    ):
+        paths.create(tmp_path / "run")
+
+
+def test_a_start_without_free_descriptors_names_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asked who may write there."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(paths, "write_atomically", refused)
+    with pytest.raises(
+        ShardrunError, match=r"cannot be written \(Too many open files\)\. HINT: ulimit -n 65536"
+    ):
+        paths.create(tmp_path / "run")

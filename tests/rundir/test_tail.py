@@ -175,6 +175,22 @@ def test_a_fingerprint_that_an_earlier_version_did_not_have_is_no_change(run: Ru
     assert len(changes({**new, "fingerprint": "b"}, new)) == len(changes(new, old)) == 1
 
 
+def test_other_classes_are_a_line_of_their_own(run: RunDir) -> None:
+    """`cat, dog` that became `dog, zebra` have as many samples and outputs."""
+    old, trained, other = {"samples": 3, "fingerprint": "a"}, "c" * 16, "d" * 16
+    record = {"event": "start", "from_step": 0, "data": {**old, "classes": trained}}
+    run.history.write_text(json.dumps(record) + "\n")
+    assert history.trained_classes(run) == trained
+    assert history.data_changes(run, {**old, "classes": trained}) == []
+    _, line = history.data_changes(run, {"samples": 3, "fingerprint": "b", "classes": other})
+    assert line.startswith("the classes have other names or another order")
+    run.history.write_text(json.dumps({**record, "data": old}) + "\n")
+    assert history.data_changes(run, {**old, "classes": other}) == [], "an earlier version recorded none"
+    assert history.trained_classes(run) == ""
+    run.history.write_text(json.dumps({**record, "data": {**old, "classes": trained[:-1]}}) + "\n")
+    assert history.trained_classes(run) == "", "torn: not a digest"
+
+
 def test_the_last_start_is_found_without_reading_all(run: RunDir) -> None:
     starts = [{"event": "start", "from_step": nth, "data": {"files": nth}} for nth in range(20_000)]
     run.history.write_text(

@@ -107,6 +107,14 @@ def test_an_export_is_not_written_through_a_link(
     assert [file.name for file in elsewhere.iterdir()] == ["full-model.pt"]
 
 
+def test_an_export_through_a_link_to_itself_is_one_line(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "full_model").symlink_to("full_model")
+    assert checkpoints.main([str(run), "export"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_an_export_replaces_a_file_that_is_a_link(run: Path, victim: Path) -> None:
     (run / "full_model").mkdir()
     (run / "full_model" / "full-model.pt").symlink_to(victim)

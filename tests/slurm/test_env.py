@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -47,6 +48,30 @@ def test_python_in_the_batch_shell_is_a_single_process() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        (
+            "SLURM_STEP_NUM_TASKS",
+            "SLURM_PROCID is 3, and SLURM_STEP_NUM_TASKS is 1 as it is not set: ranks count from 0",
+        ),
+        ("SLURM_LOCALID", "SLURM_LOCALID is not set."),
+        ("SLURM_NODEID", "SLURM_NODEID is not set."),
+        (
+            "SLURM_STEP_TASKS_PER_NODE",
+            "SLURM_STEP_TASKS_PER_NODE is '', without a number of tasks for node 2 of 4.",
+        ),
+    ],
+)
+def test_a_task_in_a_container_without_one_of_slurm_s_variables_is_refused(missing: str, said: str) -> None:
+    """`docker run -e SLURM_PROCID …`: such a task trained alone, or ended in an IndexError."""
+    with pytest.raises(LaunchError, match=re.escape(said)) as raised:
+        env.from_environment({name: value for name, value in TASK.items() if name != missing}, device="cpu")
+    assert str(raised.value).endswith(
+        "HINT: docker run --env-file <(env | grep ^SLURM_) gives a container all of Slurm's variables"
+    )
+
+
 def test_the_meeting_place_of_a_bare_srun_is_new_at_each_requeue_and_step() -> None:
     first = env.slurm_rendezvous(TASK)
     assert first[0] == "gpu07"
@@ -61,10 +86,10 @@ def test_the_meeting_place_of_a_bare_srun_is_new_at_each_requeue_and_step() -> N
 
 
 def test_each_start_of_a_job_has_a_name() -> None:
-    assert env.slurm_start({}) == ""
-    assert env.slurm_start(TASK) == "Slurm job 4711, start 1"
-    assert env.slurm_start({**TASK, "SLURM_RESTART_COUNT": "2"}) == "Slurm job 4711, start 3"
-    assert env.slurm_start({**TASK, "SHARDRUN_TRY": "1"}) == "Slurm job 4711, start 1, try 2"
+    assert env.job_start({}) == ""
+    assert env.job_start(TASK) == "Slurm job 4711, start 1"
+    assert env.job_start({**TASK, "SLURM_RESTART_COUNT": "2"}) == "Slurm job 4711, start 3"
+    assert env.job_start({**TASK, "SHARDRUN_TRY": "1"}) == "Slurm job 4711, start 1, try 2"
 
 
 PRINTED = """

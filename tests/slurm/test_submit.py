@@ -51,6 +51,10 @@ def test_memory_as_slurm_writes_it(text: str, gib: float) -> None:
         ("--cluster pbs", "--cluster pbs is not slurm, local or debug."),
         ("--cluster local --nodes 0", "--nodes 0 is too few. HINT: --nodes 1"),
         ("--cluster local --time soon", "--time soon is not a time."),
+        (
+            "--cluster local --time 999999999999",
+            "--time 999999999999 is longer than 24855 days, the longest that Slurm counts. HINT: --time 1-0",
+        ),
         ("--cluster local --time 0", "--time 0 is no limit, which --cluster local needs. HINT: --time 1-0"),
         (
             "--cluster local --gpus-per-node many",
@@ -74,6 +78,7 @@ def test_what_is_typed_wrongly_is_said_in_one_line(
 ) -> None:
     assert submit.main(["--dry-run", *typed.split()]) == 2
     error = capsys.readouterr().err
+    assert error.startswith("launch.submit: ")
     assert said in error
     assert error.count("\n") == 1
 
@@ -245,6 +250,39 @@ def test_each_recipe_of_an_array_gets_a_run_directory(
     assert [run.path.name for run in batch.runs] == ["0-a", "1-b"]
     assert {run.path.parent for run in batch.runs} == {batch.folder}
     assert [(config.run.seed, config.train.steps) for config in batch.configs] == [(1, 3), (2, 3)]
+
+
+def test_a_queued_job_keeps_its_code_when_its_run_is_submitted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code is edited between two submissions to one run directory, and then not."""
+    home = tmp_path / "clone"
+    for name in ("fsdp/a.py", "launch/b.py", "slurm/lib.sh", "train.py", "fsdp/__pycache__/a.pyc"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text("one")
+    monkeypatch.setattr(submit, "HOME", home)
+    flags = ["--run.dir", str(tmp_path / "run")]
+    first = submit.snapshot(submit.plan(flags))
+    (home / "fsdp" / "a.py").unlink()
+    (home / "train.py").write_text("two")
+    second = submit.snapshot(submit.plan(flags))
+    assert submit.snapshot(submit.plan(flags)) == second
+    assert {path.name for path in first.parent.iterdir()} == {first.name, second.name}
+    assert [(first / name).read_text() for name in ("train.py", "fsdp/a.py")] == ["one", "one"]
+    assert (second / "train.py").read_text() == "two"
+    assert not (second / "fsdp" / "a.py").exists()
+    assert not (first / "fsdp" / "__pycache__").exists()
+
+
+def test_a_place_that_cannot_hold_the_code_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    run = tmp_path / "file" / "run"
+    assert submit.main(["--cluster", "debug", "--", "--run.dir", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("launch.submit: ")
+    assert error.count("\n") == 1
 
 
 def launch(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -16,6 +16,7 @@ from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
 from fsdp.tokenize import documents
 from fsdp.tokenize.documents import Document, DocumentOptions, DocumentReader
+from fsdp.tokenize.locate import SourceName
 from fsdp.tokenize.rows import SourceRow
 from fsdp.tokenize.tokenizer import load_tokenizer
 from tests.tokenize import chat
@@ -268,6 +269,47 @@ def test_a_template_that_reads_parts_gets_them(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": " there"}]
     document = of(read, messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": parts}])
     assert trained_texts(read, document) == ["Hello there<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("rows.parquet", marks=pytest.mark.needs("pyarrow")),
+        pytest.param("hf:saved", marks=pytest.mark.needs("datasets")),
+    ],
+)
+def test_tools_of_a_table_are_those_of_json_lines(
+    name: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A column of a table gives each object the keys of all others, as null."""
+
+    def row(tool: str, argument: str) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": tool, "arguments": {argument: 1}}}
+        parameters = {"type": "object", "properties": {argument: {"type": "integer"}}}
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return {"messages": turns, "tools": [{"type": "function", "function": {"parameters": parameters}}]}
+
+    monkeypatch.chdir(tmp_path)
+    rows = [row("f", "city"), row("g", "zip")]
+    lines = write_lines(tmp_path / "rows.jsonl", rows)
+    if name.startswith("hf:"):
+        import datasets
+
+        datasets.Dataset.from_dict({key: [one[key] for one in rows] for key in rows[0]}).save_to_disk("saved")
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), name)
+    read = reader(save_tokenizer(tmp_path / "tokenizer", chat.STYLES["tools"].marked))
+
+    def texts(source: str) -> list[str]:
+        made: Any = read.tokenizer
+        found = (one for part in SourceName(source).open() for one in part.read(0, 2))
+        return [made.decode(read.read(one).tokens.tolist()) for one in found]
+
+    assert texts(name) == texts(str(lines))
+    assert '"arguments": {"zip": 1}' in texts(name)[1]
 
 
 def test_a_template_that_ends_a_conversation_with_a_token_of_its_own(tmp_path: Path) -> None:

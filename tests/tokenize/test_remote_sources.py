@@ -20,7 +20,7 @@ from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
 from fsdp.tokenize import hub_dataset
 from fsdp.tokenize.hub_dataset import DatasetRows, HubName, _is_media
-from fsdp.tokenize.locate import SourceName
+from fsdp.tokenize.locate import SourceName, notes_on
 from fsdp.tokenize.object_files import find_objects
 from tests.checkpoint import s3_server
 from tests.data.test_text_tokens import rows_of
@@ -189,11 +189,17 @@ def bucket(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     return f"s3://{name}"
 
 
+def test_patterns_of_other_places_are_not_looked_for_on_this_machine() -> None:
+    for name in ("s3://bucket/rows/*.jsonl", "hf:/saved/[1]"):
+        assert notes_on(name) == []
+
+
 @pytest.mark.needs("s3")
 @pytest.mark.slow
-def test_a_prefix_of_objects_is_a_folder_of_files(bucket: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["deep", "deep/*"])
+def test_a_prefix_of_objects_is_a_folder_of_files(name: str, bucket: str, tmp_path: Path) -> None:
     theirs = data(str(write_lines(tmp_path / "a.jsonl", texts(300))))
-    ours = data(f"{bucket}/deep")
+    ours = data(f"{bucket}/{name}")
     assert_same(ours, theirs)
     assert ours.info.facts["fingerprint"] != ""
 

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import resource
+import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,13 @@ import pytest
 
 from fsdp.base.errors import ConfigError
 from fsdp.tokenize.documents import DocumentOptions, form_of
-from fsdp.tokenize.sources import find_files, open_rows
+from fsdp.tokenize.sources import READERS, ROWS, find_files, open_rows, other_splits
 from tests.tokenize.rows import texts, write_lines
+
+
+def test_each_suffix_of_rows_has_a_reader() -> None:
+    plain = {name.removesuffix(".gz").removesuffix(".zst") for name in ROWS}
+    assert plain == set(READERS)
 
 
 def values_of(name: Path | str) -> list[dict[str, Any]]:
@@ -280,7 +286,7 @@ def test_the_hint_for_rows_of_utf_16_converts_them(name: str, encoding: str, tmp
     path.write_text('{"text": "ü"}\n{"text": "b"}\n', encoding=encoding)
     error = one_line(rf"{name} .*HINT: iconv -f utf-16", lambda: values_of(path))
     subprocess.run(["sh", "-c", str(error.hint)], check=True)
-    assert values_of(tmp_path / name.replace(".", ".utf8."))[0]["text"] == "ü"
+    assert [row["text"] for row in values_of(tmp_path)] == ["ü", "b"]
 
 
 def test_a_name_without_files(tmp_path: Path) -> None:
@@ -294,3 +300,27 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         find_files(str(tmp_path / "none.jsonl"))
     with pytest.raises(ConfigError, match=rf"matches no file. HINT: ls {tmp_path}$"):
         find_files(str(tmp_path / "*" / "none.jsonl"))
+
+
+@pytest.mark.parametrize("form", ["{}.jsonl", "data/{}-00000-of-00001.jsonl", "{}/part.jsonl"])
+def test_files_of_other_splits_are_named_and_the_hint_leaves_them_out(form: str, tmp_path: Path) -> None:
+    """A folder with train.jsonl and test.jsonl trained on both in silence."""
+    for split in ("test", "train", "validation"):
+        path = tmp_path / form.format(split)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_lines(path, [{"text": split}])
+    test = tmp_path / form.format("test")
+    for source in (str(tmp_path), f"{tmp_path}/**/*.jsonl"):
+        said = other_splits(source)
+        assert said.startswith(
+            f"2 files named after another split are read with the others of {source}, as {test}. HINT: "
+        )
+    pattern = shlex.split(said.partition("HINT: ")[2])[0]
+    assert find_files(pattern) == [tmp_path / form.format("train")]
+    assert not other_splits(pattern)
+
+
+def test_names_of_other_words_are_no_splits(tmp_path: Path) -> None:
+    for name in ("training-notes", "testimony", "valley", "evaluate"):
+        write_lines(tmp_path / f"{name}.jsonl", [{"text": name}])
+    assert not other_splits(str(tmp_path))

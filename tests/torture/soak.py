@@ -229,7 +229,9 @@ class Soak:
         """Processes that have trained for a while, and the run directory."""
         self.where.keep_name()
         starts, step = self.starts(), self.step()
-        if step - self._from_step() < min(SETTLED_STEPS, self.plan.steps // 10):
+        # began_at: a launcher that has just begun has not recorded its start yet
+        begun = max(self._from_step(), self.began_at)
+        if step - begun < min(SETTLED_STEPS, self.plan.steps // 10):
             return
         roles = {"launcher": [job.pid], "rank": job.ranks(), "monitor": job.monitors()}
         found = [growth.of_process(role, pid, starts, step) for role, pids in roles.items() for pid in pids]

@@ -218,6 +218,22 @@ def test_the_evidence_of_the_newest_verdicts_alone_is_kept(tmp_path: Path) -> No
     assert kept == [*(f"full-disk-{step:06d}" for step in range(3, KEPT + 3)), "mine"]
 
 
+@pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
+def test_a_run_directory_that_is_gone_gets_no_record(replaced: bool, tmp_path: Path) -> None:
+    """The verdict of a run whose folder was renamed stood in the next one's, and made a folder of its own."""
+    run = tmp_path / "run"
+    run.mkdir()
+    files = RecordFiles(run / "watch")
+    run.rename(tmp_path / "old")
+    if replaced:
+        run.mkdir()
+    files.append("verdicts.jsonl", {"kind": "checkpoint"})
+    files.write(f"checkpoint-000003/{EVIDENCE}", "[]")
+    files.close()
+    assert [one for one in tmp_path.rglob("*") if one.name not in ("run", "old")] == []
+    assert run.exists() == replaced
+
+
 def test_a_record_of_the_watch_follows_a_torn_one(tmp_path: Path) -> None:
     (tmp_path / "late.jsonl").write_text('{"rank": 1, "no')
     files = RecordFiles(tmp_path)

@@ -252,6 +252,20 @@ def test_a_stopped_monitor_ends_though_its_rank_was_killed(page: StatusPage, tmp
     eventually("the monitor ends", lambda: state(monitor) in "ZX", 15)
 
 
+def test_ctrl_c_while_the_monitor_starts_is_for_the_ranks_alone(page: StatusPage, tmp_path: Path) -> None:
+    """Before, it ended with a traceback, and the run was not watched."""
+    page.numbers[PID] = os.getpid()
+    monitor = _spawn(MonitorOptions("n1", str(tmp_path), {0: str(page.path)}, {"n1": [0]}, 0.0, 0.0, ""))
+    monitor.send_signal(signal.SIGINT)
+    monitor.send_signal(signal.SIGTERM)
+    eventually("the monitor observes", lambda: page.numbers[MONITOR], 30)
+    assert monitor.poll() is None
+    assert monitor.stdin is not None
+    monitor.stdin.close()
+    monitor.kill()
+    monitor.wait()
+
+
 def leaves(env: DistEnv, folder: str) -> tuple[str, bool]:
     """As a model's file that lacks a package does. Its message, and whether the monitor has printed it."""
     try:

@@ -35,3 +35,15 @@ WRITE_ONLY_OPS = frozenset(
 """In-place operators that do not read what they write. One under another name is planned as a read and a
 write.
 """
+
+EXTRA_STATE = "_extra_state"
+"""The last part of the key under which a state dict has what a module's get_extra_state returns.
+
+Without it, a file of a model with such a module is refused as no state dict.
+"""
+
+ATTENTION_OPERATORS = "_scaled_dot_product"
+"""What the names of attention's kernels begin with; those of a backward end with "backward"."""
+
+OPTIMIZER_IMPORT = "torch._dynamo"
+"""A package that each optimizer of torch imports in its first step: 20 MiB and more."""

@@ -1,6 +1,7 @@
 // The readout under the pointer, a finger or the arrow keys. The page is whole without it.
 "use strict";
 for (const figure of document.querySelectorAll("figure.chart")) {
+  if (!figure.querySelector(".plot")) continue;
   const data = JSON.parse(figure.querySelector("script").textContent);
   const area = figure.querySelector(".area"), cursor = figure.querySelector(".cursor"), readout = figure.querySelector(".readout");
   const usual = readout.innerHTML, longest = data.lines.reduce((a, b) => (b.x.length > a.x.length ? b : a));

@@ -1,0 +1,59 @@
+"""stdout and stderr of a process: any text can be printed, both are open, and a lost one is no traceback."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+
+
+def prepare_streams() -> None:
+    """Make stdout and stderr take any text.
+
+    A stream of another encoding than UTF-8 (a locale of ISO-8859-1) escapes what it lacks, in place of an
+    error at the end of a run. A closed one (`>&-`), for which Python has None, is redirected to /dev/null: on
+    its own descriptor, or the next file that is opened would receive what C code prints.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does by itself
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        if nowhere != number and not _is_open(number):  # with stdin closed it may be a lower one
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+            nowhere = number
+        setattr(sys, name, os.fdopen(nowhere, "w"))
+
+
+def flush_output() -> None:
+    """Flush stdout and stderr before the interpreter exits.
+
+    The interpreter's own flush of a stream that cannot be written makes any exit code 120. Such a stream is
+    redirected to /dev/null, as the documentation of Python's signal module does for SIGPIPE.
+    """
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+
+
+def is_of_output(error: OSError) -> bool:
+    """Whether stdout's reader has ended (`| head`), or its disk is full: errors of files have their name.
+
+    The stream itself cannot be asked: after the error it has dropped what was to be written.
+    """
+    return error.errno in (errno.EPIPE, errno.ENOSPC) and error.filename is None
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,127 @@
+"""One checkpoint that cannot be read, another user's or of a newer version, among good ones."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdp.base.errors import CheckpointError
+from fsdp.checkpoint import __main__ as checkpoints
+from fsdp.checkpoint import inspect, retention
+from fsdp.checkpoint.crc import crc32
+from fsdp.checkpoint.file_names import MANIFEST
+from fsdp.checkpoint.local_store import LocalStore
+from fsdp.config import CheckpointSection
+from tests.checkpoint.small import build
+from tests.checkpoint.test_crashes import ENV
+
+Spoils = Callable[[Path, pytest.MonkeyPatch], None]
+
+
+def refused(number: int) -> Spoils:
+    """The folder cannot be listed."""
+
+    def spoil(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        sizes = LocalStore.sizes
+
+        def listed(self: LocalStore, name: str) -> dict[str, int]:
+            if self.root / name == folder:
+                raise OSError(number, os.strerror(number), str(folder))
+            return sizes(self, name)
+
+        monkeypatch.setattr(LocalStore, "sizes", listed)
+
+    return spoil
+
+
+def newer(folder: Path, _: pytest.MonkeyPatch) -> None:
+    body = (folder / MANIFEST).read_bytes().partition(b"\n")[2][:-2]
+    body = body.replace(b'"format": 1', b'"format": 2')
+    (folder / MANIFEST).write_bytes(b'{"crc32": %10d, "manifest":\n%s}\n' % (crc32(body), body))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    run = build(ENV, "ddp", str(tmp_path), section={"keep_last": 0})
+    for _ in range(4):
+        run.step()
+        run.save(wait=True)
+    run.checkpointer.close()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (refused(errno.EACCES), "step-00000002 cannot be read: [Errno 13] Permission denied"),
+        (refused(errno.ESTALE), "step-00000002 cannot be read: OSError: [Errno 116] Stale file handle"),
+        (newer, "a checkpoint of step 2 has format 2; this program reads format 1"),
+    ],
+)
+def test_the_others_are_listed_and_pruned(
+    spoil: Spoils,
+    said: str,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It ended the list, and a run deleted no checkpoint from then on."""
+    store = LocalStore(run_dir / "checkpoints")
+    spoil(store.root / "step-00000002", monkeypatch)
+    for command in ("list", "verify"):
+        assert checkpoints.main([str(run_dir), command]) == 1
+        lines = capsys.readouterr().out.splitlines()[1:]
+        assert [line.split()[0] for line in lines] == ["4", "3", "2", "1"]
+        assert [line.endswith("verified") for line in lines] == [True, True, False, True]
+        assert said in lines[2]
+    assert checkpoints.main([str(run_dir), "list", "--step", "4"]) == 0
+    assert retention.prune(store, CheckpointSection(keep_last=1), "aaaaaaaa", {}) == [
+        "step-00000003",
+        "step-00000001",
+    ]
+    assert said in caplog.text
+    assert store.folders() == ["step-00000002", "step-00000004"]
+
+
+def test_a_newest_one_that_cannot_be_read_is_not_replaced_by_an_older_one(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_dir / "checkpoints/step-00000004"
+    refused(errno.EACCES)(folder, monkeypatch)
+    assert checkpoints.main([str(run_dir), "export"]) == 4
+    assert capsys.readouterr().err.endswith(f"HINT: ls -ld {folder} shows who may read it\n")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        inspect.newest_whole(LocalStore(run_dir / "checkpoints"))
+
+
+def test_a_store_that_does_not_answer_is_asked_once(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question to an object store takes more than a minute of retries."""
+    store = LocalStore(run_dir / "checkpoints")
+    refused(errno.ETIMEDOUT)(store.root / "step-00000002", monkeypatch)
+    with pytest.raises(CheckpointError, match="start again when the storage answers"):
+        inspect.scan(store)
+    with pytest.raises(CheckpointError, match="start again when the storage answers"):
+        retention.prune(store, CheckpointSection(keep_last=1), "aaaaaaaa")
+    assert len(store.folders()) == 4
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = run_dir / "checkpoints/step-00000004/__0_0.distcp"
+
+    def denied(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    monkeypatch.setattr(LocalStore, "read_into", denied)
+    assert checkpoints.main([str(run_dir), "verify", "--step", "4"]) == 1
+    said = capsys.readouterr().out
+    assert f"cannot be read: [Errno 13] Permission denied: '{file}'" in said
+    assert "NOT whole" not in said
+    assert checkpoints.main([str(run_dir), "export", "--step", "4"]) == 4
+    assert capsys.readouterr().err.endswith(f"HINT: ls -ld {file} shows who may read it\n")

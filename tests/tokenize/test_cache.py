@@ -1,0 +1,76 @@
+"""Files of the cache: whole after a power cut, one line where the disk is full."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp.base.errors import ConfigError
+from fsdp.tokenize import cache
+from fsdp.tokenize.documents import Document
+from fsdp.tokenize.shard_files import SplitFiles
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_what_is_made_is_synced_before_it_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut left a file of zeros under the name, which each later start read."""
+    done, fsync, rename = list[str](), os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        done.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def renamed(source: Path, target: Path) -> Any:
+        done.append("renamed")
+        return rename(source, target)
+
+    def make(aside: Path) -> None:
+        (aside / "train").mkdir(parents=True)
+        np.save(aside / "train" / "ends.npy", np.arange(3))
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    made = cache.made_once("files", ["a"], make)
+    assert {"ends.npy", "train", f"{made.name}.partial"} == set(done[:-1])
+    assert done[-1] == "renamed"
+    assert np.load(made / "train" / "ends.npy").tolist() == [0, 1, 2]
+
+
+def test_a_name_that_the_disk_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a traceback about a file that does not exist."""
+
+    def refused(source: Path, target: Path) -> Any:
+        raise OSError(122, "Disk quota exceeded")
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(
+        ConfigError, match=r"data cannot be written \(Disk quota exceeded\)\. HINT: XDG_CACHE"
+    ):
+        cache.made_once("cut", ["a"], lambda aside: aside.touch())
+
+
+def test_an_array_that_does_not_fit_is_named_with_its_reason() -> None:
+    """numpy's error has no number: the line had `None`."""
+
+    def full(aside: Path) -> None:
+        raise OSError("4096 requested and 1024 written")
+
+    with pytest.raises(ConfigError, match=r"data cannot be written \(4096 requested and 1024 written\)"):
+        cache.made_once("files", ["a"], full)
+
+
+def test_files_of_a_shard_on_a_full_disk_are_closed(tmp_path: Path) -> None:
+    """The last bytes, which close writes again, replaced the line about the full disk by a traceback."""
+    (tmp_path / f".train-00000.bin.{os.getpid()}").symlink_to("/dev/full")
+    files = SplitFiles(tmp_path / "train-00000", masked=False)
+    files.add(Document(np.arange(4), None), np.dtype("<u2"))
+    files.close()
+    assert not list(tmp_path.glob(".train*"))
