@@ -18,10 +18,13 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.support.env import env_of
 from tests.support.forked import FORKED
+
+if TYPE_CHECKING:  # the pool's own process does not need torch
+    from torch.distributed import Store
 
 DEFAULT_TIMEOUT_S = 120.0
 
@@ -104,6 +107,8 @@ atexit.register(end_pool)
 
 def _serve(pipe: Connection) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from datetime import timedelta
+
     import torch
     import torch.distributed as dist
 
@@ -118,19 +123,19 @@ def _serve(pipe: Connection) -> None:
             return
         answer: tuple[bool, Any]
         before = set(threading.enumerate())
+        meeting = dist.FileStore(store, ranks)
         try:
-            from datetime import timedelta
-
-            meeting = dist.FileStore(store, ranks)
             dist.init_process_group(
                 "cpu:gloo", store=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=90)
             )
-            # A function that ends at once would close connections that another rank still waits to have.
-            meeting.set(f"connected {rank}", "")
-            meeting.wait([f"connected {other}" for other in range(ranks)])
+            # A rank that ends at once would close connections that another still waits to have: those of this
+            # group, and of groups that the function makes, after which torch has no barrier of its own.
+            _meet(meeting, "connected", rank, ranks)
             answer = True, function(env_of(rank, ranks), *args)
+            _meet(meeting, "done", rank, ranks)
         except BaseException:
             answer = False, traceback.format_exc()
+            meeting.set(f"done {rank}", "")  # the others end in their own ways
         finally:
             groups = all_groups()
             if dist.is_initialized():
@@ -141,7 +146,7 @@ def _serve(pipe: Connection) -> None:
             # times a second. Without this a third of the tests' processor time went to 700 such threads.
             function = args = None
             gc.collect()
-            del groups
+            del groups, meeting
         if answer[0] and (left := _threads_left(before)):
             answer = False, f"{called} has left threads in this process: {', '.join(left)}"
         try:
@@ -149,6 +154,11 @@ def _serve(pipe: Connection) -> None:
         except Exception:  # what cannot be pickled
             pipe.send((False, traceback.format_exc()))
         del answer
+
+
+def _meet(store: Store, word: str, rank: int, ranks: int) -> None:
+    store.set(f"{word} {rank}", "")
+    store.wait([f"{word} {other}" for other in range(ranks)])
 
 
 def _threads_left(before: set[threading.Thread]) -> list[str]:
