@@ -28,12 +28,14 @@ from fsdp.data.image_index import Listed, Visit
 from fsdp.data.images import every_tenth, prepare
 from fsdp.data.types import DataInfo, DataSet
 from fsdp.tokenize.file_names import shell_word, shown
+from fsdp.tokenize.sources import ROWS, SETTINGS, ends_with
 from fsdp.tokenize.split_names import are_splits, is_numbered_train, is_other, is_train, validation_of
 
 log = logging.getLogger(__name__)
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 OTHER_PICTURES = (".gif", ".heic", ".heif", ".avif", ".jfif", ".jpe", ".jp2", ".jxl", ".tga", ".svg")
 """Left out, as by torchvision's ImageFolder, with a warning."""
+TABLES = (".csv", ".tsv", *ROWS)
 MANY = 20_000
 """Images from which on their list is an index in the cache."""
 Part = tuple[Sequence[str], np.ndarray]
@@ -54,6 +56,7 @@ def build(
     root = _root(where.dir)
     train_root, val_root = (root / "train", root / "val") if (root / "train").is_dir() else (root, None)
     classes = _classes(train_root)
+    _warn_of_tables(root)
     if val_root is not None:
         _warn_of_parts(root)
     if val_root is not None and val_root.is_dir():
@@ -173,6 +176,19 @@ def _warn_of_parts(root: Path) -> None:
             shown(root),
             " and ".join(parts),
             _joined(root, parts),
+        )
+
+
+def _warn_of_tables(root: Path) -> None:
+    """They may have other labels than the folders, or splits, as train_and_val.csv has."""
+    files = sorted(entry.name for entry in os.scandir(root) if entry.is_file())
+    tables = [shown(name) for name in files if ends_with(name, TABLES) and name not in SETTINGS]
+    if tables := [name for name in tables if not name.startswith(".")]:
+        log.warning(
+            "folder: %s of %s is not read: the classes are the folders. HINT: --data.name mine:build reads "
+            "labels or splits of a file, with a Dataset of your own",
+            listed(tables),
+            shown(root),
         )
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import PurePath
 
-_TRAIN = r"train(ing)?"
+_TRAIN = r"train(ing|val)?"
 _OTHER = r"(val|valid|validation|dev|eval|test|testing)"
 _END = r"([-_.\d].*)?"
 
