@@ -43,7 +43,7 @@ from fsdp.config.sections import (
     TrainSection,
     WatchSection,
 )
-from fsdp.config.sources import as_tables
+from fsdp.config.sources import as_tables, check_labels
 from fsdp.config.trust import TRUST_HELP, CodeRefused, check_store, load_run_config
 from fsdp.config.values import parse_free_value, parse_value, profile_steps, reshard_policy, worker_range
 from fsdp.config.writing import changed_flags, config_hash, run_toml, shown_value, to_toml
@@ -55,7 +55,7 @@ __all__ = [
     "OptimSection", "PlanSection", "PrecisionSection", "ProfileSection", "RaySection", "RunSection",
     "SpeedSection", "StopSection", "TrainSection", "WatchSection", "all_fields", "as_tables", "changed_flags",
     "check",
-    "check_store",
+    "check_labels", "check_store",
     "common_fields", "config_hash", "flatten", "help_asked", "load", "load_run_config", "pair_flags",
     "parse_free_value", "parse_value", "profile_steps", "read_recipe", "replace", "reshard_policy",
     "run_toml", "shown_value", "to_toml", "worker_range",

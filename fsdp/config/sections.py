@@ -7,8 +7,10 @@ The only place where a field is declared, and where it is marked as common. Not 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 Args = Mapping[str, Any]
@@ -242,6 +244,12 @@ class LoraSection:
         return self.alpha / max(1, self.rank)
 
 
+def default_label(place: str) -> str:
+    """The last part of a path or of package.module:factory, for use in the names of metrics."""
+    last = Path(place.rpartition(":")[2] if "/" not in place else place).name or place
+    return re.sub(r"[^\w.+-]+", "-", last).strip("-") or "source"
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MixedSource:
     """One source of a mixture, a table [[data.sources]] of a recipe; 0 is a number that is not given."""
@@ -253,6 +261,10 @@ class MixedSource:
     label: str = ""
     weight: float = 0
     epochs: float = 0
+
+    def __post_init__(self) -> None:
+        if not self.label:
+            object.__setattr__(self, "label", default_label(self.dir or self.name))
 
     def __repr__(self) -> str:
         """The given fields, for the report; config_hash reads it too, so none of them is left out."""

@@ -11,6 +11,7 @@ Not here: how sources are mixed (fsdp/data/mixing_order.py), and fields that con
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 import tomllib
@@ -20,7 +21,7 @@ from typing import Any
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import nearest
-from fsdp.config.sections import MixedSource
+from fsdp.config.sections import MixedSource, default_label
 
 FLAG = "--data.sources"
 TABLE = "[[data.sources]]"
@@ -43,14 +44,26 @@ def parse_sources(value: Any) -> tuple[MixedSource, ...]:
     found = tuple(
         one if isinstance(one, MixedSource) else _source(nth, one) for nth, one in enumerate(value, 1)
     )
-    labels = [one.label for one in found]
+    check_labels(found)
+    return found
+
+
+def check_labels(sources: Sequence[MixedSource]) -> None:
+    """Raises ConfigError unless each source has a label of its own that a metric's name may have."""
+    labels = [one.label for one in sources]
+    for nth, label in enumerate(labels, 1):
+        if not _LABEL.fullmatch(label):
+            raise ConfigError(
+                f"{TABLE} {nth}: label = {label!a} is not letters, digits, _ . + -.",
+                f'label = "{default_label(label)}"',
+            )
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
         places = " and ".join(str(nth) for nth, label in enumerate(labels, 1) if label == twice)
+        free = next(name for n in itertools.count(2) if (name := f"{twice}-{n}") not in labels)
         raise ConfigError(
-            f"{TABLE} {places} have the same label, {twice}.", f'label = "{twice}-2" in one of them'
+            f"{TABLE} {places} have the same label, {twice}.", f'label = "{free}" in one of them'
         )
-    return found
 
 
 def as_tables(sources: Sequence[MixedSource]) -> list[dict[str, Any]]:
@@ -103,13 +116,7 @@ def _source(nth: int, table: Mapping[str, Any]) -> MixedSource:
             f"{table['name']} is seen.",
             "leave one of them out",
         )
-    label = table.get("label") or default_label(str(table.get("dir") or table["name"]))
-    if not _LABEL.fullmatch(label):
-        raise ConfigError(
-            f"{where}: label = {label!a} is not letters, digits, _ . + -.",
-            f'label = "{default_label(label)}"',
-        )
-    return MixedSource(**{**table, "label": label})
+    return MixedSource(**table)
 
 
 def _check_number(where: str, key: str, value: Any) -> None:
@@ -119,9 +126,3 @@ def _check_number(where: str, key: str, value: Any) -> None:
         raise ConfigError(
             f"{where}: {key} = {value} is out of range: above 0.", f"{key} = 1, or leave the source out"
         )
-
-
-def default_label(place: str) -> str:
-    """The last part of a path or of package.module:factory, for use in the names of metrics."""
-    last = Path(place.rpartition(":")[2] if "/" not in place else place).name or place
-    return re.sub(r"[^\w.+-]+", "-", last).strip("-") or "source"

@@ -28,12 +28,14 @@ from fsdp.data.image_index import Listed, Visit
 from fsdp.data.images import every_tenth, prepare
 from fsdp.data.types import DataInfo, DataSet
 from fsdp.tokenize.file_names import shell_word, shown
-from fsdp.tokenize.split_names import are_splits, is_other, is_train, validation_of
+from fsdp.tokenize.sources import ROWS, SETTINGS, ends_with
+from fsdp.tokenize.split_names import are_splits, is_numbered_train, is_other, is_train, validation_of
 
 log = logging.getLogger(__name__)
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 OTHER_PICTURES = (".gif", ".heic", ".heif", ".avif", ".jfif", ".jpe", ".jp2", ".jxl", ".tga", ".svg")
 """Left out, as by torchvision's ImageFolder, with a warning."""
+TABLES = (".csv", ".tsv", *ROWS)
 MANY = 20_000
 """Images from which on their list is an index in the cache."""
 Part = tuple[Sequence[str], np.ndarray]
@@ -54,6 +56,9 @@ def build(
     root = _root(where.dir)
     train_root, val_root = (root / "train", root / "val") if (root / "train").is_dir() else (root, None)
     classes = _classes(train_root)
+    _warn_of_tables(root)
+    if val_root is not None:
+        _warn_of_parts(root)
     if val_root is not None and val_root.is_dir():
         _check_same_classes(val_root, classes)
     else:
@@ -122,12 +127,9 @@ def _classes(root: Path) -> list[str]:
 
 def _check_classes(root: Path, classes: list[str]) -> None:
     if are_splits(classes):
-        moves = [
-            f"mv {shell_word(root / name)} {shell_word(root / ('train' if is_train(name) else 'val'))}"
-            for name in (next(filter(is_train, classes)), validation_of(filter(is_other, classes)))
-        ]
         raise ConfigError(
-            f"the folders of {root} are {', '.join(classes)}: splits, not classes.", "; ".join(moves)
+            f"the folders of {root} are {', '.join(classes)}: splits, not classes.",
+            _renamed(root, classes),
         )
     by_text: dict[str, str] = {}
     for name in classes:
@@ -140,6 +142,54 @@ def _check_classes(root: Path, classes: list[str]) -> None:
                 other,
                 name,
             )
+
+
+def _renamed(root: Path, splits: list[str]) -> str:
+    """What makes DIR/train and DIR/val of folders with other names of splits."""
+    if "train" in splits:
+        return f"--data.name folder --data.dir {shell_word(root)}"
+    trains, val = list(filter(is_train, splits)), validation_of(filter(is_other, splits))
+    moves = [(trains[0], "train")] if len(trains) == 1 else []
+    moves += [(val, "val")] if val != "val" else []
+    words = [f"mv {shell_word(root / old)} {shell_word(root / new)}" for old, new in moves]
+    return "; ".join([*([] if len(trains) == 1 else [_joined(root, trains)]), *words])
+
+
+def _joined(root: Path, parts: Iterable[str]) -> str:
+    """A command that moves the images of several folders into train, those of each into a folder of its own
+    within their class: two may have images of one name.
+    """
+    classes = " ".join(f"{shell_word(part)}/*/" for part in parts)
+    move = 'mkdir -p "train/${c#*/}" && mv "$c" "train/${c#*/}${c%%/*}"'
+    return f"(cd {shell_word(root)} && for c in {classes}; do {move}; done)"
+
+
+def _warn_of_parts(root: Path) -> None:
+    """Further folders to train on are not read."""
+    named = sorted(
+        entry.name for entry in os.scandir(root) if entry.is_dir() and is_numbered_train(entry.name)
+    )
+    parts = [name for name in named if any((root / name).glob("[!.]*/"))]
+    if parts:
+        log.warning(
+            "folder: %s has train, and %s is not read. HINT: %s moves its images into train",
+            shown(root),
+            " and ".join(parts),
+            _joined(root, parts),
+        )
+
+
+def _warn_of_tables(root: Path) -> None:
+    """They may have other labels than the folders, or splits, as train_and_val.csv has."""
+    files = sorted(entry.name for entry in os.scandir(root) if entry.is_file())
+    tables = [shown(name) for name in files if ends_with(name, TABLES) and name not in SETTINGS]
+    if tables := [name for name in tables if not name.startswith(".")]:
+        log.warning(
+            "folder: %s of %s is not read: the classes are the folders. HINT: --data.name mine:build reads "
+            "labels or splits of a file, with a Dataset of your own",
+            listed(tables),
+            shown(root),
+        )
 
 
 def _warn_of_splits(root: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError, OneRankError
-from fsdp.config import DataSection, MixedSource
+from fsdp.config import DataSection, MixedSource, check_labels
 from fsdp.data.arguments import source_section
 from fsdp.data.mixing_order import MixSegment
 from fsdp.data.types import DataInfo, DataSet, MixedRows, Samples
@@ -32,6 +32,7 @@ def build(section: DataSection, build_one: Callable[[DataSection], DataSet]) -> 
 
     `build_one` receives a source with its own tokenizer alone.
     """
+    check_labels(section.sources)  # of a Config that is made in code
     made = {one.label: _built(section, one, build_one) for one in section.sources}
     _check_alike(made, section.skip_unreadable)
     held = {label: data.heldout for label, data in made.items() if data.heldout is not None}

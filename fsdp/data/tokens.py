@@ -28,7 +28,7 @@ from fsdp.data.token_reader import TokenReader
 from fsdp.data.token_width import LOOKED_AT, Dtype, Stated, dtype_of, ends, fits_as, stated, wider
 from fsdp.data.types import DataInfo, DataSet
 from fsdp.tokenize.file_names import broken_link, shell_word, shown
-from fsdp.tokenize.split_names import is_other
+from fsdp.tokenize.split_names import is_other, shell_patterns
 
 log = logging.getLogger(__name__)
 OPEN_AT_ONCE = 128  # each open file holds a descriptor, and 1024 is a common limit
@@ -149,14 +149,19 @@ def _warn_of_splits(trained: list[Path], where: Where) -> None:
     others = [path for path in trained if is_other(path.name)]
     if others and len(others) < len(trained):
         log.warning(
-            "tokens: %d files of %s named after another split are trained on, as %s. HINT: mv %s %s: hidden "
+            "tokens: %d files of %s named after another split are trained on, as %s. HINT: %s: hidden "
             "files are left out",
             len(others),
             where,
             shown(others[0]),
-            shell_word(others[0]),
-            shell_word(others[0].with_name(f".{others[0].name}")),
+            _hidden(others),
         )
+
+
+def _hidden(files: list[Path]) -> str:
+    """A command that renames the files, with those beside them that describe their tokens."""
+    patterns = " ".join(shell_patterns(path.name for path in files))
+    return f'(cd {shell_word(files[0].parent)} && for f in {patterns}; do mv "$f" ".$f"; done)'
 
 
 def _windows(row: TokenRow, val: TokenRow, where: Where, heldout: float) -> tuple[Windows, Windows]:

@@ -17,6 +17,8 @@ from fsdp.tokenize.tokenizer import HubTokenizer
 
 Message = dict[str, Any]
 Span = tuple[int, int]
+TRAINED = ("weight", "train")
+"""Keys of a message, as files of OpenAI and of axolotl have: 0 or false if it is not trained on."""
 _PROBE = "probe\u2603content"
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -58,13 +60,22 @@ class ChatTemplate:
 
     def spans(self, messages: Sequence[Message], place: str, **more: Any) -> tuple[str, list[Span]]:
         """The conversation's text, and the [start, end) that the assistant writes, by turn. `more` are
-        arguments of the template.
+        arguments of the template. A turn that is not trained on is an empty span at the end.
         """
-        if MARKED.search(self._text):
-            return self._marked(messages, place, **more)
-        whole = self.render(messages, place, **more)
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        return whole, [self._turn(messages, n, whole, place, **more) for n in turns]
+        if MARKED.search(self._text):
+            whole, found = self._marked(messages, place, **more)
+        else:
+            whole = self.render(messages, place, **more)
+            found = [self._turn(messages, n, whole, place, **more) for n in turns]
+        if not any(map(left_out_by, messages)):
+            return whole, found
+        if len(found) != len(turns):
+            raise _not_a_mark_a_turn(messages, len(turns), len(found), place)
+        nothing = (len(whole), len(whole))
+        return whole, [
+            nothing if left_out_by(messages[n]) else span for n, span in zip(turns, found, strict=True)
+        ]
 
     def _marked(self, messages: Sequence[Message], place: str, **more: Any) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -140,6 +151,30 @@ def _not_a_prefix(place: str, turn: int) -> ConfigError:
     )
 
 
+def _not_a_mark_a_turn(messages: Sequence[Message], turns: int, marks: int, place: str) -> ConfigError:
+    key = next(filter(None, map(left_out_by, messages)))
+    return ConfigError(
+        f"{place}: a message has {key} 0, and the chat template marks {marks} parts of {turns} turns of the "
+        "assistant, so its part cannot be found.",
+        "--data.args.chat_template FILE with one {% generation %} around each turn of the assistant",
+    )
+
+
+def left_out_by(message: Message) -> str:
+    """The key that leaves the message out of the loss; empty if none does."""
+    return next((key for key in TRAINED if message.get(key) == 0), "")
+
+
+def check_all_trained(messages: Sequence[Message], place: str) -> None:
+    """For --data.args.loss all. Raises ConfigError for a message that is not to be trained on."""
+    for n, message in enumerate(messages, 1):
+        if key := left_out_by(message):
+            raise ConfigError(
+                f"{place}: message {n} has {key} 0, and --data.args.loss all trains on every message.",
+                "leave --data.args.loss out: the assistant's other messages are trained on",
+            )
+
+
 def check_messages(value: Any, field: str, place: str) -> list[Message]:
     """Raises ConfigError unless it is a list of messages with role and content."""
     if not isinstance(value, list) or not value:
@@ -158,7 +193,26 @@ def check_messages(value: Any, field: str, place: str) -> list[Message]:
                 f"{place}: role of message {n} of {field} is {message['role']!r}, not text.", EXAMPLE
             )
         _check_content(message.get("content"), f"content of message {n} of {field}", place)
+        _check_trained(message, f"message {n} of {field}", place)
     return value
+
+
+def _check_trained(message: Message, name: str, place: str) -> None:
+    for key in TRAINED:
+        value = message.get(key)
+        if value is None:
+            continue
+        if value not in (0, 1):
+            raise ConfigError(
+                f"{place}: {key} of {name} is {value!r}, not 0 or 1.",
+                f'"{key}": 1 for a message of the assistant to train on, 0 for one to leave out of the loss',
+            )
+        if value and message["role"] != "assistant":
+            raise ConfigError(
+                f"{place}: {name} has {key} {value!r} and role {message['role']}: of a conversation, the "
+                "assistant's messages are trained on.",
+                f'"{key}": 0 there, or none',
+            )
 
 
 def _check_content(content: Any, name: str, place: str) -> None:

@@ -1,7 +1,8 @@
 """A row as a document: its tokens, and which of them are trained on.
 
 text                    --data.args.text COLUMN; every token is trained on
-messages                a conversation; the assistant's tokens, or --data.args.loss last or all
+messages                a conversation; the assistant's tokens, or --data.args.loss last or all;
+                        without messages of weight 0
 prompt, completion      the completion's; both are text, or lists of messages
 """
 
@@ -23,6 +24,7 @@ from fsdp.tokenize.conversations import (
     ChatTemplate,
     Message,
     Span,
+    check_all_trained,
     check_messages,
     check_unicode,
     template_arguments,
@@ -147,6 +149,7 @@ class DocumentReader:
         """The first `given` messages are a prompt, which is not trained on."""
         more = template_arguments(row.values, row.place)
         if self._options.loss == "all":
+            check_all_trained(messages, row.place)
             return Document(_array(self._plain(template.render(messages, row.place, **more)).tokens), None)
         whole, spans = template.spans(messages, row.place, **more)
         if given:

@@ -135,11 +135,12 @@ class SplitFiles:
         write_atomically(Path(f"{self._stem}.bin.json"), json.dumps(facts) + "\n")
         self._put(".idx", index_bytes(self._lengths, dtype))
         for suffix in list(self._open):
-            file = self._open.pop(suffix)
+            file = self._open[suffix]
             file.flush()
             os.fsync(file.fileno())
             file.close()
             self._aside(suffix).replace(f"{self._stem}{suffix}")
+            del self._open[suffix]  # last: close removes what a full disk has cut short
 
     def close(self) -> None:
         for suffix, file in self._open.items():

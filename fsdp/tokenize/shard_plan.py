@@ -11,8 +11,8 @@ from fsdp.tokenize.locate import SourceName
 from fsdp.tokenize.rows import SourceRow, SourceRows
 from fsdp.tokenize.tokenizer import digest_of_tokenizer
 
-VERSION = 3
-"""Of the tokens: 2 has the tools of conversations, 3 no nulls of Parquet's in them."""
+VERSION = 4
+"""Of the tokens: 2 has the tools of conversations, 3 no nulls of Parquet's in them, 4 weights of messages."""
 SHARD_BYTES = 1 << 26
 """Of the source; a shard holds the rows of about so many bytes."""
 

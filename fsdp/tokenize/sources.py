@@ -102,15 +102,28 @@ def other_splits(name: str) -> str:
         root = plain_folder(str(root))
     files = [path.relative_to(root) for path in find_files(name)]
     others = [path for path in files if is_other(split_part(path))]
-    train = next((path for path in files if is_train(split_part(path))), None)
-    if not others or train is None:
+    train = [path for path in files if is_train(split_part(path))]
+    if not others or not train:
         return ""
-    part = split_part(train)
-    ending = root / "**" / ("train*" if part == train.name else f"{part}/**/*{train.suffix}")
+    pattern = _pattern_of(root, train)
+    source = f"{shell_word(pattern)} as the source" if pattern else "a pattern in quotes as the source that"
     return (
         f"{len(others)} files named after another split are read with the others of {name}, as "
-        f"{root / others[0]}. HINT: {shell_word(str(ending))} as the source reads the training files alone"
+        f"{root / others[0]}. HINT: {source} reads the training files alone"
     )
+
+
+def _pattern_of(root: Path, train: list[Path]) -> str:
+    """A pattern that matches these files below `root` and no others; empty if none is found."""
+    suffixes = {path.suffix for path in train}
+    words = {split_part(path)[:5] for path in train}
+    word = words.pop() if len(words) == 1 else "[Tt][Rr][Aa][Ii][Nn]"
+    suffix = suffixes.pop() if len(suffixes) == 1 else ""
+    wanted = sorted(root / path for path in train)
+    for form in (f"**/{word}*{suffix}", f"**/{word}*/**/*{suffix}", f"{word}*{suffix}"):
+        if matching(str(root / form)) == wanted:
+            return str(root / form)
+    return ""
 
 
 def _entries(root: Path) -> list[Path]:

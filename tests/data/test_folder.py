@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 import struct
+import subprocess
 import zlib
 from pathlib import Path
 from typing import Any
@@ -253,7 +254,9 @@ def test_of_two_other_splits_the_hints_name_the_one_for_validation(
         folder(tmp_path / "b")
 
 
-@pytest.mark.parametrize(("train", "val"), [("Train", "Val"), ("training", "validation")])
+@pytest.mark.parametrize(
+    ("train", "val"), [("Train", "Val"), ("training", "validation"), ("trainval", "test")]
+)
 def test_splits_are_no_classes(train: str, val: str, tmp_path: Path) -> None:
     """The model learned to tell the training images from the others."""
     make_two_classes(tmp_path / train)
@@ -264,6 +267,64 @@ def test_splits_are_no_classes(train: str, val: str, tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=said):
         folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("trains", "others"),
+    [
+        (["train1", "train2"], ["val"]),
+        (["Train_1", "train-2", "training"], ["Val", "dev"]),
+        (["Train"], ["val"]),
+    ],
+)
+def test_the_hint_for_splits_reads_every_image_to_train_on(
+    trains: list[str], others: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It moved the first of several folders, and the others were left unread."""
+    root = tmp_path / "my pictures"
+    for name in trains + others:
+        make_two_classes(root / name, 2)
+    with pytest.raises(ConfigError, match=r"splits, not classes\. HINT: ") as caught:
+        folder(root)
+    subprocess.run(["bash", "-euc", str(caught.value.hint)], check=True, cwd=tmp_path)
+    data = folder(root)
+    assert data.heldout is not None
+    assert (len(data.train), len(data.heldout)) == (4 * len(trains), 4)
+    assert "not read" not in caplog.text
+
+
+def test_a_second_folder_to_train_on_is_a_warning_and_the_hint_reads_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("train", "train2", "train_masks", "val"):
+        make_two_classes(tmp_path / name, 2)
+    assert len(folder(tmp_path).train) == 4
+    said = f"folder: {tmp_path} has train, and train2 is not read. HINT: "
+    assert said in caplog.text
+    hint = caplog.text.partition(said)[2].partition(" moves its images")[0]
+    subprocess.run(["bash", "-euc", hint], check=True)
+    assert len(folder(tmp_path).train) == 8
+
+
+@pytest.mark.parametrize("name", ["train_and_val.csv", "train_and_val.jsonl", "metadata.tsv"])
+def test_a_table_beside_the_classes_is_a_warning(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Folders such as part1 and part2 were the classes, and the labels of the table not read, in silence."""
+    make_two_classes(tmp_path)
+    (tmp_path / name).write_text("file,label\nred/00.png,a\n")
+    data = build_dataset(DataSection(name=str(tmp_path), args={"image_size": 8}))
+    assert data.info.class_names == ("blue", "red")
+    assert f"folder: {name} of {tmp_path} is not read: the classes are the folders. HINT: " in caplog.text
+
+
+def test_splits_within_train_are_read_by_the_hint(tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        make_two_classes(tmp_path / "train" / name, 2)
+    with pytest.raises(ConfigError, match=r"splits, not classes\. HINT: ") as caught:
+        folder(tmp_path)
+    assert caught.value.hint == f"--data.name folder --data.dir {tmp_path}/train"
+    assert len(folder(tmp_path / "train").train) == 4
 
 
 def test_one_name_in_two_forms_of_unicode_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

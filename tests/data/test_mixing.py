@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from fsdp.base.errors import CheckpointError, ConfigError, OneRankError
-from fsdp.config import DataSection, config_hash, load, to_toml
+from fsdp.config import Config, DataSection, MixedSource, config_hash, load, to_toml
 from fsdp.data import MixCursor, build_dataset
 from fsdp.data.mixing_order import MixSegment, Quotas, whole_shares
 from fsdp.data.mixture import MixedSamples
@@ -223,6 +224,27 @@ def test_each_wrong_recipe_has_a_line_that_mends_it(tmp_path: Path, text: str, m
     with pytest.raises(ConfigError, match=message) as caught:
         load(["--config", recipe(tmp_path, text)])
     assert "\n" not in str(caught.value)
+
+
+def test_sources_made_in_code_have_labels_of_their_own(tmp_path: Path, own_cache: Path) -> None:
+    """Two without labels were one: the second alone was read."""
+    files = [write_lines(tmp_path / name, [{"text": "a" * 50}] * 9) for name in ("one.jsonl", "two.jsonl")]
+    paths = [str(file) for file in (*files, tmp_path / "more" / "one.jsonl")]
+    sources = tuple(MixedSource(name=path) for path in paths)
+    section = DataSection(sources=sources[:2], seq_len=8)
+    made, config = build_dataset(section), dataclasses.replace(Config(), data=section)
+    assert made.sources is not None
+    assert made.sources.labels == ("one.jsonl", "two.jsonl")
+    assert len(made.train) == 2 * int(made.sources.train_ends[0])
+    path = recipe(tmp_path, "".join(f'[[data.sources]]\nname = "{path}"\n' for path in paths[:2]))
+    assert config_hash(load(["--config", path, "--data.seq_len", "8"])) == config_hash(config)
+    said = r"1 and 3 have the same label, one.jsonl. HINT: label = \"one.jsonl-2\" in one of them$"
+    with pytest.raises(ConfigError, match=said):
+        build_dataset(dataclasses.replace(section, sources=sources))
+    with pytest.raises(ConfigError, match=r"2 and 3 have the same label, a. HINT: label = \"a-3\""):
+        build_dataset(
+            DataSection(sources=tuple(MixedSource(name="digits", label=label) for label in ("a-2", "a", "a")))
+        )
 
 
 @pytest.mark.parametrize(

@@ -253,16 +253,19 @@ def test_held_out_files_without_a_sample_are_a_warning(
 def test_a_test_file_among_those_to_train_on_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("val", "test"):
+    for name in ("val", "test1", "test2", "dev"):
         np.arange(100, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
     tokens(tmp_path)
     assert not caplog.text, "nothing else is there to train on"
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    (tmp_path / "test1.bin.json").write_text('{"dtype": "uint16"}')
+    (tmp_path / "testimony.bin").symlink_to("train.bin")
+    assert len(tokens(tmp_path).train) == 62
+    said = f"tokens: 3 files of --data.dir {tmp_path} named after another split are trained on, as "
+    hint = caplog.text.partition(said)[2].partition(" HINT: ")[2].partition(": hidden files are left out")[0]
+    subprocess.run(["bash", "-euc", hint], check=True)
     assert len(tokens(tmp_path).train) == 24
-    test = tmp_path / "test.bin"
-    assert f"named after another split are trained on, as {test}. HINT: mv {test} " in caplog.text
-    test.rename(tmp_path / ".test.bin")
-    assert len(tokens(tmp_path).train) == 12
+    assert not (tmp_path / "test1.bin.json").exists()
 
 
 @pytest.mark.parametrize("place", [0, 4999])

@@ -74,3 +74,16 @@ def test_files_of_a_shard_on_a_full_disk_are_closed(tmp_path: Path) -> None:
     files.add(Document(np.arange(4), None), np.dtype("<u2"))
     files.close()
     assert not list(tmp_path.glob(".train*"))
+
+
+def test_the_file_that_fills_the_disk_at_the_end_of_a_shard_is_removed(tmp_path: Path) -> None:
+    """It stayed, hidden, beside the shards, and was open until the process ended."""
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    (tmp_path / f".train-00000.bin.{os.getpid()}").symlink_to("/dev/full")
+    files = SplitFiles(tmp_path / "train-00000", masked=False)
+    files.add(Document(np.arange(4), None), np.dtype("<u2"))
+    with pytest.raises(OSError, match="No space left"):
+        files.finish(np.dtype("<u2"), 9)
+    files.close()
+    assert not list(tmp_path.glob(".train*"))
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_before

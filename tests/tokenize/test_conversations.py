@@ -149,6 +149,43 @@ def test_which_turns_are_trained_on(template: str, tmp_path: Path) -> None:
     assert whole.trained is None
 
 
+@pytest.mark.parametrize("template", [chat.PLAIN, chat.MARKED, chat.INST])
+@pytest.mark.parametrize(
+    ("key", "off", "on"), [("weight", 0, 1), ("weight", 0.0, 1.0), ("train", False, True)]
+)
+def test_a_message_of_weight_0_is_not_trained_on(
+    template: str, key: str, off: Any, on: Any, tmp_path: Path
+) -> None:
+    """As in files for OpenAI's fine-tuning. It was trained on like the others."""
+    save_tokenizer(tmp_path, template)
+    messages = said("Hello", "first", "again", "second", "more", "third")
+    plain = of(reader(tmp_path), messages=messages)
+    messages[0][key], messages[1][key], messages[3][key], messages[5][key] = None, off, on, off
+    for loss, expected in (("assistant", ["second<|im_end|>"]), ("last", [])):
+        read = reader(tmp_path, loss=loss)
+        document = of(read, messages=messages)
+        assert document.tokens.tolist() == plain.tokens.tolist()
+        assert [text.strip() for text in trained_texts(read, document)] == expected
+    with pytest.raises(ConfigError, match=rf"^rows.jsonl line 7: message 2 has {key} 0, .* all .* HINT: "):
+        of(reader(tmp_path, loss="all"), messages=messages)
+    pair = reader(tmp_path, "pairs")
+    document = of(pair, prompt=messages[:3], completion=messages[3:])
+    assert [text.strip() for text in trained_texts(pair, document)] == ["second<|im_end|>"]
+
+
+def test_weights_where_a_template_marks_a_turn_in_parts_are_refused(tmp_path: Path) -> None:
+    twice = chat.MARKED.replace(
+        "{% endgeneration %}", "{% endgeneration %}{% generation %}!{% endgeneration %}"
+    )
+    save_tokenizer(tmp_path, twice)
+    messages = said("Hello", "first", "again", "second")
+    read = reader(tmp_path)
+    assert len(trained_texts(read, of(read, messages=messages))) == 2
+    messages[1]["weight"] = 0
+    with pytest.raises(ConfigError, match=r"has weight 0, and .* marks 4 parts of 2 turns .* HINT: .*FILE"):
+        of(read, messages=messages)
+
+
 def test_prompts_and_completions_of_messages(tmp_path: Path) -> None:
     read = reader(save_tokenizer(tmp_path, chat.PLAIN), "pairs")
     document = of(
@@ -234,6 +271,19 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "content of message 1 is a list, which the chat template does not read. HINT: ",
     ),
     ({"messages": [{"role": 1, "content": "a"}]}, "role of message 1 of messages is 1, not text"),
+    (
+        {"messages": [*said("a"), {"role": "assistant", "content": "b", "weight": 0.5}]},
+        """weight of message 2 of messages is 0.5, not 0 or 1. HINT: "weight": 1 for""",
+    ),
+    (
+        {"messages": [*said("a"), {"role": "assistant", "content": "b", "weight": "0"}]},
+        "weight of message 2 of messages is '0', not 0 or 1",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "a", "train": True}]},
+        "message 1 of messages has train True and role user: of a conversation, the assistant's messages are "
+        'trained on. HINT: "train": 0 there, or none',
+    ),
     ({"text": "Hi"}, "has no column messages; its columns are text"),
     (
         {"conversations": [{"from": "human", "value": "Hi"}]},

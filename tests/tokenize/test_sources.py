@@ -320,6 +320,35 @@ def test_files_of_other_splits_are_named_and_the_hint_leaves_them_out(form: str,
     assert not other_splits(pattern)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["train1/a.jsonl", "train2/a.jsonl"],
+        ["Train.jsonl"],
+        ["Train1/a.jsonl", "train2/b/a.jsonl"],
+        ["train_1.jsonl", "train_2.jsonl"],
+    ],
+)
+def test_the_hint_reads_all_files_to_train_on(names: list[str], tmp_path: Path) -> None:
+    """It left out the second folder, or named no file."""
+    for name in (*names, "val/a.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_lines(tmp_path / name, [{"text": name}])
+    (tmp_path / "trainer_state.json").write_text("{}", encoding="utf-8")
+    said = other_splits(str(tmp_path))
+    assert said.startswith("1 files named after another split are read ")
+    pattern = shlex.split(said.partition("HINT: ")[2])[0]
+    assert find_files(pattern) == [tmp_path / name for name in names]
+
+
+def test_no_pattern_is_given_where_none_reads_all_files_to_train_on(tmp_path: Path) -> None:
+    for name in ("train/a.jsonl", "train.parquet", "test.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_lines(tmp_path / name, [{"text": name}])
+    said = other_splits(str(tmp_path))
+    assert said.endswith("HINT: a pattern in quotes as the source that reads the training files alone")
+
+
 def test_names_of_other_words_are_no_splits(tmp_path: Path) -> None:
     for name in ("training-notes", "testimony", "valley", "evaluate"):
         write_lines(tmp_path / f"{name}.jsonl", [{"text": name}])
