@@ -19,6 +19,7 @@ QUIET = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
+    "RAY_worker_niceness": "0",  # as torchrun's ranks; at Ray's 15 other work of the machine starves training
     # `ray job submit --working-dir` has a folder for the workers too: they get that of ray_code_upload.py
     "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",
 }

@@ -49,7 +49,8 @@ class Cluster:
         secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
         # else a Python process for each CPU of a node, that no worker of ours comes from
         lean = {"RAY_prestart_worker_first_driver": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-        return clean_environment(**secret, **lean, **more)
+        # at Ray's 15 ranks get a thirtieth of the time beside other tests
+        return clean_environment(**secret, **lean, RAY_worker_niceness="0", **more)
 
     def __enter__(self) -> Cluster:
         try:
