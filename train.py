@@ -18,7 +18,7 @@ from fsdp import config as configuration
 from fsdp.base import garbage
 from fsdp.base.commands import as_typed
 from fsdp.base.errors import ConfigError, ShardrunError
-from fsdp.base.streams import flush_output, prepare_streams
+from fsdp.base.streams import flush_output, prepare_streams, print_answer
 from fsdp.config import Config, worker_range
 from fsdp.dist.env import prints_shared_errors, started_by
 from fsdp.watch.last_process import ProcessExit
@@ -28,8 +28,7 @@ def main(argv: list[str]) -> int:
     prepare_streams()
     try:
         if (text := configuration.help_asked(argv, __doc__ or "")) is not None:
-            print(as_typed(text))
-            return 0
+            return print_answer(as_typed(text), "train.py")
         config = configuration.load([word for word in argv if word != "--dry-run"])
         if "--dry-run" in argv:
             return dry_run(config)
@@ -95,7 +94,7 @@ def dry_run(config: Config) -> int:
     if env.is_main:
         if config.backend != "ray" and (warning := unused_allocation(env)):
             print(f"train.py: {warning}", file=sys.stderr)
-        print(text)
+        return print_answer(text, "train.py")
     return 0
 
 

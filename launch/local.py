@@ -31,7 +31,7 @@ from fsdp import config as configuration
 from fsdp.base import garbage
 from fsdp.base.errors import LaunchError, ShardrunError
 from fsdp.base.stop_signals import delayed, stop_signals
-from fsdp.base.streams import flush_output
+from fsdp.base.streams import flush_output, print_answer
 from fsdp.config import Config
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, whole_number
 from fsdp.dist.env import DistEnv, fewer_ranks, job_start, pick_device, set_allocator
@@ -83,8 +83,7 @@ def main(argv: Sequence[str]) -> int:
 def _dry_run(config: Config, ranks: int) -> int:
     from fsdp.run.job import dry_run
 
-    print(dry_run(config, _rank_env(config, 0, ranks)))
-    return 0
+    return print_answer(dry_run(config, _rank_env(config, 0, ranks)), "launch.local")
 
 
 def _fork() -> int:

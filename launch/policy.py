@@ -147,7 +147,7 @@ def decide(end: End, past: Past, allocation: Allocation) -> Decision:
 def _after_stop(end: End, past: Past, allocation: Allocation) -> Decision:
     if past.idle_stops >= STOPS_WITHOUT_A_STEP:
         why = f"stopped {past.idle_stops} times in a row before a step was done ({end.why})"
-        return Decision(Act.END, 1, why, "sbatch --time with more room for the start and the last save")
+        return Decision(Act.END, 1, why, "a longer --time, with room for the start and the last save")
     if end.kind is Kind.NODES_LEAVE and allocation.again:
         return Decision(Act.AGAIN, 0, f"stopped: {end.why}")
     if allocation.requeue:

@@ -16,29 +16,27 @@ from pathlib import Path
 from typing import Any
 
 from fsdp import config as configuration
-from fsdp.base.errors import ConfigError, LaunchError, ShardrunError
+from fsdp.base.errors import ConfigError, LaunchError
 from fsdp.base.object_client import is_url
 from fsdp.config import Config
+from fsdp.config.command_line import prints_errors
 
 
+@prints_errors("launch.ray_predict")
 def main(argv: Sequence[str]) -> int:
-    try:
-        words, flags = split(argv)
-        if not words or words[0] in ("--help", "-h"):
-            print((__doc__ or "").strip())
-            return 0
-        from launch.ray_check import check_installed
-        from launch.ray_own import own_ray
-        from launch.ray_settings import with_address
+    words, flags = split(argv)
+    if not words or words[0] in ("--help", "-h"):
+        print((__doc__ or "").strip())
+        return 0
+    from launch.ray_check import check_installed
+    from launch.ray_own import own_ray
+    from launch.ray_settings import with_address
 
-        check_installed()
-        config = with_address(configuration.load(["--backend", "ray", *flags]))
+    check_installed()
+    config = with_address(configuration.load(["--backend", "ray", *flags]))
 
-        with own_ray(config.ray) as own:
-            print(_answer(config, words, own), end="")
-    except ShardrunError as error:
-        print(f"launch.ray_predict: {error}", file=sys.stderr)
-        return error.exit_code
+    with own_ray(config.ray) as own:
+        print(_answer(config, words, own), end="")
     return 0
 
 

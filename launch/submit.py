@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp import config as configuration
-from fsdp.base.errors import ConfigError, LaunchError, ShardrunError
+from fsdp.base.errors import ConfigError, LaunchError
 from fsdp.config import Config
-from fsdp.config.command_line import CommandParser, whole_number
+from fsdp.config.command_line import CommandParser, prints_errors, whole_number
 from fsdp.rundir import paths
 from fsdp.rundir.atomic_write import writing
 from fsdp.rundir.paths import RunDir
@@ -335,22 +335,19 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(argv[:at]), list(argv[at + 1 :])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    ours, flags = split(sys.argv[1:] if argv is None else argv)
-    try:
-        options = _options(ours)
-        recipes, watch, dry_run = options.pop("array"), options.pop("follow"), options.pop("dry_run")
-        request = Request(**options)
-        check(request)
-        _check_installed()
-        batch = plan(flags, recipes)
-        if dry_run:
-            print(sbatch_file(request, batch))
-            return 0
-        jobs = submit(request, batch)
-    except ShardrunError as error:
-        print(f"launch.submit: {error}", file=sys.stderr)
-        return error.exit_code
+@prints_errors("launch.submit")
+def main(argv: Sequence[str]) -> int:
+    ours, flags = split(argv)
+    options = _options(ours)
+    recipes, watch, dry_run = options.pop("array"), options.pop("follow"), options.pop("dry_run")
+    request = Request(**options)
+    check(request)
+    _check_installed()
+    batch = plan(flags, recipes)
+    if dry_run:
+        print(sbatch_file(request, batch))
+        return 0
+    jobs = submit(request, batch)
     print(describe(request, batch, jobs), flush=True)
     if request.cluster == "debug":
         jobs[0].results()
@@ -363,4 +360,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -21,6 +21,7 @@ import sys
 
 import shardrun
 from fsdp.base.commands import INSTALLED
+from fsdp.base.streams import print_answer
 
 MODULES = {
     "train": "train", "local": "launch.local", "submit": "launch.submit", "ray_predict": "launch.ray_predict",
@@ -34,8 +35,7 @@ MODULES = {
 def main() -> int:
     name, *rest = sys.argv[1:] or ["--help"]
     if name in ("--help", "-h"):
-        print((__doc__ or "").strip())
-        return 0
+        return print_answer((__doc__ or "").strip(), "shardrun")
     if name not in MODULES:
         near = difflib.get_close_matches(name, MODULES, n=1)
         hint = f"shardrun {near[0]}" if near else "shardrun --help"

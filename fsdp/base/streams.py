@@ -43,6 +43,28 @@ def flush_output() -> None:
             os.close(nowhere)
 
 
+def print_answer(text: str, program: str, end: str = "\n") -> int:
+    """Print what a command was asked for, such as its help, and return the exit code."""
+    try:
+        print(text, end=end, flush=True)
+    except OSError as error:
+        return lost_output(error, program)
+    return 0
+
+
+def lost_output(error: OSError, program: str) -> int:
+    """The exit code after an error of stdout: a full disk is one line, and an ended reader (`| head`) none.
+
+    Any other error is raised again.
+    """
+    if not is_of_output(error):
+        raise error
+    flush_output()
+    if error.errno == errno.ENOSPC:
+        print(f"{program}: its output cannot be written: {error.strerror}", file=sys.stderr)
+    return 1
+
+
 def is_of_output(error: OSError) -> bool:
     """Whether stdout's reader has ended (`| head`), or its disk is full: errors of files have their name.
 

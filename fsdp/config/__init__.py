@@ -19,7 +19,7 @@ Not here: what a field does, and checks that need the number of ranks (fsdp/dist
 from fsdp.config.checks import check
 from fsdp.config.fields import FIELDS, FieldSpec, flatten
 from fsdp.config.help import all_fields, common_fields, help_asked
-from fsdp.config.reading import load, pair_flags, read_recipe, replace
+from fsdp.config.reading import accepts, load, pair_flags, read_recipe, replace
 from fsdp.config.sections import (
     LAUNCHERS_OWN,
     Args,
@@ -53,9 +53,8 @@ __all__ = [
     "Config", "DataSection", "FieldSpec", "LoraSection", "MemorySection", "MeshSection", "MixedSource",
     "ModelSection",
     "OptimSection", "PlanSection", "PrecisionSection", "ProfileSection", "RaySection", "RunSection",
-    "SpeedSection", "StopSection", "TrainSection", "WatchSection", "all_fields", "as_tables", "changed_flags",
-    "check",
-    "check_labels", "check_store",
+    "SpeedSection", "StopSection", "TrainSection", "WatchSection", "accepts", "all_fields", "as_tables",
+    "changed_flags", "check", "check_labels", "check_store",
     "common_fields", "config_hash", "flatten", "help_asked", "load", "load_run_config", "pair_flags",
     "parse_free_value", "parse_value", "profile_steps", "read_recipe", "replace", "reshard_policy",
     "run_toml", "shown_value", "to_toml", "worker_range",

@@ -15,7 +15,6 @@ code 2. Not here: the flags of a run (reading.py).
 from __future__ import annotations
 
 import argparse
-import errno
 import functools
 import math
 import sys
@@ -24,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 from fsdp.base.commands import as_typed
 from fsdp.base.errors import ConfigError, ShardrunError
-from fsdp.base.streams import flush_output, is_of_output, prepare_streams
+from fsdp.base.streams import lost_output, prepare_streams, print_answer
 from fsdp.base.text import nearest
 from fsdp.config.fields import FIELDS
 from fsdp.config.help import help_asked
@@ -51,12 +50,7 @@ def prints_errors(module: str) -> Callable[[Callable[[Words], int]], Callable[[W
                 print(f"{module}: {error}", file=sys.stderr)
                 return error.exit_code
             except OSError as error:
-                if not is_of_output(error):
-                    raise
-                flush_output()
-                if error.errno == errno.ENOSPC:
-                    print(f"{module}: its output cannot be written: {error.strerror}", file=sys.stderr)
-                return 1
+                return lost_output(error, module)
             return code
 
         return run
@@ -72,7 +66,7 @@ class CommandParser(argparse.ArgumentParser):
         prepare_streams()
         self.flags: dict[str, argparse.Action] = {}
         self._unknown_hint = unknown_hint
-        self._section = module.rpartition(".")[2]
+        self._module, self._section = module, module.rpartition(".")[2]
         super().__init__(
             prog=as_typed(f"python -m {module}"),
             usage=argparse.SUPPRESS,
@@ -87,6 +81,10 @@ class CommandParser(argparse.ArgumentParser):
         self.flags.update(dict.fromkeys(action.option_strings, action))
         return action
 
+    def print_help(self, file: Any = None) -> None:
+        """argparse ignores an output that cannot be written."""
+        self.exit(print_answer(self.format_help(), self._module, end=""))
+
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """The tool's own flags and positional arguments. An unknown flag is an error."""
         options, unknown = self.parse_known_intermixed_args(list(argv))
@@ -99,8 +97,8 @@ class CommandParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """The tool's own flags, and train.py's as typed: of `sections` only, if any are given."""
         if "--help-all" in argv and not sections:
-            print(as_typed(help_asked(argv[argv.index("--help-all") :], self.format_help()) or ""))
-            self.exit()
+            text = as_typed(help_asked(argv[argv.index("--help-all") :], self.format_help()) or "")
+            self.exit(print_answer(text, self._module))
         own: list[str] = []
         flags: list[str] = []
         words = [word for word in argv if word != "--"]

@@ -50,6 +50,18 @@ def replace(config: Config, **changes: Any) -> Config:
     return new
 
 
+def accepts(config: Config, flags: str) -> bool:
+    """Whether the configuration with these flags, as typed, passes the checks."""
+    values = flatten(config)
+    try:
+        for name, value in pair_flags(shlex.split(flags)):
+            _set(values, name, value)
+        check(_build(Config, values))
+    except ConfigError:
+        return False
+    return True
+
+
 def read_recipe(path: str) -> dict[str, Any]:
     """Reads a TOML file as flat `section.field` values, not yet typed.
 

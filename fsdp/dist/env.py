@@ -254,7 +254,12 @@ def _tasks_on_node(environ: Mapping[str, str]) -> int:
 # ---------------------------------------------------------------- the device
 
 
-FEWER_RANKS = {"srun": "--ntasks-per-node={}", "submitit": "--gpus-per-node {}", "launch.local": "--ranks {}"}
+FEWER_RANKS = {
+    "srun": "--ntasks-per-node={}",
+    "submitit": "--gpus-per-node {}",
+    "launch.local": "--ranks {}",
+    "ray": "--ray.num_workers {}",
+}
 """Each launcher's flag for the number of ranks on a node; torchrun's for all others."""
 
 

@@ -27,6 +27,7 @@ from fsdp.base.errors import LaunchError
 from fsdp.dist import collectives
 from fsdp.dist.addresses import address_towards, interface_of, is_loopback, resolves
 from fsdp.dist.env import DistEnv, gloo_interface_is_set, rendezvous_host
+from fsdp.dist.launcher_hints import launcher_hints
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ def check(env: DistEnv, run: Path | None, patience_s: float = SAME_FILE_S) -> No
         if one.fatal:
             raise LaunchError(
                 f"{one.describe(everyone)}.",
-                "one environment that all nodes see: VENV in slurm/cluster.env, or a container",
+                launcher_hints(env.launcher, env.num_nodes).one_environment,
             )
         if env.is_main:
             log.warning("%s", one.describe(everyone))

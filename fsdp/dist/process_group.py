@@ -30,6 +30,7 @@ from fsdp.dist.env import (
     rendezvous_port,
     without_address,
 )
+from fsdp.dist.launcher_hints import launcher_hints
 from fsdp.dist.mesh import CUDA_BACKENDS
 
 log = logging.getLogger(__name__)
@@ -248,7 +249,7 @@ def _explained(env: DistEnv, address: str, port: int) -> Iterator[None]:
     """LaunchError for torch's of a store that this rank cannot reach, or cannot serve; a warning after
     WAITING_S, as torch tries again for minutes.
     """
-    waiting = threading.Timer(WAITING_S, _warn_of_waiting, (address, port))
+    waiting = threading.Timer(WAITING_S, _warn_of_waiting, (address, port, env))
     waiting.daemon = True
     waiting.start()
     try:
@@ -263,14 +264,14 @@ def _explained(env: DistEnv, address: str, port: int) -> Iterator[None]:
         raise LaunchError(
             f"rank {env.rank} on {socket.gethostname()} cannot reach {address}:{port} "
             f"({first_line(error, 120).rstrip('.')}).",
-            _reach(address),
+            _reach(address, env),
             scope="rank",
         ) from None
     finally:
         waiting.cancel()
 
 
-def _warn_of_waiting(address: str, port: int) -> None:
+def _warn_of_waiting(address: str, port: int, env: DistEnv) -> None:
     """One line about an address that cannot be reached; none where this rank waits for others there."""
     try:
         socket.create_connection((address, port), WAITING_S).close()
@@ -281,14 +282,12 @@ def _warn_of_waiting(address: str, port: int) -> None:
     else:
         return
     message = "%s cannot reach %s:%d, where rank 0 listens, for %g s (%s), and tries again. HINT: %s"
-    log.warning(message, socket.gethostname(), address, port, WAITING_S, problem, _reach(address))
+    log.warning(message, socket.gethostname(), address, port, WAITING_S, problem, _reach(address, env))
 
 
-def _reach(address: str) -> str:
-    return (
-        f"check there that {address} resolves and that the port is open; "
-        "RDZV_HOST in slurm/cluster.env sets another address"
-    )
+def _reach(address: str, env: DistEnv) -> str:
+    other = launcher_hints(env.launcher, env.num_nodes).other_address
+    return f"check there that {address} resolves and that the port is open; {other}"
 
 
 @functools.cache

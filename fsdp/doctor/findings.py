@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from fsdp.base.text import counted, named_ranks
+from fsdp.dist.launcher_hints import LauncherHints, launcher_hints
 from fsdp.dist.preflight import RankFacts, differences
 
 Key = TypeVar("Key")
@@ -55,15 +56,16 @@ class Diagnosis:
     exclude: tuple[str, ...]
     complete: bool
     nodes: int
+    hints: LauncherHints = LauncherHints()
 
     @property
     def fit(self) -> bool:
         return self.complete and not any(finding.out for finding in self.findings)
 
     @property
-    def flag(self) -> str:
-        """The flag of sbatch or srun that leaves these nodes out; empty if no node is at fault."""
-        return f"--exclude={','.join(self.exclude)}" if self.exclude and not self.fit else ""
+    def way_out(self) -> str:
+        """What leaves these nodes out under this launcher; empty if no node is at fault."""
+        return self.hints.without(self.exclude) if self.exclude and not self.fit else ""
 
     def __str__(self) -> str:
         if self.fit:
@@ -71,7 +73,8 @@ class Diagnosis:
             return f"fit to train{odd}."
         if self.exclude:
             count = len(self.exclude)
-            return f"{count} node{'s are' if count > 1 else ' is'} not fit: {self.flag}"
+            which = "" if self.hints.is_slurm else f", {', '.join(self.exclude)}"
+            return f"{count} node{'s are' if count > 1 else ' is'} not fit{which}: {self.way_out}"
         return f"not fit to train{', and no single node is at fault' * (self.nodes > 1)}: see above."
 
 
@@ -103,7 +106,7 @@ class NodeReports:
         )
 
 
-def judge(reports: NodeReports) -> Diagnosis:
+def judge(reports: NodeReports, launcher: str = "torchrun") -> Diagnosis:
     checks: Sequence[Callable[[NodeReports], Iterator[Finding]]] = (
         _absent,
         _unfinished,
@@ -126,7 +129,9 @@ def judge(reports: NodeReports) -> Diagnosis:
     complete = (
         all(rank in reports.by_rank for ranks in reports.nodes for rank in ranks) and not reports.stages
     )
-    return Diagnosis(tuple(findings), tuple(out) if few else (), complete, len(reports.hosts))
+    nodes = len(reports.hosts)
+    hints = launcher_hints(launcher, nodes)
+    return Diagnosis(tuple(findings), tuple(out) if few else (), complete, nodes, hints)
 
 
 # ---------------------------------------------------------------- missing ranks

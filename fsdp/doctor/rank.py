@@ -33,7 +33,7 @@ def as_rank(run: Path, limit_s: float, verdict_to: Path | None) -> int:
         """Only once: the time limit may come while the verdict is being reported."""
         with reporting:
             if not codes:
-                verdict = _report(reports, run, time.monotonic() - began)
+                verdict = _report(reports, env.launcher, run, time.monotonic() - began)
                 codes.append(verdict if verdict_to is None else _left_in(verdict_to, verdict))
         return codes[0]
 
@@ -88,8 +88,8 @@ def _left_in(file: Path, verdict: int) -> int:
     return 0
 
 
-def _report(reports: NodeReports, run: Path, seconds: float) -> int:
-    verdict = judge(reports)
+def _report(reports: NodeReports, launcher: str, run: Path, seconds: float) -> int:
+    verdict = judge(reports, launcher)
     print(table.text(reports, verdict, seconds), flush=True)
     folder = run / "doctor"
     try:

@@ -156,8 +156,8 @@ def page(reports: NodeReports, verdict: Diagnosis, seconds: float) -> str:
 
 
 def _verdict(verdict: Diagnosis) -> Markup:
-    flag = verdict.flag
-    return joined([str(verdict).removesuffix(flag), code(flag) if flag else ""])
+    typed = verdict.way_out
+    return joined([str(verdict).removesuffix(typed), code(typed) if typed else ""])
 
 
 def _numbers(reports: NodeReports) -> Markup:

@@ -19,6 +19,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,9 +32,7 @@ from fsdp.base.cgroup import memory_group
 from fsdp.base.errors import ConfigError, Scope, ShardrunError, one_line
 from fsdp.base.phases import Phases
 from fsdp.base.units import byte_size
-from fsdp.config import Config, changed_flags, flatten, reshard_policy
-from fsdp.config.checks_memory import check_masters
-from fsdp.config.sections import ADAMS, IN_PARTS
+from fsdp.config import Config, accepts, changed_flags, flatten, reshard_policy
 from fsdp.data.types import Samples
 from fsdp.dist.env import DistEnv, expandable_segments
 from fsdp.dist.mesh import BatchPlan, MeshSizes
@@ -173,7 +172,14 @@ class OutOfMemoryHandler:
         activations = ActivationEstimates(
             self.scene, self.config, self.env.device, footprint, facts.kinds["activations"]
         )
-        advice = advise(footprint, activations, facts.held, facts.requested, self.env.device.type)
+        advice = advise(
+            footprint,
+            activations,
+            facts.held,
+            facts.requested,
+            self.env.device.type,
+            partial(accepts, self.config),
+        )
         special = comes_first(self.config, self.scene, facts, sum(advice.needs.values()))
         if special is not None:
             advice.others, advice.first = [one for one in (advice.first, *advice.others) if one], special
@@ -262,23 +268,10 @@ def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Foo
         loss_chunk=config.memory.loss_chunk,
         chunkable=_is_chunkable(scene),
         offload=config.memory.cpu_offload and device.type == "cuda",
-        bf16_masters=_takes_bf16_masters(config),
-        adams=config.optim.name in ADAMS,
-        in_parts=config.optim.name in IN_PARTS,
         nvme=config.memory.nvme != "off",
         ddp=scene.sizes.strategy == "ddp",
         recomputes=bool(blocks_of([list(unit) for unit in scene.units])),
     )
-
-
-def _takes_bf16_masters(config: Config) -> bool:
-    try:
-        check_masters(
-            dataclasses.replace(config, precision=dataclasses.replace(config.precision, master="bf16"))
-        )
-    except ConfigError:
-        return False
-    return True
 
 
 def _is_chunkable(scene: OomContext) -> bool:

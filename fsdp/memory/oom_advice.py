@@ -51,12 +51,6 @@ class Footprint:
     loss_chunk: int = 0
     chunkable: bool = False
     """Whether the loss of its tokens may be computed in chunks."""
-    adams: bool = True
-    """Whether --optim.state has another form of the optimizer's states."""
-    in_parts: bool = True
-    """Whether the optimizer's states may be in files."""
-    bf16_masters: bool = False
-    """Whether --precision.master bf16 goes with the other flags."""
 
     @property
     def total(self) -> int:
@@ -107,7 +101,13 @@ class Advice:
 Step = tuple[str, Footprint, str]
 
 
-def advise(now: Footprint, activations: Activations, held: int, requested: int, device: str) -> Advice:
+Accepts = Callable[[str], bool]
+"""Whether the configuration accepts these flags."""
+
+
+def advise(
+    now: Footprint, activations: Activations, held: int, requested: int, device: str, accepts: Accepts
+) -> Advice:
     """`held` bytes were in use when an allocation of `requested` more failed."""
     needs = now.needs(activations)
     peak = sum(needs.values())
@@ -115,10 +115,11 @@ def advise(now: Footprint, activations: Activations, held: int, requested: int, 
     singles = [
         Suggestion(flags, peak - sum(changed.needs(activations).values()), cost)
         for flags, changed, cost in steps(now, device)
+        if not is_flag(flags) or accepts(flags)
     ]
     singles = [one for one in singles if one.bytes > 0]
     enough = next((one for one in singles if one.bytes >= missing * MARGIN), None)
-    first = enough or _together(now, activations, device, peak, missing)
+    first = enough or _together(now, activations, device, peak, missing, accepts)
     return Advice(
         needs=needs,
         missing=missing,
@@ -126,6 +127,11 @@ def advise(now: Footprint, activations: Activations, held: int, requested: int, 
         enough=first is not None and first.bytes >= missing * MARGIN,
         others=[one for one in singles if one != first],
     )
+
+
+def is_flag(flags: str) -> bool:
+    """False for `twice as many ranks`."""
+    return flags.startswith("--")
 
 
 def steps(now: Footprint, device: str) -> Iterator[Step]:
@@ -184,10 +190,10 @@ def _moved(now: Footprint, device: str) -> Iterator[Step]:
     if now.param == 4:
         half = change(now, param=2)
         yield "--precision.param bf16", half, "computes in bf16: losses differ in the third digit"
-    if now.state == 2 * now.master == 8 and not now.nvme and now.adams:
+    if now.state == 2 * now.master == 8 and not now.nvme:
         half = change(now, state=now.state / 2)
         yield "--optim.state bf16", half, "keeps Adam's moments in bf16, with stochastic rounding"
-    if now.bf16_masters and now.master == 4:
+    if now.master == 4:
         half = change(now, master=2, state=min(now.state, 4))
         yield (
             "--precision.master bf16",
@@ -200,7 +206,7 @@ def _moved(now: Footprint, device: str) -> Iterator[Step]:
             change(now, offload=True),
             "copies shards over the bus; the update runs on the host",
         )
-    if not now.nvme and not now.offload and now.state and now.in_parts:
+    if not now.nvme and not now.offload and now.state:
         yield (
             "--memory.nvme optimizer --memory.nvme_dir DIR",
             change(now, nvme=True),
@@ -215,7 +221,7 @@ def _moved(now: Footprint, device: str) -> Iterator[Step]:
 
 
 def _together(
-    now: Footprint, activations: Activations, device: str, peak: int, missing: int
+    now: Footprint, activations: Activations, device: str, peak: int, missing: int, accepts: Accepts
 ) -> Suggestion | None:
     """Flags added in the order of cost until they free enough; a later value of the same flag replaces it."""
     chosen: dict[str, str] = {}
@@ -227,7 +233,9 @@ def _together(
         better = [
             (flags, changed, cost)
             for flags, changed, cost in steps(best, device)
-            if flags.startswith("--") and sum(changed.needs(activations).values()) < peak - freed
+            if is_flag(flags)
+            and sum(changed.needs(activations).values()) < peak - freed
+            and accepts(_joined({**chosen, flags.split()[0]: flags}))
         ]
         if not better:
             break
@@ -235,4 +243,8 @@ def _together(
         chosen[flags.split()[0]], costs[flags.split()[0]] = flags, cost
     if not chosen:
         return None
-    return Suggestion(" ".join(chosen.values()), freed, "; ".join(costs.values()))
+    return Suggestion(_joined(chosen), freed, "; ".join(costs.values()))
+
+
+def _joined(chosen: Mapping[str, str]) -> str:
+    return " ".join(chosen.values())

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import errno
 import re
+import socket
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from fsdp.base.errors import (
@@ -25,6 +27,7 @@ from fsdp.base.errors import (
     first_line,
 )
 from fsdp.dist.env import DistEnv
+from fsdp.dist.launcher_hints import without_device
 from fsdp.dist.lost_peer import is_peer_failure
 from fsdp.memory.oom import OutOfMemory
 
@@ -35,7 +38,6 @@ LINE_MOST = 2000
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _MEMORY = "--train.micro_batch smaller, or --memory.activation_checkpointing full"
 _DISK = "free space in the folder above, or --checkpoint.dir elsewhere; the same command resumes"
-_DEVICE = "the device may be broken: leave its node out (sbatch --exclude)"
 _HOST = "less on the host: fewer ranks a node, or smaller pieces in the line above (docs/oom.md)"
 _SHM = "a larger /dev/shm (docker run --shm-size 8g), or num_workers=0 in the DataLoader of the line above"
 _WORKER = "dmesg shows whether memory ended the worker; num_workers=0 in its DataLoader shows other causes"
@@ -43,7 +45,13 @@ _TASKS = (
     "ulimit -u and the cgroup's pids.max limit threads and processes: raise them, or fewer --data.workers"
 )
 _STORAGE = "the storage of this file does not answer as it should: dmesg and its server's log show why"
-KNOWN = (
+
+
+def _broken_device(env: DistEnv) -> str:
+    return f"the device may be broken: {without_device(env, socket.gethostname())}"
+
+
+KNOWN: tuple[tuple[str, str, str | Callable[[DistEnv], str]], ...] = (
     (r"out of memory|can't allocate memory|Cannot allocate memory", "memory", _MEMORY),
     (r"^MemoryError", "memory", _HOST),
     (r"No space left on device|Disk quota exceeded", "full disk", _DISK),
@@ -62,10 +70,12 @@ KNOWN = (
         "CUDA_LAUNCH_BLOCKING=1 names the line; an index beyond a table is the usual cause",
     ),
     (r"No module named '", "exception", "pip install it on every node, or set PYTHONPATH"),
-    (r"ECC error|illegal memory access|Xid", "exception", _DEVICE),
+    (r"ECC error|illegal memory access|Xid", "exception", _broken_device),
     (r"unhandled (system|cuda) error", "exception", "NCCL_DEBUG=INFO names the call"),
 )
-"""Text in an error of torch, CUDA or user code, which carries no value to decide by → kind and hint."""
+"""Text in an error of torch, CUDA or user code, which carries no value to decide by → kind and hint. A
+hint may depend on the launcher.
+"""
 
 
 def failure_report(error: BaseException, env: DistEnv) -> dict[str, Any]:
@@ -73,7 +83,7 @@ def failure_report(error: BaseException, env: DistEnv) -> dict[str, Any]:
     ours = isinstance(error, ShardrunError)
     secondary = isinstance(error, OtherRankFailed) or is_peer_failure(error)
     message = str(error) if ours else exception_line(error)
-    kind, hint = kind_and_hint(error)
+    kind, hint = kind_and_hint(error, env)
     return {
         "time": time.time(),
         "kind": kind,
@@ -99,7 +109,7 @@ KINDS = {
 """Our own errors; the first class that fits."""
 
 
-def kind_and_hint(error: BaseException) -> tuple[str, str]:
+def kind_and_hint(error: BaseException, env: DistEnv) -> tuple[str, str]:
     """The hint is empty for an error that has its own."""
     if error_number(error) in FULL:
         return "full disk", "" if getattr(error, "hint", None) else _DISK
@@ -108,7 +118,7 @@ def kind_and_hint(error: BaseException) -> tuple[str, str]:
     text = f"{type(error).__name__}: {error}"
     for pattern, kind, hint in KNOWN:
         if re.search(pattern, text):
-            return kind, hint
+            return kind, hint if isinstance(hint, str) else hint(env)
     return "exception", ""
 
 
@@ -119,7 +129,7 @@ def printed(error: BaseException, env: DistEnv) -> str:
         return f"train.py{'' if alone else f' (rank {env.rank})'}: {error}"
     if is_peer_failure(error):
         return f"[rank {env.rank}] ended because another rank did: {first_line(error, 160)}"
-    hint = kind_and_hint(error)[1]
+    hint = kind_and_hint(error, env)[1]
     return f"[rank {env.rank}] failed on {env.device}:\n{_trace(error)}" + (f"\nHINT: {hint}" if hint else "")
 
 

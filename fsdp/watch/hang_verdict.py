@@ -19,6 +19,7 @@ from functools import partial
 from fsdp.base.phases import PHASES, Activity
 from fsdp.base.text import named_ranks
 from fsdp.base.units import byte_size
+from fsdp.dist.launcher_hints import LauncherHints
 from fsdp.watch.observation import (
     BUSY_S,
     Observation,
@@ -72,11 +73,20 @@ class Verdict:
 # ---------------------------------------------------------------- judging
 
 
-def judge(found: Sequence[Observation], *, ranks: int = 0, endless_s: float = math.inf) -> Verdict | None:
+OF_TORCHRUN = LauncherHints()
+
+
+def judge(
+    found: Sequence[Observation],
+    *,
+    ranks: int = 0,
+    endless_s: float = math.inf,
+    hints: LauncherHints = OF_TORCHRUN,
+) -> Verdict | None:
     """None if the observations prove nothing. A dead rank of a node that is seen always has a verdict.
 
     `ranks`: how many the run has; some may be missing from `found`. `endless_s`: processor time that no step
-    takes, which proves a loop even where other processes share the processors.
+    takes, which proves a loop even where other processes share the processors. `hints`: its launcher's.
     """
     live = [e for e in found if e.alive and not e.over]
     failed = any(e.has_failed for e in found)
@@ -84,9 +94,10 @@ def judge(found: Sequence[Observation], *, ranks: int = 0, endless_s: float = ma
         return None  # the scheduler has suspended the job
     # An unseen rank may be at fault: comparing the collectives of the others would blame one of those.
     all_seen = len(found) >= ranks and not any(e.silent_node_s for e in found)
+    dead, unseen = partial(_dead, hints=hints), partial(_unseen, hints=hints)
     absent, recorded = partial(_absent, endless_s=endless_s), partial(_recorded, endless_s=endless_s)
     comparing = (_echoes, _apart, recorded, _network)  # the ranks' collectives
-    for one in (_failed, _dead, _echoes, _unseen, _stopped, _apart, _storage, recorded, absent, _network):
+    for one in (_failed, dead, _echoes, unseen, _stopped, _apart, _storage, recorded, absent, _network):
         verdict = one(found) if all_seen or one not in comparing else None
         if verdict is not None:
             return replace(_with_parameters(verdict, found), final=failed)
@@ -139,7 +150,7 @@ def _beside(found: Sequence[Observation], culprits: Sequence[int], alike: set[in
     return _after([] if alike.issuperset(late) else late) or _waiting(found, culprits)
 
 
-def _dead(found: Sequence[Observation]) -> Verdict | None:
+def _dead(found: Sequence[Observation], hints: LauncherHints) -> Verdict | None:
     dead = [e for e in found if not e.alive and not e.over and e.failure is None and not e.silent_node_s]
     unseen = any(e.silent_node_s for e in found)
     if unseen:  # gloo may abort where the other side of a connection is gone
@@ -156,7 +167,7 @@ def _dead(found: Sequence[Observation]) -> Verdict | None:
     killed = [e for e in first if e.oom_kills and not e.fatal]
     if killed and len(killed) <= max(e.oom_kills for e in killed):  # else a launcher has killed some of them
         what = f"{_names(killed)} was killed by the kernel, out of memory: {_at(killed[0])}"
-        return Verdict("died", tuple(e.rank for e in killed), what, others, _room(killed[0]))
+        return Verdict("died", tuple(e.rank for e in killed), what, others, _room(killed[0], hints))
     if faults and faults[0].aborted and not unseen and (verdict := _differing(_called(found))) is not None:
         return verdict
     if faults:
@@ -168,13 +179,13 @@ def _dead(found: Sequence[Observation]) -> Verdict | None:
     return Verdict("died", who, what, others, hint)
 
 
-def _room(e: Observation) -> str:
+def _room(e: Observation, hints: LauncherHints) -> str:
     """A hint for a rank that the kernel has killed for lack of memory."""
     less = "less on the host: --data.prefetch 1, --checkpoint.mode blocking (docs/oom.md)"
     if not e.memory_limit:
         return f"the node had no memory left: fewer ranks a node, or {less}"
     limit = byte_size(e.memory_limit)
-    return f"its cgroup allows {limit}: a larger limit (sbatch --mem, the container's), or {less}"
+    return f"its cgroup allows {limit}: a larger limit ({hints.more_memory}), or {less}"
 
 
 def _called(found: Sequence[Observation]) -> list[Observation]:
@@ -195,26 +206,26 @@ def _after(ranks: Sequence[int]) -> str:
     return f"{named_ranks(ranks)} ended after it" if ranks else ""
 
 
-def _unseen(found: Sequence[Observation]) -> Verdict | None:
+def _unseen(found: Sequence[Observation], hints: LauncherHints) -> Verdict | None:
     """Ranks whose node's monitor is silent: the node is out of reach, or only its processes are gone."""
     unseen = [e for e in found if e.silent_node_s]
     if not unseen:
         return None
     killed = [e for e in unseen if e.monitor_ended]
-    return _killed(found, killed) if killed else _partition(found, unseen)
+    return _killed(found, killed, hints) if killed else _partition(found, unseen, hints)
 
 
-def _killed(found: Sequence[Observation], killed: Sequence[Observation]) -> Verdict:
+def _killed(found: Sequence[Observation], killed: Sequence[Observation], hints: LauncherHints) -> Verdict:
     who = [e.rank for e in killed]
     nodes = _nodes(killed)
     gone = f"the processes of {nodes} ({named_ranks(who)}) are gone, and the node can still be reached"
     what = f"{gone}: {_at(killed[0])}"
     left = [e.rank for e in found if e.rank not in who and e.has_left and not e.over]
     others = _waiting(found, who) or _after(left)
-    return Verdict("died", tuple(who), what, others, f"sacct, or dmesg on {nodes}, shows what killed them")
+    return Verdict("died", tuple(who), what, others, f"{hints.killer(nodes)} shows what killed them")
 
 
-def _partition(found: Sequence[Observation], silent: Sequence[Observation]) -> Verdict:
+def _partition(found: Sequence[Observation], silent: Sequence[Observation], hints: LauncherHints) -> Verdict:
     nodes = _nodes(silent)
     here = {e.node for e in found} - {e.node for e in silent}
     from_here = f" from {here.pop()}" if len(here) == 1 else ""
@@ -225,7 +236,7 @@ def _partition(found: Sequence[Observation], silent: Sequence[Observation]) -> V
         tuple(e.rank for e in silent),
         what,
         _waiting(found, [e.rank for e in silent]),
-        f"check its network and power, or leave it out: sbatch --exclude={nodes.replace(', ', ',')}",
+        f"check its network and power, or leave it out: {hints.without(nodes.split(', '))}",
     )
 
 

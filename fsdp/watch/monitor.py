@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.stop_signals import SIGNALS
+from fsdp.dist.launcher_hints import launcher_hints
 from fsdp.watch.hang_verdict import Verdict, judge
 from fsdp.watch.messages import times_of
 from fsdp.watch.monitor_links import SILENT_S, Head, MonitorConnection, Peer
@@ -80,6 +81,7 @@ class Monitor:
         self.ranks = NodeRanks(options.ranks, options.node, self.files)
         self.head = Head(options.listener, options.token) if options.listener >= 0 else None
         self.peer = Peer(options.addresses, options.token, options.node) if options.addresses else None
+        self.hints = launcher_hints(options.launcher, len(options.nodes))
         self.timing = TimingRecorder(options.late_percent, options.nodes, self.files, print_lines)
         self.shown: Verdict | None = None
         self.shown_at = 0.0
@@ -218,7 +220,7 @@ class Monitor:
         # reads of the first.
         if waited < (CERTAIN_S if certain else SETTLE_S) and not (all_ended and waited > 0):
             return
-        verdict = judge(found, ranks=self.options.world_size)
+        verdict = judge(found, ranks=self.options.world_size, hints=self.hints)
         if verdict is not None and verdict.kind != "network":
             self._show(verdict, found)
         elif waited > ECHO_S:
@@ -250,7 +252,12 @@ class Monitor:
 
     def _decide(self, still: float, found: list[Observation]) -> None:
         """Print a verdict that comes twice in a row; end the job when its time is up."""
-        verdict = judge(found, ranks=self.options.world_size, endless_s=ENDLESS * self._suspicious_s())
+        verdict = judge(
+            found,
+            ranks=self.options.world_size,
+            endless_s=ENDLESS * self._suspicious_s(),
+            hints=self.hints,
+        )
         key = (verdict.kind, verdict.ranks) if verdict is not None else None
         same, self._candidate = key == self._candidate, key
         if verdict is None or not same:

@@ -17,6 +17,8 @@ class MonitorOptions:
     late_percent: float
     token: str
     """Identifies this run's monitors to each other."""
+    launcher: str = "torchrun"
+    """DistEnv's, for hints."""
     listener: int = -1
     """The head's: an open descriptor on which other nodes' monitors connect; -1 without other nodes."""
     addresses: tuple[tuple[str, int], ...] = ()

@@ -180,6 +180,7 @@ class Watch:
                 nodes={names[its_place]: ranks for its_place, ranks in by_place.items()},
                 hang_s=self._section.hang_s,
                 late_percent=self._section.late_percent,
+                launcher=self._env.launcher,
                 token=meeting[0] if meeting else "",
                 listener=listener.fileno() if listener is not None and meeting is not None else -1,
                 addresses=tuple(meeting[1]) if meeting and not self._env.is_main else (),

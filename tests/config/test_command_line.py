@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -129,15 +130,42 @@ def much(argv: Sequence[str]) -> int:
     return 0
 
 
-@pytest.mark.parametrize("lines", ["1", "100000"])  # less than a pipe holds, and more
-def test_a_reader_that_has_ended_and_a_full_disk_are_no_traceback(lines: str) -> None:
-    words = [sys.executable, "-c", f"from {__name__} import much; raise SystemExit(much(['{lines}']))"]
+def ends_quietly(program: str, *words: str) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    start = partial(
+        subprocess.run,
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=environ,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     reader, writer = os.pipe()
     os.close(reader)
-    ended = subprocess.run(words, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    ended = start(stdout=writer)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (1, "")
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+        done = start(stdout=full)
     assert done.returncode == 1
-    assert done.stderr == "fsdp.tool: its output cannot be written: No space left on device\n"
+    assert done.stderr == f"{program}: its output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("lines", ["1", "100000"])  # less than a pipe holds, and more
+def test_a_reader_that_has_ended_and_a_full_disk_are_no_traceback(lines: str) -> None:
+    code = f"from {__name__} import much; raise SystemExit(much(['{lines}']))"
+    ends_quietly("fsdp.tool", "-c", code)
+
+
+@pytest.mark.parametrize(
+    ("program", "typed"),
+    [
+        ("train.py", "train.py --help"),
+        ("fsdp.config", "-m fsdp.config --help"),
+        ("launch.submit", "-m launch.submit --help"),
+        ("shardrun", "-m shardrun --help"),
+        pytest.param("train.py", "train.py --dry-run", marks=pytest.mark.slow),
+    ],
+)
+def test_help_and_a_dry_run_that_cannot_be_written_are_no_traceback(program: str, typed: str) -> None:
+    ends_quietly(program, *typed.split())

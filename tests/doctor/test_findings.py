@@ -232,14 +232,21 @@ def test_errors_that_the_driver_counts(line: str, found: list[str]) -> None:
 
 def test_the_table_has_a_row_a_rank_and_the_verdict_last() -> None:
     seen = reports(put(3, "device", "tflops", value=300.0))
-    lines = text(seen, judge(seen), 12.3).splitlines()
+    lines = text(seen, judge(seen, "srun"), 12.3).splitlines()
     table = [line for line in lines if line.startswith(HOSTS) and " – " not in line]
     assert [line.split()[1] for line in table] == [str(rank) for rank in range(8)]
     assert "H100" in lines[0]
-    assert lines[-1] == "verdict: 1 node is not fit: --exclude=n1"
+    assert lines[-1] == "verdict: 1 node is not fit: srun --exclude=n1"
     at = next(at for at, line in enumerate(lines) if line.startswith("OUT  n1 (rank 3): matrix product"))
     assert lines[at + 1].startswith("     HINT: ")
     assert any("n0 – n1" in line for line in lines)
+
+
+def test_the_verdict_says_what_one_types_under_torchrun() -> None:
+    seen = reports(put(3, "device", "tflops", value=300.0))
+    verdict = judge(seen, "torchrun")
+    assert str(verdict) == "1 node is not fit, n1: torchrun --nnodes=3 on the others"
+    assert "<code>torchrun --nnodes=3 on the others</code>" in page(seen, verdict, 12.3)
 
 
 def test_a_table_of_usual_nodes_fits_eighty_columns() -> None:

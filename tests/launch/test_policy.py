@@ -151,6 +151,13 @@ def test_stops_without_a_step_have_one_bound(kind: Kind, launcher: str) -> None:
     assert codes == [0, 1]
 
 
+def test_the_hint_after_stops_without_a_step_is_typed_alike_after_sbatch_and_launch_submit() -> None:
+    decision = decide(
+        End(Kind.PREEMPTED), Past(idle_stops=policy.STOPS_WITHOUT_A_STEP), Allocation(requeue=True)
+    )
+    assert decision.hint.startswith("a longer --time, ")
+
+
 def test_a_job_that_slurm_does_not_requeue_ends() -> None:
     fixed = Allocation(requeue=False)
     assert decide(End(Kind.PREEMPTED, why="SIGUSR1"), Past(), fixed).act is Act.END

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,10 @@ NOW = Footprint(
 )
 
 
+def anything(flags: str) -> bool:
+    return True
+
+
 def activations(micro: int, checkpointing: str, loss_chunk: int) -> int:
     logits = 0 if loss_chunk else 150
     return ({"none": 850, "ops": 450, "full": 50}[checkpointing] + logits) * micro
@@ -163,7 +168,7 @@ def test_needs_are_sums() -> None:
     ],
 )  # fmt: skip
 def test_the_cheapest_flag_that_frees_enough_comes_first(now: Footprint, held: int, first: str) -> None:
-    advice = advise(now, activations, held, 10, "cpu")
+    advice = advise(now, activations, held, 10, "cpu", anything)
     assert advice.enough
     assert advice.first is not None
     assert advice.first.flags == first
@@ -171,12 +176,12 @@ def test_the_cheapest_flag_that_frees_enough_comes_first(now: Footprint, held: i
 
 
 def test_several_together_where_none_alone_is_enough() -> None:
-    advice = advise(NOW, activations, 3_500, 10, "cuda")
+    advice = advise(NOW, activations, 3_500, 10, "cuda", anything)
     assert advice.enough
     assert advice.first is not None
     assert advice.first.flags.count("--") >= 2
     assert advice.first.flags.startswith("--memory.activation_checkpointing")
-    hopeless = advise(NOW, activations, 500, 10, "cpu")
+    hopeless = advise(NOW, activations, 500, 10, "cpu", anything)
     assert not hopeless.enough
 
 
@@ -200,26 +205,48 @@ def test_memory_cached_by_the_allocator_is_suggested_first(
 
 
 def test_a_flag_that_is_already_set_is_not_suggested() -> None:
-    small = dataclasses.replace(NOW, checkpointing="full", micro=1, param=2, nvme=True)
+    small = dataclasses.replace(NOW, checkpointing="full", micro=1, param=2, master=2, nvme=True)
     assert [flags for flags, _, _ in steps(small, "cpu")] == ["twice as many ranks"]
     assert not [flags for flags, _, _ in steps(NOW, "cpu") if "cpu_offload" in flags]
     assert [flags for flags, _, _ in steps(NOW, "cuda") if "cpu_offload" in flags]
 
 
 def test_bf16_masters_halve_what_is_stored() -> None:
-    fits = dataclasses.replace(NOW, bf16_masters=True)
-    found = {flags: changed for flags, changed, _ in steps(fits, "cpu")}["--precision.master bf16"]
+    found = {flags: changed for flags, changed, _ in steps(NOW, "cpu")}["--precision.master bf16"]
     before, after = NOW.needs(activations), found.needs(activations)
     assert (after["parameters"], after["optimizer"]) == (before["parameters"] / 2, before["optimizer"] / 2)
     assert before["gradients"] - after["gradients"] == NOW.trained * 2 / NOW.shard
-    refused = [*steps(NOW, "cpu"), *steps(dataclasses.replace(fits, master=2), "cpu")]
-    assert not [flags for flags, _, _ in refused if "precision.master" in flags]
+    halved = steps(dataclasses.replace(NOW, master=2), "cpu")
+    assert not [flags for flags, _, _ in halved if "precision.master" in flags]
+
+
+@pytest.mark.parametrize(
+    ("typed", "refused"),
+    [
+        ("--optim.ema 0.99", ["--memory.nvme optimizer --memory.nvme_dir DIR", "--precision.master bf16"]),
+        ("--memory.activation_budget 0.5", ["--memory.activation_checkpointing ops"]),
+        ("--optim.name muon", ["--memory.nvme optimizer --memory.nvme_dir DIR", "--optim.state bf16"]),
+        ("--memory.optimizer_offload true", ["--memory.cpu_offload true"]),
+    ],
+)
+def test_the_advice_has_no_flag_that_the_configuration_refuses(typed: str, refused: list[str]) -> None:
+    config = configuration.load(typed.split())
+    possible = [flags for flags, _, _ in steps(NOW, "cuda")]
+    assert set(refused) <= set(possible)
+    for held in (11_000, 500):  # one flag is enough; none is, not even all together
+        advice = advise(NOW, activations, held, 10, "cuda", partial(configuration.accepts, config))
+        assert advice.first is not None
+        advised = [one.flags for one in (advice.first, *advice.others) if one.flags.startswith("--")]
+        assert len(advised) > 3
+        assert not [flags for flags in refused if any(flags in one for one in advised)]
+        for flags in advised:
+            configuration.load([*typed.split(), *flags.split()])
 
 
 def test_every_flag_that_is_suggested_parses() -> None:
     from fsdp import config as configuration
 
-    wide = dataclasses.replace(NOW, reshard=False, accumulation=2, replicate=2, bf16_masters=True)
+    wide = dataclasses.replace(NOW, reshard=False, accumulation=2, replicate=2)
     suggested = [flags for flags, _, _ in steps(wide, "cuda") if flags.startswith("--")]
     assert len(suggested) > 3
     now = ["--mesh.reshard_after_forward", "false"]
@@ -268,7 +295,7 @@ def test_text_and_html_have_the_same_content() -> None:
         allocator={"reserved": 100 * MIB, "allocated": 85 * MIB, "free": 0, "total": 100 * MIB},
         limits={"the cgroup": 2**30},
     )
-    advice = advise(NOW, activations, 10_000, 10, "cuda")
+    advice = advise(NOW, activations, 10_000, 10, "cuda", anything)
     plain, page = text(facts, advice, "a note"), html_page(facts, advice, "a note")
     assert plain.startswith("rank 3 of 8 (n1, cuda:3) ran out of memory in backward of step 12.")
     for words in (

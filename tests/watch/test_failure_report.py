@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import socket
 from asyncio import CancelledError
 
 import pytest
@@ -108,6 +109,26 @@ def test_an_error_is_one_line_and_has_a_hint_that_fits(error: Exception, line: s
     assert report["message"].startswith(line)
     assert "\n" not in report["message"]
     assert hint in report["hint"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "nodes", "typed"),
+    [
+        ("torchrun", 1, "CUDA_VISIBLE_DEVICES=0,1,3 leaves it out, with --nproc_per_node=3"),
+        ("launch.local", 1, "CUDA_VISIBLE_DEVICES=0,1,3 leaves it out, with --ranks 3"),
+        ("ray", 2, f"`ray stop` on {socket.gethostname()} removes it from the cluster"),
+        ("srun", 2, f"srun --exclude={socket.gethostname()}"),
+    ],
+)
+def test_a_broken_device_is_left_out_as_one_types_it_under_the_launcher(
+    launcher: str, nodes: int, typed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    error = RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    report = failure_report(error, env_of(2, 4 * nodes, nodes=nodes, launcher=launcher))
+    assert report["hint"].startswith("the device may be broken: ")
+    assert report["hint"].endswith(typed)
+    assert report["print"].endswith(f"HINT: {report['hint']}")
 
 
 def test_an_error_that_holds_a_whole_sample_is_cut() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from fsdp.base.phases import Activity
+from fsdp.dist.launcher_hints import launcher_hints
 from fsdp.watch.hang_verdict import Verdict, judge
 from fsdp.watch.observation import WATCH_FOLDER, Frame, Observation, decode, own_line
 from fsdp.watch.observe import parse_stacks
@@ -112,6 +113,27 @@ def test_the_rank_at_fault_is_named_with_what_it_does(odd: dict[str, Any], kind:
     assert words in verdict.what
 
 
+@pytest.mark.parametrize(
+    ("launcher", "leave_out", "killer"),
+    [
+        ("torchrun", "torchrun --nnodes=1 on the others", "dmesg on n2"),
+        ("torchrun under Slurm", "sbatch --exclude=n2", "sacct, or dmesg on n2"),
+        ("ray", "`ray stop` on n2", "dmesg on n2"),
+    ],
+)
+def test_a_node_out_of_reach_is_left_out_as_one_types_it_under_the_launcher(
+    launcher: str, leave_out: str, killer: str
+) -> None:
+    hints = launcher_hints(launcher, 2)
+    found = world(silent_node_s=3.2, node="n2")
+    verdict = judge(found, hints=hints)
+    assert verdict is not None
+    assert f"or leave it out: {leave_out}" in verdict.hint
+    verdict = judge([replace(e, monitor_ended=e.node == "n2") for e in found], hints=hints)
+    assert verdict is not None
+    assert verdict.hint == f"{killer} shows what killed them"
+
+
 def test_a_rank_that_aborts_when_its_peer_is_killed_for_memory_is_not_named() -> None:
     """The count of kills is of the cgroup that both share."""
     killed: dict[str, Any] = {"alive": False, "state": "X", "oom_kills": 1, "memory_limit": 4 << 30}
@@ -120,7 +142,7 @@ def test_a_rank_that_aborts_when_its_peer_is_killed_for_memory_is_not_named() ->
     verdict = judge(found)
     assert verdict is not None
     assert verdict.ranks == (2,)
-    assert verdict.hint.startswith("its cgroup allows 4 GiB: a larger limit (sbatch --mem")
+    assert verdict.hint.startswith("its cgroup allows 4 GiB: a larger limit (the container's, such as docker")
     found[3] = replace(found[3], fatal="")  # one kill of the kernel, two dead ranks: one is the launcher's
     verdict = judge(found)
     assert verdict is not None

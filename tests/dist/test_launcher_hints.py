@@ -1,0 +1,98 @@
+"""Hints name what a person types under the run's launcher: torchrun has no --exclude."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fsdp.dist.launcher_hints import launcher_hints, without_device
+from tests.support.env import env_of
+
+SCRIPT = {"SHARDRUN_LAUNCHER": "torchrun"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environ", "leave_out", "memory", "killer"),
+    [
+        ("torchrun", {}, "torchrun --nnodes=2 on the others", "docker run --memory", "dmesg"),
+        ("torchrun under Slurm", {}, "sbatch --exclude=n1,n2", "sbatch --mem", "sacct"),
+        ("srun", {}, "srun --exclude=n1,n2", "srun --mem", "sacct"),
+        ("srun", SCRIPT, "sbatch --exclude=n1,n2", "sbatch --mem", "sacct"),
+        (
+            "submitit (slurm)",
+            SCRIPT,
+            "python -m launch.submit --exclude=n1,n2",
+            "launch.submit --mem",
+            "sacct",
+        ),
+        ("ray", {}, "`ray stop` on n1,n2 removes it from the cluster", "docker run --memory", "dmesg"),
+        ("ray", {"SHARDRUN_RAY_NODES": "4"}, "sbatch --exclude=n1,n2", "sbatch --mem", "sacct"),
+        ("launch.local", {}, "", "docker run --memory", "dmesg"),
+        ("submitit (local)", {}, "", "docker run --memory", "dmesg"),
+        ("a single process", {}, "", "docker run --memory", "dmesg"),
+    ],
+)
+def test_each_launcher_has_its_own_words(
+    launcher: str, environ: dict[str, str], leave_out: str, memory: str, killer: str
+) -> None:
+    hints = launcher_hints(launcher, 4, environ)
+    assert hints.without(["n1", "n2"]) == leave_out
+    assert memory in hints.more_memory
+    assert hints.killer("n1").startswith(killer)
+
+
+def test_an_installed_command_is_named_as_it_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDRUN_INSTALLED", "1")
+    hints = launcher_hints("submitit (slurm)", 4, {})
+    assert hints.without(["n1"]) == "shardrun submit --exclude=n1"
+    assert hints.more_memory.startswith("shardrun submit --mem")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "nodes", "environ", "typed"),
+    [
+        ("torchrun", 1, {}, "CUDA_VISIBLE_DEVICES=0,1,3 leaves it out, with --nproc_per_node=3"),
+        ("launch.local", 1, {}, "CUDA_VISIBLE_DEVICES=0,1,3 leaves it out, with --ranks 3"),
+        ("ray", 1, {}, "CUDA_VISIBLE_DEVICES=0,1,3 leaves it out, with --ray.num_workers 3"),
+        (
+            "torchrun",
+            1,
+            {"CUDA_VISIBLE_DEVICES": "4,5,6,7,8"},
+            "CUDA_VISIBLE_DEVICES=4,5,7,8 leaves it out",
+        ),
+        ("torchrun under Slurm", 1, {}, "leave its node out: sbatch --exclude=n1"),
+        ("torchrun", 2, {}, "leave its node out: torchrun --nnodes=1 on the others"),
+    ],
+)
+def test_a_broken_device_is_left_out_where_no_other_node_takes_its_place(
+    launcher: str, nodes: int, environ: dict[str, str], typed: str
+) -> None:
+    env = replace(env_of(2, 4 * nodes, nodes=nodes), launcher=launcher)
+    assert without_device(env, "n1", environ) == typed
+
+
+def test_the_only_device_has_no_other_that_is_known() -> None:
+    assert without_device(env_of(launcher="a single process"), "n1", {}) == (
+        "CUDA_VISIBLE_DEVICES selects another one"
+    )
+
+
+@pytest.mark.parametrize(
+    ("launcher", "environ", "reads"),
+    [
+        ("torchrun", {}, False),
+        ("torchrun under Slurm", {}, False),
+        ("torchrun under Slurm", SCRIPT, True),
+        ("srun", {}, False),
+        ("submitit (slurm)", {}, True),
+        ("ray", {}, False),
+    ],
+)
+def test_cluster_env_is_named_where_the_job_reads_it(
+    launcher: str, environ: dict[str, str], reads: bool
+) -> None:
+    hints = launcher_hints(launcher, 2, environ)
+    assert ("VENV in slurm/cluster.env" in hints.one_environment) is reads
+    assert ("RDZV_HOST in slurm/cluster.env" in hints.other_address) is reads
+    assert ("torchrun --local-addr=" in hints.other_address) is (not reads and "torchrun" in launcher)
