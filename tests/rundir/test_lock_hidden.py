@@ -124,8 +124,9 @@ def test_an_unknown_place_equals_no_other(tmp_path: Path, monkeypatch: pytest.Mo
     ids=str,
 )
 def test_a_lock_file_with_invalid_values_is_watched_and_replaced(
-    foreign: dict[str, object], tmp_path: Path
+    foreign: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(lock, "BEAT_S", 3600.0)
     held = FolderLock.acquire(tmp_path, "torchrun")
     file = tmp_path / lock.FILE
     head, _, beat = file.read_text().partition("\n")
