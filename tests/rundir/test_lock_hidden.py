@@ -31,7 +31,7 @@ def in_namespaces(space: list[str], prepare: str, *command: str, cwd: Path = ROO
         pytest.skip(f"{shlex.join(space)}, then {prepare}: {tried.stderr.strip()}")
     shell = [*space, "sh", "-c", f"{prepare} && exec {shlex.join(command)}"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(shell, cwd=cwd, env=environ, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(shell, cwd=cwd, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -41,7 +41,7 @@ def fault(kind: str, flags: str, *more: str) -> tuple[str, list[int], str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     said, codes, log = json.loads(done.stdout.splitlines()[-1])
