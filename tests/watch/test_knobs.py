@@ -218,6 +218,18 @@ def test_the_evidence_of_the_newest_verdicts_alone_is_kept(tmp_path: Path) -> No
     assert kept == [*(f"full-disk-{step:06d}" for step in range(3, KEPT + 3)), "mine"]
 
 
+def test_of_verdicts_in_one_tick_of_the_disks_clock_those_of_the_last_steps_are_kept(tmp_path: Path) -> None:
+    for step in reversed(range(KEPT + 2)):
+        evidence = tmp_path / f"full-disk-{step:06d}" / EVIDENCE
+        evidence.parent.mkdir()
+        evidence.touch()
+        os.utime(evidence, (1, 1))
+    files = RecordFiles(tmp_path)
+    files.write(f"full-disk-{KEPT + 2:06d}/{EVIDENCE}", "[]")
+    files.close()
+    assert {one.name for one in tmp_path.iterdir()} == {f"full-disk-{n:06d}" for n in range(3, KEPT + 3)}
+
+
 @pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
 def test_a_run_directory_that_is_gone_gets_no_record(replaced: bool, tmp_path: Path) -> None:
     """The verdict of a run whose folder was renamed stood in the next one's, and made a folder of its own."""
