@@ -48,6 +48,11 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
+def _age(folder: Path) -> tuple[int, int]:
+    """By the step, where a file system's clock has one time for several."""
+    return (folder / EVIDENCE).stat().st_mtime_ns, int(folder.name.rpartition("-")[2])
+
+
 class RecordFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -109,5 +114,5 @@ class RecordFiles:
             for one in self.folder.glob(f"*/{EVIDENCE}")
             if names.fullmatch(one.parent.name) and not one.parent.is_symlink()
         ]
-        for old in sorted(found, key=lambda one: (one / EVIDENCE).stat().st_mtime)[:-KEPT]:
+        for old in sorted(found, key=_age)[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)

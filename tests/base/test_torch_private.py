@@ -446,7 +446,7 @@ def alone(code: str, **environment: str) -> str:
     setup = "import torch.distributed as dist; from fsdp.base.torch_private import distributed\n"
     env = {"PATH": "", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
     done = subprocess.run(
-        [sys.executable, "-c", setup + code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", setup + code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, f"torch {torch.__version__}: {done.stderr[-1500:]}"
     return done.stdout.strip()

@@ -58,10 +58,12 @@ FLAGS = (
 )  # fmt: skip
 
 
-def torchrun(run_dir: Path) -> subprocess.Popen[bytes]:
+def torchrun(run_dir: Path, gate: Path) -> subprocess.Popen[bytes]:
+    data = ["--data.name=tests.support.gated:digits", "--data.args.last=40", f"--data.args.gate={gate}"]
     command = [
         str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=2",
-        "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "train.py", "--run.dir", str(run_dir), *FLAGS,
+        "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "train.py", "--run.dir", str(run_dir),
+        *FLAGS, *data,
     ]  # fmt: skip
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL)
@@ -76,15 +78,17 @@ def starts(run_dir: Path) -> list[dict[str, int]]:
 @pytest.mark.long
 def test_under_torchrun_the_same_command_resumes(tmp_path: Path) -> None:
     assert run_world(2, on_a_rank, ["--run.dir", str(tmp_path / "whole"), *FLAGS]) == [None] * 2
-    with torchrun(tmp_path / "run") as first:
+    gate = tmp_path / "gate"
+    with torchrun(tmp_path / "run", gate) as first:
         while max(losses(tmp_path / "run"), default=0) < 23:
             assert first.poll() is None
             time.sleep(0.01)
         os.kill(starts(tmp_path / "run")[0]["pid"], signal.SIGKILL)
-        assert first.wait(120) != 0
+        gate.touch()
+        assert first.wait(300) != 0
         assert not (tmp_path / "run" / "DONE").exists()
-        with torchrun(tmp_path / "run") as second:
-            assert second.wait(120) == 0
+        with torchrun(tmp_path / "run", gate) as second:
+            assert second.wait(300) == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     began, again = (start["from_step"] for start in starts(tmp_path / "run"))
     assert began == 0

@@ -81,7 +81,9 @@ def records(file: Path) -> list[dict[str, object]]:
 @pytest.mark.long
 def test_a_run_waits_for_its_storage_and_loses_nothing(disk: Disk, tmp_path: Path) -> None:
     words = f"--train.steps {STEPS} --checkpoint.every_steps {EVERY}"
-    folder = tmp_path / "run"
+    folder, gate = tmp_path / "run", tmp_path / "gate"
+    quiet = [one.replace("user_code:vectors", "gated:vectors") for one in QUIET]
+    data = ["--data.args.last=180", f"--data.args.gate={gate}"]  # 30 steps of 6 samples a rank
     command = [
         sys.executable,
         "-m",
@@ -92,11 +94,12 @@ def test_a_run_waits_for_its_storage_and_loses_nothing(disk: Disk, tmp_path: Pat
     ]
     own = f"--run.dir {folder} --checkpoint.dir {disk.path}/checkpoints {words} --watch.enabled true"
     with subprocess.Popen(
-        [*command, *QUIET, *own.split()], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        [*command, *quiet, *data, *own.split()], cwd=ROOT, stderr=subprocess.PIPE, text=True
     ) as job:
         try:
             wait_for(lambda: any(disk.path.glob(f"checkpoints/step-*{EVERY}/manifest.json")), "no checkpoint")
             disk.freeze()
+            gate.touch()
             wait_for(lambda: bool(records(folder / "watch/verdicts.jsonl")), "no verdict")
             stalled_at = len(records(folder / "metrics.jsonl"))
         finally:

@@ -147,7 +147,7 @@ def test_close_leaves_no_thread() -> None:
     loader.step(0)
     assert len(set(threading.enumerate()) - before) == 3
     loader.close()
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     loader.close()
 
 
@@ -203,7 +203,7 @@ def test_an_evaluation_left_half_way_leaves_no_thread() -> None:
     batches = heldout_batches(Numbers(100), batch=5, rank=DataRank(0, 1), limit=0, workers=1)
     next(batches)
     batches.close()  # type: ignore[attr-defined]
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 class Masked(Numbers):

@@ -26,14 +26,16 @@ from tests.support.resumable import resumable_at
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY = 5
-SMALL = [
-    "--model.name", "mlp", "--data.name", "synthetic", "--data.args.heldout", "0",
-    "--train.global_batch", "8", "--checkpoint.export", "false", "--checkpoint.every_steps", str(EVERY),
+SYNTHETIC = ["--data.name", "synthetic", "--data.args.heldout", "0"]
+MODEL = [
+    "--model.name", "mlp", "--train.global_batch", "8", "--checkpoint.export", "false",
+    "--checkpoint.every_steps", str(EVERY),
 ]  # fmt: skip
+SMALL = [*MODEL, *SYNTHETIC]
 
 
-def start(run: Path, *flags: str, ranks: int = 2) -> subprocess.Popen[str]:
-    words = ["--ranks", str(ranks), "--run.dir", str(run), *SMALL, *flags]
+def start(run: Path, *flags: str, data: list[str] = SYNTHETIC) -> subprocess.Popen[str]:
+    words = ["--ranks", "2", "--run.dir", str(run), *MODEL, *data, *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "launch.local", *words],
@@ -45,21 +47,33 @@ def start(run: Path, *flags: str, ranks: int = 2) -> subprocess.Popen[str]:
     )
 
 
+def gated(file: Path, last: int) -> list[str]:
+    return [
+        "--data.name",
+        "tests.support.gated:digits",
+        f"--data.args.last={last}",
+        f"--data.args.gate={file}",
+    ]
+
+
 def steps(run: Path) -> list[int]:
-    return [int(record["step"]) for record in line_files.read_records(RunDir(run).metrics)]
+    return [
+        int(record["step"]) for record in line_files.read_records(RunDir(run).metrics) if "loss" in record
+    ]
 
 
 @pytest.mark.slow
 def test_a_killed_rank_brings_all_back_and_loses_no_more_than_an_interval(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = start(run, "--train.steps", "120")
-    reached = eventually("ten steps, five of them sealed", lambda: resumable_at(run, 10, EVERY), 60)
+    run, gate = tmp_path / "run", tmp_path / "gate"
+    process = start(run, "--train.steps", "60", data=gated(gate, last=30))
+    reached = eventually("ten steps, five of them sealed", lambda: resumable_at(run, 10, EVERY), 120)
     victim = proc.children(process.pid)[1]
     os.kill(victim, signal.SIGKILL)
-    said, _ = process.communicate(timeout=120)
+    gate.touch()
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert "a rank ended with SIGKILL after step" in said
-    assert steps(run) == list(range(1, 121))
+    assert steps(run) == list(range(1, 61))
     starts = [event for event in line_files.read_records(RunDir(run).history) if event["event"] == "start"]
     assert [event["from_step"] >= reached - EVERY for event in starts] == [False, True]
 
@@ -68,9 +82,9 @@ def test_a_killed_rank_brings_all_back_and_loses_no_more_than_an_interval(tmp_pa
 def test_a_signal_is_the_ranks_to_act_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(run, "--train.steps", "100000")
-    eventually("three steps", lambda: len(steps(run)) >= 3, 60)
+    eventually("three steps", lambda: len(steps(run)) >= 3, 120)
     process.terminate()
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert RunDir(run).stopped.read_text().startswith("SIGTERM at step")
 
@@ -171,10 +185,10 @@ def test_the_same_death_twice_is_not_tried_again(tmp_path: Path) -> None:
 def test_a_second_one_on_a_live_run_directory_is_refused_and_writes_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = start(run, "--train.steps", "100000")
-    eventually("three steps", lambda: len(steps(run)) >= 3, 60)
+    eventually("three steps", lambda: len(steps(run)) >= 3, 120)
     history = RunDir(run).history.read_bytes()
     second = start(run, "--train.steps", "100000")
-    said, _ = second.communicate(timeout=60)
+    said, _ = second.communicate(timeout=300)
     assert second.returncode == 4, said
     (line,) = [line for line in said.splitlines() if "is being written by" in line]
     assert line.startswith(f"launch.local: {run} is being written by process ")
@@ -183,7 +197,7 @@ def test_a_second_one_on_a_live_run_directory_is_refused_and_writes_nothing(tmp_
     assert not RunDir(run).failed.exists()
     assert first.poll() is None
     first.terminate()
-    said, _ = first.communicate(timeout=60)
+    said, _ = first.communicate(timeout=300)
     assert first.returncode == 0, said
 
 
@@ -192,13 +206,13 @@ def test_a_second_one_on_a_live_run_directory_is_refused_and_writes_nothing(tmp_
 def test_numbers_that_are_not_finite_are_final_and_leave_a_marker(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(run, "--train.steps", "9", "--optim.lr", "1e30", "--train.clip_grad_norm", "0")
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 5, said
     assert "restarting all ranks" not in said
     failed = json.loads(RunDir(run).failed.read_text())
     assert (failed["kind"], failed["code"]) == ("FINAL", 5)
     again = start(run, "--train.steps", "9")
-    said, _ = again.communicate(timeout=60)
+    said, _ = again.communicate(timeout=300)
     assert again.returncode == 0, said
     assert not RunDir(run).failed.exists()
 

@@ -50,7 +50,7 @@ def start(ranks: int, folder: Path, *more: str) -> subprocess.CompletedProcess[s
     # Otherwise glibc caches freed memory, and the limit is reached by memory that no tensor holds.
     environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
     return subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False
     )
 
 

@@ -52,7 +52,7 @@ def test_a_planned_run_compares_itself(tmp_path: Path, capsys: pytest.CaptureFix
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr

@@ -65,7 +65,7 @@ def test_the_command_of_the_page_as_typed() -> None:
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert re.search(
@@ -107,7 +107,7 @@ def test_a_recipe_is_written_that_train_py_takes(capsys: pytest.CaptureFixture[s
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert f"{config.mesh.replicate or 1} × shard {config.mesh.shard or 1}" in done.stdout

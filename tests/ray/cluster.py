@@ -123,7 +123,7 @@ class Cluster:
                 node.poll()
             return not left
 
-        eventually("the end of Ray's processes", gone, 20)
+        eventually("the end of Ray's processes", gone, 60)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -42,7 +42,7 @@ def typed(command: str, run: Path, *flags: str) -> subprocess.CompletedProcess[s
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

@@ -26,7 +26,7 @@ def test_a_ray_of_its_own_trains_to_the_same_bits_and_is_gone(tmp_path: Path, un
     assert (run.path / "full_model" / "full-model.pt").exists()
     assert run.starts[0]["launcher"] == "ray"
     eventually(
-        "no process left", lambda: not pids_with(driver.marker), 15, lambda: str(pids_with(driver.marker))
+        "no process left", lambda: not pids_with(driver.marker), 60, lambda: str(pids_with(driver.marker))
     )
 
 
@@ -72,7 +72,7 @@ def test_a_controller_that_dies_later_ends_the_driver_in_a_line(tmp_path: Path, 
     driver = Driver(tmp_path / "run", *SLOWLY)
     driver.until_resumable(6)
     kill_controller(driver)
-    assert driver.wait(60) == 3, driver.said()
+    assert driver.wait() == 3, driver.said()
     assert "train.py: Ray's TrainController died: " in driver.err.splitlines()[-1]
     assert "Traceback" not in driver.err
     check_whole(Driver(tmp_path / "run", *SLOWLY).finish(), undisturbed)
@@ -84,24 +84,24 @@ def test_ctrl_c_again_leaves_at_once(tmp_path: Path) -> None:
     driver.until(1)
     driver.signal(signal.SIGINT)
     asked = time.monotonic()
-    eventually("the stop file", (driver.run.path / "STOP").exists, 5)
+    eventually("the stop file", (driver.run.path / "STOP").exists, 60)
     while time.monotonic() < asked + 1.2:  # what comes within a second is taken for the same key
         time.sleep(0.1)
     driver.signal(signal.SIGINT)
-    assert driver.wait(20) == 130, driver.said()
-    eventually("no process left", lambda: not pids_with(driver.marker), 15)
+    assert driver.wait(60) == 130, driver.said()
+    eventually("no process left", lambda: not pids_with(driver.marker), 60)
 
 
 def test_a_mistake_is_found_before_any_ray_starts(tmp_path: Path) -> None:
     driver = Driver(tmp_path / "run", "--mesh.strategy", "fsdp", "--mesh.shard", "3")
-    assert driver.wait(60) == 2
+    assert driver.wait() == 2
     assert "shard 3 = 3 ranks, but 2 were started" in driver.err
     assert not driver.run.path.exists()
 
 
 def test_nobody_answers_at_the_address(tmp_path: Path) -> None:
     driver = Driver(tmp_path / "run", "--ray.address", "127.0.0.1:1")
-    assert driver.wait(60) == 3
+    assert driver.wait() == 3
     assert "--ray.address 127.0.0.1:1: no Ray answers there" in driver.err
 
 

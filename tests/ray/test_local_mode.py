@@ -47,7 +47,7 @@ def printed_by(tmp_path: Path, program: str, *start: str) -> list[str]:
     file.write_text(program, encoding="utf-8")
     command = [sys.executable, *start, str(file), *QUIET, "--run.dir", str(tmp_path / "run")]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

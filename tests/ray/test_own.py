@@ -39,7 +39,7 @@ with ray_own.own_ray(RaySection()) as own:
 def run(*command: str, open_files: int = 4096) -> subprocess.CompletedProcess[str]:
     words = ["bash", "-c", f'ulimit -n {open_files}; exec "$@"', "bash", sys.executable, *command]
     return subprocess.run(
-        words, cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True, timeout=150
+        words, cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True, timeout=300
     )
 
 

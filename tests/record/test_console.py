@@ -396,7 +396,7 @@ def test_a_real_log_of_two_ranks_reads_down(tmp_path: Path) -> None:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
     )
     assert said.returncode == 0, said.stderr
     lines = [line.removeprefix("0: ") for line in said.stdout.splitlines()]

@@ -139,7 +139,7 @@ def test_ctrl_c_ends_it_with_one_line(run: Path) -> None:
             assert found, first
             assert answer(int(found[1]))[0] == 200
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate(timeout=120)
         finally:
             process.kill()
     assert (process.returncode, out.strip(), err) == (0, "fsdp.report: stopped", "")

@@ -58,7 +58,7 @@ class Node:
 
     def run(self, *command: str) -> str:
         process = self.popen(*command)
-        said, _ = process.communicate(timeout=100)
+        said, _ = process.communicate(timeout=300)
         assert process.returncode == 0, said
         return said
 
@@ -106,7 +106,7 @@ def train(node: Node, port: int, rank: int, *more: str) -> subprocess.Popen[str]
 
 def ended(started: list[subprocess.Popen[str]]) -> str:
     """What the two printed; both have ended with success."""
-    said = [one.communicate(timeout=100)[0] for one in started]
+    said = [one.communicate(timeout=300)[0] for one in started]
     assert [one.returncode for one in started] == [0, 0], "\n".join(said)
     return "\n".join(said)
 
@@ -168,11 +168,11 @@ def test_another_node_is_refused_and_may_ask_the_run_to_stop(nodes: list[Node]) 
     try:
         eventually("its first step", (here.view.parent / "server/run/metrics.jsonl").exists, 90)
         second = there.popen(sys.executable, *words)
-        said, _ = second.communicate(timeout=90)
+        said, _ = second.communicate(timeout=300)
         assert second.returncode == EXIT_REFUSED, said
         assert "on n1" in said
         there.run("touch", str(there.view / "run/STOP"))
-        said, _ = holder.communicate(timeout=60)
+        said, _ = holder.communicate(timeout=300)
         assert holder.returncode == 0, said
         assert "checkpoint of step" in said
     finally:

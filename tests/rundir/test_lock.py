@@ -58,10 +58,9 @@ def rewrite(run_dir: Path, **changes: object) -> None:
 
 def test_a_second_job_is_refused_with_the_holder_named(tmp_path: Path) -> None:
     with holder(tmp_path) as first:
-        opened = len(list(Path("/proc/self/fd").iterdir()))
         with pytest.raises(RefusedError) as refused:
             FolderLock.acquire(tmp_path, "srun")
-        assert len(list(Path("/proc/self/fd").iterdir())) == opened
+        assert not open_below(tmp_path)
         assert f"process {first.pid} on {os.uname().nodename}, started by torchrun (job 7), since 20" in str(
             refused.value
         )
@@ -137,9 +136,11 @@ def test_a_live_holder_on_another_machine_is_recognised_by_its_count(
     held.release()
 
 
-def test_a_silent_holder_on_another_machine_is_replaced_and_notices(tmp_path: Path) -> None:
+def test_a_silent_holder_on_another_machine_is_replaced_and_notices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "BEAT_S", 3600.0)  # a disk's fsync may take longer than the ordinary one
     held = FolderLock.acquire(tmp_path, "srun")
-    # the rewrite cuts the old holder's beat off, as a dead node does
     rewrite(tmp_path, place="another machine", host="n2")
     second = FolderLock.acquire(tmp_path, "srun", stale_s=0.3)
     assert "on n2" in second.took_over

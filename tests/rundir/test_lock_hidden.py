@@ -31,7 +31,7 @@ def in_namespaces(space: list[str], prepare: str, *command: str, cwd: Path = ROO
         pytest.skip(f"{shlex.join(space)}, then {prepare}: {tried.stderr.strip()}")
     shell = [*space, "sh", "-c", f"{prepare} && exec {shlex.join(command)}"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(shell, cwd=cwd, env=environ, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(shell, cwd=cwd, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -124,8 +124,9 @@ def test_an_unknown_place_equals_no_other(tmp_path: Path, monkeypatch: pytest.Mo
     ids=str,
 )
 def test_a_lock_file_with_invalid_values_is_watched_and_replaced(
-    foreign: dict[str, object], tmp_path: Path
+    foreign: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(lock, "BEAT_S", 3600.0)
     held = FolderLock.acquire(tmp_path, "torchrun")
     file = tmp_path / lock.FILE
     head, _, beat = file.read_text().partition("\n")

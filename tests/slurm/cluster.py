@@ -137,7 +137,7 @@ class Cluster:
         self._daemon("slurmctld", self.on_login(["slurmctld", "-D"]))
         for node in self.nodes:
             self.power_on(node)
-        eventually(f"{len(self.nodes)} idle nodes", self._all_idle, 30, self._logs)
+        eventually(f"{len(self.nodes)} idle nodes", self._all_idle, 120, self._logs)
 
     def _fake_gpus(self) -> None:
         files = [self.folder / f"fake-gpu-{i}" for i in range(self.shape.gpus)]
@@ -168,7 +168,7 @@ class Cluster:
             for name, path in {**files, "key-file": key, "log-file": run / "munged.log"}.items()
         ]
         self._daemon("munged", ["munged", "--foreground", "--force", *options])
-        eventually("munged listens", files["socket"].exists, 10, self._logs)
+        eventually("munged listens", files["socket"].exists, 60, self._logs)
 
     def _configuration(self, ports: Sequence[int]) -> str:
         user, host = getpass.getuser(), self.controller_host

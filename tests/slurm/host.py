@@ -33,7 +33,7 @@ class Host:
             f"hostname {name}; mount --bind '{hosts}' /etc/hosts; mount -t tmpfs none /dev/shm; "
             f"ip link set lo up; echo {name} is up >>'{log}.up'"
         )
-        eventually(f"host {name} is up", Path(f"{log}.up").exists, 10, log.read_text)
+        eventually(f"host {name} is up", Path(f"{log}.up").exists, 60, log.read_text)
         Path(f"{log}.up").unlink()
 
     def say(self, line: str) -> None:

@@ -36,12 +36,12 @@ def test_up_runs_a_job_and_leaves_nothing(tmp_path: Path, mode: Mode) -> None:
     before = links()
     started = time.monotonic()
     with cluster(tmp_path / "slurm", mode) as slurm:
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 60
         hosts = slurm.run("srun", "-N2", "-l", "bash", "-c", "echo $SLURMD_NODENAME").stdout.splitlines()
         assert sorted(hosts) == ["0: n1", "1: n2"]
         job = slurm.sbatch("--output", str(tmp_path / "log"), "--wrap", "srun sleep 600")
-        eventually("the job runs", lambda: slurm.state(job) == "RUNNING", 15)
-    eventually("all its processes ended", lambda: not pids_with(f"SLURM_CONF={slurm.conf}"), 5)
+        eventually("the job runs", lambda: slurm.state(job) == "RUNNING", 60)
+    eventually("all its processes ended", lambda: not pids_with(f"SLURM_CONF={slurm.conf}"), 60)
     assert links() == before
 
 
@@ -57,16 +57,16 @@ def test_two_side_by_side_do_not_meet(tmp_path: Path) -> None:
 def test_a_node_loses_its_power_and_comes_back(tmp_path: Path, netns: None) -> None:
     with cluster(tmp_path / "slurm", "netns") as slurm:
         job = slurm.sbatch("-N1", "-w", "n2", "--output", "/dev/null", "--wrap", "sleep 600")
-        eventually("it runs on n2", lambda: slurm.pids("n2", f"SLURM_JOB_ID={job}"), 15)
+        eventually("it runs on n2", lambda: slurm.pids("n2", f"SLURM_JOB_ID={job}"), 60)
         slurm.power_off("n2")
         eventually(
-            "all on n2 ended", lambda: not pids_with(f"SLURM_CONF={slurm.conf}", f"SLURM_JOB_ID={job}"), 5
+            "all on n2 ended", lambda: not pids_with(f"SLURM_CONF={slurm.conf}", f"SLURM_JOB_ID={job}"), 60
         )
         slurm.power_on("n2")
         eventually(
             "n2 works again",
             lambda: "n2" in slurm.run("srun", "-w", "n2", "hostname", check=False).stdout,
-            15,
+            60,
         )
 
 
@@ -85,4 +85,4 @@ def test_a_killed_test_run_leaves_no_cluster(tmp_path: Path, netns: None) -> Non
         (conf,) = tmp_path.glob("slurm-*/slurm.conf")
         assert pids_with(f"SLURM_CONF={conf}")
         process.send_signal(signal.SIGKILL)
-    eventually("all its processes ended", lambda: not pids_with(f"SLURM_CONF={conf}"), 10)
+    eventually("all its processes ended", lambda: not pids_with(f"SLURM_CONF={conf}"), 60)

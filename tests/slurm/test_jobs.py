@@ -290,7 +290,7 @@ def test_a_node_that_cannot_reach_the_first_is_named_within_the_time_out(
 ) -> None:
     assert outcome.unreachable.state == "FAILED"
     assert re.search(r"n2 cannot reach n1 within 3 s: 10\.99\.0\.1:\d+ no answer\.", outcome.unreachable.log)
-    assert outcome.unreachable_after_s < 20
+    assert outcome.unreachable_after_s < 60
     assert not outcome.unreachable.run.starts
 
 

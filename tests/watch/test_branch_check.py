@@ -52,7 +52,7 @@ def test_a_reduction_of_another_size_is_named_by_its_parameters(tmp_path: Path) 
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
     )
     said = json.loads((tmp_path / "run/watch/verdicts.jsonl").read_text().splitlines()[0])
     assert said["kind"] == "shapes", done.stderr

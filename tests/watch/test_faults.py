@@ -55,7 +55,7 @@ def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         str(found),
     ]
     done = subprocess.run(
-        [*command, "--seed", str(os.getpid())], cwd=ROOT, capture_output=True, text=True, timeout=280
+        [*command, "--seed", str(os.getpid())], cwd=ROOT, capture_output=True, text=True, timeout=1200
     )
     assert found.exists(), done.stdout + done.stderr
     print(done.stdout)

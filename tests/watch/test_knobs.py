@@ -41,7 +41,7 @@ def fault(kind: str, flags: str, *more: str) -> tuple[str, list[int], str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     said, codes, log = json.loads(done.stdout.splitlines()[-1])
@@ -216,6 +216,18 @@ def test_the_evidence_of_the_newest_verdicts_alone_is_kept(tmp_path: Path) -> No
     files.close()
     kept = sorted(one.name for one in tmp_path.iterdir())
     assert kept == [*(f"full-disk-{step:06d}" for step in range(3, KEPT + 3)), "mine"]
+
+
+def test_of_verdicts_in_one_tick_of_the_disks_clock_those_of_the_last_steps_are_kept(tmp_path: Path) -> None:
+    for step in reversed(range(KEPT + 2)):
+        evidence = tmp_path / f"full-disk-{step:06d}" / EVIDENCE
+        evidence.parent.mkdir()
+        evidence.touch()
+        os.utime(evidence, (1, 1))
+    files = RecordFiles(tmp_path)
+    files.write(f"full-disk-{KEPT + 2:06d}/{EVIDENCE}", "[]")
+    files.close()
+    assert {one.name for one in tmp_path.iterdir()} == {f"full-disk-{n:06d}" for n in range(3, KEPT + 3)}
 
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])

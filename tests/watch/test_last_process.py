@@ -19,7 +19,8 @@ from bench.ports import free_port
 from fsdp.base import proc
 from fsdp.config import WatchSection
 from fsdp.dist.env import DistEnv
-from fsdp.watch import status_page
+from fsdp.watch import last_process, status_page
+from fsdp.watch import rank as watch_rank
 from fsdp.watch.last_process import wait_until_printed
 from fsdp.watch.monitor_options import MonitorOptions
 from fsdp.watch.node_ranks import NodeRanks
@@ -32,8 +33,8 @@ from tests.support.processes import eventually
 from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
-SOON_S = 8.0
-"""From a rank's exception until all ranks are gone, on a machine with other work."""
+SOON_S = last_process.EXIT_S - 1
+"""From a rank's exception until all ranks are gone: before the limit that ends a rank which hangs."""
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ sys.exit(end.leave(int(sys.argv[1])))
 
 def ends(code: int, stuck: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", ENDS, str(code), stuck]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 def test_a_process_whose_server_of_records_is_away_ends_though_its_library_waits_again() -> None:
@@ -142,7 +143,7 @@ with process_group.process_group(here, 600):
 def test_after_an_exception_no_group_is_destroyed(stuck: str) -> None:
     """A stand-in for NCCL: destroy_process_group calls `shutdown`."""
     command = [sys.executable, "-c", NCCL_STAND_IN, *stuck.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "ValueError: this rank has failed" in done.stderr
     assert ("are not aborted after 1 s" in done.stderr) is ("abort" in stuck)
@@ -177,11 +178,11 @@ def test_both_ranks_end_soon_and_call_their_atexit_handlers(watched: str, tmp_pa
     port = free_port()
     ranks = [start(rank, port, tmp_path, "--watch.enabled", watched) for rank in range(2)]
     try:
-        eventually("rank 1 fails", (tmp_path / "failed").exists, 90)
+        eventually("rank 1 fails", (tmp_path / "failed").exists, 180)
         began = time.monotonic()
-        ranks[1].wait(30)
+        ranks[1].wait(120)
         ranks[0].send_signal(signal.SIGTERM)  # as torchrun does when a rank has left
-        said = [rank.communicate(timeout=30)[1] for rank in ranks]
+        said = [rank.communicate(timeout=120)[1] for rank in ranks]
         took = time.monotonic() - began
     finally:
         for one in ranks:
@@ -216,23 +217,21 @@ def test_a_failed_rank_that_hangs_is_ended(
         rank.wait()
 
 
-def stopped_monitor(env: DistEnv, folder: str) -> tuple[float, int | None]:
-    """Seconds that the run's end took, and the monitor's exit code."""
-    with Watch(WatchSection(), env, Path(folder)) as watch:
-        monitor = watch._monitor
-        assert monitor is not None
-        eventually("the monitor observes", lambda: watch._page and watch._page.numbers[MONITOR], 30)
-        monitor.send_signal(signal.SIGSTOP)
-        eventually("it is stopped", lambda: state(monitor.pid) == "T", 10)
-        began = time.monotonic()
-    took = time.monotonic() - began
-    return took, monitor.poll()
+def stopped_monitor(env: DistEnv, folder: str) -> int | None:
+    """The monitor's exit code at the run's end, which waits a minute for it here."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(watch_rank, "MONITOR_END_S", 60.0)
+        with Watch(WatchSection(), env, Path(folder)) as watch:
+            monitor = watch._monitor
+            assert monitor is not None
+            eventually("the monitor observes", lambda: watch._page and watch._page.numbers[MONITOR], 30)
+            monitor.send_signal(signal.SIGSTOP)
+            eventually("it is stopped", lambda: state(monitor.pid) == "T", 10)
+    return monitor.poll()
 
 
-def test_a_stopped_monitor_ends_with_its_run_which_does_not_wait_for_it(tmp_path: Path) -> None:
-    [(took, code)] = run_world(1, stopped_monitor, str(tmp_path))
-    assert code == 0
-    assert took < 1.9
+def test_a_stopped_monitor_ends_with_its_run(tmp_path: Path) -> None:
+    assert run_world(1, stopped_monitor, str(tmp_path)) == [0]
 
 
 def test_a_stopped_monitor_ends_though_its_rank_was_killed(page: StatusPage, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_the_rank_and_the_limit_are_named(group: Path, tmp_path: Path) -> None:
     def enter() -> None:
         (group / "cgroup.procs").write_text(str(os.getpid()))
 
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, preexec_fn=enter)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, preexec_fn=enter)
     assert ended.returncode != 0
     [line] = [line for line in ended.stderr.splitlines() if line.startswith("watch: ")]
     assert line.startswith("watch: rank 1 (")

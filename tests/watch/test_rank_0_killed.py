@@ -5,12 +5,14 @@ verdict names it, and the next start reaches the end of an unbroken run, bit for
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fsdp.base.phases import PHASES
+from fsdp.rundir.line_files import read_records
+from fsdp.watch.records import ENDED
 from tests.support.forked import FORKED
 from tests.support.marks import sample_are
 from tests.support.processes import eventually
@@ -20,7 +22,7 @@ from tests.watch import dying
 
 RANKS, STEPS, STEP = 3, 20, 10
 """At step 10 the run evaluates and saves, too."""
-ENDS_S = 40.0
+ENDS_S = 120.0
 MORE = ["--train.eval_every_steps", "5", "--checkpoint.every_steps", "5"]
 
 
@@ -52,6 +54,10 @@ def killed(chain: Chain, phase: str) -> list[int | None]:
     return codes
 
 
+def verdicts_in(file: Path) -> list[dict[str, Any]]:
+    return [one for one in read_records(file) if one["kind"] != ENDED]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", sample_are(["end"], PHASES))
 def test_the_others_end_and_the_run_resumes_to_the_bit(phase: str, place: Path) -> None:
@@ -62,10 +68,8 @@ def test_the_others_end_and_the_run_resumes_to_the_bit(phase: str, place: Path) 
     assert None not in codes, (chain.folder / "log").read_text()
     verdicts = chain.run_dir / "watch" / "verdicts.jsonl"
     if phase != "start":  # there may be no monitor yet
-        # the monitor prints it after the ranks have ended, if they end at once
-        eventually("there is a verdict", verdicts.exists, 20)
-        said = [json.loads(line) for line in verdicts.read_text().splitlines()]
-        [verdict] = [one for one in said if one["kind"] != "ended"]
+        # a thread of the monitor writes it, after the ranks have ended if they end at once
+        [verdict] = eventually("there is a verdict", lambda: verdicts_in(verdicts), 20)
         assert (verdict["kind"], verdict["ranks"]) == ("died", [0])
         assert f"step {20 if phase == 'end' else STEP}, {phase}" in verdict["what"]
     chain.live()

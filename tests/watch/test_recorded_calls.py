@@ -308,7 +308,7 @@ def test_a_run_with_a_stand_in_for_nccl(fault: str, tmp_path: Path) -> None:
         env={**os.environ, "FAULT": fault, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
     )
     said = [json.loads(line) for line in (tmp_path / "run/watch/verdicts.jsonl").read_text().splitlines()]
     assert [one["kind"] for one in said] == [fault, "ended"], done.stderr
