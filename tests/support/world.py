@@ -9,13 +9,14 @@ its own traceback. A world that hangs is ended and the pool recreated, so that t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,7 +132,8 @@ def _serve(pipe: Connection) -> None:
             # A rank that ends at once would close connections that another still waits to have: those of this
             # group, and of groups that the function makes, after which torch has no barrier of its own.
             _meet(meeting, "connected", rank, ranks)
-            answer = True, function(env_of(rank, ranks), *args)
+            with _as_before():
+                answer = True, function(env_of(rank, ranks), *args)
             _meet(meeting, "done", rank, ranks)
         except BaseException:
             answer = False, traceback.format_exc()
@@ -154,6 +156,29 @@ def _serve(pipe: Connection) -> None:
         except Exception:  # what cannot be pickled
             pipe.send((False, traceback.format_exc()))
         del answer
+
+
+@contextlib.contextmanager
+def _as_before() -> Iterator[None]:
+    """Restores what a function, or a run in it, sets for the whole process, or the next test depends on the
+    order of the tests: --watch.deterministic stays set in torch, a folder of caches in the environment.
+    """
+    import torch
+
+    environ, folder = dict(os.environ), Path.cwd()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    precision, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - environ.keys():
+            del os.environ[name]
+        os.environ.update({name: value for name, value in environ.items() if os.environ.get(name) != value})
+        os.chdir(folder)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_default_dtype(dtype)
 
 
 def _meet(store: Store, word: str, rank: int, ranks: int) -> None:
