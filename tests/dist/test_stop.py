@@ -102,13 +102,14 @@ def test_a_reason_is_read_from_the_text_of_a_run() -> None:
 
 
 def stopped_by_file(env: DistEnv, run_dir: str) -> tuple[int, str | None]:
-    stop.FILE_CHECK_S = 0.0
     file = Path(run_dir, "STOP")
-    stopper = Stopper(StopSection(), env, Path(run_dir), lambda: None)
-    try:
-        return steps_until_stop(stopper, {1: file.touch})
-    finally:
-        stopper.close()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(stop, "FILE_CHECK_S", 0.0)
+        stopper = Stopper(StopSection(), env, Path(run_dir), lambda: None)
+        try:
+            return steps_until_stop(stopper, {1: file.touch})
+        finally:
+            stopper.close()
 
 
 def test_the_stop_file_stops_this_run_and_not_the_next(tmp_path: Path) -> None:
