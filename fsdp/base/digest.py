@@ -60,6 +60,15 @@ def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(-1).view(_BITS[flat.element_size()]) if flat.numel() else flat.view(-1).to(torch.int64)
 
 
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both hold the same numbers; a NaN is the same as one of the same bits."""
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    if alike and torch.equal(_as_bits(one), _as_bits(other)):
+        return True
+    # 0 and -0, or of two dtypes; torch compares no numbers of 8 bits
+    return one.element_size() > 1 and torch.equal(one, other)
+
+
 def as_int64(word: int) -> int:
     """A word of 64 bits as torch.int64 holds it."""
     return (word + _WORD // 2) % _WORD - _WORD // 2

@@ -7,7 +7,7 @@
 
 RUN is a run directory or a place of checkpoints, a folder or s3://bucket/prefix; `verify RUN` works like
 `RUN verify`. --step N selects one checkpoint. Exit codes: 0; 1 if a checkpoint is not whole or cannot be
-read; 2 for a wrong command; 4 if there is no checkpoint or another job writes there.
+read; 2 for a wrong command; 4 if there is no checkpoint, one cannot be deleted, or another job writes there.
 """
 
 from __future__ import annotations
@@ -268,17 +268,22 @@ def _why_not(store: Store, found: CheckpointListing, read: bool) -> str | None:
 
 def _prune(store: Store, options: argparse.Namespace) -> int:
     locks = _hold(store, options)
+    left: dict[int, str] = {}
     try:
         if options.step is not None:
-            deleted = [found.folder for found in _chosen(store, options)]
-            for folder in deleted:
-                store.remove(folder, "00000000")
+            chosen = [found.folder for found in _chosen(store, options)]
+            deleted = retention.delete(store, chosen, "00000000", left)
         else:
-            deleted = retention.prune(store, options.section, "00000000")
-        print("deleted " + ", ".join(deleted) if deleted else "nothing to delete")
+            deleted = retention.prune(store, options.section, "00000000", left=left)
     finally:
         locks.release()
-    return 0
+    if deleted or not left:
+        print("deleted " + ", ".join(deleted) if deleted else "nothing to delete")
+    for step, why in left.items():
+        hint = f"ls -la {shlex.quote(store.where)}/{file_names.final(step)}* shows who may delete it"
+        hint = "renew the credentials" if is_url(store.where) else hint
+        print(f"fsdp.checkpoint: {why} (not deleted). HINT: {hint}, then prune again", file=sys.stderr)
+    return CheckpointError.exit_code if left else 0
 
 
 def _hold(store: Store, options: argparse.Namespace) -> Locks:

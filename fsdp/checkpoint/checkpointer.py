@@ -19,6 +19,7 @@ import torch
 
 from fsdp.base.errors import CheckpointError, error_number
 from fsdp.base.phases import Activity, methods_announce
+from fsdp.base.text import counted, listed
 from fsdp.checkpoint import discovery, inspect, load, retention, snapshot
 from fsdp.checkpoint.adapter_weights import Base
 from fsdp.checkpoint.copier import Copier
@@ -94,6 +95,7 @@ class Checkpointer:
         self._save_seconds = 0.0
         self._folders: list[str] | None = None
         self._pruned_before: dict[str, CheckpointListing] = {}
+        self._undeleted: dict[int, str] = {}
         self._closed = False
 
     def _build_saver(self, room: Room | None) -> Saver:
@@ -261,14 +263,22 @@ class Checkpointer:
         return self._claim.before_seal() if self._claim is not None else None
 
     def _prune(self) -> None:
-        """After a seal, on rank 0's background thread. A folder that cannot be deleted is logged and left."""
+        """After a seal, on rank 0's background thread. What cannot be deleted is logged, once, and left."""
+        before = set(self._undeleted)
         try:
             if self._claim is not None and (why := self._claim.ousted()) is not None:
                 log.warning("old checkpoints were not deleted: %s", why)
                 return
-            retention.prune(self._store, self._section, self._attempt, self._pruned_before)
+            retention.prune(self._store, self._section, self._attempt, self._pruned_before, self._undeleted)
         except Exception as error:  # the save itself is sealed
             log.warning("old checkpoints in %s could not be deleted: %s", self._store.where, error)
+        if new := [why for step, why in self._undeleted.items() if step not in before]:
+            log.warning(
+                "%s in %s could not be deleted (tried again after the next saves): %s",
+                counted(len(new), "old checkpoint"),
+                self._store.where,
+                listed(new, 3),
+            )
 
     # ------------------------------------------------------------ restoring
 

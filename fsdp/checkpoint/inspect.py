@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -107,10 +107,12 @@ def listing_or_reason(store: Store, folder: str) -> CheckpointListing:
 
 def finals(store: Store) -> list[str]:
     """Folders with the name of a checkpoint, the newest first."""
+    return finals_of(store.folders())
+
+
+def finals_of(folders: Sequence[str]) -> list[str]:
     parsed = [
-        (name, folder)
-        for folder in store.folders()
-        if (name := file_names.parse(folder)) and name.kind == "final"
+        (name, folder) for folder in folders if (name := file_names.parse(folder)) and name.kind == "final"
     ]
     return [folder for _, folder in sorted(parsed, key=lambda pair: (pair[0].step, pair[1]), reverse=True)]
 

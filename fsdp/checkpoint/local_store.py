@@ -128,7 +128,9 @@ class LocalStore:
             path.unlink(missing_ok=True)
             sync_folder(self.root)
         else:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
+            if path.exists():  # all but what cannot be deleted is; again, for the reason
+                shutil.rmtree(path)
 
     def set_aside(self, folder: str, why: str) -> str:
         """Renames a folder to `<folder>.broken-<why>`; returns the new name."""

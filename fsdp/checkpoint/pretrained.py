@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp.base.digest import same_values
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import listed
 from fsdp.checkpoint.full_state import INDEX_FILE, StoredTensor, files_of_index, open_safetensors
@@ -70,7 +71,7 @@ class PretrainedWeights(Mapping[str, Tensor]):
         keys = self._plan.plain[name]
         found = self._read(keys[0], first, last)
         for other in keys[1:]:
-            if not torch.equal(found, self._read(other, first, last)):
+            if not same_values(found, self._read(other, first, last)):
                 raise ConfigError(
                     f"{self._source.flag}: {keys[0]} and {other} differ, and config.json ties them.",
                     self._source.hints.tied,

@@ -5,18 +5,25 @@ Only whole checkpoints count, and old ones are deleted after the new one is seal
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from fsdp.base.errors import without_hint
 from fsdp.checkpoint import file_names
-from fsdp.checkpoint.inspect import CheckpointListing, finals, listing_or_reason
+from fsdp.checkpoint.inspect import CheckpointListing, finals_of, listing_or_reason
+from fsdp.checkpoint.saver import one_line
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
 
 log = logging.getLogger(__name__)
+
+RETRIED = 8
+"""Steps that an earlier call could not delete and this one tries again: of a thousand in a bucket that lets
+nobody delete, each takes several requests.
+"""
 
 
 def superfluous(section: CheckpointSection, whole: Sequence[CheckpointListing]) -> list[CheckpointListing]:
@@ -56,29 +63,79 @@ def prune(
     section: CheckpointSection,
     attempt: str,
     known: dict[str, CheckpointListing] | None = None,
+    left: dict[int, str] | None = None,
 ) -> list[str]:
-    """Deletes what no rule keeps; returns the deleted folders.
+    """Deletes what no rule keeps, and what earlier deletions left; returns the deleted folders.
 
     `known` are the whole checkpoints of an earlier call, by folder: of these the last ones and the best are
-    examined again, since others are deleted for them. A run may keep a thousand.
+    examined again, since others are deleted for them. A run may keep a thousand. `left` holds why a step
+    could not be deleted, from earlier calls and from this one.
     """
     if not section.keep_last:
         return []
-    deleted = superfluous(section, _whole(store, section, {} if known is None else known))
-    for found in deleted:
-        store.remove(found.folder, attempt)
-        if known is not None:
-            del known[found.folder]
-    return [found.folder for found in deleted]
+    known, left = {} if known is None else known, {} if left is None else left
+    folders = store.folders()
+    whole = _whole(store, section, known, finals_of(folders))
+    unwanted = [found.folder for found in superfluous(section, whole)] + _half_deleted(folders)
+    deleted = delete(store, _due(unwanted, left), attempt, left)
+    for folder in deleted:
+        known.pop(folder, None)
+    return deleted
+
+
+def delete(store: Store, folders: Iterable[str], attempt: str, left: dict[int, str]) -> list[str]:
+    """Deletes these folders, as far as that is possible; returns those that it deleted.
+
+    `left` receives the others: step → why. OSError for a server that does not answer: each further request
+    would take minutes.
+    """
+    deleted = []
+    for folder in folders:
+        try:
+            store.remove(folder, attempt)
+            deleted.append(folder)
+            why = ""
+        except OSError as error:
+            if error.errno == errno.ETIMEDOUT:
+                raise
+            why = f"{folder}: {one_line(error).removeprefix(store.path(folder) + '/')}"
+        left.pop(_step(folder), None)  # its place: the others are tried again before it
+        if why:
+            left[_step(folder)] = why
+    return deleted
+
+
+def _half_deleted(folders: Sequence[str]) -> list[str]:
+    return [folder for folder in folders if (name := file_names.parse(folder)) and name.kind == "gone"]
+
+
+def _due(unwanted: Sequence[str], left: dict[int, str]) -> list[str]:
+    """The folders to delete now: new ones, then those of the RETRIED steps that were tried longest ago.
+
+    What somebody else has deleted is taken out of `left`. A folder may have another name after a failure.
+    """
+    steps = {_step(folder) for folder in unwanted}
+    for step in left.keys() - steps:
+        del left[step]
+    again = list(left)[:RETRIED]
+    new = [folder for folder in unwanted if _step(folder) not in left]
+    return new + [folder for step in again for folder in unwanted if _step(folder) == step]
+
+
+def _step(folder: str) -> int:
+    name = file_names.parse(folder)
+    return -1 if name is None else name.step
 
 
 def _whole(
-    store: Store, section: CheckpointSection, known: dict[str, CheckpointListing]
+    store: Store, section: CheckpointSection, known: dict[str, CheckpointListing], folders: Sequence[str]
 ) -> list[CheckpointListing]:
+    for folder in known.keys() - set(folders):
+        del known[folder]
     best = sorted(known.values(), key=lambda found: _rank(section, found))[: section.keep_best]
     again = {found.folder for found in best}
     whole: list[CheckpointListing] = []
-    for folder in finals(store):
+    for folder in folders:
         if folder not in known or folder in again or len(whole) < section.keep_last:
             found = listing_or_reason(store, folder)
             known.pop(folder, None)

@@ -28,7 +28,7 @@ from fsdp.models.hf_names import plan_names, reverted, saved_pieces
 from fsdp.models.hub import check_no_adapter, find_folder, on_this_node
 from fsdp.models.init import name_seed
 from fsdp.models.packed_check import check_positions
-from fsdp.models.source_folder import FolderHints
+from fsdp.models.source_folder import DTYPE_FIELDS, FolderHints, named_dtype
 
 HEADS = {
     "causal": "CAUSAL_LM",
@@ -181,6 +181,7 @@ def _read_config(name: str, folder: Path) -> dict[str, Any]:
             f"--model.name {name}: the installed transformers has no model_type {kind!a}.{own}",
             "pip install -U transformers, or --model.name my_module:factory for code that you wrote",
         )
+    named_dtype(file, fields)
     return fields
 
 
@@ -224,14 +225,14 @@ def _check_kernel(field: str, value: Any) -> None:
 
 
 def _plain(fields: Any) -> Any:
-    """The fields without those that name code or kernels, at any depth."""
+    """The fields without those that name code or kernels, at any depth; `torch.bfloat16` as `bfloat16`."""
     if isinstance(fields, list):
         return [_plain(one) for one in fields]
     if not isinstance(fields, dict):
         return fields
     barred = ("auto_map", "custom_pipelines", "use_kernels", "kernel_config")
     return {
-        key: _plain(value)
+        key: value.removeprefix("torch.") if key in DTYPE_FIELDS and isinstance(value, str) else _plain(value)
         for key, value in fields.items()
         if key not in barred and not str(key).removeprefix("_").startswith(tuple(KERNELS))
     }

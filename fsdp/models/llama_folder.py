@@ -21,7 +21,7 @@ from fsdp.models.hf_names import NamePlan, Shape
 from fsdp.models.hub import check_no_adapter, find_folder
 from fsdp.models.parameter_names import all_names
 from fsdp.models.rope import SCALINGS, yarn_attention
-from fsdp.models.source_folder import FolderHints
+from fsdp.models.source_folder import FolderHints, named_dtype
 
 CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -151,6 +151,7 @@ def _read(weights: str, folder: Path) -> LlamaConfigFile:
             f"{', '.join(CLASSES)}.",
             f"--model.name hf:{folder} without --model.weights",
         )
+    named_dtype(file, fields)
     return LlamaConfigFile(weights, folder, fields)
 
 
@@ -279,7 +280,7 @@ class LlamaFolder:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        return getattr(torch, str(self.fields.get("dtype") or self.fields.get("torch_dtype")), None)
+        return named_dtype(Path(self.folder or "", "config.json"), self.fields)
 
     @property
     def hints(self) -> FolderHints:

@@ -10,7 +10,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fsdp.base.errors import ConfigError
 from fsdp.models.hf_names import NamePlan, Shape
+
+DTYPE_FIELDS = ("dtype", "torch_dtype")
+"""The first one that is set counts, as in transformers."""
+
+
+def named_dtype(file: Path, fields: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that a config.json names, as `bfloat16` or, as older exports do, `torch.bfloat16`."""
+    field = next((name for name in DTYPE_FIELDS if fields.get(name) is not None), None)
+    if field is None:
+        return None
+    found = getattr(torch, str(fields[field]).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(
+            f"{file} has {field} {fields[field]!a}, which is no floating-point dtype of torch.",
+            f'"{field}": "bfloat16" in it, or the dtype of its weights',
+        )
+    return found
 
 
 @dataclass(frozen=True)

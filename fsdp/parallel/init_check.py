@@ -7,7 +7,7 @@ memory (materialize.py).
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -47,11 +47,15 @@ def _rare(dtype: torch.dtype) -> int:
 
 
 @torch.no_grad()
-def check_initialised(root: nn.Module, *, drawn: Mapping[str, Init]) -> None:
+def check_initialised(
+    root: nn.Module, *, drawn: Mapping[str, Init], loaded: Collection[str] = frozenset()
+) -> None:
     """Stops the run by name for a value left uninitialised, a buffer nobody filled, equal shards, or
-    replicas that differ.
+    replicas that differ. `loaded` are the tensors that were read from weights, which may have NaN.
     """
-    problems = _everyones([*_unfilled(root, known=())])
+    problems = _everyones([*_unfilled(root, known=(), loaded=loaded)])
+    if problems and loaded:
+        _refuse(problems, "give weights without NaN, and with everything that the model does not fill")
     if not problems:
         problems = [(text, ()) for text in _compare(root, drawn)]
     _refuse(problems)
@@ -71,18 +75,17 @@ def _everyones(findings: list[str]) -> list[tuple[str, tuple[int, ...]]]:
     ]
 
 
-def _refuse(problems: list[tuple[str, tuple[int, ...]]]) -> None:
+def _refuse(
+    problems: list[tuple[str, tuple[int, ...]]],
+    hint: str = "the model's initialisation must fill every parameter and buffer on each rank",
+) -> None:
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         text, ranks = problems[0]
-        raise TrainingError(
-            f"{text}{more}",
-            "the model's initialisation must fill every parameter and buffer on each rank",
-            ranks=ranks,
-        )
+        raise TrainingError(f"{text}{more}.", hint, ranks=ranks)
 
 
-def _unfilled(root: nn.Module, known: Container[str]) -> Iterator[str]:
+def _unfilled(root: nn.Module, known: Container[str], loaded: Container[str] = frozenset()) -> Iterator[str]:
     for kind, named in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
         for name, tensor in named:
             if name in known:
@@ -91,7 +94,8 @@ def _unfilled(root: nn.Module, known: Container[str]) -> Iterator[str]:
             if part.is_meta:
                 yield f"{kind} {name} is still on the meta device"
             elif part.numel() and _is_poisoned(part):
-                yield f"{kind} {name} was never initialised"
+                what = "has NaN in the weights" if name in loaded else "was never initialised"
+                yield f"{kind} {name} {what}"
     for name, module in root.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp.base.digest import same_values
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.dist.collectives import all_gather_objects, on_main
 from fsdp.dist.local_tensors import local_tensor
@@ -135,7 +136,12 @@ def materialize(
         _draw_shards(root, inits, seed, rank)
     else:
         _send_all(sharded, lambda: _source(spec, inits, seed, weights, root), added, rank)
-    check_initialised(root, drawn={**({} if weights is not None else inits), **added})
+    from_file = weights is not None or pretrained is not None
+    check_initialised(
+        root,
+        drawn={**({} if weights is not None else inits), **added},
+        loaded=root.state_dict().keys() - added.keys() if from_file else frozenset(),
+    )
 
 
 def _in_checkpoint(root: nn.Module) -> bool:
@@ -258,7 +264,7 @@ def _check_state_fits(state: Mapping[str, Tensor], names: Mapping[str, list[str]
         for known in held:
             _check_tensor_fits(known, state[known], target)
         for other in held[1:]:
-            if not torch.equal(state[held[0]], state[other]):
+            if not same_values(state[held[0]], state[other]):
                 raise ConfigError(
                     f"--model.weights: {held[0]} and {other} differ, and the model has them as one tensor.",
                     f"a model that does not tie them, or a file without {other}",

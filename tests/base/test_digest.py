@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp.base.digest import CHUNK, combine, digest_shard
+from fsdp.base.digest import CHUNK, combine, digest_shard, same_values
 
 
 class Reads(TorchDispatchMode):
@@ -46,3 +46,25 @@ def test_shards_have_the_digest_of_the_whole(cuts: tuple[int, ...]) -> None:
     assert combine(parts) == combine([digest_shard(whole).at(0)])
     moved = whole.roll(1)
     assert combine([digest_shard(moved).at(0)]) != combine(parts)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (torch.tensor([1.0, NAN]), torch.tensor([1.0, NAN]), True),
+        (torch.tensor([1.0, NAN]), torch.tensor([NAN, 1.0]), False),
+        (torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]), True),
+        (torch.tensor(NAN), torch.tensor(NAN), True),
+        (torch.zeros(2, 3), torch.zeros(3, 2), False),
+        (torch.ones(2), torch.ones(2, dtype=torch.bfloat16), True),
+        (torch.ones(2).to(torch.float8_e4m3fn), torch.ones(2).to(torch.float8_e4m3fn), True),
+        (torch.ones(2).to(torch.float8_e4m3fn), torch.zeros(2).to(torch.float8_e4m3fn), False),
+    ],
+)
+def test_two_tensors_are_the_same_by_value_and_nan_by_its_bits(
+    one: Tensor, other: Tensor, same: bool
+) -> None:
+    assert same_values(one, other) is same

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +13,21 @@ import pytest
 import torch.distributed as dist
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import file_names, inspect, local_store
+from fsdp.checkpoint import file_names, inspect, local_store, manifest
+from fsdp.checkpoint.__main__ import main
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.lock import Locks
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.open_store import open_store
-from fsdp.checkpoint.retention import prune, superfluous
+from fsdp.checkpoint.retention import RETRIED, prune, superfluous
 from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv
 from fsdp.rundir.lock import FILE, FolderLock
 from tests.checkpoint.manifests import a_manifest
 from tests.checkpoint.small import build
 from tests.checkpoint.test_crashes import ENV
+from tests.rundir.test_closed_folder import started
 from tests.support.world import run_world
 
 
@@ -170,6 +174,60 @@ def test_pruning_deletes_a_link_and_leaves_its_target(tmp_path: Path) -> None:
         assert found.manifest is not None, found.detail
         for file, (size, crc) in found.manifest.files.items():
             inspect.check_file(LocalStore(elsewhere), name, file, size, crc)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() == 0 and shutil.which("setpriv") is None, reason="no setpriv here")
+def test_the_command_deletes_the_others_and_names_each_that_it_may_not(tmp_path: Path) -> None:
+    """It stopped at the first: older ones stayed for ever."""
+    run_world(1, save_all, str(tmp_path), {"keep_last": 0}, 6)
+    closed = [tmp_path / "checkpoints" / f"step-0000000{step}" for step in (5, 3)]
+    for folder in closed:
+        folder.chmod(0o500)
+    done = started("-m", "fsdp.checkpoint", str(tmp_path), "prune", "--keep-last", "1")
+    assert (done.returncode, done.stdout) == (4, "deleted step-00000004, step-00000002, step-00000001\n")
+    assert done.stderr.splitlines() == [
+        f"fsdp.checkpoint: {folder.name}: manifest.json: EACCES, Permission denied (not deleted). "
+        f"HINT: ls -la {folder}* shows who may delete it, then prune again"
+        for folder in closed
+    ]
+    for folder in closed:
+        folder.chmod(0o700)
+    assert main([str(tmp_path), "prune", "--keep-last", "1"]) == 0
+    assert steps(tmp_path) == ["step-00000006"]
+
+
+def test_a_thousand_that_may_not_be_deleted_are_not_all_tried_after_each_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a bucket whose policy lets nobody delete. The one that may be deleted later on has its turn."""
+    place, section, steps_kept = LocalStore(tmp_path), CheckpointSection(keep_last=1), range(1, 31)
+    for step in steps_kept:
+        (tmp_path / file_names.final(step)).mkdir()
+        about = manifest.encode(a_manifest(step=step))
+        (tmp_path / file_names.final(step) / file_names.MANIFEST).write_bytes(about)
+    tried: list[str] = []
+    free: list[str] = []
+    plain = LocalStore.remove
+
+    def denied(self: LocalStore, folder: str, attempt: str) -> None:
+        tried.append(folder)
+        if folder not in free:
+            raise PermissionError(errno.EACCES, "deleting: Access Denied")
+        plain(self, folder, attempt)
+
+    monkeypatch.setattr(LocalStore, "remove", denied)
+    known: dict[str, CheckpointListing] = {}
+    left: dict[int, str] = {}
+    counts, deleted = [], []
+    for _ in range(5):
+        tried.clear()
+        deleted += prune(place, section, "00000000", known, left)
+        counts.append(len(tried))
+        free = ["step-00000003"]
+    assert counts == [29, RETRIED, RETRIED, RETRIED, RETRIED]
+    assert deleted == free
+    assert sorted(left) == [step for step in steps_kept[:-1] if step != 3]
 
 
 def fail_to_save(env: DistEnv, run_dir: str) -> tuple[list[str], str]:

@@ -200,12 +200,22 @@ def test_what_the_transformer_does_not_compute_is_refused(
         ({"layer_types": 5}, "has a field of another kind: "),
         ({"quantization_config": "gptq"}, "has a field of another kind: "),
         ({"model_type": ["llama"]}, "is of model_type ['llama']"),
+        ({"dtype": "bfloat17"}, "config.json has dtype 'bfloat17', which is no floating-point dtype"),
     ],
 )
 def test_a_field_of_another_kind_is_one_line(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
     write("llama", tmp_path)
     edit(tmp_path, **fields)
     assert said in refusal(tmp_path)
+
+
+def test_a_dtype_with_the_prefix_of_torch_is_read(tmp_path: Path) -> None:
+    """As older exports have it: a trained model was written in float32, at twice the size."""
+    write("llama", tmp_path)
+    edit(tmp_path, dtype=None, torch_dtype="torch.bfloat16")
+    spec = resolve(ModelSection(name="transformer", weights=str(tmp_path)), FACTS)
+    assert spec.pretrained is not None
+    assert spec.pretrained.dtype == torch.bfloat16
 
 
 def test_a_field_without_a_value_is_as_if_left_out(tmp_path: Path) -> None:

@@ -217,6 +217,15 @@ def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
     assert all("head.weight" in text and "words.weight" in text and said in text for text in texts), texts
 
 
+def test_tied_weights_with_nan_are_the_same_and_named_by_what_is_wrong(tmp_path: Path) -> None:
+    """NaN is not equal to itself: the two were said to differ, and one alone not to be initialised."""
+    state = trained_state(user_code.TiedWords())
+    state["words.weight"][1] = float("nan")
+    state["head.weight"] = state["words.weight"].clone()
+    for text in run_world(2, whole_of, "TiedWords", save(state, tmp_path / "weights.safetensors")):
+        assert "parameter words.weight has NaN in the weights. HINT: give weights without NaN" in text, text
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

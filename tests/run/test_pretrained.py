@@ -220,6 +220,25 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert "has no model_type ['bert']" in refusal(folder)
 
 
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_a_dtype_with_the_prefix_of_torch_is_read(field: str, tmp_path: Path) -> None:
+    """As older exports have it. An export of a trained model is of this dtype."""
+    folder = write_folder("llama", tmp_path / "llama")
+    edit(folder, **{"dtype": None, "torch_dtype": None, field: "torch.bfloat16"})
+    found = resolve_folder(f"hf:{folder}", {}, {})
+    assert found.dtype == torch.bfloat16
+    assert json.loads(found.config_json(torch.bfloat16))["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("value", ["bfloat17", "int8", "nn", 16])
+def test_a_dtype_that_is_none_is_named_with_its_file(value: object, tmp_path: Path) -> None:
+    """Whole numbers ended the export, after the training."""
+    folder = write_folder("llama", tmp_path / "llama")
+    edit(folder, dtype=value)
+    said = f"{folder / 'config.json'} has dtype {value!r}, which is no floating-point dtype of torch. HINT: "
+    assert refusal(folder).startswith(said)
+
+
 def test_code_of_a_folder_is_not_run(tmp_path: Path) -> None:
     folder = write_folder("bert", tmp_path / "bert")
     (folder / "own.py").write_text("raise SystemExit('run')")
