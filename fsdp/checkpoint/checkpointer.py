@@ -44,6 +44,8 @@ from fsdp.rundir.atomic_write import WRITES_ALONE, storage_advice
 log = logging.getLogger(__name__)
 
 GUESSED_BYTES_PER_S = 200e6  # until a save has been measured
+TOLD_AFTER_S = 10.0
+"""The time that training waits for an earlier save before a line says so."""
 
 
 @dataclass(frozen=True)
@@ -199,11 +201,17 @@ class Checkpointer:
         job, self._flight = self._flight, None
         if job is None:
             return
-        job.done.wait()
+        place = self._section.local_dir or self._store.where
+        if not job.done.wait(TOLD_AFTER_S):
+            if self._env.is_main:
+                age = time.perf_counter() - job.began
+                log.warning(
+                    "training waits for the save of step %d to %s, begun %.0f s ago", job.step, place, age
+                )
+            job.done.wait()
         self._settle(job)
         outcome = job.outcome
         assert outcome is not None
-        place = self._section.local_dir or self._store.where
         if outcome.fatal or (must and outcome.failure):
             raise not_saved(outcome, f"step {outcome.step} {outcome.verdict.lower()}", place)
         if outcome.failure and self._failed_before:

@@ -91,6 +91,7 @@ class SaveJob:
     ready: torch.cuda.Event | None = None
     values: list[tuple[str, KeyPath, bytes]] = field(default_factory=list)
     stall_s: float = 0.0
+    began: float = field(default_factory=time.perf_counter)
     copied: threading.Event = field(default_factory=threading.Event)
     copies: torch.cuda.Event | None = None
     done: threading.Event = field(default_factory=threading.Event)

@@ -149,7 +149,7 @@ def _reader_of(path: Path, with_tokenizer: bool) -> str:
             f"cat {shell_word(path)} > {rows} makes one of a pipe; --data.name {rows}",
         )
     names = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
-    if any(name.endswith((".bin", ".npy")) and not name.startswith(".") for name in names):
+    if any(ends_with(name, (".bin", ".npy")) and not name.startswith(".") for name in names):
         return "tokens"
     firsts = names if path.is_file() else _first_names(path)
     holds_rows = _mostly_rows(firsts) and not _are_about_pictures(path, firsts)

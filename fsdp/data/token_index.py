@@ -19,6 +19,7 @@ import numpy as np
 from fsdp.base.errors import ConfigError
 from fsdp.data.mapped_sequence import MappedSequence, PackedNames, pack, start_of
 from fsdp.tokenize.cache import made_once
+from fsdp.tokenize.sources import ends_with
 
 MANY = 256
 """Files of a folder from which on an index is kept."""
@@ -125,7 +126,7 @@ def folder_state(root: Path) -> list[str]:
     try:
         with os.scandir(root) as entries:
             for entry in entries:
-                if entry.name.endswith(EXAMINED):
+                if ends_with(entry.name, EXAMINED):
                     found = entry.stat()
                     line = os.fsencode(f"{entry.name}\n{found.st_size} {found.st_mtime_ns}\n")
                     total += int.from_bytes(hashlib.sha256(line).digest(), "little")

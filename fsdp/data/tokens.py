@@ -28,6 +28,7 @@ from fsdp.data.token_reader import TokenReader
 from fsdp.data.token_width import LOOKED_AT, Dtype, Stated, dtype_of, ends, fits_as, stated, wider
 from fsdp.data.types import DataInfo, DataSet
 from fsdp.tokenize.file_names import broken_link, shell_word, shown
+from fsdp.tokenize.sources import ends_with
 from fsdp.tokenize.split_names import is_other, shell_patterns
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ def _examined(paths: list[Path], where: Where, dtype: Dtype, vocab_size: int) ->
             f"{masked.with_suffix('.loss')} masks targets, which tokens does not read.",
             f"--data.name {masked.parent}",
         )
-    raw = [path for path in paths if path.suffix == ".bin"]
+    raw = [path for path in paths if ends_with(path.name, (".bin",))]
     said = dict(zip(raw, _threaded(stated, raw), strict=True))
     vocab_size = vocab_size or max((one.vocab_size for one in said.values()), default=0)
     vocab_size = vocab_size or int(where.model_facts.get("vocab_size", 0))
@@ -194,14 +195,14 @@ def _paths(where: Where) -> list[Path]:
     if not where.dir:
         raise ConfigError("--data.name tokens needs a folder of token files in --data.dir.", hint)
     root = Path(where.dir)
-    if root.is_file() and root.suffix in SUFFIXES:
+    if root.is_file() and ends_with(root.name, SUFFIXES):
         return [root]
     if not root.is_dir():
         raise ConfigError(f"{where} is neither a folder nor a .bin or .npy file.", hint)
     paths = []
     with os.scandir(root) as entries:
         for one in entries:
-            if one.name.endswith(SUFFIXES) and not one.name.startswith("."):
+            if ends_with(one.name, SUFFIXES) and not one.name.startswith("."):
                 if one.is_symlink() and not Path(one.path).exists():
                     raise broken_link(Path(one.path))
                 if not one.is_dir():

@@ -132,6 +132,8 @@ def test_an_old_checkpoint_with_a_file_in_use_is_left_and_named_once(
     assert said.count("could not be deleted") == 1
     again = subprocess.run(
         [sys.executable, "-m", "fsdp.checkpoint", str(checkpoints), "prune", "--keep-last", "1"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert (again.returncode, again.stdout) == (0, f"deleted {left}\n"), again.stderr

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import discovery, export
+from fsdp.checkpoint import checkpointer, discovery, export
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.object_store import ObjectStore
 from tests.checkpoint.small import Run, build
@@ -99,6 +103,37 @@ def test_a_bucket_in_which_nothing_may_be_deleted_trains(
     run.checkpointer.close()
     assert [one.step for one in run.checkpointer.sealed()] == [1]
     assert "Access Denied: a marker of a few bytes stays there" in caplog.text
+
+
+def test_a_save_that_waits_for_the_one_before_names_its_store_and_its_age(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that does not answer is asked again for two minutes, and training waits at its next save."""
+    answers, write = threading.Event(), ObjectStore.write
+
+    def stalled(self: ObjectStore, folder: str, file: str, buffers: Any) -> None:
+        assert answers.wait(60)
+        write(self, folder, file, buffers)
+
+    def told(record: logging.LogRecord) -> bool:
+        if "training waits" in record.getMessage():
+            answers.set()
+        return True
+
+    monkeypatch.setattr(checkpointer, "TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr(ObjectStore, "write", stalled)
+    caplog.handler.addFilter(told)
+    run = a_run(tmp_path)
+    run.checkpointer.restore(run.state)
+    run.step()
+    run.save()
+    run.step()  # does not wait
+    assert not answers.is_set()
+    run.save()
+    run.checkpointer.close()
+    [line] = [line for line in caplog.messages if f"save of step 1 to {URL}" in line]
+    assert re.fullmatch(rf"training waits for the save of step 1 to {URL}, begun \d+ s ago", line)
+    assert [one.step for one in run.checkpointer.sealed()] == [1, 2]
 
 
 def test_a_rank_that_may_not_read_the_store_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,6 +241,23 @@ def test_each_way_that_tokens_are_written(tmp_path: Path, kind: str) -> None:
     assert {**data.info.facts, "fingerprint": ""} == {"vocab_size": 90, "seq_len": 8, "fingerprint": ""}
 
 
+@pytest.mark.parametrize("name", ["T.BIN", "T.Npy"])
+@pytest.mark.parametrize("whole_folder", [True, False])
+def test_suffixes_in_upper_case_are_those_of_token_files(
+    name: str, whole_folder: bool, tmp_path: Path
+) -> None:
+    """As some copies have them. They were text with zero bytes, which the HINT would have deleted."""
+    row = numbers().astype(np.uint16)
+    with (tmp_path / name).open("wb") as file:
+        if name.endswith("BIN"):
+            row.tofile(file)
+        else:
+            np.save(file, row)
+    place = str(tmp_path if whole_folder else tmp_path / name)
+    found = build_dataset(DataSection(name=place, seq_len=8, args={"vocab_size": 1000}))
+    assert np.array_equal(found.train.batch(np.array([1]))["inputs"][0].numpy(), row[8:16])
+
+
 def test_held_out_files_without_a_sample_are_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
