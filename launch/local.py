@@ -87,10 +87,17 @@ def _dry_run(config: Config, ranks: int) -> int:
 
 
 def _fork() -> int:
-    """Since 3.12 Python warns of threads at a fork: OpenBLAS, which numpy loads, ends its own before."""
+    """Since 3.12 Python warns of threads at a fork: OpenBLAS, which numpy loads, ends its own before.
+
+    A Ctrl-C meanwhile is delivered afterwards: Python ignores errors of what modules have it call at a fork.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            return os.fork()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _check_lock(run: RunDir) -> None:

@@ -11,6 +11,7 @@ another holder in it and stops writing. Only O_EXCL, link and rename are used, w
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -43,6 +44,8 @@ atomic_write.py has not renamed to one of the run directory's files.
 """
 OLD_S = 3600.0
 """A start uses such a file for seconds: one this old belongs to none that lives."""
+REMOVAL_S = 5.0
+"""A process removes a dead lock within milliseconds, unless it was stopped or killed meanwhile."""
 TWO_RUNS = "squeue or ps shows both runs: end one of them"
 RELEASED: set[str] = set()
 """Tokens of this process's locks that are released while their files remain."""
@@ -384,14 +387,39 @@ def _changes(file: Path, data: bytes, stale_s: float) -> bool:
 def _remove(run_dir: Path, data: bytes) -> None:
     """Remove this dead lock and no other.
 
-    Of two processes that remove it at once, the slower may rename a new holder's file; it then restores it.
+    Of several processes one makes its second name and removes it. Where there are no hard links, or that
+    process was killed meanwhile, a slower one may rename a new holder's file; it then restores it.
     """
+    file, first = run_dir / FILE, data.partition(b"\n")[0]
+    second = run_dir / f".{FILE}-dead-{hashlib.sha256(first).hexdigest()[:16]}"
+    try:
+        second.hardlink_to(file)
+    except FileExistsError:
+        if _vanishes(second):
+            return
+    except OSError:  # no hard links here, or the lock is gone
+        if not file.is_symlink() and not file.exists():
+            return
     aside = run_dir / f".{FILE}-dead-{secrets.token_hex(8)}"
     try:
-        rename(run_dir / FILE, aside)
+        if not file.is_symlink() and read_lock_file(file).partition(b"\n")[0] != first:
+            return
+        rename(file, aside)
+        # No lock is a link: this one is not another holder's.
+        if not aside.is_symlink() and read_lock_file(aside).partition(b"\n")[0] != first:
+            _create(aside, file)
     except FileNotFoundError:
         return
-    # No lock is a link: this one is not another holder's.
-    if not aside.is_symlink() and read_lock_file(aside).partition(b"\n")[0] != data.partition(b"\n")[0]:
-        _create(aside, run_dir / FILE)
-    aside.unlink(missing_ok=True)
+    finally:
+        aside.unlink(missing_ok=True)
+        second.unlink(missing_ok=True)
+
+
+def _vanishes(file: Path) -> bool:
+    """Whether the process that removes the lock has ended with it, within REMOVAL_S."""
+    deadline = time.monotonic() + REMOVAL_S
+    while file.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True

@@ -310,16 +310,19 @@ def look(run):
     time.sleep(60)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
+if sys.argv.pop(1) == "during the fork":
+    os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
 local.warm_up, local._check_lock = lambda *_, **__: None, look
 sys.exit(local.main(sys.argv[1:]))
 """
 
 
-def test_ctrl_c_while_the_lock_in_a_store_is_looked_at_is_one_line() -> None:
-    """In a fork, which receives the terminal's signal too."""
+@pytest.mark.parametrize("moment", ["while it looks", "during the fork"])
+def test_ctrl_c_while_the_lock_in_a_store_is_looked_at_is_one_line(moment: str) -> None:
+    """In a fork, which receives the terminal's signal too. Python ignores errors of what runs at a fork."""
     words = ["--run.dir", "s3://bucket/run", "--run.device", "cpu", *SMALL]
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, *words],
+        [sys.executable, "-c", INTERRUPTED, moment, *words],
         cwd=ROOT,
         text=True,
         capture_output=True,

@@ -182,6 +182,14 @@ def test_an_empty_lock_file_is_watched_and_replaced(tmp_path: Path) -> None:
 
 
 def try_once(run_dir: str, start: object, results: object) -> None:
+    real = lock.rename
+
+    def slow(source: Path, target: Path) -> None:
+        time.sleep(0.02)  # each place where another may come between
+        real(source, target)
+        time.sleep(0.02)
+
+    lock.rename = slow
     start.wait()  # type: ignore[attr-defined]
     try:
         held = FolderLock.acquire(Path(run_dir), "race")
