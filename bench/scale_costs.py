@@ -73,7 +73,7 @@ def plan_command(preset: str, ranks: int) -> tuple[str, ...]:
     """Plans the given flags alone."""
     flags = (
         f"-m fsdp.plan --model.name transformer --model.preset {preset} --plan.gpus {ranks} --plan.gpu h100 "
-        f"--plan.fix true --data.seq_len 2048 --train.global_batch {ranks} --mesh.strategy fsdp "
+        f"--plan.fix true --data.seq_len 1024 --train.global_batch {ranks} --mesh.strategy fsdp "
         "--memory.activation_checkpointing full"
     )
     return tuple(flags.split())
