@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -52,13 +52,21 @@ class Stated:
     vocab_size: int = 0
 
 
-def stated(path: Path) -> Stated:
-    """Reads the first source that exists. An unreadable or malformed sidecar raises ConfigError."""
-    for sidecar in (path.with_name(path.name + ".json"), path.with_name(FOLDERS_OWN)):
-        if sidecar.is_file():
-            # A count belongs to one file.
-            return _of_sidecar(sidecar, counted=sidecar.name != FOLDERS_OWN)
-    return _of_header(path) or _of_index(path.with_suffix(".idx")) or Stated()
+def stated(path: Path, by_folder: Callable[[Path], Stated | None]) -> Stated:
+    """Reads the first source that exists. An unreadable or malformed sidecar raises ConfigError.
+
+    `by_folder` is `stated_by_folder`, or a cache of it.
+    """
+    sidecar = path.with_name(path.name + ".json")
+    if sidecar.is_file():
+        return _of_sidecar(sidecar, counted=True)
+    return by_folder(path.parent) or _of_header(path) or _of_index(path.with_suffix(".idx")) or Stated()
+
+
+def stated_by_folder(folder: Path) -> Stated | None:
+    """The sidecar for every file of the folder, or None. A count in it belongs to no file."""
+    sidecar = folder / FOLDERS_OWN
+    return _of_sidecar(sidecar, counted=False) if sidecar.is_file() else None
 
 
 def _of_sidecar(sidecar: Path, *, counted: bool) -> Stated:

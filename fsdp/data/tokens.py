@@ -13,9 +13,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -23,9 +21,20 @@ from torch import Tensor
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.data.arguments import Where, check_range
 from fsdp.data.text import shifted
+from fsdp.data.threaded import threaded
 from fsdp.data.token_index import MANY, PARTS, TokenFile, TokenFiles, ends_of, indexed
 from fsdp.data.token_reader import TokenReader
-from fsdp.data.token_width import LOOKED_AT, Dtype, Stated, dtype_of, ends, fits_as, stated, wider
+from fsdp.data.token_width import (
+    LOOKED_AT,
+    Dtype,
+    Stated,
+    dtype_of,
+    ends,
+    fits_as,
+    stated,
+    stated_by_folder,
+    wider,
+)
 from fsdp.data.types import DataInfo, DataSet
 from fsdp.tokenize.file_names import broken_link, shell_word, shown
 from fsdp.tokenize.sources import ends_with
@@ -33,12 +42,9 @@ from fsdp.tokenize.split_names import is_other, shell_patterns
 
 log = logging.getLogger(__name__)
 OPEN_AT_ONCE = 128  # each open file holds a descriptor, and 1024 is a common limit
-EXAMINED_AT_ONCE = 16
 IN_FINGERPRINT = 4096
 """Tokens at each end of a file."""
 SUFFIXES = (".bin", ".npy")
-One = TypeVar("One")
-Made = TypeVar("Made")
 
 
 def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: float = 0.01) -> DataSet:
@@ -75,16 +81,15 @@ def _files(
         }
 
     if len(paths) < MANY:
-        files, vocab_size = _examined(paths, where, dtype, vocab_size)
+        files, vocab_size, fingerprint = _examined(paths, where, dtype, vocab_size)
         found = parts(files)
-        return found["train"], found["val"], vocab_size, _fingerprint(found["train"])
+        return found["train"], found["val"], vocab_size, fingerprint
 
     def examine(aside: Path) -> dict[str, Sequence[TokenFile]]:
-        files, size = _examined(paths, where, dtype, vocab_size)
-        found = parts(files)
+        files, size, fingerprint = _examined(paths, where, dtype, vocab_size)
         (aside / "vocab_size").write_text(str(size))
-        (aside / "fingerprint").write_text(_fingerprint(found["train"]))
-        return {**found}
+        (aside / "fingerprint").write_text(fingerprint)
+        return {**parts(files)}
 
     root, model = paths[0].parent, int(where.model_facts.get("vocab_size", 0))
     key = {"of": "tokens 2", "dtype": dtype, "vocab_size": vocab_size, "model": model}
@@ -93,53 +98,66 @@ def _files(
     return train, val, int((index / "vocab_size").read_text()), (index / "fingerprint").read_text()
 
 
-def _fingerprint(files: Sequence[TokenFile]) -> str:
-    """Of the files' names and sizes, and of the tokens at both ends."""
-    whole = hashlib.sha256()
-    for file, ends_of_file in zip(files, _threaded(_both_ends, files), strict=True):
-        whole.update(f"{file.path.name} {file.tokens} {file.dtype.str}\n".encode("utf-8", "surrogateescape"))
-        whole.update(ends_of_file)
-    return whole.hexdigest()[:16]
+def _examined(
+    paths: list[Path], where: Where, dtype: Dtype, vocab_size: int
+) -> tuple[list[TokenFile], int, str]:
+    """The files that hold tokens, the size of the vocabulary, and the fingerprint of those to train on: their
+    names and sizes, and the tokens at both ends.
 
-
-def _both_ends(file: TokenFile) -> bytes:
-    tokens = file.open()
-    return tokens[:IN_FINGERPRINT].tobytes() + tokens[-IN_FINGERPRINT:].tobytes()
-
-
-def _examined(paths: list[Path], where: Where, dtype: Dtype, vocab_size: int) -> tuple[list[TokenFile], int]:
-    """Opens each file, and reads both ends of it, several files at a time. Of several wrong ones the first is
-    named.
+    Of several wrong files the first is named.
     """
-    masked = next((path for path in paths if path.with_suffix(".loss").is_file()), None)
-    if masked is not None:
-        raise ConfigError(
-            f"{masked.with_suffix('.loss')} masks targets, which tokens does not read.",
-            f"--data.name {masked.parent}",
-        )
-    raw = [path for path in paths if ends_with(path.name, (".bin",))]
-    said = dict(zip(raw, _threaded(stated, raw), strict=True))
-    vocab_size = vocab_size or max((one.vocab_size for one in said.values()), default=0)
+    _refuse_masks(paths)
+    said = _stated(paths)
+    vocab_size = vocab_size or max((one.vocab_size for one in said if one), default=0)
     vocab_size = vocab_size or int(where.model_facts.get("vocab_size", 0))
     if vocab_size < 1:
         raise ConfigError(
             "the token files do not give the size of their vocabulary.", "--data.args.vocab_size 50257"
         )
 
-    def examine(path: Path) -> TokenFile:
-        file = _raw(path, said[path], dtype, vocab_size) if path in said else _npy(path)
-        if file.tokens:
-            _check_width(file)
-            _check_vocabulary(file, vocab_size)
-        return file
+    def examine(place: int) -> tuple[TokenFile, bytes]:
+        of_file = said[place]
+        file = _raw(paths[place], of_file, dtype, vocab_size) if of_file else _npy(paths[place])
+        return file, _checked_ends(file, vocab_size) if file.tokens else b""
 
-    return [file for file in _threaded(examine, paths) if file.tokens], vocab_size
+    files, whole = [], hashlib.sha256()
+    for file, both_ends in threaded(examine, range(len(paths))):
+        if not file.tokens:
+            continue
+        files.append(file)
+        if not _held_out(file.path, where):
+            line = f"{file.path.name} {file.tokens} {file.dtype.str}\n"
+            whole.update(line.encode("utf-8", "surrogateescape"))
+            whole.update(both_ends)
+    return files, vocab_size, whole.hexdigest()[:16]
 
 
-def _threaded(call: Callable[[One], Made], items: Sequence[One]) -> list[Made]:
-    """The results in the order of the items. Reading waits for the file system, and numpy for no lock."""
-    with ThreadPoolExecutor(EXAMINED_AT_ONCE) as pool:
-        return list(pool.map(call, items))
+def _refuse_masks(paths: list[Path]) -> None:
+    masked = next((path for path in paths if path.with_suffix(".loss").is_file()), None)
+    if masked is not None:
+        raise ConfigError(
+            f"{masked.with_suffix('.loss')} masks targets, which tokens does not read.",
+            f"--data.name {masked.parent}",
+        )
+
+
+def _stated(paths: list[Path]) -> list[Stated | None]:
+    """What is known of each raw file's tokens; None of a .npy file. Equal ones are one object."""
+    seen: dict[Stated, Stated] = {}
+    by_folder = functools.cache(stated_by_folder)
+
+    def of_file(path: Path) -> Stated | None:
+        return stated(path, by_folder) if ends_with(path.name, (".bin",)) else None
+
+    return [one and seen.setdefault(one, one) for one in threaded(of_file, paths)]
+
+
+def _checked_ends(file: TokenFile, vocab_size: int) -> bytes:
+    """Both ends of the file, as the fingerprint has them. Raises ConfigError if they are not its tokens."""
+    tokens = file.open()
+    _check_width(file, tokens)
+    _check_vocabulary(file, tokens, vocab_size)
+    return tokens[:IN_FINGERPRINT].tobytes() + tokens[-IN_FINGERPRINT:].tobytes()
 
 
 def _held_out(path: Path, where: Where) -> bool:
@@ -239,9 +257,9 @@ def _npy(path: Path) -> TokenFile:
     return TokenFile(path, mapped.dtype, mapped.offset, len(mapped))
 
 
-def _check_width(file: TokenFile) -> None:
+def _check_width(file: TokenFile, tokens: np.ndarray) -> None:
     """Raises ConfigError if the width is guessed and the tokens look wider than they are read."""
-    if file.guessed and (found := wider(file.open())):
+    if file.guessed and (found := wider(tokens)):
         own = f"""echo '{{"dtype": "{file.dtype.name}"}}' > {file.path}.json"""
         raise ConfigError(
             f"{file.path} is read as {file.dtype.name} and looks like {found}: each token is followed by "
@@ -251,9 +269,9 @@ def _check_width(file: TokenFile) -> None:
         )
 
 
-def _check_vocabulary(file: TokenFile, vocab_size: int) -> None:
-    """Checks both ends of each file; every batch is checked when it is read."""
-    for start, part in ends(file.open()):
+def _check_vocabulary(file: TokenFile, tokens: np.ndarray, vocab_size: int) -> None:
+    """Checks both ends; every batch is checked when it is read."""
+    for start, part in ends(tokens):
         if int(part.max()) >= vocab_size or int(part.min()) < 0:
             place = int(np.flatnonzero((part >= vocab_size) | (part < 0))[0])
             raise ConfigError(*_beyond(file, start + place, int(part[place]), vocab_size))
