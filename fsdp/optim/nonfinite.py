@@ -36,7 +36,7 @@ class _PendingStep:
     """
 
     step: int
-    loss: Tensor
+    loss: Tensor | None
     norm: Tensor
     finite: Tensor
     holders: list[nn.Parameter]
@@ -46,7 +46,7 @@ class _PendingStep:
 
 class Verdicts:
     """Verdicts on steps. Loss and norm are sums over all ranks, so every rank has the same verdict at the
-    same step.
+    same step. In a loop of one's own the loss is not known.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class Verdicts:
         # fp16's scale is on the host, which must read an overflow before the next step.
         self.device_decides = scaler is None and whole_update and _reads_verdicts(optimizer, root)
 
-    def may_update(self, step: int, loss: Tensor, norm: Tensor) -> bool:
+    def may_update(self, step: int, loss: Tensor | None, norm: Tensor) -> bool:
         """Whether to call the optimizer. Always true where the device decides: its kernel skips updates."""
-        finite = torch.isfinite(norm) & torch.isfinite(loss)
+        finite = torch.isfinite(norm) if loss is None else torch.isfinite(norm) & torch.isfinite(loss)
         if self.device_decides:
             self._pending.append(
                 _PendingStep(step, loss, norm, finite, *self._gradients.parts(), self.own_loss)
@@ -103,24 +103,22 @@ class Verdicts:
             self._scaler.good()
 
     def _bad(
-        self, step: int, loss: Tensor, norm: Tensor, own: Tensor, where: Callable[[], str | None]
+        self, step: int, loss: Tensor | None, norm: Tensor, own: Tensor, where: Callable[[], str | None]
     ) -> None:
         """Logs a skipped update, or raises."""
         self._skipped += 1
         overflow = self._scaler is not None and self._scaler.overflow()
         skips = self._section.nonfinite == "skip" and self._skipped <= self._section.max_skipped
         if not overflow and not skips:
-            raise self._error(step, float(loss), float(norm), bool(own.isfinite()), where())
-        log.warning(
-            "step %d: loss %s, gradient norm %s: the update is skipped", step, float(loss), float(norm)
-        )
+            raise self._error(step, _said(loss, norm), bool(own.isfinite()), where())
+        log.warning("step %d: %s: the update is skipped", step, _said(loss, norm))
 
     def _where(self, pending: _PendingStep) -> str | None:
         names = {parameter: name for name, parameter in self._root.named_parameters()}
         wrong = (~pending.norms.isfinite()).nonzero().flatten().tolist()
         return min((names[pending.holders[at]] for at in wrong), key=list(names.values()).index, default=None)
 
-    def _error(self, step: int, loss: float, norm: float, own: bool, where: str | None) -> TrainingError:
+    def _error(self, step: int, numbers: str, own: bool, where: str | None) -> TrainingError:
         gathered = collectives.all_gather_objects((where, own))
         ranks = [(rank, name) for rank, (name, _) in enumerate(gathered) if name]
         losses = [rank for rank, (_, finite) in enumerate(gathered) if not finite]
@@ -128,10 +126,14 @@ class Verdicts:
         again = f" {self._skipped} times in a row" if self._skipped > 1 else ""
         place += f", from the loss of {named_ranks(losses)}" if losses else ""
         return NotFiniteError(
-            f"step {step}: loss {loss}, gradient norm {norm}{place}: not finite{again}.",
+            f"step {step}: {numbers}{place}: not finite{again}.",
             "--optim.lr lower, --train.clip_grad_norm 1, or --train.nonfinite skip to skip such updates",
             ranks=tuple(losses or (rank for rank, _ in ranks)),
         )
+
+
+def _said(loss: Tensor | None, norm: Tensor) -> str:
+    return ("" if loss is None else f"loss {float(loss)}, ") + f"gradient norm {float(norm)}"
 
 
 def _reads_verdicts(optimizer: torch.optim.Optimizer, root: nn.Module) -> bool:

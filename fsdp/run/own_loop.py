@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 
 import torch
 from torch import Tensor, nn
 
-from fsdp.base.errors import ConfigError
+from fsdp.base.errors import CheckpointError, ConfigError, NotFiniteError
 from fsdp.base.phases import Phases
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.full_state import open_full_state
@@ -38,6 +38,7 @@ from fsdp.dist.process_group import process_group
 from fsdp.models import ModelSpec
 from fsdp.models.trainable import freeze
 from fsdp.optim.custom_optimizer import StateCheck, check_step
+from fsdp.optim.nonfinite import Verdicts
 from fsdp.optim.train_state import TrainState
 from fsdp.parallel.attention import attention_kernel, check_attention
 from fsdp.parallel.ddp import replicate
@@ -159,6 +160,9 @@ class Training:
         self._config, self._env, self._model = config, env, model
         self._state = TrainState(model=model.root, optimizer=optimizer)
         self._gradients, self._update = gradients_of(model), Whole(optimizer)
+        self._verdicts = Verdicts(
+            config.train, self._gradients, optimizer, model.root, scaler=None, whole_update=True
+        )
         self._states = StateCheck(f"the optimizer {type(optimizer).__name__}", optimizer, model.root)
         self._phases, self._stack = Phases(), ExitStack()
         self._metrics: dict[str, float] = {}
@@ -201,7 +205,10 @@ class Training:
             yield self.step + 1
 
     def update(self) -> Tensor:
-        """Clips the gradients, updates the parameters and clears the gradients; returns the norm."""
+        """Clips the gradients, updates the parameters and clears the gradients; returns the norm.
+
+        A norm that is not finite ends the run, or the update is skipped: `config.train.nonfinite`.
+        """
         if not self._model.reduced:
             raise ConfigError(
                 "update() without a micro_batch(last=True) before it: gradients are not averaged over the "
@@ -212,19 +219,24 @@ class Training:
         self._phases.enter("reduce")
         check_trained(self._model, self._gradients)
         norm = self._gradients.norm()
+        if self._verdicts.may_update(self.step + 1, None, norm):
+            self._apply_update(norm)
+        self._state.optimizer.zero_grad(set_to_none=True)
+        self._state.step += 1
+        return norm
+
+    def _apply_update(self, norm: Tensor) -> None:
         if self._config.train.clip_grad_norm:
             self._gradients.clip(self._config.train.clip_grad_norm, norm)
         self._phases.enter("optimizer")
         self._checkpointer.before_update()
         self._update.step()
-        self._state.optimizer.zero_grad(set_to_none=True)
         self._states.after_update()
-        self._state.step += 1
-        return norm
 
     def record(self, **metrics: Tensor | float) -> None:
         """Writes the means over ranks to RUN/metrics.jsonl, logs them, and saves where a save is due."""
         self._phases.enter("record")
+        self._verdicts.settle()
         values = [float(value.detach() if isinstance(value, Tensor) else value) for value in metrics.values()]
         means = [total / self._env.world_size for total in sum_over_ranks(*values)]
         self._metrics = dict(zip(metrics, means, strict=True))
@@ -240,6 +252,7 @@ class Training:
     def save(self, reason: str, *, wait: bool = False) -> None:
         """Starts a save of this step, written beside the next ones; with `wait`, written when it returns."""
         self._phases.enter("save")
+        self._verdicts.settle()
         self._states.check()
         self._checkpointer.save(self._state, metrics=self._metrics, reason=reason, wait=wait)
         self._saved = self.step
@@ -248,7 +261,11 @@ class Training:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._stack.__exit__(kind, error, trace)
+            try:
+                if isinstance(error, NotFiniteError):  # on every rank at the same step
+                    self._end_save_in_flight()
+            finally:
+                self._stack.__exit__(kind, error, trace)
             return
         with self._stack:
             if self._saved != self.step:
@@ -256,6 +273,12 @@ class Training:
             self._phases.enter("end")
             self._checkpointer.close()
             self._record_sealed()
+
+    def _end_save_in_flight(self) -> None:
+        self._phases.enter("end")
+        with suppress(CheckpointError):  # logged as it was found
+            self._checkpointer.close()
+        self._record_sealed()
 
     def _truncate_records(self) -> None:
         history.truncate_metrics(self._run, self.step)

@@ -5,6 +5,7 @@ loop.py builds its parts and restores the checkpoint; step.py holds the training
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdp.base.errors import RefusedError
+from fsdp.base.errors import CheckpointError, NotFiniteError, RefusedError
 from fsdp.base.phases import Ending, Phases, StopReason
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.lock import Locks
@@ -177,7 +178,20 @@ class TrainingLoop:
         )
 
     def run_to_end(self) -> Outcome:
-        return self._evaluate_only() if self.config.train.evaluate_only else self._train_to_end()
+        try:
+            return self._evaluate_only() if self.config.train.evaluate_only else self._train_to_end()
+        except NotFiniteError:
+            self._end_save_in_flight()
+            raise
+
+    def _end_save_in_flight(self) -> None:
+        """Seals a save of an earlier step. Only after an error that every rank has at the same step: after
+        another, ranks may be gone.
+        """
+        self.phases.enter("end")
+        with contextlib.suppress(CheckpointError):  # logged as it was found
+            self.checkpointer.close()
+        self._record_sealed()
 
     def _evaluate_only(self) -> Outcome:
         self._inspect_loss(at=0, resumed=False)

@@ -368,6 +368,7 @@ def test_simulated_data_take_little_room_and_are_data(form: str, size: int, tmp_
 
 
 @pytest.mark.needs("transformers")
+@pytest.mark.long
 def test_our_command_tokenizes_the_corpus_in_rounds(tmp_path: Path) -> None:
     seen = data_tokenize.speeds(["ours"], tmp_path, rounds=1, mib=1, workers=1)
     assert min(seen["ours"]) > 0

@@ -368,6 +368,7 @@ def battery(tmp_path: Path, only: str = "") -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_parts_on_a_cpu(tmp_path: Path) -> None:
     rows = battery(tmp_path, "ranks,nonfinite")
     assert rows["ranks"][0] == "not possible here"

@@ -116,6 +116,7 @@ def save_wide(env: object, place: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_old_checkpoint_with_a_file_in_use_is_left_and_named_once(
     checkpoints: Path, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
 import pickle
 import signal
@@ -25,6 +26,7 @@ import shardrun
 from fsdp.base import proc
 from fsdp.base.errors import ConfigError, NotFiniteError
 from fsdp.dist.env import DistEnv
+from fsdp.optim import nonfinite
 from fsdp.watch.rank import Watch
 from tests.launch.test_local import ROOT
 from tests.support.processes import eventually
@@ -192,6 +194,50 @@ def test_a_loop_of_ones_own_is_that_of_the_unsharded_module(tmp_path: Path) -> N
     expected = plain_loop(start, 1, 6)
     for name, tensor in whole.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-12)
+
+
+def loop_with_a_bad_step(env: DistEnv, folder: str, on_device: bool, *words: str) -> tuple[str, bool, int]:
+    """A row of rank 1 is infinite in step 3: the error, whether the parameters are finite, the steps done."""
+    with pytest.MonkeyPatch.context() as patch:
+        if on_device:
+            patch.setattr(nonfinite, "DEVICES_THAT_SKIP", ("cuda", "cpu"))
+        config = shardrun.load_config([*SHORT, *words], run__dir=folder)
+        model = shardrun.shard(build, config, env)
+        optimizer = torch.optim.AdamW(model.root.parameters(), fused=True)
+        said = ""
+        try:
+            with shardrun.Training(config, env, model, optimizer) as training:
+                for step in training.steps(6):
+                    rows = rows_of(step).float()[env.rank :: env.world_size]
+                    if (step, env.rank) == (3, 1):
+                        rows[0] = math.inf
+                    with model.micro_batch(last=True):
+                        model.called(rows).square().mean().backward()
+                    training.update()
+                    if step % 2 == 0:
+                        training.save("a check")
+        except shardrun.ShardrunError as error:
+            said = str(error)
+    finite = all(bool(cast(DTensor, p).to_local().isfinite().all()) for p in model.root.parameters())
+    return said, finite, training.step
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_loop_of_ones_own_ends_at_a_gradient_that_is_not_finite(on_device: bool, tmp_path: Path) -> None:
+    """Before, it trained on and saved NaN."""
+    for said, finite, done in run_world(2, loop_with_a_bad_step, str(tmp_path), on_device):
+        assert said.startswith("step 3: gradient norm nan, first in 0.weight on rank")
+        assert "--train.nonfinite skip" in said
+        # The device's verdict is read at a save.
+        assert (finite, done) == (True, 4 if on_device else 2)
+    assert [folder.name for folder in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_loop_of_ones_own_skips_it_if_asked(on_device: bool, tmp_path: Path) -> None:
+    asked = ("--train.nonfinite", "skip")
+    ended = run_world(2, loop_with_a_bad_step, str(tmp_path), on_device, *asked)
+    assert ended == [("", True, 6)] * 2
 
 
 def phases_of_a_loop(env: DistEnv, folder: str) -> list[tuple[str, int]]:

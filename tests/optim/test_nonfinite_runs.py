@@ -4,8 +4,11 @@ with a bound.
 
 from __future__ import annotations
 
+import json
 import math
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +16,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp import config as configuration
-from fsdp.base.errors import TrainingError
+from fsdp.base.errors import NotFiniteError, TrainingError
+from fsdp.checkpoint.local_store import LocalStore
 from fsdp.data import Cursor
 from fsdp.dist.env import DistEnv
 from fsdp.optim.gradients import Gradients
+from fsdp.optim.nonfinite import Verdicts
 from fsdp.run.loop import train
 from tests.support.marks import quick_are
 from tests.support.runs import failures, flags, run
@@ -72,6 +77,39 @@ def weights_after_failure(env: DistEnv, words: list[str]) -> tuple[list[Tensor],
 def test_the_parameters_are_those_before_the_bad_step(tmp_path: Path) -> None:
     for before, after in run_world(2, weights_after_failure, ["--run.dir", str(tmp_path), *flags(SPOILT)]):
         assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(before, after, strict=True))
+
+
+def save_that_ends_after_the_error(env: DistEnv, words: list[str]) -> str:
+    """The save of the step before the bad one is sealed when the error has been raised."""
+    raised, seal, error = threading.Event(), LocalStore.seal, Verdicts._error
+
+    def late(self: LocalStore, staged: str, final: str) -> None:
+        assert raised.wait(60)
+        seal(self, staged, final)
+
+    def seen(self: Verdicts, *about: Any) -> TrainingError:
+        raised.set()
+        return error(self, *about)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStore, "seal", late)
+        patch.setattr(Verdicts, "_error", seen)
+        with pytest.raises(NotFiniteError) as caught:
+            train(configuration.load(words), env)
+    return str(caught.value)
+
+
+def test_the_save_in_flight_is_sealed(tmp_path: Path) -> None:
+    """Before, it was given up with the run: of a large model, a save of minutes."""
+    bad = step_of(7)
+    every = f"--checkpoint.every_steps {bad - 1}"
+    for said in run_world(
+        2, save_that_ends_after_the_error, ["--run.dir", str(tmp_path), *flags(SPOILT, every)]
+    ):
+        assert said.startswith(f"step {bad}: loss nan")
+    assert [one.name for one in (tmp_path / "checkpoints").iterdir()] == [f"step-{bad - 1:08}"]
+    [record] = [json.loads(line) for line in (tmp_path / "saves.jsonl").read_text().splitlines()]
+    assert record["step"] == bad - 1
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, ""), (2, DDP)])

@@ -229,7 +229,11 @@ def test_no_note_if_all_is_counted() -> None:
 
 @pytest.mark.parametrize(
     ("model", "scratch"),
-    [("Recurrent", "recurrent layers"), ("Convolved", "convolutions"), ("Words", "")],
+    quick_are(
+        [("Convolved", "convolutions"), ("Words", "")],
+        [("Recurrent", "recurrent layers"), ("Convolved", "convolutions"), ("Words", "")],
+        [],
+    ),
 )
 def test_kernels_with_memory_of_their_own_have_a_wider_margin(model: str, scratch: str) -> None:
     own = ("--model.name", f"tests.plan.own:{model}", "--data.args.vocab_size", "96")

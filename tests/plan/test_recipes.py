@@ -19,7 +19,11 @@ ROW = re.compile(
 )
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(one, marks=[pytest.mark.long] if one.stem == "llama-8b" else []) for one in RECIPES],
+    ids=lambda path: path.stem,
+)
 def test_a_recipe_fits_its_hardware_as_its_comment_says(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ some 0.25 MiB short for each CPU that it ran on (0.05 to 0.63 MiB seen on 2 and 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's blocks are of x86-64")
 def test_the_rule_is_what_the_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**RETURNS_FREED_MEMORY, "OMP_NUM_THREADS": "1"}.items():

@@ -61,7 +61,8 @@ def test_a_soak_that_has_not_ended_says_how_far_it_came(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_torture_that_is_ended_counts_what_it_has_checked(number: signal.Signals, tmp_path: Path) -> None:
     file, place = tmp_path / "torture.json", tmp_path / "place"
     place.mkdir()
