@@ -31,7 +31,7 @@ STALL_S_A_GB = 0.016
 """Seconds that a save stops a step, for each GB of a rank's state: bench/results/save.json. A test
 compares both with their results.
 """
-START_S = 3.1
+START_S = 2.9
 """Seconds from the command to the first step, with a warm disk: bench/results/start.json."""
 
 

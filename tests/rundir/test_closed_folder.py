@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.marks import quick_are
 from tests.support.runs import QUIET
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +54,9 @@ def test_a_report_of_a_run_below_a_closed_folder_is_refused_in_one_line(closed: 
     )
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "history.jsonl", "saves.jsonl", "watch"])
+@pytest.mark.parametrize(
+    "name", quick_are(["watch"], ["watch", "metrics.jsonl", "history.jsonl", "saves.jsonl"], [])
+)
 def test_a_part_of_a_run_that_may_not_be_read_is_a_note_in_the_report(name: str, tmp_path: Path) -> None:
     """As a colleague's run has it, or root's on a file server. It was a traceback."""
     for file in ("metrics.jsonl", "history.jsonl", "saves.jsonl"):
