@@ -110,7 +110,8 @@ class Verdicts:
         overflow = self._scaler is not None and self._scaler.overflow()
         skips = self._section.nonfinite == "skip" and self._skipped <= self._section.max_skipped
         if not overflow and not skips:
-            raise self._error(step, _said(loss, norm), bool(own.isfinite()), where())
+            lower = "a lower rate of the optimizer" if loss is None else "--optim.lr lower"
+            raise self._error(step, _said(loss, norm), bool(own.isfinite()), where(), lower)
         log.warning("step %d: %s: the update is skipped", step, _said(loss, norm))
 
     def _where(self, pending: _PendingStep) -> str | None:
@@ -118,7 +119,7 @@ class Verdicts:
         wrong = (~pending.norms.isfinite()).nonzero().flatten().tolist()
         return min((names[pending.holders[at]] for at in wrong), key=list(names.values()).index, default=None)
 
-    def _error(self, step: int, numbers: str, own: bool, where: str | None) -> TrainingError:
+    def _error(self, step: int, numbers: str, own: bool, where: str | None, lower: str) -> TrainingError:
         gathered = collectives.all_gather_objects((where, own))
         ranks = [(rank, name) for rank, (name, _) in enumerate(gathered) if name]
         losses = [rank for rank, (_, finite) in enumerate(gathered) if not finite]
@@ -127,7 +128,7 @@ class Verdicts:
         place += f", from the loss of {named_ranks(losses)}" if losses else ""
         return NotFiniteError(
             f"step {step}: {numbers}{place}: not finite{again}.",
-            "--optim.lr lower, --train.clip_grad_norm 1, or --train.nonfinite skip to skip such updates",
+            f"{lower}, --train.clip_grad_norm 1, or --train.nonfinite skip to skip such updates",
             ranks=tuple(losses or (rank for rank, _ in ranks)),
         )
 
