@@ -110,8 +110,7 @@ class Verdicts:
         overflow = self._scaler is not None and self._scaler.overflow()
         skips = self._section.nonfinite == "skip" and self._skipped <= self._section.max_skipped
         if not overflow and not skips:
-            lower = "a lower rate of the optimizer" if loss is None else "--optim.lr lower"
-            raise self._error(step, _said(loss, norm), bool(own.isfinite()), where(), lower)
+            raise self._error(step, loss, norm, bool(own.isfinite()), where())
         log.warning("step %d: %s: the update is skipped", step, _said(loss, norm))
 
     def _where(self, pending: _PendingStep) -> str | None:
@@ -119,15 +118,18 @@ class Verdicts:
         wrong = (~pending.norms.isfinite()).nonzero().flatten().tolist()
         return min((names[pending.holders[at]] for at in wrong), key=list(names.values()).index, default=None)
 
-    def _error(self, step: int, numbers: str, own: bool, where: str | None, lower: str) -> TrainingError:
+    def _error(
+        self, step: int, loss: Tensor | None, norm: Tensor, own: bool, where: str | None
+    ) -> TrainingError:
         gathered = collectives.all_gather_objects((where, own))
         ranks = [(rank, name) for rank, (name, _) in enumerate(gathered) if name]
         losses = [rank for rank, (_, finite) in enumerate(gathered) if not finite]
         place = f", first in {ranks[0][1]} on {named_ranks([rank for rank, _ in ranks])}" if ranks else ""
         again = f" {self._skipped} times in a row" if self._skipped > 1 else ""
         place += f", from the loss of {named_ranks(losses)}" if losses else ""
+        lower = "a lower rate of the optimizer" if loss is None else "--optim.lr lower"
         return NotFiniteError(
-            f"step {step}: {numbers}{place}: not finite{again}.",
+            f"step {step}: {_said(loss, norm)}{place}: not finite{again}.",
             f"{lower}, --train.clip_grad_norm 1, or --train.nonfinite skip to skip such updates",
             ranks=tuple(losses or (rank for rank, _ in ranks)),
         )

@@ -56,6 +56,11 @@ from fsdp.watch.rank import Watch
 
 log = logging.getLogger(__name__)
 
+CHECKED_EVERY = 100
+"""Steps after which a device's verdicts on gradients are read where a loop records and saves nothing: reading
+them makes the host wait for the device, and those not yet read take its memory.
+"""
+
 
 @contextmanager
 def process(config: Config) -> Iterator[DistEnv]:
@@ -223,6 +228,8 @@ class Training:
             self._apply_update(norm)
         self._state.optimizer.zero_grad(set_to_none=True)
         self._state.step += 1
+        if self.step % CHECKED_EVERY == 0:
+            self._verdicts.settle()
         return norm
 
     def _apply_update(self, norm: Tensor) -> None:
@@ -276,7 +283,7 @@ class Training:
 
     def _end_save_in_flight(self) -> None:
         self._phases.enter("end")
-        with suppress(CheckpointError):  # logged as it was found
+        with suppress(CheckpointError):  # the log names it
             self._checkpointer.close()
         self._record_sealed()
 

@@ -189,7 +189,7 @@ class TrainingLoop:
         another, ranks may be gone.
         """
         self.phases.enter("end")
-        with contextlib.suppress(CheckpointError):  # logged as it was found
+        with contextlib.suppress(CheckpointError):  # the log names it
             self.checkpointer.close()
         self._record_sealed()
 

@@ -27,6 +27,7 @@ from fsdp.base import proc
 from fsdp.base.errors import ConfigError, NotFiniteError
 from fsdp.dist.env import DistEnv
 from fsdp.optim import nonfinite
+from fsdp.run import own_loop as own_loop_module
 from fsdp.watch.rank import Watch
 from tests.launch.test_local import ROOT
 from tests.support.processes import eventually
@@ -196,11 +197,14 @@ def test_a_loop_of_ones_own_is_that_of_the_unsharded_module(tmp_path: Path) -> N
         torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-12)
 
 
-def loop_with_a_bad_step(env: DistEnv, folder: str, on_device: bool, *words: str) -> tuple[str, bool, int]:
+def loop_with_a_bad_step(
+    env: DistEnv, folder: str, on_device: bool, saves: bool, *words: str
+) -> tuple[str, bool, int]:
     """A row of rank 1 is infinite in step 3: the error, whether the parameters are finite, the steps done."""
     with pytest.MonkeyPatch.context() as patch:
         if on_device:
             patch.setattr(nonfinite, "DEVICES_THAT_SKIP", ("cuda", "cpu"))
+        patch.setattr(own_loop_module, "CHECKED_EVERY", 5)
         config = shardrun.load_config([*SHORT, *words], run__dir=folder)
         model = shardrun.shard(build, config, env)
         optimizer = torch.optim.AdamW(model.root.parameters(), fused=True)
@@ -214,7 +218,7 @@ def loop_with_a_bad_step(env: DistEnv, folder: str, on_device: bool, *words: str
                     with model.micro_batch(last=True):
                         model.called(rows).square().mean().backward()
                     training.update()
-                    if step % 2 == 0:
+                    if saves and step % 2 == 0:
                         training.save("a check")
         except shardrun.ShardrunError as error:
             said = str(error)
@@ -225,7 +229,7 @@ def loop_with_a_bad_step(env: DistEnv, folder: str, on_device: bool, *words: str
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_loop_of_ones_own_ends_at_a_gradient_that_is_not_finite(on_device: bool, tmp_path: Path) -> None:
     """Before, it trained on and saved NaN."""
-    for said, finite, done in run_world(2, loop_with_a_bad_step, str(tmp_path), on_device):
+    for said, finite, done in run_world(2, loop_with_a_bad_step, str(tmp_path), on_device, True):
         assert said.startswith("step 3: gradient norm nan, first in 0.weight on rank")
         assert "HINT: a lower rate of the optimizer, " in said
         assert "or --train.nonfinite skip to skip such updates" in said
@@ -237,8 +241,15 @@ def test_a_loop_of_ones_own_ends_at_a_gradient_that_is_not_finite(on_device: boo
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_loop_of_ones_own_skips_it_if_asked(on_device: bool, tmp_path: Path) -> None:
     asked = ("--train.nonfinite", "skip")
-    ended = run_world(2, loop_with_a_bad_step, str(tmp_path), on_device, *asked)
+    ended = run_world(2, loop_with_a_bad_step, str(tmp_path), on_device, True, *asked)
     assert ended == [("", True, 6)] * 2
+
+
+def test_a_loop_of_ones_own_that_saves_nothing_ends_too(tmp_path: Path) -> None:
+    ended = run_world(2, loop_with_a_bad_step, str(tmp_path), True, False)
+    assert [(said[:26], finite, done) for said, finite, done in ended] == [
+        ("step 3: gradient norm nan,", True, 5)
+    ] * 2
 
 
 def phases_of_a_loop(env: DistEnv, folder: str) -> list[tuple[str, int]]:
