@@ -22,17 +22,13 @@ from fsdp.base.phases import ACTIVITIES
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.object_store import ObjectStore, VersionedObject
 from fsdp.checkpoint.store import Store
-from fsdp.rundir.lock import (
-    FILE,
+from fsdp.rundir.lock import FILE, STALE_S, TWO_RUNS, FolderLock, read_lock_file
+from fsdp.rundir.lock_holder import (
     RELEASED,
-    STALE_S,
-    TWO_RUNS,
-    FolderLock,
     Holder,
     is_alive,
     is_later_start,
     is_valid_holder,
-    read_lock_file,
     this_holder,
     this_place,
 )

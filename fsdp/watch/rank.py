@@ -33,7 +33,7 @@ from fsdp.dist import collectives
 from fsdp.dist.addresses import listen
 from fsdp.dist.env import DistEnv, rendezvous_host
 from fsdp.dist.stop import LAST_ACTS
-from fsdp.rundir.lock import this_place
+from fsdp.rundir.lock_holder import this_place
 from fsdp.watch import status_page
 from fsdp.watch.collective_calls import CollectiveCounter
 from fsdp.watch.cuda_timing import device_clock

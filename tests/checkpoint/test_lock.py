@@ -23,7 +23,8 @@ from fsdp.checkpoint.lock import ObjectLock, hold
 from fsdp.checkpoint.object_store import ObjectStore, VersionedObject
 from fsdp.checkpoint.open_store import open_store
 from fsdp.dist.env import DistEnv
-from fsdp.rundir.lock import FILE, FolderLock, this_holder
+from fsdp.rundir.lock import FILE, FolderLock
+from fsdp.rundir.lock_holder import this_holder
 from tests.checkpoint import s3_server
 from tests.checkpoint.small import build
 from tests.support.processes import eventually

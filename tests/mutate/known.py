@@ -124,7 +124,7 @@ KNOWN = [
     ),
     Known(
         "a zombie holds the lock",
-        "fsdp/rundir/lock.py",
+        "fsdp/rundir/lock_holder.py",
         "return seen.alive and seen.start_ticks == holder.born",
         "return seen.start_ticks == holder.born",
         ("tests/rundir/test_lock.py", "tests/rundir/test_lock_hidden.py"),

@@ -20,7 +20,7 @@ import pytest
 from fsdp.base import proc
 from fsdp.base.errors import ConfigError, RefusedError
 from fsdp.checkpoint.lock import Locks
-from fsdp.rundir import lock
+from fsdp.rundir import lock, lock_holder
 from fsdp.rundir.lock import FILE, FolderLock
 from tests.support.processes import eventually
 
@@ -129,7 +129,8 @@ def test_a_live_holder_on_another_machine_is_recognised_by_its_count(
 ) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.05)
     held = FolderLock.acquire(tmp_path, "srun")
-    monkeypatch.setattr(lock, "this_place", lambda: "another machine")
+    for module in (lock, lock_holder):
+        monkeypatch.setattr(module, "this_place", lambda: "another machine")
     with pytest.raises(RefusedError, match="is being written by process"):
         FolderLock.acquire(tmp_path, "srun", stale_s=30.0)
     assert held.ousted() is None
@@ -241,7 +242,7 @@ def test_a_folder_without_hard_links_works_too(tmp_path: Path, monkeypatch: pyte
     ],
 )
 def test_which_start_is_a_later_one_of_the_same_job(job: str, other: str, later: bool) -> None:
-    assert lock.is_later_start(job, other) is later
+    assert lock_holder.is_later_start(job, other) is later
 
 
 def test_a_holder_notices_within_a_beat_that_it_was_replaced(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fsdp.base.errors import ShardrunError
-from fsdp.rundir import lock
+from fsdp.rundir import lock, lock_holder
 from fsdp.rundir.lock import FolderLock
 
 ROOT = Path(__file__).parents[2]
@@ -90,19 +90,24 @@ def test_machines_with_equal_names_differ_by_their_ids(tmp_path: Path) -> None:
         pytest.skip("this system has no /etc/machine-id")
     (tmp_path / "id").write_text("0" * 32 + "\n")
     (tmp_path / "none").touch()
-    show = [sys.executable, "-c", "from fsdp.rundir import lock; print(lock.this_place(), end='')"]
+    show = [
+        sys.executable,
+        "-c",
+        "from fsdp.rundir import lock_holder; print(lock_holder.this_place(), end='')",
+    ]
     here, other, without = (
         in_namespaces(["unshare", "--mount"], f"mount --bind {file} /etc/machine-id", *show)
         for file in ("/etc/machine-id", tmp_path / "id", tmp_path / "none")
     )
-    assert here == lock.this_place() != ""
+    assert here == lock_holder.this_place() != ""
     assert "0" * 32 in other
     assert without not in ("", here, other), "the boot id stands alone"
 
 
 def test_an_unknown_place_equals_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.05)
-    monkeypatch.setattr(lock, "this_place", lambda: "")
+    for module in (lock, lock_holder):
+        monkeypatch.setattr(module, "this_place", lambda: "")
     held = FolderLock.acquire(tmp_path, "torchrun")
     with pytest.raises(ShardrunError, match="is being written by process"):
         FolderLock.acquire(tmp_path, "srun", stale_s=30.0)
