@@ -81,7 +81,7 @@ def test_a_cancel_while_the_ranks_start_ends_the_job(place: Place) -> None:
     assert job.wait(END_S) == "CANCELLED", job.log()
     assert place.cluster.job(job.id)["Restarts"] == "0"
     assert "Traceback" not in job.log()
-    assert [event for event in job.run.history if event["event"] == "crash"] == []
+    assert [event for event in job.run.history if event["event"] == "crash"] == [], job.log()
 
 
 def test_of_two_jobs_at_once_on_one_run_directory_one_trains(place: Place) -> None:

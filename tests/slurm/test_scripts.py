@@ -234,17 +234,18 @@ def test_the_clusters_own_facts_are_all_commented() -> None:
 RECORD = "JobId=5 JobState={state} Requeue={requeue} Command={home}/slurm/fsdp.sbatch"
 
 
-def judged(folder: Path, scontrol: str) -> subprocess.CompletedProcess[str]:
+def judged(folder: Path, scontrol: str, verdict: int = 3) -> subprocess.CompletedProcess[str]:
     """What judge_and_act asks of launch.slurm_job, for a start that ended with 9; pauses take no time."""
     (folder / "scontrol").write_text(f"#!/bin/bash\n{scontrol}\n")
     (folder / "scontrol").chmod(0o755)
     script = (
-        'source slurm/lib.sh; sleep() { :; }; say() { echo "$*"; }; on_head() { echo "$@"; return 3; }\n'
-        "job=5 restart=0 rc=9 run=RUN; judge_and_act"
+        'source slurm/lib.sh; sleep() { :; }; say() { echo "$*"; }\n'
+        'on_head() { kill -TERM $BASHPID; echo "$@"; return %d; }\n'
+        "trap : TERM USR1; job=5 restart=0 rc=9 run=RUN; judge_and_act; trap -p"
     )
     environ = {"PATH": f"{folder}:{os.environ['PATH']}"}
     return subprocess.run(
-        ["bash", "-euc", script], cwd=REPOSITORY, env=environ, capture_output=True, text=True
+        ["bash", "-euc", script % verdict], cwd=REPOSITORY, env=environ, capture_output=True, text=True
     )
 
 
@@ -274,6 +275,23 @@ def test_a_controller_that_answers_late_is_asked_again(tmp_path: Path) -> None:
     )
     assert found.stdout.strip().endswith("--code 9")
     assert "does not answer" not in found.stdout
+
+
+CANCELLED_WHILE_ASKED = "kill -TERM $PPID $$\necho '{record}'"
+"""scancel's TERM comes to each process of a job: here to scontrol and to the subshell that started it."""
+
+
+def test_a_job_cancelled_while_its_record_is_read_is_not_judged(tmp_path: Path) -> None:
+    record = RECORD.format(state="CANCELLED", requeue=1, home="/x")
+    found = judged(tmp_path, CANCELLED_WHILE_ASKED.format(record=record))
+    assert (found.returncode, found.stdout) == (9, "the job is CANCELLED: nothing more to do here\n")
+
+
+def test_signals_are_survived_again_after_the_judgement(tmp_path: Path) -> None:
+    record = RECORD.format(state="RUNNING", requeue=1, home="/x")
+    found = judged(tmp_path, CANCELLED_WHILE_ASKED.format(record=record), verdict=86)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[1:] == ["trap -- ':' SIGUSR1", "trap -- ':' SIGTERM"]
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name.endswith(".sbatch")])
