@@ -21,6 +21,8 @@ WITHOUT_NODES = {
 }
 MORE_MEMORY = {"sbatch": "sbatch --mem", "srun": "srun --mem", "submitit": "python -m launch.submit --mem"}
 """The flag for a job's memory. Other launchers have none."""
+SLURM = ("sbatch", "srun", "submitit")
+"""Where sacct shows how a process ended, and excluded nodes are named by sbatch's option."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class LauncherHints:
 
     @property
     def is_slurm(self) -> bool:
-        return self.launcher in MORE_MEMORY
+        return self.launcher in SLURM
 
     def without(self, hosts: Sequence[str]) -> str:
         """Leaves out these hosts; empty under a launcher of one machine alone."""
