@@ -4,6 +4,7 @@
     sources        row files of a folder or a pattern; their rows by number
     line_rows      lines of JSON; compressed files
     json_rows      lists of rows in a .json file
+    parquet_rows   row groups of Parquet
     rows           what a row is
     object_files   row files in an object store
     hub_dataset    a data set of Hugging Face
@@ -14,6 +15,7 @@
     shard_plan     which rows a shard holds, and what its tokens follow from
     shard_files    the files of one shard
     shard_pool     processes that write shards
+    packages       optional packages, imported where a file needs one
     cache          files made once, for every rank and later runs
 
 Not here: samples of a run (fsdp/data/documents.py).

@@ -18,8 +18,8 @@ from typing import Any
 from fsdp.base.errors import ConfigError
 from fsdp.config.values import expanded
 from fsdp.tokenize.cache import identity
+from fsdp.tokenize.packages import optional
 from fsdp.tokenize.rows import SourceRow, without_nulls
-from fsdp.tokenize.sources import optional
 
 PREFIX = "hf:"
 SAVED = ("state.json", "dataset_dict.json")
