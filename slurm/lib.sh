@@ -254,7 +254,7 @@ start_ranks() {
 # The decision is an exit status, which leaves a container. Returns only if the ranks restart in this allocation.
 judge_and_act() {
     local state record traps verdict=0 bounds=()
-    # scancel's TERM comes to the commands below too, as they run or start: a job is not judged as running for want of its record
+    # scancel sends TERM to every process of the job: the command that asks for the job's state must not end by it
     traps=$(trap -p TERM USR1)
     trap '' TERM USR1
     record=$(job_record) || record=
@@ -268,7 +268,7 @@ judge_and_act() {
     fi
     on_head python -m launch.slurm_job judge "$run" --job "$job" --restart "$restart" --code "$rc" "${bounds[@]}" "$@" ||
         verdict=$?
-    eval "$traps"
+    eval "${traps:-trap - TERM USR1}"
     case $verdict in
     "$REQUEUE_EXIT") requeue ;;
     86) return ;;

@@ -241,7 +241,7 @@ def judged(folder: Path, scontrol: str, verdict: int = 3) -> subprocess.Complete
     script = (
         'source slurm/lib.sh; sleep() { :; }; say() { echo "$*"; }\n'
         'on_head() { kill -TERM $BASHPID; echo "$@"; return %d; }\n'
-        "trap : TERM USR1; job=5 restart=0 rc=9 run=RUN; judge_and_act; trap -p"
+        "trap : TERM USR1; job=5 restart=0 rc=9 run=RUN; judge_and_act; trap -p TERM USR1"
     )
     environ = {"PATH": f"{folder}:{os.environ['PATH']}"}
     return subprocess.run(
@@ -291,7 +291,7 @@ def test_signals_are_survived_again_after_the_judgement(tmp_path: Path) -> None:
     record = RECORD.format(state="RUNNING", requeue=1, home="/x")
     found = judged(tmp_path, CANCELLED_WHILE_ASKED.format(record=record), verdict=86)
     assert found.returncode == 0, found.stderr
-    assert found.stdout.splitlines()[1:] == ["trap -- ':' SIGUSR1", "trap -- ':' SIGTERM"]
+    assert found.stdout.splitlines()[1:] == ["trap -- ':' SIGTERM", "trap -- ':' SIGUSR1"]
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name.endswith(".sbatch")])
