@@ -64,7 +64,7 @@ def token_files(root: Path, tokens: int) -> None:
 def document_shards(root: Path, documents: int) -> None:
     """A folder of fsdp.tokenize: the index of each shard has log-normal lengths, its tokens are zeros."""
     from fsdp.tokenize.shard_files import index_bytes
-    from fsdp.tokenize.shards import MANIFEST
+    from fsdp.tokenize.source_names import MANIFEST
 
     root.mkdir()
     each = min(documents, SHARD)

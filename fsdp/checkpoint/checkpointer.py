@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,11 +22,7 @@ from fsdp.base.errors import CheckpointError, error_number
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.base.text import counted, listed
 from fsdp.checkpoint import discovery, inspect, load, retention, snapshot
-from fsdp.checkpoint.adapter_weights import Base
-from fsdp.checkpoint.copier import Copier
 from fsdp.checkpoint.inspect import CheckpointListing
-from fsdp.checkpoint.local_saver import LocalSaver
-from fsdp.checkpoint.local_tier import LocalTier
 from fsdp.checkpoint.lock import Locks
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.open_store import open_store
@@ -40,6 +37,11 @@ from fsdp.dist.mesh import MeshSizes
 from fsdp.models.source_folder import SourceFolder
 from fsdp.optim.train_state import TrainState
 from fsdp.rundir.atomic_write import WRITES_ALONE, storage_advice
+
+if TYPE_CHECKING:
+    from fsdp.checkpoint.adapter_weights import Base
+    from fsdp.checkpoint.copier import Copier
+    from fsdp.checkpoint.local_tier import LocalTier
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +107,10 @@ class Checkpointer:
         store, group, device = self._store, self._group, self._env.device
         if not self._section.local_dir:
             return Saver(store, group, device, self._attempt, self._before_seal, self._prune, room)
+        from fsdp.checkpoint.copier import Copier
+        from fsdp.checkpoint.local_saver import LocalSaver
+        from fsdp.checkpoint.local_tier import LocalTier
+
         self._check_shared()
         self._tier = LocalTier(
             Path(self._section.local_dir), store, self._run_dir, group, self._env, self._attempt

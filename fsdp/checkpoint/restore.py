@@ -8,16 +8,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import adapter_weights, discovery, inspect, load, snapshot
-from fsdp.checkpoint.adapter_weights import Base
-from fsdp.checkpoint.foreign_dcp import other_keys, prefixes
+from fsdp.checkpoint import discovery, inspect, load, snapshot
 from fsdp.checkpoint.inspect import CheckpointListing
-from fsdp.checkpoint.local_tier import LocalTier
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.store import Store
@@ -37,6 +35,10 @@ from fsdp.dist.mesh import MeshSizes
 from fsdp.optim.ema import averages
 from fsdp.optim.optimizer import same_states
 from fsdp.optim.train_state import TrainState
+
+if TYPE_CHECKING:
+    from fsdp.checkpoint.adapter_weights import Base
+    from fsdp.checkpoint.local_tier import LocalTier
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +107,8 @@ class Restore:
             source = self._open(open_store(place), found)
             if found.manifest is not None:
                 return self._sealed(state, source, found.manifest, [])
+            from fsdp.checkpoint.foreign_dcp import prefixes
+
             where = prefixes(source.metadata, snapshot.parameter_names(state.model).values(), path)
             where = replace(where, optim=None) if self.weights_only else where
             averaged = self._load(state, source, where, exact=False)
@@ -135,6 +139,8 @@ class Restore:
         self, state: TrainState, source: load.CheckpointSource, where: Prefixes
     ) -> tuple[int | None, list[str]]:
         """The epoch of another program's checkpoint, and a note on what is not loaded."""
+        from fsdp.checkpoint.foreign_dcp import other_keys
+
         names = [where.model + name for name in snapshot.model_tensors(state.model)]
         key, others = other_keys(source.metadata, names, where)
         epoch = None if key is None else self.group.on_main(lambda: load.read_whole_number(source, key))
@@ -148,6 +154,8 @@ class Restore:
         self, state: TrainState, source: load.CheckpointSource, manifest: Manifest, notes: list[str]
     ) -> Restored:
         """Restores a sealed checkpoint with its counters."""
+        from fsdp.checkpoint import adapter_weights
+
         adapter_weights.check(manifest, self.base, source.store.path(source.folder))
         where, more = Prefixes(optim=None) if self.weights_only else Prefixes(), []
         if not self.weights_only and not same_states(manifest.optimizer, state.optimizer_name):

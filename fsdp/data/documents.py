@@ -24,8 +24,8 @@ from torch import Tensor
 
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.data.arguments import Where, check_range
+from fsdp.data.next_token import shifted
 from fsdp.data.packing import GROUP, VERSION, Long, PackedSamples, cached_plan
-from fsdp.data.text import shifted
 from fsdp.data.token_index import MANY, PARTS, TokenFile, TokenFiles, document_ends, ends_of, indexed
 from fsdp.data.tokens import OPEN_AT_ONCE, TokenRow, Windows
 from fsdp.data.types import DataInfo, DataSet, Samples
@@ -36,7 +36,7 @@ from fsdp.tokenize.documents import DocumentOptions, Loss, template_text
 from fsdp.tokenize.locate import notes_on
 from fsdp.tokenize.shard_files import read_index
 from fsdp.tokenize.shard_plan import TokenizeJob
-from fsdp.tokenize.shards import MANIFEST
+from fsdp.tokenize.source_names import MANIFEST
 from fsdp.tokenize.tokenizer import BYTES, digest_of_tokenizer
 
 log = logging.getLogger(__name__)

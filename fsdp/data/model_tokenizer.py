@@ -19,7 +19,6 @@ from fsdp.config import DataSection, ModelSection
 from fsdp.config.values import expanded
 from fsdp.data.registry import takes_tokenizer
 from fsdp.models.hub import PREFIX, find_folder
-from fsdp.tokenize.tokenizer import BYTES, find_tokenizer
 
 log = logging.getLogger(__name__)
 FILES = ("tokenizer_config.json", "tokenizer.json")
@@ -36,6 +35,8 @@ def with_model_tokenizer(data: DataSection, model: ModelSection) -> DataSection:
         folder = find_folder(named)
     except ConfigError:  # named when the model is resolved
         return data
+    from fsdp.tokenize.tokenizer import BYTES
+
     known = any((folder / file).is_file() for file in FILES)
     if data.tokenizer:
         if known and data.tokenizer != BYTES:
@@ -55,6 +56,8 @@ def with_model_tokenizer(data: DataSection, model: ModelSection) -> DataSection:
 
 
 def _warn_of_foreign_tokens(given: str, folder: Path) -> None:
+    from fsdp.tokenize.tokenizer import find_tokenizer
+
     place = find_tokenizer(given)
     ours, theirs = (_numbers(one if one.is_file() else one / "tokenizer.json") for one in (place, folder))
     apart = sum(theirs.get(token) != number for token, number in ours.items())

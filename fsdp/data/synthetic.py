@@ -15,7 +15,7 @@ from torch import Tensor
 from fsdp.base.errors import ConfigError
 from fsdp.data.arguments import Where, check_range
 from fsdp.data.cursor import mix, stream_key
-from fsdp.data.text import shifted
+from fsdp.data.next_token import shifted
 from fsdp.data.types import DataInfo, DataSet
 
 PLACES = 1 << 16  # number of different slices

@@ -23,11 +23,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError
 from fsdp.data.arguments import Where, check_range
+from fsdp.data.next_token import shifted
 from fsdp.data.types import DataInfo, DataSet
 from fsdp.tokenize.file_names import unreadable
 from fsdp.tokenize.sources import LINES, ends_with
@@ -214,9 +214,3 @@ class ByteSamples:
 
     def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
         return shifted(self._bytes[indices[:, None] * self.seq_len + self._offsets])
-
-
-def shifted(windows: np.ndarray) -> dict[str, Tensor]:
-    """Splits [n, seq_len + 1] tokens into inputs and targets, the token that follows each."""
-    tokens = torch.from_numpy(windows.astype(np.int64))
-    return {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}

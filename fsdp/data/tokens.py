@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.data.arguments import Where, check_range
-from fsdp.data.text import shifted
+from fsdp.data.next_token import shifted
 from fsdp.data.threaded import threaded
 from fsdp.data.token_index import MANY, PARTS, TokenFile, TokenFiles, ends_of, indexed
 from fsdp.data.token_reader import TokenReader

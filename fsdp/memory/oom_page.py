@@ -1,4 +1,4 @@
-"""The out-of-memory page as text and as HTML, with the same facts and advice. oom.py gathers them."""
+"""The out-of-memory page as text and as HTML, with the same facts and advice. oom_report.py gathers them."""
 
 from __future__ import annotations
 

@@ -15,8 +15,6 @@ from torch import nn
 from fsdp.config import OptimSection
 from fsdp.config.sections import MOMENTS
 from fsdp.optim.custom_optimizer import is_custom
-from fsdp.optim.muon import hidden_matrices
-from fsdp.optim.small_states import moment_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,11 @@ def resting_bytes(
 
 
 def muon_matrices(section: OptimSection, model: nn.Module) -> list[nn.Parameter]:
-    return hidden_matrices(model, section.muon_parameters) if section.name == "muon" else []
+    if section.name != "muon":
+        return []
+    from fsdp.optim.muon import hidden_matrices
+
+    return hidden_matrices(model, section.muon_parameters)
 
 
 def state_bytes(
@@ -82,6 +84,8 @@ def _moments(
     section: OptimSection, trained: list[nn.Parameter], itemsize: int, matrices: Iterable[nn.Parameter]
 ) -> int:
     if section.state != "master":
+        from fsdp.optim.small_states import moment_bytes
+
         return sum(moment_bytes(p, section.state) for p in trained)
     # A user's optimizer counts as Adam: what it keeps is unknown before its first step.
     moments = 2 if is_custom(section) else len(MOMENTS[section.name])

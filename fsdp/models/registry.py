@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,11 +23,12 @@ from fsdp.config import ModelSection
 from fsdp.models.builtin import BuiltIn, Facts, make_sizes
 from fsdp.models.checks import check_parameters, check_vocabulary
 from fsdp.models.factory import blame, load_attribute, parameters_of
-from fsdp.models.hf import resolve_folder
-from fsdp.models.hf_random import ModuleDraws
 from fsdp.models.hub import PREFIX
 from fsdp.models.packed_check import check_positions
 from fsdp.models.source_folder import SourceFolder
+
+if TYPE_CHECKING:
+    from fsdp.models.hf_random import ModuleDraws
 
 BUILT_INS = ("vit", "transformer", "mlp")
 OWN_MODEL = "--model.name package.module:factory for your own model"
@@ -48,6 +49,8 @@ class ModelSpec:
         """Random weights module by module, for a model of transformers that --model.name names."""
         if self.knows_inits or self.pretrained is None:
             return None
+        from fsdp.models.hf_random import ModuleDraws
+
         return ModuleDraws(self.build, seed, build_whole)
 
 
@@ -109,6 +112,8 @@ def _resolve_pretrained(section: ModelSection, facts: Facts) -> ModelSpec:
             f"--model.preset {section.preset} has no effect on {section.name}: config.json has its sizes.",
             "leave it out, or --model.args.NAME VALUE for a field of config.json",
         )
+    from fsdp.models.hf import resolve_folder
+
     found = resolve_folder(section.name, section.args, facts)
     return ModelSpec(
         name=section.name, build=found.build, sizes=dict(section.args), knows_inits=False, pretrained=found

@@ -7,7 +7,7 @@ their own: a grouped kernel takes DTensors or plain tensors, never both.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,8 +17,9 @@ from fsdp.base.torch_private.tensors import LocalShardAdam
 from fsdp.config import OptimSection
 from fsdp.config.sections import ADAMS, DECAYING
 from fsdp.optim.custom_optimizer import LR_RATIO, build_custom, is_custom
-from fsdp.optim.muon import ShardedMuon, hidden_matrices
-from fsdp.optim.small_states import Kind, SmallStateAdam, adapt_states
+
+if TYPE_CHECKING:
+    from fsdp.optim.small_states import Kind
 
 
 class ShardedAdam(LocalShardAdam):
@@ -42,6 +43,8 @@ def build_optimizer(
     groups = parameter_groups(section, model.parameters())
     kept = _small_states(section, groups)
     if kept is not None:
+        from fsdp.optim.small_states import SmallStateAdam
+
         return SmallStateAdam(
             groups,
             kind=kept,
@@ -68,7 +71,9 @@ def _small_states(section: OptimSection, groups: list[dict[str, Any]]) -> Kind |
     return "bf16" if halved else None
 
 
-def _build_muon(section: OptimSection, model: nn.Module) -> ShardedMuon:
+def _build_muon(section: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
+    from fsdp.optim.muon import ShardedMuon, hidden_matrices
+
     matrices = hidden_matrices(model, section.muon_parameters)
     other = parameter_groups(section, (p for p in model.parameters() if p not in set(matrices)))
     fused, betas = section.fused != "false", (section.beta1, section.beta2)
@@ -103,11 +108,17 @@ def parameter_groups(section: OptimSection, parameters: Iterable[nn.Parameter]) 
 
 def apply_hyperparameters(section: OptimSection, optimizer: torch.optim.Optimizer) -> None:
     """After a restore: rates, decay and the form of the states follow the flags, not the checkpoint."""
-    if isinstance(optimizer, ShardedMuon):
+    if section.name == "muon":
+        from fsdp.optim.muon import ShardedMuon
+
+        assert isinstance(optimizer, ShardedMuon)
         optimizer.drop_other_states()
     if is_custom(section) or section.name == "muon":
         return  # its groups are as they were built; a restore changes none
-    adapt_states(optimizer)
+    if optimizer.state:  # a run that starts has none yet
+        from fsdp.optim.small_states import adapt_states
+
+        adapt_states(optimizer)
     fresh = {"betas": (section.beta1, section.beta2), "eps": section.eps, "momentum": section.momentum}
     decay = section.weight_decay if section.name in DECAYING else 0.0
     for group in optimizer.param_groups:

@@ -27,7 +27,7 @@ from fsdp.models import resolve as resolve_model
 from fsdp.models.hf import PretrainedFolder, resolve_folder
 from fsdp.models.hub import PREFIX
 from fsdp.run.job import meta_model
-from fsdp.tokenize.locate import is_remote
+from fsdp.tokenize.source_names import is_remote
 from fsdp.tokenize.sources import is_pattern
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from fsdp.checkpoint.adapter_weights import Base, digest_of
 from fsdp.config import Config
 from fsdp.models import ModelSpec, build_real
 from fsdp.models.lora import adapted, base_names
@@ -20,6 +20,9 @@ from fsdp.parallel.init_check import state_digest
 from fsdp.parallel.materialize import build_on_host
 from fsdp.parallel.shard import Dtypes
 from fsdp.run import weights
+
+if TYPE_CHECKING:
+    from fsdp.checkpoint.adapter_weights import Base
 
 
 class _Renamed(Mapping[str, Tensor]):
@@ -58,6 +61,8 @@ def base_of(config: Config, spec: ModelSpec, dtypes: Dtypes, digest: str) -> Bas
         draws = spec.draws(seed, whole)
         return whole().state_dict() if draws is None else draws
 
+    from fsdp.checkpoint.adapter_weights import Base
+
     origin = weights.origin(config, spec)
     return Base(
         digest=digest,
@@ -74,6 +79,8 @@ def maybe_base(config: Config, spec: ModelSpec, dtypes: Dtypes, root: nn.Module)
     """The frozen weights of this run; None for a run without adapters. Collective."""
     if next(adapted(root), None) is None:
         return None
+    from fsdp.checkpoint.adapter_weights import digest_of
+
     frozen = base_names(root)
     digests = {name: value for name, value in state_digest(root).items() if name in frozen}
     return base_of(config, spec, dtypes, digest_of(digests))

@@ -20,7 +20,6 @@ from fsdp.base.text import columns
 from fsdp.base.units import byte_size
 from fsdp.config import Config
 from fsdp.data import Cursor, DataSet, MixCursor, build_dataset
-from fsdp.data.mixture import first_segment
 from fsdp.data.model_tokenizer import with_model_tokenizer
 from fsdp.data.stream_cursor import StreamCursor
 from fsdp.dist.env import DistEnv
@@ -154,6 +153,8 @@ def _cursor(config: Config, data: DataSet) -> Cursor | MixCursor | StreamCursor:
         return StreamCursor(data.stream, global_batch=batch, ahead=ahead)
     if data.sources is None:
         return Cursor(seed=seed, samples=len(data.train), global_batch=batch)
+    from fsdp.data.mixture import first_segment
+
     first = first_segment(config.data, data, global_batch=batch, epochs=config.train.epochs)
     return MixCursor(seed=seed, segments=[first])
 

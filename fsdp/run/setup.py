@@ -22,14 +22,13 @@ from fsdp.checkpoint.checkpointer import Restored
 from fsdp.checkpoint.full_state import open_full_state
 from fsdp.checkpoint.lock import Locks, hold
 from fsdp.checkpoint.open_store import open_store
-from fsdp.checkpoint.run_mirror import open_mirror
 from fsdp.config import Config
 from fsdp.data import Loader
 from fsdp.dist import collectives, preflight
 from fsdp.dist.env import DistEnv, end_time
 from fsdp.dist.mesh import data_rank
 from fsdp.dist.stop import Stopper
-from fsdp.memory.oom import OomContext
+from fsdp.memory.oom_error import OomContext
 from fsdp.models.chunked_loss import maybe_chunked
 from fsdp.models.loss import LossFunction
 from fsdp.parallel.compiler import compiles
@@ -68,6 +67,8 @@ def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | N
         run = paths.open_run(paths.place_of(config))
         store = open_store(config.checkpoint.dir or f"{run.place}/checkpoints")
         if run.url:
+            from fsdp.checkpoint.run_mirror import open_mirror
+
             held.append(open_mirror(run, store, env.launcher, env.job))
         paths.create(run.path)
         if not run.url:

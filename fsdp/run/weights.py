@@ -10,7 +10,6 @@ from fsdp.checkpoint.full_state import FullState, open_full_state
 from fsdp.checkpoint.pretrained import PretrainedWeights
 from fsdp.config import Config
 from fsdp.models import ModelSpec
-from fsdp.models.llama_folder import from_sizes
 from fsdp.models.source_folder import SourceFolder
 
 NONE = "none"
@@ -36,6 +35,8 @@ def saved_as(config: Config, spec: ModelSpec) -> SourceFolder | None:
             f"--checkpoint.export_format hf: {spec.name} is no model of transformers.",
             "--checkpoint.export_format safetensors",
         )
+    from fsdp.models.llama_folder import from_sizes
+
     return from_sizes(spec.sizes, spec.build)
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import fsdp
 from fsdp.base.errors import ConfigError, ShardrunError, without_hint
 from fsdp.tokenize.documents import DocumentOptions
-from fsdp.tokenize.locate import is_remote
 from fsdp.tokenize.progress import ProgressLine, cores
 from fsdp.tokenize.shard_plan import TokenizeJob
 from fsdp.tokenize.shards import tokenize
+from fsdp.tokenize.source_names import is_remote
 
 
 def tokenize_in_child(job: TokenizeJob, out: Path) -> None:

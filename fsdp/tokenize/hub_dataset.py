@@ -20,10 +20,8 @@ from fsdp.config.values import expanded
 from fsdp.tokenize.cache import identity
 from fsdp.tokenize.packages import optional
 from fsdp.tokenize.rows import SourceRow, without_nulls
+from fsdp.tokenize.source_names import PREFIX, SAVED
 
-PREFIX = "hf:"
-SAVED = ("state.json", "dataset_dict.json")
-"""The files that save_to_disk writes for one split, and for several."""
 MEDIA = ("Image", "Audio", "Video", "Pdf")
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 READ_AT_ONCE = 1024

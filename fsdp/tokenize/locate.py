@@ -8,15 +8,11 @@ from typing import Any
 from fsdp.base.errors import ConfigError
 from fsdp.base.object_client import is_url
 from fsdp.tokenize.cache import identity
-from fsdp.tokenize.hub_dataset import PREFIX, DatasetRows, HubName
+from fsdp.tokenize.hub_dataset import DatasetRows, HubName
 from fsdp.tokenize.object_files import fetched, find_objects
 from fsdp.tokenize.rows import SourceRows
+from fsdp.tokenize.source_names import PREFIX, is_remote
 from fsdp.tokenize.sources import find_files, left_out, open_rows, other_splits
-
-
-def is_remote(name: str) -> bool:
-    """Whether a client reads it, whose threads a forked process would lose."""
-    return name.startswith(PREFIX) or is_url(name)
 
 
 def notes_on(name: str) -> list[str]:

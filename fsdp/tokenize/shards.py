@@ -27,9 +27,9 @@ from fsdp.tokenize.documents import masks
 from fsdp.tokenize.shard_files import SPLITS, Tokenized, TokenizerFacts
 from fsdp.tokenize.shard_plan import Shard, TokenizeJob, TokenizePlan, plan_of
 from fsdp.tokenize.shard_pool import write_shards
+from fsdp.tokenize.source_names import MANIFEST
 from fsdp.tokenize.tokenizer import load_tokenizer
 
-MANIFEST = "tokenize.json"
 Progress = Callable[[int, int, Tokenized], None]
 """(finished shards, all shards, what those hold)"""
 

@@ -32,7 +32,6 @@ from fsdp.base.torch_private.fsdp import (
 )
 from fsdp.dist import collectives
 from fsdp.parallel.shard import Sharded
-from fsdp.watch.hang_verdict import SAME_PARTS
 
 BITS = 20
 """Of a signature: the sum of its square over 4,096 ranks is still exact in float64."""
@@ -151,6 +150,8 @@ def _difference(step: int, ran: Sequence[_Ran]) -> TrainingError:
         pairs = zip((*units, *reduced), (*other_units, *other_reduced), strict=False)
         mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("more", "less"))
         what = f"rank 0 runs {mine} where rank {other} runs {theirs}"
+    from fsdp.watch.hang_verdict import SAME_PARTS
+
     return TrainingError(
         f"step {step}: ranks run different parts of the model, "
         f"so reductions mix gradients of different parameters: {what}.",

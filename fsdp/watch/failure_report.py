@@ -29,7 +29,7 @@ from fsdp.base.errors import (
 from fsdp.dist.env import DistEnv
 from fsdp.dist.launcher_hints import without_device
 from fsdp.dist.lost_peer import is_peer_failure
-from fsdp.memory.oom import OutOfMemory
+from fsdp.memory.oom_error import OutOfMemory
 
 TRACE_LINES = 30
 LINE_MOST = 2000

@@ -20,15 +20,11 @@ from fsdp.base.errors import OneRankError
 from fsdp.config import Config
 from fsdp.dist.env import ALLOCATOR_VARIABLES
 from fsdp.memory.account import KINDS
-from fsdp.memory.oom import (
-    OutOfMemory,
-    OutOfMemoryHandler,
-    comes_first,
-    is_out_of_memory,
-    requested_bytes,
-)
+from fsdp.memory.oom import OutOfMemoryHandler
 from fsdp.memory.oom_advice import Footprint, advise, steps
+from fsdp.memory.oom_error import OutOfMemory, is_out_of_memory
 from fsdp.memory.oom_page import html_page, text
+from fsdp.memory.oom_report import comes_first, requested_bytes
 from tests.support.env import env_of
 from tests.support.oom import oom_facts
 

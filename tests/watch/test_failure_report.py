@@ -16,7 +16,7 @@ from fsdp.base.errors import (
     OtherRankFailed,
     TrainingError,
 )
-from fsdp.memory.oom import OutOfMemory
+from fsdp.memory.oom_error import OutOfMemory
 from fsdp.watch.failure_report import failure_report
 from tests.support.env import env_of
 
