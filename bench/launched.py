@@ -45,6 +45,8 @@ class Launched:
             "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": str(setup.ROOT),
         }
+        # torch's bytecode is installed with it. Without ours, each process compiles its 220 files: 0.22 s.
+        common.pop("PYTHONDONTWRITEBYTECODE", None)
         self.log, self.steps = log, list[tuple[float, int]]()
         self._changed = threading.Condition()
         self.began = time.monotonic()

@@ -2,7 +2,7 @@
 
 70B parameters on 4,096 ranks are millions of parts, but only some ten ways to cut a tensor: all layers'
 tensors of one shape are cut alike. Each way is a Division, whatever the number of tensors. Every rank sends
-its boxes as one compressed row of numbers; the layout goes to every rank, which finds its own parts in it.
+its boxes (RankBoxes); the layout goes to every rank, which finds its own parts in it.
 
 Replicas hold the same boxes: a large one is cut by rows over its holders, a small one goes to the holder with
 the least to write, so each byte is written once and the ranks write equal amounts.
@@ -143,65 +143,85 @@ def describe(piece: Piece) -> WholeTensor:
     return WholeTensor(keys, piece.size, piece.local.dtype, piece.buffer)
 
 
+@dataclass(frozen=True)
+class RankBoxes:
+    """Tensors of one size and box are of one kind, of which a rank has few. It sends a number for each
+    tensor, alike on most ranks, and a box for each kind.
+    """
+
+    kinds: bytes
+    """Tensor → its kind, compressed. Kinds are counted as they appear."""
+    boxes: bytes
+    """Of each kind whether the rank has such a box, its offsets and its sizes."""
+
+
 def packed_row(
     tensors: Sequence[WholeTensor], boxes: Mapping[int, tuple[Sequence[int], Sequence[int]]]
-) -> bytes:
+) -> RankBoxes:
     """This rank's box (offsets, sizes) of each tensor that it has."""
-    row: list[int] = []
+    kinds: dict[tuple[object, ...], int] = {}
+    kind_of, described = [], list[tuple[int, ...]]()
     for nth, tensor in enumerate(tensors):
-        row += (1, *boxes[nth][0], *boxes[nth][1]) if nth in boxes else (0,) * tensor.numbers
-    return zlib.compress(np.array(row, np.int64).tobytes(), 1)
+        box = (1, *boxes[nth][0], *boxes[nth][1]) if nth in boxes else (0,) * tensor.numbers
+        kind = kinds.setdefault((tensor.size, box), len(kinds))
+        if kind == len(described):
+            described.append(box)
+        kind_of.append(kind)
+    numbers = np.array([number for box in described for number in box], np.int64)
+    return RankBoxes(zlib.compress(np.array(kind_of, np.int32).tobytes(), 1), numbers.tobytes())
 
 
 # ---------------------------------------------------------------- making it
 
 
-def make_layout(tensors: Sequence[WholeTensor], rows: Sequence[bytes]) -> Layout:
-    """From every rank's packed row."""
-    starts = np.cumsum([0, *(tensor.numbers for tensor in tensors)])
-    alike = _alike(tensors, rows, starts)
-    first_of = sorted(set(alike.tolist()))
-    columns = _columns(rows, [(int(starts[one]), int(starts[one + 1])) for one in first_of])
+def make_layout(tensors: Sequence[WholeTensor], rows: Sequence[RankBoxes]) -> Layout:
+    """From every rank's row."""
+    ranks_of = _by_kinds(rows)
+    first_of, alike = _alike(tensors, [kinds for kinds, _ in ranks_of])
+    columns = [np.zeros((len(rows), tensors[one].numbers), np.int64) for one in first_of]
+    for kinds, ranks in ranks_of:
+        boxes = _boxes(tensors, kinds, [rows[rank].boxes for rank in ranks])
+        for one, table in zip(first_of, columns, strict=True):
+            table[ranks] = boxes[kinds[one]]
     divisions = [_division(tensors[one], table) for one, table in zip(first_of, columns, strict=True)]
-    layout = Layout(tensors, divisions, np.searchsorted(first_of, alike), len(rows))
+    layout = Layout(tensors, divisions, alike, len(rows))
     _choose(layout)
     return layout
 
 
-def _alike(tensors: Sequence[WholeTensor], rows: Sequence[bytes], starts: np.ndarray) -> np.ndarray:
-    """Tensor → the first tensor that has the same size, dtype and, on every rank, box."""
+def _by_kinds(rows: Sequence[RankBoxes]) -> list[tuple[np.ndarray, list[int]]]:
+    """Tensor → kind, with the ranks on which it is so."""
+    ranks_of: dict[bytes, list[int]] = {}
+    for rank, row in enumerate(rows):
+        ranks_of.setdefault(row.kinds, []).append(rank)
+    return [(np.frombuffer(zlib.decompress(kinds), np.int32), ranks) for kinds, ranks in ranks_of.items()]
+
+
+def _alike(tensors: Sequence[WholeTensor], kinds: Sequence[np.ndarray]) -> tuple[list[int], np.ndarray]:
+    """The first tensor of each class of those with the same size, dtype and, on every rank, box; and tensor →
+    its class.
+    """
     seen: dict[object, int] = {}
-    alike = np.array(
-        [seen.setdefault((one.size, one.dtype, one.buffer), nth) for nth, one in enumerate(tensors)], np.int64
+    classes = np.array(
+        [seen.setdefault((one.size, one.dtype, one.buffer), len(seen)) for one in tensors], np.int64
     )
-    owner = np.repeat(np.arange(len(tensors)), np.diff(starts))
-    inside = np.arange(starts[-1]) - starts[owner]
-    like = starts[alike[owner]] + inside
-    for packed in rows:
-        row = _unpacked(packed)
-        differs = row != row[like]
-        if not differs.any():
-            continue
-        regrouped: dict[tuple[int, bytes], int] = {}
-        for tensor in np.unique(owner[differs]).tolist():
-            box = row[starts[tensor] : starts[tensor + 1]].tobytes()
-            alike[tensor] = regrouped.setdefault((int(alike[tensor]), box), tensor)
-        like = starts[alike[owner]] + inside
-    return alike
+    for one in kinds:
+        _, classes = np.unique(classes * (len(one) + 1) + one, return_inverse=True)
+    _, first_of, classes = np.unique(classes, return_index=True, return_inverse=True)
+    in_order = np.argsort(first_of)  # divisions in the order of tensors
+    return first_of[in_order].tolist(), np.argsort(in_order)[classes.ravel()]
 
 
-def _unpacked(packed: bytes) -> np.ndarray:
-    return np.frombuffer(zlib.decompress(packed), np.int64)
-
-
-def _columns(rows: Sequence[bytes], ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-    """A table for each range of numbers, with a row for each rank."""
-    tables = [np.empty((len(rows), end - start), np.int64) for start, end in ranges]
-    for rank, packed in enumerate(rows):
-        row = _unpacked(packed)
-        for table, (start, end) in zip(tables, ranges, strict=True):
-            table[rank] = row[start:end]
-    return tables
+def _boxes(
+    tensors: Sequence[WholeTensor], kinds: np.ndarray, packed: Sequence[bytes]
+) -> dict[int, np.ndarray]:
+    """Kind → its box on each of the ranks that have these kinds."""
+    table = np.frombuffer(b"".join(packed), np.int64).reshape(len(packed), -1)
+    found, start = {}, 0
+    for kind, first in zip(*np.unique(kinds, return_index=True), strict=True):
+        found[int(kind)] = table[:, start : start + tensors[first].numbers]
+        start += tensors[first].numbers
+    return found
 
 
 def _division(tensor: WholeTensor, table: np.ndarray) -> Division:
