@@ -73,6 +73,7 @@ LONG = {
     "python -m fsdp.parity --model.name mine:build --data.name text": 0,
     "python -m bench.claims vit_parameters": 0,
     "python -m tests.house_picture": 0,
+    "python -m compileall -q fsdp launch": 0,
 }  # fmt: skip
 
 NOT_RUN = {
