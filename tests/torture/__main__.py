@@ -37,6 +37,7 @@ from pathlib import Path
 
 import fsspec
 
+from fsdp.base import proc
 from tests.checkpoint.s3_server import KEYS, MISSING, program, s3_server
 from tests.support.processes import command_line, eventually, pids_with
 from tests.torture import kills_page
@@ -200,6 +201,16 @@ def one_life(
         chain.live()
     chain.check_end(reference)
     shared.record.add(ends=1)
+    _remove(chain)
+
+
+def _remove(chain: Chain) -> None:
+    """A monitor outlives ranks that are killed at their end, and writes into the folder."""
+
+    def monitors() -> list[int]:
+        return [pid for pid in proc.pids() if str(chain.run_dir) in command_line(pid)]
+
+    eventually(f"the end of the monitors of {chain.run_dir}", lambda: not monitors(), 30)
     shutil.rmtree(chain.folder)
 
 
@@ -211,7 +222,7 @@ def reference_of(shape: Shape, known: dict[Shape, Reference], place: Path, data:
         run.live()
         known[plain] = run.read()
         if not shape.others:
-            shutil.rmtree(run.folder)
+            _remove(run)
     return known[plain]
 
 
