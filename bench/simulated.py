@@ -26,7 +26,7 @@ from bench.peers.worker import memory_mib
 from fsdp.base import garbage
 from fsdp.checkpoint import file_names, load, manifest, write_plan
 from fsdp.checkpoint.crc import crc32
-from fsdp.checkpoint.layout import Layout, WholeTensor, make_layout, packed_row
+from fsdp.checkpoint.layout import Layout, WholeTensor, make_layout, pack_boxes
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.checkpoint.rank_file import Written
@@ -95,12 +95,12 @@ def written(rank: int, layout: Layout) -> Written:
 
 def planned(ranks: int, tensors: list[WholeTensor], clock: Clock) -> tuple[Layout, int]:
     """The layout as make_plan makes it, and how many pieces there are."""
-    clock("a rank describes its pieces", lambda: packed_row(tensors, boxes_of(0, ranks, tensors)))
+    clock("a rank describes its pieces", lambda: pack_boxes(tensors, boxes_of(0, ranks, tensors)))
     rows, pieces = [], 0
     for rank in range(ranks):
         boxes = boxes_of(rank, ranks, tensors)
         pieces += len(boxes)
-        rows.append(packed_row(tensors, boxes))
+        rows.append(pack_boxes(tensors, boxes))
     layout = clock("who writes what", lambda: make_layout(tensors, rows))
     clock("a rank finds its parts", lambda: layout.parts_of(ranks // 2))
     return layout, pieces

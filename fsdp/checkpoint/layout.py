@@ -35,7 +35,7 @@ class WholeTensor:
 
     @property
     def numbers(self) -> int:
-        """Numbers of a box in a row: whether the rank has one, offsets, sizes."""
+        """Numbers of a box in RankBoxes: whether the rank has one, offsets, sizes."""
         return 1 + 2 * len(self.size)
 
 
@@ -155,7 +155,7 @@ class RankBoxes:
     """Of each kind whether the rank has such a box, its offsets and its sizes."""
 
 
-def packed_row(
+def pack_boxes(
     tensors: Sequence[WholeTensor], boxes: Mapping[int, tuple[Sequence[int], Sequence[int]]]
 ) -> RankBoxes:
     """This rank's box (offsets, sizes) of each tensor that it has."""
@@ -174,26 +174,26 @@ def packed_row(
 # ---------------------------------------------------------------- making it
 
 
-def make_layout(tensors: Sequence[WholeTensor], rows: Sequence[RankBoxes]) -> Layout:
-    """From every rank's row."""
-    ranks_of = _by_kinds(rows)
+def make_layout(tensors: Sequence[WholeTensor], sent: Sequence[RankBoxes]) -> Layout:
+    """From what every rank sends, in the order of ranks."""
+    ranks_of = _by_kinds(sent)
     first_of, alike = _alike(tensors, [kinds for kinds, _ in ranks_of])
-    columns = [np.zeros((len(rows), tensors[one].numbers), np.int64) for one in first_of]
+    columns = [np.zeros((len(sent), tensors[one].numbers), np.int64) for one in first_of]
     for kinds, ranks in ranks_of:
-        boxes = _boxes(tensors, kinds, [rows[rank].boxes for rank in ranks])
+        boxes = _boxes(tensors, kinds, [sent[rank].boxes for rank in ranks])
         for one, table in zip(first_of, columns, strict=True):
             table[ranks] = boxes[kinds[one]]
     divisions = [_division(tensors[one], table) for one, table in zip(first_of, columns, strict=True)]
-    layout = Layout(tensors, divisions, alike, len(rows))
+    layout = Layout(tensors, divisions, alike, len(sent))
     _choose(layout)
     return layout
 
 
-def _by_kinds(rows: Sequence[RankBoxes]) -> list[tuple[np.ndarray, list[int]]]:
+def _by_kinds(sent: Sequence[RankBoxes]) -> list[tuple[np.ndarray, list[int]]]:
     """Tensor → kind, with the ranks on which it is so."""
     ranks_of: dict[bytes, list[int]] = {}
-    for rank, row in enumerate(rows):
-        ranks_of.setdefault(row.kinds, []).append(rank)
+    for rank, boxes in enumerate(sent):
+        ranks_of.setdefault(boxes.kinds, []).append(rank)
     return [(np.frombuffer(zlib.decompress(kinds), np.int32), ranks) for kinds, ranks in ranks_of.items()]
 
 
@@ -206,7 +206,7 @@ def _alike(tensors: Sequence[WholeTensor], kinds: Sequence[np.ndarray]) -> tuple
         [seen.setdefault((one.size, one.dtype, one.buffer), len(seen)) for one in tensors], np.int64
     )
     for one in kinds:
-        _, classes = np.unique(classes * (len(one) + 1) + one, return_inverse=True)
+        _, classes = np.unique(classes * len(one) + one, return_inverse=True)
     _, first_of, classes = np.unique(classes, return_index=True, return_inverse=True)
     in_order = np.argsort(first_of)  # divisions in the order of tensors
     return first_of[in_order].tolist(), np.argsort(in_order)[classes.ravel()]

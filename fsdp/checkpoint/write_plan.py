@@ -19,7 +19,7 @@ import torch
 
 from fsdp.base import garbage
 from fsdp.checkpoint import file_names, layout_file
-from fsdp.checkpoint.layout import Layout, Part, WholeTensor, describe, make_layout, packed_row
+from fsdp.checkpoint.layout import Layout, Part, WholeTensor, describe, make_layout, pack_boxes
 from fsdp.checkpoint.metadata_pickle import metadata_pickle
 from fsdp.checkpoint.packed import Packed
 from fsdp.checkpoint.snapshot import KeyPath, Piece, Snapshot
@@ -70,7 +70,7 @@ def make_plan(snapshot: Snapshot, known: WritePlan | None, group: ObjectGroup) -
         place = {tensor: nth for nth, tensor in enumerate(tensors)}
         index = {place[one]: nth for nth, one in enumerate(described)}
         boxes = {nth: (snapshot.pieces[at].offsets, snapshot.pieces[at].sizes) for nth, at in index.items()}
-        rows = group.gather(packed_row(tensors, boxes))
+        rows = group.gather(pack_boxes(tensors, boxes))
         layout: Layout = group.broadcast(make_layout(tensors, rows) if rows is not None else None)
         mine = [Part(index[nth], first, last) for nth, first, last in layout.parts_of(group.rank)]
         return WritePlan(digest, mine, tensors, layout if group.rank == 0 else None)

@@ -23,6 +23,7 @@ ABOUT = ("README", "LICENSE")
 
 
 def is_path(name: str) -> bool:
+    """Whether it is a file or a folder here, or a pattern that some match."""
     return Path(name).exists() or bool(matching(name))
 
 

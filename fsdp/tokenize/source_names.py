@@ -9,7 +9,7 @@ PREFIX = "hf:"
 SAVED = ("state.json", "dataset_dict.json")
 """The files that save_to_disk writes for one split, and for several."""
 MANIFEST = "tokenize.json"
-"""The file of a folder that tokenize wrote, and wrote to its end."""
+"""In a folder of fsdp.tokenize: what its tokens are made of and, once all are written, what they hold."""
 
 
 def is_remote(name: str) -> bool:

@@ -90,7 +90,7 @@ def made(spread: Callable[..., Box | None], ranks: int) -> Layout:
         }
         for rank in range(ranks)
     ]
-    return layout.make_layout(TENSORS, [layout.packed_row(TENSORS, boxes) for boxes in told])
+    return layout.make_layout(TENSORS, [layout.pack_boxes(TENSORS, boxes) for boxes in told])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6])
@@ -137,10 +137,10 @@ def test_a_rank_finds_its_own_parts(spread: Callable[..., Box | None]) -> None:
 def test_tensors_of_one_shape_share_a_division_unless_a_rank_holds_them_differently() -> None:
     told = [{nth: ((0,) * len(one.size), one.size) for nth, one in enumerate(TENSORS)} for _ in range(2)]
     told[1][3] = ((0, 0), (10, 6))
-    rows_of = [layout.packed_row(TENSORS, boxes) for boxes in told]
+    rows_of = [layout.pack_boxes(TENSORS, boxes) for boxes in told]
     assert len(layout.make_layout(TENSORS, rows_of).divisions) == 7
     del told[1][3]
-    rows_of = [layout.packed_row(TENSORS, boxes) for boxes in told]
+    rows_of = [layout.pack_boxes(TENSORS, boxes) for boxes in told]
     found = layout.make_layout(TENSORS, rows_of)
     assert len(found.divisions) == 8
     assert found.writers(3).ranks.tolist() == [0]
@@ -182,7 +182,7 @@ def test_metadata_is_read_by_torch_and_by_our_own_reader(spread: Callable[..., B
 def test_large_offsets_and_many_dimensions_are_written() -> None:
     tensors = (tensor("big", 3 * 2**31, 2, dtype=torch.float64), tensor("conv", 4, 3, 2, 2, 2))
     told = [{nth: rows(one.size, rank, 2) for nth, one in enumerate(tensors)} for rank in range(2)]
-    packed = [layout.packed_row(tensors, boxes) for boxes in told]  # type: ignore[arg-type]
+    packed = [layout.pack_boxes(tensors, boxes) for boxes in told]  # type: ignore[arg-type]
     read = metadata.read(bytes(metadata_pickle(layout.make_layout(tensors, packed), [])))
     big, conv = read.state_dict_metadata["big"], read.state_dict_metadata["conv"]
     assert isinstance(big, TensorStorageMetadata)
