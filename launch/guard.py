@@ -6,7 +6,6 @@ imported by `run_rank` alone: `refuse` reports a wrong flag without waiting for 
 
 from __future__ import annotations
 
-import sys
 import traceback
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from fsdp.base.errors import (
     exception_line,
     first_line,
 )
+from fsdp.base.streams import print_line
 from fsdp.config import Config
 from fsdp.dist.env import (
     DistEnv,
@@ -76,7 +76,7 @@ def already_failed(marker: Marker | None, program: str) -> int | None:
     if before is None:
         return None
     if prints_shared_errors():
-        print(f"{program}: not tried again, it would fail the same way: {before.message}", file=sys.stderr)
+        print_line(f"{program}: not tried again, it would fail the same way: {before.message}")
     else:
         wait_for_rank_0_to_print()
     write_torchrun_error_file(before.message)
@@ -87,7 +87,7 @@ def refuse(error: ShardrunError, program: str) -> int:
     """Print an error found before training, once for all ranks that meet it, and return its exit code."""
     once = {"all": prints_shared_errors, "node": prints_errors_of_node}.get(error.scope)
     if once is None or once():
-        print(f"{program}: {error}", file=sys.stderr)
+        print_line(f"{program}: {error}")
     else:
         wait_for_rank_0_to_print()
     write_torchrun_error_file(str(error))
@@ -97,7 +97,7 @@ def refuse(error: ShardrunError, program: str) -> int:
 def interrupted(program: str) -> int:
     """Print that Ctrl-C came before the ranks record it as a stop request, and return the exit code."""
     if prints_shared_errors():
-        print(f"{program}: interrupted while it started; no step was trained.", file=sys.stderr)
+        print_line(f"{program}: interrupted while it started; no step was trained.")
     return EXIT_INTERRUPTED
 
 
@@ -118,14 +118,14 @@ def report(error: BaseException, env: DistEnv, program: str, marker: Marker | No
     if isinstance(error, ShardrunError):
         write_torchrun_error_file(str(error))
         if env.is_main or error.scope == "rank" or (error.scope == "node" and env.local_rank == 0):
-            print(f"{program}{'' if env.is_main else f' (rank {env.rank})'}: {error}", file=sys.stderr)
+            print_line(f"{program}{'' if env.is_main else f' (rank {env.rank})'}: {error}")
         else:
             wait_for_rank_0_to_print()
     elif failure.echo:
-        print(f"[rank {env.rank}] ended because another rank did: {failure.message[:160]}", file=sys.stderr)
+        print_line(f"[rank {env.rank}] ended because another rank did: {failure.message[:160]}")
     else:
         trace = "".join(traceback.format_exception(error)).rstrip()
-        print(f"[rank {env.rank}] failed on {env.device}:\n{trace}", file=sys.stderr)
+        print_line(f"[rank {env.rank}] failed on {env.device}:\n{trace}")
     return failure.code
 
 

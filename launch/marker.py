@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.streams import print_line
 from fsdp.config import Config
 from fsdp.rundir import history
 from fsdp.rundir.atomic_write import write_atomically
@@ -66,7 +66,7 @@ class Marker:
             self._write(failure, rank)
         except OSError as error:
             line = f"[rank {rank}] {self.run.failed} cannot be written ({error.strerror}): the launcher"
-            print(f"{line} decides by exit code {failure.code} alone", file=sys.stderr)
+            print_line(f"{line} decides by exit code {failure.code} alone")
 
     def _write(self, failure: Failure, rank: int) -> None:
         if not self.run.path.is_dir():

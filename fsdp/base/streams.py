@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import sys
+from typing import TextIO
 
 
 def prepare_streams() -> None:
@@ -26,6 +27,17 @@ def prepare_streams() -> None:
             os.close(nowhere)
             nowhere = number
         setattr(sys, name, os.fdopen(nowhere, "w"))
+
+
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    """Print a line, to stderr unless told, in one write: the ranks of a node share their streams.
+
+    Under PYTHONUNBUFFERED, `print` writes a text and the end of its line apart: two ranks that fail at once
+    leave two texts on one line.
+    """
+    stream = sys.stderr if stream is None else stream
+    stream.write(f"{text}\n")
+    stream.flush()
 
 
 def flush_output() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fsdp.base.errors import LaunchError, first_line
+from fsdp.base.streams import print_line
 from fsdp.dist.env import from_environment
 from fsdp.dist.process_group import rendezvous_store
 from fsdp.doctor import stages, table
@@ -65,7 +66,7 @@ def _publish_failure(exam: stages.RankExam, failed: str, code: int) -> int:
         stages.mark_finished(exam)
     except (RuntimeError, dist.DistError):
         # rank 0 and its store are gone
-        print(f"fsdp.doctor: rank {exam.env.rank}: {failed}", file=sys.stderr)
+        print_line(f"fsdp.doctor: rank {exam.env.rank}: {failed}")
     return code
 
 
@@ -83,14 +84,14 @@ def _left_in(file: Path, verdict: int) -> int:
         file.write_text(str(verdict))
     except OSError as error:
         why = f"{file} cannot be written ({error.strerror})"
-        print(f"fsdp.doctor: {why}: the verdict is this command's exit code, {verdict}", file=sys.stderr)
+        print_line(f"fsdp.doctor: {why}: the verdict is this command's exit code, {verdict}")
         return verdict
     return 0
 
 
 def _report(reports: NodeReports, launcher: str, run: Path, seconds: float) -> int:
     verdict = judge(reports, launcher)
-    print(table.text(reports, verdict, seconds), flush=True)
+    print_line(table.text(reports, verdict, seconds), sys.stdout)
     folder = run / "doctor"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,5 +107,5 @@ def _report(reports: NodeReports, launcher: str, run: Path, seconds: float) -> i
         write_atomically(folder / "exclude", ",".join(verdict.exclude) + "\n" if verdict.exclude else "")
     except OSError as error:
         why = f"{folder} cannot be written ({error.strerror})"
-        print(f"fsdp.doctor: {why}: the result is in the table above alone", file=sys.stderr)
+        print_line(f"fsdp.doctor: {why}: the result is in the table above alone")
     return 0 if verdict.fit else NOT_FIT

@@ -11,7 +11,6 @@ import dataclasses
 import re
 import resource
 import socket
-import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from torch import nn
 
 from fsdp.base.cgroup import memory_group
 from fsdp.base.errors import ConfigError, one_line
+from fsdp.base.streams import print_line
 from fsdp.base.units import byte_size
 from fsdp.config import Config, accepts, changed_flags, flatten, reshard_policy
 from fsdp.dist.env import DistEnv, expandable_segments
@@ -70,7 +70,7 @@ class OomReport:
     def _write(self, facts: oom_page.OomFacts, advice: Advice | None, note: str) -> str:
         """Returns where the details are: on stderr alone if the run directory cannot be written."""
         text = oom_page.text(facts, advice, note)
-        print(text, file=sys.stderr, flush=True)
+        print_line(text)
         path = self.run_dir / f"oom-rank{self.env.rank}.txt"
         try:
             path.write_text(text, encoding="utf-8")

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from fsdp.base.streams import prepare_streams
+from fsdp.base.streams import prepare_streams, print_line
 from fsdp.dist.env import DistEnv
 from fsdp.record.metrics import StepMetrics
 
@@ -83,7 +83,7 @@ class _LiveHandler(logging.StreamHandler[TextIO]):
 def print_last(text: str) -> None:
     """Print a run's summary. A full log does not make the run fail."""
     try:
-        print(_encodable(text, sys.stdout), flush=True)
+        print_line(_encodable(text, sys.stdout), sys.stdout)
     except OSError as error:
         log.warning("the summary cannot be printed (%s)", error.strerror)
 

@@ -28,7 +28,8 @@ def fit(steps, *more):
     return TorchTrainer(work, train_loop_config=flags, scaling_config=ScalingConfig(num_workers=0)).fit()
 
 def show(result):
-    print("step", result.return_value, "of", result.metrics["checkpoint"], "loss" in result.metrics)
+    checkpoint, has_loss = result.metrics["checkpoint"], "loss" in result.metrics
+    sys.stdout.write(f"step {result.return_value} of {checkpoint} {has_loss}\\n")  # whole: two ranks write
 
 show(fit("3"))
 """
