@@ -51,7 +51,10 @@ def _start(key: str, piece: Piece) -> dict[str, Any]:
 
 
 def _scale(key: str, piece: Piece) -> dict[str, Any]:
-    return {"text": scale.ranks_table(piece["numbers"])} if key == "ranks" else {}
+    tables_of: dict[str, Callable[[Any], str]] = {
+        "ranks": scale.ranks_table, "parameters": scale.parameters_table, "simulated": scale.simulated_table,
+    }  # fmt: skip
+    return {"text": tables_of[key](piece["numbers"])} if key in tables_of else {}
 
 
 PIECES: dict[str, Callable[[str, Piece], dict[str, Any]]] = {

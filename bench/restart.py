@@ -1,8 +1,8 @@
 """Time from the kill of a rank to the next new step, and the number of repeated steps.
 
-    python -m bench.restart [--rounds 6] [--ranks 4] [--every 10] [--add]
+    python -m bench.restart [--rounds 6] [--ranks 2] [--every 10] [--add]
 
-The vision transformer on 4 ranks, a checkpoint each 10 steps, SIGKILL to a random rank at a random step.
+The vision transformer on some ranks, a checkpoint each 10 steps, SIGKILL to a random rank at a random step.
 shardrun under its own launcher and under torchrun; a bare script and the frameworks under
 `torchrun --max-restarts`. Contenders alternate. --add adds rounds to those in bench/results.
 """
@@ -158,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=0, help="0 is 6, or 1 with --short")
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
     parser.add_argument("--only", default="", help="these contenders: local,ours,bare")
     parser.add_argument("--add", action="store_true", help="to the rounds that were taken before")

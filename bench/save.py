@@ -10,7 +10,8 @@ run.
 
 Each round runs every way of saving for ten steps with one save. The order rotates from round to round, so
 that other load affects all alike. The whole cost of a save is what the steps with one take longer than
-those without; a stall is the part of it that the training thread spends in a save or waiting for one.
+those without, with the wait for what is still being written after a round's last step; a stall is the part
+that the training thread spends in a save or waiting for one.
 dcp.async_save has one stager for all saves and copies in the background (save_dcp.py). Results are printed
 and written to bench/results/save.json and save.md (save-short.*).
 
@@ -50,13 +51,13 @@ def main(argv: Sequence[str]) -> int:
         "--rounds",
         type=int,
         default=0,
-        help="rounds of every way; 0 is 10 of 124m, 6 of 500m, 12 of second, 2 of short",
+        help="rounds of every way; 0 is 6 of 124m and 500m, 12 of second, 2 of short",
     )
     parser.add_argument(
         "--saves",
         type=int,
         default=0,
-        help="saves under the eye of the memory meter; 0 is 50 of 124m, 3 of 500m, 5 of the others",
+        help="saves whose memory is measured; 0 is 10 of 124m, 1 of 500m, 5 of the others",
     )
     parser.add_argument(
         "--ways", default="", help="which ways, none among them; fewer than the size's own write save-part.*"
@@ -111,7 +112,7 @@ def _run_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "0",
     }
-    # Without this glibc keeps freed blocks, and a process's size shows nothing.
+    # Without this glibc keeps freed blocks, and a process's size shows nothing. All ways have it.
     common |= {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
     ranks = [
         subprocess.Popen(

@@ -23,10 +23,11 @@ def summarise(results: Sequence[dict[str, Any]], options: argparse.Namespace) ->
         for way in options.ways
     }
     memory = [max(values) for values in zip(*(result["memory_mib"] for result in results), strict=True)]
-    load = {
-        key: max(result["load"][key] for result in results)
-        for key in ("ours_s", "dcp_s", "unique_bytes", "state_mib")
+    load: dict[str, Any] = {
+        key: max(result["load"][key] for result in results) for key in ("unique_bytes", "state_mib")
     }
+    for key in ("ours_s", "dcp_s"):
+        load[key] = [max(times) for times in zip(*(result["load"][key] for result in results), strict=True)]
     load |= {key: sum(result["load"][key] for result in results) for key in ("ours_bytes", "dcp_bytes")}
     command = (
         f"python -m bench.save --size {options.size} --rounds {options.rounds} --saves {options.saves} "
@@ -43,6 +44,7 @@ def summarise(results: Sequence[dict[str, Any]], options: argparse.Namespace) ->
 def _row(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Processor time is compared round by round with the same round without a save."""
     steps = [max(times) for times in zip(*(rank["steps_s"] for rank in ranks), strict=True)]
+    rounds = [max(means) for means in zip(*(rank["rounds_s"] for rank in ranks), strict=True)]
     cuts = statistics.quantiles(steps, n=100)
 
     def against_none(key: str, compare: Callable[[float, float], float]) -> float:
@@ -53,8 +55,8 @@ def _row(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -> dic
         "stall_s": max(sum(rank["stalls_s"]) for rank in ranks) / max(1, len(ranks[0]["rounds_s"])),
         "p50_s": cuts[49],
         "p99_s": cuts[98],
-        "mean_s": statistics.fmean(steps),
-        "rounds_s": [max(means) for means in zip(*(rank["rounds_s"] for rank in ranks), strict=True)],
+        "mean_s": statistics.fmean(rounds),
+        "rounds_s": rounds,
         "cpu_s": against_none("cpu_s", lambda a, b: a - b),
     }
 
@@ -68,13 +70,17 @@ def machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
+ALLOCATOR = (
+    "All ways return freed memory at once (`MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_` 131072), so "
+    "that it can be measured; large allocations of steps and saves take longer with it."
+)
 COLUMNS = (
     "way",
     "mean step, s",
     "over that without saves",
-    "the steps together longer by, s a save",
+    "the steps together longer by, s a save, median, 95%",
     "round over round, median, 95%",
-    "of it, a step held up, s",
+    "a step held up, s",
     "step p50, s",
     "p99, s",
     "processor, s a save and rank",
@@ -101,6 +107,7 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     if "dcp.async_save process" in rows:
         lines += ["", "The process of dcp.async_save's process mode is not in the last column."]
+    lines += [*_against_others(rows), "", ALLOCATOR]
     lines += ["", _load_text(report["load"]), "", _memory_text(report["memory_mib"], report["load"])]
     lines += ["", report["remark"]] if report.get("remark") else []
     return "\n".join([*lines, ""])
@@ -112,11 +119,10 @@ def _cells(way: str, report: dict[str, Any]) -> list[str]:
     last = [f"{row[key]:.3f}" for key in ("p50_s", "p99_s")]
     if way == "none":
         return [*first, "", "", "", "", *last, ""]
-    cost_s = (row["mean_s"] - none["mean_s"]) * report["save_every"]
     return [
         *first,
         f"{row['mean_s'] / none['mean_s']:.3f}",
-        f"{cost_s:+.2f}",
+        added_a_save(row, none, report["save_every"]).text("+.2f"),
         _round_over_round(row, none),
         f"{row['stall_s']:.4f}",
         *last,
@@ -135,15 +141,31 @@ def against_none(row: dict[str, Any], none: dict[str, Any]) -> tables.Interval:
     return tables.ratio(row["rounds_s"], none["rounds_s"])
 
 
-def _load_text(load: dict[str, float]) -> str:
+def added_a_save(row: dict[str, Any], none: dict[str, Any], every: int) -> tables.Interval:
+    """Seconds, round by round."""
+    return tables.difference([every * s for s in row["rounds_s"]], [every * s for s in none["rounds_s"]])
+
+
+def _against_others(rows: dict[str, Any]) -> list[str]:
+    others = [way for way in rows if way.startswith("dcp")]
+    if not others or "ours" not in rows:
+        return []
+    over = {way: tables.ratio(rows["ours"]["rounds_s"], rows[way]["rounds_s"]) for way in others}
+    said = [f"{ratio.judged(more_is_better=False)} over {way}" for way, ratio in over.items()]
+    return ["", f"Mean steps with ours, round over round: {'; '.join(said)}."]
+
+
+def _load_text(load: dict[str, Any]) -> str:
+    over = tables.ratio(load["ours_s"], load["dcp_s"]).judged(more_is_better=False)
     read = {key: load[f"{key}_bytes"] / load["unique_bytes"] for key in ("ours", "dcp")}
     return (
-        f"Load, once each: ours {load['ours_s']:.2f} s, every byte verified; dcp.load {load['dcp_s']:.2f} s. "
+        f"Load, s: ours {tables.spread(load['ours_s'])}, every byte verified; dcp.load "
+        f"{tables.spread(load['dcp_s'])}; ours over it {over}. "
         f"Bytes read over bytes there: ours {read['ours']:.3f}, dcp.load {read['dcp']:.3f}."
     )
 
 
-def _memory_text(memory: Sequence[float], load: dict[str, float]) -> str:
+def _memory_text(memory: Sequence[float], load: dict[str, Any]) -> str:
     return (
         f"Memory of a save, at most over {len(memory)} of them: {max(memory):.0f} MiB above none, where a "
         f"rank's own state is {load['state_mib']:.0f} MiB; after the first {memory[0]:.0f}, after the last "

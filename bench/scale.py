@@ -67,6 +67,10 @@ def ranks_table(numbers: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
         more = tables.difference(seen["ours"], seen["bare"])
         over = more.judged("+.2f", more_is_better=False, same=0.0)
         rows.append([ranks, tables.spread(seen["ours"]), tables.spread(seen["bare"]), over])
+    if len(numbers) > 1:
+        both = ([statistics.median(seen[name]) for seen in numbers.values()] for name in ("ours", "bare"))
+        counts = [float(ranks) for ranks in numbers]
+        rows.append([tables.SLOPE, *(f"{tables.slope(counts, costs):.2f}" for costs in both), ""])
     columns = ["ranks", "shardrun, processor ms a step and rank", "bare loop", "shardrun over bare, ms [95%]"]
     return tables.table(columns, rows)
 
@@ -80,12 +84,19 @@ def by_parameters(names: Sequence[str], rounds: int) -> tuple[str, dict[str, Any
         for name in tables.turned(list(names), nth):
             numbers[name].append(one_run(SIZES[name]))
             print(f"{name}: {numbers[name][-1]}", flush=True)
+    return parameters_table(numbers), numbers
+
+
+def parameters_table(numbers: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     keys = ("first_s", "step_s", "save_s", "peak_mib")
     rows = [
         [name, *(tables.spread([one[key] for one in runs]) for key in keys)] for name, runs in numbers.items()
     ]
+    sizes, runs = [float(name.removesuffix("M")) for name in numbers], list(numbers.values())
+    if len(sizes) > 1:
+        rows.append([tables.SLOPE, *(tables.slope_of(sizes, runs, key) for key in keys)])
     columns = ["parameters", "command to first step, s", "step, s", "a save adds, s", "peak of a rank, MiB"]
-    return tables.table(columns, rows), numbers
+    return tables.table(columns, rows)
 
 
 def one_run(size: tuple[int, int, int]) -> dict[str, float]:
@@ -119,12 +130,25 @@ def simulated(sizes: Sequence[tuple[int, str]]) -> tuple[str, list[dict[str, Any
         command = [sys.executable, "-m", "bench.simulated", str(ranks), "--preset", preset]
         found.append(json.loads(subprocess.check_output(command, text=True)))
         print(found[-1], flush=True)
+    return simulated_table(found), found
+
+
+def simulated_table(found: Sequence[Mapping[str, Any]]) -> str:
+    """The last row: what 70B parameters cost against ranks."""
     rows = []
     for one in found:
         sums = [tables.short(one["sums"][kind]) for kind in SUMS]
         sizes_mib = [f"{one[key]:,.0f}" for key in ("metadata_mib", "plan_peak_mib", "peak_mib")]
         sizes_mib += [tables.short(one["layout_mib"]), f"{one['resume_peak_mib']:,.0f}"]
         rows.append([f"{one['ranks']:,}", one["preset"], f"{one['pieces']:,}", *sums, *sizes_mib])
+    of_70b = [one for one in found if one["preset"] == "70b"]
+    if len(of_70b) > 1:
+        ranks = [float(one["ranks"]) for one in of_70b]
+        costs = [[float(one["pieces"]) for one in of_70b]]
+        costs += [[one["sums"][kind] for one in of_70b] for kind in SUMS]
+        keys = ("metadata_mib", "plan_peak_mib", "peak_mib", "layout_mib", "resume_peak_mib")
+        costs += [[one[key] for one in of_70b] for key in keys]
+        rows.append([tables.SLOPE, "70b", *(f"{tables.slope(ranks, column):.2f}" for column in costs)])
     columns = [
         "ranks",
         "model",
@@ -138,7 +162,7 @@ def simulated(sizes: Sequence[tuple[int, str]]) -> tuple[str, list[dict[str, Any
         "layout MiB",
         "peak MiB of a rank's resume",
     ]
-    return tables.table(columns, rows), found
+    return tables.table(columns, rows)
 
 
 PARTS = {
@@ -156,7 +180,9 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", choices=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=0, help="0 is 6, or 2 with --short")
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="0 is 6, or 2 with --short; what is simulated runs once"
+    )
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
     rounds, small = options.rounds or (2 if options.short else 6), options.short
@@ -184,7 +210,9 @@ def main(argv: Sequence[str]) -> int:
             about=about,
             text=text,
             notes="",
-            command=f"python -m bench.scale --part {part} --rounds {rounds}",
+            command=f"python -m bench.scale --part {part}"
+            + f" --rounds {rounds}" * (part != "simulated")
+            + " --short" * small,
             numbers={"numbers": numbers},
         )
     return 0

@@ -6,7 +6,8 @@ framework.
 Each contender is a script with its necessary imports alone, which builds the same vision transformer, shards
 it and takes one step (bench/peers/alone.py). shardrun is train.py, and launch.local, with everything they
 write. Rounds are interleaved; the result is the extra time over the bare script. --cold removes the files of
-all packages from the page cache before each start. --add adds rounds to those in bench/results.
+all packages, shardrun's among them, from the page cache before each start. --add adds rounds to those in
+bench/results.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import tables
-from bench.launched import STEP, alone, ours, that_run
+from bench.launched import STEP, alone, ours, surroundings, that_run
 from bench.peers import setup
 from bench.peers.roster import ROSTER, absent
 from bench.ports import free_port
@@ -67,13 +68,12 @@ def run_once(name: str, ranks: int, folder: Path) -> Started:
 
 
 def _watch(commands: Sequence[Sequence[str]], places: Sequence[dict[str, str]]) -> Started:
-    common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(setup.ROOT), "PYTHONUNBUFFERED": "1"}
     began, first = time.monotonic(), 0.0
     with tempfile.TemporaryFile("w+") as errors:
         processes = [
             subprocess.Popen(
                 command,
-                env={**common, **place},
+                env={**surroundings(), **place},
                 cwd=setup.ROOT,
                 text=True,
                 stdout=subprocess.PIPE,
@@ -97,9 +97,9 @@ def _watch(commands: Sequence[Sequence[str]], places: Sequence[dict[str, str]]) 
 
 
 def forget(*places: Path) -> None:
-    """Removes a tree's files from the page cache; what a running process has mapped stays."""
-    for folder in places:
-        for file in folder.rglob("*"):
+    """Removes files, and those of folders, from the page cache; what a running process has mapped stays."""
+    for place in places:
+        for file in [place, *place.rglob("*")]:
             if file.is_file() and not file.is_symlink():
                 descriptor = os.open(file, os.O_RDONLY)
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -109,7 +109,8 @@ def forget(*places: Path) -> None:
 def packages() -> list[Path]:
     import sysconfig
 
-    return [Path(sysconfig.get_path("purelib")), setup.HOME]
+    own = [setup.ROOT / name for name in ("fsdp", "launch", "bench", "train.py")]
+    return [Path(sysconfig.get_path("purelib")), setup.HOME, *own]
 
 
 def measure(names: Sequence[str], rounds: int, ranks: int, cold: bool) -> dict[str, list[Started]]:

@@ -12,7 +12,9 @@ from bench.peers.base import CLIP, Given, cross_entropy, make_optimizer, same_ev
 
 
 class Zero3:
-    settings = "stage 3, overlap_comm, contiguous_gradients, no offload, torch's AdamW; save_checkpoint"
+    settings = (
+        "stage 3, overlap_comm on CUDA, contiguous_gradients, no offload, torch's AdamW; save_checkpoint"
+    )
 
     def __init__(self, given: Given) -> None:
         config = {
