@@ -12,6 +12,8 @@ import threading
 from pathlib import Path
 from typing import TextIO
 
+from fsdp.base.streams import PrintableFormatter
+
 POLL_S = 0.1
 
 
@@ -23,6 +25,7 @@ def redirect_output(folder: Path, rank: int, attempt: str) -> None:
     # Ray's errors reach the driver as an exception
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     logging.lastResort = logging.StreamHandler(sys.stderr)
+    logging.lastResort.setFormatter(PrintableFormatter())
     logging.lastResort.setLevel(logging.WARNING)
 
 

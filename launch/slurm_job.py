@@ -24,6 +24,7 @@ from typing import Any
 from fsdp import config as configuration
 from fsdp.base.errors import CheckpointError, ConfigError, RefusedError, ShardrunError, without_hint
 from fsdp.base.phases import Ending
+from fsdp.base.streams import print_line
 from fsdp.dist.env import job_start
 from fsdp.rundir import history
 from fsdp.rundir.lock import FolderLock
@@ -91,7 +92,7 @@ def judge(
         decision = decision or (None if unmet else _judge_without_records(run, code, allocation))
         if decision is None:
             raise _as_error(run, error) from None
-        print(f"{without_hint(_as_error(run, error))} What follows does not depend on it.", file=sys.stderr)
+        print_line(f"{without_hint(_as_error(run, error))} What follows does not depend on it.")
     return decision
 
 
@@ -288,9 +289,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             unmet=options.unmet,
         )
     except ShardrunError as error:
-        print(error, file=sys.stderr)
+        print_line(str(error))
         return error.exit_code
-    print(message(run, decision), flush=True)
+    print_line(message(run, decision), sys.stdout)
     return {Act.REQUEUE: REQUEUE, Act.AGAIN: AGAIN, Act.END: decision.code}[decision.act]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 from fsdp.base.commands import as_typed
+from fsdp.base.text import printable_line
 
 Scope = Literal["all", "node", "rank"]
 
@@ -38,7 +39,11 @@ class ShardrunError(Exception):
         if scope is not None:
             self.scope = scope
         self.hint, self.ranks, self.error_number = hint, ranks, error_number
-        super().__init__(as_typed(f"{message} HINT: {hint}" if hint else message))
+        super().__init__(self.printed(as_typed(f"{message} HINT: {hint}" if hint else message)))
+
+    def printed(self, text: str) -> str:
+        """Messages name files and values that others wrote: none of them begins a line of its own."""
+        return printable_line(text)
 
 
 def error_number(error: BaseException) -> int:

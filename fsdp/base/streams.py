@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import sys
 from typing import TextIO
 
+from fsdp.base.text import printable
+
+
+class PrintableFormatter(logging.Formatter):
+    """Log records hold names of files that others wrote: control characters are escaped."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
 
 def prepare_streams() -> None:
-    """Make stdout and stderr take any text.
+    """Make stdout and stderr take any text, and the log of tools escape control characters.
 
     A stream of another encoding than UTF-8 (a locale of ISO-8859-1) escapes what it lacks, in place of an
     error at the end of a run. A closed one (`>&-`), for which Python has None, is redirected to /dev/null: on
     its own descriptor, or the next file that is opened would receive what C code prints.
     """
+    if logging.lastResort is not None:  # the handler of tools, which set up no logging
+        logging.lastResort.setFormatter(PrintableFormatter())
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does by itself
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -30,13 +42,14 @@ def prepare_streams() -> None:
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:
-    """Print a line, to stderr unless told, in one write: the ranks of a node share their streams.
+    """Print text of any origin, to stderr unless told: control characters are escaped (`printable`).
 
+    It is one write, since the ranks of a node share their streams.
     Under PYTHONUNBUFFERED, `print` writes a text and the end of its line apart: two ranks that fail at once
     leave two texts on one line.
     """
     stream = sys.stderr if stream is None else stream
-    stream.write(f"{text}\n")
+    stream.write(f"{printable(text)}\n")
     stream.flush()
 
 
@@ -58,7 +71,7 @@ def flush_output() -> None:
 def print_answer(text: str, program: str, end: str = "\n") -> int:
     """Print what a command was asked for, such as its help, and return the exit code."""
     try:
-        print(text, end=end, flush=True)
+        print(printable(text), end=end, flush=True)
     except OSError as error:
         return lost_output(error, program)
     return 0

@@ -1,4 +1,4 @@
-"""Counts, lists and tables as text, for messages, logs and terminals.
+"""Counts, lists and tables as text, for messages, logs and terminals; control characters escaped.
 
 Not here: numbers with a unit (units.py), tables of pages (html.py).
 """
@@ -8,6 +8,25 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Sequence
+
+_CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F]
+_CONTROLS += [*range(0x2028, 0x202F), *range(0x2066, 0x206A)]
+_ESCAPES = {code: repr(chr(code))[1:-1] for code in _CONTROLS}
+_IN_LINES = {code: escape for code, escape in _ESCAPES.items() if chr(code) not in "\t\n"}
+
+
+def printable(text: str) -> str:
+    """The text with escapes for what a terminal obeys: control characters and those that reorder a line.
+
+    Names and values of a run directory, a store or a foreign file are in messages, and a terminal's escape
+    sequences in them could rewrite the screen, its title or its clipboard. Line breaks and tabs stay.
+    """
+    return text.translate(_IN_LINES)
+
+
+def printable_line(text: str) -> str:
+    """As `printable`, with line breaks and tabs escaped too: a name cannot add a line of its own."""
+    return text.translate(_ESCAPES)
 
 
 def counted(count: int, noun: str) -> str:

@@ -27,6 +27,7 @@ from typing import Any
 from fsdp import config
 from fsdp.base.errors import CheckpointError, ConfigError, RefusedError, without_hint
 from fsdp.base.object_client import is_url
+from fsdp.base.streams import print_line
 from fsdp.base.text import nearest
 from fsdp.base.units import byte_size, seconds
 from fsdp.checkpoint import file_names, inspect, load, retention
@@ -72,13 +73,10 @@ def main(argv: Sequence[str]) -> int:
             options.section = _section(options)
             return command(open_store(_place(options)), options)
     except OSError as error:
-        print(f"fsdp.checkpoint: {error}", file=sys.stderr)
+        print_line(f"fsdp.checkpoint: {error}")
         return CheckpointError.exit_code
     except Broken as broken:
-        print(
-            f"fsdp.checkpoint: {broken.detail}. HINT: python -m fsdp.checkpoint {options.run} verify",
-            file=sys.stderr,
-        )
+        print_line(f"fsdp.checkpoint: {broken.detail}. HINT: python -m fsdp.checkpoint {options.run} verify")
         return CheckpointError.exit_code
 
 
@@ -235,14 +233,15 @@ def _table(store: Store, listings: Sequence[CheckpointListing], read: bool) -> i
         state = why or ("verified" if read else "sealed, sizes match; verify reads every byte")
         about = found.manifest
         if about is None:
-            print(f"{found.step:>10}  {'':>9}  {'':>10}  {'':<12}  {'':>5}  {state}")
+            print_line(f"{found.step:>10}  {'':>9}  {'':>10}  {'':<12}  {'':>5}  {state}", sys.stdout)
         else:
             age, size = seconds(max(0.0, time.time() - about.created)), byte_size(about.bytes)
-            print(f"{found.step:>10}  {age:>9}  {size:>10}  {about.mesh:<12}  {about.ranks:>5}  {state}")
+            row = f"{found.step:>10}  {age:>9}  {size:>10}  {about.mesh:<12}  {about.ranks:>5}  {state}"
+            print_line(row, sys.stdout)
     for folder in store.folders():
         name = file_names.parse(folder)
         if name is not None and name.kind == "broken":
-            print(f"{name.step:>10}  set aside: {folder}")
+            print_line(f"{name.step:>10}  set aside: {folder}", sys.stdout)
     return 1 if wrong else 0
 
 
@@ -278,11 +277,11 @@ def _prune(store: Store, options: argparse.Namespace) -> int:
     finally:
         locks.release()
     if deleted or not left:
-        print("deleted " + ", ".join(deleted) if deleted else "nothing to delete")
+        print_line("deleted " + ", ".join(deleted) if deleted else "nothing to delete", sys.stdout)
     for step, why in left.items():
         hint = f"ls -la {shlex.quote(store.where)}/{file_names.final(step)}* shows who may delete it"
         hint = "renew the credentials" if is_url(store.where) else hint
-        print(f"fsdp.checkpoint: {why} (not deleted). HINT: {hint}, then prune again", file=sys.stderr)
+        print_line(f"fsdp.checkpoint: {why} (not deleted). HINT: {hint}, then prune again")
     return CheckpointError.exit_code if left else 0
 
 

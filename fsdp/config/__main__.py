@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.streams import print_line
 from fsdp.config.aliases import PAGE
 from fsdp.config.command_line import CommandParser, prints_errors
 from fsdp.config.fields import FIELDS
@@ -35,7 +36,8 @@ def main(argv: Sequence[str]) -> int:
             f"{options.action} is not one of {', '.join(ACTIONS)}.", "python -m fsdp.config --help"
         )
     is_table = options.action == "table"
-    print(PAGE.read_text(encoding="utf-8").rstrip() if is_table else migrate(options.file, options.out))
+    answer = PAGE.read_text(encoding="utf-8").rstrip() if is_table else migrate(options.file, options.out)
+    print_line(answer, sys.stdout)
     return 0
 
 

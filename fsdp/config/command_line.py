@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 
 from fsdp.base.commands import as_typed
 from fsdp.base.errors import ConfigError, ShardrunError
-from fsdp.base.streams import lost_output, prepare_streams, print_answer
+from fsdp.base.streams import lost_output, prepare_streams, print_answer, print_line
 from fsdp.base.text import nearest
 from fsdp.config.fields import FIELDS
 from fsdp.config.help import help_asked
@@ -47,7 +47,7 @@ def prints_errors(module: str) -> Callable[[Callable[[Words], int]], Callable[[W
                 code = main(argv)
                 sys.stdout.flush()
             except ShardrunError as error:
-                print(f"{module}: {error}", file=sys.stderr)
+                print_line(f"{module}: {error}")
                 return error.exit_code
             except OSError as error:
                 return lost_output(error, module)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.text import columns
+from fsdp.base.text import columns, printable
 from fsdp.config.aliases import VALUE, Alias, alias_of
 from fsdp.config.fields import FIELDS
 
@@ -80,9 +80,15 @@ def is_torchtitan(tree: Mapping[str, Any]) -> bool:
     return any(isinstance(tree.get(section), Mapping) for section in TORCHTITAN)
 
 
+class ForeignConfigError(ConfigError):
+    """The error of `--config FILE`: each entry of the file with its counterpart, in a line of its own."""
+
+    def printed(self, text: str) -> str:
+        return printable(text)
+
+
 def refuse(file: ForeignFile) -> ConfigError:
-    """The error of `--config FILE`: each entry of the file with its counterpart."""
-    return ConfigError(
+    return ForeignConfigError(
         f"--config {file.path} is a file of {file.trainer}, not a recipe. Its entries are here:\n"
         f"{file.listing()}\n",
         f"python -m fsdp.config migrate {file.path}",

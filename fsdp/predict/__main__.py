@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp.base.errors import ConfigError, ShardrunError
-from fsdp.base.streams import is_of_output
+from fsdp.base.streams import is_of_output, print_line
 from fsdp.checkpoint.run_source import NO_LIMIT, opened, output_of
 from fsdp.config import TRUST_HELP
 from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
@@ -58,14 +58,14 @@ def main(argv: Sequence[str]) -> int:
                 _answer(open_run(source.path, flags, options.trust_code), options)
     except ShardrunError as error:
         if prints_shared_errors() or error.scope != "all":
-            print(f"fsdp.predict: {error}", file=sys.stderr, flush=True)
+            print_line(f"fsdp.predict: {error}")
         else:
             wait_for_rank_0_to_print()
         return error.exit_code
     except OSError as error:  # of the run directory or of its data, on this rank
         if is_of_output(error):
             raise
-        print(f"fsdp.predict: {error}. HINT: the file must be readable here", file=sys.stderr, flush=True)
+        print_line(f"fsdp.predict: {error}. HINT: the file must be readable here")
         return ConfigError.exit_code
     return 0
 
@@ -159,22 +159,21 @@ def _classify(trained: TrainedModel, options: argparse.Namespace, shows: bool) -
         return
     known, now = trained_classes(RunDir(trained.run)), trained.data.info.classes
     if known and now and known != now:
-        print(
+        print_line(
             f"fsdp.predict: the classes of {trained.config.data.dir or trained.config.data.name} have other "
             "names or another order than those of the run: names and accuracy are those of today's folders. "
-            "HINT: --data.dir FOLDER, as it was at the run",
-            file=sys.stderr,
+            "HINT: --data.dir FOLDER, as it was at the run"
         )
     classes = _named(images.classes_of(trained), predictions)
     _print_table(predictions, classes)
     if predictions and predictions[0].inputs.ndim == 3:
         sheet = picture.draw(predictions, classes, trained.data.info.preprocess)
         picture.save(sheet, file, replace=options.out is None)
-        print(f"picture   {file}")
+        print_line(f"picture   {file}", sys.stdout)
     if counted is not None:
         right, count = counted
         which = split.replace("heldout", "held-out")
-        print(f"accuracy  {right / count:.2%} of the {which} samples, {right} of {count}")
+        print_line(f"accuracy  {right / count:.2%} of the {which} samples, {right} of {count}", sys.stdout)
 
 
 def _named(classes: tuple[str, ...], predictions: list[Prediction]) -> tuple[str, ...]:
@@ -190,7 +189,8 @@ def _print_table(predictions: list[Prediction], classes: Sequence[str]) -> None:
             f"{classes[c]} {p:.1%}" for p, c in zip(top.values.tolist(), top.indices.tolist(), strict=True)
         )
         truth = "" if one.truth is None else f"is {classes[one.truth]:<12}  "
-        print(f"{one.name:<14}  {truth}{likely}{'  WRONG' if one.truth not in (None, one.best) else ''}")
+        wrong = "  WRONG" if one.truth not in (None, one.best) else ""
+        print_line(f"{one.name:<14}  {truth}{likely}{wrong}", sys.stdout)
 
 
 # ---------------------------------------------------------------- language
@@ -207,7 +207,7 @@ def _generate(trained: TrainedModel, options: argparse.Namespace, shows: bool) -
     text = language.decode(trained, language.generate(trained, language.encode(trained, prompt), sampling))
     if not shows:
         return
-    print(text)
+    print_line(text, sys.stdout)
     if options.out:
         try:
             options.out.write_text(text + "\n", encoding="utf-8")

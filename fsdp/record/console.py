@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from fsdp.base.streams import prepare_streams, print_line
+from fsdp.base.streams import PrintableFormatter, prepare_streams, print_line
 from fsdp.dist.env import DistEnv
 from fsdp.record.metrics import StepMetrics
 
@@ -51,7 +51,7 @@ def set_up_logging(env: DistEnv) -> None:
         root.removeHandler(handler)
     handler = _LiveHandler(sys.stderr)
     handler.setFormatter(
-        logging.Formatter("%(message)s" if env.is_main else f"[rank {env.rank}] %(message)s")
+        PrintableFormatter("%(message)s" if env.is_main else f"[rank {env.rank}] %(message)s")
     )
     root.addHandler(handler)
     root.propagate = False

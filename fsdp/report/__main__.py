@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.base.streams import print_line
 from fsdp.checkpoint.run_source import RunSource, opened, output_of
 from fsdp.config import TRUST_HELP
 from fsdp.config.command_line import CommandParser
@@ -56,11 +57,11 @@ def main(argv: list[str]) -> int:
                 return 0
             out, samples = _write_page(asked, sources)
     except ShardrunError as error:
-        print(f"fsdp.report: {error}", file=sys.stderr)
+        print_line(f"fsdp.report: {error}")
         return error.exit_code
     for sample in samples:
         if sample.refused:
-            print(f"fsdp.report: no samples: {sample.refused}", file=sys.stderr)
+            print_line(f"fsdp.report: no samples: {sample.refused}")
     print_last(str(out))
     return 0
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp.base.errors import ShardrunError
+from fsdp.base.streams import print_line
 from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
 from fsdp.tokenize.documents import DocumentOptions, template_text
 from fsdp.tokenize.locate import notes_on
@@ -55,15 +56,15 @@ def main(argv: Sequence[str]) -> int:
         found = tokenize(job, given.out, given.workers, line.show)
         line.end()
     except ShardrunError as error:
-        print(f"fsdp.tokenize: {_with_own_flags(str(error))}", file=sys.stderr)
+        print_line(f"fsdp.tokenize: {_with_own_flags(str(error))}")
         return error.exit_code
     except KeyboardInterrupt:
         print("fsdp.tokenize: stopped. HINT: the same command continues", file=sys.stderr)
         return 130
     empty = f", {found.empty:,} rows without a token to train on left out" if found.empty else ""
-    print(f"{given.out}: {found.tokens:,} tokens, {found.documents:,} documents{empty}")
+    print_line(f"{given.out}: {found.tokens:,} tokens, {found.documents:,} documents{empty}", sys.stdout)
     for noted in notes_on(given.source):
-        print(f"fsdp.tokenize: {noted}", file=sys.stderr)
+        print_line(f"fsdp.tokenize: {noted}")
     return 0
 
 
