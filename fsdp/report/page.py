@@ -1,7 +1,7 @@
 """The page of one run, of two runs side by side (two_runs.py), or of more as a table (sweep.py).
 
-Order: outcome, failures, curves, time, late ranks, spikes, plan, memory, profile, samples, checkpoints, starts,
-configuration.
+Order: outcome, failures, curves, time, late ranks, spikes, plan, memory, profile, samples, checkpoints,
+starts, configuration.
 """
 
 from __future__ import annotations
