@@ -28,7 +28,7 @@ from fsdp.rundir.lock_holder import (
     Holder,
     is_alive,
     is_later_start,
-    is_valid_holder,
+    read_holder,
     this_holder,
     this_place,
 )
@@ -98,7 +98,7 @@ class ObjectLock:
         if found is None:
             gone = f"the lock on {self._store.where} is gone: {FILE}, or the whole bucket, was deleted"
             return f"{gone}, and another job may write there"
-        now = _holder(found.data)
+        now = read_holder(found.data)
         if now is not None and now.token == self.holder.token:
             return None
         over = f"{self._store.where} was taken over by {now}"
@@ -153,22 +153,13 @@ def _write(store: ObjectStore, holder: Holder, count: int, version: str | None) 
 def _version_of(store: ObjectStore, holder: Holder) -> str | None:
     """The version of the lock that this holder has; None if it does not have it."""
     found = store.get(FILE)
-    now = None if found is None else _holder(found.data)
+    now = None if found is None else read_holder(found.data)
     return found.version if found is not None and now is not None and now.token == holder.token else None
-
-
-def _holder(data: bytes) -> Holder | None:
-    """The holder; None if the object cannot be parsed."""
-    try:
-        holder = Holder(**json.loads(data.partition(b"\n")[0]))
-    except (ValueError, TypeError, RecursionError):
-        return None
-    return holder if is_valid_holder(holder) else None
 
 
 def _clear_dead(store: ObjectStore, found: VersionedObject, stale_s: float, job: str) -> str:
     """A line about the dead holder, for the log of the takeover; RefusedError if the holder lives."""
-    holder = _holder(found.data)
+    holder = read_holder(found.data)
     how, alive = "it is dead", _known(holder, job)
     if alive is None:
         who = holder or "an unknown holder"

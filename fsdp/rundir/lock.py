@@ -31,7 +31,7 @@ from fsdp.rundir.lock_holder import (
     Holder,
     is_alive,
     is_later_start,
-    is_valid_holder,
+    read_holder,
     this_holder,
     this_place,
 )
@@ -219,11 +219,7 @@ def _remove_leftovers(folder: Path, now: float) -> None:
 def _read(file: Path) -> tuple[Holder | None, bytes]:
     """The holder (None if the file does not name one) and the whole text with its count."""
     data = read_lock_file(file)
-    try:
-        holder = Holder(**json.loads(data.partition(b"\n")[0]))
-    except (ValueError, TypeError, RecursionError):
-        return None, data
-    return holder if is_valid_holder(holder) else None, data
+    return read_holder(data), data
 
 
 def read_lock_file(file: Path) -> bytes:

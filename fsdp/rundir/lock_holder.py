@@ -6,6 +6,7 @@ Not here: the file and its takeover (lock.py), the object in a store (fsdp/check
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -87,7 +88,16 @@ def is_alive(holder: Holder) -> bool | None:
     return None  # hidden: the holder, or a later process with its number
 
 
-def is_valid_holder(holder: Holder) -> bool:
+def read_holder(data: bytes) -> Holder | None:
+    """The holder in a lock's first line; None if it names none."""
+    try:
+        holder = Holder(**json.loads(data.partition(b"\n")[0]))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return holder if _is_valid(holder) else None
+
+
+def _is_valid(holder: Holder) -> bool:
     """Whether the values have the right types and ranges: any user may write the file, and kill() gets its
     pid.
     """
