@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from fsdp.base.checked_values import checked_text
 from fsdp.base.torch_private.saving import StorageInfo
 from fsdp.checkpoint import file_names
 from fsdp.checkpoint.layout import Division, Layout, WholeTensor, Writers
@@ -106,7 +107,7 @@ def _layout(about: dict[str, Any], tables: _LayoutTables) -> Layout:
     ranks = _count(about["ranks"], MOST_RANKS)
     tensors, division_of = [], []
     for keys, size, dtype, division in about["tensors"]:
-        names = tuple((_text(key), (key,)) for key in keys)
+        names = tuple((checked_text(key), (key,)) for key in keys)
         tensors.append(WholeTensor(names, tuple(map(_count, size)), _dtype(dtype)))
         division_of.append(_count(division))
     _count(sum(math.prod(one.size) * one.dtype.itemsize for one in tensors))
@@ -153,20 +154,14 @@ def _metadata(layout: Layout, about: dict[str, Any]) -> Metadata:
         entries |= dict.fromkeys((key for key, _ in tensor.keys), entry)
     storage = {}
     for key, offset, length in about["values"]:
-        entries[_text(key)] = BytesStorageMetadata()
+        entries[checked_text(key)] = BytesStorageMetadata()
         place = StorageInfo(file_names.data_file(0), _count(offset), _count(length))
         storage[MetadataIndex(key)] = place
     return Metadata(entries, None, storage)
 
 
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError(f"a {type(value).__name__} instead of a string")
-    return value
-
-
 def _dtype(name: Any) -> torch.dtype:
-    found = vars(torch).get(_text(name))
+    found = vars(torch).get(checked_text(name))
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r:.40} is no dtype")
     return found

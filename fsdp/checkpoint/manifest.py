@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fsdp.base.checked_values import checked_count
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint.crc import crc32
 
@@ -95,10 +96,14 @@ def decode(data: bytes) -> Manifest:
 
 def _checked(body: dict[str, Any]) -> Manifest:
     """The manifest with the type of each field checked: the file may come from anywhere."""
-    body["files"] = {name: (_count(size), _count(crc)) for name, (size, crc) in body["files"].items()}
-    body["digests"] = {key: (_count(numel), _hex(value)) for key, (numel, value) in body["digests"].items()}
+    body["files"] = {
+        name: (checked_count(size), checked_count(crc)) for name, (size, crc) in body["files"].items()
+    }
+    body["digests"] = {
+        key: (checked_count(numel), _hex(value)) for key, (numel, value) in body["digests"].items()
+    }
     for name in ("step", "replicate", "shard", "ranks", "bytes"):
-        _count(body.get(name, 0))
+        checked_count(body.get(name, 0))
     for name in ("attempt", "torch", "strategy", "config", "reason"):
         if not isinstance(body[name], str):
             raise TypeError(f"{name} is not a string")
@@ -108,7 +113,7 @@ def _checked(body: dict[str, Any]) -> Manifest:
         body["base"] = {
             "digest": str(base["digest"]),
             "origin": str(base["origin"]),
-            "rank": _count(base["rank"]),
+            "rank": checked_count(base["rank"]),
         }
         body["base"]["alpha"] = _number(base["alpha"])
     else:
@@ -122,12 +127,6 @@ def _checked(body: dict[str, Any]) -> Manifest:
         raise TypeError("data is not an object")
     _number(body["created"])
     return Manifest(**body)
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!a:.40} is not a whole number from 0")
-    return value
 
 
 def _hex(value: Any) -> str:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from fsdp.base import garbage
+from fsdp.base.checked_values import checked_text
 from fsdp.base.torch_private.saving import (
     DCP_OLD_PROPERTIES,
     DCP_OLD_UNREAD,
@@ -125,7 +126,8 @@ class _Converter:
             raise Broken("metadata", ".metadata holds something else")
         fields = _fields(found, self._kinds["Metadata"], _METADATA)
         tensors = {
-            _text(key): self._entry(entry) for key, entry in _dict(fields["state_dict_metadata"]).items()
+            checked_text(key): self._entry(entry)
+            for key, entry in _dict(fields["state_dict_metadata"]).items()
         }
         storage = {
             self._index(key): self._place(info)
@@ -133,7 +135,7 @@ class _Converter:
         }
         version = fields.get("version")
         return Metadata(
-            tensors, _plain(fields.get("planner_data")), storage, version=version and _text(version)
+            tensors, _plain(fields.get("planner_data")), storage, version=version and checked_text(version)
         )
 
     def _entry(self, found: Any) -> dcp.STORAGE_TYPES:
@@ -164,7 +166,7 @@ class _Converter:
 
     def _index(self, found: Any) -> MetadataIndex:
         fields = _fields(found, self._kinds["MetadataIndex"], _INDEX)
-        _text(fields["fqn"])
+        checked_text(fields["fqn"])
         if fields.get("offset") is not None:
             self._sizes(fields["offset"])
         if fields.get("index") is not None:
@@ -176,7 +178,7 @@ class _Converter:
         fields = _fields(found, self._info, _PLACE)
         if fields.get("transform_descriptors"):
             raise Broken("format", f"{fields['relative_path']!a} is compressed or encrypted")
-        path = _text(fields["relative_path"])
+        path = checked_text(fields["relative_path"])
         if path not in self._paths_seen:
             self._paths_seen.add(inside(path))
         _count(fields["offset"])
@@ -203,12 +205,6 @@ def inside(path: str) -> str:
     if "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
         raise Broken("foreign-path", f".metadata points outside the checkpoint, to {path!a}")
     return path
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError(f"a {type(value).__name__} instead of a string")
-    return value
 
 
 def _dict(value: Any) -> dict[Any, Any]:

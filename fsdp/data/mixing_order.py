@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp.base.checked_values import checked_count
 from fsdp.base.errors import CheckpointError
 from fsdp.data.cursor import EpochWalk, mix, stream_key
 
@@ -80,13 +81,15 @@ class MixSegment:
     @staticmethod
     def from_json(value: Any) -> MixSegment:
         try:
-            sources = [(str(label), _count(n), str(kind), float(v)) for label, n, kind, v in value["sources"]]
+            sources = [
+                (str(label), checked_count(n), str(kind), float(v)) for label, n, kind, v in value["sources"]
+            ]
             found = MixSegment(
-                step=_count(value["step"]),
-                global_batch=_count(value["global_batch"]),
+                step=checked_count(value["step"]),
+                global_batch=checked_count(value["global_batch"]),
                 samples={label: samples for label, samples, _, _ in sources},
                 amounts={label: (kind, number) for label, _, kind, number in sources},
-                drawn={str(label): _count(n) for label, n in value["drawn"].items()},
+                drawn={str(label): checked_count(n) for label, n in value["drawn"].items()},
             )
             if (
                 not (found.global_batch and sources)
@@ -100,12 +103,6 @@ class MixSegment:
                 "--checkpoint.resume never",
             ) from None
         return found
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{value!a:.40} is not a whole number from 0")
-    return value
 
 
 def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
