@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdp.base.digest import same_values
+from fsdp.base.dtypes import widest_floating
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import listed
 from fsdp.checkpoint.full_state import INDEX_FILE, StoredTensor, files_of_index, open_safetensors
@@ -110,8 +111,7 @@ class PretrainedWeights(Mapping[str, Tensor]):
     @property
     def dtype(self) -> torch.dtype:
         """The widest floating-point dtype of the files."""
-        found = {one.dtype for one in self._stored.values() if one.dtype.is_floating_point}
-        return max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
+        return widest_floating(one.dtype for one in self._stored.values())
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self._shape(name)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp.base.dtypes import widest_floating
 from fsdp.base.errors import ConfigError
 from fsdp.models.checks import IGNORED, check_one_number
 from fsdp.models.chunked_loss import ChunkedHead
@@ -284,5 +285,4 @@ def _stored_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of floating-point inputs: FSDP casts them only if it computes in another dtype. The widest of
     the parameters: frozen ones may be stored in bf16, and computed with in fp32.
     """
-    found = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    return widest_floating(p.dtype for p in model.parameters())

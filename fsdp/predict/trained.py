@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import config as configuration
+from fsdp.base.dtypes import widest_floating
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.checkpoint.full_state import INDEX_FILE, TORCH_FILE, newest_export, open_full_state
 from fsdp.checkpoint.pretrained import SINGLE_FILE, PretrainedWeights
@@ -44,8 +45,7 @@ class TrainedModel:
 
     def logits(self, inputs: Tensor) -> Tensor:
         """The model's logits, on its device."""
-        found = (p.dtype for p in self.model.parameters() if p.is_floating_point())
-        dtype = max(found, key=lambda one: one.itemsize)
+        dtype = widest_floating(p.dtype for p in self.model.parameters())
         inputs = inputs.to(self.device, dtype if inputs.is_floating_point() else None)
         # FSDP2 gathers no parameters in inference mode
         with torch.inference_mode() if self.from_rank_0 is None else torch.no_grad():
@@ -162,5 +162,4 @@ def _floating(state: Mapping[str, Tensor]) -> torch.dtype:
     """The widest dtype of the saved parameters: a float64 master must not be rounded when loaded."""
     if isinstance(state, PretrainedWeights):
         return state.dtype
-    found = {value.dtype for value in state.values() if value.is_floating_point()}
-    return max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    return widest_floating(value.dtype for value in state.values())
