@@ -190,6 +190,9 @@ def _is_locked(folder: Path, entry: Path) -> bool:
 
 
 def _copy(source: Path, target: Path) -> None:
+    """Not rundir/atomic_write.py: it syncs each file, and a cache has thousands; nor does it keep the mode,
+    which linked kernels need. `_entries` leaves out the name aside.
+    """
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     aside = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:

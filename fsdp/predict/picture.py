@@ -79,7 +79,10 @@ def check_name(file: Path) -> None:
 
 
 def save(sheet: Image, file: Path, *, replace: bool) -> None:
-    """`replace`: a link at `file` is replaced, not followed."""
+    """`replace`: a link at `file` is replaced, not followed.
+
+    Not rundir/atomic_write.py: Pillow writes the file itself, and takes its format from the name.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         into = file.with_name(f".{secrets.token_hex(4)}.{file.name}") if replace else file
