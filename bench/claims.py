@@ -8,6 +8,7 @@ Claims about time or memory at a size are measured by bench.knobs instead. No GP
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import sys
 import tempfile
@@ -615,8 +616,6 @@ def _account(*flags: str, ranks: int = 1) -> dict[str, Any]:
     """Rank 0's account of one step of a small decoder."""
     import subprocess
 
-    from fsdp.memory.profile import read
-
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     )
@@ -627,7 +626,8 @@ def _account(*flags: str, ranks: int = 1) -> dict[str, Any]:
         )
         if done.returncode:
             raise SystemExit(done.stderr[-2000:])
-        return read(Path(folder))[0]
+        account: dict[str, Any] = json.loads(Path(folder, "profile", "rank0_memory.json").read_text())
+        return account
 
 
 def _at_end_of_forward(account: dict[str, Any]) -> dict[str, int]:

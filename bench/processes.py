@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp.base.proc import PROC, children, kib_lines, pids, stat
+from fsdp.base.proc import PROC, children, kib_lines, stat
 
 
 def pss_bytes(pid: int) -> int:
@@ -33,6 +33,11 @@ def processor_name() -> str:
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def pids() -> list[int]:
+    """Of all processes that can be seen."""
+    return [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()]
 
 
 def parents() -> dict[int, int]:

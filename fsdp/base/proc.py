@@ -116,10 +116,6 @@ def exists(pid: int) -> bool:
     return (PROC / str(pid)).exists()
 
 
-def pids() -> list[int]:
-    return [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()]
-
-
 def children(pid: int) -> list[int]:
     """Started by the main thread of `pid`, oldest first."""
     with contextlib.suppress(OSError):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import re
 import secrets
@@ -32,8 +31,6 @@ from fsdp.checkpoint.full_state import INDEX_FILE
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.rundir.atomic_write import write_atomically
 from fsdp.rundir.lock import FILE as LOCK
-
-log = logging.getLogger(__name__)
 
 INDEX, WRITER, STOP = ".mirror.json", "mirror.json", "STOP"
 NOT_COPIED = ("checkpoints", "code", LOCK, STOP, WRITER)

@@ -210,14 +210,6 @@ def start(
     return profile
 
 
-def read(run_dir: Path) -> list[dict[str, Any]]:
-    """The accounts of a run's ranks, in order; empty if none was made."""
-    files = sorted(
-        (run_dir / "profile").glob("rank*_memory.json"), key=lambda path: int(path.name[4:].split("_")[0])
-    )
-    return [json.loads(path.read_text(encoding="utf-8")) for path in files]
-
-
 def summary_lines(summary: list[dict[str, Any]]) -> list[str]:
     lines = []
     for one in summary:

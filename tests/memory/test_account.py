@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,6 @@ from torch import nn
 
 from fsdp import config as configuration
 from fsdp.base.units import byte_size
-from fsdp.memory import profile
 from fsdp.memory.account import by_size
 from fsdp.memory.account_cuda import fill
 from fsdp.memory.account_timeline import Mark, Timeline, curve, ends_of_phases, peaks_by_phase
@@ -28,7 +28,8 @@ STEPS = (
 def accounts(folder: Path, *more: str, ranks: int = RANKS) -> list[dict[str, Any]]:
     said = runs.failures(ranks, folder, STEPS, *more)
     assert said == [None] * ranks, said
-    return profile.read(folder)
+    files = [folder / "profile" / f"rank{rank}_memory.json" for rank in range(ranks)]
+    return [json.loads(file.read_text()) for file in files]
 
 
 def end_of(account: dict[str, Any], phase: str) -> dict[str, int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from bench.processes import pids
 from fsdp.base import proc
 
 T = TypeVar("T")
@@ -55,7 +56,7 @@ def command_line(pid: int) -> str:
 
 def pids_with(*environ: str) -> list[int]:
     wanted, found = {text.encode() for text in environ}, []
-    for pid in proc.pids():
+    for pid in pids():
         # a process may end while it is looked at, or belong to somebody else
         with contextlib.suppress(OSError):
             if wanted <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):

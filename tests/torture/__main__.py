@@ -37,7 +37,7 @@ from pathlib import Path
 
 import fsspec
 
-from fsdp.base import proc
+from bench.processes import pids
 from tests.checkpoint.s3_server import KEYS, MISSING, program, s3_server
 from tests.support.processes import command_line, eventually, pids_with
 from tests.torture import kills_page
@@ -208,7 +208,7 @@ def _remove(chain: Chain) -> None:
     """A monitor outlives ranks that are killed at their end, and writes into the folder."""
 
     def monitors() -> list[int]:
-        return [pid for pid in proc.pids() if str(chain.run_dir) in command_line(pid)]
+        return [pid for pid in pids() if str(chain.run_dir) in command_line(pid)]
 
     eventually(f"the end of the monitors of {chain.run_dir}", lambda: not monitors(), 30)
     shutil.rmtree(chain.folder)
