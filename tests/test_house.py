@@ -1,5 +1,5 @@
-"""Checks on the sources: rooms, levels, who may import whom, one class a name, line length,
-private names of torch.
+"""Checks on the sources: rooms, levels, who may import whom, one class a name, each room's list of
+modules, line length, private names of torch.
 
 docs/architecture.md describes the rules.
 """
@@ -36,6 +36,9 @@ RANK_VARIABLE = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|NODE_RANK)$"
     r"|^(SLURM|MASTER|OMPI|PMI|MV2)_"
 )
+
+LISTED = re.compile(r"^    (\w+(?:, \w+)*) {2,}\S", re.MULTILINE)
+"""Names of modules in a line of a room's docstring."""
 
 
 def files(*places: str) -> list[Path]:
@@ -121,6 +124,20 @@ def test_every_room_has_a_level_and_a_docstring() -> None:
     unknown = {room(path) for path in PRODUCT} - LEVEL.keys() - {"__init__"}
     assert not unknown, f"add the level of these to tests/test_house.py: {unknown}"
     assert not [place for place in rooms if not ast.get_docstring(tree_of(place / "__init__.py"))]
+
+
+def test_every_room_lists_its_modules() -> None:
+    """Lines `    name, other_name    what they hold` of the docstring: every module, and no other."""
+    wrong = []
+    for about in [path for path in files("fsdp") if path.name == "__init__.py" and room(path) != "__init__"]:
+        listed = LISTED.findall(ast.get_docstring(tree_of(about), clean=False) or "")
+        names = {name for line in listed for name in line.split(", ")}
+        held = {one.stem for one in about.parent.glob("*.py") if one != about}
+        held |= {one.parent.name for one in about.parent.glob("*/__init__.py")}
+        if names != held:
+            place = about.relative_to(ROOT)
+            wrong.append(f"{place}: add {sorted(held - names)}, remove {sorted(names - held)}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_module_has_a_docstring() -> None:

@@ -1,4 +1,17 @@
-"""Errors, digests, devices, phases of a step, /proc, HTML, private names of torch: what every room uses.
+"""What every room uses: errors, phases, text, /proc, HTML, object stores, digests, private names of torch.
 
-Standard library only, except devices, digest, html, torch_private and torchvision_import.
+    errors, phases                       errors with a HINT and an exit code; phases and outcomes as values
+    commands, text, units                commands, counts, lists, seconds and bytes as people read them
+    stop_signals, streams                the signals that stop a run; stdout and stderr that print any text
+    proc, cgroup                         files of /proc; the memory limit of the process's cgroup
+    cache_folder, checked_values         the folder of what can be made again; checks of a file's values
+    garbage, freed_memory                garbage collection paused; memory returned to the kernel
+    grouping, weak_method                items in lists of one size; a method that does not keep its object
+    html, bars, palette                  pages from templates, stacked bars, colours (markupsafe, jinja2)
+    object_client                        the client of object stores (fsspec, imported by its first use)
+    devices, worker_thread               figures of devices; a thread for the jobs of an object (torch)
+    digest, dtypes, torchvision_import   digests of tensors, names of dtypes, import of torchvision (torch)
+    torch_private                        every use of a private name of torch; a folder (torch)
+
+Standard library only, but for the packages in parentheses.
 """

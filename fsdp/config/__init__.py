@@ -1,17 +1,20 @@
 """The configuration: one frozen dataclass tree with every setting of a run.
 
-    sections.py        the tree: every field with its default, help, unit and range
-    fields.py          the fields as data, `section.field` → type, default, help
-    help.py            --help and --help-all
-    sources.py         [[data.sources]], the tables of a mixture
-    values.py          parses one value and checks its type and range
-    reading.py         loads a recipe (TOML), applies flags `--section.field VALUE`, runs the checks
-    aliases.md         names of other trainers → flags here, as tables; aliases.py: the search in them
-    foreign_files.py   reads a configuration of another trainer; migrate.py: writes its recipe
-    checks.py          fields that conflict; checks_memory.py: those that save memory or time
-    trust.py           reads a run directory's config.toml, and limits the code that it may name
-    writing.py         writes a recipe, and hashes the fields that define what is trained
-    command_line.py    the argument parser of the tools
+    sections        the tree: every field with its default, help, unit and range
+    fields          the fields as data, `section.field` → type, default, help
+    help            --help and --help-all
+    sources         [[data.sources]], the tables of a mixture
+    values          parses one value and checks its type and range
+    reading         loads a recipe (TOML), applies flags `--section.field VALUE`, runs the checks
+    aliases         names of other trainers → flags here: the rows of aliases.md, and the search in them
+    foreign_files   reads a configuration of another trainer
+    migrate         writes its recipe
+    __main__        the command of these two
+    checks          fields that conflict
+    checks_memory   fields that save memory or time, and conflict
+    trust           reads a run directory's config.toml, and limits the code that it may name
+    writing         writes a recipe, and hashes the fields that define what is trained
+    command_line    the argument parser of the tools
 
 Not here: what a field does, and checks that need the number of ranks (fsdp/dist/mesh.py). Imports no torch.
 """

@@ -1,13 +1,24 @@
 """Data sets, and the one global cursor that every rank slices.
 
-    DataSet      train samples, held-out samples, and their description (DataInfo)
-    Cursor       (seed, step, global batch) → sample indices; independent of the world size
-    MixCursor    the same for a mixture of data sets ([[data.sources]])
-    StreamCursor the same for data without a length
-    Loader       a step's micro-batches for one rank, read ahead by threads
+    types                                DataSet (train and held-out samples, DataInfo), Samples, Batch
+    registry, arguments                  the DataSet of --data.name, and checks of --data.args
+    cursor                               Cursor: (seed, step, global batch) → samples; knows no world size
+    mixture, mixing_order                several data sets as one; MixCursor, the order of their samples
+    stream, stream_cursor                data without a length; StreamCursor, their order and states
+    loader                               Loader: a step's micro-batches for one rank, read ahead
+    reader_threads, threaded             threads that prepare steps; a call for each of many items
+    device_prefetch                      the next step's batch on its way to a CUDA device
+    digits, fashion_mnist, folder        data sets of images, named as in --data.name
+    synthetic, text, documents, tokens   data sets of random samples, of text and of tokens, named likewise
+    custom, path_reader                  --data.name package.module:factory; --data.name PATH
+    images, image_index                  images as samples; the list of very many image files
+    token_index, token_reader            an index of token files; reading tokens of an open file
+    token_width                          the format of a raw token file
+    next_token, packing                  windows of tokens as inputs and targets; documents in rows
+    model_tokenizer, mapped_sequence     the tokenizer of a model's folder; sequences in mapped files
+    download, unreadable_samples         files downloaded once per node; samples that cannot be read
 
-Each data set is one file here, named as in --data.name. Not here: how a batch becomes a loss
-(fsdp/models/loss.py).
+Not here: how a batch becomes a loss (fsdp/models/loss.py).
 """
 
 from fsdp.data.cursor import Cursor

@@ -1,3 +1,13 @@
-"""Ranks and what they exchange: DistEnv, the process group, the mesh, collectives, the stop decision, and the
-checks before training.
+"""Ranks and what they exchange, from DistEnv to the decision to stop.
+
+    env, hostlist                 DistEnv from the launcher's variables; Slurm's lists of hosts
+    launcher_hints                what a person types under the launcher of a run
+    process_group, addresses      the default process group; this host's own addresses
+    mesh, shards, local_tensors   the DeviceMesh; rows of a shard; a DTensor's local part
+    collectives                   sums, and objects from rank 0 or of all ranks
+    preflight, numa               checks before training; the processors of a GPU's NUMA node
+    stop                          stop requests: all ranks stop at the same step
+    lost_peer, nccl_log           errors that another rank's end causes; NCCL's transport by its log
+
+Not here: the launchers (launch/).
 """

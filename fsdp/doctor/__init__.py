@@ -4,7 +4,12 @@ exclude.
     torchrun --nproc_per_node=4 -m fsdp.doctor          or under srun; alone it starts its own ranks
     sbatch slurm/fsdp.sbatch --preflight                in place of a job, on the job's nodes
 
-__main__.py starts the ranks if no launcher did; rank.py is one of them; stages.py runs its checks in order.
-network.py, device.py, links.py and storage.py measure; transport.py reads NCCL's log on CUDA. findings.py
-judges the measurements, in pure functions; table.py shows the result, heat.py the maps of its page.
+Its modules:
+
+    __main__                          starts the ranks if no launcher did
+    rank, stages                      one of the ranks; its checks in order
+    network, device, links, storage   measure
+    transport                         reads NCCL's log on CUDA
+    findings                          judges the measurements, in pure functions
+    table, heat                       the result as text and as a page; the maps of the page
 """

@@ -1,9 +1,14 @@
 """Every use of a private name of torch: names with a leading underscore, and attributes of private classes.
 
-One module a topic: fsdp (FSDP2's parameter groups), distributed (process groups, DDP, the autograd engine),
-fake (fake tensors, dispatch modes), tensors (tensors, modules, optimizers), saving (torch.save and DCP), cuda
-(the allocator's history), names (strings; imports no torch). tests/base/test_torch_private.py guards each
-function; tests/test_house.py refuses a private name elsewhere.
+    fsdp          FSDP2's parameter groups
+    distributed   process groups, DDP, the autograd engine
+    fake          fake tensors, dispatch modes
+    tensors       tensors, modules, optimizers
+    saving        torch.save and DCP
+    cuda          the allocator's history
+    names         strings; imports no torch
+
+tests/base/test_torch_private.py guards each function; tests/test_house.py refuses a private name elsewhere.
 
 `Seen on` means that the tests of the function ran on that version; without it: 2.11.0, 2.13.0, 2.15.0, on
 CPU.

@@ -4,8 +4,11 @@ Momentum is sharded as parameters are. An update needs the whole matrix: each ma
 which receives its rows, orthogonalizes it and returns the rows of the result. Replicas share this work. The
 numbers are those of torch.optim.Muon on the whole model.
 
-optimizer.py has the update, parameters.py selects the matrices, exchange.py assigns them to ranks and moves
-their rows. Not here: which optimizer a run has (fsdp/optim/optimizer.py).
+    optimizer    the update
+    parameters   selects the matrices
+    exchange     assigns them to ranks and moves their rows
+
+Not here: which optimizer a run has (fsdp/optim/optimizer.py).
 """
 
 from fsdp.optim.muon.optimizer import ShardedMuon

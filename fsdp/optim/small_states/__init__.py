@@ -8,8 +8,13 @@ rounded the same way, by random bits of their own. 8 bits are an index into a ta
 256; a block never crosses a row, so codes and scales are sharded as parameters are.
 
 Vectors, and matrices with short rows, keep fp32 moments under 8 bits. A checkpoint's moments in another form
-are converted. adam.py has the optimizer, bits.py the arithmetic of few bits. Not here: which optimizer a run
-has (fsdp/optim/optimizer.py).
+are converted.
+
+    adam       the optimizer
+    bits       the arithmetic of few bits
+    compiled   the update as compiled functions
+
+Not here: which optimizer a run has (fsdp/optim/optimizer.py).
 """
 
 from fsdp.optim.small_states.adam import (
