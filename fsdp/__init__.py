@@ -1,1 +1,1 @@
-"""What one rank does. Knows torch; knows no launcher: never imports ray, submitit or launch/."""
+"""What one rank does. Imports torch; imports no launcher: neither ray nor submitit nor launch/."""

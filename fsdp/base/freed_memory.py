@@ -1,4 +1,4 @@
-"""Gives memory that was freed back to the kernel.
+"""Returns freed memory to the kernel.
 
 glibc keeps freed blocks below one that is in use: after the packing of 3e6 documents 88 MiB or 11, whichever
 way the blocks lie; 0.3 after this.

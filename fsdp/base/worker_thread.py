@@ -1,7 +1,8 @@
 """A daemon thread that calls a method of its owner for each job of a queue, and ends with the owner.
 
-A run that fails stops nothing: its ranks may be gone. In a process that lives on (a notebook, a trial of Ray
-Tune) a thread with a reference to its owner would keep it, its buffers and its process group for good.
+A failed run does not stop this thread: its ranks may be gone. In a process that continues (a notebook, a
+trial of Ray Tune) a thread with a reference to its owner would keep it, its buffers and its process group for
+good.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class HeatMap:
     unit: str
     cells: Sequence[Cell]
     least: Callable[[str], float]
-    """Of a kind: the least share of the median that is not a finding."""
+    """It returns a kind's least share of the median that is not a finding."""
 
 
 def heat_maps(reports: NodeReports) -> list[HeatMap]:

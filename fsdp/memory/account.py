@@ -25,8 +25,8 @@ holds beyond these is `beyond` in the records.
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The memory under a tensor: a DTensor's shard, a quantized tensor's parts. A file mapped into memory is
-    none.
+    """The memory under a tensor: a DTensor's shard, a quantized tensor's parts. Memory-mapped files are
+    excluded.
     """
     local = local_tensor(tensor)
     if local is not tensor:

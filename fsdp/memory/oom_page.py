@@ -34,9 +34,9 @@ class OomFacts:
     allocator: Mapping[str, int]
     limits: Mapping[str, int]
     run: str = ""
-    """Its name."""
+    """The run's name."""
     flags: Sequence[str] = ()
-    """Those of the run that differ from their default."""
+    """These flags of the run differ from their defaults."""
 
     def where(self) -> str:
         step = f" of step {self.step}" if self.step else ""

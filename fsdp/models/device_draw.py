@@ -29,7 +29,7 @@ _KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 
 
 def draw_into(out: Tensor, init: Init, seed: int, name: str, start: int = 0) -> Tensor:
-    """As init.draw_into, on the tensor's own device if its bits are the host's."""
+    """Draws as init.draw_into does, on the tensor's own device if that gives the host's bits."""
     if isinstance(init, Constant) or out.device.type != "cuda" or not draws_as_the_host(out.device):
         return host.draw_into(out, init, seed, name, start)
     return fill(out, init, seed, name, start)

@@ -276,5 +276,5 @@ class JsonScanner:
 
 
 def _may_be_cut(error: JSONDecodeError, behind: str) -> bool:
-    """Whether more text may mend it: a string without its end, or an error in the last token."""
+    """Whether more text may complete it: a string without its end, or an error in the last token."""
     return error.msg.startswith("Unterminated string") or len(behind) <= NEAR

@@ -1,4 +1,4 @@
-"""Zero bytes in a file that is read as UTF-8: what it looks like, and the line that mends it."""
+"""Zero bytes in a file that is read as UTF-8: what it looks like, and the line that fixes it."""
 
 from __future__ import annotations
 

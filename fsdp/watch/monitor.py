@@ -53,12 +53,13 @@ ENDLESS = 2
 """Multiple of that stillness, in processor time of one rank: more than any step computes."""
 NO_STEP_YET_S = 20.0
 HANG_LEAST_S, HANG_STEPS = 60.0, 30
-"""How long a rank that may recover is waited for, at least; the second in steps."""
+"""The shortest wait for a rank that may recover, in seconds and in steps; the longer of the two counts."""
 STORAGE_LEAST_S = 600.0
 """A restart needs the same storage, and would lose the save that waits for it."""
 FIRST_S = 600.0
-"""In the first step of a start all that is lazy happens: a data set builds an index, a library compiles its
-kernels. No measured step tells a long computation from an endless one. An evaluation's data are as lazy.
+"""The same wait in a start's first step, which does lazy work: a data set builds an index, a library compiles
+its kernels. There is no measured step yet that tells a long computation from an endless one. An evaluation's
+data are prepared as lazily.
 """
 UNREACHED_S = 10.0
 """A node that has not reached the head by then judges for itself."""

@@ -29,7 +29,7 @@ class Numbers(NamedTuple):
     rate: Tensor
     below: Tensor
     kept: Tensor
-    """What weight decay leaves of a parameter."""
+    """The factor 1 − lr · weight_decay."""
     beta1: Tensor
     beta2: Tensor
     eps: Tensor
