@@ -19,7 +19,6 @@ from fsdp.config.sections import (
     IN_PARTS,
     OPTIMIZERS,
     READS,
-    SCHEDULES,
     Config,
     DataSection,
     OptimSection,
@@ -115,7 +114,8 @@ def _check_sources(config: Config) -> None:
 
 def _check_schedule(config: Config) -> None:
     optim = config.optim
-    if optim.decay_share != OptimSection().decay_share and optim.schedule in SCHEDULES[:-1]:
+    reads_share = ":" in optim.schedule or optim.schedule == "wsd"
+    if optim.decay_share != OptimSection().decay_share and not reads_share:
         raise ConfigError(
             f"--optim.decay_share {optim.decay_share:g} has no effect under "
             f"--optim.schedule {optim.schedule}.",

@@ -61,6 +61,8 @@ def _rate(section: OptimSection, step: int, total_steps: int) -> float:
     warmup = section.warmup_steps if section.warmup_steps >= 0 else total_steps // 20
     if step <= warmup:
         return section.lr * step / max(1, warmup)
+    if section.schedule == "constant":
+        return section.lr
     floor = section.min_lr_ratio
     done = _passed(warmup, step, total_steps)
     if section.schedule == "cosine":
@@ -69,7 +71,7 @@ def _rate(section: OptimSection, step: int, total_steps: int) -> float:
         done = _passed(max(warmup, total_steps - round(section.decay_share * total_steps)), step, total_steps)
     if section.schedule in ("linear", "wsd"):
         return section.lr * (floor + (1 - floor) * (1 - done))
-    return section.lr
+    raise KeyError(section.schedule)
 
 
 def _passed(start: int, step: int, end: int) -> float:
