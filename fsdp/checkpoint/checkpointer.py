@@ -28,7 +28,7 @@ from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.restore import Restore, Restored
 from fsdp.checkpoint.saver import SaveJob, Saver, not_saved, repeated
-from fsdp.checkpoint.staging import Room
+from fsdp.checkpoint.staging import StagingMemory
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
@@ -73,8 +73,8 @@ class Checkpointer:
         sizes: MeshSizes,
         *,
         config_hash: str,
-        claim: Locks | None = None,
-        room: Room | None = None,
+        locks: Locks | None = None,
+        staging_memory: StagingMemory | None = None,
         place: str = "",
     ) -> None:
         """`place`: the run directory's URL, if it is in an object store and `run_dir` is its folder here."""
@@ -88,11 +88,11 @@ class Checkpointer:
         self._group = ObjectGroup()
         self._attempt: str = self._group.broadcast(secrets.token_hex(4))
         self._store: Store = open_store(section.dir or f"{self._place}/checkpoints")
-        self._claim = claim
+        self._locks = locks
         self._shared_checked = False
         self._tier: LocalTier | None = None
         self._copier: Copier | None = None
-        self._saver = self._build_saver(room)
+        self._saver = self._build_saver(staging_memory)
         self._flight: SaveJob | None = None
         self._ended: list[Sealed] = []
         self._failed_before = False
@@ -102,11 +102,11 @@ class Checkpointer:
         self._undeleted: dict[int, str] = {}
         self._closed = False
 
-    def _build_saver(self, room: Room | None) -> Saver:
+    def _build_saver(self, staging_memory: StagingMemory | None) -> Saver:
         """Collective."""
         store, group, device = self._store, self._group, self._env.device
         if not self._section.local_dir:
-            return Saver(store, group, device, self._attempt, self._before_seal, self._prune, room)
+            return Saver(store, group, device, self._attempt, self._before_seal, self._prune, staging_memory)
         from fsdp.checkpoint.copier import Copier
         from fsdp.checkpoint.local_saver import LocalSaver
         from fsdp.checkpoint.local_tier import LocalTier
@@ -126,7 +126,7 @@ class Checkpointer:
             self._before_seal,
             self._copier,
             leads=self._tier.leads,
-            room=room,
+            memory=staging_memory,
         )
 
     # ------------------------------------------------------------ saving
@@ -274,13 +274,13 @@ class Checkpointer:
         )
 
     def _before_seal(self) -> str | None:
-        return self._claim.before_seal() if self._claim is not None else None
+        return self._locks.before_seal() if self._locks is not None else None
 
     def _prune(self) -> None:
         """After a seal, on rank 0's background thread. What cannot be deleted is logged, once, and left."""
         before = set(self._undeleted)
         try:
-            if self._claim is not None and (why := self._claim.ousted()) is not None:
+            if self._locks is not None and (why := self._locks.lost_now()) is not None:
                 log.warning("old checkpoints were not deleted: %s", why)
                 return
             retention.prune(self._store, self._section, self._attempt, self._pruned_before, self._undeleted)
@@ -296,7 +296,7 @@ class Checkpointer:
 
     # ------------------------------------------------------------ restoring
 
-    def finds(self) -> bool:
+    def has_checkpoint(self) -> bool:
         """Whether this run has checkpoints: `restore` then fills the whole model, or raises. Collective."""
         if self._folders is None:
             self._check_shared()
@@ -311,7 +311,7 @@ class Checkpointer:
         """Loads the newest whole checkpoint into `state`; None for a run without checkpoints. With
         `weights_only` optimizer states are not read.
         """
-        self.finds()
+        self.has_checkpoint()
         folders, self._folders = self._folders, None
         restore = Restore(
             self._store,

@@ -24,7 +24,7 @@ from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.packed import Packed
 from fsdp.checkpoint.rank_file import Written
 from fsdp.checkpoint.saver import PartFailure, SaveJob, SaveOutcome, Saver, failed, one_line
-from fsdp.checkpoint.staging import Room
+from fsdp.checkpoint.staging import StagingMemory
 from fsdp.checkpoint.store import Store
 from fsdp.dist.collectives import ObjectGroup
 
@@ -45,10 +45,10 @@ class LocalSaver(Saver):
         copier: Copier,
         *,
         leads: bool,
-        room: Room | None = None,
+        memory: StagingMemory | None = None,
     ) -> None:
         self._shared, self._local, self._copier, self._leads = shared, local, copier, leads
-        super().__init__(local, group, device, attempt, lock_lost, lambda: None, room)
+        super().__init__(local, group, device, attempt, lock_lost, lambda: None, memory)
 
     def _begin(self, job: SaveJob) -> tuple[str, SaveOutcome | None]:
         folder = self._local.staging(job.step, self._attempt)
@@ -75,7 +75,7 @@ class LocalSaver(Saver):
 
     def _end(self, job: SaveJob, folder: str, reports: list[Written | PartFailure] | None) -> SaveOutcome:
         failures = [one for one in reports or [] if isinstance(one, PartFailure)]
-        sealed, ousted = self._sealed(job, reports, failures)
+        sealed, lost = self._sealed(job, reports, failures)
         final = self._local.final(job.step, self._attempt)
         doubts: list[PartFailure] = []
         if sealed is None:
@@ -93,7 +93,7 @@ class LocalSaver(Saver):
             doubt = "; ".join(map(str, doubts))
             outcome = SaveOutcome(job.step, self._local.path(final), doubt=doubt, bytes=total)
             outcome = failed(job.step, failures) if failures else outcome
-            outcome = SaveOutcome(job.step, "", ousted, fatal=True) if ousted else outcome
+            outcome = SaveOutcome(job.step, "", lost, fatal=True) if lost else outcome
             keep = set() if outcome.failure else self._copier.next(final)
         outcome, keep = self._group.broadcast((outcome, keep))
         assert outcome is not None
@@ -109,18 +109,18 @@ class LocalSaver(Saver):
         """What `_contents` returns (its files on rank 0 alone), or None if a rank failed, and who took the
         lock. Collective.
         """
-        sealed, ousted = None, ""
+        sealed, lost = None, ""
         if reports is not None and not failures:
             try:
-                ousted = self._lock_lost() or ""
+                lost = self._lock_lost() or ""
                 written = [one for one in reports if isinstance(one, Written)]
                 self._compare_buffers(written)
-                sealed = None if ousted else self._contents(job, written)
+                sealed = None if lost else self._contents(job, written)
             except Exception as error:  # the other ranks wait for it, whatever it is
                 failures.append(self._part_failure(error))
         contents, about, total = sealed or ({}, b"", 0)
-        about, ousted = self._group.broadcast((about, ousted))
-        return (contents, about, total) if about else None, ousted
+        about, lost = self._group.broadcast((about, lost))
+        return (contents, about, total) if about else None, lost
 
     def _seal_here(self, folder: str, final: str, contents: Mapping[str, Packed], about: bytes) -> None:
         for file, data in contents.items():

@@ -42,13 +42,13 @@ OBJECT_STALE_S = 60.0
 
 
 class Lock(Protocol):
-    """A lock of this process. Who took it over, or None: `lost` at the last renewal, `ousted` now."""
+    """A lock of this process. Who took it over, or None: `lost` at the last renewal, `lost_now` now."""
 
     @property
     def lost(self) -> str | None: ...
     @property
     def took_over(self) -> str: ...
-    def ousted(self) -> str | None: ...
+    def lost_now(self) -> str | None: ...
     def advice(self) -> str: ...
     def release(self) -> None: ...
 
@@ -92,7 +92,7 @@ class ObjectLock:
                     log.warning(took_over)
                 return ObjectLock(store, holder, version, took_over, beat_s)
 
-    def ousted(self) -> str | None:
+    def lost_now(self) -> str | None:
         """None while this process holds the lock; else the new holder. Read before each seal and pruning."""
         found = self._store.get(FILE)
         if found is None:
@@ -128,7 +128,7 @@ class ObjectLock:
             try:
                 version = _write(self._store, self.holder, count, self._version)
                 if version is None:
-                    self.lost = self.ousted()
+                    self.lost = self.lost_now()
                 self._version = version or self._version
             except OSError as error:
                 missed += 1
@@ -203,8 +203,8 @@ class Locks:
     def lost(self) -> str | None:
         return next((one.lost for one in self._held if one.lost is not None), None)
 
-    def ousted(self) -> str | None:
-        return next((why for one in self._held if (why := one.ousted()) is not None), None)
+    def lost_now(self) -> str | None:
+        return next((why for one in self._held if (why := one.lost_now()) is not None), None)
 
     def advice(self) -> str:
         """The hint of an error about the lost one of them."""
@@ -212,7 +212,7 @@ class Locks:
 
     def before_seal(self) -> str | None:
         """Whether a checkpoint may be sealed now: None, or the new holder."""
-        return self.ousted()
+        return self.lost_now()
 
     def release(self) -> None:
         """Releases each lock. Each logs a failure: another error may be on its way."""

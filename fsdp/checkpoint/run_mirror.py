@@ -45,7 +45,7 @@ class RunMirror(Locks):
 
     def before_seal(self) -> str | None:
         """The records are in the store before the checkpoint counts."""
-        why = self.ousted()
+        why = self.lost_now()
         if why is None:
             self.upload()
         return why
@@ -70,7 +70,7 @@ class RunMirror(Locks):
         self._over.set()
         self._thread.join()
         try:
-            if self.ousted() is None:
+            if self.lost_now() is None:
                 self.upload()
         except OSError as error:  # the lock could not be read
             log.warning("%s", error)

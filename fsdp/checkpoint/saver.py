@@ -24,7 +24,7 @@ from fsdp.checkpoint.manifest import Manifest
 from fsdp.checkpoint.packed import Packed
 from fsdp.checkpoint.rank_file import Written, write_file
 from fsdp.checkpoint.snapshot import KeyPath, Snapshot
-from fsdp.checkpoint.staging import Image, Room, Staging
+from fsdp.checkpoint.staging import Image, Staging, StagingMemory
 from fsdp.checkpoint.store import Store
 from fsdp.checkpoint.write_plan import (
     WritePlan,
@@ -111,11 +111,11 @@ class Saver:
         attempt: str,
         lock_lost: Callable[[], str | None],
         after_seal: Callable[[], None],
-        room: Room | None = None,
+        memory: StagingMemory | None = None,
     ) -> None:
         self._store, self._group, self._attempt = store, group, attempt
         self._lock_lost, self._after_seal = lock_lost, after_seal
-        self._staging, self._device = Staging(device, room), device
+        self._staging, self._device = Staging(device, memory), device
         self._compared = False
         self._plan: WritePlan | None = None
         self._thread = WorkerThread(self._serve, "checkpoint", device, _lower_priority)

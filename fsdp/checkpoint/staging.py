@@ -41,7 +41,7 @@ class Image:
     forget: Callable[[torch.Tensor], None]
 
 
-class Room(Protocol):
+class StagingMemory(Protocol):
     """File-backed memory for the copies, for a state that does not fit into memory."""
 
     def take(self, size: int) -> torch.Tensor: ...
@@ -49,8 +49,8 @@ class Room(Protocol):
 
 
 class Staging:
-    def __init__(self, device: torch.device, room: Room | None = None) -> None:
-        self._room = room
+    def __init__(self, device: torch.device, memory: StagingMemory | None = None) -> None:
+        self._memory = memory
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._unpin: Callable[[], object] = lambda: None
@@ -74,8 +74,8 @@ class Staging:
 
     def forget(self, *tensors: torch.Tensor) -> None:
         """Releases the pages of tensors in file-backed memory; they are read again when needed."""
-        if self._room is not None:
-            self._room.forget(tensors)
+        if self._memory is not None:
+            self._memory.forget(tensors)
 
     def _run(
         self, sources: list[torch.Tensor], targets: list[torch.Tensor], ready: torch.cuda.Event | None
@@ -98,8 +98,8 @@ class Staging:
     def _reserve(self, size: int) -> None:
         if self._buffer.numel() >= size:
             return
-        if self._room is not None:
-            self._buffer = self._room.take(size)
+        if self._memory is not None:
+            self._buffer = self._memory.take(size)
             return
         self._unpin()
         self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one before the new one is allocated

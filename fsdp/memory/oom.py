@@ -26,14 +26,14 @@ class OutOfMemoryHandler:
     config: Config
     env: DistEnv
     run_dir: Path
-    scene: OomContext | None = None
+    context: OomContext | None = None
     beyond: int = field(default=0, init=False)
     """Bytes of the process before the first step that belong to no tensor."""
 
-    def sees(self, scene: OomContext) -> None:
+    def set_context(self, context: OomContext) -> None:
         """Call it once the model is materialized and before the first step."""
-        self.scene = scene
-        resting = sum(tally(scene.root, None, "cpu").values())
+        self.context = context
+        resting = sum(tally(context.root, None, "cpu").values())
         self.beyond = max(0, process_bytes().get("rss_anon", 0) - resting)
 
     def __enter__(self) -> OutOfMemoryHandler:
@@ -45,5 +45,5 @@ class OutOfMemoryHandler:
         if error is not None and is_out_of_memory(error):
             from fsdp.memory.oom_report import OomReport
 
-            report = OomReport(self.config, self.env, self.run_dir, self.scene, self.beyond)
+            report = OomReport(self.config, self.env, self.run_dir, self.context, self.beyond)
             raise report.write(error) from error

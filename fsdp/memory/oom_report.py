@@ -47,7 +47,7 @@ class OomReport:
     config: Config
     env: DistEnv
     run_dir: Path
-    scene: OomContext | None
+    context: OomContext | None
     beyond: int
     """Bytes of the process before the first step that belong to no tensor."""
 
@@ -56,7 +56,9 @@ class OomReport:
         facts = self._measure(error)
         free_frames(error)
         advice, note = (
-            self._advice(facts) if self.scene is not None else (None, "It failed before the model was built.")
+            self._advice(facts)
+            if self.context is not None
+            else (None, "It failed before the model was built.")
         )
         details = self._write(facts, advice, note)
         first = advice.first if advice is not None else None
@@ -81,13 +83,13 @@ class OomReport:
 
     def _measure(self, error: BaseException) -> oom_page.OomFacts:
         """Call it while the failed step's tensors still exist."""
-        scene, device = self.scene, self.env.device
-        kinds = tally(scene.root, scene.optimizer, device.type) if scene is not None else {}
+        context, device = self.context, self.env.device
+        kinds = tally(context.root, context.optimizer, device.type) if context is not None else {}
         process, allocator = process_bytes(), device_bytes(device)
         held = allocator["allocated"] if allocator else max(0, process.get("rss_anon", 0) - self.beyond)
-        if scene is not None:
+        if context is not None:
             kinds["activations"] = max(0, held - sum(kinds.values()))
-        phases = scene.phases if scene is not None else None
+        phases = context.phases if context is not None else None
         message = " ".join(str(error).split()) or type(error).__name__
         return oom_page.OomFacts(
             rank=self.env.rank,
@@ -108,10 +110,10 @@ class OomReport:
         )
 
     def _advice(self, facts: oom_page.OomFacts) -> tuple[Advice | None, str]:
-        assert self.scene is not None
-        footprint = footprint_of(self.config, self.scene, self.env.device)
+        assert self.context is not None
+        footprint = footprint_of(self.config, self.context, self.env.device)
         activations = ActivationEstimates(
-            self.scene, self.config, self.env.device, footprint, facts.kinds["activations"]
+            self.context, self.config, self.env.device, footprint, facts.kinds["activations"]
         )
         advice = advise(
             footprint,
@@ -121,7 +123,7 @@ class OomReport:
             self.env.device.type,
             partial(accepts, self.config),
         )
-        special = comes_first(self.config, self.scene, facts, sum(advice.needs.values()))
+        special = comes_first(self.config, self.context, facts, sum(advice.needs.values()))
         if special is not None:
             advice.others, advice.first = [one for one in (advice.first, *advice.others) if one], special
         return advice, activations.note
@@ -133,7 +135,7 @@ class ActivationEstimates:
     step's.
     """
 
-    scene: OomContext
+    context: OomContext
     config: Config
     device: torch.device
     now: Footprint
@@ -162,23 +164,23 @@ class ActivationEstimates:
         def prepare(model: nn.Module) -> None:
             apply_activation_checkpointing(find_units(model, self.config.mesh.wrap), memory)
 
-        samples = self.scene.samples
+        samples = self.context.samples
         count = len(samples) if hasattr(samples, "__len__") else micro  # a stream has no length
         batch = samples.batch(np.arange(micro, dtype=np.int64) % count)
-        built, computed = self.scene.build(), self.scene.dtypes.param
+        built, computed = self.context.build(), self.context.dtypes.param
         return activation_bytes(
             built,
             batch,
             self.device,
             computed,
             prepare,
-            self.scene.loss,
+            self.context.loss,
             loss_chunk,
             self.config.train.z_loss,
         )
 
 
-def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Footprint:
+def footprint_of(config: Config, context: OomContext, device: torch.device) -> Footprint:
     """The configuration in numbers. A parameter counts in one unit only; those in no unit are the root's."""
     seen: set[int] = set()
 
@@ -187,52 +189,54 @@ def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Foo
         seen.update(fresh)
         return sum(fresh.values())
 
-    units = (*(count(unit) for unit in scene.units), count([scene.root]))
-    dtypes = scene.dtypes
-    resting = resting_bytes(config.optim, scene.root, dtypes.master, dtypes.frozen)
+    units = (*(count(unit) for unit in context.units), count([context.root]))
+    dtypes = context.dtypes
+    resting = resting_bytes(config.optim, context.root, dtypes.master, dtypes.frozen)
     trained = resting.gradients // dtypes.master.itemsize
     return Footprint(
         units=units,
         trained=trained,
-        shard=scene.sizes.shard,
-        replicate=scene.sizes.replicate,
+        shard=context.sizes.shard,
+        replicate=context.sizes.replicate,
         master=dtypes.master.itemsize,
         param=dtypes.param.itemsize,
         reduce=dtypes.reduce.itemsize,
         state=resting.optimizer / max(1, trained),
         reshard=reshard_policy(config.mesh.reshard_after_forward),
         accumulate=config.mesh.accumulate,
-        accumulation=scene.batch.accumulation,
-        micro=scene.batch.micro_batch,
+        accumulation=context.batch.accumulation,
+        micro=context.batch.micro_batch,
         checkpointing=config.memory.activation_checkpointing,
         counted=dtypes.param.itemsize,
         loss_chunk=config.memory.loss_chunk,
-        chunkable=_is_chunkable(scene),
+        chunkable=_is_chunkable(context),
         offload=config.memory.cpu_offload and device.type == "cuda",
         nvme=config.memory.nvme != "off",
-        ddp=scene.sizes.strategy == "ddp",
-        recomputes=bool(blocks_of([list(unit) for unit in scene.units])),
+        ddp=context.sizes.strategy == "ddp",
+        recomputes=bool(blocks_of([list(unit) for unit in context.units])),
     )
 
 
-def _is_chunkable(scene: OomContext) -> bool:
+def _is_chunkable(context: OomContext) -> bool:
     """Whether --memory.loss_chunk applies: the data has a target for each token, and the output layer is
     linear.
     """
-    if scene.loss is not None or not hasattr(scene.samples, "__len__"):
+    if context.loss is not None or not hasattr(context.samples, "__len__"):
         return False
-    sample = scene.samples.batch(np.zeros(1, np.int64))
+    sample = context.samples.batch(np.zeros(1, np.int64))
     targets = sample.get("targets", sample.get("labels"))
     try:
-        return targets is not None and targets.dim() > 1 and bool(output_layer(scene.root))
+        return targets is not None and targets.dim() > 1 and bool(output_layer(context.root))
     except ConfigError:
         return False
 
 
-def comes_first(config: Config, scene: OomContext, facts: oom_page.OomFacts, needs: int) -> Suggestion | None:
+def comes_first(
+    config: Config, context: OomContext, facts: oom_page.OomFacts, needs: int
+) -> Suggestion | None:
     """Suggestions for memory that no step holds: an evaluation's, a save's, the allocator's cache."""
     if facts.phase == "evaluate":
-        rows = config.train.eval_batch or scene.batch.micro_batch
+        rows = config.train.eval_batch or context.batch.micro_batch
         if rows > 1:
             return Suggestion(
                 f"--train.eval_batch {-(-rows // 2)}",

@@ -21,8 +21,8 @@ from fsdp.config.sections import MOMENTS
 from fsdp.dist.local_tensors import local_tensor
 from fsdp.parallel.state_parts import (
     moments_of,
-    offered_states,
     parts_of,
+    preallocated_states,
     step_some,
     trained_parameters,
 )
@@ -52,15 +52,15 @@ class HostStates:
         """Bytes copied to the device so far."""
 
     @contextlib.contextmanager
-    def offered(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def preallocated(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Context in which a checkpoint is read: it fills states in host memory."""
         parameters = trained_parameters(optimizer)
-        offers = {p: {moment: self._room(p, self._dtype) for moment in self._moments} for p in parameters}
+        states = {p: {moment: self._room(p, self._dtype) for moment in self._moments} for p in parameters}
         try:
-            with offered_states(optimizer, offers):
+            with preallocated_states(optimizer, states):
                 yield
         finally:
-            kept: Rooms = {(p, name): room for p, offer in offers.items() for name, room in offer.items()}
+            kept: Rooms = {(p, name): room for p, moments in states.items() for name, room in moments.items()}
             self._to_host(optimizer, parameters, kept)
             self._wait()
 

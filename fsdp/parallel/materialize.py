@@ -103,12 +103,12 @@ def materialize(
     weights: Callable[[], Mapping[str, Tensor]] | None = None,
     pretrained: Callable[[], RowSource] | None = None,
     rest_device: torch.device | None = None,
-    shelf: NvmeFiles | None = None,
+    nvme_files: NvmeFiles | None = None,
     restored: bool = False,
 ) -> None:
     """Gives every parameter and buffer of a meta model its value, then checks it. Collective.
 
-    `rest_device` holds the parameters between steps: the host, if they are offloaded; a `shelf` may store
+    `rest_device` holds the parameters between steps: the host, if they are offloaded; `nvme_files` may store
     them in files. `restored`: a checkpoint gives the values and checks them (fsdp/checkpoint/load.py): they
     are not drawn only to be overwritten, which costs seconds a hundred million parameters.
     """
@@ -117,9 +117,9 @@ def materialize(
     inits: Mapping[str, Init] = methods.param_inits() if hasattr(root, "param_inits") else {}
     added = lora_inits(root)
     device = rest_device or sharded.device
-    to_empty(root, device, None if shelf is None else functools.partial(shelf.empty, device=device))
-    if shelf is not None:
-        shelf.settle()
+    to_empty(root, device, None if nvme_files is None else functools.partial(nvme_files.empty, device=device))
+    if nvme_files is not None:
+        nvme_files.settle()
     poison(root)
     if rest_device is not None:
         _buffers_to(root, sharded.device)

@@ -33,8 +33,8 @@ from fsdp.parallel.mapped_files import MappedFile, reserve, room_for
 from fsdp.parallel.state_parts import (
     cut_into_parts,
     moments_of,
-    offered_states,
     parts_of,
+    preallocated_states,
     step_some,
     trained_parameters,
 )
@@ -158,12 +158,12 @@ class NvmeFiles:
     # ------------------------------------------------------------ optimizer
 
     @contextlib.contextmanager
-    def offered(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def preallocated(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Context in which a checkpoint is read: it fills states that are in files."""
         parameters = trained_parameters(optimizer)
-        offers = {p: {m: self._state(p, m, self._dtype) for m in self._moments} for p in parameters}
+        states = {p: {m: self._state(p, m, self._dtype) for m in self._moments} for p in parameters}
         try:
-            with offered_states(optimizer, offers):
+            with preallocated_states(optimizer, states):
                 yield
         finally:
             self._move_states(optimizer, parameters)
@@ -245,14 +245,14 @@ class _Leave:
     backward is over.
     """
 
-    def __init__(self, shelf: NvmeFiles, own: Sequence[Tensor], later: Sequence[Tensor]) -> None:
-        self._shelf, self._own, self._later = shelf, own, later
+    def __init__(self, nvme_files: NvmeFiles, own: Sequence[Tensor], later: Sequence[Tensor]) -> None:
+        self._nvme_files, self._own, self._later = nvme_files, own, later
 
     def __call__(self, module: nn.Module, inputs: object, output: object) -> None:
-        self._shelf.forget(self._own)
+        self._nvme_files.forget(self._own)
         first = next((t for t in tensors_in(output) if t.requires_grad), None)
         if first is not None:
-            first.register_hook(lambda grad: self._shelf.forget(self._later))
+            first.register_hook(lambda grad: self._nvme_files.forget(self._later))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -53,18 +53,18 @@ def step_some(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Paramete
 
 
 @contextlib.contextmanager
-def offered_states(
-    optimizer: torch.optim.Optimizer, offers: Mapping[Any, dict[str, Tensor]]
+def preallocated_states(
+    optimizer: torch.optim.Optimizer, states: Mapping[Any, dict[str, Tensor]]
 ) -> Iterator[None]:
-    """Context in which a checkpoint is read: it fills the offered states. Those that it does not fill are
-    dropped after.
+    """Context in which a checkpoint is read: it fills `states`, whose memory exists. Those that it does not
+    fill are dropped after.
     """
-    optimizer.state.update(offers)
+    optimizer.state.update(states)
     try:
         yield
     finally:
-        for parameter, offer in offers.items():
-            if optimizer.state.get(parameter) is offer:
+        for parameter, state in states.items():
+            if optimizer.state.get(parameter) is state:
                 del optimizer.state[parameter]
 
 

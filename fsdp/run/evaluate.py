@@ -49,9 +49,9 @@ def as_evaluated(config: Config) -> Config:
     )
 
 
-def check_own_directory(finds: bool, run: str) -> None:
+def check_own_directory(has_checkpoint: bool, run: str) -> None:
     """Refuses an evaluation alone in the directory of a run."""
-    if finds:
+    if has_checkpoint:
         raise ConfigError(
             f"--train.evaluate_only true in --run.dir {run}, which has checkpoints of its own: "
             "its configuration and records would be replaced.",

@@ -91,12 +91,12 @@ def train(
     with (
         attention_kernel(config.speed),
         process_group(env, config.run.process_group_timeout_s),
-        setup.locked_run(config, env) as (run, claim),
+        setup.locked_run(config, env) as (run, locks),
         Watch(config.watch, env, run.path, process_ends=process_ends) as watch,
         OutOfMemoryHandler(config, env, run.path) as oom,
     ):
         return _train(
-            _Start(config, env, reporter or NoReporter(), job, run, claim, process_ends), watch, oom
+            _Start(config, env, reporter or NoReporter(), job, run, locks, process_ends), watch, oom
         )
 
 
@@ -109,7 +109,7 @@ class _Start:
     reporter: Reporter
     job: Job
     run: RunDir
-    claim: Locks | None
+    locks: Locks | None
     process_ends: bool
 
 
@@ -131,24 +131,24 @@ def _train(start: _Start, watch: Watch, oom: OutOfMemoryHandler) -> Outcome:
             if profile is not None:
                 profile.finish()
         except BaseException as error:
-            if start.env.is_main and _may_record(start.claim):
+            if start.env.is_main and _may_record(start.locks):
                 why = exception_line(error)
                 history.record_end(start.run, step=loop.state.step, why=why, how=Ending.FAILED)
             raise
     return outcome
 
 
-def _may_record(claim: Locks | None) -> bool:
+def _may_record(locks: Locks | None) -> bool:
     """Whether this start still has the run directory; if its locks cannot be read, as it was last known."""
-    if claim is None:
+    if locks is None:
         return True
     if last_request_failed():  # asking again takes a minute and a half, and a launcher kills rank 0 meanwhile
-        return claim.lost is None
+        return locks.lost is None
     try:
-        return claim.ousted() is None
+        return locks.lost_now() is None
     except OSError as error:
         log.warning("the lock of this run cannot be read: %s", error)
-        return claim.lost is None
+        return locks.lost is None
 
 
 def _set_up(start: _Start, oom: OutOfMemoryHandler, parts: ExitStack) -> TrainingLoop:
@@ -160,18 +160,20 @@ def _set_up(start: _Start, oom: OutOfMemoryHandler, parts: ExitStack) -> Trainin
     planned = maybe_planned(config.plan, env.device.type)
     data = maybe_skipping(start.job.data, config.data.skip_unreadable, run.path, env.rank)
     job = replace(start.job, data=data)
-    kernels = maybe_compile_cache(config.speed, env)
+    compile_cache = maybe_compile_cache(config.speed, env)
     startup = startup_memory.StartupMemory(config.profile, env, run.path)
     built = _build_model(start, job, startup)
     sharded, checkpointer = built.sharded, built.checkpointer
     oom_context = setup.oom_context(config, job, sharded)
-    oom.sees(oom_context)
+    oom.set_context(oom_context)
     optimizer = build_optimizer(config.optim, sharded.root, compiled=setup.compiles_update(config, env))
     startup.mark(startup_memory.LAST)
     scale = config.precision.loss_scale
     state = TrainState(sharded.root, optimizer, loss_scale=scale, optimizer_name=config.optim.name)
     ema = maybe_ema(config.optim, sharded.root, optimizer)
-    states = built.shelf or maybe_host_states(config.memory, config.optim, sharded.dtypes.master, env.device)
+    states = built.nvme_files or maybe_host_states(
+        config.memory, config.optim, sharded.dtypes.master, env.device
+    )
     restored, job = _restore(config, job, checkpointer, state, states)
     setup.check_saves_are_there(config, env, run, checkpointer, state.step)
     stopper = setup.stopper(config, env, run, start.reporter, checkpointer, process_ends=start.process_ends)
@@ -181,7 +183,7 @@ def _set_up(start: _Start, oom: OutOfMemoryHandler, parts: ExitStack) -> Trainin
     recorder = setup.recorder(config, env, run, start.reporter, job, mfu_of=built.mfu_of, step=state.step)
     parts.enter_context(closing(recorder))
     setup.add_sinks(recorder, config, env, run, job, planned, state.step)
-    numbers = parts.enter_context(closing(ReplicaChecks(config.watch, env, run.path, sharded)))
+    replica_checks = parts.enter_context(closing(ReplicaChecks(config.watch, env, run.path, sharded)))
     if env.is_main:
         facts = start_facts({**built.facts, "steps": steps_line(job)})
         setup.log_start(run, facts, restored, job.cursor.note() if restored is not None else "")
@@ -200,11 +202,11 @@ def _set_up(start: _Start, oom: OutOfMemoryHandler, parts: ExitStack) -> Trainin
         recorder=recorder,
         phases=oom_context.phases,
         update=build_update(optimizer, states),
-        in_turn=None if built.shelf is None else built.shelf.in_turn,
-        claim=start.claim,
-        numbers=numbers,
+        in_turn=None if built.nvme_files is None else built.nvme_files.in_turn,
+        locks=start.locks,
+        replica_checks=replica_checks,
         planned=planned,
-        kernels=kernels,
+        compile_cache=compile_cache,
         ema=ema,
     )
     parts.enter_context(closing(loop.branches))
@@ -217,7 +219,7 @@ class _Built:
 
     sharded: Sharded
     loss_function: LossFunction
-    shelf: NvmeFiles | None
+    nvme_files: NvmeFiles | None
     checkpointer: Checkpointer
     facts: Mapping[str, str]
     mfu_of: float
@@ -233,29 +235,31 @@ def _build_model(start: _Start, job: Job, startup: startup_memory.StartupMemory)
     facts, mfu_of = describe(config, job, model), setup.mfu_of(model, job, env)
     loss_function = setup.loss_function(config, env, job, model)
     sharded = shard_model(model, config, sizes=job.sizes, mesh=mesh, device=env.device, hooks=job.hooks)
-    shelf = maybe_nvme_files(config.memory, config.optim, sharded.root, sharded.units, sharded.dtypes.master)
+    nvme_files = maybe_nvme_files(
+        config.memory, config.optim, sharded.root, sharded.units, sharded.dtypes.master
+    )
     checkpointer = Checkpointer(
         config.checkpoint,
         start.run.path,
         env,
         job.sizes,
         config_hash=config_hash(config),
-        claim=start.claim,
-        room=shelf,
+        locks=start.locks,
+        staging_memory=nvme_files,
         place=start.run.place,
     )
     # A checkpoint of adapters alone has no frozen weights.
-    restored = not config.lora.rank and checkpointer.finds()
-    setup.fill_weights(config, env, job, sharded, shelf, restored=restored)
+    restored = not config.lora.rank and checkpointer.has_checkpoint()
+    setup.fill_weights(config, env, job, sharded, nvme_files, restored=restored)
     startup.mark("after sharding")
     checkpointer.base = maybe_base(config, job.spec, job.dtypes, sharded.root)
     checkpointer.pretrained = weights.saved_as(config, job.spec)
     if config.train.evaluate_only:
-        check_own_directory(checkpointer.finds(), start.run.place)
+        check_own_directory(checkpointer.has_checkpoint(), start.run.place)
     return _Built(
         sharded=sharded,
         loss_function=loss_function,
-        shelf=shelf,
+        nvme_files=nvme_files,
         checkpointer=checkpointer,
         facts=facts,
         mfu_of=mfu_of,
@@ -270,7 +274,7 @@ def _restore(
     states: StateStore | None,
 ) -> tuple[Restored | None, Job]:
     """Fills `state` from the newest checkpoint; None without one. The job starts from its position."""
-    with states.offered(state.optimizer) if states is not None else nullcontext():
+    with states.preallocated(state.optimizer) if states is not None else nullcontext():
         restored = checkpointer.restore(state, weights_only=config.train.evaluate_only)
     apply_hyperparameters(config.optim, state.optimizer)
     if config.train.evaluate_only:

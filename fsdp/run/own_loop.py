@@ -180,7 +180,7 @@ class Training:
 
     def __enter__(self) -> Training:
         with self._stack as stack:
-            self._run, claim = stack.enter_context(setup.locked_run(self._config, self._env))
+            self._run, locks = stack.enter_context(setup.locked_run(self._config, self._env))
             watch = stack.enter_context(Watch(self._config.watch, self._env, self._run.path))
             self._phases.listen(watch.phase)
             self._checkpointer = Checkpointer(
@@ -189,7 +189,7 @@ class Training:
                 self._env,
                 self._model.sizes,
                 config_hash=config_hash(self._config),
-                claim=claim,
+                locks=locks,
                 place=self._run.place,
             )
             restored = self._checkpointer.restore(self._state)

@@ -90,8 +90,8 @@ def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | N
 
 
 def _release(held: list[Locks]) -> None:
-    for claim in held:
-        claim.release()
+    for locks in held:
+        locks.release()
 
 
 def loss_function(config: Config, env: DistEnv, job: Job, model: nn.Module) -> LossFunction:
@@ -256,7 +256,7 @@ def log_start(run: RunDir, facts: Mapping[str, str], restored: Restored | None, 
 
 
 def fill_weights(
-    config: Config, env: DistEnv, job: Job, sharded: Sharded, shelf: NvmeFiles | None, *, restored: bool
+    config: Config, env: DistEnv, job: Job, sharded: Sharded, nvme_files: NvmeFiles | None, *, restored: bool
 ) -> None:
     """Makes meta weights real; for a restored run only allocates them."""
     folder_read = weights.reads_folder(config, job.spec)
@@ -272,11 +272,11 @@ def fill_weights(
         if folder_read
         else None,
         rest_device=torch.device("cpu") if config.memory.cpu_offload else None,
-        shelf=shelf,
+        nvme_files=nvme_files,
         restored=restored,
     )
-    if shelf is not None:
-        shelf.watch()
+    if nvme_files is not None:
+        nvme_files.watch()
     check_first_forward(sharded, config)
     replicate(sharded)
 

@@ -56,7 +56,7 @@ class RunHooks(StepHooks):
     info: DataInfo
     phases: Phases
     stopper: Stopper
-    numbers: ReplicaChecks
+    replica_checks: ReplicaChecks
     branches: BranchCheck
     verdicts: Verdicts
     checkpointer: Checkpointer
@@ -111,7 +111,7 @@ class RunHooks(StepHooks):
         self._loss_sum = self.stopper.sum_with(total, scaled, self.branches.signature)
 
     def measured(self) -> None:
-        self.numbers.gradients(self._step)
+        self.replica_checks.gradients(self._step)
 
     def may_update(self, norm: Tensor) -> bool:
         factor = self.correction()

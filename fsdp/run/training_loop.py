@@ -93,12 +93,12 @@ class TrainingLoop:
     stopper: Stopper
     recorder: Recorder
     phases: Phases
-    claim: Locks | None
+    locks: Locks | None
     update: Update
     in_turn: InTurn | None
-    numbers: ReplicaChecks
+    replica_checks: ReplicaChecks
     planned: Planned | None
-    kernels: CompileCache | None
+    compile_cache: CompileCache | None
     ema: Ema | None
 
     def __post_init__(self) -> None:
@@ -151,7 +151,7 @@ class TrainingLoop:
             info=self.job.data.info,
             phases=self.phases,
             stopper=self.stopper,
-            numbers=self.numbers,
+            replica_checks=self.replica_checks,
             branches=self.branches,
             verdicts=self.verdicts,
             checkpointer=self.checkpointer,
@@ -224,8 +224,8 @@ class TrainingLoop:
         self.phases.enter("end")
         self.checkpointer.close()
         self._record_sealed()
-        if self.kernels is not None:
-            self.kernels.publish(wait=True)
+        if self.compile_cache is not None:
+            self.compile_cache.publish(wait=True)
         return self._finish()
 
     def _first_batch_is_short(self) -> bool:
@@ -263,14 +263,14 @@ class TrainingLoop:
         seed_streams(stream_key(self.config.run.seed, step, self.env.rank) % 2**63, self.env.device)
         batch = self.loader.step(self.state.step)
         waited = time.perf_counter() - began
-        if self.claim is not None and self.claim.lost is not None:
-            raise RefusedError(f"step {step}: {self.claim.lost}.", self.claim.advice())
+        if self.locks is not None and self.locks.lost is not None:
+            raise RefusedError(f"step {step}: {self.locks.lost}.", self.locks.advice())
         self.stopper.begin(step)
         lr = self.job.schedule.lr(step)
         result = self.train_step(batch, lr)
         sources, unit = result.sources, self.loss_function.unit
         self._count(batch, result)
-        self.numbers.compare(step)
+        self.replica_checks.compare(step)
         self.phases.enter("record")
         self.recorder.step(
             Pending(
@@ -357,8 +357,8 @@ class TrainingLoop:
         self.checkpointer.save(self.state, metrics=metrics, reason=reason, wait=wait)
         self.last_saved = self.state.step
         self.stopper.saved()
-        if self.kernels is not None:
-            self.kernels.publish(wait=False)
+        if self.compile_cache is not None:
+            self.compile_cache.publish(wait=False)
 
     def _record_sealed(self) -> None:
         for sealed in self.checkpointer.sealed():

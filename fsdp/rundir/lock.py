@@ -91,7 +91,7 @@ class FolderLock:
                     return FolderLock(run_dir, holder, descriptor, beat_at, took_over)
                 took_over = _clear_dead(run_dir, stale_s, job) or took_over
 
-    def ousted(self) -> str | None:
+    def lost_now(self) -> str | None:
         """None while this process holds the lock; else why not. Called before every seal."""
         try:
             now, _ = _read_patiently(self._path)
@@ -119,7 +119,7 @@ class FolderLock:
         self._over.set()
         self._thread.join()
         try:
-            if self.ousted() is None:
+            if self.lost_now() is None:
                 self._path.unlink(missing_ok=True)
         except OSError as error:
             RELEASED.add(self.holder.token)
@@ -153,7 +153,7 @@ class FolderLock:
         except OSError as error:
             failed = error
         try:
-            self.lost = self.ousted()
+            self.lost = self.lost_now()
         except OSError as error:
             failed = failed or error
         return failed

@@ -119,13 +119,13 @@ def build(
     env: DistEnv,
     kind: Kind,
     run_dir: str,
-    claim: Locks | None = None,
+    locks: Locks | None = None,
     section: Mapping[str, Any] | None = None,
     **how: Any,
 ) -> Run:
     state, runs, sizes = build_state(env, kind, **how)
     checkpointer = Checkpointer(
-        CheckpointSection(**(section or {})), Path(run_dir), env, sizes, config_hash="c0ffee", claim=claim
+        CheckpointSection(**(section or {})), Path(run_dir), env, sizes, config_hash="c0ffee", locks=locks
     )
     return Run(env, state, runs, checkpointer)
 

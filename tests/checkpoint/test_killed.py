@@ -97,7 +97,7 @@ def test_under_torchrun_the_same_command_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_second_job_on_a_run_directory_is_refused_by_name(tmp_path: Path) -> None:
-    claim = FolderLock.acquire(tmp_path, "srun", "Slurm job 7")
+    lock = FolderLock.acquire(tmp_path, "srun", "Slurm job 7")
     command = [
         sys.executable,
         "train.py",
@@ -109,7 +109,7 @@ def test_a_second_job_on_a_run_directory_is_refused_by_name(tmp_path: Path) -> N
         "1",
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    claim.release()
+    lock.release()
     assert done.returncode == 4
     assert f"{tmp_path} is being written by process {os.getpid()} on" in done.stderr
     assert "started by srun (Slurm job 7), since" in done.stderr

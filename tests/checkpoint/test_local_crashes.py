@@ -160,8 +160,8 @@ def train(env: DistEnv, folder: Path, steps: list[int], fails: bool) -> None:
     nn.init.constant_(model.bias, 0.25)
     state = TrainState(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     section = CheckpointSection(local_dir=str(folder / f"node{env.rank}"), keep_last=2)
-    run = Checkpointer(section, folder, env, MeshSizes("ddp", NODES, 1), config_hash="c0ffee", claim=None)
-    run.finds()
+    run = Checkpointer(section, folder, env, MeshSizes("ddp", NODES, 1), config_hash="c0ffee", locks=None)
+    run.has_checkpoint()
     try:
         for step in steps:
             model(torch.full((1, 3), float(step))).sum().backward()

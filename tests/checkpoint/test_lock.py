@@ -78,10 +78,10 @@ def test_prune_is_refused_while_another_run_writes_in_the_same_folder(
 def test_prune_is_refused_while_the_run_is_live(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also when only the run directory's lock is held."""
     (tmp_path / "checkpoints").mkdir()
-    claim = FolderLock.acquire(tmp_path, "torchrun")
+    held = FolderLock.acquire(tmp_path, "torchrun")
     assert checkpoints.main([str(tmp_path), "prune", "--keep-last", "1"]) == 4
     assert f"{tmp_path} is being written by process" in capsys.readouterr().err
-    claim.release()
+    held.release()
 
 
 def test_a_run_is_refused_a_store_that_another_run_writes(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_run_that_lost_its_lock_is_refused_further_starts(tmp_path: Path) -> N
 
 def test_a_run_directory_that_is_the_store_itself_is_held_once(tmp_path: Path) -> None:
     locks = hold(tmp_path, LocalStore(tmp_path), "torchrun")
-    assert locks.ousted() is None
+    assert locks.lost_now() is None
     locks.release()
     assert not (tmp_path / FILE).exists()
 
@@ -145,10 +145,10 @@ def test_a_store_that_is_a_link_to_itself_is_one_line(tmp_path: Path) -> None:
 def test_a_lost_store_is_a_lost_run(tmp_path: Path) -> None:
     """Of two locks held as one, the store's counts too."""
     locks = hold(tmp_path / "run", LocalStore(tmp_path / "store"), "torchrun")
-    assert locks.ousted() is None
+    assert locks.lost_now() is None
     file = tmp_path / "store" / FILE
     file.write_text(file.read_text().replace('"pid"', '"token": "1234", "pid"'))
-    assert str(locks.ousted()).startswith(f"{tmp_path}/store was taken over by process")
+    assert str(locks.lost_now()).startswith(f"{tmp_path}/store was taken over by process")
     locks.release()
     assert file.exists(), "the other's"
     assert not (tmp_path / "run" / FILE).exists()
@@ -159,14 +159,14 @@ def test_a_store_that_fails_while_it_is_released_leaves_the_run_directory_free(
 ) -> None:
     """And the error that ends the run is the one that is raised."""
     locks = hold(tmp_path / "run", LocalStore(tmp_path / "store"), "torchrun")
-    read = FolderLock.ousted
+    read = FolderLock.lost_now
 
     def stale(self: FolderLock) -> str | None:
         if self._path.parent.name == "store":
             raise OSError(errno.ESTALE, "Stale file handle", str(self._path))
         return read(self)
 
-    monkeypatch.setattr(FolderLock, "ousted", stale)
+    monkeypatch.setattr(FolderLock, "lost_now", stale)
 
     def fails() -> None:
         try:
@@ -252,7 +252,7 @@ def test_a_live_holder_is_named_and_a_released_lock_is_gone(place: str) -> None:
     named = rf"{place} is being written by process {os.getpid()} on .* \(Slurm job 7, start 1\)"
     with pytest.raises(RefusedError, match=named):
         ObjectLock.acquire(store, "srun")
-    assert held.ousted() is None
+    assert held.lost_now() is None
     held.release()
     assert store.get(FILE) is None
     assert store.folders() == []
@@ -295,7 +295,7 @@ def test_one_of_several_jobs_takes_over_from_a_silent_holder(place: str) -> None
     assert len(refused) == many - 1
     assert "far-away" in taken[0].took_over
     assert "it gave no sign for 0.5 s" in taken[0].took_over
-    assert taken[0].ousted() is None
+    assert taken[0].lost_now() is None
     taken[0].release()
 
 
@@ -321,7 +321,7 @@ def test_a_silent_holder_of_a_run_in_a_store_and_its_checkpoints_is_watched_once
         lock.hold(run, checkpoints, "srun")
     live.release()
     once = lock.hold(run, run, "torchrun")
-    assert once.ousted() is None
+    assert once.lost_now() is None
     once.release()
 
 
@@ -340,9 +340,9 @@ def test_a_later_start_of_the_same_job_does_not_watch(place: str) -> None:
     store = remote(place)
     first = ObjectLock.acquire(store, "srun", "Slurm job 12, start 1")
     second = ObjectLock.acquire(store, "srun", "Slurm job 12, start 2", stale_s=3600.0)
-    assert f"{place} was taken over by" in str(first.ousted())
+    assert f"{place} was taken over by" in str(first.lost_now())
     first.release()
-    assert second.ousted() is None
+    assert second.lost_now() is None
     second.release()
 
 
@@ -354,7 +354,7 @@ def test_a_replaced_holder_deletes_nothing(place: str) -> None:
         found = store.get(FILE)  # renewed in between
     held._thread.join(30)
     assert str(held.lost).startswith(f"{place} was taken over by")
-    assert held.ousted() == held.lost
+    assert held.lost_now() == held.lost
     held.release()
     found = store.get(FILE)
     assert found is not None
@@ -464,7 +464,7 @@ def save_replaced(env: DistEnv, run_dir: str, place: str, environ: dict[str, str
     os.environ.update(environ)
     store = remote(place)
     locks = hold(Path(run_dir), store, "torchrun")
-    run = build(env, "ddp", run_dir, claim=locks, section={"dir": place})
+    run = build(env, "ddp", run_dir, locks=locks, section={"dir": place})
     run.checkpointer.restore(run.state)
     run.step()
     found = store.get(FILE)

@@ -362,9 +362,9 @@ def test_an_object_stores_content_decides_the_outcome_of_a_save(tmp_path: Path) 
 
 def save_ousted(env: DistEnv, run_dir: str, when: str) -> str:
     """Another job takes over the run directory before a save, while files are written, or after the seal."""
-    claim = FolderLock.acquire(Path(run_dir), "torchrun") if env.is_main else None
+    lock = FolderLock.acquire(Path(run_dir), "torchrun") if env.is_main else None
     run = build(
-        env, "fsdp", run_dir, claim=Locks(claim) if claim is not None else None, section={"keep_last": 1}
+        env, "fsdp", run_dir, locks=Locks(lock) if lock is not None else None, section={"keep_last": 1}
     )
     run.checkpointer.restore(run.state)
     run.step()
@@ -373,9 +373,9 @@ def save_ousted(env: DistEnv, run_dir: str, when: str) -> str:
     write, seal = LocalStore.write, LocalStore.seal
 
     def oust() -> None:
-        if claim is not None:
+        if lock is not None:
             file = Path(run_dir, FILE)
-            file.write_text(file.read_text().replace(claim.holder.token, "1234"))
+            file.write_text(file.read_text().replace(lock.holder.token, "1234"))
 
     def ousting_write(self: LocalStore, folder: str, file: str, buffers: Any) -> None:
         write(self, folder, file, buffers)
@@ -399,8 +399,8 @@ def save_ousted(env: DistEnv, run_dir: str, when: str) -> str:
     finally:
         LocalStore.write, LocalStore.seal = write, seal  # type: ignore[method-assign]
         run.checkpointer.close()
-        if claim is not None:
-            claim.release()
+        if lock is not None:
+            lock.release()
     return "sealed"
 
 

@@ -222,7 +222,7 @@ def test_the_records_are_in_the_store_before_a_checkpoint_is_sealed(
     monkeypatch.setattr(run_mirror, "FIRST_UPLOAD_S", 600.0)
     mirror = RunMirror(Locks(), begun(store, tmp_path / "here"))
     write(tmp_path / "here", FILES)
-    monkeypatch.setattr(Locks, "ousted", lambda locks: "another job has it" if lost else None)
+    monkeypatch.setattr(Locks, "lost_now", lambda locks: "another job has it" if lost else None)
     assert mirror.before_seal() == ("another job has it" if lost else None)
     assert ("metrics.jsonl" in store.objects()) != lost
     monkeypatch.setattr(Locks, "lost", "another job has it" if lost else None)
@@ -266,7 +266,7 @@ def test_a_lock_that_cannot_be_read_at_the_end_is_released_and_raises_nothing(
     class Unread(Locks):
         released = False
 
-        def ousted(self) -> str | None:
+        def lost_now(self) -> str | None:
             raise OSError(110, "reading the lock: it is away")
 
         def release(self) -> None:

@@ -58,7 +58,7 @@ def test_the_savers_thread_sets_its_device(
     staging = SimpleNamespace(
         copy=calls.noting("copy", lambda *_: SimpleNamespace(data=b"", staged=[])), event=lambda: None
     )
-    monkeypatch.setattr("fsdp.checkpoint.saver.Staging", lambda device, room: staging)
+    monkeypatch.setattr("fsdp.checkpoint.saver.Staging", lambda device, memory: staging)
     saver = Saver(LocalStore(tmp_path), ObjectGroup(), GPU, "00000000", lambda: None, lambda: None)
     saver.put(SaveJob(1, Snapshot([], {}), a_manifest()))
     saver.stop()

@@ -29,7 +29,7 @@ from tests.support.world import run_world
 class Trained:
     sharded: Sharded
     optimizer: torch.optim.Optimizer
-    shelf: NvmeFiles
+    nvme_files: NvmeFiles
 
 
 class Wide(nn.Module):
@@ -59,11 +59,11 @@ def made(env: DistEnv, name: str, folder: Path, everything: bool) -> Trained:
         mesh=build_mesh(sizes, env.device),
         device=env.device,
     )
-    shelf = maybe_nvme_files(memory, OptimSection(), sharded.root, sharded.units, torch.float32)
-    assert shelf is not None
-    materialize(sharded, spec=spec, seed=0, init="shard", rank=env.rank, shelf=shelf)
-    shelf.watch()
-    return Trained(sharded, build_optimizer(OptimSection(), sharded.root), shelf)
+    nvme_files = maybe_nvme_files(memory, OptimSection(), sharded.root, sharded.units, torch.float32)
+    assert nvme_files is not None
+    materialize(sharded, spec=spec, seed=0, init="shard", rank=env.rank, nvme_files=nvme_files)
+    nvme_files.watch()
+    return Trained(sharded, build_optimizer(OptimSection(), sharded.root), nvme_files)
 
 
 def trained(env: DistEnv, folder: Path, everything: bool) -> Trained:
@@ -72,7 +72,7 @@ def trained(env: DistEnv, folder: Path, everything: bool) -> Trained:
     for _ in range(2):
         one.optimizer.zero_grad()
         one.sharded.root(torch.randn(3, 12)).square().sum().backward()
-        one.shelf.step(one.optimizer)
+        one.nvme_files.step(one.optimizer)
     return one
 
 
@@ -101,8 +101,8 @@ def most_resident(env: DistEnv, folder: str) -> dict[str, int]:
     one.optimizer.register_step_post_hook(lambda *_: seen.append(resident()))
     for _ in range(2):
         one.sharded.root(torch.randn(2, 1024)).square().mean().backward()
-        one.shelf.step(one.optimizer)
-    files = one.shelf._files["states"]
+        one.nvme_files.step(one.optimizer)
+    files = one.nvme_files._files["states"]
     return {"whole": files.size, "part": nvme.PART_BYTES, "update": max(seen), "rests": resident()}
 
 
@@ -124,7 +124,7 @@ def resident_with_all(env: DistEnv, folder: str) -> dict[str, int]:
     inside.clear()
     loss.backward()
     found |= {"backward": max(inside), "after backward": resident()}
-    one.shelf.step(one.optimizer)
+    one.nvme_files.step(one.optimizer)
     return found | {"after the update": resident()}
 
 
@@ -137,9 +137,9 @@ def order_of_update(env: DistEnv, folder: str) -> list[tuple[str, int]]:
     order: list[tuple[str, int]] = []
     fetch, step = NvmeFiles._fetch, nvme.step_some
 
-    def fetched(shelf: NvmeFiles, tensors: list[Any]) -> None:
+    def fetched(nvme_files: NvmeFiles, tensors: list[Any]) -> None:
         order.append(("fetched", places[tensors[0]]))
-        fetch(shelf, tensors)
+        fetch(nvme_files, tensors)
 
     def stepped(optimizer: Any, part: Any) -> None:
         order.extend(("updated", places[p]) for p in part)
@@ -147,7 +147,7 @@ def order_of_update(env: DistEnv, folder: str) -> list[tuple[str, int]]:
 
     NvmeFiles._fetch, nvme.step_some = fetched, stepped  # type: ignore[method-assign, assignment]
     try:
-        one.shelf.step(one.optimizer)
+        one.nvme_files.step(one.optimizer)
     finally:
         NvmeFiles._fetch, nvme.step_some = fetch, step  # type: ignore[method-assign]
     return order

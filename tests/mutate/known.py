@@ -468,7 +468,7 @@ KNOWN = [
     Known(
         "a unit's pages stay after its forward",
         "fsdp/parallel/nvme.py",
-        "        self._shelf.forget(self._own)\n",
+        "        self._nvme_files.forget(self._own)\n",
         "        pass\n",
         ("tests/parallel/test_nvme.py",),
     ),

@@ -79,12 +79,14 @@ def test_a_checkpoint_resumes_elsewhere(
 def lies_where(env: DistEnv, folder: str, everything: bool) -> dict[str, set[str]]:
     """For each kind of tensor the files in which it lies after a step; "memory" for none."""
     found = small.trained(env, Path(folder), everything=everything)
-    shelf, optimizer = found.shelf, found.optimizer
+    nvme_files, optimizer = found.nvme_files, found.optimizer
 
     def of(tensors: list[Any]) -> set[str]:
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
         return {
-            next((n for n, f in shelf._files.items() if f.holds(t)), "memory") for t in local if t.numel()
+            next((n for n, f in nvme_files._files.items() if f.holds(t)), "memory")
+            for t in local
+            if t.numel()
         }
 
     trained = [p for group in optimizer.param_groups for p in group["params"]]

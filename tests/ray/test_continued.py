@@ -90,7 +90,7 @@ def test_ray_asked_for_under_torchrun_is_refused_in_one_line(tmp_path: Path) -> 
 @pytest.mark.long
 def test_a_driver_on_a_live_run_directory_is_refused_and_writes_nothing(tmp_path: Path) -> None:
     place = paths.create(tmp_path / "run").path
-    claim = FolderLock.acquire(place, "torchrun")
+    lock = FolderLock.acquire(place, "torchrun")
     before = sorted(path for path in place.rglob("*") if path.name != "CLAIM")
     try:
         driver = Driver(place)
@@ -99,4 +99,4 @@ def test_a_driver_on_a_live_run_directory_is_refused_and_writes_nothing(tmp_path
         assert line.startswith(f"train.py: {place} is being written by process ")
         assert sorted(path for path in place.rglob("*") if path.name != "CLAIM") == before
     finally:
-        claim.release()
+        lock.release()

@@ -21,11 +21,11 @@ def with_unreadable_locks(env: DistEnv, words: list[str]) -> str | None:
     def away(self: Locks) -> str | None:
         raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
-    before, Locks.ousted = Locks.ousted, away  # type: ignore[method-assign]
+    before, Locks.lost_now = Locks.lost_now, away  # type: ignore[method-assign]
     try:
         return on_a_rank(env, words)
     finally:
-        Locks.ousted = before  # type: ignore[method-assign]
+        Locks.lost_now = before  # type: ignore[method-assign]
 
 
 def test_a_lock_that_cannot_be_read_does_not_replace_the_error(tmp_path: Path) -> None:

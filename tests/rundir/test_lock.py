@@ -119,7 +119,7 @@ def test_a_reused_process_id_is_not_the_holder(tmp_path: Path) -> None:
     rewrite(tmp_path, token="another", born="1")
     second = FolderLock.acquire(tmp_path, "torchrun", stale_s=1e9)
     assert second.took_over
-    assert held.ousted() is not None
+    assert held.lost_now() is not None
     second.release()
     held.release()
 
@@ -133,7 +133,7 @@ def test_a_live_holder_on_another_machine_is_recognised_by_its_count(
         monkeypatch.setattr(module, "this_place", lambda: "another machine")
     with pytest.raises(RefusedError, match="is being written by process"):
         FolderLock.acquire(tmp_path, "srun", stale_s=30.0)
-    assert held.ousted() is None
+    assert held.lost_now() is None
     held.release()
 
 
@@ -146,16 +146,16 @@ def test_a_silent_holder_on_another_machine_is_replaced_and_notices(
     second = FolderLock.acquire(tmp_path, "srun", stale_s=0.3)
     assert "on n2" in second.took_over
     assert "gave no sign for 0.3 s" in second.took_over
-    assert f"was taken over by process {os.getpid()}" in (held.ousted() or "")
+    assert f"was taken over by process {os.getpid()}" in (held.lost_now() or "")
     held.release()
-    assert second.ousted() is None, "an ousted holder's release must not remove another's lock"
+    assert second.lost_now() is None, "an ousted holder's release must not remove another's lock"
     second.release()
 
 
 def test_a_lock_removed_by_hand_stops_its_holder(tmp_path: Path) -> None:
     held = FolderLock.acquire(tmp_path, "srun")
     (tmp_path / FILE).unlink()
-    assert "is gone" in (held.ousted() or "")
+    assert "is gone" in (held.lost_now() or "")
     assert held.advice() == "squeue or ps shows both runs: end one of them"
     held.release()
 
@@ -194,7 +194,7 @@ def try_once(run_dir: str, start: object, results: object) -> None:
     start.wait()  # type: ignore[attr-defined]
     try:
         held = FolderLock.acquire(Path(run_dir), "race")
-        results.put(("held", held.ousted()))  # type: ignore[attr-defined]
+        results.put(("held", held.lost_now()))  # type: ignore[attr-defined]
     except RefusedError as error:
         results.put(("refused", str(error)))  # type: ignore[attr-defined]
     start.wait()  # type: ignore[attr-defined]
@@ -358,6 +358,6 @@ def test_the_lock_of_a_new_holder_is_put_back(tmp_path: Path) -> None:
     """Of two starts that remove a dead holder's lock, the slower finds the faster one's in its place."""
     held = FolderLock.acquire(tmp_path, "test")
     lock._remove(tmp_path, b'{"token": "the dead one"}\n' + b"0" * 20)
-    assert held.ousted() is None
+    assert held.lost_now() is None
     assert [one.name for one in tmp_path.iterdir()] == [FILE]
     held.release()

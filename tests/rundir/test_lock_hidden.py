@@ -81,7 +81,7 @@ def test_a_holder_in_another_pid_namespace_is_recognised_by_its_count(
     contend += "except Exception as error: print(error)"
     said = in_namespaces(OWN_SPACE, "mount -t proc proc /proc", sys.executable, "-c", contend, str(tmp_path))
     assert f"is being written by process {os.getpid()} on " in said
-    assert held.ousted() is None
+    assert held.lost_now() is None
     held.release()
 
 

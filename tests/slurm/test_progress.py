@@ -184,7 +184,7 @@ def test_nothing_is_written_where_another_job_holds_the_directory(
 ) -> None:
     reach(run, 10)
     stopped(run, 10, "SIGTERM")
-    claim = FolderLock.acquire(run.path, "torchrun")
+    held = FolderLock.acquire(run.path, "torchrun")
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     try:
         with pytest.raises(RefusedError, match="is being written by process"):
@@ -195,7 +195,7 @@ def test_nothing_is_written_where_another_job_holds_the_directory(
             assert "is being written by process" in decision.why
         assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
     finally:
-        claim.release()
+        held.release()
 
 
 @pytest.mark.parametrize("reason", ["SIGINT", "the stop file", "--train.stop_after 10"])
