@@ -17,7 +17,7 @@ from fsdp.base.phases import StopReason
 CRASHES_IN_ONE_ALLOCATION = 3
 """The last of these requeues the job: the node may be the cause."""
 STOPS_WITHOUT_A_STEP = 5
-MEETINGS_MISSED = 3
+FAILED_RENDEZVOUS = 3
 
 _LINES, _FIRST = "the lines above name the nodes", "the first error above says why"
 
@@ -53,7 +53,7 @@ class Kind(enum.Enum):
     FINAL = "an error that another start would repeat"
     ERROR = "an error"
     DIED = "a rank ended without an error message"
-    UNMET = "the nodes did not meet"
+    UNMET = "the rendezvous failed"
 
 
 CRASHES_AT_ONE_PLACE = {Kind.ERROR: 2, Kind.DIED: 3}
@@ -98,7 +98,7 @@ class Past:
     idle_stops: int = 0
     """Consecutive stops without a new step, this one included."""
     unmet: int = 0
-    """Consecutive missed meetings, this one included."""
+    """Consecutive failed rendezvous, this one included."""
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,11 @@ def _after_stop(end: End, past: Past, allocation: Allocation) -> Decision:
 
 
 def _after_unmet(past: Past, allocation: Allocation) -> Decision:
-    if past.unmet >= MEETINGS_MISSED:
-        return Decision(Act.END, EXIT_DIED, f"the nodes did not meet, {past.unmet} times in a row", _LINES)
+    if past.unmet >= FAILED_RENDEZVOUS:
+        return Decision(Act.END, EXIT_DIED, f"the rendezvous failed, {past.unmet} times in a row", _LINES)
     if allocation.requeue:
-        return Decision(Act.REQUEUE, 0, "the nodes did not meet")
-    return Decision(Act.END, EXIT_DIED, "the nodes did not meet, and this job is not requeued", _LINES)
+        return Decision(Act.REQUEUE, 0, "the rendezvous failed")
+    return Decision(Act.END, EXIT_DIED, "the rendezvous failed, and this job is not requeued", _LINES)
 
 
 def _after_crash(end: End, past: Past, allocation: Allocation) -> Decision:

@@ -263,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--job", required=True)
     one.add_argument("--restart", type=int, default=0)
     one.add_argument("--code", type=int, required=True, help="the exit code of the ranks' job step")
-    one.add_argument("--unmet", action="store_true", help="the nodes did not meet, so no ranks were started")
+    one.add_argument("--unmet", action="store_true", help="the rendezvous failed, so no ranks were started")
     one.add_argument("--no-requeue", action="store_true", help="Slurm does not requeue this job")
     one.add_argument(
         "--no-again", action="store_true", help="the ranks cannot be restarted in this allocation"

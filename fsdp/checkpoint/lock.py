@@ -136,7 +136,7 @@ class ObjectLock:
                     log.warning("the lock on %s could not be renewed: %s", self._store.where, error)
                 continue
             if missed:
-                log.warning("the lock on %s is renewed again, %d beats failed", self._store.where, missed)
+                log.warning("the lock on %s is renewed again, %d renewals failed", self._store.where, missed)
                 missed = 0
 
 

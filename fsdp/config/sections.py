@@ -52,8 +52,8 @@ class RunSection:
     dir: str = knob(
         "",
         "run directory, a folder or s3://bucket/prefix; the same one resumes the run",
-        "Empty creates a new directory under runs/. Of one in an object store, files are written in "
-        "~/.cache/shardrun/runs of rank 0's node and copied to the store.",
+        "Empty creates a new directory under runs/. If it is in an object store, files are first written to "
+        "~/.cache/shardrun/runs on rank 0's node, then copied to the store.",
         common=True,
     )
     seed: int = knob(0, "seed of weights, data order and dropout", low=0, high=2**64 - 1, common=True)
@@ -70,7 +70,7 @@ class RunSection:
     numa: Literal["auto", "node", "off"] = knob(
         "auto",
         "on CUDA, bind each rank to the processors of its GPU's NUMA node",
-        "auto does so on machines with several ranks, node always. Under torchrun, srun and Ray alike.",
+        "auto: only on machines with several ranks. node: always. Under torchrun, srun and Ray alike.",
     )
     allocator: str = knob(
         "expandable_segments:True",
@@ -83,7 +83,7 @@ class RunSection:
     full_records: int = knob(
         100_000,
         "last step with a record of its own in metrics.jsonl and TensorBoard; 0: every step has one",
-        "Later steps share records with means and extremes: 10 steps each, past ten times this step 100.",
+        "Later steps share records of means and extremes: 10 steps each; after ten times this step, 100 each.",
         unit="steps",
         low=0,
     )
@@ -180,7 +180,7 @@ class TrainSection:
     eval_samples: int = knob(0, "held-out samples per evaluation; 0: all", unit="samples", low=0)
     evaluate_only: bool = knob(
         False,
-        "evaluate the checkpoint of --checkpoint.resume PATH, or --model.weights, and end",
+        "evaluate the checkpoint of --checkpoint.resume PATH, or --model.weights, then exit",
         "Nothing is trained or saved; optimizer states are not read. --run.dir is a directory of its own.",
         common=True,
     )
@@ -220,7 +220,7 @@ class ModelSection:
         "torch or safetensors file or folder to start from",
         "A state dict, in one file or in several; for the transformer also a folder of save_pretrained "
         "(Llama, Mistral, Qwen2, Qwen3) or hf:ORG/NAME. Empty draws weights from the seed, or reads those of "
-        "hf:FOLDER; none draws them there too.",
+        "hf:FOLDER; none: random weights for hf:FOLDER too.",
         common=True,
     )
     frozen: str = knob("", "parameters that are not trained: names or patterns, as in encoder.*,*.bias")
@@ -412,7 +412,8 @@ class PrecisionSection:
     frozen: Literal["auto", "bf16"] = knob(
         "auto",
         "dtype of stored parameters that are not trained; auto: the master's",
-        "bf16 halves a frozen model under adapters. What is trained, and its states, stay in the master's.",
+        "bf16 halves a frozen model under adapters. Trained parameters and their states keep "
+        "--precision.master.",
     )
     param: Precision = knob("auto", "dtype of computation; auto: bf16 on CUDA, else master", common=True)
     reduce: Precision = knob("auto", "dtype of the gradient reduction; auto: the master's, fp32 for bf16")
@@ -527,8 +528,8 @@ class CheckpointSection:
     local_dir: str = knob(
         "",
         "folder on each node's own disk: saves are sealed there, then copied to dir behind the steps",
-        "A start copies what is only there, and reads what is there. It needs room for three checkpoints' "
-        "part of the node. Empty: saves go to dir.",
+        "A start copies what is only there, and reads what is there. It needs space for this node's part of "
+        "three checkpoints. Empty: saves go to dir.",
     )
     every_steps: int = knob(100, "steps between checkpoints; 0: none", unit="steps", low=0, common=True)
     every_minutes: float = knob(
@@ -618,7 +619,7 @@ class MemorySection:
     )
     loss_chunk: int = knob(
         0,
-        "tokens whose logits exist at once: output layer and loss in chunks; 0: all",
+        "compute output layer and loss in chunks of this many tokens; 0: all at once",
         "The output layer's gradient is computed in the forward and summed in at least fp32. 1024 suits "
         "vocabularies from 32,000.",
         unit="tokens",

@@ -27,4 +27,4 @@ class Losses:
         log.warning("%s cannot be closed: %s. %d records are lost", self._label, error, self._count)
 
     def not_closed_yet(self) -> None:
-        log.warning("%s has not closed yet: the end of the run waits for it", self._label)
+        log.warning("%s is still closing; the run waits for it at its end", self._label)

@@ -29,7 +29,7 @@ class Compared:
 
     def __str__(self) -> str:
         return (
-            f"planned {self.planned_peak_gib:.3f} GiB and {self.planned_step_s:.4g} s a step; came "
+            f"planned {self.planned_peak_gib:.3f} GiB and {self.planned_step_s:.4g} s a step; measured "
             f"{self.peak_gib:.3f} GiB "
             f"({self.peak_gib / self.planned_peak_gib - 1:+.1%}) and {self.step_s:.4g} s "
             f"({self.step_s / self.planned_step_s - 1:+.1%})"

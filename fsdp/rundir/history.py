@@ -148,7 +148,7 @@ def record_lost(run: RunDir, *, why: str) -> None:
 
 
 def record_unmet(run: RunDir, *, job: str) -> None:
-    """The nodes of a job did not meet."""
+    """The rendezvous of a job's nodes failed."""
     with writing(run.history):
         append(run.history, {"event": "unmet", "time": now(), "job": job, "step": last_step(run)})
 

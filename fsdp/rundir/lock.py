@@ -139,7 +139,7 @@ class FolderLock:
                 if missed == 1:
                     log.warning("the lock of %s cannot be renewed: %s", self._path.parent, error)
             elif missed:
-                log.warning("the lock of %s is renewed again, %d beats failed", self._path.parent, missed)
+                log.warning("the lock of %s is renewed again, %d renewals failed", self._path.parent, missed)
                 missed = 0
 
     def _renew(self, count: int) -> OSError | None:

@@ -401,7 +401,7 @@ def test_renewals_that_fail_are_one_line_until_they_succeed(
     eventually("a renewal after those that fail", lambda: "is renewed again" in caplog.text, 30)
     held.release()
     assert caplog.text.count("could not be renewed: [Errno 13] writing CLAIM: Access Denied") == 1
-    assert caplog.text.count(f"the lock on {place} is renewed again, 4 beats failed") == 1
+    assert caplog.text.count(f"the lock on {place} is renewed again, 4 renewals failed") == 1
 
 
 def test_a_lock_is_released_though_the_response_to_its_last_renewal_was_lost(place: str) -> None:

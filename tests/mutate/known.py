@@ -242,10 +242,10 @@ KNOWN = [
         ("tests/launch/test_policy.py",),
     ),
     Known(
-        "four missed meetings",
+        "four failed rendezvous",
         "launch/policy.py",
-        "past.unmet >= MEETINGS_MISSED",
-        "past.unmet > MEETINGS_MISSED",
+        "past.unmet >= FAILED_RENDEZVOUS",
+        "past.unmet > FAILED_RENDEZVOUS",
         ("tests/launch/test_policy.py",),
     ),
     Known(

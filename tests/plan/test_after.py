@@ -57,7 +57,7 @@ def test_a_planned_run_compares_itself(tmp_path: Path, capsys: pytest.CaptureFix
     )
     assert done.returncode == 0, done.stderr
     assert re.search(
-        r"planned [\d.]+ GiB and \S+ s a step; came [\d.]+ GiB \([+-][\d.]+%\) and \S+ s", done.stderr
+        r"planned [\d.]+ GiB and \S+ s a step; measured [\d.]+ GiB \([+-][\d.]+%\) and \S+ s", done.stderr
     )
     events = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["start", "end", "planned"]
@@ -73,7 +73,7 @@ def test_the_median_leaves_the_first_steps_out() -> None:
     assert planned.compared() == Compared(0.5, 0.5, 0.1, 0.2)
     assert (
         str(planned.compared())
-        == "planned 0.500 GiB and 0.1 s a step; came 0.500 GiB (+0.0%) and 0.2 s (+100.0%)"
+        == "planned 0.500 GiB and 0.1 s a step; measured 0.500 GiB (+0.0%) and 0.2 s (+100.0%)"
     )
 
 

@@ -155,7 +155,7 @@ class Holds(Hears):
 
     def close(self) -> None:
         eventually(
-            "a line", lambda: "Holds has not closed yet: the end of the run waits" in self.log.text, 30
+            "a line", lambda: "Holds is still closing; the run waits for it at its end" in self.log.text, 30
         )
         super().close()
 

@@ -306,7 +306,7 @@ def test_a_history_from_before_the_kinds_were_written_is_read(run: RunDir) -> No
 
 
 def test_nodes_that_met_once_and_do_not_now_are_requeued_a_few_times(run: RunDir) -> None:
-    acts = [judge(run, unmet=True).act for _ in range(policy.MEETINGS_MISSED)]
+    acts = [judge(run, unmet=True).act for _ in range(policy.FAILED_RENDEZVOUS)]
     assert acts == [Act.REQUEUE, Act.REQUEUE, Act.END]
 
 
