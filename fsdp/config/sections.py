@@ -83,7 +83,7 @@ class RunSection:
     full_records: int = knob(
         100_000,
         "last step with a record of its own in metrics.jsonl and TensorBoard; 0: every step has one",
-        "Later steps share records of means and extremes: 10 steps each; after ten times this step, 100 each.",
+        "After it, one record with means and extremes per 10 steps; after ten times this step, per 100.",
         unit="steps",
         low=0,
     )
