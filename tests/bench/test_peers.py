@@ -40,7 +40,7 @@ def losses(name: str) -> list[float]:
 @pytest.mark.parametrize(
     "name", sample_are([], [name for name in ROSTER if name not in ("bare", "torchtitan")])
 )
-def test_same_work(name: str, bare: list[float]) -> None:
+def test_a_contender_has_the_losses_of_the_bare_loop(name: str, bare: list[float]) -> None:
     if ROSTER[name].missing:
         pytest.skip(f"{name}: {ROSTER[name].missing}")
     assert losses(name) == pytest.approx(bare, rel=2e-5)

@@ -20,19 +20,19 @@ from fsdp.dist.addresses import address_towards, interface_of
 from fsdp.dist.env import DistEnv
 from fsdp.dist.preflight import RankFacts, check, check_names, differences
 from fsdp.run.loop import train
-from tests.doctor.patients import AILMENTS
+from tests.doctor.faulty_ranks import FAULTS
 from tests.support.env import env_of
 from tests.support.world import run_world
 
 
-def checked(env: DistEnv, run: str, ailment: str = "well", patience_s: float = 5.0) -> tuple[str, list[str]]:
-    """Of the last rank's ailment: what this rank raised, and what it logged."""
+def checked(env: DistEnv, run: str, fault: str = "well", patience_s: float = 5.0) -> tuple[str, list[str]]:
+    """Of the last rank's fault: what this rank raised, and what it logged."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     preflight.log.addHandler(handler)
     try:
-        with AILMENTS[ailment if env.rank == env.world_size - 1 else "well"]():
+        with FAULTS[fault if env.rank == env.world_size - 1 else "well"]():
             check(env, Path(run), patience_s)
         return "", said
     except LaunchError as error:
@@ -106,7 +106,7 @@ def test_a_node_that_does_not_see_the_run_directory_is_named_once(tmp_path: Path
 
 def trained(env: DistEnv, run: str) -> str:
     flags = ["--model.name", "mlp", "--train.steps", "2", "--run.dir", run, "--watch.enabled", "false"]
-    with AILMENTS["another torch" if env.rank == 1 else "well"]():
+    with FAULTS["another torch" if env.rank == 1 else "well"]():
         try:
             train(load(flags), env)
         except LaunchError as error:

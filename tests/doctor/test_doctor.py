@@ -15,29 +15,29 @@ from fsdp.dist.addresses import resolves
 from fsdp.doctor import network, storage
 from fsdp.doctor.__main__ import main
 from fsdp.doctor.findings import Diagnosis, judge
-from tests.doctor.patients import examined
+from tests.doctor.faulty_ranks import examined
 from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
 
 
-def verdict_on(ailment: str, folder: Path) -> Diagnosis:
+def verdict_on(fault: str, folder: Path) -> Diagnosis:
     """Four ranks; the third has the fault."""
-    reports = run_world(4, examined, str(folder), ailment, 2)[0]
+    reports = run_world(4, examined, str(folder), fault, 2)[0]
     return judge(reports)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ailment", "says"),
+    ("fault", "says"),
     [
         ("another torch", "torch 2.12.9, where most have"),
         ("a slow device", "of the median"),
         ("wrong products", "computes wrong"),
     ],
 )
-def test_a_fault_is_found_on_its_rank(ailment: str, says: str, tmp_path: Path) -> None:
-    verdict = verdict_on(ailment, tmp_path)
+def test_a_fault_is_found_on_its_rank(fault: str, says: str, tmp_path: Path) -> None:
+    verdict = verdict_on(fault, tmp_path)
     assert not verdict.fit
     blamed = [finding for finding in verdict.findings if finding.out]
     assert 2 in {finding.rank for finding in blamed}
@@ -92,7 +92,7 @@ def test_it_ends_within_its_limit_and_names_the_rank_that_hangs(tmp_path: Path) 
     starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m"]
     flags = ["--dir", str(tmp_path), "--limit-s", "30"]
     said = subprocess.run(
-        [*starter, "tests.doctor.patients", *flags],
+        [*starter, "tests.doctor.faulty_ranks", *flags],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

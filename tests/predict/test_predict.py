@@ -396,7 +396,7 @@ def test_a_run_whose_first_weights_are_gone_is_read(digits: Made, predict: Comma
     assert predict(run) == expected
 
 
-def test_an_own_optimizer_with_its_best_checkpoints_by_the_average_is_no_obstacle(
+def test_a_run_with_an_own_optimizer_and_best_checkpoints_by_the_average_can_be_predicted(
     digits: Made, predict: Command, tmp_path: Path
 ) -> None:
     fields = {

@@ -86,7 +86,7 @@ def test_another_global_batch_and_other_ranks_within_an_epoch_repeat_and_lose_no
     assert (last["step"], last["epoch"]) == (15, 2.0)
 
 
-def test_a_tenth_is_a_tenth() -> None:
+def test_a_fraction_of_an_epoch_is_due_at_exact_steps() -> None:
     from fsdp.data import Cursor
 
     epochs = Epochs(Cursor(seed=0, samples=1000, global_batch=1))

@@ -271,7 +271,7 @@ def test_a_loop_is_named_by_its_processor_time_where_processors_are_shared() -> 
     assert (verdict.kind, verdict.ranks) == ("device", (2,))
 
 
-def test_a_host_that_spins_is_no_loop() -> None:
+def test_a_host_s_busy_wait_is_not_reported_as_a_loop() -> None:
     """All have ended their calls, and one waits for a kernel of its own."""
     done = (replace(GATHER, unfinished=0),)
     assert judge([replace(e, calls=done) for e in world()], ranks=4) is None

@@ -95,7 +95,7 @@ TRACE = "Traceback (most recent call last):\n" + "  File 'a.py', line 3\n" * 300
 
 
 @pytest.mark.parametrize("filler", ["x", "错", "😀", "\x00", '"', "\udcff"])
-def test_a_failure_has_room_whatever_it_is_written_in(page: StatusPage, filler: str) -> None:
+def test_a_failure_fits_in_any_script(page: StatusPage, filler: str) -> None:
     """And begins and ends as it was."""
     message = f"ValueError: {filler * 3000}: the last word"
     written = {

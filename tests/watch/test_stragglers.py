@@ -91,13 +91,13 @@ def test_noise_names_no_rank(kind: str, size: float) -> None:
     assert late(said(Stragglers(7.0), course(4, 4_000, kind, size, 3, {}), at_once=50)) == []
 
 
-def test_a_pause_of_a_few_steps_is_not_stragglers() -> None:
+def test_a_pause_of_a_few_steps_is_not_reported() -> None:
     works = course(4, 200, "normal", 0.03, 1, {})
     works[1] = {n: 10 * own if n % 50 < TRIM else own for n, own in works[1].items()}
     assert said(Stragglers(7.0), works) == []
 
 
-def test_stragglers_is_reported_once_and_its_end_once() -> None:
+def test_a_straggler_is_reported_once_and_its_end_once() -> None:
     works = course(4, 400, "normal", 0.03, 1, {1: 1.3}, since=101)
     works[1] = {n: own / 1.3 if n > 250 else own for n, own in works[1].items()}
     begun, over = said(Stragglers(7.0), works)

@@ -65,7 +65,7 @@ def wrong_products() -> Iterator[None]:
         torch.mm = real
 
 
-AILMENTS = {
+FAULTS = {
     "well": well,
     "another torch": another_torch,
     "a slow device": a_slow_device,
@@ -73,11 +73,11 @@ AILMENTS = {
 }
 
 
-def examined(env: DistEnv, folder: str, ailment: str, patient: int) -> NodeReports | None:
-    """One rank of a world that the doctor by_rank at; rank 0 brings the reports."""
+def examined(env: DistEnv, folder: str, fault: str, faulty: int) -> NodeReports | None:
+    """One rank of a world that the doctor examines; rank 0 returns the reports."""
     store = dist.PrefixStore("doctor", dist.FileStore(str(Path(folder, "store")), env.world_size))
     exam = stages.RankExam(env, store, Path(folder), time.monotonic() + 60)
-    with AILMENTS[ailment if env.rank == patient else "well"]():
+    with FAULTS[fault if env.rank == faulty else "well"]():
         stages.examine(exam)
     exam.store.set(f"finished/{env.rank}", "true")
     exam.gather("finished")
