@@ -120,6 +120,17 @@ def test_replicas_write_equal_amounts(ranks: int) -> None:
     assert found.writers(12).ranks.tolist() == [0], "rank 0's statistics"
 
 
+def test_small_tensors_go_to_the_replica_with_the_least_to_write() -> None:
+    """40 of equal size on 4 replicas, and a larger one, which counts as four of them."""
+    tensors = [tensor("large", 40, 50), *(tensor(f"small.{nth}", 10, 50) for nth in range(40))]
+    boxes = {nth: ((0, 0), one.size) for nth, one in enumerate(tensors)}
+    found = layout.make_layout(tensors, [layout.pack_boxes(tensors, boxes)] * 4)
+    writer = [int(found.writers(nth).ranks[0]) for nth in range(len(tensors))]
+    times = Counter(writer[1:])
+    assert sorted(times.values()) == [8, 10, 11, 11]
+    assert times[writer[0]] == 8, "of the small ones it writes fewer"
+
+
 @pytest.mark.parametrize("spread", SPREADS)
 def test_a_rank_finds_its_own_parts(spread: Callable[..., Box | None]) -> None:
     found = made(spread, 4)
