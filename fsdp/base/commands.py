@@ -17,6 +17,15 @@ _TOOL = re.compile(r"python -m (?:fsdp|launch)\.(\w+)")
 _UNDER_A_LAUNCHER = re.compile(r"((?:torchrun|srun)\b[^`]*? )(?:python )?train\.py")
 
 
+def quoted(word: object) -> str:
+    """A word of a shell's line; where characters do not print, as a line break, in bash's $'…'."""
+    text = str(word)
+    if text.isprintable():
+        return shlex.quote(text)
+    plain = {byte: chr(byte) for byte in range(0x20, 0x7F)} | {0x27: r"\'", 0x5C: r"\\"}
+    return "$'" + "".join(plain.get(byte, f"\\x{byte:02x}") for byte in os.fsencode(text)) + "'"
+
+
 def as_typed(text: str) -> str:
     """The text with each command of a clone as `shardrun NAME`, if that is installed."""
     if INSTALLED not in os.environ:

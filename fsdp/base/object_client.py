@@ -43,9 +43,10 @@ def is_url(place: str) -> bool:
     return "://" in place
 
 
-def read_object(url: str, error: type[ShardrunError]) -> bytes:
+def read_object(url: str, error: type[ShardrunError], check_size: Callable[[int], None]) -> bytes:
     """One small object. `error` is raised if its scheme cannot be opened, OSError if it cannot be read."""
     fs, path = open_url(url, error, "s3://bucket/name")
+    check_size(retried(lambda: fs.size(path), f"reading {without_secrets(url)}") or 0)
     return bytes(retried(lambda: fs.cat_file(path), f"reading {without_secrets(url)}"))
 
 

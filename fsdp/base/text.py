@@ -11,8 +11,10 @@ from collections.abc import Collection, Iterable, Sequence
 
 _CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F]
 _CONTROLS += [*range(0x2028, 0x202F), *range(0x2066, 0x206A)]
-_ESCAPES = {code: repr(chr(code))[1:-1] for code in _CONTROLS}
-_IN_LINES = {code: escape for code, escape in _ESCAPES.items() if chr(code) not in "\t\n"}
+_SURROGATES = range(0xD800, 0xE000)
+"""Of names that are no UTF-8; a stream decides by itself what it writes for them."""
+_ESCAPES = {code: repr(chr(code))[1:-1] for code in [*_CONTROLS, *_SURROGATES]}
+_IN_LINES = {code: _ESCAPES[code] for code in _CONTROLS if chr(code) not in "\t\n"}
 
 
 def printable(text: str) -> str:
@@ -24,9 +26,9 @@ def printable(text: str) -> str:
     return text.translate(_IN_LINES)
 
 
-def printable_line(text: str) -> str:
+def printable_line(text: object) -> str:
     """As `printable`, with line breaks and tabs escaped too: a name cannot add a line of its own."""
-    return text.translate(_ESCAPES)
+    return str(text).translate(_ESCAPES)
 
 
 def counted(count: int, noun: str) -> str:

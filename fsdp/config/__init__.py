@@ -5,6 +5,7 @@
     help            --help and --help-all
     sources         [[data.sources]], the tables of a mixture
     values          parses one value and checks its type and range
+    limits          reads files within limits of size and depth, as they may be a stranger's
     reading         loads a recipe (TOML), applies flags `--section.field VALUE`, runs the checks
     aliases         names of other trainers → flags here: the rows of aliases.md, and the search in them
     foreign_files   reads a configuration of another trainer

@@ -13,8 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError
 from fsdp.base.streams import print_line
+from fsdp.base.text import printable_line
 from fsdp.config.aliases import PAGE
 from fsdp.config.command_line import CommandParser, prints_errors
 from fsdp.config.fields import FIELDS
@@ -51,16 +53,23 @@ def migrate(file: str | None, out: Path | None) -> str:
         entry.name in FIELDS or entry.name.rpartition(".")[0] in FIELDS for entry in found.entries
     ):
         raise ConfigError(
-            f"{file} is a recipe of train.py already.", f"python train.py --config {file} --dry-run"
+            f"{printable_line(file)} is a recipe of train.py already.",
+            f"python train.py --config {quoted(file)} --dry-run",
         )
     target = out or source.with_name(f"{source.stem}.recipe.toml")
     if target.exists():
-        raise ConfigError(f"{target} exists.", f"python -m fsdp.config migrate {file} --out another.toml")
+        raise ConfigError(
+            f"{printable_line(target)} exists.",
+            f"python -m fsdp.config migrate {quoted(file)} --out another.toml",
+        )
     try:
         target.write_text(recipe_text(found, target), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{target} cannot be written ({error.strerror}).", "--out RECIPE") from None
-    return f"{found.listing()}\nwritten: {target}; python train.py --config {target} --dry-run"
+        raise ConfigError(
+            f"{printable_line(target)} cannot be written ({error.strerror}).", "--out RECIPE"
+        ) from None
+    start = f"python train.py --config {quoted(target)} --dry-run"
+    return f"{found.listing()}\nwritten: {printable_line(target)}; {start}"
 
 
 if __name__ == "__main__":

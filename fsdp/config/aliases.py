@@ -18,6 +18,8 @@ VALUE = "VALUE"
 """Stands for the typed value in a row; VALUE[0] for the first item of a list."""
 NO_COUNTERPART = "no counterpart"
 """How a reason begins if nothing here does what the name did."""
+_MOST_PARTS = 8
+"""Of a name that is looked up: the search grows with their square."""
 _PLACE = re.compile(rf"{VALUE}(?:\[(\d)\])?")
 _OF_A_TYPE = re.compile(r"^(shardingstrategy|backwardprefetch|torch|distributedtype)\.")
 
@@ -89,7 +91,7 @@ def hint_for(name: str, value: str) -> str | None:
 
 def alias_of(name: str) -> Alias | None:
     """The row of `section.name`: of the longest part of it that ends it, else of the section around it."""
-    parts = name.lower().split(".")
+    parts = name.lower().split(".")[-_MOST_PARTS:]
     ends = [".".join(parts[at:]) for at in range(len(parts))]
     around = [f"{'.'.join(parts[at:stop])}.*" for stop in range(len(parts) - 1, 0, -1) for at in range(stop)]
     known = _by_name()

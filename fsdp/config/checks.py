@@ -14,6 +14,8 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.object_client import OBJECT_STORES, without_secrets
 from fsdp.base.text import parse_count
 from fsdp.config.checks_memory import MEMORY_CHECKS, refuse_beside
+from fsdp.config.fields import FIELDS
+from fsdp.config.limits import OddFile, check_values
 from fsdp.config.sections import (
     DECAYING,
     IN_PARTS,
@@ -30,6 +32,7 @@ from fsdp.config.values import exists, profile_steps, reshard_policy, worker_ran
 def check(config: Config) -> None:
     """Raises ConfigError for the first conflict between two fields. Needs no number of ranks."""
     for one in (
+        _check_args,
         _check_sources,
         _check_profile,
         _check_train,
@@ -43,6 +46,18 @@ def check(config: Config) -> None:
         *MEMORY_CHECKS,
     ):
         one(config)
+
+
+def _check_args(config: Config) -> None:
+    """Values that no recipe may hold, so that config.toml can be read again."""
+    for name in (name for name, spec in FIELDS.items() if spec.is_args):
+        section, _, key = name.partition(".")
+        for arg, value in getattr(getattr(config, section), key).items():
+            try:
+                check_values([[[value]]])  # as deep as in the file, below [section.args]
+            except OddFile as error:
+                flag = f"--{name}.{arg}"
+                raise ConfigError(f"{flag} cannot be used: {error}.", f"leave it out, or {flag} 1") from None
 
 
 def _check_train(config: Config) -> None:

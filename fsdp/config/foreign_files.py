@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import shlex
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError
-from fsdp.base.text import columns, printable
+from fsdp.base.text import columns, printable, printable_line
 from fsdp.config.aliases import VALUE, Alias, alias_of
 from fsdp.config.fields import FIELDS
+from fsdp.config.limits import OddFile, parse_toml, read_limited
 
 FOREIGN_SUFFIXES = (".yaml", ".yml", ".json")
 TORCHTITAN = {
@@ -26,7 +27,10 @@ TORCHTITAN = {
 }  # fmt: skip
 """Sections of torchtitan's files that are not sections here."""
 _OFF = ("false", "no", "none", "disabled")
+_OWN_ENTRIES = "a file with the settings of one trainer alone, in YAML, JSON or TOML"
 _UNKNOWN = "no counterpart is known"
+MOST_VALUES, MOST_CHARACTERS = 100_000, 16 << 20
+"""Of a file, with each alias of YAML in full and each entry under its whole name."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,11 @@ class ForeignFile:
     entries: tuple[ForeignEntry, ...]
 
     def listing(self) -> str:
-        """One line an entry."""
-        rows = [(f"{entry.name} {entry.text}"[:60], entry.here) for entry in self.entries]
+        """One line an entry, whatever characters the file holds."""
+        rows = [
+            (printable_line(f"{entry.name} {entry.text}")[:60], printable_line(entry.here))
+            for entry in self.entries
+        ]
         return "\n".join(f"  {line}" for line in columns(rows))
 
 
@@ -64,9 +71,15 @@ def read_foreign(path: Path) -> ForeignFile:
     try:
         tree = _parse(path)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}).", "the path of the file") from None
+        raise ConfigError(
+            f"{printable_line(path)} cannot be read ({error.strerror}).", "the path of the file"
+        ) from None
+    except OddFile as error:
+        raise ConfigError(f"{printable_line(path)} cannot be used: {error}.", _OWN_ENTRIES) from None
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{path} holds no names with values.", "a configuration in YAML, JSON or TOML")
+        raise ConfigError(
+            f"{printable_line(path)} holds no names with values.", "a configuration in YAML, JSON or TOML"
+        )
     return foreign_file(path, tree)
 
 
@@ -89,9 +102,9 @@ class ForeignConfigError(ConfigError):
 
 def refuse(file: ForeignFile) -> ConfigError:
     return ForeignConfigError(
-        f"--config {file.path} is a file of {file.trainer}, not a recipe. Its entries are here:\n"
-        f"{file.listing()}\n",
-        f"python -m fsdp.config migrate {file.path}",
+        f"--config {printable_line(file.path)} is a file of {file.trainer}, not a recipe. Its entries are "
+        f"here:\n{file.listing()}\n",
+        f"python -m fsdp.config migrate {quoted(file.path)}",
     )
 
 
@@ -105,20 +118,25 @@ def as_text(value: Any) -> str:
 
 
 def _parse(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    text = read_limited(path).decode("utf-8-sig", errors="replace")
     try:
         tree = _tree(path, text)
+        _check_text(tree)
         # lone surrogates, which JSON and YAML can escape, cannot be written to a recipe
         json.dumps(tree, ensure_ascii=False, default=str, skipkeys=True).encode()
         return tree
+    except OddFile:
+        raise
     except (ValueError, RecursionError) as error:
-        first = str(error).partition("\n")[0]
-        raise ConfigError(f"{path} cannot be parsed: {first}.", "a file in YAML, JSON or TOML") from None
+        first = printable_line(str(error).partition("\n")[0])
+        raise ConfigError(
+            f"{printable_line(path)} cannot be parsed: {first}.", "a file in YAML, JSON or TOML"
+        ) from None
 
 
 def _tree(path: Path, text: str) -> Any:
     if path.suffix == ".toml":
-        return tomllib.loads(text)
+        return parse_toml(text)
     return json.loads(text) if path.suffix == ".json" else _yaml(path, text)
 
 
@@ -126,11 +144,43 @@ def _yaml(path: Path, text: str) -> Any:
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
-        raise ConfigError(f"{path} is YAML, and PyYAML is not installed.", "pip install pyyaml") from None
+        raise ConfigError(
+            f"{printable_line(path)} is YAML, and PyYAML is not installed.", "pip install pyyaml"
+        ) from None
+    loader = yaml.SafeLoader(text)
     try:
-        return yaml.safe_load(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _check_nodes(root)
+        return loader.construct_document(root)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
+
+
+def _check_nodes(root: Any) -> None:
+    """Before YAML's aliases and merges are resolved: nine of nine aliases each may stand for gigabytes."""
+    waiting, found = [root], 0
+    while waiting:
+        value, found = waiting.pop().value, found + 1
+        if found > MOST_VALUES:
+            raise OddFile(f"it holds more than {MOST_VALUES:,} values, with its aliases in full")
+        if isinstance(value, list):
+            waiting += [node for one in value for node in (one if isinstance(one, tuple) else (one,))]
+
+
+def _check_text(tree: Any) -> None:
+    """A long key with many entries, or a long text with many aliases, makes a recipe far above its file."""
+    waiting, left = [(tree, 0)], MOST_CHARACTERS
+    while waiting:
+        value, before = waiting.pop()
+        left -= 1 + before + (len(value) if isinstance(value, str) else 0)
+        if left < 0:
+            raise OddFile(f"its entries are more than {MOST_CHARACTERS:,} characters, each with its name")
+        if isinstance(value, Mapping):
+            waiting += [(one, before + len(str(key)) + 1) for key, one in value.items()]
+        elif isinstance(value, (list, tuple, set)):
+            waiting += [(one, 0) for one in value]
 
 
 def _trainer_of(path: Path, tree: Mapping[str, Any]) -> str:
@@ -181,5 +231,9 @@ def _of_torchtitan(name: str) -> Alias | None:
 def _field_of(name: str) -> str:
     """The only field whose name ends like this one; empty if there is none or several."""
     tail = "." + name.rpartition(".")[2]
-    found = [one for one in FIELDS if one.endswith(tail) and not one.startswith(("plan.", "ray."))]
+    found = [
+        name
+        for name, spec in FIELDS.items()
+        if name.endswith(tail) and not name.startswith(("plan.", "ray.")) and not spec.is_tables
+    ]
     return found[0] if len(found) == 1 else ""

@@ -1,7 +1,9 @@
 """Writes the recipe of another trainer's configuration: what has a flag here, and the rest as comments.
 
 An entry is applied only if the configuration with it passes the checks and what it names exists, so that
-`train.py --config RECIPE --dry-run` accepts the recipe; otherwise it becomes a comment with the reason.
+`train.py --config RECIPE --dry-run` accepts the recipe; otherwise it becomes a comment with the reason. The
+file may be a stranger's, and the recipe is trusted: a comment is one line whatever the file holds, and a name
+of code becomes a comment too.
 Not here: reading the file (foreign_files.py), the rows (aliases.md).
 """
 
@@ -15,11 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError, without_hint
+from fsdp.base.text import printable_line
 from fsdp.config.aliases import is_flags
 from fsdp.config.fields import FIELDS
 from fsdp.config.foreign_files import ForeignFile
 from fsdp.config.reading import load, pair_flags
+from fsdp.config.trust import is_odd_store, may_name_code
 from fsdp.config.values import exists, parse_value
 from fsdp.config.writing import toml_value
 
@@ -59,25 +64,26 @@ def recipe_text(file: ForeignFile, target: Path) -> str:
             made.comments.append(f"{entry.name} {entry.text}: {why or entry.here}")
     _set_global_batch(made, file)
     _set_data(made)
-    head = [
-        f"# From {file.path.name} ({file.trainer}).",
-        f"# torchrun --nproc_per_node={_ranks_per_node(file, made)} train.py --config {target}",
-    ]
-    without = ["", "# Without a value here:", *(f"#   {one}" for one in made.comments)] * bool(made.comments)
+    start = f"torchrun --nproc_per_node={_ranks_per_node(file, made)} train.py --config {quoted(target)}"
+    head = [_comment(f"From {file.path.name} ({file.trainer})."), _comment(start)]
+    without = ["", "# Without a value here:", *(_comment(f"  {one}") for one in made.comments)]
+    without = without if made.comments else []
     return "\n".join([*head, *_sections(made), *without]) + "\n"
+
+
+def _comment(text: str) -> str:
+    """A line break would end it, and the rest would be settings, which may name code."""
+    return f"# {printable_line(text)}"
 
 
 def _apply(made: _Recipe, name: str, flags: str) -> str:
     """Adds the fields of these flags, or returns why they cannot be added."""
     new: dict[str, Any] = {}
-    for field_name, text in pair_flags(shlex.split(flags)):
-        try:
-            new[field_name] = parse_value(FIELDS[field_name], text)
-        except ConfigError as error:
-            return without_hint(error)
-        if why := _missing(field_name, text):
-            return f"--{field_name} {text}, {why}"
     try:
+        for field_name, text in pair_flags(shlex.split(flags)):
+            new[field_name] = parse_value(FIELDS[field_name], text)
+            if why := _missing(field_name, text):
+                return f"--{field_name} {text}, {why}"
         load([], made.values | new)
     except ConfigError as error:
         return without_hint(error)
@@ -87,6 +93,10 @@ def _apply(made: _Recipe, name: str, flags: str) -> str:
 
 
 def _missing(name: str, text: str) -> str:
+    if may_name_code(name, text):
+        return "once you know that code"
+    if is_odd_store(text):
+        return "once you know that address"
     if name in _BUILT_IN and text not in _BUILT_IN[name] and not exists(text.removeprefix("hf:")):
         return "once it is on this machine"
     if name in _OF_THE_MODEL and ":" in text + ":" * (name == "lora.targets"):
@@ -140,7 +150,7 @@ def _sections(made: _Recipe) -> Iterator[str]:
     for name in FIELDS:
         if name in made.values:
             section, _, key = name.rpartition(".")
-            line = f"{key} = {toml_value(made.values[name])}  # {made.origins[name]}"
+            line = f"{key} = {toml_value(made.values[name])}  {_comment(made.origins[name])}"
             grouped.setdefault(section, []).append(line)
     for section, lines in grouped.items():
         yield from ("", f"[{section}]", *lines)

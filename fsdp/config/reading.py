@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import shlex
-import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,11 +20,13 @@ from fsdp.config.aliases import hint_for, is_flags, sharding
 from fsdp.config.checks import check
 from fsdp.config.fields import FIELDS, FieldSpec, flatten
 from fsdp.config.foreign_files import FOREIGN_SUFFIXES, foreign_file, is_torchtitan, read_foreign, refuse
+from fsdp.config.limits import OddFile, check_size, parse_toml, read_limited
 from fsdp.config.sections import LAUNCHERS_OWN, Config
 from fsdp.config.values import exists, parse_named, parse_value
 
 SHIPPED = Path(__file__).resolve().parents[2]
 """The folder of the code, which holds recipes/."""
+_COMPARE = "compare it with recipes/digits.toml"
 
 
 def load(argv: Sequence[str], overrides: Mapping[str, Any] | None = None) -> Config:
@@ -70,7 +71,7 @@ def read_recipe(path: str) -> dict[str, Any]:
     if Path(path).suffix in FOREIGN_SUFFIXES and not is_url(path):
         raise refuse(read_foreign(Path(path)))
     try:
-        tree = tomllib.loads(_read(path).decode("utf-8-sig"))
+        tree = parse_toml(_read(path).decode("utf-8-sig"))
     except OSError as error:
         hint = "ls recipes/ lists the recipes that ship"
         if isinstance(error, PermissionError):
@@ -78,11 +79,11 @@ def read_recipe(path: str) -> dict[str, Any]:
         if is_url(path):
             hint = "--config RUN/config.toml, with the --run.dir of a run that has started"
         raise ConfigError(f"--config {path} cannot be read ({error.strerror}).", hint) from None
+    except OddFile as error:
+        raise ConfigError(f"--config {path} cannot be used: {error}.", _COMPARE) from None
     except (ValueError, RecursionError) as error:
         # invalid TOML or UTF-8, a number of too many digits, tables nested too deeply
-        raise ConfigError(
-            f"--config {path} is not TOML: {error}.", "compare it with recipes/digits.toml"
-        ) from None
+        raise ConfigError(f"--config {path} is not TOML: {error}.", _COMPARE) from None
     if is_torchtitan(tree):
         raise refuse(foreign_file(Path(path), tree))
     values = dict(_flatten(tree))
@@ -93,7 +94,11 @@ def read_recipe(path: str) -> dict[str, Any]:
 
 
 def _read(path: str) -> bytes:
-    return read_object(path, ConfigError) if is_url(path) else _place_of(path).read_bytes()
+    if is_url(path):
+        return read_object(path, ConfigError, check_size)
+    place = _place_of(path)
+    # `--config <(command)` is a pipe; a run directory's file is not
+    return read_limited(place, pipes=place.name != "config.toml")
 
 
 def _place_of(path: str) -> Path:

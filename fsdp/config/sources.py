@@ -14,13 +14,13 @@ import dataclasses
 import itertools
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import nearest
+from fsdp.config.limits import OddFile, parse_toml, read_limited
 from fsdp.config.sections import MixedSource, default_label
 
 FLAG = "--data.sources"
@@ -76,10 +76,14 @@ def as_tables(sources: Sequence[MixedSource]) -> list[dict[str, Any]]:
 
 def _tables_of(path: str) -> Any:
     try:
-        tree = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        tree = parse_toml(read_limited(Path(path)).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(
             f"{FLAG} {path} cannot be read ({error.strerror}).", f"{FLAG} FILE.toml with {TABLE} in it"
+        ) from None
+    except OddFile as error:
+        raise ConfigError(
+            f"{FLAG} {path} cannot be used: {error}.", f"{FLAG} FILE.toml with {TABLE} in it"
         ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(

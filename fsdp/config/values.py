@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import tomllib
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.text import nearest, parse_count
 from fsdp.config.aliases import sharding
 from fsdp.config.fields import FieldSpec
+from fsdp.config.limits import parse_toml
 from fsdp.config.sources import parse_sources
 
 
@@ -139,8 +139,8 @@ def parse_free_value(text: Any) -> Any:
     if not isinstance(text, str):
         return text
     try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except (ValueError, RecursionError):  # no TOML, an integer of too many digits, lists nested too deeply
+        return parse_toml(f"v = {text}")["v"]
+    except (ValueError, RecursionError):  # no TOML, an integer of too many digits, lists too deep
         return {"True": True, "False": False}.get(text, text)
 
 
