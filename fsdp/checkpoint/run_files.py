@@ -78,7 +78,7 @@ class Index:
                 for name, one in found["copied"].items()
             }
             return Index(str(found["folder"]), copied)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return Index()
 
     def write(self, file: Path) -> None:

@@ -166,7 +166,7 @@ class TokenStore:
                 f"{folder} is not finished.",
                 f"python -m fsdp.tokenize SOURCE {folder}, the command that began it",
             ) from None
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{folder / MANIFEST} cannot be read: {error}.", "tokenize again") from None
         files = tuple(str(name) for name in known.pop("files"))
         if wrong := next((name for name in files if name != Path(name).name), None):
@@ -307,7 +307,7 @@ class TokenStore:
             said: dict[str, Any] = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
             dtype, tokens = np.dtype(said["dtype"]).newbyteorder("<"), int(said["tokens"])
             size = path.stat().st_size
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path} or its sidecar cannot be read: {error}.", "tokenize again") from None
         if size != tokens * dtype.itemsize:
             raise ConfigError(

@@ -77,7 +77,7 @@ def _numbers(file: Path) -> dict[str, int]:
     try:
         fields: Any = json.loads(file.read_text(encoding="utf-8"))
         vocabulary = fields["model"]["vocab"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
     if isinstance(vocabulary, list):  # a unigram model's pieces with their scores
         vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}

@@ -104,7 +104,7 @@ def _read(saved: Any, shards: int) -> tuple[int, list[str | None]]:
             or not all(s is None or "epoch" in json.loads(s) for s in states)
         ):
             raise ValueError("drawn or an epoch")
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"the checkpoint's record of the stream cannot be read ({error}).", "--checkpoint.resume never"
         ) from None

@@ -74,7 +74,7 @@ def _of_sidecar(sidecar: Path, *, counted: bool) -> Stated:
     hint = f"echo '{example}' > {sidecar}, with the dtype that the tokens were written in"
     try:
         said: Any = json.loads(sidecar.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{sidecar} cannot be read as JSON: {error}.", hint) from None
     if not isinstance(said, dict) or said.get("dtype") not in DTYPES:
         shown = said.get("dtype") if isinstance(said, dict) else said

@@ -220,7 +220,7 @@ def calibrated(name: str) -> Rates | None:
     """The rates that --plan.calibrate stored for this device on this machine."""
     try:
         kept = json.loads(_kept().read_text(encoding="utf-8"))[_key(name)]
-    except (OSError, KeyError, ValueError):
+    except (OSError, KeyError, ValueError, RecursionError):
         return None
     if name == "cpu":
         return _rates_of_cpu(*kept)
@@ -242,7 +242,7 @@ def calibrate(name: str) -> str:
     place.parent.mkdir(parents=True, exist_ok=True)
     try:
         kept = json.loads(place.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         kept = {}
     place.write_text(json.dumps({**kept, _key(name): found}, indent=1) + "\n", encoding="utf-8")
     bf16, fp32, copied = found[0] / 1e12, found[1] / 1e12, found[2] / 1e9

@@ -238,7 +238,7 @@ def template_arguments(values: Mapping[str, Any], place: str) -> dict[str, Any]:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{place}: tools is text that is not JSON: {error}.", _TOOLS) from None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
         raise ConfigError(f"{place}: tools is a {type(tools).__name__}, not a list of objects.", _TOOLS)

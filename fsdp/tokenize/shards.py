@@ -97,7 +97,7 @@ def _claim(out: Path, key: dict[str, Any]) -> None:
             raise ConfigError(f"{out} is not empty, and {MANIFEST} is not in it.", "a new folder")
         else:
             write_atomically(manifest, json.dumps({"key": key}) + "\n")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{out} cannot be used: {error}.", "another folder") from None
 
 
@@ -126,5 +126,5 @@ def _write_manifest(
 def _finished(out: Path, shard: Shard) -> Tokenized | None:
     try:
         return Tokenized(**json.loads((out / f"{shard.number:05d}.done").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None

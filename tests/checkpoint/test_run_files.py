@@ -356,3 +356,11 @@ def test_an_export_in_another_format_leaves_the_index_that_is_there_older(
     here.upload()
     assert store.new() == ["full_model/full-model.pt"]
     assert STARTS in store.objects()
+
+
+@pytest.mark.parametrize(
+    "text", ['{"folder": "x", "copied":' + "[" * 100_000, "[]", '{"copied": {"a": 1}}', "\xff"]
+)
+def test_an_odd_list_of_copies_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / run_files.INDEX).write_text(text)
+    assert run_files.Index.read(tmp_path / run_files.INDEX) == run_files.Index()
