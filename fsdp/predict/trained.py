@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdp import config as configuration
 from fsdp.base.dtypes import widest_floating
-from fsdp.base.errors import ConfigError, TrainingError
+from fsdp.base.errors import ConfigError, TrainingError, message_line
 from fsdp.checkpoint.full_state import INDEX_FILE, TORCH_FILE, newest_export, open_full_state
 from fsdp.checkpoint.pretrained import SINGLE_FILE, PretrainedWeights
 from fsdp.config import Config
@@ -105,13 +105,13 @@ def read_config(run: Path, flags: Sequence[str], trusted: Collection[str]) -> Co
 
 def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:
     spec, state = open_export(run, config, facts)
-    fills_itself = spec.knows_inits or spec.pretrained is not None
-    # Of the run's seed: no file holds what a constructor draws beside what a state dict has.
-    with seeded(config.run.seed), torch.device("meta" if fills_itself else "cpu"):
-        model = spec.build()
-    if fills_itself:
-        to_empty(model, "cpu")
-        fill_buffers(model, "cpu")
+    try:
+        model = _built(run, config, spec, state)
+    except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # torch's, of sizes beyond it
+        raise ConfigError(
+            f"{run}/config.toml: its model cannot be made: {message_line(error)}.",
+            f"[model.args] in {run}/config.toml as the run wrote it",
+        ) from None
     turn_caches_off(model)
     dtype = _floating(state)
     if spec.pretrained is None:
@@ -123,11 +123,39 @@ def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:
         model.load_state_dict(dict(state), strict=True)
     except RuntimeError as error:
         what = "; ".join(" ".join(line.split()) for line in str(error).splitlines()[1:2]) or str(error)
-        raise ConfigError(
-            f"{run}/full_model does not fit the model of {run}/config.toml: {what}",
-            f"python -m fsdp.checkpoint {run} export",
-        ) from None
+        raise _does_not_fit(run, what) from None
     return model
+
+
+def _built(run: Path, config: Config, spec: ModelSpec, state: Mapping[str, Tensor]) -> nn.Module:
+    """The model before its tensors are read; its memory is allocated once their sizes are known to fit."""
+    fills_itself = spec.knows_inits or spec.pretrained is not None
+    # Of the run's seed: no file holds what a constructor draws beside what a state dict has.
+    with seeded(config.run.seed), torch.device("meta" if fills_itself else "cpu"):
+        model = spec.build()
+    if fills_itself:
+        if not isinstance(state, PretrainedWeights):  # which has compared them
+            _check_sizes(run, model, state)
+        to_empty(model, "cpu")
+        fill_buffers(model, "cpu")
+    return model
+
+
+def _check_sizes(run: Path, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    tensors = {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
+    for name, tensor in tensors.items():
+        if name not in state:
+            raise _does_not_fit(run, f"the export has no {name}.")
+        if state[name].shape != tensor.shape:
+            ours, theirs = list(tensor.shape), list(state[name].shape)
+            raise _does_not_fit(run, f"{name} is {theirs} in the export and {ours} in the model.")
+
+
+def _does_not_fit(run: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"{run}/full_model does not fit the model of {run}/config.toml: {what}",
+        f"python -m fsdp.checkpoint {run} export, if [model.args] there are as the run wrote them",
+    )
 
 
 def has_export(run: Path) -> bool:

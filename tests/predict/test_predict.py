@@ -309,6 +309,27 @@ def test_an_export_of_another_model(tmp_path: Path, error_of: Command) -> None:
     assert "does not fit the model" in error_of(run)
 
 
+@pytest.mark.parametrize(
+    ("hidden", "message"),
+    [
+        (16, "hidden.weight is [32, 784] in the export and [16, 784] in the model. HINT: "),
+        (
+            4_000_000_000,
+            "hidden.weight is [32, 784] in the export and [4000000000, 784] in the model. HINT: ",
+        ),
+        (9 * 10**18, "its model cannot be made: Storage size calculation overflowed"),
+        (10**25, "its model cannot be made: "),
+    ],
+)
+def test_sizes_that_the_export_does_not_have_take_no_memory(
+    hidden: int, message: str, tmp_path: Path, error_of: Command
+) -> None:
+    run, _, _ = make_run(tmp_path / "run", MLP)
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace("hidden = 32", f"hidden = {hidden}"))
+    assert message in error_of(run)
+
+
 def test_an_export_that_would_run_code_is_refused(tmp_path: Path, error_of: Command) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
