@@ -30,10 +30,16 @@ REFUSED = {
     "#" * (1 << 20) + "\n": "it is larger than 1 MiB",
 }
 HONEST = (
-    f'a = "{DEEP}"', f"a = '{DEEP}'", f'a = """\n{DEEP}\n"""', f"a = '''{DEEP}'''", f"# {DEEP}",
-    rf'a = """\""" {DEEP}"""', rf'a = "\\" # {DEEP}', f'a = """x"""""\nb = "{DEEP}"',
+    f'a = "{DEEP}"',
+    f"a = '{DEEP}'",
+    f'a = """\n{DEEP}\n"""',
+    f"a = '''{DEEP}'''",
+    f"# {DEEP}",
+    rf'a = """\""" {DEEP}"""',
+    rf'a = "\\" # {DEEP}',
+    f'a = """x"""""\nb = "{DEEP}"',
     ".".join("a" * 31) + " = 1",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("text", REFUSED, ids=range(len(REFUSED)))
