@@ -48,6 +48,8 @@ from launch.policy import (
 REQUEUE, AGAIN = 85, 86
 """The exit statuses of these decisions; any other is the job's own exit code."""
 _SEE_ABOVE = "see the error above"
+LONGEST_REASON = 4096
+"""Characters read of RUN/STOPPED."""
 Event = dict[str, Any]
 
 
@@ -147,7 +149,8 @@ def _requested_end(run: RunDir) -> End | None:
         return End(Kind.DONE)
     if not run.stopped.is_file():
         return None
-    text = run.stopped.read_text(encoding="utf-8", errors="replace")
+    with run.stopped.open(encoding="utf-8", errors="replace") as file:
+        text = file.read(LONGEST_REASON)
     reason = text.partition(" at step ")[0].strip()
     return End(kind_of_stop(reason), why=reason)
 

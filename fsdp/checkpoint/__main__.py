@@ -298,14 +298,8 @@ def _hold(store: Store, options: argparse.Namespace) -> Locks:
 
 
 def _export(store: Store, options: argparse.Namespace) -> int:
-    whole_or_unread = (one for one in _chosen(store, options) if one.manifest is not None or one.unread)
-    found = next(whole_or_unread, None)
-    if found is not None and found.unread is not None:  # an older one is not what was asked for
-        raise found.unread
-    if found is None or found.manifest is None:
-        raise CheckpointError(
-            f"{store.where} holds no whole checkpoint.", f"python -m fsdp.checkpoint {options.run} verify"
-        )
+    found = _to_export(store, options)
+    assert found.manifest is not None
     if is_url(options.run) and not options.out:
         raise ConfigError("an object store needs a local folder to export to.", "--out FOLDER")
     name = "full_model_ema" if options.ema else "full_model"
@@ -327,15 +321,55 @@ def _export(store: Store, options: argparse.Namespace) -> int:
         )
     except (EOFError, LookupError, ValueError, TypeError, RuntimeError, MemoryError) as error:
         # files that do not fit together, or are larger than this machine's memory
-        raise inspect.classify_failure(error, store.path(found.folder)) from error
+        raise _not_exported(
+            store, found, inspect.classify_failure(error, store.path(found.folder))
+        ) from error
+    except Broken as broken:
+        raise _not_exported(store, found, broken) from None
     except OSError as error:
         if error.errno not in FULL and not str(error.filename or "").startswith(f"{folder}/"):
-            raise inspect.classify_failure(error, store.path(found.folder)) from None
+            failure = inspect.classify_failure(error, store.path(found.folder))
+            raise _not_exported(store, found, failure) from None
         hint = f"ls -ld {folder} and df -h {folder} show why; --out FOLDER is another place"
         raise CheckpointError(f"{folder} cannot be written ({error.strerror}).", hint) from None
     for file in files:
         print(f"{file}  {byte_size(file.stat().st_size)}")
     return 0
+
+
+def _to_export(store: Store, options: argparse.Namespace) -> CheckpointListing:
+    """The newest whole checkpoint; says which newer ones are not whole."""
+    damaged: list[CheckpointListing] = []
+    for found in _chosen(store, options):
+        if found.unread is not None:  # an older one is not what was asked for
+            raise found.unread
+        if found.manifest is not None:
+            for one in damaged:
+                print(
+                    f"fsdp.checkpoint: {store.path(one.folder)} is not whole ({one.detail}): "
+                    f"step {found.step} is exported. HINT: python -m fsdp.checkpoint {options.run} lists all",
+                    file=sys.stderr,
+                )
+            return found
+        damaged.append(found)
+    raise CheckpointError(
+        f"{store.where} holds no whole checkpoint.", f"python -m fsdp.checkpoint {options.run} verify"
+    )
+
+
+def _not_exported(
+    store: Store, found: CheckpointListing, failure: Broken | CheckpointError
+) -> CheckpointError:
+    """The error with the checkpoint's name, and an older one to export in its place."""
+    if isinstance(failure, CheckpointError):
+        return failure
+    steps = [one.step for one in inspect.scan(store) if one.manifest is not None and one.step < found.step]
+    hint = (
+        f"--step {steps[0]} exports the one before"
+        if steps
+        else "no older one is whole: put back a copy of it"
+    )
+    return CheckpointError(f"{store.path(found.folder)} cannot be exported: {failure.detail}.", hint)
 
 
 def _make(folder: Path) -> None:

@@ -20,8 +20,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.regular_file import TABLE, regular_text
 from fsdp.base.torch_private.names import EXTRA_STATE
-from fsdp.checkpoint import torch_file
+from fsdp.checkpoint import torch_archive, torch_file
 from fsdp.checkpoint.tensor_reader import as_bytes
 from fsdp.models.hub import check_no_adapter
 from fsdp.models.parameter_names import clean_name
@@ -35,6 +36,8 @@ _NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
 }  # fmt: skip
+MOST_OF_A_HEADER = 100_000_000
+"""The limit of the safetensors library too."""
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
@@ -143,7 +146,7 @@ def open_full_state(path: str | Path) -> FullState:
 def newest_export(folder: Path) -> Path | None:
     """The file with which a reader of the folder's newest export begins."""
     ours = [folder / name for name in (INDEX_FILE, TORCH_FILE, "model.safetensors")]
-    found = [file for file in ours if file.exists()]
+    found = [file for file in ours if file.is_file()]
     return max(found, key=lambda file: file.stat().st_mtime_ns, default=None)
 
 
@@ -154,7 +157,7 @@ def _files(folder: Path) -> list[Path]:
     for place in (folder, folder / "full_model"):
         if (newest := newest_export(place)) is not None:
             return files_of_index(newest) if newest.name == INDEX_FILE else [newest]
-        if (place / "pytorch_model.bin").exists():
+        if (place / "pytorch_model.bin").is_file():
             return [place / "pytorch_model.bin"]
     check_no_adapter(folder, "--model.weights", str(folder))
     raise ConfigError(
@@ -167,7 +170,7 @@ def _files(folder: Path) -> list[Path]:
 def files_of_index(index: Path, flag: str = "--model.weights") -> list[Path]:
     """The safetensors files that an index names, all in its folder. `flag` begins the message of an error."""
     try:
-        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        named = json.loads(regular_text(index, TABLE))["weight_map"].values()
         names = sorted({str(name) for name in named})
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -192,6 +195,8 @@ def open_safetensors(file: Path, flag: str = "--model.weights") -> dict[str, Sto
             length = int.from_bytes(stream.read(8), "little")
             if length > size - 8:
                 raise ValueError("it is truncated, or not a safetensors file")
+            if length > MOST_OF_A_HEADER:
+                raise ValueError(f"its header has {length} bytes")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         return {name: StoredTensor(file, 8 + length, about, size) for name, about in header.items()}
@@ -254,6 +259,7 @@ class StoredTensor:
 
 def _open_torch(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
     try:
+        torch_archive.check_file(file)
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise ConfigError(

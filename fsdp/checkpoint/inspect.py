@@ -44,8 +44,11 @@ def examine(store: Store, folder: str) -> Manifest:
     """The manifest, after the checks that read no data: seal, step, names and sizes. Else Broken."""
     name = file_names.parse(folder)
     sizes = store.sizes(folder)
-    if file_names.MANIFEST not in sizes and store.size(folder, file_names.MANIFEST) is None:
+    own = sizes.get(file_names.MANIFEST)
+    if own is None and (own := store.size(folder, file_names.MANIFEST)) is None:
         raise Broken("unsealed", "it has no manifest: it was never finished, or its seal was taken")
+    if own > manifest.MOST_BYTES:
+        raise Broken("manifest", f"its manifest has {own} bytes")
     found = manifest.decode(store.read(folder, file_names.MANIFEST))
     if name is not None and name.step != found.step:
         raise Broken("mixed", f"its manifest is of step {found.step}")

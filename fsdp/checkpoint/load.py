@@ -6,7 +6,9 @@ the others. A failure on one rank reaches all ranks before the next collective: 
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -35,6 +37,10 @@ READERS_OF_SMALL = 8
 """Of the replicas of small pieces: each reader sends its own to the others in one broadcast."""
 GAP_BYTES = 64 << 20
 """Of a file that no tensor is read from, such as `.metadata`: a rank reads so much of it for its checksum."""
+MOST_BYTES = {file_names.LAYOUT: 1 << 30, file_names.METADATA: 4 << 30}
+"""Larger ones are not read. 29 million pieces have a layout of 2 MiB, and `.metadata` of 1.7 GiB."""
+SUMMED_FIRST = 256 << 20
+"""From here on a file's checksum is compared before it is read whole."""
 _WORD = 2**64
 
 Failure = Broken | CheckpointError
@@ -266,7 +272,7 @@ def opened(store: Store, folder: str, manifest: Manifest | None, data: bytes) ->
     file = contents_file(manifest)
     if manifest is not None:
         if file not in manifest.files:
-            raise Broken("missing-file", f"its manifest lacks {file}")
+            raise Broken("missing-file", f"the manifest of {store.path(folder)} lacks {file}")
         if manifest.files[file][1] != crc32(data):
             raise Broken("checksum", f"{file} is not what was written: its checksum differs")
     parts: StoredParts
@@ -281,7 +287,32 @@ def opened(store: Store, folder: str, manifest: Manifest | None, data: bytes) ->
 
 def open_one(store: Store, folder: str, manifest: Manifest | None) -> CheckpointSource:
     """The source, opened by a single process; Broken if its contents are damaged or unsafe."""
-    return opened(store, folder, manifest, store.read(folder, contents_file(manifest)))
+    source = opened(store, folder, manifest, read_contents(store, folder, manifest))
+    if manifest is not None:
+        _check_digests(source, manifest)
+    return source
+
+
+def read_contents(store: Store, folder: str, manifest: Manifest | None) -> bytes:
+    """The `contents_file`, within the memory that an honest one needs."""
+    file = contents_file(manifest)
+    sealed = None if manifest is None else manifest.files.get(file)
+    size = store.size(folder, file) if sealed is None else sealed[0]
+    if size is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{store.path(folder)}/{file}")
+    if size > MOST_BYTES[file]:
+        raise Broken("size", f"{file} has {size} bytes")
+    if size > SUMMED_FIRST and sealed is not None:
+        inspect.check_file(store, folder, file, *sealed)
+    return store.read(folder, file)
+
+
+def _check_digests(source: CheckpointSource, manifest: Manifest) -> None:
+    """Broken where a tensor has no digest: it would fail when it is read. Empty tensors are not written."""
+    for key, about in source.metadata.state_dict_metadata.items():
+        count = math.prod(about.size) if isinstance(about, TensorStorageMetadata) else 0
+        if count and _digest_of(manifest, key)[0] != count:
+            raise Broken("digest", f"the manifest's digest of {key} is of another size")
 
 
 def read_numbers(source: CheckpointSource, keys: dict[str, str]) -> dict[str, float | int] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from fsdp.base.checked_values import checked_count
@@ -16,6 +16,12 @@ from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint.crc import crc32
 
 FORMAT = 1
+MOST_BYTES = 128 << 20
+"""A larger one is not read: 16,384 ranks have a megabyte of files, a million tensors 100 MB of digests."""
+LONGEST_TEXT = 4096
+"""A path, at most."""
+LATEST = 2.0**40
+"""Seconds since 1970: 36,000 years."""
 
 
 class Broken(Exception):
@@ -83,7 +89,7 @@ def decode(data: bytes) -> Manifest:
     if form != FORMAT:
         # It may be whole: it is not set aside.
         raise CheckpointError(
-            f"a checkpoint of step {step!a} has format {form!a}; this program reads format {FORMAT}.",
+            f"a checkpoint of step {step!a:.40} has format {form!a:.40}; this program reads format {FORMAT}.",
             "resume with the version of this program that wrote it, or a newer one",
         )
     try:
@@ -96,6 +102,7 @@ def decode(data: bytes) -> Manifest:
 
 def _checked(body: dict[str, Any]) -> Manifest:
     """The manifest with the type of each field checked: the file may come from anywhere."""
+    _check_names(body)
     body["files"] = {
         name: (checked_count(size), checked_count(crc)) for name, (size, crc) in body["files"].items()
     }
@@ -104,29 +111,42 @@ def _checked(body: dict[str, Any]) -> Manifest:
     }
     for name in ("step", "replicate", "shard", "ranks", "bytes"):
         checked_count(body.get(name, 0))
-    for name in ("attempt", "torch", "strategy", "config", "reason"):
-        if not isinstance(body[name], str):
-            raise TypeError(f"{name} is not a string")
+    for name in ("attempt", "torch", "strategy", "config", "reason", "optimizer"):
+        _text(name, body.get(name, ""))
     for name in ("counters", "metrics"):
         body[name] = {str(key): _number(value) for key, value in body[name].items()}
     if base := body.get("base", {}):
         body["base"] = {
-            "digest": str(base["digest"]),
-            "origin": str(base["origin"]),
+            "digest": _text("base.digest", base["digest"]),
+            "origin": _text("base.origin", base["origin"]),
             "rank": checked_count(base["rank"]),
         }
         body["base"]["alpha"] = _number(base["alpha"])
     else:
         body["base"] = {}
-    if not isinstance(body.get("optimizer", ""), str):
-        raise TypeError("optimizer is not a string")
     for name in ("attempt", "torch", "strategy", "config", "optimizer"):
         if not body.get(name, "").isprintable():  # the log would give a terminal its escape sequences
             raise ValueError(f"{name} has control characters")
     if not isinstance(body.get("data", {}), dict):
         raise TypeError("data is not an object")
-    _number(body["created"])
+    if not 0 <= _number(body["created"]) < LATEST:
+        raise ValueError(f"created {body['created']!a} is no time of a save")
     return Manifest(**body)
+
+
+def _check_names(body: Mapping[str, Any]) -> None:
+    known = {one.name: one for one in fields(Manifest)}
+    if unknown := next((name for name in body if name not in known), None):
+        raise ValueError(f"{unknown!a:.40} is no field of it")
+    for name, one in known.items():
+        if name not in body and one.default is MISSING and one.default_factory is MISSING:
+            raise ValueError(f"it has no {name}")
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or len(value) > LONGEST_TEXT:
+        raise ValueError(f"{name} is not a string of up to {LONGEST_TEXT} characters")
+    return value
 
 
 def _hex(value: Any) -> str:

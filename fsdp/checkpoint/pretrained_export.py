@@ -14,7 +14,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from fsdp.base.errors import CheckpointError
+from fsdp.base.errors import CheckpointError, ConfigError
+from fsdp.base.regular_file import TABLE, read_regular
 from fsdp.checkpoint.full_state import Entry, Fetch
 from fsdp.models.source_folder import SourceFolder
 
@@ -80,8 +81,15 @@ def side_files(
     texts = {"config.json": source.config_json(dtype).encode()}
     for name in COPIED:
         if source.folder is not None and (source.folder / name).is_file():
-            texts[name] = (source.folder / name).read_bytes()
+            texts[name] = _copied(source.folder / name)
     return {folder / name: _writer(text) for name, text in texts.items()}
+
+
+def _copied(file: Path) -> bytes:
+    try:
+        return read_regular(file, TABLE)
+    except ValueError as error:
+        raise ConfigError(f"{file} is not copied: {error}.", "a folder that save_pretrained wrote") from None
 
 
 def _writer(text: bytes) -> Callable[[BinaryIO], object]:

@@ -194,8 +194,8 @@ class Restore:
     def _read_contents(self, store: Store, found: CheckpointListing) -> tuple[bytes, load.Failure | None]:
         file = load.contents_file(found.manifest)
         try:
-            return store.read(found.folder, file), None
-        except OSError as error:
+            return load.read_contents(store, found.folder, found.manifest), None
+        except (OSError, Broken) as error:
             return b"", inspect.classify_failure(error, f"{store.path(found.folder)}/{file}")
 
     def _load(

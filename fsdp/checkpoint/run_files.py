@@ -43,7 +43,7 @@ MOST_NAME_BYTES = 255
 """Of a file, on Linux's file systems."""
 _IN_PARTS = re.compile(r"\w+/(model-.*\.safetensors|model\.safetensors\.index\.json)")
 _WEIGHTS = re.compile(_IN_PARTS.pattern + r"|\w+/(model\.safetensors|full-model\.pt)")
-_PART = re.compile(r"(.+)\.part-(\d{4,})")
+_PART = re.compile(r"(.+)\.part-(\d{4,})", re.ASCII)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdp.base.devices import set_thread_device
-from fsdp.checkpoint import torch_file
+from fsdp.checkpoint import torch_archive, torch_file
 from fsdp.checkpoint.crc import combine, crc32
 from fsdp.checkpoint.inspect import crc_of
 from fsdp.checkpoint.manifest import Broken
@@ -26,6 +26,7 @@ from fsdp.checkpoint.store import Store
 Sizes = tuple[int, ...]
 
 THREADS = 4
+MOST_OF_A_VALUE = 1 << 30
 TOGETHER = 8 << 20
 
 
@@ -212,11 +213,14 @@ def _find_data(store: Store, folder: str, task: Task) -> int:
 
 def read_value(store: Store, folder: str, file: str, offset: int, length: int) -> object:
     """A value other than a tensor, loaded with weights_only: nothing in it is executed."""
+    if length > MOST_OF_A_VALUE:
+        raise Broken("format", f"{file} at {offset} is no value: it has {length} bytes")
     data = bytearray(length)
     store.read_into(folder, file, offset, [memoryview(data)])
     try:
+        torch_archive.check_archive(io.BytesIO(data))
         return torch.load(io.BytesIO(data), weights_only=True)
-    except RuntimeError as error:  # its archive is damaged
+    except (RuntimeError, ValueError) as error:  # its archive is damaged
         reason = str(error).partition("\n")[0]
         raise Broken("format", f"{file} at {offset} is no value ({reason})") from None
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.regular_file import TABLE, regular_text
 from fsdp.config import DataSection, ModelSection
 from fsdp.config.values import expanded
 from fsdp.data.registry import takes_tokenizer
@@ -75,7 +76,7 @@ def _warn_of_foreign_tokens(given: str, folder: Path) -> None:
 def _numbers(file: Path) -> dict[str, int]:
     """Token → number, from a tokenizer.json; empty if it cannot be read."""
     try:
-        fields: Any = json.loads(file.read_text(encoding="utf-8"))
+        fields: Any = json.loads(regular_text(file, TABLE))
         vocabulary = fields["model"]["vocab"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}

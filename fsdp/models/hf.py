@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.regular_file import SETTINGS, regular_text
 from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.models.checks import check_parameters, check_vocabulary
 from fsdp.models.factory import blame, unknown_argument
@@ -152,7 +153,7 @@ def _transformers(name: str) -> Any:
 def _read_config(name: str, folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = json.loads(regular_text(file, SETTINGS))
         if not isinstance(fields, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.regular_file import SETTINGS, regular_text
 from fsdp.config.values import expanded
 
 PREFIX = "hf:"
@@ -57,7 +58,7 @@ def check_no_adapter(place: Path, flag: str, given: str) -> None:
     if not file.is_file() or not (place.is_dir() or place.name.startswith("adapter_model.")):
         return
     try:
-        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base = json.loads(regular_text(file, SETTINGS))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         base = "a model that it does not name"
     raise on_this_node(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.regular_file import SETTINGS, regular_text
 from fsdp.config.values import expanded
 from fsdp.models.hf_names import NamePlan, Shape
 from fsdp.models.hub import check_no_adapter, find_folder
@@ -137,7 +138,7 @@ def maybe_llama(weights: str) -> LlamaConfigFile | None:
 def _read(weights: str, folder: Path) -> LlamaConfigFile:
     file = folder / "config.json"
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = json.loads(regular_text(file, SETTINGS))
         kind = fields.get("model_type")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         check_no_adapter(folder, "--model.weights", weights)

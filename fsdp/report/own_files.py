@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fsdp.base.regular_file import regular_text
 from fsdp.report.file_notes import UNREADABLE, Notes
-from fsdp.rundir.line_files import BLOCK_LINES, read_lines
+from fsdp.rundir.line_files import read_lines
 
 Found = TypeVar("Found")
+MOST_OF_A_RANK = 64 << 20
+"""Bytes of a file of numbers that a rank writes, which has some kilobytes."""
 
 
 def is_own(file: Path) -> bool:
@@ -33,10 +36,10 @@ def own_text(file: Path, most: int) -> str:
         return ""
 
 
-def noted_lines(file: Path, notes: Notes, together: int = BLOCK_LINES) -> Iterator[dict[str, Any] | None]:
+def noted_lines(file: Path, notes: Notes) -> Iterator[dict[str, Any] | None]:
     """The lines of a line file; a note if it cannot be read to its end."""
     try:
-        yield from read_lines(file, together)
+        yield from read_lines(file)
     except OSError as error:
         notes.add(f"{file.name} could not be read ({error.strerror})")
 
@@ -49,7 +52,7 @@ def read_of_ranks(folder: Path, name: str, notes: Notes, read: Callable[[Any], F
         if not rank or not is_own(file):
             continue
         try:
-            found[int(rank[1])] = read(json.loads(file.read_text(encoding="utf-8")))
+            found[int(rank[1])] = read(json.loads(regular_text(file, MOST_OF_A_RANK)))
         except (OSError, *UNREADABLE) as error:
             notes.add(f"left out: profile/{file.name}, which could not be read ({type(error).__name__})")
     return dict(sorted(found.items()))

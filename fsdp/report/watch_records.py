@@ -26,8 +26,6 @@ WAITING = "waiting"
 STEP_PHASES = ("forward", "backward", "optimizer", "data", "reduce")
 SHOWN = ("forward", "backward", WAITING, "optimizer", "data", "reduce", "record", "evaluate", "save")
 assert set(SHOWN) - {WAITING} < set(PHASES)
-FEW_LINES = 8
-"""Lines read at once: with thousands of ranks one line is a megabyte."""
 MOST_STACKS = 4
 STACK = 6000
 _STACK_FILE = re.compile(r"rank-(\d+)\.txt", re.ASCII)
@@ -98,7 +96,7 @@ def read_watched(run: Path, notes: Notes) -> WatchData:
 
 
 def _records(folder: Path, name: str, notes: Notes, *needed: str) -> Iterator[Mapping[str, Any]]:
-    for record in noted_lines(folder / name, notes, FEW_LINES):
+    for record in noted_lines(folder / name, notes):
         if record is not None and all(key in record for key in needed):
             yield record
         else:

@@ -112,7 +112,7 @@ def _start(job: str) -> tuple[str, int, int] | None:
     """`Slurm job 12, start 3, try 2` (fsdp/dist/env.py), or another scheduler's, as comparable values; None
     for other texts.
     """
-    found = re.fullmatch(r"(\w+ job [^\s,]+), start (\d+)(?:, try (\d+))?", job)
+    found = re.fullmatch(r"(\w+ job [^\s,]+), start (\d+)(?:, try (\d+))?", job, re.ASCII)
     return (found[1], int(found[2]), int(found[3] or 1)) if found else None
 
 

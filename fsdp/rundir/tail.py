@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fsdp.rundir.atomic_write import replace_with
-from fsdp.rundir.line_files import is_whole, parse_lines, warn_torn
+from fsdp.rundir.line_files import MOST_LINE, is_whole, parse_lines, warn_torn
 
 BLOCK_BYTES = 1 << 18
 """About 900 records of steps."""
@@ -84,7 +84,9 @@ def cut(path: Path, keeps: Callable[[Record], bool]) -> None:
 
 def _blocks(file: BinaryIO, name: str) -> Iterator[list[Line]]:
     """The lines that are not blank, a block at a time from the end; in a block the oldest is first."""
-    at, rest = file.seek(0, os.SEEK_END), list[bytes]()
+    at = end = file.seek(0, os.SEEK_END)
+    rest: list[bytes] | None = []
+    """Of the line that the next block ends in, up to `end`, last part first; None if it is too long."""
     while at:
         size = min(BLOCK_BYTES, at)
         at -= size
@@ -92,10 +94,14 @@ def _blocks(file: BinaryIO, name: str) -> Iterator[list[Line]]:
         data = file.read(size)
         newline = data.find(b"\n") if at else -1
         if at and newline < 0:  # within a line
-            rest.append(data)
+            rest = [*rest, data] if rest is not None and end - at <= MOST_LINE else None
             continue
-        yield _lines(b"".join([data[newline + 1 :], *reversed(rest)]), at + newline + 1, name)
-        rest = [data[: newline + 1]]
+        start, last = at + newline + 1, data.rfind(b"\n") + 1
+        if rest is not None:
+            yield _lines(b"".join([data[newline + 1 :], *reversed(rest)]), start, name)
+        else:
+            yield [*_lines(data[newline + 1 : last], start, name), Line(at + last, end, None)]
+        rest, end = [data[: newline + 1]], start
 
 
 def _lines(data: bytes, start: int, name: str) -> list[Line]:
