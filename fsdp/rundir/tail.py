@@ -29,6 +29,8 @@ from fsdp.rundir.line_files import MOST_LINE, is_whole, parse_lines, warn_torn
 
 BLOCK_BYTES = 1 << 18
 """About 900 records of steps."""
+SKIPPED_BYTES = 1 << 16
+"""Read at once of a line that is too long: see BLOCK_BYTES in line_files.py."""
 Record = Mapping[str, Any]
 
 
@@ -88,7 +90,7 @@ def _blocks(file: BinaryIO, name: str) -> Iterator[list[Line]]:
     rest: list[bytes] | None = []
     """Of the line that the next block ends in, up to `end`, last part first; None if it is too long."""
     while at:
-        size = min(BLOCK_BYTES, at)
+        size = min(BLOCK_BYTES if rest is not None else SKIPPED_BYTES, at)
         at -= size
         file.seek(at)
         data = file.read(size)

@@ -1,0 +1,306 @@
+"""A file that is no regular file, or far larger than an honest one, ends in a line: no wait, no memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp.base.errors import ConfigError
+from fsdp.base.regular_file import read_regular
+from fsdp.checkpoint import __main__ as checkpoints
+from fsdp.checkpoint import inspect, manifest
+from fsdp.checkpoint.file_names import LAYOUT, MANIFEST
+from fsdp.checkpoint.full_state import files_of_index, newest_export, open_full_state
+from fsdp.checkpoint.local_store import LocalStore
+from fsdp.models.hf import resolve_folder
+from fsdp.models.llama_folder import maybe_llama
+from fsdp.rundir import line_files, paths, tail
+from fsdp.rundir.paths import RunDir
+from launch import slurm_job
+from tests.checkpoint.small import save_once
+from tests.security.test_files import resealed
+from tests.support.world import run_world
+
+LARGE = 8 << 30
+ENOUGH = 200 << 20
+"""Memory for what is not read."""
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < ENOUGH
+    finally:
+        tracemalloc.stop()
+
+
+def sparse(file: Path, size: int = LARGE) -> Path:
+    """Zeros that take no disk, after what the file has."""
+    file.touch()
+    os.truncate(file, size)
+    return file
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("saved")
+    for _ in range(2):
+        run_world(1, save_once, "ddp", str(run), 1)
+    return run
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """A run directory with whole checkpoints of steps 1 and 2."""
+    shutil.copytree(saved, tmp_path / "run")
+    return tmp_path / "run"
+
+
+# ---------------------------------------------------------------- no regular file
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a device"])
+def test_what_is_no_regular_file_is_not_read(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "config.json"
+    if kind == "a FIFO":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="not a regular file"):
+        read_regular(file, 10)
+
+
+def test_a_file_of_settings_has_a_limit(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    assert read_regular(tmp_path / "a", 5) == b"12345"
+    with pytest.raises(ValueError, match="more than 4 B"):
+        read_regular(tmp_path / "a", 4)
+
+
+def test_an_index_that_is_a_fifo_is_no_export(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    os.mkfifo(index)
+    assert newest_export(tmp_path) is None
+    with pytest.raises(ConfigError, match="not a regular file"):
+        files_of_index(index)
+
+
+@pytest.mark.parametrize("read", [lambda name: resolve_folder(name, {}, {}), maybe_llama])
+def test_a_config_json_that_is_a_fifo_is_a_line(tmp_path: Path, read: Callable[[str], object]) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read: it is not a regular file"):
+        read(f"hf:{tmp_path}")
+
+
+# ---------------------------------------------------------------- line files
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> RunDir:
+    return paths.create(tmp_path / "run")
+
+
+def test_a_line_without_end_is_one_torn_line(
+    records: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(line_files, "MOST_LINE", 1 << 20)
+    lines = [json.dumps({"step": step}) for step in (1, 2)]
+    records.metrics.write_text(lines[0] + "\n")
+    sparse(records.metrics, 300 << 20)
+    with records.metrics.open("a") as file:
+        file.write("\n" + lines[1] + "\n")
+    with little_memory():
+        assert [record["step"] for record in line_files.read_records(records.metrics)] == [1, 2]
+    assert "line 2 is torn and left out" in caplog.text
+
+
+@pytest.mark.parametrize("last", ["", "\n", '\n{"step": 4}', '\n{"step": 4}\n'])
+def test_the_end_of_a_file_with_a_long_line_is_that_of_its_whole(
+    records: RunDir, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    """Cut and search from the end find what a reader of the whole file finds."""
+    for module in (line_files, tail):
+        monkeypatch.setattr(module, "MOST_LINE", 4000)
+        monkeypatch.setattr(module, "BLOCK_BYTES", 64)
+    text = "".join(f'{{"step": {step}}}\n' for step in range(4)) + "x" * 9000 + last
+    records.metrics.write_text(text)
+    whole = [record["step"] for record in line_files.read_records(records.metrics)]
+    found = tail.find_last(records.metrics, lambda record: True)
+    assert found is not None
+    assert found["step"] == whole[-1]
+    tail.cut(records.metrics, lambda record: record["step"] <= 2)
+    assert records.metrics.read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_reason_to_stop_is_read_to_its_first_characters(records: RunDir) -> None:
+    records.stopped.write_text("SIGTERM at step 3\n")
+    sparse(records.stopped)
+    with little_memory():
+        end = slurm_job._requested_end(records)
+    assert end is not None
+    assert end.why == "SIGTERM"
+
+
+# ---------------------------------------------------------------- a checkpoint
+
+
+def test_a_manifest_of_gigabytes_is_not_read(run: Path) -> None:
+    sparse(run / "checkpoints" / "step-00000002" / MANIFEST)
+    with little_memory():
+        found = inspect.listing_of(LocalStore(run / "checkpoints"), "step-00000002")
+    assert found.detail == f"its manifest has {LARGE} bytes"
+
+
+@pytest.mark.parametrize("size", [LARGE, 512 << 20])
+def test_a_layout_of_gigabytes_is_not_read(run: Path, size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = run / "checkpoints" / "step-00000002"
+    sparse(checkpoint / LAYOUT, size)
+    resealed(checkpoint, lambda body: body["files"].update({LAYOUT: [size, 7]}))
+    with little_memory():
+        assert checkpoints.main([str(run), "export", "--out", str(run / "out")]) == 4
+    said = capsys.readouterr().err
+    assert str(checkpoint) in said
+    assert "HINT: --step 1 exports the one before" in said
+
+
+@pytest.mark.parametrize("name", ["step-٠٠٠٠٠٠٠٨", "step-0000000٨"])  # noqa: RUF001
+def test_digits_of_another_script_are_no_step(run: Path, name: str) -> None:
+    (run / "checkpoints" / name).mkdir()
+    assert [found.step for found in inspect.scan(LocalStore(run / "checkpoints"))] == [2, 1]
+
+
+ODD_FIELDS: dict[str, dict[str, Any]] = {
+    "created": {"created": float("-inf")},
+    "created ": {"created": -1e308},
+    "created is not a time": {"created": float("nan")},
+    "strategy is not a string of up to": {"strategy": "x" * 100_000},
+    "base.digest is not": {"base": {"digest": ["x"], "origin": "", "rank": 1, "alpha": 1.0}},
+    "base.origin is not": {"base": {"digest": "0", "origin": "x" * 9999, "rank": 1, "alpha": 1.0}},
+    "'surplus' is no field": {"surplus": 1},
+}
+
+
+@pytest.mark.parametrize("what", ODD_FIELDS)
+def test_an_odd_field_is_named_in_our_words(run: Path, what: str) -> None:
+    resealed(run / "checkpoints" / "step-00000002", lambda body: body.update(ODD_FIELDS[what]))
+    found = inspect.listing_of(LocalStore(run / "checkpoints"), "step-00000002")
+    assert found.why == "manifest"
+    assert what.partition(" is not a time")[0].strip() in found.detail
+    assert "__init__" not in found.detail
+    assert len(found.detail) < 300
+
+
+def test_a_missing_field_is_named(run: Path) -> None:
+    resealed(run / "checkpoints" / "step-00000002", lambda body: body.pop("reason"))
+    found = inspect.listing_of(LocalStore(run / "checkpoints"), "step-00000002")
+    assert "it has no reason" in found.detail
+
+
+def test_an_unknown_format_is_cut(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    resealed(run / "checkpoints" / "step-00000002", lambda body: body.update(format="x" * 200_000))
+    assert checkpoints.main([str(run)]) == 1
+    assert len(capsys.readouterr().out) < 2000
+
+
+@pytest.mark.parametrize("digests", [{"x": [1, "00"]}, {}])
+def test_verify_finds_what_an_export_refuses(
+    run: Path, digests: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = run / "checkpoints" / "step-00000002"
+    resealed(checkpoint, lambda body: body.update(digests=digests))
+    assert checkpoints.main([str(run), "verify"]) == 1
+    assert "NOT whole: the manifest has no digest of" in capsys.readouterr().out
+    assert checkpoints.main([str(run), "export", "--out", str(run / "out")]) == 4
+    said = capsys.readouterr().err
+    assert f"{checkpoint} cannot be exported: the manifest has no digest of" in said
+    assert said.endswith("HINT: --step 1 exports the one before\n")
+    assert checkpoints.main([str(run), "export", "--out", str(run / "out"), "--step", "1"]) == 0
+
+
+def test_a_manifest_without_its_contents_names_the_checkpoint(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = run / "checkpoints" / "step-00000002"
+    resealed(checkpoint, lambda body: body["files"].clear())
+    assert checkpoints.main([str(run), "export", "--out", str(run / "out")]) == 4
+    assert str(checkpoint) in capsys.readouterr().err
+
+
+def test_an_export_of_an_older_checkpoint_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints" / "step-00000002" / MANIFEST).unlink()
+    assert checkpoints.main([str(run), "export", "--out", str(run / "out")]) == 0
+    [said] = capsys.readouterr().err.splitlines()
+    assert f"{run}/checkpoints/step-00000002 is not whole (it has no manifest" in said
+    assert "step 1 is exported. HINT: python -m fsdp.checkpoint" in said
+
+
+def test_a_time_of_a_save_may_be_any_of_this_age(run: Path) -> None:
+    resealed(run / "checkpoints" / "step-00000002", lambda body: body.update(created=0))
+    store = LocalStore(run / "checkpoints")
+    assert inspect.examine(store, "step-00000002").created == 0
+    assert manifest.LATEST > 4e9
+
+
+# ---------------------------------------------------------------- weights
+
+
+def test_a_header_of_gigabytes_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes((7 << 30).to_bytes(8, "little"))
+    sparse(file)
+    with little_memory(), pytest.raises(ConfigError, match="its header has 7516192768 bytes"):
+        open_full_state(file)
+
+
+def test_an_archive_that_unpacks_to_more_than_it_has_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "full-model.pt"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(300 << 20))
+        archive.writestr("archive/version", "3\n")
+    with little_memory(), pytest.raises(ConfigError, match="torch.save compresses nothing"):
+        open_full_state(file)
+
+
+def test_a_directory_of_gigabytes_in_an_archive_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "full-model.pt"
+    torch.save({"weight": torch.zeros(2)}, file)
+    end = bytearray(file.read_bytes()[-22:])
+    begin, size = 100, LARGE - 22 - 100
+    end[12:20] = min(size, 2**32 - 2).to_bytes(4, "little") + begin.to_bytes(4, "little")
+    sparse(file)
+    with file.open("r+b") as stream:
+        stream.seek(LARGE - 22)
+        stream.write(end)
+    with little_memory(), pytest.raises(ConfigError, match="directory is too large|no zip of torch"):
+        open_full_state(file)
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a device"])
+def test_weights_that_are_no_file_are_refused(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "weights.pt"
+    if kind == "a FIFO":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        open_full_state(file)
+
+
+def test_what_torch_saves_is_read(tmp_path: Path) -> None:
+    shared = torch.arange(6.0)
+    torch.save({"a": shared, "b": shared, "c": torch.ones(3, dtype=torch.bfloat16)}, tmp_path / "w.pt")
+    assert {name: tensor.tolist() for name, tensor in open_full_state(tmp_path / "w.pt").items()} == {
+        "a": shared.tolist(), "b": shared.tolist(), "c": [1.0, 1.0, 1.0],
+    }  # fmt: skip
