@@ -17,6 +17,7 @@ folder without one does not count as a checkpoint.
     near_store, copier                  reads from a node's own copy; copies to the shared store
     discovery, restore, load            what rank 0 finds; which checkpoint is restored; how it is read
     stored_parts, tensor_reader         where a tensor's rows lie in the files, and reading them
+    torch_archive                       zips of torch.save, checked before torch unpacks them
     metadata, pickle_opcodes            DCP's `.metadata`, read without executing its code
     tensor_keys, foreign_dcp            the run's tensors → a checkpoint's keys, another program's too
     pretrained, full_state              folders of safetensors by rows; one state dict, read lazily

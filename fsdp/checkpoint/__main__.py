@@ -214,7 +214,8 @@ def _where_they_are(store: Store, options: argparse.Namespace) -> str:
 
 def _list(store: Store, options: argparse.Namespace) -> int:
     listings = _chosen(store, options)
-    total = sum(found.manifest.bytes for found in listings if found.manifest is not None)
+    whole = [found.manifest for found in listings if found.manifest is not None]
+    total = sum(size for manifest in whole for size, _ in manifest.files.values())
     read = not options.quick and total <= READ_AT_ONCE
     return _table(store, listings, read)
 
@@ -298,7 +299,7 @@ def _hold(store: Store, options: argparse.Namespace) -> Locks:
 
 
 def _export(store: Store, options: argparse.Namespace) -> int:
-    found = _to_export(store, options)
+    found, damaged = _to_export(store, options)
     assert found.manifest is not None
     if is_url(options.run) and not options.out:
         raise ConfigError("an object store needs a local folder to export to.", "--out FOLDER")
@@ -334,23 +335,25 @@ def _export(store: Store, options: argparse.Namespace) -> int:
         raise CheckpointError(f"{folder} cannot be written ({error.strerror}).", hint) from None
     for file in files:
         print(f"{file}  {byte_size(file.stat().st_size)}")
+    for one in damaged:
+        print(
+            f"fsdp.checkpoint: {store.path(one.folder)} is not whole ({one.detail}): step {found.step} was "
+            f"exported. HINT: python -m fsdp.checkpoint {options.run} lists all",
+            file=sys.stderr,
+        )
     return 0
 
 
-def _to_export(store: Store, options: argparse.Namespace) -> CheckpointListing:
-    """The newest whole checkpoint; says which newer ones are not whole."""
+def _to_export(
+    store: Store, options: argparse.Namespace
+) -> tuple[CheckpointListing, list[CheckpointListing]]:
+    """The newest whole checkpoint, and the newer ones, which are not whole."""
     damaged: list[CheckpointListing] = []
     for found in _chosen(store, options):
         if found.unread is not None:  # an older one is not what was asked for
             raise found.unread
         if found.manifest is not None:
-            for one in damaged:
-                print(
-                    f"fsdp.checkpoint: {store.path(one.folder)} is not whole ({one.detail}): "
-                    f"step {found.step} is exported. HINT: python -m fsdp.checkpoint {options.run} lists all",
-                    file=sys.stderr,
-                )
-            return found
+            return found, damaged
         damaged.append(found)
     raise CheckpointError(
         f"{store.where} holds no whole checkpoint.", f"python -m fsdp.checkpoint {options.run} verify"

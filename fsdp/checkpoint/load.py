@@ -272,7 +272,7 @@ def opened(store: Store, folder: str, manifest: Manifest | None, data: bytes) ->
     file = contents_file(manifest)
     if manifest is not None:
         if file not in manifest.files:
-            raise Broken("missing-file", f"the manifest of {store.path(folder)} lacks {file}")
+            raise Broken("missing-file", f"its manifest lacks {file}")
         if manifest.files[file][1] != crc32(data):
             raise Broken("checksum", f"{file} is not what was written: its checksum differs")
     parts: StoredParts

@@ -7,13 +7,14 @@ foreign_files.py).
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from fsdp.base.regular_file import read_regular
+from fsdp.base.units import byte_size
 
 MOST_BYTES = 1 << 20
 MOST_LEVELS = 32
@@ -38,10 +39,12 @@ def read_limited(path: Path, *, pipes: bool = False) -> bytes:
     """The file's bytes. Raises OSError, and OddFile for one that is too large or, without `pipes`, is no
     regular file.
     """
-    more = 0 if pipes else os.O_NONBLOCK  # a FIFO without a writer would block
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | more)) as file:
-        if not pipes and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OddFile("it is not a regular file")
+    if not pipes:
+        try:
+            return read_regular(path, MOST_BYTES)
+        except ValueError as error:
+            raise OddFile(str(error)) from None
+    with path.open("rb") as file:
         data = file.read(MOST_BYTES + 1)
     check_size(len(data))
     return data
@@ -49,7 +52,7 @@ def read_limited(path: Path, *, pipes: bool = False) -> bytes:
 
 def check_size(size: int) -> None:
     if size > MOST_BYTES:
-        raise OddFile(f"it is larger than {MOST_BYTES >> 20} MiB")
+        raise OddFile(f"it has more than {byte_size(MOST_BYTES)}")
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -363,7 +363,8 @@ def test_an_export_of_a_manifest_without_digests_names_the_tensor(
     file = run_dir / "checkpoints/step-00000003" / MANIFEST
     file.write_bytes(manifest.encode(replace(manifest.decode(file.read_bytes()), digests={})))
     assert checkpoints.main([str(run_dir), "export"]) == 4
-    assert "fsdp.checkpoint: the manifest has no digest of model." in capsys.readouterr().err
+    said = f"fsdp.checkpoint: {file.parent} cannot be exported: the manifest has no digest of model."
+    assert said in capsys.readouterr().err
 
 
 def test_a_file_that_cannot_get_its_name_leaves_no_temporary_one(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ REFUSED = {
     f"[model.args]\nx = {NESTED}": "values are nested more than 32 levels deep",
     f"[model.args]\nx{'.a' * 31} = 1": "values are nested more than 32 levels deep",
     "[train]\nsteps = 0x" + "f" * 5000: "a whole number has more than 300 digits",
-    "#" * (1 << 20) + "\n": "it is larger than 1 MiB",
+    "#" * (1 << 20) + "\n": "it has more than 1 MiB",
 }
 HONEST = (
     f'a = "{DEEP}"',
@@ -83,7 +83,7 @@ def test_a_sparse_config_of_a_run_is_not_read_whole(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     with file.open("wb") as opened:
         os.truncate(opened.fileno(), 8 << 30)
-    with pytest.raises(ConfigError, match=r"config\.toml cannot be used: it is larger than 1 MiB\."):
+    with pytest.raises(ConfigError, match=r"config\.toml cannot be used: it has more than 1 MiB\."):
         read_recipe(str(file))
 
 
@@ -92,7 +92,7 @@ def test_a_large_object_in_a_store_is_not_read(tmp_path: Path) -> None:
 
     with fsspec.open("memory://limits/run/config.toml", "wb") as file:
         file.write(b"#" * ((1 << 20) + 1))
-    with pytest.raises(ConfigError, match=r"run/config\.toml cannot be used: it is larger than 1 MiB\."):
+    with pytest.raises(ConfigError, match=r"run/config\.toml cannot be used: it has more than 1 MiB\."):
         read_recipe("memory://limits/run/config.toml")
 
 

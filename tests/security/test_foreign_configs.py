@@ -103,7 +103,7 @@ REFUSED = {
         "its entries are more than 16,777,216 char",
     ),
     "key.json": (json.dumps({"k" * 300_000: dict.fromkeys(map(str, range(9999)))}), "its entries are more"),
-    "large.json": (json.dumps({"a": "x" * (1 << 20)}), "it is larger than 1 MiB"),
+    "large.json": (json.dumps({"a": "x" * (1 << 20)}), "it has more than 1 MiB"),
     "deep.toml": (f"{'.'.join('a' * 30_000)} = 1", "a key has more than 32 parts"),
 }
 
