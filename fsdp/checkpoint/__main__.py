@@ -322,9 +322,8 @@ def _export(store: Store, options: argparse.Namespace) -> int:
         )
     except (EOFError, LookupError, ValueError, TypeError, RuntimeError, MemoryError) as error:
         # files that do not fit together, or are larger than this machine's memory
-        raise _not_exported(
-            store, found, inspect.classify_failure(error, store.path(found.folder))
-        ) from error
+        failure = inspect.classify_failure(error, store.path(found.folder))
+        raise _not_exported(store, found, failure) from error
     except Broken as broken:
         raise _not_exported(store, found, broken) from None
     except OSError as error:
@@ -336,10 +335,9 @@ def _export(store: Store, options: argparse.Namespace) -> int:
     for file in files:
         print(f"{file}  {byte_size(file.stat().st_size)}")
     for one in damaged:
-        print(
+        print_line(
             f"fsdp.checkpoint: {store.path(one.folder)} is not whole ({one.detail}): step {found.step} was "
-            f"exported. HINT: python -m fsdp.checkpoint {options.run} lists all",
-            file=sys.stderr,
+            f"exported. HINT: python -m fsdp.checkpoint {options.run} lists all"
         )
     return 0
 
@@ -367,11 +365,7 @@ def _not_exported(
     if isinstance(failure, CheckpointError):
         return failure
     steps = [one.step for one in inspect.scan(store) if one.manifest is not None and one.step < found.step]
-    hint = (
-        f"--step {steps[0]} exports the one before"
-        if steps
-        else "no older one is whole: put back a copy of it"
-    )
+    hint = f"--step {steps[0]} exports the one before" if steps else "put back a copy: no older one is whole"
     return CheckpointError(f"{store.path(found.folder)} cannot be exported: {failure.detail}.", hint)
 
 
