@@ -97,11 +97,19 @@ def test_an_index_that_is_a_fifo_is_no_export(tmp_path: Path) -> None:
         files_of_index(index)
 
 
-@pytest.mark.parametrize("read", [lambda name: resolve_folder(name, {}, {}), maybe_llama])
-def test_a_config_json_that_is_a_fifo_is_a_line(tmp_path: Path, read: Callable[[str], object]) -> None:
-    os.mkfifo(tmp_path / "config.json")
+def config_json_is_a_fifo(folder: Path, read: Callable[[str], object]) -> None:
+    os.mkfifo(folder / "config.json")
     with pytest.raises(ConfigError, match=r"config\.json cannot be read: it is not a regular file"):
-        read(f"hf:{tmp_path}")
+        read(f"hf:{folder}")
+
+
+@pytest.mark.needs("transformers")
+def test_a_config_json_that_is_a_fifo_is_a_line(tmp_path: Path) -> None:
+    config_json_is_a_fifo(tmp_path, lambda name: resolve_folder(name, {}, {}))
+
+
+def test_a_config_json_of_a_llama_that_is_a_fifo_is_a_line(tmp_path: Path) -> None:
+    config_json_is_a_fifo(tmp_path, maybe_llama)
 
 
 # ---------------------------------------------------------------- line files
