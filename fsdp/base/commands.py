@@ -20,10 +20,13 @@ _UNDER_A_LAUNCHER = re.compile(r"((?:torchrun|srun)\b[^`]*? )(?:python )?train\.
 def quoted(word: object) -> str:
     """A word of a shell's line; where characters do not print, as a line break, in bash's $'…'."""
     text = str(word)
-    if text.isprintable():
-        return shlex.quote(text)
-    plain = {byte: chr(byte) for byte in range(0x20, 0x7F)} | {0x27: r"\'", 0x5C: r"\\"}
-    return "$'" + "".join(plain.get(byte, f"\\x{byte:02x}") for byte in os.fsencode(text)) + "'"
+    return shlex.quote(text) if text.isprintable() else f"$'{''.join(map(_escaped, text))}'"
+
+
+def _escaped(sign: str) -> str:
+    if sign.isprintable() and sign not in "\\'":
+        return sign
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(sign))
 
 
 def as_typed(text: str) -> str:

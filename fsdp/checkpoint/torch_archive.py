@@ -57,9 +57,8 @@ def check_archive(stream: BinaryIO) -> None:
     size = stream.seek(0, os.SEEK_END)
     stream.seek(max(0, size - _END_BYTES))
     end = stream.read(_END_BYTES)
-    if not end.startswith(
-        _END
-    ):  # a comment may hold another directory, and readers differ in which they take
+    # After it may be a comment with another directory, and readers differ in which they take.
+    if not end.startswith(_END):
         raise ValueError("it is cut off, or not written by torch.save")
     try:
         entries = zipfile.ZipFile(_Limited(stream)).infolist()  # type: ignore[arg-type]

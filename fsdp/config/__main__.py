@@ -53,21 +53,19 @@ def migrate(file: str | None, out: Path | None) -> str:
         entry.name in FIELDS or entry.name.rpartition(".")[0] in FIELDS for entry in found.entries
     ):
         raise ConfigError(
-            f"{printable_line(file)} is a recipe of train.py already.",
+            f"{file} is a recipe of train.py already.",
             f"python train.py --config {quoted(file)} --dry-run",
         )
     target = out or source.with_name(f"{source.stem}.recipe.toml")
     if target.exists():
         raise ConfigError(
-            f"{printable_line(target)} exists.",
+            f"{target} exists.",
             f"python -m fsdp.config migrate {quoted(file)} --out another.toml",
         )
     try:
         target.write_text(recipe_text(found, target), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"{printable_line(target)} cannot be written ({error.strerror}).", "--out RECIPE"
-        ) from None
+        raise ConfigError(f"{target} cannot be written ({error.strerror}).", "--out RECIPE") from None
     start = f"python train.py --config {quoted(target)} --dry-run"
     return f"{found.listing()}\nwritten: {printable_line(target)}; {start}"
 

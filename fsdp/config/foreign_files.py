@@ -71,15 +71,11 @@ def read_foreign(path: Path) -> ForeignFile:
     try:
         tree = _parse(path)
     except OSError as error:
-        raise ConfigError(
-            f"{printable_line(path)} cannot be read ({error.strerror}).", "the path of the file"
-        ) from None
+        raise ConfigError(f"{path} cannot be read ({error.strerror}).", "the path of the file") from None
     except OddFile as error:
-        raise ConfigError(f"{printable_line(path)} cannot be used: {error}.", _OWN_ENTRIES) from None
+        raise ConfigError(f"{path} cannot be used: {error}.", _OWN_ENTRIES) from None
     if not isinstance(tree, Mapping):
-        raise ConfigError(
-            f"{printable_line(path)} holds no names with values.", "a configuration in YAML, JSON or TOML"
-        )
+        raise ConfigError(f"{path} holds no names with values.", "a configuration in YAML, JSON or TOML")
     return foreign_file(path, tree)
 
 
@@ -128,10 +124,8 @@ def _parse(path: Path) -> Any:
     except OddFile:
         raise
     except (ValueError, RecursionError) as error:
-        first = printable_line(str(error).partition("\n")[0])
-        raise ConfigError(
-            f"{printable_line(path)} cannot be parsed: {first}.", "a file in YAML, JSON or TOML"
-        ) from None
+        first = str(error).partition("\n")[0]
+        raise ConfigError(f"{path} cannot be parsed: {first}.", "a file in YAML, JSON or TOML") from None
 
 
 def _tree(path: Path, text: str) -> Any:
@@ -144,9 +138,7 @@ def _yaml(path: Path, text: str) -> Any:
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
-        raise ConfigError(
-            f"{printable_line(path)} is YAML, and PyYAML is not installed.", "pip install pyyaml"
-        ) from None
+        raise ConfigError(f"{path} is YAML, and PyYAML is not installed.", "pip install pyyaml") from None
     loader = yaml.SafeLoader(text)
     try:
         root = loader.get_single_node()

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import listed
 from fsdp.data import image_index
@@ -27,7 +28,7 @@ from fsdp.data.arguments import Where, check_range
 from fsdp.data.image_index import Listed, Visit
 from fsdp.data.images import every_tenth, prepare
 from fsdp.data.types import DataInfo, DataSet
-from fsdp.tokenize.file_names import shell_word, shown
+from fsdp.tokenize.file_names import shown
 from fsdp.tokenize.sources import ROWS, SETTINGS, ends_with
 from fsdp.tokenize.split_names import are_splits, is_numbered_train, is_other, is_train, validation_of
 
@@ -147,11 +148,11 @@ def _check_classes(root: Path, classes: list[str]) -> None:
 def _renamed(root: Path, splits: list[str]) -> str:
     """What makes DIR/train and DIR/val of folders with other names of splits."""
     if "train" in splits:
-        return f"--data.name folder --data.dir {shell_word(root)}"
+        return f"--data.name folder --data.dir {quoted(root)}"
     trains, val = list(filter(is_train, splits)), validation_of(filter(is_other, splits))
     moves = [(trains[0], "train")] if len(trains) == 1 else []
     moves += [(val, "val")] if val != "val" else []
-    words = [f"mv {shell_word(root / old)} {shell_word(root / new)}" for old, new in moves]
+    words = [f"mv {quoted(root / old)} {quoted(root / new)}" for old, new in moves]
     return "; ".join([*([] if len(trains) == 1 else [_joined(root, trains)]), *words])
 
 
@@ -159,9 +160,9 @@ def _joined(root: Path, parts: Iterable[str]) -> str:
     """A command that moves the images of several folders into train, those of each into a folder of its own
     within their class: two may have images of one name.
     """
-    classes = " ".join(f"{shell_word(part)}/*/" for part in parts)
+    classes = " ".join(f"{quoted(part)}/*/" for part in parts)
     move = 'mkdir -p "train/${c#*/}" && mv "$c" "train/${c#*/}${c%%/*}"'
-    return f"(cd {shell_word(root)} && for c in {classes}; do {move}; done)"
+    return f"(cd {quoted(root)} && for c in {classes}; do {move}; done)"
 
 
 def _warn_of_parts(root: Path) -> None:
@@ -201,8 +202,8 @@ def _warn_of_splits(root: Path) -> None:
             "reads it as held-out images",
             root,
             " and ".join(others),
-            shell_word(validation_of(others)),
-            shell_word(root / "val"),
+            quoted(validation_of(others)),
+            quoted(root / "val"),
         )
 
 
@@ -212,7 +213,7 @@ def _check_same_classes(root: Path, classes: list[str]) -> None:
         if same := next((name for name in classes if unicodedata.normalize("NFC", name) == text), ""):
             raise ConfigError(
                 f"{root} has class {unknown[0]!a}, which train has as {same!a}, in another form of Unicode.",
-                f"mv {shell_word(root / unknown[0])} {shell_word(root / same)}",
+                f"mv {quoted(root / unknown[0])} {quoted(root / same)}",
             )
         raise ConfigError(
             f"{root} has class {unknown[0]}, which train does not have.",
@@ -246,7 +247,7 @@ def _check_no_loop(folder: str, name: str) -> None:
     if path.is_symlink() and path.resolve() in (above := Path(folder).resolve(), *above.parents):
         raise ConfigError(
             f"{shown(path)} is a link to {shown(path.resolve())}, a folder above it.",
-            f"rm {shell_word(path)}",
+            f"rm {quoted(path)}",
         )
 
 
@@ -316,7 +317,7 @@ def _find(
         if empty and (root / name).is_dir():
             raise ConfigError(
                 f"{root / name} has no image in it ({', '.join(SUFFIXES)}).",
-                f"mv {shell_word(root / name)} {shell_word(root / f'.{name}')}: hidden folders are left out",
+                f"mv {quoted(root / name)} {quoted(root / f'.{name}')}: hidden folders are left out",
             )
     if others and warns:
         log.warning(

@@ -12,8 +12,9 @@ import itertools
 import os
 from pathlib import Path
 
+from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError
-from fsdp.tokenize.file_names import shell_word, shown
+from fsdp.tokenize.file_names import shown
 from fsdp.tokenize.source_names import MANIFEST, PREFIX, SAVED
 from fsdp.tokenize.sources import ROWS, SETTINGS, ends_with, matching
 
@@ -36,7 +37,7 @@ def reader_of(path: Path, with_tokenizer: bool) -> str:
         rows = f"rows{path.suffix or '.jsonl'}"
         raise ConfigError(
             f"--data.name {shown(path)} is neither a file nor a folder.",
-            f"cat {shell_word(path)} > {rows} makes one of a pipe; --data.name {rows}",
+            f"cat {quoted(path)} > {rows} makes one of a pipe; --data.name {rows}",
         )
     names = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
     if any(ends_with(name, (".bin", ".npy")) and not name.startswith(".") for name in names):
@@ -46,7 +47,7 @@ def reader_of(path: Path, with_tokenizer: bool) -> str:
     if not holds_rows and any((path / name).is_file() for name in SAVED):
         raise ConfigError(
             f"--data.name {shown(path)} is a folder of save_to_disk.",
-            f"--data.name {PREFIX}{shell_word(path)}",
+            f"--data.name {PREFIX}{quoted(path)}",
         )
     if with_tokenizer or holds_rows:
         return "documents"

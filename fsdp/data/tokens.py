@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.data.arguments import Where, check_range
 from fsdp.data.next_token import shifted
@@ -36,7 +37,7 @@ from fsdp.data.token_width import (
     wider,
 )
 from fsdp.data.types import DataInfo, DataSet
-from fsdp.tokenize.file_names import broken_link, shell_word, shown
+from fsdp.tokenize.file_names import broken_link, shown
 from fsdp.tokenize.sources import ends_with
 from fsdp.tokenize.split_names import is_other, shell_patterns
 
@@ -180,7 +181,7 @@ def _warn_of_splits(trained: list[Path], where: Where) -> None:
 def _hidden(files: list[Path]) -> str:
     """A command that renames the files, with those beside them that describe their tokens."""
     patterns = " ".join(shell_patterns(path.name for path in files))
-    return f'(cd {shell_word(files[0].parent)} && for f in {patterns}; do mv "$f" ".$f"; done)'
+    return f'(cd {quoted(files[0].parent)} && for f in {patterns}; do mv "$f" ".$f"; done)'
 
 
 def _windows(row: TokenRow, val: TokenRow, where: Where, heldout: float) -> tuple[Windows, Windows]:

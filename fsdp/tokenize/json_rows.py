@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from json import JSONDecodeError
 from pathlib import Path
 
+from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError
 from fsdp.tokenize.cache import identity, made_once
-from fsdp.tokenize.file_names import shell_word
 from fsdp.tokenize.line_rows import LineRows, reading_tool, renaming_hint
 
 BLOCK = 1 << 22
@@ -34,7 +34,7 @@ def open_json(path: Path, plain: Path, name: str) -> LineRows:
     lines = made_once("elements", identity(plain), lambda aside: _write_elements(path, plain, name, aside))
     rows = ElementRows(path, lines, name)
     if not rows.count:
-        raise ConfigError(f"{name} has no rows.", f"rm {shell_word(path)}, or write it again")
+        raise ConfigError(f"{name} has no rows.", f"rm {quoted(path)}, or write it again")
     return rows
 
 
@@ -45,7 +45,7 @@ class ElementRows(LineRows):
         return f"{self._name} element {number}"
 
     def _show(self, number: int) -> str:
-        return f"sed -n {number}p {shell_word(self._plain)} shows it"
+        return f"sed -n {number}p {quoted(self._plain)} shows it"
 
 
 def _holds_lines(plain: Path) -> bool:
@@ -246,19 +246,17 @@ class JsonScanner:
             return ConfigError(
                 f"{self._name} {what}.",
                 """a list of rows, such as [{"text": "a"}]; to read it as text: """
-                f"--data.name text --data.dir {shell_word(name)}",
+                f"--data.name text --data.dir {quoted(name)}",
             )
         take = f"import json; [print(json.dumps(row)) for row in json.load(open({name!r}))[{key!r}]]"
-        lines = shell_word(f"{name.removesuffix('.json')}.{key}.jsonl")
-        return ConfigError(
-            f"{self._name} {what}.", f"python -c {shell_word(take)} > {lines} takes {key} alone"
-        )
+        lines = quoted(f"{name.removesuffix('.json')}.{key}.jsonl")
+        return ConfigError(f"{self._name} {what}.", f"python -c {quoted(take)} > {lines} takes {key} alone")
 
     def _show(self, byte: int) -> str:
         return f"{self._piped(f'tail -c +{max(0, byte - 40) + 1}')} | head -c 80 shows it"
 
     def _piped(self, command: str) -> str:
-        tool, file = reading_tool(self._path), shell_word(self._path)
+        tool, file = reading_tool(self._path), quoted(self._path)
         return f"{tool} {file} | {command}" if tool else f"{command} {file}"
 
     def _cut_short(self) -> ConfigError:

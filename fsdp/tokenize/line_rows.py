@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError
 from fsdp.tokenize.cache import identity, made_once
-from fsdp.tokenize.file_names import shell_word
 from fsdp.tokenize.rows import SourceRow
 from fsdp.tokenize.zero_bytes import converting_hint, encoding_of
 
@@ -93,7 +93,7 @@ class LineRows:
         return f"{self._name} line {number}"
 
     def _show(self, number: int) -> str:
-        name, show = shell_word(self._path), f"sed -n {number}p"
+        name, show = quoted(self._path), f"sed -n {number}p"
         tool = reading_tool(self._path)
         return f"{tool} {name} | {show} shows it" if tool else f"{show} {name} shows it"
 
@@ -111,7 +111,7 @@ def renaming_hint(path: Path, first: bytes) -> str:
     for begin, suffix in KINDS.items():
         if first.startswith(begin):
             new = name + suffix if suffix in TOOLS else stem + suffix
-            return f"its contents are {suffix}: mv {shell_word(name)} {shell_word(new)}"
+            return f"its contents are {suffix}: mv {quoted(name)} {quoted(new)}"
     encoding = encoding_of(first)
     return converting_hint(encoding, path) if encoding else ""
 
@@ -163,7 +163,7 @@ def decompressed(path: Path, name: str, blocks: Callable[[], Iterator[bytes]]) -
                 raise
             raise _damaged(path, name, error) from None
         if not aside.stat().st_size:
-            raise ConfigError(f"{name} is empty.", f"rm {shell_word(path)}, or write it again")
+            raise ConfigError(f"{name} is empty.", f"rm {quoted(path)}, or write it again")
 
     return made_once("plain", identity(path), write)
 
@@ -184,10 +184,10 @@ def _damaged(path: Path, name: str, error: Exception) -> ConfigError:
         plain = path.with_suffix("")
         return ConfigError(
             f"{name} is not compressed: {error}.",
-            f"mv {shell_word(path)} {shell_word(plain)}, or copy it again",
+            f"mv {quoted(path)} {quoted(plain)}, or copy it again",
         )
     test = "zstd -t" if _kind(path) == ".zst" else "gzip -t"
     return ConfigError(
         f"{name} is damaged or cut short: {error}.",
-        f"copy it again; {test} {shell_word(path)} checks it",
+        f"copy it again; {test} {quoted(path)} checks it",
     )

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError, message_line
-from fsdp.tokenize.file_names import shell_word
 from fsdp.tokenize.packages import optional
 from fsdp.tokenize.rows import SourceRow, without_nulls
 
@@ -28,7 +28,7 @@ class ParquetRows:
         self._bytes = [group.total_byte_size for group in groups]
         self.count = int(self._ends[-1])
         if not self.count:
-            raise ConfigError(f"{name} has no rows.", f"rm {shell_word(path)}, or write it again")
+            raise ConfigError(f"{name} has no rows.", f"rm {quoted(path)}, or write it again")
 
     def read(self, first: int, last: int) -> Iterator[SourceRow]:
         with self._reading(), self._parquet.ParquetFile(self._path) as file:
@@ -130,5 +130,5 @@ class _ParquetErrors:
             what = " ".join(str(error).split())[:200].rstrip(".")
             raise ConfigError(
                 f"{self._place()} is not a whole Parquet file: {what}.",
-                f"copy it again; ls -l {shell_word(self._path)} shows its size",
+                f"copy it again; ls -l {quoted(self._path)} shows its size",
             ) from None

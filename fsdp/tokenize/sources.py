@@ -13,9 +13,10 @@ from typing import TypeVar
 
 import numpy as np
 
+from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError
 from fsdp.config.values import expanded
-from fsdp.tokenize.file_names import broken_link, shell_word, shown, unreadable
+from fsdp.tokenize.file_names import broken_link, shown, unreadable
 from fsdp.tokenize.json_rows import open_json
 from fsdp.tokenize.line_rows import TOOLS, LineRows, decompressed, gzip_blocks, zst_blocks
 from fsdp.tokenize.packages import optional
@@ -71,7 +72,7 @@ def _check_file(path: Path) -> None:
     if not ends_with(path.name, SUFFIXES):
         raise ConfigError(f"{shown(path)} is not a {LISTED} file.", HINT)
     if not path.stat().st_size:
-        raise ConfigError(f"{shown(path)} is empty.", f"rm {shell_word(path)}, or write it again")
+        raise ConfigError(f"{shown(path)} is empty.", f"rm {quoted(path)}, or write it again")
 
 
 def ends_with(name: str, suffixes: tuple[str, ...]) -> bool:
@@ -87,7 +88,7 @@ def left_out(name: str) -> str:
         return ""
     return (
         f"{len(others)} .json files are left out beside the other files of {name}, as {others[0]}. "
-        f"HINT: {shell_word(str(root / '**' / '*.json'))} as the source reads them"
+        f"HINT: {quoted(str(root / '**' / '*.json'))} as the source reads them"
     )
 
 
@@ -106,7 +107,7 @@ def other_splits(name: str) -> str:
     if not others or not train:
         return ""
     pattern = _pattern_of(root, train)
-    source = f"{shell_word(pattern)} as the source" if pattern else "a pattern in quotes as the source that"
+    source = f"{quoted(pattern)} as the source" if pattern else "a pattern in quotes as the source that"
     return (
         f"{len(others)} files named after another split are read with the others of {name}, as "
         f"{root / others[0]}. HINT: {source} reads the training files alone"
@@ -167,7 +168,7 @@ def _check_links(paths: list[Path]) -> None:
 def _absent(name: str) -> ConfigError:
     if not is_pattern(name):
         return ConfigError(f"{name} does not exist.", HINT)
-    return ConfigError(f"{name} matches no file.", f"ls {shell_word(str(plain_folder(name)))}")
+    return ConfigError(f"{name} matches no file.", f"ls {quoted(str(plain_folder(name)))}")
 
 
 def plain_folder(pattern: str) -> Path:

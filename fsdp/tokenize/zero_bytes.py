@@ -5,8 +5,8 @@ from __future__ import annotations
 import codecs
 from pathlib import Path
 
+from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError
-from fsdp.tokenize.file_names import shell_word
 
 MARKS = {
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
@@ -61,7 +61,7 @@ def check_no_zero_byte(raw: bytes, path: Path, name: str) -> None:
 
 
 def zero_byte_error(raw: bytes, place: int, path: Path, name: str) -> ConfigError:
-    encoding, file = encoding_of(raw), shell_word(path)
+    encoding, file = encoding_of(raw), quoted(path)
     if kind := binary_kind(raw, path):
         return ConfigError(f"{name} is {kind[0]}.", kind[1])
     if encoding:
@@ -69,7 +69,7 @@ def zero_byte_error(raw: bytes, place: int, path: Path, name: str) -> ConfigErro
             f"{name} is not UTF-8: byte {place} is zero, and it looks like {encoding.upper()}.",
             converting_hint(encoding, path),
         )
-    new = shell_word(f"{path}.clean")
+    new = quoted(f"{path}.clean")
     return ConfigError(
         f"{name} is not text: byte {place} is zero.",
         f"another file; for text with stray zero bytes, tr -d '\\000' < {file} > {new} && mv {new} {file}",
@@ -90,12 +90,12 @@ def not_decodable(
 
 def binary_kind(raw: bytes, path: Path) -> tuple[str, str] | None:
     """What a file of another kind is, and the line that unpacks it or reads it; None if it is not known."""
-    file = shell_word(path)
+    file = quoted(path)
     tool = next((tool for first, tool in PACKED.items() if raw.startswith(first)), "")
     if tool:
-        plain = shell_word(path.with_suffix("" if path.suffix in PACKED_NAMES else ".txt"))
+        plain = quoted(path.with_suffix("" if path.suffix in PACKED_NAMES else ".txt"))
         return "compressed", f"{tool} {file} > {plain}; --data.name {plain}"
-    folder = shell_word(path.with_suffix("") if path.suffix else f"{path}.files")
+    folder = quoted(path.with_suffix("") if path.suffix else f"{path}.files")
     own = f"--data.name {folder}, or a Dataset that reads it: --data.name mine:build"
     if raw.startswith(TAR, TAR_AT):
         return "a tar archive", f"mkdir -p {folder} && tar -xf {file} -C {folder}; {own}"
@@ -104,14 +104,14 @@ def binary_kind(raw: bytes, path: Path) -> tuple[str, str] | None:
     if raw.startswith(ARROW):
         new = str(path.with_suffix(".parquet"))
         code = f"pyarrow.parquet.write_table(pyarrow.ipc.open_file({str(path)!r}).read_all(), {new!r})"
-        take = shell_word(f"import pyarrow.ipc, pyarrow.parquet; {code}")
-        return "an Arrow file", f"python -c {take}; --data.name {shell_word(new)}"
+        take = quoted(f"import pyarrow.ipc, pyarrow.parquet; {code}")
+        return "an Arrow file", f"python -c {take}; --data.name {quoted(new)}"
     if raw.startswith(PICTURES):
-        return "a picture", f"--data.name FOLDER, with FOLDER/CLASS/{shell_word(path.name)}"
+        return "a picture", f"--data.name FOLDER, with FOLDER/CLASS/{quoted(path.name)}"
     return None
 
 
 def converting_hint(encoding: str, path: Path) -> str:
     """The shell command that makes the file one of UTF-8."""
-    file, new = shell_word(path), shell_word(f"{path}.utf8")
+    file, new = quoted(path), quoted(f"{path}.utf8")
     return f"iconv -f {encoding} -t utf-8 {file} > {new} && mv {new} {file}"

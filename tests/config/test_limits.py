@@ -117,4 +117,4 @@ def test_a_recipe_may_come_from_a_pipe() -> None:
 def test_text_of_a_file_is_one_printable_line() -> None:
     assert printable_line("a\nb\r\x1b[31m\u2028\x85\u202e é") == r"a\nb\r\x1b[31m\u2028\x85\u202e é"
     assert quoted("a b.toml") == "'a b.toml'"
-    assert quoted("a'\n\\é") == r"$'a\'\x0a\\\xc3\xa9'"
+    assert quoted("a'\n\\é") == r"$'a\x27\x0a\x5cé'"

@@ -71,15 +71,19 @@ def run(saved: Path, tmp_path: Path) -> Path:
 # ---------------------------------------------------------------- no regular file
 
 
-@pytest.mark.parametrize("kind", ["a FIFO", "a device"])
-def test_what_is_no_regular_file_is_not_read(tmp_path: Path, kind: str) -> None:
-    file = tmp_path / "config.json"
-    if kind == "a FIFO":
+@pytest.fixture(params=["a FIFO", "a device"])
+def no_file(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    file = tmp_path / "weights.pt"
+    if request.param == "a FIFO":
         os.mkfifo(file)
     else:
         file.symlink_to("/dev/zero")
+    return file
+
+
+def test_what_is_no_regular_file_is_not_read(no_file: Path) -> None:
     with pytest.raises(ValueError, match="not a regular file"):
-        read_regular(file, 10)
+        read_regular(no_file, 10)
 
 
 def test_a_file_of_settings_has_a_limit(tmp_path: Path) -> None:
@@ -304,15 +308,9 @@ def test_a_directory_of_gigabytes_in_an_archive_is_refused(tmp_path: Path) -> No
         open_full_state(file)
 
 
-@pytest.mark.parametrize("kind", ["a FIFO", "a device"])
-def test_weights_that_are_no_file_are_refused(tmp_path: Path, kind: str) -> None:
-    file = tmp_path / "weights.pt"
-    if kind == "a FIFO":
-        os.mkfifo(file)
-    else:
-        file.symlink_to("/dev/zero")
+def test_weights_that_are_no_file_are_refused(no_file: Path) -> None:
     with pytest.raises(ConfigError, match="not a regular file"):
-        open_full_state(file)
+        open_full_state(no_file)
 
 
 def test_what_torch_saves_is_read(tmp_path: Path) -> None:
