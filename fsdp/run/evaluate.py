@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import config as configuration
@@ -15,9 +16,10 @@ from fsdp.base.phases import Activity, announces
 from fsdp.config import Config, TrainSection
 from fsdp.data import DataSet, heldout_batches
 from fsdp.data.types import Batch, Samples
-from fsdp.dist.collectives import sum_over_ranks
+from fsdp.dist.collectives import ranks, sum_over_ranks
 from fsdp.dist.mesh import BatchPlan, DataRank
 from fsdp.models.loss import LossFunction
+from fsdp.models.unsharded import persistent
 from fsdp.optim.ema import Ema
 from fsdp.parallel.shard import Sharded
 from fsdp.run.source_losses import sums_by_source
@@ -115,7 +117,7 @@ class Evaluator:
         assert self.data.heldout is not None
         sums = _Sums(self.data, self.loss_function, self.sharded.device)
         stopped: str | None = None
-        with self.sharded.evaluating():
+        with buffers_of_rank_0(self.sharded.root), self.sharded.evaluating():
             batches = self._batches(self.data.heldout)
             while (batch := _next(batches)) is not None:
                 sums.add(self.sharded.called, batch)
@@ -137,6 +139,31 @@ class Evaluator:
             device=device if reading.to_device else None,
             source_of=None if self.data.sources is None else self.data.sources.of_heldout,
         )
+
+
+@contextmanager
+def buffers_of_rank_0(model: nn.Module) -> Iterator[None]:
+    """Collective. Each rank's samples change BatchNorm's statistics on it; checkpoints and exports have rank
+    0's, and so has an evaluation. Afterwards each rank has its own again: an evaluation changes no training.
+    """
+    kept = set(persistent(model))
+    buffers = [one for name, one in model.named_buffers() if name in kept and one.numel()]
+    if ranks() == 1 or not buffers:
+        yield
+        return
+    own = [one.clone() for one in buffers]
+    with torch.no_grad():
+        joined = torch.cat([one.reshape(-1).view(torch.uint8) for one in own])
+        dist.broadcast(joined, 0)
+        for buffer, part in zip(buffers, joined.split([one.nbytes for one in own]), strict=True):
+            # a copy: a part may begin where its dtype may not
+            buffer.copy_(part.clone().view(buffer.dtype).view_as(buffer))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, own, strict=True):
+                buffer.copy_(value)
 
 
 @announces(Activity.DATA)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tests.support.marks import quick_are
 from tests.support.plain_loop import relative_difference, train_plainly
 from tests.support.runs import run, settings
-from tests.support.user_code import Vectors, uneven_from
+from tests.support.user_code import Buffers, Vectors, uneven_from
 
 HELD = "--data.name tests.support.user_code:vectors_with_heldout --precision.master fp64"
 HSDP = "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2"
@@ -53,3 +53,19 @@ def test_a_part_of_the_held_out_data(tmp_path: Path) -> None:
     assert finished.records[-1]["eval_loss"] == pytest.approx(
         float(F.cross_entropy(logits, heldout.targets[chosen])), rel=1e-10
     )
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "ddp"])
+def test_batch_norm_is_evaluated_with_the_statistics_that_are_exported(mesh: str, tmp_path: Path) -> None:
+    """Each rank has its own; training goes on with them, so evaluations in between change nothing."""
+    model = "--model.name tests.support.user_code:Buffers --model.frozen blocks.*"
+    words = f"{HELD} {model} --mesh.strategy {mesh}"
+    without = run(2, tmp_path / "without", words)
+    finished = run(2, tmp_path / "with", words, "--train.eval_every_steps 7")
+    assert all(torch.equal(finished.parameters[name], value) for name, value in without.parameters.items())
+    exported = Buffers().double()
+    exported.load_state_dict(finished.parameters)
+    heldout = Vectors(23)
+    with torch.no_grad():
+        loss = F.cross_entropy(exported.eval()(heldout.inputs.double()), heldout.targets)
+    assert finished.records[-1]["eval_loss"] == pytest.approx(float(loss), rel=1e-10)
