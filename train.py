@@ -12,6 +12,7 @@ override; --dry-run prints the resulting setup and exits. A stopped run resumes 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 
 from fsdp import config as configuration
@@ -29,6 +30,8 @@ def main(argv: list[str]) -> int:
     try:
         if (text := configuration.help_asked(argv, __doc__ or "")) is not None:
             return print_answer(as_typed(text), "train.py")
+        if not prints_shared_errors():
+            logging.getLogger(configuration.__name__).setLevel(logging.ERROR)  # all ranks read one recipe
         config = configuration.load([word for word in argv if word != "--dry-run"])
         if "--dry-run" in argv:
             return dry_run(config)

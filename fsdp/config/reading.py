@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import logging
 import shlex
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +25,9 @@ from fsdp.config.foreign_files import FOREIGN_SUFFIXES, foreign_file, is_torchti
 from fsdp.config.limits import OddFile, check_size, parse_toml, read_limited
 from fsdp.config.sections import LAUNCHERS_OWN, Config
 from fsdp.config.values import exists, parse_named, parse_value
+from fsdp.config.writing import REMOVED
+
+log = logging.getLogger(__name__)
 
 SHIPPED = Path(__file__).resolve().parents[2]
 """The folder of the code, which holds recipes/."""
@@ -66,7 +71,8 @@ def accepts(config: Config, flags: str) -> bool:
 def read_recipe(path: str) -> dict[str, Any]:
     """Reads a TOML file as flat `section.field` values, not yet typed.
 
-    A launcher's settings are left out if the file is a run directory's config.toml.
+    A launcher's settings are left out if the file is a run directory's config.toml, and fields that are no
+    more are left out of any.
     """
     if Path(path).suffix in FOREIGN_SUFFIXES and not is_url(path):
         raise refuse(read_foreign(Path(path)))
@@ -86,11 +92,28 @@ def read_recipe(path: str) -> dict[str, Any]:
         raise ConfigError(f"--config {path} is not TOML: {error}.", _COMPARE) from None
     if is_torchtitan(tree):
         raise refuse(foreign_file(Path(path), tree))
-    values = dict(_flatten(tree))
+    values = _without_removed(dict(_flatten(tree)), path)
     if not _is_of_a_run(Path(path)):
         return values
     # written by older versions
     return {name: value for name, value in values.items() if name.partition(".")[0] not in LAUNCHERS_OWN}
+
+
+def _without_removed(values: Mapping[str, Any], path: str) -> dict[str, Any]:
+    for name in REMOVED.keys() & values.keys():
+        if values[name] != REMOVED[name].default:
+            _warn_once(f"{path}: {name} = {values[name]} is left out: {_gone(name)}")
+    return {name: value for name, value in values.items() if name not in REMOVED}
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    """A run's file is read for its start, and for what has changed since the last one."""
+    log.warning("%s", text)
+
+
+def _gone(name: str) -> ConfigError:
+    return ConfigError(f"--{name} is no flag any more.", REMOVED[name].instead)
 
 
 def _read(path: str) -> bytes:
@@ -116,7 +139,7 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
     for key, value in tree.items():
         name = prefix + key
         if isinstance(value, Mapping) and not (
-            name in FIELDS and (FIELDS[name].is_args or FIELDS[name].is_tables)
+            name in REMOVED or (name in FIELDS and (FIELDS[name].is_args or FIELDS[name].is_tables))
         ):
             yield from _flatten(value, name + ".")
         else:
@@ -162,7 +185,7 @@ def _value_after(name: str, rest: list[str]) -> str:
     if name in FIELDS or name.rpartition(".")[0] in FIELDS or name == "config":
         default = FIELDS[name].default if name in FIELDS else ""
         raise ConfigError(f"--{name} has no value.", f"--{name} {default or 'VALUE'}")
-    raise ConfigError(f"--{name} is not a flag.", _unknown_hint(name))
+    raise _unknown(name)
 
 
 def _set(values: dict[str, Any], name: str, value: Any) -> None:
@@ -174,7 +197,7 @@ def _set(values: dict[str, Any], name: str, value: Any) -> None:
     elif name in FIELDS:
         values[name] = parse_value(FIELDS[name], value)
     else:
-        raise ConfigError(f"--{name} is not a flag.", _unknown_hint(name, value))
+        raise _unknown(name, value)
 
 
 def _named(spec: FieldSpec, value: Any) -> Mapping[str, Any]:
@@ -186,6 +209,11 @@ def _named(spec: FieldSpec, value: Any) -> Mapping[str, Any]:
         hint = f"--{spec.name} NAME={value}" if spec.is_texts else f"--{spec.name}.NAME {value}"
         raise ConfigError(f"--{spec.name} {value} has no name.", hint)
     return {key: parse_named(spec, key, text)}
+
+
+def _unknown(name: str, value: Any = "") -> ConfigError:
+    old = next((old for old in REMOVED if f"{name}.".startswith(f"{old}.")), None)
+    return _gone(old) if old else ConfigError(f"--{name} is not a flag.", _unknown_hint(name, value))
 
 
 def _unknown_hint(name: str, value: Any = "") -> str:

@@ -648,12 +648,6 @@ class SpeedSection:
     compile: Literal["auto", "true", "false"] = knob(
         "auto", "torch.compile each unit; auto: on CUDA, if Triton and a C compiler are there", common=True
     )
-    compile_cache: str = knob(
-        "auto",
-        "folder of compiled kernels for the next start: auto, off or DIR",
-        "auto is a folder on the node's disk, filled from and copied to a cache in the home directory. "
-        "off leaves torch's own cache.",
-    )
     float8: Literal["off", "tensorwise", "rowwise"] = knob(
         "off",
         "float8 matrix products: off, tensorwise or rowwise",

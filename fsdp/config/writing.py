@@ -10,6 +10,7 @@ import datetime
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fsdp.config.fields import FIELDS, flatten
@@ -112,15 +113,31 @@ ADDED_LATER = (
 """Fields whose default trains as before they existed: at it, hashes of older checkpoints stay equal."""
 
 
+@dataclass(frozen=True)
+class Removed:
+    """A field that is no more. `default` trained as all runs do now; `instead` is the HINT."""
+
+    default: Any
+    instead: str
+
+
+REMOVED: dict[str, Removed] = {
+    "speed.compile_cache": Removed("auto", "export TORCHINDUCTOR_CACHE_DIR=FOLDER, if /tmp is not the place"),
+}
+"""Typed, such a flag is an error; in a recipe it is left out, with a warning if it differs from its default.
+Defaults of fields that were hashed stay in the hash: checkpoints from before are of the same configuration.
+A field of ADDED_LATER or NOT_TRAINED stays there.
+"""
+
+
 def config_hash(config: Config) -> str:
     """Hash of what is trained: equal for runs that differ only in where and how they are executed."""
+    defaults = {name: field.default for name, field in (FIELDS | REMOVED).items()}
     kept = {
         name: value
-        for name, value in flatten(config).items()
+        for name, value in (defaults | flatten(config)).items()
         if not {name, name.partition(".")[0]} & NOT_TRAINED
+        and not (name in ADDED_LATER and value == defaults[name])
     }
     kept["speed.float8"] = config.speed.float8
-    for name in ADDED_LATER:
-        if kept[name] == FIELDS[name].default:
-            del kept[name]
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -3,7 +3,6 @@ offload.
 
     shard, ddp, whole_parameters            the order of all steps; DDP; parameters that stay whole
     device_check, attention, compiler       what the device supports; attention's kernel; --speed.compile
-    compile_cache                           kernels compiled once for all nodes and starts
     materialize, init_check                 a meta model made real, and the check that every value was set
     activations, written_tensors, offload   recomputation, writes into what it keeps; activations on the host
     float8, comm_hooks                      matrix products in float8; the user's communication

@@ -42,7 +42,7 @@ from fsdp.models.blocks import blocks_of, find_units
 from fsdp.models.experts import has_separate_experts
 from fsdp.parallel.activations import apply_activation_checkpointing
 from fsdp.parallel.comm_hooks import Hooks, apply_comm, connect_group, load_hooks
-from fsdp.parallel.compiler import compiles
+from fsdp.parallel.compiler import compiles, set_kernel_folders
 from fsdp.parallel.float8 import apply_float8
 from fsdp.parallel.forward_errors import explained
 from fsdp.parallel.offload import apply_activation_offload
@@ -356,5 +356,6 @@ def apply_compile(
     no gather in it.
     """
     if compiles(speed, device):
+        set_kernel_folders()
         for module in blocks_of(units) or [root]:
             module.compile()

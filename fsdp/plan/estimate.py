@@ -196,7 +196,7 @@ def _saves(config: Config) -> bool:
 
 _UNDERSTOOD = {
     "memory.activation_checkpointing", "memory.activation_checkpointing_every", "memory.activation_budget",
-    "memory.loss_chunk", "memory.cpu_offload", "memory.nvme_dir", "speed.compile", "speed.compile_cache",
+    "memory.loss_chunk", "memory.cpu_offload", "memory.nvme_dir", "speed.compile",
     "speed.prefetch_forward", "speed.prefetch_backward", "comm.divide_by",
 }  # fmt: skip
 _OWN = "counted as FSDP's own; what it takes itself is not known here"

@@ -35,7 +35,6 @@ from fsdp.optim.ema import maybe_ema
 from fsdp.optim.optimizer import apply_hyperparameters, build_optimizer
 from fsdp.optim.train_state import TrainState
 from fsdp.parallel.attention import attention_kernel
-from fsdp.parallel.compile_cache import maybe_compile_cache
 from fsdp.parallel.host_states import maybe_host_states
 from fsdp.parallel.nvme import NvmeFiles, maybe_nvme_files
 from fsdp.parallel.shard import Sharded, shard_model
@@ -160,7 +159,6 @@ def _set_up(start: _Start, oom: OutOfMemoryHandler, parts: ExitStack) -> Trainin
     planned = maybe_planned(config.plan, env.device.type)
     data = maybe_skipping(start.job.data, config.data.skip_unreadable, run.path, env.rank)
     job = replace(start.job, data=data)
-    compile_cache = maybe_compile_cache(config.speed, env)
     startup = startup_memory.StartupMemory(config.profile, env, run.path)
     built = _build_model(start, job, startup)
     sharded, checkpointer = built.sharded, built.checkpointer
@@ -206,7 +204,6 @@ def _set_up(start: _Start, oom: OutOfMemoryHandler, parts: ExitStack) -> Trainin
         locks=start.locks,
         replica_checks=replica_checks,
         planned=planned,
-        compile_cache=compile_cache,
         ema=ema,
     )
     parts.enter_context(closing(loop.branches))

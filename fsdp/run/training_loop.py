@@ -35,7 +35,6 @@ from fsdp.optim.gradients import InTurn
 from fsdp.optim.loss_scale import LossScaler
 from fsdp.optim.nonfinite import Verdicts
 from fsdp.optim.train_state import TrainState
-from fsdp.parallel.compile_cache import CompileCache
 from fsdp.parallel.float8 import maybe_scales
 from fsdp.parallel.shard import Sharded
 from fsdp.parallel.update import Update, Whole
@@ -98,7 +97,6 @@ class TrainingLoop:
     in_turn: InTurn | None
     replica_checks: ReplicaChecks
     planned: Planned | None
-    compile_cache: CompileCache | None
     ema: Ema | None
 
     def __post_init__(self) -> None:
@@ -224,8 +222,6 @@ class TrainingLoop:
         self.phases.enter("end")
         self.checkpointer.close()
         self._record_sealed()
-        if self.compile_cache is not None:
-            self.compile_cache.publish(wait=True)
         return self._finish()
 
     def _first_batch_is_short(self) -> bool:
@@ -357,8 +353,6 @@ class TrainingLoop:
         self.checkpointer.save(self.state, metrics=metrics, reason=reason, wait=wait)
         self.last_saved = self.state.step
         self.stopper.saved()
-        if self.compile_cache is not None:
-            self.compile_cache.publish(wait=False)
 
     def _record_sealed(self) -> None:
         for sealed in self.checkpointer.sealed():

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
-from fsdp.config import FIELDS, Config, changed_flags, config_hash, flatten, load, to_toml
+from fsdp.config import FIELDS, Config, changed_flags, config_hash, flatten, load, to_toml, writing
 
 OTHER = {"int": "7", "float": "0.5", "bool": "true", "str": "text"}
 
@@ -148,6 +148,31 @@ def test_the_hash_names_what_is_trained_and_not_where() -> None:
         ["--train.global_batch", "32"],
     ):
         assert config_hash(load(words)) != base, words
+
+
+def test_a_flag_that_is_no_more_is_refused_where_typed_and_left_out_of_an_old_recipe(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for words in ("--speed.compile_cache off", "--speed.compile_cache", "--speed.compile_cache.x 1"):
+        with pytest.raises(ConfigError, match=r"no flag any more\. HINT: export TORCHINDUCTOR_CACHE_DIR="):
+            load(words.split())
+    old = tmp_path / "config.toml"
+    for value, warned in (("auto", 0), ("off", 1), ("off", 1)):
+        old.write_text(f'[speed]\ncompile_cache = "{value}"\n')
+        assert load(["--config", str(old)]) == Config()
+        assert len(caplog.messages) == warned
+
+
+def test_a_field_that_is_no_more_leaves_hashes_of_older_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, name = config_hash(Config()), "optim.warmup_steps"
+    rest = {other: spec for other, spec in FIELDS.items() if other != name}
+    monkeypatch.setattr(
+        writing, "flatten", lambda config: {n: v for n, v in flatten(config).items() if n in rest}
+    )
+    monkeypatch.setattr(writing, "FIELDS", rest)
+    assert config_hash(Config()) != before
+    monkeypatch.setitem(writing.REMOVED, name, writing.Removed(FIELDS[name].default, "nothing"))
+    assert config_hash(Config()) == before
 
 
 def test_replace_checks_again() -> None:

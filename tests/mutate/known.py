@@ -396,13 +396,6 @@ KNOWN = [
         ("tests/parallel/test_nvme.py",),
     ),
     Known(
-        "a linked kernel is not executable",
-        "fsdp/parallel/compile_cache.py",
-        "        shutil.copymode(source, aside)\n",
-        "        pass\n",
-        ("tests/parallel/test_compile_cache.py",),
-    ),
-    Known(
         "a whole parameter of one rank's loss is not averaged",
         "fsdp/parallel/whole_parameters.py",
         "enumerate(parameters) if p.grad is None]",

@@ -26,8 +26,7 @@ from tests.support.world import run_world
 
 MODEL = (
     "--data.name tests.support.user_code:sentences --model.name transformer --model.args.vocab_size 31 "
-    "--model.args.width 24 --model.args.heads 2 --model.args.max_seq_len 9 --speed.compile true "
-    "--speed.compile_cache off"
+    "--model.args.width 24 --model.args.heads 2 --model.args.max_seq_len 9 --speed.compile true"
 )
 CASES = {
     "fsdp": "",

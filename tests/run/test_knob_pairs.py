@@ -325,7 +325,7 @@ def refused_at_start(env: DistEnv, words: list[str]) -> str:
 def test_there_is_a_row_for_every_knob_of_memory_and_speed() -> None:
     """A new field cannot be forgotten here: it stands in a knob, or below with why not."""
     elsewhere = {
-        "speed.compile": "two pairs, above", "speed.compile_cache": "changes no number",
+        "speed.compile": "two pairs, above",
         "memory.nvme_dir": "with memory.nvme", "speed.float8_emulate": "with speed.float8",
         "speed.attention": "this model has none: tests/parallel/test_attention.py",
     }  # fmt: skip
