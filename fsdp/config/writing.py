@@ -132,7 +132,8 @@ A field of ADDED_LATER or NOT_TRAINED stays there.
 
 def config_hash(config: Config) -> str:
     """Hash of what is trained: equal for runs that differ only in where and how they are executed."""
-    defaults = {name: field.default for name, field in {**FIELDS, **REMOVED}.items()}
+    defaults = {name: spec.default for name, spec in FIELDS.items()}
+    defaults |= {name: old.default for name, old in REMOVED.items()}
     kept = {
         name: value
         for name, value in (defaults | flatten(config)).items()
