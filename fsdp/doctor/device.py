@@ -34,6 +34,7 @@ def check(device: torch.device, name: str) -> dict[str, Any]:
         "memory_free": free,
         "memory_total": total,
         "health": health(device) if on_cuda else [],
+        "cudnn": cudnn(device) if on_cuda else 0,
     }
 
 
@@ -67,6 +68,12 @@ def memory(device: torch.device) -> tuple[int, int]:
         return int(free), int(total)
     node = proc.node_memory_bytes()
     return node["MemAvailable"], node["MemTotal"]
+
+
+def cudnn(device: torch.device) -> int:
+    """cuDNN's version where torch prefers its attention, if it is new enough; 0 elsewhere."""
+    preferring = torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+    return (torch.backends.cudnn.version() or 0) if preferring else 0
 
 
 def health(device: torch.device) -> list[str]:
