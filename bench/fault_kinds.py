@@ -40,8 +40,8 @@ class Where:
     step: int
     heard: Path
 
-    def now(self) -> None:
-        if not self.heard.exists():
+    def now(self, again: bool = False) -> None:
+        if again or not self.heard.exists():
             aside = self.heard.with_suffix(".aside")
             aside.write_text(repr(time.time()))
             aside.rename(self.heard)
@@ -243,6 +243,8 @@ class NodeFault(enum.Enum):
     """Its packets to the first node are lost; the first node's packets reach it."""
     KILLED = enum.auto()
     """All its processes are killed."""
+    FLOODED = enum.auto()
+    """From it the first node's monitor is flooded and that is killed, then the ranks of the second stop."""
 
 
 @dataclass(frozen=True)
@@ -279,5 +281,6 @@ KINDS = (
     Kind("partitioned node", nothing, "partition", node=NodeFault.CABLE),
     Kind("packets lost one way", nothing, "partition", node=NodeFault.ONE_WAY),
     Kind("killed node", nothing, "died", node=NodeFault.KILLED),
+    Kind("flooded monitor", nothing, "stopped", ends=False, node=NodeFault.FLOODED),
 )
 SLOWED = Kind("slowed by 10%", slowed, "late")

@@ -11,8 +11,8 @@
 
 Each case is a real run of four rank processes, forked from this one to avoid import time. The partitioned
 node is a network namespace (needs root) whose link is taken down, or whose packets are lost on their way to
-the first node; the killed node is one whose processes are all killed. Seconds count from the fault to the
-verdict.
+the first node; the killed node is one whose processes are all killed; of the flooded monitor see flood().
+Seconds count from the fault to the verdict.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import statistics
@@ -125,7 +126,7 @@ def once(kind: Kind, rank: int, step: int, folder: Path, more: Sequence[str] = (
     run, where = folder / "run", Where(rank, step, folder / "fault-at")
     flags = ["--run.dir", str(run), *FLAGS, *more]
     with ExitStack() as stack:
-        spaces, cut = stack.enter_context(two_hosts(folder)) if kind.two_nodes else ([(), ()], None)
+        spaces, cut = stack.enter_context(two_hosts(folder)) if kind.two_nodes else ([], None)
         address = ("10.78.0.1" if kind.two_nodes else "127.0.0.1", free_port())
         pids = [
             fork_rank(
@@ -137,7 +138,14 @@ def once(kind: Kind, rank: int, step: int, folder: Path, more: Sequence[str] = (
             if cut is not None:
                 wait_for(lambda: steps_of(run) >= step, "steps")
                 where.now()
-                kill_node(pids[2:]) if kind.node is NodeFault.KILLED else cut(kind.node)
+                if kind.node is NodeFault.FLOODED:
+                    flood(pids, spaces[1][0])
+                    wait_for(lambda: steps_of(run) >= step + 50, "steps after the flood")
+                    for pid in pids[2:]:
+                        os.kill(pid, signal.SIGSTOP)
+                    where.now(again=True)
+                else:
+                    kill_node(pids[2:]) if kind.node is NodeFault.KILLED else cut(kind.node)
             said = wait_for(lambda: verdict_of(run), f"a verdict on {kind.name}")
             case.said_kind, case.said_ranks, case.what = said["kind"], said["ranks"], said["what"]
             case.seconds = said["time"] - float(where.heard.read_text())
@@ -152,6 +160,37 @@ def kill_node(pids: Sequence[int]) -> None:
     """Kills its ranks, and the monitor that is a child of one of them; the node itself still answers."""
     for pid in [*(child for rank in pids for child in proc.children(rank)), *pids]:
         os.kill(pid, signal.SIGKILL)
+
+
+FLOOD = """
+import contextlib, socket, sys
+address = ("10.78.0.1", int(sys.argv[1]))
+line = socket.create_connection(address)
+idle = [socket.create_connection(address) for _ in range(1100)]
+with contextlib.suppress(OSError):  # it is closed
+    line.sendall(b"x" * (60 << 20))
+"""
+
+
+def flood(pids: Sequence[int], space: int) -> None:
+    """Idle connections and an endless line from the second node to the monitor of the first, which is then
+    killed, as the kernel does for lack of memory, and started again.
+    """
+    [monitor] = proc.children(pids[0])
+    listens = {f"socket:[{row[9]}]": row[1] for row in connections(monitor) if row[3] == "0A"}
+    held = {str(one.readlink()) for one in Path(f"/proc/{monitor}/fd").iterdir()}
+    [port] = {int(listens[name].rpartition(":")[2], 16) for name in held & listens.keys()}
+    resource.prlimit(monitor, resource.RLIMIT_NOFILE, (1024, 1024))  # as most systems set it
+    there = ["nsenter", f"--net=/proc/self/fd/{space}", sys.executable, "-c", FLOOD, str(port)]
+    subprocess.run(there, pass_fds=(space,))
+    assert proc.is_alive(monitor), "the flood has ended the monitor"
+    os.kill(monitor, signal.SIGKILL)
+
+
+def connections(pid: int) -> list[list[str]]:
+    """The kernel's table of TCP sockets, as this process's network namespace has it."""
+    tables = (Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    return [line.split() for table in tables for line in table.splitlines()[1:]]
 
 
 def ending(kind: Kind) -> Kind:

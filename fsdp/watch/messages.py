@@ -1,6 +1,6 @@
 """Messages between monitors, checked as they arrive: a peer's message is data.
 
-A node reports its token, node, ranks (observations), step_s, steps, spent and asked. The head sends alive,
+A node reports its ranks (observations), step_s, steps, spent and asked. The head sends alive,
 ask, keep (the folder of a verdict in RUN/watch), printed, done, and end with failed. A message of another
 form is left out. Not here: sending and receiving (monitor_links.py).
 """
@@ -28,7 +28,6 @@ def is_report(message: Any) -> bool:
     """Whether it is a node's report; `times_of` checks the values of steps and spent."""
     return (
         isinstance(message, dict)
-        and type(message.get("node")) is str
         and type(message.get("asked")) is bool
         and _is_number(message.get("step_s"))
         and isinstance(message.get("steps"), dict)

@@ -5,8 +5,9 @@ ranks stand still or one fails it judges who is at fault (hang_verdict.py), prin
 to RUN/watch/ and ends the job. A process of its own because a rank that is stopped, dead or stuck cannot
 report itself.
 
-The first rank of a node starts it with one JSON argument (monitor_options.py). Its standard input is a pipe
-from that rank and closes with it; the monitor ends when its ranks have ended. On several nodes the monitor of
+The first rank of a node starts it, and again if it was killed. Its standard input is a pipe from that rank,
+which carries its options (monitor_options.py) and closes with the rank; the monitor ends when its ranks have
+ended. On several nodes the monitor of
 rank 0's node, the head, judges for all; a node that is cut off judges for itself.
 
 This file holds the order of observing, judging, printing and ending, and how long each is waited for. Actions
@@ -81,7 +82,7 @@ class Monitor:
         self.files = RecordFiles(Path(options.run) / "watch")
         self.ranks = NodeRanks(options.ranks, options.node, self.files)
         self.head = Head(options.listener, options.token) if options.listener >= 0 else None
-        self.peer = Peer(options.addresses, options.token, options.node) if options.addresses else None
+        self.peer = Peer(options.head, options.token, options.node) if options.head else None
         self.hints = launcher_hints(options.launcher, len(options.nodes))
         self.timing = TimingRecorder(options.late_percent, options.nodes, self.files, print_lines)
         self.shown: Verdict | None = None
@@ -113,7 +114,7 @@ class Monitor:
 
     def _rest(self) -> None:
         """Until the next interval, or until the first rank closes the pipe."""
-        short = 0 < self.ranks.step_s < SHORT_STEP_S and not self.options.addresses
+        short = 0 < self.ranks.step_s < SHORT_STEP_S and self.peer is None
         interval_s = SHORT_INTERVAL_S if short else INTERVAL_S
         if self._first_rank_gone:
             time.sleep(interval_s)
@@ -138,7 +139,7 @@ class Monitor:
         if self.shown is None and self.peer is None:
             self.timing.update(time.monotonic(), self._rank_times, last=True)
         self.files.close()
-        self.ranks.remove_sockets()
+        self.ranks.remove_names()
         for side in (self.head, self.peer):
             if side is not None:
                 side.close()
@@ -173,7 +174,7 @@ class Monitor:
 
     def _cut_off(self) -> bool:
         connection = self.peer.connection if self.peer is not None else None
-        return connection is not None and (connection.silent_s > SILENT_S or connection.closed)
+        return connection is not None and (connection.silent_s > SILENT_S or connection.gone)
 
     def _all_observations(self) -> list[Observation]:
         """This node's ranks; on the head all; on a node that is cut off, the head's ranks as unseen."""
@@ -368,8 +369,8 @@ class Monitor:
 
 def _unseen_since(connection: MonitorConnection) -> dict[str, Any]:
     """Fields for the observations of a node's ranks; none while its monitor reports."""
-    if connection.closed:
-        return {"silent_node_s": max(connection.silent_s, 1e-3), "monitor_ended": True}
+    if connection.gone:
+        return {"silent_node_s": connection.silent_s, "monitor_ended": True}
     return {"silent_node_s": connection.silent_s} if connection.silent_s > SILENT_S else {}
 
 
@@ -389,19 +390,18 @@ def print_lines(lines: Sequence[str]) -> None:
         os.write(2, (clear + "\n".join(lines) + "\n").encode(errors="backslashreplace"))
 
 
-def main(argument: str) -> None:
+def main() -> None:
     # Ctrl-C and the scheduler's SIGTERM are for the ranks; this process ends with them
     for one in SIGNALS:
         signal.signal(one, signal.SIG_IGN)
     # after a SIGSTOP it still ends with its run
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
-    data = json.loads(argument)
+    data = json.loads(sys.stdin.readline() or sys.exit())  # nothing: the rank has ended
     data["ranks"] = {int(rank): path for rank, path in data["ranks"].items()}
-    data["addresses"] = tuple((host, port) for host, port in data["addresses"])
     monitor = Monitor(MonitorOptions(**data))
     if monitor.ranks.ranks:
         monitor.run()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

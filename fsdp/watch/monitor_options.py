@@ -1,4 +1,4 @@
-"""Options of a monitor process, passed as one JSON argument. Ranks import this without the monitor itself."""
+"""Options of a monitor process: a line of JSON on its standard input. Ranks import this, not the monitor."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class MonitorOptions:
     """DistEnv's, for hints."""
     listener: int = -1
     """The head's: an open descriptor on which other nodes' monitors connect; -1 without other nodes."""
-    addresses: tuple[tuple[str, int], ...] = ()
-    """Where the head listens; empty on the head itself."""
+    head: tuple[str, int] | None = None
+    """Where the head listens; None on the head itself."""
     prints_failures: bool = True
     """False under Ray, whose driver prints its ranks' failures."""
 

@@ -141,6 +141,8 @@ class NodeRanks:
             one.kill()
         return bool(ending)
 
-    def remove_sockets(self) -> None:
+    def remove_names(self) -> None:
+        """Those of ranks that were killed. Until then a monitor that is started again opens them."""
         for one in self.ranks:
-            one.remove_socket()
+            for suffix in (".page", ".stacks", ".sock"):
+                one.path.with_suffix(suffix).unlink(missing_ok=True)

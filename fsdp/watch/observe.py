@@ -69,9 +69,6 @@ class LocalRank:
             self.stacks = path.with_suffix(".stacks").open(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             self.stacks = io.StringIO()  # it has failed already, and its failure is on its page
-        # Both ends are open. Without names nothing remains, however the two processes end.
-        for one in (path, path.with_suffix(".stacks")):
-            one.unlink(missing_ok=True)
         self.pid = int(self.page.numbers[status_page.PID])
         first = thread_counts(self.pid, 0)
         self.start_ticks = first.start_ticks if first else ""
@@ -214,10 +211,6 @@ class LocalRank:
         if found is not None and found.alive and found.start_ticks == self.start_ticks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
-
-    def remove_socket(self) -> None:
-        """The responder's socket is the last name in the file system."""
-        self.path.with_suffix(".sock").unlink(missing_ok=True)
 
 
 def _frames(rows: list[list[Any]]) -> tuple[Frame, ...]:

@@ -3,9 +3,9 @@
     with Watch(config.watch, env, run.path) as watch:
         phases.listen(watch.phase)
 
-Entering costs one collective and, on each node's first rank, the start of the monitor process. Leaving by an
-exception hands the rank's failure report to the monitor, which prints the first failure of all ranks;
-told(error) then waits for that, and returns whether it was printed.
+Entering costs one collective, on several nodes two, and on each node's first rank the start of the monitor
+process, which a thread starts again if it was killed. Leaving by an exception hands the rank's failure report
+to the monitor, which prints the first failure of all ranks; failure_was_printed(error) then waits for that.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +32,7 @@ from fsdp.base.phases import ACTIVITIES
 from fsdp.base.stop_signals import SIGNALS, delayed
 from fsdp.config import WatchSection
 from fsdp.dist import collectives
-from fsdp.dist.addresses import listen
+from fsdp.dist.addresses import address_towards, is_loopback
 from fsdp.dist.env import DistEnv, rendezvous_host
 from fsdp.dist.stop import LAST_ACTS
 from fsdp.rundir.lock_holder import this_place
@@ -47,6 +49,8 @@ log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 MONITOR_END_S = 2.0
+STARTED_S = 5.0
+"""A monitor that ends sooner is not started again."""
 
 
 class Watch:
@@ -60,7 +64,10 @@ class Watch:
         self._section, self._env, self._run = section, env, run
         self._process_ends = process_ends
         self._page: StatusPage | None = None
-        self._monitor: subprocess.Popen[bytes] | None = None
+        self._monitor: subprocess.Popen[str] | None = None
+        self._keeper: threading.Thread | None = None
+        self._listener: socket.socket | None = None
+        self._leaving = False
 
     def __enter__(self) -> Watch:
         if not self._section.enabled:
@@ -124,8 +131,7 @@ class Watch:
             self._writer.phase("end", int(self._page.numbers[status_page.STEP]))
             self._page.numbers[STATE] = FAILED if error is not None and self._process_ends else OVER
         self._responder.close()
-        if self._monitor is not None:
-            self._end_monitor(self._monitor, error is None)
+        self._end_monitor(error is None)
         if not hasattr(error, "status_page"):
             self._page.path.unlink(missing_ok=True)  # in case no monitor has started, which removes the name
             self._page.close()
@@ -148,31 +154,40 @@ class Watch:
         if self._env.launcher != "ray" and self._process_ends:
             error.status_page = self._page  # type: ignore[attr-defined]
 
-    def _end_monitor(self, monitor: subprocess.Popen[bytes], succeeded: bool) -> None:
+    def _end_monitor(self, succeeded: bool) -> None:
         """It ends with its ranks. After a failure this rank does not wait for it."""
-        assert monitor.stdin is not None
-        monitor.stdin.close()
-        wake(monitor.pid)
+        self._leaving = True
+        if self._listener is not None:
+            self._listener.close()
+        if self._monitor is None or self._keeper is None:
+            return
+        assert self._monitor.stdin is not None
+        self._monitor.stdin.close()
+        wake(self._monitor.pid)
         if succeeded:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for storage, and ends by itself
-                monitor.wait(MONITOR_END_S)
+            self._keeper.join(MONITOR_END_S)  # it may wait for storage, and ends by itself
 
     # ------------------------------------------------------------ the start of the monitor
 
     def _start_monitor(self) -> None:
         """Collective: also of ranks without a page, which no monitor observes."""
-        spread = self._env.local_world_size < self._env.world_size
-        listener = listen(0, backlog=128) if spread and self._env.is_main else None
         place = this_place() or socket.gethostname()
         path = "" if self._page is None else str(self._page.path)
-        everyone = collectives.all_gather_objects((place, socket.gethostname(), path, _meeting(listener)))
+        towards = address_towards(rendezvous_host())
+        everyone = collectives.all_gather_objects((place, socket.gethostname(), path, towards))
         by_place: dict[str, list[int]] = {}
         for rank, (its_place, _, _, _) in enumerate(everyone):
             by_place.setdefault(its_place, []).append(rank)
+        head, token = None, ""
+        if len(by_place) > 1:
+            if self._env.is_main and path:
+                self._listener = _listener([towards for other, _, _, towards in everyone if other != place])
+                if self._listener is not None:
+                    head, token = self._listener.getsockname()[:2], secrets.token_hex(16)
+            head, token = collectives.broadcast_object((head, token))
         pages = {rank: everyone[rank][2] for rank in by_place[place] if everyone[rank][2]}
         if self._env.rank == next(iter(pages), None):
             names = _node_names(list(by_place), {its_place: host for its_place, host, _, _ in everyone})
-            meeting = everyone[0][3] if len(by_place) > 1 else None
             options = MonitorOptions(
                 node=names[place],
                 run=str(self._run),
@@ -181,17 +196,38 @@ class Watch:
                 hang_s=self._section.hang_s,
                 late_percent=self._section.late_percent,
                 launcher=self._env.launcher,
-                token=meeting[0] if meeting else "",
-                listener=listener.fileno() if listener is not None and meeting is not None else -1,
-                addresses=tuple(meeting[1]) if meeting and not self._env.is_main else (),
+                token=token,
+                listener=self._listener.fileno() if self._listener is not None else -1,
+                head=None if self._env.is_main else head,
                 prints_failures=self._env.launcher != "ray",
             )
             try:
                 self._monitor = _spawn(options)
             except OSError as error:  # no room for another process
                 log.warning("watch: %s has no monitor (%s)", options.node, error)
-        if listener is not None:
-            listener.close()
+                return
+            self._keeper = threading.Thread(
+                target=self._keep_monitor, args=(options,), name="monitor", daemon=True
+            )
+            self._keeper.start()
+
+    def _keep_monitor(self, options: MonitorOptions) -> None:
+        """Start the monitor again if it was killed, as for lack of memory."""
+        assert self._monitor is not None
+        began = time.monotonic()
+        while self._monitor.wait() and not self._leaving:
+            code = self._monitor.returncode
+            how = "ended " + (f"(exit code {code})" if code > 0 else f"({signal.Signals(-code).name})")
+            if time.monotonic() - began < STARTED_S:
+                log.warning("watch: the monitor of %s %s again; its ranks are not watched", options.node, how)
+                return
+            log.warning("watch: the monitor of %s %s and is started again", options.node, how)
+            began = time.monotonic()
+            try:
+                self._monitor = _spawn(options)
+            except OSError as error:
+                log.warning("watch: %s has no monitor (%s)", options.node, error)
+                return
 
 
 def _pid_namespace() -> str:
@@ -209,12 +245,20 @@ def remove_stale_names() -> None:
                 one.unlink()
 
 
-def _meeting(listener: socket.socket | None) -> tuple[str, list[tuple[str, int]]] | None:
-    """A token of this run's monitors, and the addresses of the head."""
-    if listener is None:
-        return None
-    hosts = dict.fromkeys([rendezvous_host(), socket.gethostname()])
-    return secrets.token_hex(8), [(host, listener.getsockname()[1]) for host in hosts if host]
+def _listener(others: Sequence[str]) -> socket.socket | None:
+    """At this host's address on the route to another node, by that node's address towards the rendezvous;
+    None, with a warning, if there is no route: each node then judges for itself.
+    """
+    outside_first = sorted(filter(None, others), key=is_loopback)
+    reason: object = "no route to another node"
+    for address in filter(None, map(address_towards, outside_first)):
+        try:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            return socket.create_server((address, 0), family=family, backlog=1024)
+        except OSError as error:
+            reason = error
+    log.warning("watch: the nodes' monitors do not meet, and each judges for itself (%s)", reason)
+    return None
 
 
 def _node_names(places: list[str], hosts: dict[str, str]) -> dict[str, str]:
@@ -228,19 +272,26 @@ def _node_names(places: list[str], hosts: dict[str, str]) -> dict[str, str]:
     return names
 
 
-def _spawn(options: MonitorOptions) -> subprocess.Popen[bytes]:
-    """Without site-packages (-S), which the monitor does not need: it starts in half the time."""
+def _spawn(options: MonitorOptions) -> subprocess.Popen[str]:
+    """Without site-packages (-S), which the monitor does not need: it starts in half the time. Its options go
+    through its standard input: other users of the host can read a command line, with the token in it.
+    """
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     with delayed(SIGNALS):  # one that comes before the monitor ignores them would end it
-        return subprocess.Popen(
-            [sys.executable, "-S", "-m", "fsdp.watch.monitor", json.dumps(asdict(options))],
+        monitor = subprocess.Popen(
+            [sys.executable, "-S", "-m", "fsdp.watch.monitor"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=_error_output(),
             env=environ,
             pass_fds=(options.listener,) if options.listener >= 0 else (),
             cwd="/",
+            text=True,
         )
+    assert monitor.stdin is not None
+    monitor.stdin.write(json.dumps(asdict(options)) + "\n")
+    monitor.stdin.flush()
+    return monitor
 
 
 def _error_output() -> int | None:

@@ -93,7 +93,7 @@ AFTER_STEPS = ("evaluate", "save")
 
 @dataclass(frozen=True)
 class StatusPage:
-    """The page, as a memory of doubles. Its file has a name until the monitor has opened it."""
+    """The page, as a memory of doubles. Its file has a name until the rank or its monitor ends."""
 
     path: Path
     numbers: memoryview[float]

@@ -247,7 +247,7 @@ def a_report() -> dict[str, Any]:
     seconds = dict.fromkeys((*monitor_module_phases(), "waiting", "starved"), 1.0)
     return json.loads(  # type: ignore[no-any-return]
         json.dumps(
-            {"token": "secret", "node": "n2", "ranks": [rank.encoded()], "step_s": 0.1, "asked": False,
+            {"ranks": [rank.encoded()], "step_s": 0.1, "asked": False,
              "steps": {1: {2: 0.1, 3: 0.1}}, "spent": {1: seconds}}
         )
     )  # fmt: skip
@@ -349,7 +349,7 @@ def printable(lines: list[str]) -> None:
 def monitor_orders(run: RunDir, messages: list[bytes]) -> None:
     """A node's monitor reads the head's messages."""
     with socket.create_server(("127.0.0.1", 0)) as ear:
-        monitor = a_monitor(run.path, addresses=(ear.getsockname(),))
+        monitor = a_monitor(run.path, head=ear.getsockname())
         assert monitor.peer is not None
         monitor._exchange()
         head, _ = ear.accept()
@@ -408,7 +408,7 @@ TARGETS: dict[str, Target] = {
     "monitor reports": Target(
         monitor_reports,
         lambda: {
-            "first": st.just(json.dumps(a_report()).encode()) | messages_of(a_report()),
+            "first": st.just(b"secret n2") | messages_of(a_report()),
             "messages": st.lists(messages_of(a_report()), max_size=3),
         },
         20,

@@ -29,7 +29,7 @@ from fsdp.watch.records import RecordFiles
 from fsdp.watch.status_page import FAILED, MONITOR, OVER, PID, PRINTED, STATE, StatusPage
 from tests.rundir.test_lock_hidden import in_namespaces
 from tests.support.marks import sample_are
-from tests.support.processes import eventually
+from tests.support.processes import command_line, eventually
 from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
@@ -234,6 +234,29 @@ def test_a_stopped_monitor_ends_with_its_run(tmp_path: Path) -> None:
     assert run_world(1, stopped_monitor, str(tmp_path)) == [0]
 
 
+def killed_monitor(env: DistEnv, folder: str) -> tuple[list[str], bool]:
+    """What is said of a monitor that is killed, and whether another one then ends with the run."""
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(watch_rank.log, "warning", lambda text, *values: said.append(text % values))
+        patched.setattr(watch_rank, "MONITOR_END_S", 60.0)
+        patched.setattr(watch_rank, "STARTED_S", 0.0)
+        with Watch(WatchSection(), env, Path(folder)) as watch:
+            numbers = cast(StatusPage, watch._page).numbers
+            first = int(eventually("the monitor observes", lambda: numbers[MONITOR], 30))
+            os.kill(first, signal.SIGKILL)
+            eventually("another one observes", lambda: numbers[MONITOR] != first, 30)
+            second = cast(subprocess.Popen[str], watch._monitor)
+    return said, second.pid != first and second.returncode == 0
+
+
+def test_a_killed_monitor_is_announced_and_started_again(tmp_path: Path) -> None:
+    [(said, observed)] = run_world(1, killed_monitor, str(tmp_path))
+    assert len(said) == 1
+    assert "SIGKILL" in said[0]
+    assert observed
+
+
 def test_a_stopped_monitor_ends_though_its_rank_was_killed(page: StatusPage, tmp_path: Path) -> None:
     rank = os.fork()
     if not rank:
@@ -251,10 +274,14 @@ def test_a_stopped_monitor_ends_though_its_rank_was_killed(page: StatusPage, tmp
     eventually("the monitor ends", lambda: state(monitor) in "ZX", 15)
 
 
-def test_ctrl_c_while_the_monitor_starts_is_for_the_ranks_alone(page: StatusPage, tmp_path: Path) -> None:
+def test_what_starts_with_the_monitor_is_for_others_neither_ctrl_c_nor_its_token(
+    page: StatusPage, tmp_path: Path
+) -> None:
     """Before, it ended with a traceback, and the run was not watched."""
     page.numbers[PID] = os.getpid()
-    monitor = _spawn(MonitorOptions("n1", str(tmp_path), {0: str(page.path)}, {"n1": [0]}, 0.0, 0.0, ""))
+    token = "a token that only monitors see"
+    monitor = _spawn(MonitorOptions("n1", str(tmp_path), {0: str(page.path)}, {"n1": [0]}, 0.0, 0.0, token))
+    assert token not in command_line(monitor.pid)
     monitor.send_signal(signal.SIGINT)
     monitor.send_signal(signal.SIGTERM)
     eventually("the monitor observes", lambda: page.numbers[MONITOR], 30)
