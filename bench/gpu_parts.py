@@ -298,10 +298,10 @@ def out_of_memory(bench: Bench) -> Figures:
         "oom", *MODEL, *QUIET, *ALONE, *long, "--train.micro_batch", "4096", "--train.steps", "2"
     )
     need(ran.code != 0, "the run fitted")
-    page = ran.run / "oom-rank0.html"
+    page = ran.run / "oom-rank0.txt"
     need(page.exists(), f"{page.name} was not written: {ran.end()}")
     need("HINT" in ran.text, f"no HINT: {ran.end()}")
-    return {"exit code": ran.code, "page bytes": page.stat().st_size}
+    return {"exit code": ran.code, "text bytes": page.stat().st_size}
 
 
 def float8(bench: Bench) -> Figures:
@@ -407,18 +407,18 @@ def doctor(bench: Bench) -> Figures:
     words = ("fsdp.doctor", "--ranks", "1" if bench.cuda else "2", "--dir", str(bench.folder))
     ran = bench.tool(*words, limit_s=150)
     need(ran.code == 0, f"exit code {ran.code}: {ran.end()}")
-    need((bench.folder / "doctor" / "doctor.html").exists(), "doctor.html was not written")
+    need((bench.folder / "doctor" / "doctor.txt").exists(), "doctor.txt was not written")
     return {"verdict": ran.text.strip().splitlines()[-1]}
 
 
 def profile(bench: Bench) -> Figures:
     on = ("--profile.memory", "true", "--profile.trace", "true", "--profile.steps", "3:4")
     ran = bench.trained("profile", *MODEL, *QUIET, *ALONE, "--train.steps", "6", *on)
-    pages = sorted(path.name for path in (ran.run / "profile").iterdir())
-    need(any(name.endswith("memory_profile.html") for name in pages), f"no page among {pages}")
+    files = sorted(path.name for path in (ran.run / "profile").iterdir())
+    need(any(name.endswith("memory.json") for name in files), f"no account among {files}")
     report: Ran = bench.tool("fsdp.report", str(ran.run))
     need(report.code == 0, report.end())
-    return {"files": len(pages)}
+    return {"files": len(files)}
 
 
 PARTS = (

@@ -217,7 +217,7 @@ examine_nodes() {
     srun_ranks
     on_head rm -f "$verdict_file"
     "${by_srun[@]}" bash "$here/node.sh" ranks -m fsdp.doctor --dir "$run_folder" --verdict-to "$verdict_file" || say "its ranks ended with $?"
-    [ "$(on_head cat "$verdict_file")" = 0 ] || die "not fit to train: $run_folder/doctor/doctor.html; nodes to exclude: $run_folder/doctor/exclude"
+    [ "$(on_head cat "$verdict_file")" = 0 ] || die "not fit to train: $run_folder/doctor/doctor.txt; nodes to exclude: $run_folder/doctor/exclude"
     exit 0
 }
 

@@ -8,7 +8,6 @@
     cache_folder, checked_values         the folder of what can be made again; checks of a file's values
     garbage, freed_memory                garbage collection paused; memory returned to the kernel
     grouping, weak_method                items in lists of one size; a method that does not keep its object
-    html, bars, palette                  pages from templates, stacked bars, colours (markupsafe, jinja2)
     object_client                        the client of object stores (fsspec, imported by its first use)
     devices, worker_thread               figures of devices; a thread for the jobs of an object (torch)
     digest, dtypes, torchvision_import   digests of tensors, names of dtypes, import of torchvision (torch)

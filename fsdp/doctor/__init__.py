@@ -11,5 +11,5 @@ Its modules:
     network, device, links, storage   measure
     transport                         reads NCCL's log on CUDA
     findings                          judges the measurements, in pure functions
-    table, heat                       the result as text and as a page; the maps of the page
+    table                             the result as text
 """

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=4 -m fsdp.doctor          or under srun; alone it starts a rank a GPU, or two
     sbatch slurm/fsdp.sbatch --preflight                in place of a job, on the job's nodes
 
-It prints a table, its findings with a HINT each and a verdict, and writes DIR/doctor: doctor.html,
+It prints a table, its findings with a HINT each and a verdict, and writes DIR/doctor: doctor.txt,
 doctor.json, and exclude, for sbatch's --exclude. Exit code 0 if all nodes are fit, 3 if one is not, 2 for a
 wrong flag.
 """

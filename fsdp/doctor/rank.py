@@ -91,11 +91,12 @@ def _left_in(file: Path, verdict: int) -> int:
 
 def _report(reports: NodeReports, launcher: str, run: Path, seconds: float) -> int:
     verdict = judge(reports, launcher)
-    print_line(table.text(reports, verdict, seconds), sys.stdout)
+    shown = table.text(reports, verdict, seconds)
+    print_line(shown, sys.stdout)
     folder = run / "doctor"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "doctor.html", table.page(reports, verdict, seconds))
+        write_atomically(folder / "doctor.txt", f"{shown}\n")
         record = {
             "verdict": str(verdict),
             "fit": verdict.fit,

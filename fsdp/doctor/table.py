@@ -1,23 +1,17 @@
-"""The measurements and findings as text for a terminal or a log, and as an HTML page."""
+"""The measurements and findings as text, for a terminal or a log."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from markupsafe import Markup
-
-from fsdp.base.html import chip, code, details, document, header, joined, paragraph, section
-from fsdp.base.html import table as html_table
 from fsdp.base.text import columns, counted
-from fsdp.doctor.findings import GIB, Diagnosis, Finding, NodeReports, RankReport
-from fsdp.doctor.heat import drawn, heat_maps
+from fsdp.doctor.findings import GIB, Diagnosis, NodeReports, RankReport
 
 MOST_ROWS = 40
 """Above this many ranks a node has one row: its slowest rank."""
 HEADS = ("node", "rank", "device", "TFLOP/s", "free", "gather", "scatter", "small", "write", "read", "clock")
 UNITS = ("", "", "", "", "GiB", "GB/s", "GB/s", "µs", "MB/s", "MB/s", "ms")
 DEVICE = HEADS.index("device")
-MAPS = "A cell's name and value are under the pointer. Cells are compared with those of the same device."
 LINK_HEADS = ("link", "gather GB/s", "scatter GB/s", "small µs")
 
 
@@ -108,9 +102,6 @@ def size(reports: NodeReports, seconds: float) -> str:
     return f"{counted(ranks, 'rank')} on {counted(nodes, 'node')}{device}; checked in {seconds:.0f} s"
 
 
-# ---------------------------------------------------------------- as text
-
-
 def text(reports: NodeReports, verdict: Diagnosis, seconds: float) -> str:
     """80 columns wide if host names are short: a device that all ranks have is above the table."""
     shown = rows(reports)
@@ -138,54 +129,3 @@ def _columns(lines: Sequence[Sequence[str]]) -> str:
     kept = [at for at in range(len(lines[0])) if any(row[at] for row in body)]
     right = [nth for nth, at in enumerate(kept) if lines[0][at] not in ("node", "device", "link")]
     return "\n".join(columns([[row[at] for at in kept] for row in lines], right))
-
-
-# ---------------------------------------------------------------- as a page
-
-
-def page(reports: NodeReports, verdict: Diagnosis, seconds: float) -> str:
-    state = chip("fit to train", "finished") if verdict.fit else chip("not fit", "failed")
-    parts = [
-        header("doctor: nodes before a run", state, lines=[size(reports, seconds), about(reports)]),
-        section("Verdict", paragraph(_verdict(verdict))),
-        section("Findings", _findings(verdict)) if verdict.findings else "",
-        section("Maps", drawn(heat_maps(reports)), MAPS),
-        section("Numbers", _numbers(reports)),
-    ]
-    return document("doctor", joined(parts))
-
-
-def _verdict(verdict: Diagnosis) -> Markup:
-    typed = verdict.way_out
-    return joined([str(verdict).removesuffix(typed), code(typed) if typed else ""])
-
-
-def _numbers(reports: NodeReports) -> Markup:
-    """Folded: at many ranks the maps show the same."""
-    pairs = links(reports)
-    ranks = details(f"{len(rows(reports))} rows of ranks", _ranks(reports))
-    between = html_table(LINK_HEADS, pairs, numeric=LINK_HEADS[1:])
-    return joined([ranks, details(f"{len(pairs)} links between nodes", between) if pairs else ""])
-
-
-def _findings(verdict: Diagnosis) -> Markup:
-    shown = [
-        [_grade(one), one.host, "" if one.rank is None else one.rank, one.what, one.hint]
-        for one in verdict.findings
-    ]
-    return html_table(("", "node", "rank", "what", "what to do"), shown, numeric=("rank",))
-
-
-def _grade(finding: Finding) -> Markup:
-    return chip("out", "failed") if finding.out else chip("odd", "stopped")
-
-
-def _ranks(reports: NodeReports) -> Markup:
-    """An empty column is left out."""
-    heads = [f"{head} {unit}".strip() for head, unit in zip(HEADS, UNITS, strict=True)]
-    filled = rows(reports)
-    kept = [at for at in range(len(heads)) if any(row[at] for row in filled)]
-    numeric = [heads[at] for at in kept if HEADS[at] not in ("node", "device")]
-    return html_table(
-        [heads[at] for at in kept], [[row[at] for at in kept] for row in filled], numeric=numeric
-    )

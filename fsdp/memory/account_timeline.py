@@ -1,4 +1,4 @@
-"""Memory over time: events of blocks by kind, peaks by phase, and a thinned timeline for drawing.
+"""Memory over time: events of blocks by kind, and peaks by phase.
 
 A block's kind may be known only after its release (a reduce-scatter's output becomes gradients), so events
 are kept and evaluated at the end. Filled by account_storages.py and account_cuda.py; independent of torch.
@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-POINTS = 1500
-"""Maximum points of a drawn timeline; each is the highest moment of its interval."""
 
 
 @dataclass(frozen=True)
@@ -95,41 +92,8 @@ def ends_of_phases(timeline: Timeline) -> list[dict[str, Any]]:
     ends: list[dict[str, Any]] = []
     before: Mark | None = None
     for moment in timeline.moments():
-        if moment.mark is None:
-            continue
-        if before is not None:
-            ends.append(
-                {
-                    "step": before.step,
-                    "phase": before.phase,
-                    "kinds": dict(moment.kinds),
-                    "time_s": moment.time_s,
-                }
-            )
-        before = moment.mark
-    return ends
-
-
-def curve(timeline: Timeline, points: int = POINTS) -> dict[str, Any]:
-    """Times, bytes by kind, and marks: the highest moment of each interval, so that no peak is lost."""
-    times = [moment.time_s for moment in timeline.moments()]
-    if not times:
-        return {"t_s": [], "kinds": {}, "marks": []}
-    # A phase's mark is taken before the tracker counts what is there: the first moment may be the later one.
-    first = min(times)
-    span = max(max(times) - first, 1e-9)
-    chosen: dict[int, tuple[int, float, dict[str, int]]] = {}
-    marks = []
-    for moment in timeline.moments():
         if moment.mark is not None:
-            marks.append([round(moment.time_s - first, 6), moment.mark.phase, moment.mark.step])
-        bucket = min(points - 1, int((moment.time_s - first) / span * points))
-        if bucket not in chosen or moment.total > chosen[bucket][0]:
-            chosen[bucket] = (moment.total, moment.time_s - first, dict(moment.kinds))
-    rows = [chosen[bucket] for bucket in sorted(chosen)]
-    present = [kind for kind in timeline.kinds if any(row[2][kind] for row in rows)]
-    return {
-        "t_s": [round(row[1], 6) for row in rows],
-        "kinds": {kind: [row[2][kind] for row in rows] for kind in present},
-        "marks": marks,
-    }
+            if before is not None:
+                ends.append({"step": before.step, "phase": before.phase, "kinds": dict(moment.kinds)})
+            before = moment.mark
+    return ends

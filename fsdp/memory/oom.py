@@ -1,6 +1,6 @@
 """Context manager that catches out-of-memory errors and writes a page: memory by kind, flags to change.
 
-    RUN/oom-rank3.txt, RUN/oom-rank3.html, and the text on stderr
+    RUN/oom-rank3.txt, and the text on stderr
 
 It costs nothing until an error reaches it; then oom_report.py is imported, which every other run is spared.
 A process killed by the kernel's OOM killer gets no signal that it can handle and leaves no page: the watch

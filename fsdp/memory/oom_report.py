@@ -2,7 +2,7 @@
 
 It measures memory by kind (account.py), frees the failed step's tensors, estimates on fake tensors what a
 step needs (oom_estimate.py), computes what each flag frees (oom_advice.py), and writes the page
-(oom_page.py). Imported only once memory has run out (oom.py).
+(oom_text.py). Imported only once memory has run out (oom.py).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from fsdp.base.cgroup import memory_group
 from fsdp.base.errors import ConfigError, one_line
 from fsdp.base.streams import print_line
 from fsdp.base.units import byte_size
-from fsdp.config import Config, accepts, changed_flags, flatten, reshard_policy
+from fsdp.config import Config, accepts, reshard_policy
 from fsdp.dist.env import DistEnv, expandable_segments
-from fsdp.memory import oom_page
+from fsdp.memory import oom_text
 from fsdp.memory.account import by_size, device_bytes, process_bytes, tally
 from fsdp.memory.oom_advice import Advice, Footprint, Suggestion, advise
 from fsdp.memory.oom_error import OomContext, OutOfMemory
@@ -69,19 +69,18 @@ class OomReport:
             hint,
         )
 
-    def _write(self, facts: oom_page.OomFacts, advice: Advice | None, note: str) -> str:
+    def _write(self, facts: oom_text.OomFacts, advice: Advice | None, note: str) -> str:
         """Returns where the details are: on stderr alone if the run directory cannot be written."""
-        text = oom_page.text(facts, advice, note)
+        text = oom_text.text(facts, advice, note)
         print_line(text)
         path = self.run_dir / f"oom-rank{self.env.rank}.txt"
         try:
             path.write_text(text, encoding="utf-8")
-            path.with_suffix(".html").write_text(oom_page.html_page(facts, advice, note), encoding="utf-8")
         except OSError as error:
             return f"details above; {self.run_dir} cannot be written ({error.strerror})"
         return f"details in {path}"
 
-    def _measure(self, error: BaseException) -> oom_page.OomFacts:
+    def _measure(self, error: BaseException) -> oom_text.OomFacts:
         """Call it while the failed step's tensors still exist."""
         context, device = self.context, self.env.device
         kinds = tally(context.root, context.optimizer, device.type) if context is not None else {}
@@ -91,7 +90,7 @@ class OomReport:
             kinds["activations"] = max(0, held - sum(kinds.values()))
         phases = context.phases if context is not None else None
         message = " ".join(str(error).split()) or type(error).__name__
-        return oom_page.OomFacts(
+        return oom_text.OomFacts(
             rank=self.env.rank,
             ranks=self.env.world_size,
             host=socket.gethostname(),
@@ -105,11 +104,9 @@ class OomReport:
             process=process,
             allocator=allocator,
             limits=limits(),
-            run=self.run_dir.name,
-            flags=changed_flags(flatten(self.config)),
         )
 
-    def _advice(self, facts: oom_page.OomFacts) -> tuple[Advice | None, str]:
+    def _advice(self, facts: oom_text.OomFacts) -> tuple[Advice | None, str]:
         assert self.context is not None
         footprint = footprint_of(self.config, self.context, self.env.device)
         activations = ActivationEstimates(
@@ -232,7 +229,7 @@ def _is_chunkable(context: OomContext) -> bool:
 
 
 def comes_first(
-    config: Config, context: OomContext, facts: oom_page.OomFacts, needs: int
+    config: Config, context: OomContext, facts: oom_text.OomFacts, needs: int
 ) -> Suggestion | None:
     """Suggestions for memory that no step holds: an evaluation's, a save's, the allocator's cache."""
     if facts.phase == "evaluate":

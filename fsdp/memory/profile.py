@@ -1,8 +1,7 @@
 """--profile.*: memory and time of chosen steps, each rank for itself, as files under RUN/profile.
 
     rankN_memory.json              the account (below)
-    rankN_memory_profile.html      the account as a page
-    rankN_memory_snapshot.pickle   on CUDA, for torch's viewer
+    rankN_memory_snapshot.pickle   on CUDA: python -m torch.cuda._memory_viz trace_plot FILE -o memory.html
     rankN_trace.json.gz            for Perfetto or chrome://tracing
     rankN_steps.json               the trace as a table
     rankN_operators.txt            the 30 operations that take longest: key_averages of torch's profiler
@@ -12,17 +11,13 @@
 rankN_memory.json, bytes and seconds:
 
     format 1, rank, ranks, device, source (`storages` on the CPU, `allocator` on CUDA),
-    steps [first, last], parameters of the model, run (its name), flags [--name value] that it was given
+    steps [first, last], parameters of the model
     peak      {bytes, step, phase, kinds {kind: bytes}}: the highest moment of all
     phases    {phase: such a peak}: the highest moment of each phase
-    ends      [{step, phase, kinds, beyond, process {…}, allocator {…}}]: memory at the end of each phase.
-              beyond: memory of the process (CPU, resident and anonymous) or of the allocator (CUDA,
-              reserved) beyond all kinds
-    timeline  {t_s [], kinds {kind: []}, marks [[t_s, phase, step]]}: at most 1500 points, each the
-              highest of its interval
+    ends      [{step, phase, kinds}]: memory at the end of each phase
 
 Kinds are those of fsdp/memory/account.py. Here: start and end of profiling, and the files. Not here: tracking
-of memory (account_*.py), of time (profile_trace.py), the page (profile_page.py).
+of memory (account_*.py), of time (profile_trace.py).
 """
 
 from __future__ import annotations
@@ -30,7 +25,6 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +33,13 @@ from torch import nn
 
 from fsdp.base.phases import Activity, Phases, announces
 from fsdp.base.units import byte_size
-from fsdp.config import Config, ProfileSection, changed_flags, flatten, profile_steps
+from fsdp.config import Config, ProfileSection, profile_steps
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv
-from fsdp.memory.account import by_size, device_bytes, process_bytes
+from fsdp.memory.account import by_size
 from fsdp.memory.account_cuda import AllocatorTracker
 from fsdp.memory.account_storages import StorageTracker
-from fsdp.memory.account_timeline import Mark, curve, ends_of_phases, peaks_by_phase
-from fsdp.memory.profile_page import page
+from fsdp.memory.account_timeline import Mark, ends_of_phases, peaks_by_phase
 from fsdp.memory.profile_trace import Tracer
 
 log = logging.getLogger(__name__)
@@ -62,15 +55,13 @@ class Profile:
         env: DistEnv,
         root: nn.Module,
         optimizer: torch.optim.Optimizer,
-        flags: Sequence[str] = (),
     ) -> None:
-        self.folder, self._env, self._flags = folder, env, list(flags)
+        self.folder, self._env = folder, env
         self.first, self.last = profile_steps(section.steps)
         self._root, self._optimizer = root, optimizer
         self._section, self._with_memory, self._with_trace = section, section.memory, section.trace
         self.memory: StorageTracker | AllocatorTracker | None = None
         self._trace: Tracer | None = None
-        self._processes: list[dict[str, Any]] = []
         self._on, self._over, self._warned = False, False, False
         self.peak: dict[str, Any] | None = None
         self.table: dict[str, Any] | None = None
@@ -85,7 +76,6 @@ class Profile:
         elif not self._on and step > self.last:
             self._too_late(step)
         if self._on:
-            self._processes.append({"process": process_bytes(), "allocator": device_bytes(self._env.device)})
             mark = Mark(time.perf_counter(), phase, step)
             if self._trace is not None:
                 self._trace.phase(mark)
@@ -144,13 +134,11 @@ class Profile:
 
     def _end_memory(self, tracker: StorageTracker | AllocatorTracker) -> None:
         tracker.phase(Mark(time.perf_counter(), "end", self.last))
-        self._processes.append({"process": process_bytes(), "allocator": device_bytes(self._env.device)})
         tracker.__exit__(None, None, None)
         record = self.record(tracker)
         tracker.forget()
         self.peak = record["peak"]
         self._path("memory.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
-        self._path("memory_profile.html").write_text(page(record), encoding="utf-8")
         self.memory = None
 
     def record(self, tracker: StorageTracker | AllocatorTracker) -> dict[str, Any]:
@@ -158,10 +146,6 @@ class Profile:
         device, phases = self._env.device, peaks_by_phase(tracker.timeline)
         phases.pop("end", None)
         highest = max(phases.values(), key=lambda peak: peak.bytes)
-        ends = ends_of_phases(tracker.timeline)
-        for end, process in zip(ends, self._processes[1:], strict=False):
-            end.update(process, beyond=_beyond(end["kinds"], process))
-            del end["time_s"]
         return {
             "format": 1,
             "rank": self._env.rank,
@@ -169,13 +153,10 @@ class Profile:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "source": "allocator" if isinstance(tracker, AllocatorTracker) else "storages",
             "steps": [self.first, self.last],
-            "run": self.folder.parent.name,
-            "flags": self._flags,
             "parameters": sum(parameter.numel() for parameter in self._root.parameters()),
             "peak": highest.as_record(),
             "phases": {phase: peak.as_record() for phase, peak in phases.items()},
-            "ends": ends,
-            "timeline": curve(tracker.timeline),
+            "ends": ends_of_phases(tracker.timeline),
         }
 
     def _too_late(self, step: int) -> None:
@@ -203,9 +184,7 @@ def start(
     optimizer: torch.optim.Optimizer,
     phases: Phases,
 ) -> Profile:
-    profile = Profile(
-        config.profile, run_dir / "profile", env, root, optimizer, changed_flags(flatten(config))
-    )
+    profile = Profile(config.profile, run_dir / "profile", env, root, optimizer)
     phases.listen(profile.on_phase)
     return profile
 
@@ -226,10 +205,3 @@ def summary_lines(summary: list[dict[str, Any]]) -> list[str]:
             )
             lines.append(f"rank {one['rank']} step {parts['step'] * 1e3:.1f} ms: {shares}")
     return lines
-
-
-def _beyond(kinds: dict[str, int], process: dict[str, Any]) -> int | None:
-    held = (
-        process["allocator"].get("reserved") if process["allocator"] else process["process"].get("rss_anon")
-    )
-    return None if held is None else held - sum(kinds.values())

@@ -6,7 +6,7 @@
 train.py's flags and recipes (--config FILE), and --plan's own. Flags that are set stay; mesh, micro-batch,
 resharding, checkpointing and, where nothing else fits, offload are searched. --plan.fix true plans the flags
 as they are; without --plan.gpus the fewest ranks that fit are found. --plan.write FILE writes the best as a
-recipe for train.py; --page FILE writes memory against time of all plans as an HTML page.
+recipe for train.py.
 """
 
 from __future__ import annotations
@@ -15,35 +15,26 @@ import errno
 import os
 import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.config import Config
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, prints_errors
 
-if TYPE_CHECKING:
-    from fsdp.plan.estimate import Plan
-
-NOT_SHOWN = ("--plan.write", "--plan.rows", "--plan.calibrate")
-
 
 @prints_errors("fsdp.plan")
 def main(argv: list[str]) -> int:
     parser = CommandParser("fsdp.plan", __doc__, epilog=f"{configuration.all_fields('plan')}\n\n{RUN_FLAGS}")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write the plans as an HTML page")
-    options, flags = parser.parse_with_run_flags(argv)
+    _, flags = parser.parse_with_run_flags(argv)
     config = configuration.load(flags)
-    for flag, file in (("--page", options.page), ("--plan.write", config.plan.write)):
-        if file:
-            _check_place(Path(file), flag)
-    print("\n".join(answer(config, fields_set(flags), options.page)))
+    if config.plan.write:
+        _check_place(Path(config.plan.write))
+    print("\n".join(answer(config, fields_set(flags))))
     return 0
 
 
-def _check_place(file: Path, flag: str) -> None:
+def _check_place(file: Path) -> None:
     """A search may take minutes: what it cannot write to is refused before."""
     why = 0
     if file.is_dir():
@@ -53,8 +44,7 @@ def _check_place(file: Path, flag: str) -> None:
     elif not os.access(file.parent, os.W_OK):
         why = errno.EACCES
     if why:
-        name = "plan.html" if flag == "--page" else "plan.toml"
-        raise ConfigError(f"{file} cannot be written ({os.strerror(why)}).", f"{flag} {name}")
+        raise ConfigError(f"{file} cannot be written ({os.strerror(why)}).", "--plan.write plan.toml")
 
 
 def fields_set(argv: list[str]) -> frozenset[str]:
@@ -74,7 +64,7 @@ def _set_in(recipe: str) -> set[str]:
     }
 
 
-def answer(config: Config, given: frozenset[str], page: Path | None = None) -> list[str]:
+def answer(config: Config, given: frozenset[str]) -> list[str]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     warnings.filterwarnings("ignore", category=UserWarning)
     from fsdp.plan import report
@@ -94,10 +84,7 @@ def answer(config: Config, given: frozenset[str], page: Path | None = None) -> l
         f"{ranks or best.sizes.ranks} × {rates.name}, {best.rates.memory / 2**30:.1f} GiB each, margin "
         f"{best.margin:.0%}"
     )
-    if page is not None:
-        _write_page(page, plans, subject, config)
-    lines += [subject, "", *([f"  page: {page}"] if page else [])]
-    lines += [*report.table(plans, config.plan.rows), ""]
+    lines += [subject, "", *report.table(plans, config.plan.rows), ""]
     lines += [f"  not modelled: {note}" for note in report.notes(best.config)]
     if not best.fits:
         return [*lines, f"  nothing fits. {_hint(config)}"]
@@ -109,20 +96,6 @@ def answer(config: Config, given: frozenset[str], page: Path | None = None) -> l
             f"  written: {config.plan.write}; python train.py --config {config.plan.write} --dry-run"
         )
     return lines
-
-
-def _write_page(file: Path, plans: Sequence[Plan], subject: str, config: Config) -> None:
-    from fsdp.plan.page import page
-
-    shown = [
-        flag
-        for flag in configuration.changed_flags(configuration.flatten(config))
-        if not flag.startswith(NOT_SHOWN)
-    ]
-    try:
-        file.write_text(page(plans, [subject], shown), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be written ({error.strerror}).", "--page plan.html") from None
 
 
 def _hint(config: Config) -> str:

@@ -1,20 +1,15 @@
-"""One offline HTML page per run: outcome, curves, time, memory, checkpoints, starts, configuration.
+"""One offline HTML page of a run, or of two side by side, from the files of the run directory.
 
-    python -m fsdp.report RUN [RUN] [--out FILE]
-    python -m fsdp.report RUN RUN RUN --out FILE
-    python -m fsdp.report RUN --serve
+    python -m fsdp.report RUN
+    python -m fsdp.report A B --out both.html
 
-Reads a run directory and runs nothing from it. templates/ holds the pages' HTML.
+Runs nothing from a run directory. templates/ holds the page's HTML.
 
-    run_data, series               the files of a run directory; metrics.jsonl as series
-    own_files, file_notes          files that may be anyone's; notes about those that cannot be read
-    watch_records                  the watch's files
-    transport_data                 NCCL's logs
-    page, two_runs, sweep          the page of one run, of two, of more
-    compare, curves, timing        differences of two runs; line charts; step time by rank
-    plan_section, sample_section   the plan beside the measurements; predictions of the model
-    profile_section                memory of a profiled run
-    profile_files                  its time, and links to its files
-    watch_section                  failures, late ranks, spikes
-    serve, __main__                the page of runs in progress; the command
+    run_data        configuration, starts, checkpoints, saves
+    series          metrics.jsonl as series of numbers, thinned for charts
+    watch_records   verdicts, time by rank, late ranks, gradient spikes
+    chart           one line chart as SVG
+    sections        the sections of the page
+    comparison      figures and settings in which two runs differ
+    __main__        the command
 """

@@ -1,13 +1,14 @@
 """The data of a report, from the files of a run directory. Missing or damaged files become notes, not errors.
 
-Here: configuration, starts, checkpoints. Not here: numbers over steps (series.py), the watch's files
-(watch_records.py), predictions (sample_section.py).
+Here: configuration, starts, checkpoints, saves, peak memory of a profiled run. Not here: numbers over steps
+(series.py), the watch's files (watch_records.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,13 +21,8 @@ from fsdp.base.phases import Ending
 from fsdp.checkpoint.inspect import CheckpointListing, scan
 from fsdp.checkpoint.open_store import open_store
 from fsdp.config import FIELDS, check_store, parse_value, read_recipe
-from fsdp.report.file_notes import LARGEST, Notes, integer, number
-from fsdp.report.own_files import noted_lines
-from fsdp.report.profile_files import TimeProfile, read_time_profile
-from fsdp.report.profile_section import read_accounts
-from fsdp.report.series import Series, read_numbers
-from fsdp.report.transport_data import note_transport
-from fsdp.report.watch_records import VerdictRecord, WatchData, read_watched
+from fsdp.report.series import UNREADABLE, Notes, Series, number, read_numbers
+from fsdp.report.watch_records import Verdict, WatchData, read_watch
 from fsdp.rundir.paths import RunDir
 from fsdp.watch.hang_verdict import RECOVERABLE
 
@@ -75,11 +71,8 @@ class RunData:
     checkpoints: tuple[CheckpointListing, ...]
     saves: Mapping[int, Save]
     watched: WatchData = field(default_factory=WatchData)
-    accounts: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Rank → its memory account, if the run was profiled."""
-    profile: TimeProfile = field(default_factory=TimeProfile)
-    planned: Mapping[str, float] = field(default_factory=dict)
-    """Measurements to compare with the plan, from the last start that ended."""
+    peaks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Rank → bytes by kind at the peak of its tensors, if the run was profiled."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -100,8 +93,7 @@ class RunData:
         return self.starts[-1].outcome if self.starts else "killed"
 
 
-def read_run(path: Path, checkpoints: str = "") -> RunData:
-    """`checkpoints`: their place, if they are not below the folder and config.toml names no other."""
+def read_run(path: Path) -> RunData:
     run, notes = RunDir(path), Notes()
     try:
         if not any(file.exists() for file in (run.config, run.metrics, run.history)):
@@ -115,14 +107,11 @@ def read_run(path: Path, checkpoints: str = "") -> RunData:
         config=config,
         series=read_numbers(run.metrics, notes),
         starts=tuple(_starts(run, notes)),
-        checkpoints=tuple(_checkpoints(path, str(config.get("checkpoint.dir", "")) or checkpoints, notes)),
+        checkpoints=tuple(_checkpoints(path, str(config.get("checkpoint.dir", "")), notes)),
         saves=_saves(path / "saves.jsonl", notes),
-        watched=read_watched(path, notes),
-        planned=_planned(run),
-        accounts=read_accounts(path / "profile", notes),
-        profile=read_time_profile(path / "profile", notes),
+        watched=read_watch(path, notes),
+        peaks=dict(_peaks(path / "profile", notes)),
     )
-    note_transport(path, notes)
     starts = _with_verdicts(_with_state(run, data), data.watched.verdicts)
     return replace(data, starts=starts, notes=notes.lines)
 
@@ -130,19 +119,19 @@ def read_run(path: Path, checkpoints: str = "") -> RunData:
 def _config(run: RunDir, notes: Notes) -> dict[str, Any]:
     """Known fields parsed to their types; other fields as text."""
     if not run.config.is_file():
-        notes.add("config.toml is missing")
+        notes.texts.append("config.toml is missing")
         return {}
     try:
         fields = read_recipe(str(run.config))
     except ConfigError as error:
-        notes.add(without_hint(error))
+        notes.texts.append(without_hint(error))
         return {}
     found: dict[str, Any] = {}
     for name, value in fields.items():
         try:
             found[name] = _typed(name, value)
         except ConfigError as error:
-            notes.add(f"config.toml: {without_hint(error)[:200]} It is left out.")
+            notes.texts.append(f"config.toml: {without_hint(error)[:200]} It is left out.")
     return found
 
 
@@ -160,11 +149,8 @@ def _starts(run: RunDir, notes: Notes) -> Iterator[Start]:
     """Each start with the first end, crash or failed rendezvous recorded after it."""
     open_start: Start | None = None
     count = 0
-    for event in noted_lines(run.history, notes):
-        kind = event.get("event") if event else None
-        if event is None or kind is None:
-            notes.lost("history.jsonl")
-        elif kind == "start":
+    for event in notes.records(run.history, "event"):
+        if event["event"] == "start":
             if open_start is not None:
                 yield open_start
             count += 1
@@ -215,18 +201,6 @@ def _outcome_of_text(why: str) -> Outcome:
     return "finished" if why == "the last step" else "failed" if FAILURE.match(why) else "stopped"
 
 
-def _planned(run: RunDir) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for event in noted_lines(run.history, Notes()):  # _starts has noted what cannot be read
-        if event and event.get("event") == "planned":
-            found = {
-                name: value
-                for name, value in event.items()
-                if type(value) in (int, float) and abs(value) < LARGEST
-            }
-    return found
-
-
 def _integer_or_none(value: object) -> int | None:
     return int(value) if isinstance(value, (int, float)) and value == value and abs(value) < 1e15 else None
 
@@ -243,43 +217,36 @@ def _with_state(run: RunDir, data: RunData) -> tuple[Start, ...]:
     return (*data.starts[:-1], last)
 
 
-def _with_verdicts(starts: tuple[Start, ...], verdicts: Sequence[VerdictRecord]) -> tuple[Start, ...]:
-    """A failed start gets as its reason the watch's verdict on what ended it."""
-    moments = [_seconds(start.time) for start in starts]
+def _with_verdicts(starts: tuple[Start, ...], verdicts: Sequence[Verdict]) -> tuple[Start, ...]:
+    """A start that failed or has no end gets the watch's verdict as its reason."""
+    moments = [*(_seconds(start.time) for start in starts), float("inf")]
+    reached = [*(start.from_step for start in starts[1:]), 0]
     explained = []
-    for nth, (start, begun) in enumerate(zip(starts, moments, strict=True)):
-        following = moments[nth + 1] if nth + 1 < len(starts) else float("inf")
-        reached = start.to_step
-        if reached is None:
-            reached = starts[nth + 1].from_step if nth + 1 < len(starts) else 0
-        within = [one for one in verdicts if begun <= one.time < following]
-        cause = _cause(within, start.from_step, reached)
-        if cause is not None and start.outcome in ("failed", "killed") and cause.what not in start.why:
-            start = _with_verdict(start, cause)
-        explained.append(start)
+    for nth, start in enumerate(starts):
+        within = [verdict for verdict in verdicts if moments[nth] <= verdict.time < moments[nth + 1]]
+        cause = _cause(within, start.from_step, reached[nth] if start.to_step is None else start.to_step)
+        if cause is None or start.outcome not in ("failed", "killed") or cause.what in start.why:
+            explained.append(start)
+        elif start.ended or not cause.ended:
+            reasons = (start.why, cause.what) if start.ended else (cause.what, start.why)
+            explained.append(replace(start, why="; ".join(reasons)))
+        else:
+            last, why = max(start.from_step, cause.step - 1), f"ended by the watch: {cause.what}"
+            explained.append(replace(start, why=why, outcome="failed", to_step=last))
     return tuple(explained)
 
 
-def _cause(verdicts: Sequence[VerdictRecord], from_step: int, reached: int) -> VerdictRecord | None:
+def _cause(verdicts: Sequence[Verdict], from_step: int, reached: int) -> Verdict | None:
     """Of a start's verdicts the first that no run survives, or the stall that it did not survive: the watch
     ended it, or no step after it was recorded. What follows the end is a consequence.
     """
-    last = next((nth for nth, one in enumerate(verdicts) if one.ended), len(verdicts) - 1)
+    last = next((nth for nth, verdict in enumerate(verdicts) if verdict.ended), len(verdicts) - 1)
     until = verdicts[: last + 1]
-    for one in until:
-        if one.kind not in RECOVERABLE:
-            return replace(one, ended=until[-1].ended)
-    stalls = [one for one in until if one.ended or max(one.step, from_step) >= reached]
+    fatal = next((verdict for verdict in until if verdict.kind not in RECOVERABLE), None)
+    if fatal is not None:
+        return replace(fatal, ended=until[-1].ended)
+    stalls = [verdict for verdict in until if verdict.ended or max(verdict.step, from_step) >= reached]
     return stalls[-1] if stalls else None
-
-
-def _with_verdict(start: Start, verdict: VerdictRecord) -> Start:
-    if start.ended:
-        return replace(start, why=f"{start.why}; {verdict.what}")
-    if not verdict.ended:
-        return replace(start, why=f"{verdict.what}; {start.why}")
-    reached = max(start.from_step, verdict.step - 1)
-    return replace(start, why=f"ended by the watch: {verdict.what}", outcome="failed", to_step=reached)
 
 
 def _seconds(text: str) -> float:
@@ -295,16 +262,26 @@ def _checkpoints(run: Path, place: str, notes: Notes) -> list[CheckpointListing]
     try:
         return scan(open_store(check_store(run, place)))
     except (ShardrunError, OSError, ImportError) as error:
-        notes.add(f"checkpoints in {place} could not be listed: {without_hint(error)}")
+        notes.texts.append(f"checkpoints in {place} could not be listed: {without_hint(error)}")
         return []
 
 
 def _saves(path: Path, notes: Notes) -> dict[int, Save]:
     saves: dict[int, Save] = {}
-    for record in noted_lines(path, notes):
-        with notes.left_out("saves.jsonl"):
-            known = {} if record is None else record
-            saves[integer(known["step"])] = Save(
-                number(known.get("stall_s", 0.0)), number(known.get("write_s", 0.0))
-            )
+    for record in notes.records(path, "step"):
+        with notes.reading_line(path.name):
+            times = (number(record.get(name, 0.0)) for name in ("stall_s", "write_s"))
+            saves[int(number(record["step"]))] = Save(*times)
     return saves
+
+
+def _peaks(folder: Path, notes: Notes) -> Iterator[tuple[int, dict[str, float]]]:
+    for file in sorted(folder.glob("rank*_memory.json")):
+        try:
+            kinds = json.loads(file.read_text(encoding="utf-8"))["peak"]["kinds"]
+            rank = int(file.name.removeprefix("rank").partition("_")[0])
+            yield rank, {str(kind): abs(number(count)) for kind, count in kinds.items()}
+        except (OSError, *UNREADABLE) as error:
+            notes.texts.append(
+                f"left out: profile/{file.name}, which could not be read ({type(error).__name__})"
+            )

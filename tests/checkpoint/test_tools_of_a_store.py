@@ -1,9 +1,8 @@
-"""The tools on the URL of a run: report, predict, checkpoint."""
+"""The tools on the URL of a run: predict, checkpoint."""
 
 from __future__ import annotations
 
 import io
-import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.open_store import open_store
 from fsdp.dist.env import DistEnv
 from fsdp.predict import __main__ as predict
-from fsdp.report import __main__ as report
-from fsdp.report.run_data import read_run
 from tests.checkpoint import s3_server
 from tests.checkpoint.test_run_in_store import train_on
 from tests.support.world import run_world
@@ -46,30 +43,6 @@ def url(server: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 def elsewhere(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     s3_server.use(server, monkeypatch.setenv)
     monkeypatch.chdir(tmp_path)
-
-
-def test_a_report(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main([url]) == 0
-    assert capsys.readouterr().out == "mine-report.html\n"
-    page = (tmp_path / "mine-report.html").read_text()
-    assert "could not be listed" not in page
-    for step in (2, 4, 6):
-        assert re.search(rf"<td[^>]*>{step}</td>", page)
-    assert report.main([url, f"{url}/", "--out", "both.html"]) == 0
-    with report.opened(url) as source:
-        assert [found.step for found in read_run(source.path, source.checkpoints).checkpoints] == [6, 4, 2]
-        assert not (source.path / "full_model").exists()
-
-
-def test_a_run_in_progress_is_known_by_its_lock(url: str) -> None:
-    ObjectStore(url).put("CLAIM", [b"{}"])
-    with report.opened(url) as source:
-        assert (source.path / "CLAIM").stat().st_mtime == pytest.approx(
-            ObjectStore(url).modified_at("CLAIM"), abs=1
-        )
-        ObjectStore(url).delete("CLAIM")
-        source.read(export_bytes=0)
-        assert not (source.path / "CLAIM").exists()
 
 
 def printed(env: DistEnv, server: str, words: list[str]) -> str:
@@ -108,7 +81,7 @@ def test_its_checkpoints(url: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_url_without_a_run_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for tool in (report.main, predict.main, checkpoints.main):
+    for tool in (predict.main, checkpoints.main):
         assert tool([f"{url}-absent"]) in (2, 4)
         said = capsys.readouterr().err
         assert said.count("\n") == 1

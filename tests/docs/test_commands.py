@@ -39,7 +39,6 @@ FIRST = "torchrun --nproc_per_node=2 train.py --config recipes/text.toml --run.d
 
 LONG = {
     "python -m fsdp.report A B --out both.html": 0,
-    "python -m fsdp.report A B C --out sweep.html": 0,
     "python -m fsdp.checkpoint RUN export --format both --out FOLDER": 0,
     "python -m fsdp.checkpoint RUN prune --keep-last 2": 0,
     "python train.py --config recipes/text.toml --dry-run": 0,
@@ -112,7 +111,6 @@ NOT_RUN = {
     r"python -m fsdp\.plan --model\.name ": "tests/plan/test_command.py runs it as typed",
     r"python -m fsdp\.plan --config recipes/llama": "tests/plan/test_recipes.py plans every recipe",
     r"python -m fsdp\.checkpoint RUN export --ema": "needs a run with --optim.ema: tests/optim/test_ema.py",
-    r"python -m fsdp\.report RUN --serve$": "serves until Ctrl-C: tests/report/test_serve.py",
     r"python -m fsdp\.report RUN --trust-code": "names a person's package; tests/security/test_named_code.py",
     r"python -m fsdp\.(plan|parity|predict|report)$": "names the tool; other commands run it",
     r"python -m launch\.agent$": "the job scripts' torchrun: tests/slurm",

@@ -59,7 +59,7 @@ def test_the_command_alone_starts_its_own_ranks_and_leaves_a_page(tmp_path: Path
     assert all(len(line) <= 80 for line in lines if not line.startswith(("OUT", "odd", "    ", "verdict")))
     record = json.loads((tmp_path / "doctor" / "doctor.json").read_text())
     assert record["looks"]["1"]["links"]["within"]["gather_gb_s"] > 0
-    assert "</html>" in (tmp_path / "doctor" / "doctor.html").read_text()
+    assert "verdict: " in (tmp_path / "doctor" / "doctor.txt").read_text()
     assert not list((tmp_path / "doctor").glob("probe-*")), "what it wrote to measure is gone"
 
 

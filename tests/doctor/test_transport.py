@@ -16,7 +16,6 @@ from fsdp.doctor import transport
 from fsdp.doctor.__main__ import main
 from fsdp.doctor.findings import judge
 from fsdp.doctor.table import text
-from fsdp.report.run_data import read_run
 from tests.doctor.test_findings import reports
 
 SOCKET = """\
@@ -153,15 +152,6 @@ def test_the_doctor_names_it_once(tmp_path: Path) -> None:
     ]
     assert verdict.fit
     assert "rank 0: NCCL 2.18.5, network Socket, 2 channels" in text(examined, verdict, 1.0)
-
-
-def test_the_report_of_a_run_has_it(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text("")
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "nccl.n0.571.log").write_text(SOCKET)
-    assert [note for note in read_run(tmp_path).notes if note.startswith("NCCL: SHM within the node")]
-    (tmp_path / "logs" / "nccl.n0.571.log").unlink()
-    assert not [note for note in read_run(tmp_path).notes if note.startswith("NCCL")]
 
 
 def test_nothing_is_recorded_on_a_cpu_or_over_a_persons_settings(monkeypatch: pytest.MonkeyPatch) -> None:

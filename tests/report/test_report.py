@@ -1,10 +1,10 @@
-"""The report of a run: its content, its extremes, its size and speed at a million steps, missing files."""
+"""The report: what the page shows of a run, of two runs, of damaged files, and of a million steps."""
 
 from __future__ import annotations
 
-import itertools
-import json
+import random
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -12,126 +12,89 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp.config import load, to_toml
-from fsdp.report import compare, page
+from fsdp.report import comparison
 from fsdp.report.__main__ import main
-from fsdp.report.curves import label, running_median, ticks
+from fsdp.report.chart import label, running_median, ticks
 from fsdp.report.run_data import read_run
-from fsdp.report.series import Series, thin
+from fsdp.report.series import Notes, in_order, thin
+from fsdp.report.watch_records import read_watch
+from tests.report.made_run import NOON, made, report, verdict, watched, write
+from tests.support.browser import Browser
 
-
-def write(path: Path, records: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-def made(folder: Path, steps: int = 200, **flags: object) -> Path:
-    """A run directory as a run leaves it, without having run."""
-    folder.mkdir(parents=True)
-    words = [word for name, value in flags.items() for word in (f"--{name.replace('__', '.')}", str(value))]
-    (folder / "config.toml").write_text(to_toml(load(["--optim.lr", "0.004", *words])))
-    lines = [
-        {
-            "step": n,
-            "loss": 2 / n,
-            "grad_norm": 1.0,
-            "lr": 1e-3,
-            "step_time_s": 0.1,
-            "data_wait_s": 0.004,
-            "per_s": 10.0,
-        }
-        for n in range(1, steps)
-    ]
-    write(folder / "metrics.jsonl", [*lines, {"step": steps - 1, "eval_loss": 0.25, "eval_accuracy": 0.9553}])
-    first = {
-        "event": "start",
-        "time": "T1",
-        "launcher": "torchrun",
-        "nodes": ["a"],
-        "ranks": 2,
-        "from_step": 0,
-        "changed": [],
-    }
-    second = first | {"time": "T2", "launcher": "ray", "nodes": ["<b>"], "ranks": 4, "from_step": 50}
-    second["changed"] = ["optim.lr: 1 → 2"]
-    write(
-        folder / "history.jsonl",
-        [first, second, {"event": "end", "time": "T3", "step": steps - 1, "why": "the last step"}],
-    )
-    return folder
+EVIL = """</script></title></style>"'><img src=x onerror=alert(1)>{{ 7 * 7777 }}"""
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return made(tmp_path / "night")
+    return watched(made(tmp_path / "night"))
 
 
-def report(*runs: Path, out: Path | None = None) -> str:
-    words = [*map(str, runs), *(["--out", str(out)] if out else [])]
-    assert main(words) == 0
-    return (out or runs[0] / "report.html").read_text()
-
-
-def test_the_page_shows_results_settings_and_starts(run: Path) -> None:
+def test_the_page_has_outcome_failures_time_memory_and_settings(run: Path) -> None:
     text = report(run)
     for expected in (
-        "95.53%",
-        "0.2500",
-        "killed, or its node was lost",
-        "the last step",
-        "optim.lr",
-        "0.004",
-        "&lt;b&gt;",
-        "<polyline",
-    ):
+        "95.53%", "0.2500", "killed, or its node was lost", "the last step", "0.004", "&lt;b&gt;",
+        "&lt;i&gt;2",
+        "<polyline", "rank 2 is stopped (SIGSTOP)", "ranks 0, 1, 3 wait in all_gather_single",
+        "kill -CONT 4242 on n1", "watch/stopped-000412/", "2026-01-01 12:01:00 UTC", "Stacks of rank 2",
+        "&lt;forward&gt;", "exposed communication", 'title="forward 40 ms"', "activations 2 MiB",
+        "rank 3 is not late any more, at step 500", "the end of the run", "and 28 more",
+        "resumed at this step",
+    ):  # fmt: skip
         assert expected in text, expected
+    assert "evaluation" not in text.partition("Where the time goes")[2].partition("<section>")[0]
+    assert 'class="note"' not in text
 
 
-def test_it_loads_nothing_from_anywhere(run: Path) -> None:
+def test_it_loads_nothing_and_nothing_in_it_is_html(tmp_path: Path) -> None:
+    run = watched(made(tmp_path / "run & <i>", model__name=EVIL))
+    write(run / "metrics.jsonl", [{"step": n, EVIL: 1.0} for n in (1, 2)])
+    write(run / "watch" / "verdicts.jsonl", [verdict(what=EVIL, hint=EVIL, nodes=[EVIL])])
     text = report(run)
+    assert "<img" not in text
+    assert "54439" not in text
     assert not re.findall(r"""(?:src|href)=["'](?!data:)|https?://|url\(|@import""", text)
     assert "default-src 'none'" in text
 
 
+def test_a_run_without_a_watch_has_none_of_its_sections(tmp_path: Path) -> None:
+    text = report(made(tmp_path / "plain"))
+    assert not re.search("<h2>(Where the time|Failures|Late ranks|Gradient spikes|Memory)", text)
+
+
+def test_curves_beyond_the_first_are_folded_and_the_rest_counted(tmp_path: Path) -> None:
+    write(
+        tmp_path / "metrics.jsonl", [{"step": n, **{f"mine/{i:03}": n for i in range(300)}} for n in (1, 2)]
+    )
+    text = report(tmp_path)
+    assert "mine/111" in text
+    assert "<b>mine/150" not in text
+    assert re.search(r"<summary>100 further curves; \d+ more are in metrics.jsonl", text)
+
+
+# ---------------------------------------------------------------- two runs
+
+
 def test_two_runs_are_shown_with_their_differences(run: Path, tmp_path: Path) -> None:
-    other = made(tmp_path / "other", steps=100, optim__beta2=0.9)
+    other = watched(made(tmp_path / "other", steps=100, optim__beta2=0.9))
     text = report(run, other, out=tmp_path / "both.html")
     assert "other, training" in text
     assert re.search(r"optim\.beta2</td>.*0\.95</td>.*0\.9</td>", text)
     assert "-50.3%" in text  # 199 steps and 99
-    assert "Different settings" in text
-
-
-def test_one_slow_step_does_not_change_the_step_time_that_is_compared(run: Path, tmp_path: Path) -> None:
-    other = made(tmp_path / "other")
-    lines = (other / "metrics.jsonl").read_text()
-    (other / "metrics.jsonl").write_text(lines.replace('"step_time_s": 0.1', '"step_time_s": 90.0', 1))
-    text = report(run, other, out=tmp_path / "both.html")
-    assert re.search(r"median step</td>.*>the same<", text)
-
-
-def with_step_times(run: Path, times: list[float]) -> Path:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [one for one in records if "step_time_s" in one]
-    for one, seconds in zip(steps, itertools.cycle(times), strict=False):
-        one["step_time_s"] = seconds
-    write(run / "metrics.jsonl", steps)
-    return run
+    assert "Where the time goes: other" in text
 
 
 @pytest.mark.parametrize(
-    ("times", "told"),
-    [([0.115, 0.125, 0.120], "+20.0% ("), ([0.05] * 20 + [0.2] * 20, "")],
+    ("times", "kind"), [([0.115, 0.125, 0.120], "worse"), ([0.05] * 20 + [0.2] * 20, ""), ([0.1], "")]
 )
 def test_a_difference_within_the_spread_is_neither_better_nor_worse(
-    times: list[float], told: str, run: Path, tmp_path: Path
+    times: list[float], kind: str, tmp_path: Path
 ) -> None:
-    with_step_times(run, [0.095, 0.1, 0.105])
-    other = with_step_times(made(tmp_path / "other"), times)
-    rows = compare.figures(compare.differences(read_run(run), read_run(other)))
-    row = next(row for row in rows if row[0] == "median step")
-    assert " to " in str(row[1])
-    assert told in str(row[3])
-    assert ("worse" in str(row[3]) or "better" in str(row[3])) is bool(told)
+    for name, values in (("a", [0.095, 0.1, 0.105]), ("b", times)):
+        steps = [{"step": n, "step_time_s": values[n % len(values)]} for n in range(200)]
+        write(tmp_path / name / "metrics.jsonl", steps)
+    rows = comparison.figures([read_run(tmp_path / "a"), read_run(tmp_path / "b")])
+    difference = str(next(row for row in rows if row[0] == "median step")[3])
+    assert ("worse" in difference or "better" in difference) is bool(kind)
 
 
 # ---------------------------------------------------------------- starts
@@ -145,12 +108,12 @@ def test_a_difference_within_the_spread_is_neither_better_nor_worse(
         (
             {"event": "end", "step": 9, "why": "the step of the last", "how": "finished"},
             "finished",
-            "the step of the last",
+            "the last",
         ),
         ({"event": "end", "step": 9, "why": "TrainingError: step 10: loss nan"}, "failed", "loss nan"),
         ({"event": "crash", "step": 9, "code": 137}, "failed", "code 137"),
         ({"event": "lost", "step": 9, "why": "its node lost"}, "killed", "its node lost"),
-        ({"event": "unmet", "step": 9}, "failed", "the rendezvous of its nodes failed"),
+        ({"event": "unmet", "step": 9}, "failed", "rendezvous"),
     ],
 )
 def test_each_start_has_its_outcome(tmp_path: Path, event: dict[str, Any], outcome: str, why: str) -> None:
@@ -167,171 +130,198 @@ def test_a_start_without_an_end_is_running_while_its_lock_is_recent(tmp_path: Pa
     assert read_run(tmp_path).outcome == "running"
 
 
-def test_save_times_are_read(run: Path) -> None:
-    write(run / "saves.jsonl", [{"step": 100, "stall_s": 0.25, "write_s": 7.5, "bytes": 5}])
-    assert read_run(run).saves[100].write_s == 7.5
+STALL = verdict(kind="storage", step=100, what="storage is slow")
+DIED = verdict(kind="died", step=5000, what="rank 2 died", time=NOON + 600)
+ENDED = {"time": NOON + 601, "kind": "ended", "ranks": [0], "what": "by the watch"}
+NO_END = "no end was recorded: killed, or its node was lost"
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "why", "outcome"),
+    [
+        ([STALL, DIED, ENDED], "ended by the watch: rank 2 died", "failed"),
+        ([DIED, verdict(kind="lost", what="rank 0 ended", time=NOON + 600), ENDED],
+         "ended by the watch: rank 2 died", "failed"),
+        ([STALL, verdict(what="rank 1 stands still", step=5000), ENDED, DIED],
+         "ended by the watch: rank 1 stands still", "failed"),
+        ([STALL], NO_END, "killed"),
+        ([STALL, verdict(kind="data", what="rank 1 reads", step=4999)], f"rank 1 reads; {NO_END}", "killed"),
+    ],
+)  # fmt: skip
+def test_the_reason_of_an_end_is_the_verdict_that_the_run_did_not_survive(
+    verdicts: list[dict[str, Any]], why: str, outcome: str, tmp_path: Path
+) -> None:
+    start = {"event": "start", "time": "2026-01-01T12:00:00+00:00", "from_step": 0, "ranks": 4}
+    write(tmp_path / "history.jsonl", [start])
+    write(tmp_path / "metrics.jsonl", [{"step": 4999, "loss": 1.0}])
+    write(tmp_path / "watch" / "verdicts.jsonl", verdicts)
+    (ended,) = read_run(tmp_path).starts
+    assert (ended.why, ended.outcome) == (why, outcome)
+    assert why in report(tmp_path)
+
+
+def test_a_crash_keeps_its_reason_and_gets_the_verdicts_of_its_own_time(tmp_path: Path) -> None:
+    start = {"event": "start", "time": "2026-01-01T12:00:00+00:00", "from_step": 0, "ranks": 4}
+    second = start | {"time": "2026-01-01T12:02:00+00:00", "from_step": 9}
+    write(tmp_path / "history.jsonl", [start, {"event": "crash", "code": 7, "step": 400}, second])
+    write(tmp_path / "watch" / "verdicts.jsonl", [verdict(), verdict(time=NOON + 300, what="of the second")])
+    first, second_start = read_run(tmp_path).starts
+    assert first.why == "its ranks exited with code 7; rank 2 is stopped (SIGSTOP)"
+    assert second_start.why.startswith("of the second; ")
+
+
+def test_a_rank_without_stacks_is_shown_by_one_that_waits_for_it(run: Path) -> None:
+    folder = run / "watch" / "stopped-000412"
+    (folder / "rank-2.txt").write_text("did not answer\n")
+    (folder / "rank-0.txt").write_text("training:\n  torch/distributed.py:4394 all_gather_single\n")
+    (only,) = read_watch(run, Notes()).verdicts
+    assert only.stacks.startswith("did not answer\n\nrank 0:\ntraining:")
+    assert only.ended
 
 
 # ---------------------------------------------------------------- what is missing or broken
 
 
-@pytest.mark.parametrize("left", ["config.toml", "metrics.jsonl", "history.jsonl"])
-def test_one_file_alone_is_enough_for_a_page(run: Path, left: str) -> None:
-    for file in run.iterdir():
-        if file.name != left:
-            file.unlink()
-    assert "</html>" in report(run)
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "history.jsonl"])
+def test_one_file_alone_is_enough_even_if_it_is_empty(run: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "alone").mkdir()
+    shutil.copy(run / name, tmp_path / "alone" / name)
+    assert "</html>" in report(tmp_path / "alone")
+    (tmp_path / "alone" / name).write_text("")
+    assert "no step was recorded" in report(tmp_path / "alone")
 
 
-def test_of_very_many_numbers_the_first_are_drawn_and_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A page of 20,000 metrics took 17 seconds: it shows 12 curves, and 100 folded."""
-    drawn, draw = list[str](), page.chart
-
-    def chart(title: str, *args: Any, **more: Any) -> Any:
-        drawn.append(title)
-        return draw(title, *args, **more)
-
-    monkeypatch.setattr(page, "chart", chart)
-    write(
-        tmp_path / "metrics.jsonl", [{"step": n, **{f"mine/{i:03}": n for i in range(300)}} for n in (1, 2)]
-    )
-    text = report(tmp_path)
-    assert [title for title in drawn if title.startswith("mine/")] == [f"mine/{i:03}" for i in range(112)]
-    assert "mine/111" in text
-
-
-def test_empty_files_make_a_page(tmp_path: Path) -> None:
-    for name in ("config.toml", "metrics.jsonl", "history.jsonl"):
-        (tmp_path / name).touch()
-    assert "no step was recorded" in report(tmp_path)
-
-
-@pytest.mark.parametrize("steps", [2, 3])
-def test_one_or_two_steps_make_a_page(tmp_path: Path, steps: int) -> None:
-    text = report(made(tmp_path / "short", steps=steps))
-    assert "nan" not in text.lower()
+@pytest.mark.parametrize(
+    ("name", "odd", "note"),
+    [
+        ("metrics.jsonl", f'garbage\n[1]\n{{"no": 1}}\n{{"step": NaN}}\n{{"step": {10**400}}}\n{{"ste',
+         "6 lines of metrics"),
+        ("history.jsonl", '{"event": "start"', "1 line of history"),
+        ("saves.jsonl", '{"step": [1]}\n{"step": 1, "write_s": "x"}\n', "2 lines of saves"),
+        ("watch/timing.jsonl", '{"ranks": 3, "from_step": 0, "step": 1}\n', "1 line of timing"),
+        ("watch/verdicts.jsonl", '{"kind": "hang", "time": 1e999}\n', "1 line of verdicts"),
+        ("watch/verdicts.jsonl", '{"kind": "hang", "folder": "../x"}\n', "1 line of verdicts"),
+        ("watch/late.jsonl", "[]\n", "1 line of late"),
+        ("watch/spikes.jsonl", '{"step": 1e999, "grad_norm": 1}\n', "1 line of spikes"),
+        ("profile/rank1_memory.json", "}", "rank1_memory.json, which could not be read"),
+        ("config.toml", "a = [", "is not TOML"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_left_out_and_noted_once(run: Path, name: str, odd: str, note: str) -> None:
+    with (run / name).open("a") as file:
+        file.write(odd)
+    text = report(run)
+    assert text.count(note) == 1
+    assert text.count('class="note"') == 1
 
 
-def test_lines_cut_off_or_garbled_are_counted_and_left_out(run: Path) -> None:
-    whole = (run / "metrics.jsonl").read_text()
-    (run / "metrics.jsonl").write_text('garbage\n[1, 2]\n{"no": 1}\n' + whole + '{"step": 200, "lo')
-    assert len(read_run(run).series["loss"]) == 199
-    assert "left out: 4 lines of metrics.jsonl that could not be read" in report(run)
-
-
-def test_values_that_are_not_finite_are_noted_and_not_drawn(run: Path) -> None:
+def test_values_that_are_not_finite_are_counted_and_not_drawn(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(
-            '{"step": 200, "loss": NaN}\n{"step": 201, "loss": Infinity}\n'
-            '{"step": 202, "loss": "x", "lr": true}\n'
-        )
+        file.write('{"step": 200, "loss": NaN}\n{"step": 201, "loss": 1e308}\n{"step": 202, "loss": "x"}\n')
     text = report(run)
     assert "2 not finite" in text
     assert "first at step 200" in text
     assert not re.search(r'points="[^"]*(nan|inf)', text)
+    write(run / "metrics.jsonl", [{"step": n, "loss": float("nan")} for n in range(1, 40)])
+    assert '<strong class="bad">39 not finite</strong>, the first at step 1' in report(run)
 
 
-def test_a_curve_without_a_finite_value_has_their_number(run: Path) -> None:
-    write(run / "metrics.jsonl", [{"step": n, "loss": float("nan"), "lr": 0.1} for n in range(1, 40)])
-    text = report(run)
-    assert "<b>Loss</b>" in text
-    assert '<strong class="bad">39 not finite</strong>, the first at step 1' in text
-    write(run / "metrics.jsonl", [{"step": 7, "loss": float("inf")}])
-    text = report(run)
-    assert "1 not finite" in text
-    assert "no step was recorded" not in text
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("seed", range(4))
+def test_damage_anywhere_gives_a_page_or_a_line_and_changes_nothing_else(
+    run: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Random bytes, cuts and odd values in several files, 40 times."""
+    chance = random.Random(seed)
+    files = sorted(file for file in run.rglob("*.*") if file.is_file())
+    intact = {file: file.read_bytes() for file in files}
+    odd = (b"NaN", b"1e999", b"-1", b"9" * 400, b"null", b'"\\ud800"', b"[" * 50_000, b"{}", b"\xff", b"\0")
+    for _ in range(40):
+        for file in chance.sample(files, 3):
+            data = intact[file]
+            spans = [found.span() for found in re.finditer(rb'-?\d[\d.e+-]*|"[^"\n]*"', data)] or [(0, 0)]
+            first, last = chance.choice(spans)
+            cut = data[: chance.randrange(len(data) + 1)]
+            file.write_bytes(chance.choice((data[:first] + chance.choice(odd) + data[last:], cut, cut[::-1])))
+        assert main([str(run)]) in (0, 2)
+        page = run / "report.html"
+        if page.exists():
+            assert page.read_text().endswith("</html>\n")
+            page.unlink()
+        assert {file for file in run.rglob("*.*") if file.is_file()} == set(files)
+        for file, data in intact.items():
+            file.write_bytes(data)
 
 
-def test_curves_beyond_the_first_are_folded_and_many_are_counted(run: Path) -> None:
-    def curves(count: int) -> str:
-        write(run / "metrics.jsonl", [{"step": 1, **{f"loss/source-{n}": 1.0 for n in range(count)}}])
-        return report(run)
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        ([], "no runs were named"),
+        (["a", "b"], "without --out"),
+        (["a", "b", "c"], "one or two"),
+        (["no-such-run"], "no-such-run is not a run directory"),
+        (["--outt", "x"], "--outt is not a flag"),
+        (["x", "--out"], "--out has no value"),
+    ],
+)
+def test_bad_input_is_one_line(argv: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert problem in error
+    assert "HINT:" in error
+    assert error.count("\n") == 1
 
-    text = curves(50)
-    assert [f"<b>loss/source-{n}</b>" in text for n in range(50)] == [True] * 50
-    assert "<summary>38 further curves</summary>" in text
-    assert "further curve" not in curves(12)
-    assert "<summary>100 further curves; 8 more are in metrics.jsonl</summary>" in curves(120)
 
-
-def test_a_config_that_is_not_toml_leaves_a_note(run: Path) -> None:
-    (run / "config.toml").write_text("a = [")
-    assert "is not TOML" in report(run)
-
-
-def test_html_in_names_stays_text(tmp_path: Path) -> None:
-    evil = '</script><img src=x onerror="alert(1)">'
-    run = made(tmp_path / "run & <i>", model__name=evil)
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 5, evil: 1.0}) + "\n" + json.dumps({"step": 6, evil: 2.0}) + "\n")
-    text = report(run)
-    assert "<img" not in text
-    assert "</script><img" not in text
-    assert "<i>" not in text.replace('<i class="cursor"></i>', "").replace("<i class=", "")
+# ---------------------------------------------------------------- numbers
 
 
 def test_a_step_that_was_made_twice_keeps_its_last_value(tmp_path: Path) -> None:
-    write(
-        tmp_path / "metrics.jsonl",
-        [{"step": n, "loss": v} for n, v in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 5.0), (3, 6.0))],
-    )
+    pairs = ((1, 1.0), (2, 2.0), (3, 3.0), (2, 5.0), (3, 6.0))
+    write(tmp_path / "metrics.jsonl", [{"step": step, "loss": value} for step, value in pairs])
     loss = read_run(tmp_path).series["loss"]
-    assert loss.steps.tolist() == [1, 2, 3]
-    assert loss.values.tolist() == [1, 5, 6]
+    assert (loss.steps.tolist(), loss.values.tolist()) == ([1, 2, 3], [1, 5, 6])
 
 
-# ---------------------------------------------------------------- a million steps
+def test_times_are_weighted_by_their_steps_and_the_rank_that_waits_least_is_shown(run: Path) -> None:
+    watch = read_watch(run, Notes())
+    assert watch.by_rank[1]["forward"] == pytest.approx((10 * 0.02 + 20 * 0.05) / 30)
+    assert watch.course["forward"].steps.tolist() == [10, 30]
+    ranks = {str(rank): {"waiting": 0.0 if rank == 77 else 0.01} for rank in range(96)}
+    write(run / "watch" / "timing.jsonl", [{"from_step": 0, "step": 5, "ranks": ranks}])
+    text = report(run)
+    assert '<span class="name">rank 77</span>' in text
+    assert '<span class="name">rank 50</span>' not in text
 
 
 def test_a_spike_in_a_million_steps_stays() -> None:
     values = np.ones(1_000_000)
     values[654_321], values[7] = 99.0, -5.0
-    band = thin(Series(np.arange(1_000_000.0), values))
+    band = thin(in_order(np.arange(1_000_000.0), values))
     assert len(band.steps) <= 720
-    assert band.high.max() == 99.0
-    assert band.low.min() == -5.0
+    assert (band.high.max(), band.low.min()) == (99.0, -5.0)
     assert abs(band.steps[band.high.argmax()] - 654_321) < 3000
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_million_steps_take_seconds_and_less_than_two_megabytes(tmp_path: Path) -> None:
-    run = made(tmp_path / "long")
-    names = ("loss", "grad_norm", "lr", "step_time_s", "data_wait_s", "per_s", "max_mem_gib")
-    noise = np.random.default_rng(0).random((1000, len(names)))
-    rows = [
-        ", ".join(f'"{name}": {value!r}' for name, value in zip(names, row, strict=True))
-        for row in noise.tolist()
-    ]
+def test_a_million_steps_take_seconds_and_less_than_two_megabytes(run: Path) -> None:
+    noise = np.random.default_rng(0).random((1000, 7)).tolist()
+    rows = [", ".join(f'"m{n}": {value!r}' for n, value in enumerate(row)) for row in noise]
     with (run / "metrics.jsonl").open("w") as file:
         file.writelines(f'{{"step": {n}, {rows[n * 7919 % 1000]}}}\n' for n in range(1_000_000))
     began = time.process_time()
     text = report(run)
-    spent = time.process_time() - began
-    assert len(text) < 2_000_000
     assert "999,999" in text
-    assert spent < 60, f"{spent:.0f} s of processor time"
-
-
-# ---------------------------------------------------------------- axes
+    assert len(text) < 2_000_000
+    assert time.process_time() - began < 60  # 8 s on an idle core
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (-3, 17), (1e-9, 4e-9), (0, 1e12), (0.123, 0.124)])
 def test_ticks_are_round_and_inside(low: float, high: float) -> None:
-    found = ticks(low, high)
-    assert 2 <= len(found) <= 8
-    assert all(low - 1e-12 <= value <= high * (1 + 1e-9) for value in found)
-    assert len({label(value) for value in found}) == len(found)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (1234567, "1.235M"), (12500, "12.5k"), (0.5, "0.5"), (3e-5, "3e-5"), (1500, "1,500")],
-)
-def test_labels_are_short(value: float, text: str) -> None:
-    assert label(value) == text
+    values = ticks(low, high)
+    assert 2 <= len(values) <= 8
+    assert all(low - 1e-12 <= value <= high * (1 + 1e-9) for value in values)
+    assert len({label(value) for value in values}) == len(values)
 
 
 def test_a_running_median_is_unbiased_and_ignores_spikes() -> None:
@@ -341,55 +331,19 @@ def test_a_running_median_is_unbiased_and_ignores_spikes() -> None:
     assert running_median(values, 5).max() <= 49
 
 
-# ---------------------------------------------------------------- memory
+# ---------------------------------------------------------------- in a browser
 
 
-def with_accounts(run: Path, activations: int) -> Path:
-    peak = {
-        "bytes": (1 << 20) + activations,
-        "step": 2,
-        "phase": "backward",
-        "kinds": {"parameters": 1 << 20, "activations": activations},
-    }
-    (run / "profile").mkdir()
-    for rank in range(2):
-        account = {"format": 1, "rank": rank, "peak": peak, "phases": {"backward": peak}}
-        (run / "profile" / f"rank{rank}_memory.json").write_text(json.dumps(account))
-    return run
-
-
-def test_two_profiled_runs_have_bars_on_one_scale(run: Path, tmp_path: Path) -> None:
-    other = with_accounts(made(tmp_path / "other"), 1 << 20)
-    text = report(with_accounts(run, 3 << 20), other, out=tmp_path / "both.html")
-    part = text[text.index("Memory of both") : text.index("Different settings")]
-    assert "night, rank 0" in part
-    assert "other, rank 0" in part
-    assert "width:75.00%" in part.replace(" ", "")  # 3 of 4 MiB
-    assert part.replace(" ", "").count("width:25.00%") == 3
-    assert re.search(r"peak of tensors, a rank</td>.*4 MiB</td>.*2 MiB</td>.*-50.0% better", text)
-
-
-def test_a_profiled_run_shows_memory_by_kind_and_phase(run: Path) -> None:
-    with_accounts(run, 2 << 20)
-    (run / "profile" / "rank2_memory.json").write_text('{"format": 1')
-    text = report(run)
-    assert "rank 1" in text
-    assert "activations 2 MiB" in text
-    assert "rank 2" not in text
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        ([], "no run was named"),
-        (["no-such-run"], "no-such-run is not a run directory"),
-        (["--outt", "x"], "--outt is not a flag"),
-        (["x", "--out"], "--out has no value"),
-    ],
-)
-def test_bad_input_is_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(argv) == 2
-    error = capsys.readouterr().err
-    assert says in error
-    assert "HINT:" in error
-    assert error.count("\n") == 1
+def test_in_a_browser_the_pointer_reads_a_curve_and_nothing_is_requested(
+    browser: Browser, run: Path, tmp_path: Path
+) -> None:
+    report(run, watched(made(tmp_path / "other")), out=tmp_path / "both.html")
+    page = browser.open(tmp_path / "both.html", width=390)
+    assert page.ask("document.documentElement.scrollWidth") <= 390
+    page.ask("document.querySelector('figure.chart').focus()")
+    for kind in ("keyDown", "keyUp"):
+        key = {"key": "ArrowRight", "code": "ArrowRight", "windowsVirtualKeyCode": 39}
+        page.call("Input.dispatchKeyEvent", type=kind, **key)
+    assert str(page.ask("document.querySelector('.readout').textContent")).startswith("step 1 ")
+    assert page.complaints == []
+    assert [url for url in page.addresses if not url.startswith(("file:", "data:"))] == []

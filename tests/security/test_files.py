@@ -34,7 +34,7 @@ from fsdp.report.__main__ import main as report
 from tests.checkpoint.manifests import a_manifest
 from tests.checkpoint.small import save_once
 from tests.predict.test_predict import MLP, make_run
-from tests.report.test_report import made, write
+from tests.report.made_run import made, write
 from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]

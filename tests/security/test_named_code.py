@@ -21,7 +21,6 @@ from fsdp.config.trust import TRAINING_CODE, named_code
 from fsdp.predict.__main__ import main as predict
 from fsdp.report.__main__ import main as report
 from tests.checkpoint.small import save_once
-from tests.support.marks import sample_are
 from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
@@ -137,22 +136,19 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("tool", sample_are(["fsdp.predict"], ["fsdp.predict", "fsdp.report"]))
-def test_the_hint_works_as_typed(tmp_path: Path, tool: str) -> None:
+def test_the_hint_works_as_typed(tmp_path: Path) -> None:
     """The run directory is elsewhere, the module in the working directory."""
     run = foreign(tmp_path / "run", "mine:build", "mine:data")
     work = tmp_path / "work"
     work.mkdir()
     (work / "mine.py").write_text(OWN)
-    first = command(work, tool, str(run))
+    first = command(work, "fsdp.predict", str(run))
     assert not (work / "imported").exists()
     hint = re.search(r"HINT: add ((?:--trust-code \S+ )+)to load it", first.stderr)
     assert hint is not None, first.stderr
-    second = command(work, tool, str(run), *shlex.split(hint[1]))
+    second = command(work, "fsdp.predict", str(run), *shlex.split(hint[1]))
     assert second.returncode == 0, second.stderr
-    assert (
-        "accuracy" in second.stdout or "held-out samples, evenly spread" in (run / "report.html").read_text()
-    )
+    assert "accuracy" in second.stdout
 
 
 @pytest.fixture

@@ -315,7 +315,7 @@ def test_a_preflight_looks_at_the_jobs_nodes_and_trains_nothing(
     for rank, node in enumerate(("n1", "n2")):
         assert re.search(rf"^0: {node} +{rank} +[\d.]+", left.log, re.MULTILINE), left.log
     assert re.search(r"^0: verdict: fit to train", left.log, re.MULTILINE)
-    assert (left.run.path / "doctor" / "doctor.html").exists()
+    assert (left.run.path / "doctor" / "doctor.txt").exists()
     assert not left.run.starts
 
 

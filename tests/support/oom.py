@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fsdp.memory.oom_page import OomFacts
+from fsdp.memory.oom_text import OomFacts
 
 FACTS = OomFacts(
     rank=0,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from markupsafe import Markup
 
-from fsdp.base.html import render
-from fsdp.base.palette import colour
+from fsdp.report.html import render
+from fsdp.report.palette import colour
 
 FEW = 8
 Bars = Mapping[str, Mapping[str, float]]
@@ -31,7 +31,7 @@ def bars(
     labels = labels or {}
     colours = {kind: colour_of(kind) if colour_of else colour(nth) for nth, kind in enumerate(kinds)}
     return render(
-        "base/templates/bars.html",
+        "bars.html",
         key=[(colours[kind], labels.get(kind, kind)) for kind in kinds],
         limit={"left": f"{limit / longest * 100:.2f}", "text": unit(limit)} if limit else None,
         rows=[

@@ -1,15 +1,10 @@
-"""The out-of-memory page as text and as HTML, with the same facts and advice. oom_report.py gathers them."""
+"""The explanation of an out-of-memory error as text; oom_report.py gathers its facts and advice."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from markupsafe import Markup
-
-from fsdp.base.bars import bars
-from fsdp.base.html import document, header, joined, render, section
-from fsdp.base.palette import MEMORY_KINDS, kind_colour
 from fsdp.base.text import columns
 from fsdp.base.units import byte_size
 from fsdp.memory.oom_advice import Advice, Suggestion
@@ -33,10 +28,6 @@ class OomFacts:
     process: Mapping[str, int]
     allocator: Mapping[str, int]
     limits: Mapping[str, int]
-    run: str = ""
-    """The run's name."""
-    flags: Sequence[str] = ()
-    """These flags of the run differ from their defaults."""
 
     def where(self) -> str:
         step = f" of step {self.step}" if self.step else ""
@@ -56,62 +47,6 @@ def text(facts: OomFacts, advice: Advice | None, note: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def html_page(facts: OomFacts, advice: Advice | None, note: str) -> str:
-    of_run = f"{facts.run}: " if facts.run else ""
-    body = [
-        header(
-            f"{of_run}{facts.where()}",
-            lines=[f"torch's error: {facts.error}"],
-            flags=facts.flags,
-            notes=[note] if note else [],
-        ),
-        section("Against the limit", _against_the_limit(facts, advice), _limit_line(facts)),
-        render("memory/templates/oom.html", sections=[*_advised(advice), *_amounts(facts, advice)]),
-    ]
-    return document(f"{of_run}out of memory", joined(body))
-
-
-# ---------------------------------------------------------------- the bars
-
-BAR_LABELS = {
-    "activations": "activations and communication buffers",
-    "outside": "outside these kinds",
-    "requested": "requested in addition",
-}
-
-
-def limit_of(facts: OomFacts) -> tuple[str, int]:
-    """Name and bytes of the limit that is reached first; the device's memory on CUDA. 0 if there is none."""
-    if facts.allocator:
-        return "memory of the device", facts.allocator["total"]
-    return min(facts.limits.items(), key=lambda limit: limit[1], default=("", 0))
-
-
-def _limit_line(facts: OomFacts) -> str:
-    name, size = limit_of(facts)
-    return f"The line: {name}, {byte_size(size)}." if size else "No limit of this process is known."
-
-
-def _against_the_limit(facts: OomFacts, advice: Advice | None) -> Markup:
-    """What was held and requested; what a step needs, as estimated."""
-    outside = max(0, _in_use(facts) - sum(facts.kinds.values()))
-    rows = {"at the failure": {**facts.kinds, "outside": outside, "requested": facts.requested}}
-    if advice is not None:
-        rows["a step needs"] = {**advice.needs, "outside": outside}
-    kinds = [kind for kind in MEMORY_KINDS if any(row.get(kind, 0) > 0 for row in rows.values())]
-    if not kinds:
-        return Markup("")
-    return bars(rows, kinds, byte_size, BAR_LABELS, colour_of=kind_colour, limit=limit_of(facts)[1])
-
-
-def _in_use(facts: OomFacts) -> int:
-    """Bytes that count towards the limit: of the device, the address space under `ulimit -v`, or resident."""
-    if facts.allocator:
-        return facts.allocator["total"] - facts.allocator["free"]
-    counted = "address_space" if limit_of(facts)[0] == "ulimit -v" else "rss_anon"
-    return facts.process.get(counted, facts.held)
-
-
 # ---------------------------------------------------------------- the tables
 
 
@@ -127,7 +62,7 @@ def _amounts(facts: OomFacts, advice: Advice | None) -> list[tuple[str, Rows]]:
 
 
 def _advised(advice: Advice | None) -> list[tuple[str, Rows]]:
-    """At the page's head, at the text's end: what is read first."""
+    """At the text's end: what is read first on a terminal."""
     sections: list[tuple[str, Rows]] = []
     if advice is not None and advice.first is not None:
         missing = f"All flags together free less than {byte_size(advice.missing)}"

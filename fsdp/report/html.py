@@ -17,8 +17,7 @@ from markupsafe import Markup
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-ROOMS = Path(__file__).parents[1]
-SHARED = "base/templates"
+TEMPLATES = Path(__file__).parent / "templates"
 SHOWN_FLAGS = 12
 TILES_IN_A_ROW, LEAST_TILES = 8, 5
 
@@ -28,7 +27,7 @@ def _environment() -> Environment:
     import jinja2  # a dependency of torch; imported when the first page is made
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(ROOMS),
+        loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -39,26 +38,22 @@ def _environment() -> Environment:
 
 
 def render(template: str, **values: Any) -> Markup:
-    """`template` is a path below fsdp/, such as "report/templates/chart.html"."""
+    """`template` is the name of a file in templates/."""
     return Markup(_environment().get_template(template).render(values))
 
 
-def document(title: str, body: str, *, scripts: Sequence[str] = (), refresh_s: int = 0) -> str:
-    """A whole page in the one style of all pages. `scripts` are paths below fsdp/; the browser loads the page
-    again every `refresh_s` seconds, if that is not 0.
-    """
-    parts = {"title": title, "body": body, "style": _source(f"{SHARED}/page.css"), "refresh_s": refresh_s}
-    sources = [_source(path) for path in scripts]
-    return f"{render(f'{SHARED}/document.html', scripts=sources, **parts)}\n"
+def document(title: str, body: str) -> str:
+    style, script = _source("page.css"), _source("page.js")
+    return f"{render('document.html', title=title, body=body, style=style, script=script)}\n"
 
 
-def _source(path: str) -> Markup:
-    return Markup((ROOMS / path).read_text(encoding="utf-8"))
+def _source(name: str) -> Markup:
+    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
 
 
 def _part(name: str, *values: object) -> Markup:
     """A macro of parts.html."""
-    parts = _environment().get_template(f"{SHARED}/parts.html").module
+    parts = _environment().get_template("parts.html").module
     made: Markup = getattr(parts, name)(*values)
     return made
 

@@ -1,0 +1,173 @@
+"""Line charts as inline SVG. The SVG stretches; its labels are HTML and do not, so a phone can show them.
+
+Each chart carries its numbers as JSON for the readout under the pointer; without scripts the chart is
+complete.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from markupsafe import Markup
+
+from fsdp.report.html import render
+from fsdp.report.palette import colour
+from fsdp.report.series import Band, Series, thin
+
+SPIKE = 3.0
+"""Values this many frame heights above the 99th percentile are left out; a note names the highest."""
+SMOOTH_FROM = 80
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The visible range of steps and values."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+
+    def x(self, steps: np.ndarray) -> np.ndarray:
+        return (steps - self.first) / ((self.last - self.first) or 1.0) * 1000
+
+    def y(self, values: np.ndarray) -> np.ndarray:
+        return np.clip((self.high - values) / (self.high - self.low) * 1000, 0, 1000)
+
+
+def chart(
+    title: str,
+    lines: Mapping[str, Series],
+    unit: str = "",
+    *,
+    restarts: Sequence[int] = (),
+    smooth: bool = False,
+) -> Markup:
+    """One chart, with a dashed line at each restart; empty without a value."""
+    bands = {name: thin(series) for name, series in lines.items() if len(series.finite)}
+    notes = [note for name, series in lines.items() for note in _not_finite(name, series, len(lines) > 1)]
+    values: dict[str, object] = {"title": title, "unit": unit, "curves": [], "notes": notes}
+    if not bands:
+        return render("chart.html", **values) if notes else Markup("")
+    frame = _frame(list(bands.values()))
+    high = {name: band.high.max() for name, band in bands.items() if band.high.max() > frame.high}
+    notes += [
+        {"before": f"▲ {name}: up to {label(top)}", "bad": "", "after": ""} for name, top in high.items()
+    ]
+    marks = frame.x(np.array(restarts, dtype=float)).tolist()
+    return render(
+        "chart.html",
+        **values
+        | {
+            "curves": [_curve(name, band, frame, n, smooth) for n, (name, band) in enumerate(bands.items())],
+            "grid": [f"{y:.1f}" for y in frame.y(np.array(ticks(frame.low, frame.high))).tolist()],
+            "restarts": [f"{x:.1f}" for x in marks if 0 < x < 1000],
+            "ys": [(f"{frame.y(np.array(v)) / 10:.1f}", label(v)) for v in ticks(frame.low, frame.high)],
+            "xs": [
+                (f"{frame.x(np.array(step)) / 10:.1f}", label(step))
+                for step in ticks(frame.first, frame.last, 6)
+                if step == int(step)
+            ],
+            "data": {
+                "first": frame.first,
+                "last": frame.last,
+                "lines": list(map(_numbers, bands, bands.values())),
+            },
+        },
+    )
+
+
+def _frame(bands: list[Band]) -> Frame:
+    low, high = min(float(b.low.min()) for b in bands), max(float(b.high.max()) for b in bands)
+    highs = np.concatenate([b.high for b in bands])
+    if len(highs) >= 50:
+        usual = float(np.quantile(highs, 0.99))
+        if high - usual > SPIKE * (usual - low) > 0:
+            high = usual + 0.15 * (usual - low)
+    pad = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    bottom = low - pad
+    if 0 <= low < 0.6 * high:
+        bottom = 0.0  # close enough to start the axis at zero: heights can then be compared
+    first, last = min(float(b.steps[0]) for b in bands), max(float(b.steps[-1]) for b in bands)
+    if first == last:
+        first, last = first - 1, last + 1
+    return Frame(first, last, bottom, high + pad)
+
+
+def _points(x: np.ndarray, y: np.ndarray) -> str:
+    return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
+
+
+def _curve(name: str, band: Band, frame: Frame, nth: int, smooth: bool) -> dict[str, str]:
+    """Points of SVG: the line, the values behind a smoothed line, the band between lowest and highest."""
+    x, mean = frame.x(band.steps), frame.y(band.mean)
+    curve = {"name": name, "colour": colour(nth), "line": "", "raw": "", "band": "", "dot": ""}
+    if len(x) == 1:
+        # a line of length 0 with round caps is a dot that stretching does not deform
+        return curve | {"dot": f"M{x[0]:.1f},{mean[0]:.1f}h0"}
+    if band.thinned:
+        low, high = frame.y(band.low), frame.y(band.high)
+        curve["band"] = _points(np.append(x, x[::-1]), np.append(high, low[::-1]))
+    elif smooth and len(x) >= SMOOTH_FROM:
+        curve["raw"] = _points(x, mean)
+    if smooth and (band.thinned or curve["raw"]):
+        mean = frame.y(running_median(band.mean, 4 if band.thinned else max(3, len(x) // 40)))
+    return curve | {"line": _points(x, mean)}
+
+
+def running_median(values: np.ndarray, around: int) -> np.ndarray:
+    """The median of up to `around` values on each side, fewer at the ends: it ignores a single spike."""
+    last = len(values) - 1
+    reaches = [min(around, nth, last - nth) for nth in range(len(values))]
+    return np.array([np.median(values[nth - reach : nth + reach + 1]) for nth, reach in enumerate(reaches)])
+
+
+def _not_finite(name: str, series: Series, several: bool) -> list[dict[str, str]]:
+    if series.shown.all():
+        return []
+    odd = series.steps[~series.shown]
+    before = f"{name}: " if several else ""
+    return [
+        {"before": before, "bad": f"{len(odd):,} not finite", "after": f", the first at step {odd[0]:,.0f}"}
+    ]
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """About `count` round numbers from low to high."""
+    span = high - low
+    if not math.isfinite(span) or span <= 0:
+        return []
+    raw = span / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next((m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999), 0.0)
+    if not step:  # 10**power underflowed
+        return []
+    start = math.ceil(low / step - 1e-9)
+    return [n * step for n in range(start, start + 12) if n * step <= high + step * 1e-9]
+
+
+def label(value: float) -> str:
+    """Three or four digits."""
+    size = abs(value)
+    if value == 0:
+        return "0"
+    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            return f"{value / (1e3 if letter == 'k' else limit):.4g}{letter}"
+    if size < 1e-3:
+        mantissa, _, power = f"{value:.2e}".partition("e")
+        return f"{float(mantissa):g}e{int(power)}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+
+
+def _numbers(name: str, band: Band) -> dict[str, object]:
+    """The numbers of the readout."""
+    extremes = {"low": band.low, "high": band.high} if band.thinned else {}
+    arrays = {"x": band.steps, "y": band.mean, **extremes}
+    return {"name": name} | {
+        key: [int(v) if v == int(v) else float(f"{v:.5g}") for v in values.tolist()]
+        for key, values in arrays.items()
+    }
