@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes, and each would compile the product's modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-quick test-full test-torch bench gpu lint architecture setup clean help
+.PHONY: train test test-quick test-full test-torch bench gpu lint setup clean help
 help:
 	@echo "make setup         .venv from requirements.txt"
 	@echo "make train         the default job on every GPU, or on two CPU processes; prints accuracy and next commands"
@@ -23,7 +23,6 @@ help:
 	@echo "make lint          format, lint and types"
 	@echo "make bench         short benchmarks beside other tools; bench/results has the full ones"
 	@echo "make gpu           the product's claims on one CUDA device, in ten minutes; ONLY=resume,saves for some of them, DEVICE=cpu without a GPU"
-	@echo "make architecture  docs/architecture.svg from the imports"
 	@echo "make clean         removes .venv and caches"
 
 setup: $(READY)
@@ -82,9 +81,6 @@ lint: $(READY)
 	@test -x $(LINT)/python || $(PYTHON) -m venv .cache/lint
 	@$(LINT)/python -m pip install --quiet --disable-pip-version-check -r .ci/lint-requirements.txt
 	@$(LINT)/ruff format --check . && $(LINT)/ruff check . && $(LINT)/mypy --python-executable $(BIN)/python
-
-architecture: $(READY)
-	@$(BIN)/python -m tests.house_picture
 
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache

@@ -20,7 +20,6 @@
     goodput        failures, saves and restarts replayed
     report         the table, the best line, the recipe
     __main__       the command, python -m fsdp.plan
-    page           all plans as an HTML page: memory against time
 
 Nothing here runs on a GPU or trains; fsdp/run/planned.py compares a plan with what its run measured.
 """

@@ -10,6 +10,8 @@ Runs nothing from a run directory. templates/ holds the page's HTML.
     watch_records   verdicts, time by rank, late ranks, gradient spikes
     chart           one line chart as SVG
     sections        the sections of the page
+    html, bars      parts of a page, stacked bars
+    palette         names of colours
     comparison      figures and settings in which two runs differ
     __main__        the command
 """

@@ -22,7 +22,7 @@ from fsdp.checkpoint.inspect import CheckpointListing, scan
 from fsdp.checkpoint.open_store import open_store
 from fsdp.config import FIELDS, check_store, parse_value, read_recipe
 from fsdp.report.series import UNREADABLE, Notes, Series, number, read_numbers
-from fsdp.report.watch_records import Verdict, WatchData, read_watch
+from fsdp.report.watch_records import VerdictRecord, WatchData, read_watch
 from fsdp.rundir.paths import RunDir
 from fsdp.watch.hang_verdict import RECOVERABLE
 
@@ -217,7 +217,7 @@ def _with_state(run: RunDir, data: RunData) -> tuple[Start, ...]:
     return (*data.starts[:-1], last)
 
 
-def _with_verdicts(starts: tuple[Start, ...], verdicts: Sequence[Verdict]) -> tuple[Start, ...]:
+def _with_verdicts(starts: tuple[Start, ...], verdicts: Sequence[VerdictRecord]) -> tuple[Start, ...]:
     """A start that failed or has no end gets the watch's verdict as its reason."""
     moments = [*(_seconds(start.time) for start in starts), float("inf")]
     reached = [*(start.from_step for start in starts[1:]), 0]
@@ -236,7 +236,7 @@ def _with_verdicts(starts: tuple[Start, ...], verdicts: Sequence[Verdict]) -> tu
     return tuple(explained)
 
 
-def _cause(verdicts: Sequence[Verdict], from_step: int, reached: int) -> Verdict | None:
+def _cause(verdicts: Sequence[VerdictRecord], from_step: int, reached: int) -> VerdictRecord | None:
     """Of a start's verdicts the first that no run survives, or the stall that it did not survive: the watch
     ended it, or no step after it was recorded. What follows the end is a consequence.
     """

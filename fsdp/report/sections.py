@@ -32,11 +32,11 @@ from fsdp.report.html import (
     span,
     table,
     tiles,
-)  # fmt: skip
+)
 from fsdp.report.palette import colour, kind_colour
 from fsdp.report.run_data import RunData, Start
 from fsdp.report.series import Series
-from fsdp.report.watch_records import SHOWN, STEP_PHASES, WAITING, Verdict
+from fsdp.report.watch_records import SHOWN, STEP_PHASES, WAITING, VerdictRecord
 
 MOST_CHARTS, MOST_FOLDED = 12, 100
 """Charts shown, and those folded after them: drawing 20,000 took 17 s."""
@@ -165,7 +165,7 @@ def _tiles(run: RunData) -> Iterator[tuple[str, object, str]]:
 # ---------------------------------------------------------------- failures, time, memory
 
 
-def _verdicts(verdicts: Sequence[Verdict]) -> Markup:
+def _verdicts(verdicts: Sequence[VerdictRecord]) -> Markup:
     rows, stacks = [], []
     for verdict in verdicts[-MOST_ROWS:]:
         failed = verdict.ended or verdict.kind in ("died", "fault", "exception")

@@ -24,7 +24,7 @@ SHORT = 100
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerdictRecord:
     """A fault that the watch reported, and its evidence."""
 
     time: float
@@ -64,7 +64,7 @@ class WatchData:
 
     by_rank: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     course: Mapping[str, Series] = field(default_factory=dict)
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[VerdictRecord, ...] = ()
     late: tuple[LateRank, ...] = ()
     spikes: tuple[Spike, ...] = ()
 
@@ -106,7 +106,7 @@ def _timing(file: Path, notes: Notes) -> tuple[dict[int, dict[str, float]], dict
     return by_rank, dict(zip(SHOWN, (in_order(steps, v) for v in zip(*means, strict=True)), strict=False))
 
 
-def _verdicts(folder: Path, notes: Notes) -> Iterator[Verdict]:
+def _verdicts(folder: Path, notes: Notes) -> Iterator[VerdictRecord]:
     records: list[dict[str, Any]] = []
     for record in notes.records(folder / "verdicts.jsonl", "kind"):
         if record["kind"] != "ended":
@@ -120,7 +120,7 @@ def _verdicts(folder: Path, notes: Notes) -> Iterator[Verdict]:
             yield replace(verdict, stacks=_stacks(folder / verdict.folder, verdict)) if recent else verdict
 
 
-def _verdict(record: Mapping[str, Any]) -> Verdict:
+def _verdict(record: Mapping[str, Any]) -> VerdictRecord:
     what, kind, others, hint, folder = (
         str(record.get(name) or "") for name in ("what", "kind", "others", "hint", "folder")
     )
@@ -128,7 +128,7 @@ def _verdict(record: Mapping[str, Any]) -> Verdict:
         raise ValueError("the stacks' folder is outside RUN/watch")
     timestamp = number(record.get("time") or 0.0)
     datetime.datetime.fromtimestamp(timestamp, datetime.UTC)  # raises for one that cannot be shown
-    return Verdict(
+    return VerdictRecord(
         time=timestamp,
         kind=kind,
         ranks=tuple(int(number(rank)) for rank in record.get("ranks") or ()),
@@ -142,7 +142,7 @@ def _verdict(record: Mapping[str, Any]) -> Verdict:
     )
 
 
-def _stacks(folder: Path, verdict: Verdict) -> str:
+def _stacks(folder: Path, verdict: VerdictRecord) -> str:
     """Stacks of the first rank that the verdict names; if it did not answer, also of one that waits."""
     named = _stack(folder, verdict.ranks[0]) if verdict.ranks else ""
     if len(named) > SHORT:

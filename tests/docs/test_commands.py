@@ -71,7 +71,6 @@ LONG = {
     "python -m fsdp.doctor": 0,
     "python -m fsdp.parity --model.name mine:build --data.name text": 0,
     "python -m bench.claims vit_parameters": 0,
-    "python -m tests.house_picture": 0,
     "python -m compileall -q fsdp launch": 0,
 }  # fmt: skip
 
@@ -113,6 +112,7 @@ NOT_RUN = {
     r"python -m fsdp\.checkpoint RUN export --ema": "needs a run with --optim.ema: tests/optim/test_ema.py",
     r"python -m fsdp\.report RUN --trust-code": "names a person's package; tests/security/test_named_code.py",
     r"python -m fsdp\.(plan|parity|predict|report)$": "names the tool; other commands run it",
+    r"python -m torch\.cuda\._memory_viz trace_plot": "needs a snapshot that a GPU wrote",
     r"python -m launch\.agent$": "the job scripts' torchrun: tests/slurm",
     r"python -m tests\.memory\.bound$": "minutes; .ci/run runs it",
     r"python -m tests\.mutate ": "minutes; tests/mutate/test_mutate.py runs its parts",
@@ -121,7 +121,6 @@ NOT_RUN = {
     r"python -m tests\.torture ": "minutes; .ci/run runs it",
     r"python -m tests\.torture\.soak ": "hours; tests/torture/test_soak.py runs its short form",
     r"python -m tests\.models\.foreign$": "minutes: tests/models/test_foreign.py runs a row",
-    r"python -m tests\.support\.pictures$": "minutes; writes the committed pictures",
     r"python -m tests\.slurm\.cluster ": "needs Slurm: tests/slurm/test_cluster.py",
     r"python -m$": "names the option",
 }

@@ -31,16 +31,13 @@ def run(tmp_path: Path) -> Path:
 
 def test_the_page_has_outcome_failures_time_memory_and_settings(run: Path) -> None:
     text = report(run)
-    for expected in (
-        "95.53%", "0.2500", "killed, or its node was lost", "the last step", "0.004", "&lt;b&gt;",
-        "&lt;i&gt;2",
-        "<polyline", "rank 2 is stopped (SIGSTOP)", "ranks 0, 1, 3 wait in all_gather_single",
-        "kill -CONT 4242 on n1", "watch/stopped-000412/", "2026-01-01 12:01:00 UTC", "Stacks of rank 2",
-        "&lt;forward&gt;", "exposed communication", 'title="forward 40 ms"', "activations 2 MiB",
-        "rank 3 is not late any more, at step 500", "the end of the run", "and 28 more",
-        "resumed at this step",
-    ):  # fmt: skip
-        assert expected in text, expected
+    expected = """95.53% | 0.2500 | killed, or its node was lost | the last step | 0.004 | &lt;b&gt;
+        | &lt;i&gt;2 | <polyline | rank 2 is stopped (SIGSTOP) | ranks 0, 1, 3 wait in all_gather_single
+        | kill -CONT 4242 on n1 | watch/stopped-000412/ | 2026-01-01 12:01:00 UTC | Stacks of rank 2
+        | &lt;forward&gt; | exposed communication | title="forward 40 ms" | activations 2 MiB
+        | rank 3 is not late any more, at step 500 | the end of the run | and 28 more
+        | resumed at this step"""
+    assert [part for part in expected.split("|") if part.strip() not in text] == []
     assert "evaluation" not in text.partition("Where the time goes")[2].partition("<section>")[0]
     assert 'class="note"' not in text
 
