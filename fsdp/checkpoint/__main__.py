@@ -32,6 +32,7 @@ from fsdp.base.text import nearest
 from fsdp.base.units import byte_size, seconds
 from fsdp.checkpoint import file_names, inspect, load, retention
 from fsdp.checkpoint.adapter_weights import PEFT, Base
+from fsdp.checkpoint.discovery import READ_AT_ONCE, set_aside, why_not_whole
 from fsdp.checkpoint.export import export, of_averages
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.load import CheckpointSource
@@ -60,8 +61,6 @@ OF_ONE_COMMAND = {
     "dtype": "export", "shard_gib": "export", "out": "export", "ema": "export",
 }  # fmt: skip
 """Options that the other commands would ignore."""
-READ_AT_ONCE = 2 << 30
-"""`list` reads every byte of checkpoints up to this total size; of larger ones it compares sizes."""
 
 
 @prints_errors("fsdp.checkpoint")
@@ -196,7 +195,8 @@ def _place(options: argparse.Namespace) -> str:
 
 def _chosen(store: Store, options: argparse.Namespace) -> list[CheckpointListing]:
     listings = [found for found in inspect.scan(store) if options.step in (None, found.step)]
-    if not listings:
+    shows_all = options.command in ("list", "verify") and options.step is None
+    if not listings and not (shows_all and any(set_aside(store, read=False))):
         what = "no checkpoint" if options.step is None else f"no checkpoint of step {options.step}"
         raise CheckpointError(f"{store.where} holds {what}.", _where_they_are(store, options))
     return listings
@@ -229,7 +229,7 @@ def _table(store: Store, listings: Sequence[CheckpointListing], read: bool) -> i
     print(f"{'step':>10}  {'age':>9}  {'size':>10}  {'mesh':<12}  {'ranks':>5}  state")
     wrong = 0
     for found in listings:
-        why = _why_not(store, found, read)
+        why = why_not_whole(store, found, read)
         wrong += why is not None
         state = why or ("verified" if read else "sealed, sizes match; verify reads every byte")
         about = found.manifest
@@ -239,31 +239,10 @@ def _table(store: Store, listings: Sequence[CheckpointListing], read: bool) -> i
             age, size = seconds(max(0.0, time.time() - about.created)), byte_size(about.bytes)
             row = f"{found.step:>10}  {age:>9}  {size:>10}  {about.mesh:<12}  {about.ranks:>5}  {state}"
             print_line(row, sys.stdout)
-    for folder in store.folders():
-        name = file_names.parse(folder)
-        if name is not None and name.kind == "broken":
-            print_line(f"{name.step:>10}  set aside: {folder}", sys.stdout)
+    for folder, why, restoring in set_aside(store, read=read):
+        state = why or (f"whole; {restoring} restores it" if restoring else "whole")
+        print_line(f"{'set aside':>10}  {folder}: {state}", sys.stdout)
     return 1 if wrong else 0
-
-
-def _why_not(store: Store, found: CheckpointListing, read: bool) -> str | None:
-    if found.unread is not None:
-        return without_hint(found.unread).rstrip(".")
-    if found.manifest is None:
-        return f"NOT whole: {found.detail}"
-    try:
-        if read:
-            inspect.check_files(store, found.folder, found.manifest.files)
-            load.open_one(store, found.folder, found.manifest)
-    except (EOFError, LookupError, ValueError, TypeError) as error:
-        # a manifest and files that do not fit together
-        return f"NOT whole: {type(error).__name__}: {error}"
-    except Broken as broken:
-        return f"NOT whole: {broken.detail}"
-    except OSError as error:
-        damaged = isinstance(inspect.classify_failure(error, found.folder), Broken)
-        return f"{'NOT whole' if damaged else 'cannot be read'}: {error}"
-    return None
 
 
 def _prune(store: Store, options: argparse.Namespace) -> int:

@@ -152,7 +152,7 @@ def _after_failed_seal(
     after it stored the manifest. Else what was copied is deleted.
     """
     try:
-        if inspect.listing_of(store, final).manifest == manifest.decode(data):
+        if inspect.maybe_sealed(store, final) == manifest.decode(data):
             return replace(failure, sealed=True)
         store.remove(staged, "failed")
     except (OSError, Broken, CheckpointError) as error:  # the copy may be whole: nothing more is deleted

@@ -8,14 +8,19 @@ from __future__ import annotations
 import logging
 import shlex
 import socket
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import NoReturn
 
 import torch
 
-from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import file_names, inspect, retention
+from fsdp.base.errors import CheckpointError, without_hint
+from fsdp.base.object_client import is_url
+from fsdp.base.text import listed
+from fsdp.checkpoint import file_names, inspect, load, retention
 from fsdp.checkpoint.inspect import CheckpointListing
-from fsdp.checkpoint.manifest import Manifest
+from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
@@ -23,6 +28,9 @@ from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.mesh import MeshSizes
 
 log = logging.getLogger(__name__)
+
+READ_AT_ONCE = 2 << 30
+"""Bytes of checkpoints that are verified unasked: of larger ones the sizes alone are compared."""
 
 
 def list_checkpoints(store: Store, section: CheckpointSection, attempt: str) -> list[str]:
@@ -48,7 +56,7 @@ def list_checkpoints(store: Store, section: CheckpointSection, attempt: str) -> 
             "--checkpoint.resume auto to resume, or another --run.dir for a new run",
         )
     if broken and not folders:
-        raise none_whole(store, len(broken))
+        refuse(store)
     return folders
 
 
@@ -65,12 +73,64 @@ def _check_links(store: Store) -> None:
             )
 
 
-def none_whole(store: Store, count: int) -> CheckpointError:
-    return CheckpointError(
-        f"none of the {count} checkpoints in {store.where} is whole, and a new run does not start over them.",
-        "--checkpoint.resume PATH of another checkpoint with a new --run.dir, "
-        "or a new --run.dir alone to start from step 0",
+def refuse(
+    store: Store, damaged: Mapping[str, Broken] = MappingProxyType({}), older: Sequence[str] = ()
+) -> NoReturn:
+    """CheckpointError: the newest checkpoints are damaged, or all that there are were set aside."""
+    states = [f"{folder}: {broken.detail}" for folder, broken in damaged.items()]
+    hint = "--checkpoint.resume PATH of another checkpoint with a new --run.dir, "
+    if older:
+        hint = f"--checkpoint.resume {shlex.quote(store.path(older[0]))} with a new --run.dir, "
+    hint += "or a new --run.dir alone to start from step 0"
+    for folder, why, restoring in set_aside(store):
+        states.append(f"{folder}: {why or 'it is whole'}")
+        if restoring:
+            hint = f"{restoring}, then the same command, resumes from {folder.partition('.')[0]}"
+    which = f"the {len(damaged)} newest" if older else f"all {len(states)}"
+    raise CheckpointError(
+        f"{which} checkpoints in {store.where} are damaged or set aside, and a new run does not start over "
+        f"them: {listed(states, 4)}.",
+        hint,
     )
+
+
+def set_aside(store: Store, *, read: bool | None = None) -> Iterator[tuple[str, str, str]]:
+    """Each checkpoint that was set aside, why it is not whole, and the command that restores a whole one.
+
+    `read`: every byte of it; by default if it is small.
+    """
+    folders = store.folders()
+    for folder in folders:
+        if (name := file_names.parse(folder)) is None or name.kind != "broken":
+            continue
+        listing = inspect.listing_or_reason(store, folder)
+        small = listing.manifest is not None and listing.manifest.bytes <= READ_AT_ONCE
+        why = why_not_whole(store, listing, small if read is None else read)
+        final, _, mark = folder.partition(".")
+        words = ["mv", "-T", store.path(folder), store.path(final)]
+        if is_url(store.where):
+            words = ["aws", "s3", "rm", f"{store.path(final)}/.{mark}"]
+        yield folder, why or "", "" if why or final in folders else shlex.join(words)
+
+
+def why_not_whole(store: Store, found: CheckpointListing, read: bool) -> str | None:
+    """Why it is not whole, or not known to be; `read`: every byte."""
+    if found.unread is not None:
+        return without_hint(found.unread).rstrip(".")
+    if found.manifest is None:
+        return f"NOT whole: {found.detail}"
+    try:
+        if read:
+            inspect.check_files(store, found.folder, found.manifest.files)
+            load.open_one(store, found.folder, found.manifest)
+    except (EOFError, LookupError, ValueError, TypeError) as error:
+        # a manifest and files that do not fit together
+        return f"NOT whole: {type(error).__name__}: {error}"
+    except Broken as broken:
+        return f"NOT whole: {broken.detail}"
+    except OSError as error:
+        return f"cannot be read: {error}"
+    return None
 
 
 def find_checkpoint(path: str) -> tuple[str, CheckpointListing]:

@@ -21,10 +21,6 @@ from fsdp.checkpoint.store import Store
 CHUNK = 8 << 20
 READERS = 8
 """A request to an object store takes some 50 ms, and a checkpoint has a file for each rank."""
-DAMAGE = {errno.EIO, errno.ENOENT, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA, errno.ENAMETOOLONG}
-"""Errors of a file that is damaged or missing, or whose name no file can have. Others (a time-out, a
-permission) do not concern the file.
-"""
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ def examine(store: Store, folder: str) -> Manifest:
         raise Broken("mixed", f"its manifest is of step {found.step}")
     for file, (size, _) in found.files.items():
         there = sizes.get(file)
-        if there is None and "/" not in file:  # the manifest may be a stranger's: no path leads out
+        if there is None:
             there = store.size(folder, file)
         if there is None:
             raise Broken("missing-file", f"{file} is missing")
@@ -64,13 +60,12 @@ def examine(store: Store, folder: str) -> Manifest:
 
 
 def classify_failure(error: Exception, where: str) -> Broken | CheckpointError:
-    """Broken for damage, which is set aside. CheckpointError where the file may be whole (storage that does
-    not answer, full memory): the checkpoint keeps its name.
+    """Broken for damage, which is set aside. CheckpointError where the file may be whole (an error number of
+    the system, full memory): the checkpoint keeps its name.
     """
     if isinstance(error, Broken):
         return error
-    bad_file = isinstance(error, OSError) and error.errno in DAMAGE
-    if bad_file or isinstance(error, (FileNotFoundError, EOFError, ValueError, KeyError)):
+    if isinstance(error, (EOFError, ValueError, KeyError)):
         return Broken("unreadable", f"{type(error).__name__}: {error}")
     if isinstance(error, PermissionError):
         return unreadable(where, error)
@@ -89,10 +84,12 @@ def listing_of(store: Store, folder: str) -> CheckpointListing:
     except Broken as broken:
         return CheckpointListing(folder, step, None, broken.why, broken.detail)
     except OSError as error:
-        failure = classify_failure(error, store.path(folder))
-        if isinstance(failure, Broken):
-            return CheckpointListing(folder, step, None, failure.why, failure.detail)
-        raise failure from None
+        raise classify_failure(error, store.path(folder)) from None
+
+
+def maybe_sealed(store: Store, folder: str) -> Manifest | None:
+    """The manifest of a folder that may not be there; None if it is no whole checkpoint."""
+    return listing_of(store, folder).manifest if folder in store.folders() else None
 
 
 def listing_or_reason(store: Store, folder: str) -> CheckpointListing:

@@ -6,9 +6,7 @@ the others. A failure on one rank reaches all ranks before the next collective: 
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -299,7 +297,7 @@ def read_contents(store: Store, folder: str, manifest: Manifest | None) -> bytes
     sealed = None if manifest is None else manifest.files.get(file)
     size = store.size(folder, file) if sealed is None else sealed[0]
     if size is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{store.path(folder)}/{file}")
+        raise Broken("missing-file", f"{file} is missing")
     if size > MOST_BYTES[file]:
         raise Broken("size", f"{file} has {size} bytes")
     if size > SUMMED_FIRST and sealed is not None:

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -68,6 +69,13 @@ class LocalStore:
     def read_into(self, folder: str, file: str, offset: int, buffers: list[memoryview]) -> None:
         with (self.root / folder / file).open("rb", buffering=0) as stream:
             read_exactly(stream.fileno(), offset, buffers)
+
+    def forget(self, folder: str) -> None:
+        """Drops the folder's files from the page cache of this node."""
+        with suppress(OSError):  # the read that follows meets it
+            for entry in os.scandir(self.root / folder):
+                with Path(entry).open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def staging(self, step: int, attempt: str) -> str:
         return file_names.staging(step, attempt)

@@ -104,7 +104,8 @@ def _checked(body: dict[str, Any]) -> Manifest:
     """The manifest with the type of each field checked: the file may come from anywhere."""
     _check_names(body)
     body["files"] = {
-        name: (checked_count(size), checked_count(crc)) for name, (size, crc) in body["files"].items()
+        _file_name(name): (checked_count(size), checked_count(crc))
+        for name, (size, crc) in body["files"].items()
     }
     body["digests"] = {
         key: (checked_count(numel), _hex(value)) for key, (numel, value) in body["digests"].items()
@@ -141,6 +142,13 @@ def _check_names(body: Mapping[str, Any]) -> None:
     for name, one in known.items():
         if name not in body and one.default is MISSING and one.default_factory is MISSING:
             raise ValueError(f"it has no {name}")
+
+
+def _file_name(name: str) -> str:
+    """The manifest may be a stranger's: no path leads out, and the system accepts the name."""
+    if "/" in name or "\0" in name or len(name.encode()) > 255:
+        raise ValueError(f"{name!a:.40} is no name of a file")
+    return name
 
 
 def _text(name: str, value: Any) -> str:

@@ -134,6 +134,9 @@ class ObjectStore:
             rest = _pour(memoryview(data), rest)
             offset = stop
 
+    def forget(self, folder: str) -> None:
+        """Nothing of it is in memory."""
+
     def staging(self, step: int, attempt: str) -> str:
         return file_names.final(step, attempt)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fsdp.base.errors import CheckpointError
+from fsdp.base.errors import CheckpointError, without_hint
 from fsdp.checkpoint import discovery, inspect, load, snapshot
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken, Manifest
@@ -70,29 +70,52 @@ class Restore:
     tier: LocalTier | None = None
 
     def newest(self, state: TrainState, folders: list[str]) -> Restored:
-        """`folders`: the checkpoints, the newest first. One is read, and the next one if it is broken."""
-        notes: list[str] = []
-        for folder in folders:
-            found = self.group.on_main(partial(inspect.listing_of, self.store, folder))
-            if (near := self._from_nodes(state, found, notes)) is not None:
-                return near
+        """`folders`: the checkpoints, the newest first. The newest is set aside if it is damaged, after the
+        one before it is loaded: of several damaged ones none is, since the storage may be what is damaged.
+        """
+        damaged: dict[str, Broken] = {}
+        for folder in folders[:2]:
             try:
-                if found.manifest is None:
-                    raise Broken(found.why, found.detail)
-                return self._sealed(state, self._open(self.store, found), found.manifest, notes)
+                restored = self._twice(state, folder)
             except Broken as broken:
-                notes.append(self._set_aside(found, broken))
-        raise discovery.none_whole(self.store, len(folders))
+                damaged[folder] = broken
+                continue
+            notes = [self._set_aside(*one) for one in damaged.items()]
+            return replace(restored, notes=(*notes, *restored.notes))
+        return self.group.on_main(lambda: discovery.refuse(self.store, damaged, folders[2:]))
+
+    def _twice(self, state: TrainState, folder: str) -> Restored:
+        """A second time, from the disk, if it is damaged: the page cache of a node may be what is."""
+        try:
+            return self._newest(state, folder)
+        except Broken as broken:
+            if self.env.is_main:
+                log.warning("%s is read a second time: %s", self.store.path(folder), broken.detail)
+            self.store.forget(folder)
+            return self._newest(state, folder)
+
+    def _newest(self, state: TrainState, folder: str) -> Restored:
+        found, notes = self.group.on_main(partial(inspect.listing_of, self.store, folder)), list[str]()
+        if (near := self._from_nodes(state, found, notes)) is not None:
+            return near
+        if found.manifest is None:
+            raise Broken(found.why, found.detail)
+        return self._sealed(state, self._open(self.store, found), found.manifest, notes)
 
     def _from_nodes(self, state: TrainState, found: CheckpointListing, notes: list[str]) -> Restored | None:
-        """Restores with the files of the nodes' own copies; None without them, or if one is damaged."""
+        """Restores with the files of the nodes' own copies; None without them, or if one is damaged or cannot
+        be read.
+        """
         if self.tier is None or found.manifest is None:
             return None
         try:
             return self._sealed(state, self._open(self.tier.near(found), found), found.manifest, notes)
-        except Broken as broken:
-            self.tier.drop(found.step)
-            notes.append(f"a local copy of step {found.step} is NOT whole ({broken.detail}): dropped")
+        except (Broken, CheckpointError) as error:
+            if isinstance(error, Broken):
+                self.tier.drop(found.step)
+                notes.append(f"a local copy of step {found.step} is NOT whole ({error.detail}): dropped")
+            else:
+                notes.append(f"a local copy of step {found.step} is not used: {without_hint(error)}")
             if self.env.is_main:
                 log.error("%s", notes[-1])
             return None
@@ -173,12 +196,12 @@ class Restore:
         differences = discovery.differences(manifest, self.sizes, self.env.world_size, self.config)
         return Restored(manifest.step, source.store.path(source.folder), (*notes, *more, *differences))
 
-    def _set_aside(self, found: CheckpointListing, broken: Broken) -> str:
+    def _set_aside(self, folder: str, broken: Broken) -> str:
         """Renames and logs the broken checkpoint on rank 0; returns the same note on every rank."""
-        line = f"CHECKPOINT {found.folder} is NOT whole ({broken.detail})"
+        line = f"CHECKPOINT {folder} is NOT whole ({broken.detail})"
         if self.env.is_main:
             try:
-                aside = self.store.set_aside(found.folder, broken.why)
+                aside = self.store.set_aside(folder, broken.why)
                 log.error("%s; set aside as %s. The one before it is loaded.", line, aside)
             except OSError as error:
                 log.error("%s; it could not be set aside (%s). The one before it is loaded.", line, error)

@@ -233,8 +233,8 @@ class Saver:
         """
         final = self._store.final(job.step, self._attempt)
         try:
-            found = inspect.listing_of(self._store, final).manifest
-        except CheckpointError as error:
+            found = inspect.maybe_sealed(self._store, final)
+        except (CheckpointError, OSError) as error:
             # The checkpoint may exist: nothing is deleted.
             return SaveOutcome(job.step, "", f"{failure}; then {without_hint(error)}", unseen=True)
         if found is None or found.attempt != self._attempt:

@@ -7,23 +7,30 @@ import json
 import logging
 import os
 import pickle
+import shlex
 import shutil
+import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fsdp.base.errors import CheckpointError
+from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect, layout_file, manifest, metadata
 from fsdp.checkpoint.file_names import LAYOUT, MANIFEST, METADATA
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.dist.env import DistEnv
 from tests.checkpoint.manifests import a_manifest
 from tests.checkpoint.small import bits, build, save_once
+from tests.support.faulty_file import FLIP, Fault, always, faulty, once
 from tests.support.marks import quick_are
+from tests.support.runs import failures, run
 from tests.support.world import run_world
 
 RANKS = 2
@@ -45,7 +52,7 @@ def run_dir(pristine: Path, tmp_path: Path) -> Path:
 
 class Heard(logging.Handler):
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.ERROR)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -144,44 +151,93 @@ def test_after_a_broken_checkpoint_all_state_is_of_the_one_before(run_dir: Path)
     assert [(step, total) for step, _, _, total in after] == [(step, total) for step, _, _, total in clean]
 
 
-def restore_refused(env: DistEnv, run_dir: str, number: int) -> tuple[int | None, list[str], str, int]:
-    """On rank 1 the shards of step 4 cannot be read, with this error."""
-    read_into = LocalStore.read_into
-
-    def refuse(self: LocalStore, folder: str, file: str, offset: int, buffers: list[memoryview]) -> None:
-        if env.rank == 1 and folder == "step-00000004":
-            raise OSError(number, os.strerror(number))
-        read_into(self, folder, file, offset, buffers)
-
-    LocalStore.read_into = refuse  # type: ignore[method-assign]
-    try:
-        return restore(env, run_dir, {})
-    finally:
-        LocalStore.read_into = read_into  # type: ignore[method-assign]
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-def test_a_checkpoint_that_one_rank_cannot_read_is_loaded_by_none(run_dir: Path) -> None:
-    results = run_world(RANKS, restore_refused, str(run_dir), errno.EIO)
-    assert [step for step, *_ in results] == [2, 2]
-    assert "Input/output error); set aside as step-00000004.broken-unreadable" in results[0][1][0]
+FAULTS: dict[str, tuple[str, Fault]] = {
+    "a disk that cannot be read": ("__1_0.distcp", always("read", errno.EIO)),
+    "a stale handle": (MANIFEST, always("open", errno.ESTALE)),
+    "a file that is missing once": ("__0_0.distcp", once("open", errno.ENOENT)),
+    "a name that is missing once": ("__0_0.distcp", once("stat", errno.ENOENT)),
+    "storage that does not answer": ("__1_0.distcp", always("read", errno.ETIMEDOUT)),
+}
 
 
-def test_unreachable_storage_sets_no_checkpoint_aside(run_dir: Path) -> None:
-    """After a time-out the run stops; it resumes from step 4 when the storage is back."""
-    for step, lines, said, _ in run_world(RANKS, restore_refused, str(run_dir), errno.ETIMEDOUT):
-        assert (step, lines) == (None, [])
-        assert "step-00000004 cannot be read" in said
-        assert "HINT: start again when the storage answers" in said
-    assert [step for step, *_ in run_world(RANKS, restore, str(run_dir), {})] == [4, 4]
+@pytest.mark.needs("fuse")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_read_that_fails_ends_the_start_and_renames_nothing(run_dir: Path, fault: str) -> None:
+    """Each start set whole checkpoints aside, until none was left and the run was blocked."""
+    (unbroken, *_) = run_world(RANKS, restore, str(run_dir), {})
+    file, how = FAULTS[fault]
+    with ExitStack() as mounted:
+        for folder in (run_dir / "checkpoints").iterdir():
+            mounted.enter_context(faulty(folder / file, how))
+        for step, lines, said, _ in run_world(RANKS, restore, str(run_dir), {}):
+            assert (step, lines) == (None, [])
+            assert "step-00000004 cannot be read" in said
+            assert "HINT: start again when the storage answers" in said
+    assert names(run_dir) == ["step-00000002", "step-00000004"]
+    assert run_world(RANKS, restore, str(run_dir), {})[0] == unbroken
 
 
-def test_a_run_without_a_whole_checkpoint_is_an_error(run_dir: Path) -> None:
-    for step in ("step-00000002", "step-00000004"):
-        flip(2400)(run_dir / "checkpoints" / step)
-    for _ in range(2):  # also the second time, when all stand under names that say broken
+@pytest.mark.needs("fuse")
+def test_a_run_started_on_failing_storage_ends_as_the_unbroken_one(tmp_path: Path) -> None:
+    words = "--train.steps 6 --checkpoint.every_steps 2"
+    unbroken = run(RANKS, tmp_path / "unbroken", words)
+    folder = tmp_path / "run"
+    assert failures(RANKS, folder, words, "--train.stop_after 4") == [None] * RANKS
+    store = folder / "checkpoints"
+    with ExitStack() as mounted:
+        for one in ("step-00000002", "step-00000004"):
+            mounted.enter_context(faulty(store / one / "__1_0.distcp", always("read", errno.EIO)))
+        for said in failures(RANKS, folder, words):
+            assert str(said).startswith("CheckpointError: ")
+    with faulty(store / "step-00000004" / "__0_0.distcp", once("read", FLIP)):
+        again = run(RANKS, folder, words)
+    assert names(folder) == ["step-00000002", "step-00000004", "step-00000006"]
+    assert [one["loss"] for one in again.records] == [one["loss"] for one in unbroken.records]
+    assert all(torch.equal(again.parameters[name], value) for name, value in unbroken.parameters.items())
+
+
+@pytest.mark.needs("fuse")
+@pytest.mark.parametrize("file", ["__1_0.distcp", LAYOUT, MANIFEST])
+def test_a_wrong_byte_in_the_page_cache_is_read_again_from_the_disk(run_dir: Path, file: str) -> None:
+    """The kernel gives a second read the same wrong byte, until it has forgotten the file."""
+    unbroken = run_world(RANKS, restore, str(run_dir), {})
+    with faulty(run_dir / "checkpoints" / "step-00000004" / file, once("read", FLIP)):
+        assert run_world(RANKS, restore, str(run_dir), {}) == unbroken
+    assert unbroken[0][0] == 4
+    assert names(run_dir) == ["step-00000002", "step-00000004"]
+
+
+def test_of_damaged_checkpoints_none_is_set_aside_if_none_is_whole(run_dir: Path) -> None:
+    for name in names(run_dir):
+        flip(2400)(run_dir / "checkpoints" / name)
+    for _ in range(2):
         for step, _, said, _ in run_world(RANKS, restore, str(run_dir), {}):
             assert step is None
-            assert "is whole, and a new run does not start over them. HINT: --checkpoint.resume PATH" in said
+            assert "step-00000004: __1_0.distcp is not what was written" in said
+            assert "HINT: --checkpoint.resume PATH" in said
+    assert names(run_dir) == ["step-00000002", "step-00000004"]
+
+
+def test_a_run_whose_checkpoints_were_all_set_aside_is_told_how_to_restore_one(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As an earlier version left it: whole ones, and one that is damaged."""
+    store = run_dir / "checkpoints"
+    flip(2400)(store / "step-00000004")
+    for name in names(run_dir):
+        (store / name).rename(store / f"{name}.broken-unreadable")
+    for _, _, said, _ in run_world(RANKS, restore, str(run_dir), {}):
+        assert "step-00000004.broken-unreadable: NOT whole: __1_0.distcp" in said
+    command = f"mv -T {store}/step-00000002.broken-unreadable {store}/step-00000002"
+    assert f"HINT: {command}, then the same command" in said
+    assert checkpoints.main([str(run_dir)]) == 0
+    assert f"step-00000002.broken-unreadable: whole; {command} restores it\n" in capsys.readouterr().out
+    subprocess.run(shlex.split(command), check=True)
+    assert [step for step, *_ in run_world(RANKS, restore, str(run_dir), {})] == [2, 2]
 
 
 def test_a_flipped_bit_is_found_without_checksums_too(run_dir: Path) -> None:
@@ -301,7 +357,7 @@ def test_a_manifest_with_a_name_that_no_file_can_have_is_not_whole(tmp_path: Pat
     about = a_manifest(step=4, files={"x" * 300: (1, 1)})
     (tmp_path / "step-00000004" / MANIFEST).write_bytes(manifest.encode(about))
     found = inspect.listing_of(LocalStore(tmp_path), "step-00000004")
-    assert (found.manifest, found.why) == (None, "unreadable")
+    assert (found.manifest, found.why) == (None, "manifest")
 
 
 @pytest.mark.parametrize("counters", [{}, {"step": 4, "samples": float("nan"), "tokens": 0}], ids=str)

@@ -18,6 +18,7 @@ import pytest
 from fsdp.base.cgroup import memory_group
 from fsdp.base.torchvision_import import prepare_torchvision
 from tests.checkpoint import s3_server
+from tests.support import faulty_file
 
 
 def _package(name: str) -> str:
@@ -53,6 +54,7 @@ ABSENT: dict[str, Callable[[], str]] = {
     "torchao": functools.partial(_package, "torchao"),
     "bindfs": lambda: "" if shutil.which("bindfs") else "bindfs is not installed (apt-get install bindfs)",
     "cgroup": _cgroup,
+    "fuse": faulty_file.missing,
     "s3": _s3,
 }
 """By name: a function that returns why a thing is absent, or an empty string where it is there."""
