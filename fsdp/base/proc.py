@@ -2,7 +2,7 @@
 
 None or an empty value where /proc does not show a process: other systems, hidepid, a process that has ended.
 
-Standard library, and no psutil: the monitor process (fsdp/watch/monitor.py) reads three of these files for
+Standard library, and no psutil: the monitor process (fsdp/watch/monitor.py) reads four of these files for
 each rank every 0.1 s to 0.2 s, and needs the state and the run delay of one thread. psutil has no run delay,
 and lists the threads of a process without their state. Processor time of one reading, of a process with 21
 threads:
@@ -68,6 +68,16 @@ def run_delay_s(pid: int, thread: int) -> float:
         return int(_read(f"/proc/{pid}/task/{thread}/schedstat").split()[1]) / 1e9
     except (OSError, IndexError):
         return 0.0
+
+
+def io_bytes(pid: int) -> int:
+    """What its threads have read and written by calls of the kernel, so far; 0 where it is not shown."""
+    try:
+        counts = dict(line.split(b": ") for line in _read(f"/proc/{pid}/io").splitlines())
+    except OSError:
+        return 0
+    # pages that are written count before the call that writes many of them has ended
+    return int(counts[b"rchar"]) + max(int(counts[b"wchar"]), int(counts[b"write_bytes"]))
 
 
 def age_s() -> float:

@@ -37,6 +37,8 @@ AT_ONCE_S = 0.05
 """Ranks found dead within this time of each other: none of them counts as the first."""
 NETWORK_S = 10.0
 """All ranks in one collective: on a full machine its transport may only be waiting for a processor."""
+SLOW_STORAGE = 50 << 20
+"""Bytes a second of one rank; at more, a large save or load goes on as it should."""
 RECOVERABLE = ("stopped", "data", "loop", "lock", "blocked", "storage", "device", "network")
 """Kinds from which a rank may recover by itself: printed at once, and the job ends later."""
 NOT_YET = ("start", "end")
@@ -433,14 +435,20 @@ def _storage(found: Sequence[Observation]) -> Verdict | None:
         )
     if any(e.phase in NOT_YET and not waits_for_save(e) and not writes(e) for e in live):
         return None
-    one = at_it[0]
-    who = tuple(e.rank for e in at_it)
+    slow = [e for e in at_it if e.io_bytes < SLOW_STORAGE * e.still_s]
+    if not slow:
+        return None
+    one = slow[0]
+    who = tuple(e.rank for e in slow)
     saves = any(e.phase == "save" or Activity.SAVE in e.activity or e.save_activity for e in at_it)
     stack = next((s for s in (one.threads.get("checkpoint", ()), one.stack) if s and saves), one.stack)
     does, hint = "is in a save and its storage is slow", "check its storage, or --checkpoint.dir elsewhere"
     if not saves:
         does, hint = "waits for the storage of its records", "check the storage of --run.dir"
-    what = f"{_names(at_it)} {does}, {one.still_s:.1f} s by now: step {one.step}, at {own_line(stack)}"
+    speed = f"{byte_size(one.io_bytes / max(one.still_s, 1e-3))}/s"
+    what = (
+        f"{_names(slow)} {does}, {speed}, {one.still_s:.1f} s by now: step {one.step}, at {own_line(stack)}"
+    )
     return Verdict("storage", who, what, _waiting(found, who), hint)
 
 

@@ -58,6 +58,8 @@ class Observation:
     """Of all threads: those that read ahead too."""
     starved_s: float = 0.0
     """Time in which it could run and no processor was free."""
+    io_bytes: int = 0
+    """Bytes that its process has read and written."""
     answered: bool | None = None
     """Whether the responder answered; None if it received no request."""
     moving: bool = False

@@ -46,6 +46,8 @@ class ThreadCounts:
     process_cpu_s: float
     """Of all its threads."""
     starved_s: float
+    io_bytes: int
+    """Read and written by its process."""
 
 
 def thread_counts(pid: int, thread: int) -> ThreadCounts | None:
@@ -54,7 +56,8 @@ def thread_counts(pid: int, thread: int) -> ThreadCounts | None:
     if task is None or process is None:
         return None
     starved_s = proc.run_delay_s(pid, thread or pid)
-    return ThreadCounts(task.state, process.start_ticks, task.cpu_s, process.cpu_s, starved_s)
+    moved = proc.io_bytes(pid)
+    return ThreadCounts(task.state, process.start_ticks, task.cpu_s, process.cpu_s, starved_s, moved)
 
 
 class LocalRank:
@@ -115,6 +118,7 @@ class LocalRank:
             activity=status.activity,
             save_activity=status.save_activity,
             starved_s=counts.starved_s - start.starved_s if counts and start else 0.0,
+            io_bytes=counts.io_bytes - start.io_bytes if counts and start else 0,
             failure=self.page.read_failure(),
             left_out=self.page.read_left_out(),
         )

@@ -250,6 +250,12 @@ def test_in_a_save_the_rank_at_its_storage_is_named() -> None:
     assert verdict is not None
     assert (verdict.kind, verdict.ranks) == ("storage", (1,))
     assert "at anywhere/place.py:9 write" in verdict.what
+    ranks[1] = replace(ranks[1], still_s=17.0, io_bytes=int(12.3 * 2**30))
+    assert judge(ranks) is None  # a large save at 0.73 GiB/s, such as the last, for which the run waits
+    ranks[1] = replace(ranks[1], io_bytes=30 << 20)
+    verdict = judge(ranks)
+    assert verdict is not None
+    assert "slow, 1.76 MiB/s, 17.0 s by now" in verdict.what
 
 
 def test_a_rank_that_waits_for_the_storage_of_its_records_is_named_so() -> None:
@@ -257,7 +263,7 @@ def test_a_rank_that_waits_for_the_storage_of_its_records_is_named_so() -> None:
     verdict = on(**OUT, phase="record", activity=Activity.STORAGE, state="D", threads=WRITING)
     assert (verdict.kind, verdict.ranks) == ("storage", (2,))
     where = "step 7, at home/me/mine.py:12 forward"
-    assert verdict.what == f"rank 2 (n1) waits for the storage of its records, 3.0 s by now: {where}"
+    assert verdict.what == f"rank 2 (n1) waits for the storage of its records, 0 B/s, 3.0 s by now: {where}"
     assert verdict.hint == "check the storage of --run.dir"
 
 

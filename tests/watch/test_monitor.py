@@ -115,6 +115,20 @@ def test_a_stopped_rank_whose_peer_has_given_up_is_named_once_and_ended(
     assert world.processes[0].wait(10) == -signal.SIGKILL
 
 
+def test_what_a_rank_writes_while_it_stands_still_is_counted(
+    ranks: Callable[[int], SleepingRanks], tmp_path: Path
+) -> None:
+    world = ranks(1)
+    world.judge_after(0.0)
+    [rank] = world.monitor.ranks.ranks
+    rank.pid = os.getpid()  # in its place
+    rank._at_move = None
+    first = rank.observe(world.now)
+    (tmp_path / "large").write_bytes(bytes(1 << 24))
+    written = rank.observe(world.now + 1).io_bytes - first.io_bytes
+    assert 1 << 24 <= written < 1 << 25
+
+
 ATTACH, DETACH = 16, 17
 """Of ptrace."""
 
