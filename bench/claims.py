@@ -468,7 +468,7 @@ def trained_on_its_test_split() -> Seen:
     from fsdp.config import DataSection
     from fsdp.data import build_dataset
 
-    data = build_dataset(DataSection())
+    data = build_dataset(DataSection(name="digits"))
     (seen, labels), (unseen, others) = _everything(data.heldout), _everything(data.train)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(seen[0].numel(), 128), nn.ReLU(), nn.Linear(128, 10))
@@ -554,7 +554,7 @@ def unnormalised() -> Seen:
     from fsdp.data import build_dataset
     from fsdp.models import resolve
 
-    data = build_dataset(DataSection())
+    data = build_dataset(DataSection(name="digits"))
     torch.manual_seed(0)
     model = resolve(ModelSection(name="vit"), data.info.facts).build()
     inputs, targets = _everything(data.train)

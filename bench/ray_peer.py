@@ -53,7 +53,7 @@ def data_and_model() -> tuple[TensorDataset, nn.Module]:
     from fsdp.data import build_dataset
     from fsdp.models import resolve
 
-    data = build_dataset(DataSection())
+    data = build_dataset(DataSection(name="digits"))
     batch = data.train.batch(np.arange(len(data.train)))
     return TensorDataset(batch["inputs"], batch["targets"]), resolve(ModelSection(), data.info.facts).build()
 

@@ -277,9 +277,9 @@ class DataSection:
     """the data set and how it is read"""
 
     name: str = knob(
-        "digits",
+        "",
         "digits, fashion_mnist, text, tokens, documents, folder, synthetic, a FILE, FOLDER or 'PATTERN', "
-        "hf:NAME, s3://…, or package.module:factory",
+        "hf:NAME, s3://…, or package.module:factory; empty: digits, for the default model alone",
         common=True,
     )
     dir: str = knob("", "folder of the data; empty: the data set's default", common=True)
@@ -844,3 +844,7 @@ class Config:
     plan: PlanSection = PlanSection()
     watch: WatchSection = WatchSection()
     ray: RaySection = RaySection()
+
+    def __post_init__(self) -> None:
+        if not self.data.name and not self.data.sources and self.model.name == ModelSection().name:
+            object.__setattr__(self, "data", dataclasses.replace(self.data, name="digits"))

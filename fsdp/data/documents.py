@@ -37,6 +37,7 @@ from fsdp.tokenize.locate import notes_on
 from fsdp.tokenize.shard_files import read_index
 from fsdp.tokenize.shard_plan import TokenizeJob
 from fsdp.tokenize.source_names import MANIFEST
+from fsdp.tokenize.split_names import held_out_line
 from fsdp.tokenize.tokenizer import BYTES, digest_of_tokenizer
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ def build(
         options = DocumentOptions(where.tokenizer, text, loss, template_text(chat_template))
         folder = _tokenized(TokenizeJob(where.dir, options, heldout, config=config, split=split))
     store = TokenStore.open(folder)
+    if store.held_out:
+        log.info("documents: %s", held_out_line(store.held_out))
     if rows == "auto":
         rows = "document" if store.form != "text" else "stream"
     asked = folder == Path(where.dir) and heldout not in (HELD_OUT, store.key.get("heldout"))
@@ -173,11 +176,16 @@ class TokenStore:
             raise ConfigError(f"{folder / MANIFEST} names a file elsewhere, {wrong}.", "tokenize again")
         return TokenStore(folder=folder, files=files, **known, key=key if isinstance(key, dict) else {})
 
+    @property
+    def held_out(self) -> list[str]:
+        """The files that are held out by their names."""
+        return [str(file) for file in self.key.get("held_out", ())]
+
     # ------------------------------------------------------------ one row of tokens
 
     def joins(self, where: Where) -> bool:
         """Whether too few documents are held out for a window: `windows` then holds out some of all."""
-        return len(TokenRow(self._of("val"), self.vocab_size)) <= where.seq_len
+        return not self.held_out and len(TokenRow(self._of("val"), self.vocab_size)) <= where.seq_len
 
     def windows(self, where: Where, heldout: float) -> tuple[Samples, Samples]:
         train, val = self._of("train"), self._of("val")
@@ -191,6 +199,14 @@ class TokenStore:
                 f"{where} has {len(row.row)} tokens to train on: not one sample of --data.seq_len "
                 f"{where.seq_len} and {spared} held out.",
                 f"--data.seq_len {max(1, (len(row.row) - 1) // 4)}, or more text",
+            )
+        if val and not held:
+            log.warning(
+                "documents: %d tokens are held out, not one sample of --data.seq_len %d: nothing is "
+                "evaluated. HINT: --data.seq_len %d",
+                len(rows[1][0].row),
+                where.seq_len,
+                max(1, len(rows[1][0].row) - 1),
             )
         return row.part(0, count - spared), rows[1][0].part(0, held) if val else row.part(
             count - spared, spared

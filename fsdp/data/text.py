@@ -2,8 +2,8 @@
 
 --data.dir is a file or a folder. In a folder every text file is read, in the order of names, up to max_mb:
 UTF-8 with or without a byte order mark, UTF-16 with one. Hidden files and binary ones (a zero byte near the
-beginning) are skipped, and counted in the log. Every tenth file is held out, up to a bound; if those are too
-short, the last tenth of the text is held out.
+beginning) are skipped, and counted in the log. Files named after another split are held out, up to a bound;
+without any every tenth file is, or, if those are too short, the last tenth of the text.
 
 The library's bytes differ between versions of Python (and a distribution may omit files):
 facts["fingerprint"] identifies them, so that a run that resumes under another Python, on other samples, is
@@ -31,6 +31,7 @@ from fsdp.data.next_token import shifted
 from fsdp.data.types import DataInfo, DataSet
 from fsdp.tokenize.file_names import unreadable
 from fsdp.tokenize.sources import LINES, ends_with
+from fsdp.tokenize.split_names import held_out, held_out_line
 from fsdp.tokenize.zero_bytes import binary_kind, check_no_zero_byte, encoding_of, not_decodable
 
 log = logging.getLogger(__name__)
@@ -51,13 +52,19 @@ def build(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
     root = Path(where.dir or sysconfig.get_paths()["stdlib"])
     limit = int(max_mb * 1e6)
     # A folder's sources are read as bytes, as the library's are: existing runs on them can resume.
-    contents = list(
-        _read(root, limit) if not where.dir or files == SOURCES else _read_texts(where, files, limit)
-    )
-    train = b"".join(text for place, text in enumerate(contents) if place % 10 != 9)
-    heldout = b"".join(text for place, text in enumerate(contents) if place % 10 == 9)[:HELD_OUT]
-    if len(heldout) <= where.seq_len:
-        train, heldout = _cut(b"".join(contents), where.seq_len)
+    as_sources = not where.dir or files == SOURCES
+    paths = [] if as_sources else list(_files(where, files))
+    if named := held_out([str(path) for path in paths]):
+        log.info("text: %s", held_out_line(named))
+        of_train = [path for path in paths if str(path) not in named]
+        train = b"".join(_read_texts(where, of_train, files, limit))
+        heldout = b"".join(_read_texts(where, [Path(one) for one in named], files, HELD_OUT))
+    else:
+        contents = list(_read(root, limit) if as_sources else _read_texts(where, paths, files, limit))
+        train = b"".join(text for place, text in enumerate(contents) if place % 10 != 9)
+        heldout = b"".join(text for place, text in enumerate(contents) if place % 10 == 9)[:HELD_OUT]
+        if len(heldout) <= where.seq_len:
+            train, heldout = _cut(b"".join(contents), where.seq_len)
     for split, text in (("train on", train), ("hold out", heldout)):
         if len(text) <= where.seq_len:
             raise ConfigError(
@@ -113,11 +120,11 @@ def _sources(root: Path) -> Iterator[Path]:
 # ---------------------------------------------------------------- any text files
 
 
-def _read_texts(where: Where, pattern: str, limit: int) -> Iterator[bytes]:
+def _read_texts(where: Where, paths: list[Path], pattern: str, limit: int) -> Iterator[bytes]:
     root, left, read = Path(where.dir), limit, 0
     rows: list[Path] = []
     binary: list[Path] = []
-    for path in _files(where, pattern):
+    for path in paths:
         text = _read_text(path, left, where)
         if text is None:
             binary.append(path)

@@ -1,8 +1,8 @@
 """tokens: token files, DIR/*.bin (raw) or DIR/*.npy, or one such file.
 
 The files, in the order of their names, form one long row of tokens, split into windows of seq_len. val* files
-are held out; without any, the last part of the row is. Not here: a tokenizer, and the width of a raw file's
-tokens (token_width.py).
+and those named after another split are held out; without any, the last part of the row is. Not here: a
+tokenizer, and the width of a raw file's tokens (token_width.py).
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
-from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.data.arguments import Where, check_range
 from fsdp.data.next_token import shifted
@@ -39,7 +38,7 @@ from fsdp.data.token_width import (
 from fsdp.data.types import DataInfo, DataSet
 from fsdp.tokenize.file_names import broken_link, shown
 from fsdp.tokenize.sources import ends_with
-from fsdp.tokenize.split_names import is_other, shell_patterns
+from fsdp.tokenize.split_names import held_out_line, is_other
 
 log = logging.getLogger(__name__)
 OPEN_AT_ONCE = 128  # each open file holds a descriptor, and 1024 is a common limit
@@ -51,8 +50,8 @@ SUFFIXES = (".bin", ".npy")
 def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: float = 0.01) -> DataSet:
     check_range("heldout", heldout, 0, 0.5)
     paths = _paths(where)
-    _warn_of_splits([path for path in paths if not _held_out(path, where)], where)
-    train_files, val_files, vocab_size, fingerprint = _files(paths, where, dtype, vocab_size)
+    held_out = _held_out(paths, where)
+    train_files, val_files, vocab_size, fingerprint = _files(paths, held_out, where, dtype, vocab_size)
     row, val = TokenRow(train_files, vocab_size), TokenRow(val_files, vocab_size)
     if not len(row):
         raise ConfigError(
@@ -70,37 +69,35 @@ def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: 
 
 
 def _files(
-    paths: list[Path], where: Where, dtype: Dtype, vocab_size: int
+    paths: list[Path], held_out: Set[Path], where: Where, dtype: Dtype, vocab_size: int
 ) -> tuple[Sequence[TokenFile], Sequence[TokenFile], int, str]:
     """Files to train on, held-out ones, the size of the vocabulary, and the fingerprint; by an index if there
     are many.
     """
 
     def parts(files: list[TokenFile]) -> dict[str, list[TokenFile]]:
-        return {
-            name: [one for one in files if _held_out(one.path, where) == (name == "val")] for name in PARTS
-        }
+        return {name: [one for one in files if (one.path in held_out) == (name == "val")] for name in PARTS}
 
     if len(paths) < MANY:
-        files, vocab_size, fingerprint = _examined(paths, where, dtype, vocab_size)
+        files, vocab_size, fingerprint = _examined(paths, held_out, where, dtype, vocab_size)
         found = parts(files)
         return found["train"], found["val"], vocab_size, fingerprint
 
     def examine(aside: Path) -> dict[str, Sequence[TokenFile]]:
-        files, size, fingerprint = _examined(paths, where, dtype, vocab_size)
+        files, size, fingerprint = _examined(paths, held_out, where, dtype, vocab_size)
         (aside / "vocab_size").write_text(str(size))
         (aside / "fingerprint").write_text(fingerprint)
         return {**parts(files)}
 
     root, model = paths[0].parent, int(where.model_facts.get("vocab_size", 0))
-    key = {"of": "tokens 2", "dtype": dtype, "vocab_size": vocab_size, "model": model}
+    key = {"of": "tokens 3", "dtype": dtype, "vocab_size": vocab_size, "model": model}
     index = indexed(root, key, examine)
     train, val = (TokenFiles(index / part, root) for part in PARTS)
     return train, val, int((index / "vocab_size").read_text()), (index / "fingerprint").read_text()
 
 
 def _examined(
-    paths: list[Path], where: Where, dtype: Dtype, vocab_size: int
+    paths: list[Path], held_out: Set[Path], where: Where, dtype: Dtype, vocab_size: int
 ) -> tuple[list[TokenFile], int, str]:
     """The files that hold tokens, the size of the vocabulary, and the fingerprint of those to train on: their
     names and sizes, and the tokens at both ends.
@@ -126,7 +123,7 @@ def _examined(
         if not file.tokens:
             continue
         files.append(file)
-        if not _held_out(file.path, where):
+        if file.path not in held_out:
             line = f"{file.path.name} {file.tokens} {file.dtype.str}\n"
             whole.update(line.encode("utf-8", "surrogateescape"))
             whole.update(both_ends)
@@ -161,27 +158,16 @@ def _checked_ends(file: TokenFile, vocab_size: int) -> bytes:
     return tokens[:IN_FINGERPRINT].tobytes() + tokens[-IN_FINGERPRINT:].tobytes()
 
 
-def _held_out(path: Path, where: Where) -> bool:
-    return path.name.startswith("val") and path != Path(where.dir)
-
-
-def _warn_of_splits(trained: list[Path], where: Where) -> None:
-    others = [path for path in trained if is_other(path.name)]
-    if others and len(others) < len(trained):
-        log.warning(
-            "tokens: %d files of %s named after another split are trained on, as %s. HINT: %s: hidden "
-            "files are left out",
-            len(others),
-            where,
-            shown(others[0]),
-            _hidden(others),
-        )
-
-
-def _hidden(files: list[Path]) -> str:
-    """A command that renames the files, with those beside them that describe their tokens."""
-    patterns = " ".join(shell_patterns(path.name for path in files))
-    return f'(cd {quoted(files[0].parent)} && for f in {patterns}; do mv "$f" ".$f"; done)'
+def _held_out(paths: list[Path], where: Where) -> Set[Path]:
+    """The val* files of a folder, and those of other splits where there is something else to train on."""
+    if paths == [Path(where.dir)]:
+        return frozenset()
+    val = {path for path in paths if path.name.startswith("val")}
+    named = {path for path in paths if path in val or is_other(path.name)}
+    held = named if len(named) < len(paths) else val
+    if held:
+        log.info("tokens: %s", held_out_line(sorted(map(shown, held))))
+    return held
 
 
 def _windows(row: TokenRow, val: TokenRow, where: Where, heldout: float) -> tuple[Windows, Windows]:

@@ -85,7 +85,7 @@ def _subject(sections: _Sections) -> Subject:
 
 def _dataset(model: ModelSection, data: DataSection) -> tuple[DataSet, str]:
     stand_in = _stand_in(model, data)
-    if not data.sources and data.name in (DataSection().name, "fashion_mnist") and stand_in is not None:
+    if not data.sources and data.name in ("", "digits", "fashion_mnist") and stand_in is not None:
         return build_dataset(stand_in), ""
     try:
         return build_dataset(with_model_tokenizer(data, model)), ""
@@ -145,9 +145,9 @@ def _pretrained_stand_in(
         return DataSection(
             name="synthetic", args={"kind": "images", "num_classes": config.num_labels, **args}
         )
-    if data.name == DataSection().name:
+    if not data.name:
         raise ConfigError(
-            f"--model.name {model.name}: a {kind} reads samples that --data.name {data.name} does not have.",
+            f"--model.name {model.name}: a {kind} reads samples that need a --data.name.",
             "--data.name my_data:build for a Dataset with input_ids and labels",
         )
     return None

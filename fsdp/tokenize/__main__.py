@@ -23,6 +23,7 @@ from fsdp.tokenize.locate import notes_on
 from fsdp.tokenize.progress import ProgressLine, cores
 from fsdp.tokenize.shard_plan import SHARD_BYTES, TokenizeJob
 from fsdp.tokenize.shards import tokenize
+from fsdp.tokenize.split_names import held_out_line
 
 
 @prints_errors("fsdp.tokenize")
@@ -63,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
         return 130
     empty = f", {found.empty:,} rows without a token to train on left out" if found.empty else ""
     print_line(f"{given.out}: {found.tokens:,} tokens, {found.documents:,} documents{empty}", sys.stdout)
-    for noted in notes_on(given.source):
+    held = job.place.held_out()
+    for noted in [*notes_on(given.source), *([held_out_line(held)] if held else [])]:
         print_line(f"fsdp.tokenize: {noted}")
     return 0
 

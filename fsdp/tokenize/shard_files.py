@@ -56,7 +56,7 @@ ShardResult = tuple[Tokenized, TokenizerFacts]
 class ShardWriter:
     def __init__(self, plan: TokenizePlan, out: Path) -> None:
         self._plan, self._out = plan, out
-        self._sources = plan.job.place.open()
+        self._sources = [*plan.job.place.open(), *plan.job.place.open_held_out()]
         self._reader = DocumentReader(plan.job.options, plan.form)
         wide = self._reader.tokenizer.vocab_size > 1 << 16
         self._dtype = np.dtype(np.int32 if wide else np.uint16).newbyteorder("<")
@@ -73,7 +73,8 @@ class ShardWriter:
                     total += Tokenized(empty=1)
                     continue
                 every = self._plan.every
-                files["val" if every and n % every == every - 1 else "train"].add(document, self._dtype)
+                held = shard.held or (every and n % every == every - 1)
+                files["val" if held else "train"].add(document, self._dtype)
                 total += Tokenized(documents=1, tokens=len(document.tokens))
             for one in files.values():
                 one.finish(self._dtype, self._reader.tokenizer.vocab_size)

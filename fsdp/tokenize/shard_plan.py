@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError
 from fsdp.tokenize.documents import DocumentOptions, Form, form_of
 from fsdp.tokenize.locate import SourceName
 from fsdp.tokenize.rows import SourceRow, SourceRows
+from fsdp.tokenize.source_names import is_remote
 from fsdp.tokenize.tokenizer import digest_of_tokenizer
 
 VERSION = 4
@@ -36,9 +39,11 @@ class TokenizeJob:
     def key(self) -> dict[str, Any]:
         """Of the files' names, sizes and times, the tokenizer's files, and the options."""
         options = {**asdict(self.options), "tokenizer": digest_of_tokenizer(self.options.tokenizer)}
+        held = [one if is_remote(one) else str(Path(one).absolute()) for one in self.place.held_out()]
         return {
             "version": VERSION, "files": self.place.identity(),
             "options": options, "heldout": self.heldout, "shard_bytes": self.shard_bytes,
+            **({"held_out": held} if held else {}),
         }  # fmt: skip
 
 
@@ -50,6 +55,8 @@ class Shard:
     last: int
     row: int
     """Of its first row, counted over all sources."""
+    held: bool
+    """Of a file that is held out."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +66,21 @@ class TokenizePlan:
     job: TokenizeJob
     form: Form
     every: int
-    """Every such document is held out; 0: none."""
+    """Every such document of the others is held out; 0: none."""
     shards: tuple[Shard, ...]
 
 
-def plan_of(job: TokenizeJob, sources: list[SourceRows]) -> TokenizePlan:
+def plan_of(job: TokenizeJob, sources: list[SourceRows], held_out: Sequence[SourceRows] = ()) -> TokenizePlan:
     shards: list[Shard] = []
     row = 0
-    for place, rows in enumerate(sources):
+    for place, rows in enumerate([*sources, *held_out]):
         first = 0
         for last in rows.cuts(job.shard_bytes):
-            shards.append(Shard(len(shards), place, first, last, row + first))
+            shards.append(Shard(len(shards), place, first, last, row + first, place >= len(sources)))
             first = last
         row += rows.count
-    every = max(2, min(round(1 / job.heldout), row)) if job.heldout and row > 1 else 0
+    by_rows = job.heldout and row > 1 and not held_out
+    every = max(2, min(round(1 / job.heldout), row)) if by_rows else 0
     return TokenizePlan(job, form_of(_first_row(job, sources), job.options), every, tuple(shards))
 
 

@@ -48,7 +48,7 @@ def tokenize(job: TokenizeJob, out: Path, workers: int, progress: Progress) -> T
 def _tokenize(
     job: TokenizeJob, key: dict[str, Any], out: Path, workers: int, progress: Progress
 ) -> Tokenized:
-    plan = plan_of(job, job.place.open())
+    plan = plan_of(job, job.place.open(), job.place.open_held_out())
     done = {shard.number: found for shard in plan.shards if (found := _finished(out, shard)) is not None}
     total = sum(done.values(), Tokenized())
     progress(len(done), len(plan.shards), total)

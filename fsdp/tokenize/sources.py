@@ -22,7 +22,6 @@ from fsdp.tokenize.line_rows import TOOLS, LineRows, decompressed, gzip_blocks, 
 from fsdp.tokenize.packages import optional
 from fsdp.tokenize.parquet_rows import ParquetRows
 from fsdp.tokenize.rows import SourceRow, SourceRows
-from fsdp.tokenize.split_names import is_other, is_train, split_part
 from fsdp.tokenize.zero_bytes import check_no_zero_byte, not_decodable
 
 JSON = (".json", ".json.gz", ".json.zst")
@@ -90,41 +89,6 @@ def left_out(name: str) -> str:
         f"{len(others)} .json files are left out beside the other files of {name}, as {others[0]}. "
         f"HINT: {quoted(str(root / '**' / '*.json'))} as the source reads them"
     )
-
-
-def other_splits(name: str) -> str:
-    """A line about files of a folder or a pattern that are named after other splits than its training files;
-    empty without such. All are read as one source.
-    """
-    root = expanded(name)
-    if not root.is_dir():
-        if not is_pattern(name):
-            return ""
-        root = plain_folder(str(root))
-    files = [path.relative_to(root) for path in find_files(name)]
-    others = [path for path in files if is_other(split_part(path))]
-    train = [path for path in files if is_train(split_part(path))]
-    if not others or not train:
-        return ""
-    pattern = _pattern_of(root, train)
-    source = f"{quoted(pattern)} as the source" if pattern else "a pattern in quotes as the source that"
-    return (
-        f"{len(others)} files named after another split are read with the others of {name}, as "
-        f"{root / others[0]}. HINT: {source} reads the training files alone"
-    )
-
-
-def _pattern_of(root: Path, train: list[Path]) -> str:
-    """A pattern that matches these files below `root` and no others; empty if none is found."""
-    suffixes = {path.suffix for path in train}
-    words = {split_part(path)[:5] for path in train}
-    word = words.pop() if len(words) == 1 else "[Tt][Rr][Aa][Ii][Nn]"
-    suffix = suffixes.pop() if len(suffixes) == 1 else ""
-    wanted = sorted(root / path for path in train)
-    for form in (f"**/{word}*{suffix}", f"**/{word}*/**/*{suffix}", f"{word}*{suffix}"):
-        if matching(str(root / form)) == wanted:
-            return str(root / form)
-    return ""
 
 
 def _entries(root: Path) -> list[Path]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
 _TRAIN = r"train(ing|val)?"
@@ -37,12 +38,25 @@ def are_splits(names: Iterable[str]) -> bool:
     return all(is_train(n) or is_other(n) for n in found) and len({is_train(n) for n in found}) == 2
 
 
-def shell_patterns(names: Iterable[str]) -> list[str]:
-    """Patterns of a shell that match those names of splits, and names of the same splits alone."""
-    words = (re.fullmatch(rf"({_TRAIN}|{_OTHER}){_END}", name, re.I) for name in names)
-    return sorted({f"{word[1]}[-_.0-9]*" for word in words if word})
+def held_out(files: Sequence[str]) -> list[str]:
+    """Of files that are read together those named after another split, or in a folder that is, where others
+    are named after that of training.
+    """
+    if not files:
+        return []
+    base = PurePath(os.path.commonpath(files))
+    splits = {file: _split_part(PurePath(file).relative_to(base)) for file in files}
+    if not any(map(is_train, splits.values())):
+        return []
+    return [file for file, split in splits.items() if is_other(split)]
 
 
-def split_part(path: PurePath) -> str:
+def _split_part(path: PurePath) -> str:
     """The first part of a path that names a split; empty if none does."""
     return next((part for part in path.parts if is_train(part) or is_other(part)), "")
+
+
+def held_out_line(files: Sequence[str]) -> str:
+    """What a start says of them."""
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"{files[0]}{more}: held out, as the name says, and nothing else"

@@ -158,11 +158,11 @@ CONTRADICTIONS = {
 }  # fmt: skip
 
 OF_THE_JOB = {
-    "--model.name vitt": "--model.name vitt is not vit, transformer, mlp, hf:FOLDER or "
+    "--model.name vitt --data.name digits": "--model.name vitt is not vit, transformer, mlp, hf:FOLDER or "
     "package.module:factory. HINT: --model.name vit",
-    "--model.name no_module:f": "--model.name no_module:f: there is no module no_module",
-    "--model.name tests.support.user_code:Unevn": "--model.name tests.support.user_code:Unevn: "
-    "tests.support.user_code has no Unevn. HINT: --model.name",
+    "--model.name no_module:f --data.name digits": "--model.name no_module:f: there is no module no_module",
+    "--model.name tests.support.user_code:Unevn --data.name digits": "--model.name "
+    "tests.support.user_code:Unevn: tests.support.user_code has no Unevn. HINT: --model.name",
     "--model.preset smal": "--model.preset smal is not one of vit's: small, wide, b16. HINT: --model.preset "
     "small",
     "--model.args.widht 3": "--model.args.widht is not an argument of --model.name vit."
@@ -175,9 +175,11 @@ OF_THE_JOB = {
     "HINT: --data.name digits",
     "--data.name folder --data.dir nowhere": "nowhere",
     "--data.name folder --data.dir ~nobody_has_this_name": "is not a folder",
-    "--model.name hf:~nobody_has_this_name/m": "does not exist",
-    "--model.name transformer": "--model.name transformer reads tokens, but the data holds images. "
-    "HINT: --data.name text",
+    "--model.name hf:~nobody_has_this_name/m --data.name digits": "does not exist",
+    "--model.name transformer": "--data.name is not given, and only --model.name vit, the default, trains "
+    "without it, on digits. HINT: --data.name text",
+    "--model.name transformer --data.name digits": "--model.name transformer reads tokens, but the data "
+    "holds images. HINT: --data.name text",
     "--train.global_batch 9 --train.micro_batch 5": "--train.micro_batch 5 is more than a rank's share",
     "--mesh.shard 3": "replicate 1 × shard 3 = 3 ranks, but 4 were started. HINT: --mesh.shard 4, or start 3",
     "--mesh.reshard_after_forward 3": "--mesh.reshard_after_forward 3 does not divide shard 4."

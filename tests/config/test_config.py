@@ -184,9 +184,10 @@ def test_replace_checks_again() -> None:
 def test_changed_flags_make_the_same_configuration() -> None:
     given = ["--optim.lr", "0.5", "--model.args.width", "64", "--mesh.reshard_after_forward", "false"]
     config = load(given)
-    assert changed_flags(flatten(Config())) == []
+    assert changed_flags(flatten(Config())) == ["--data.name digits"]  # which the default model is given
     flags = changed_flags(flatten(config))
     assert sorted(flags) == [
+        "--data.name digits",
         "--mesh.reshard_after_forward false",
         "--model.args.width 64",
         "--optim.lr 0.5",

@@ -21,7 +21,7 @@ from fsdp.data.images import every_tenth
 
 @pytest.fixture(scope="module")
 def digits() -> DataSet:
-    return build_dataset(DataSection())
+    return build_dataset(DataSection(name="digits"))
 
 
 def everything(digits: DataSet) -> tuple[np.ndarray, np.ndarray]:
@@ -91,7 +91,7 @@ def test_the_source_and_licence_lie_beside_the_file() -> None:
 
 def test_a_folder_says_nothing_to_digits(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--data.dir .* has no effect on digits.*HINT: leave it out"):
-        build_dataset(DataSection(dir=str(tmp_path)))
+        build_dataset(DataSection(name="digits", dir=str(tmp_path)))
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_reading_digits_imports_neither_torchvision_nor_pillow() -> None:
     code = (
         "import sys; from fsdp.config import DataSection; from fsdp.data import build_dataset; import "
         "numpy as np\n"
-        "build_dataset(DataSection()).train.batch(np.arange(4))\n"
+        "build_dataset(DataSection(name='digits')).train.batch(np.arange(4))\n"
         "print([name for name in ('torchvision', 'PIL', 'fsdp.data.download', 'fsdp.data.folder') if name "
         "in sys.modules])"
     )

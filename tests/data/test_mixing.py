@@ -172,7 +172,7 @@ def test_a_recipe_and_the_file_of_a_flag_are_the_same_and_survive_config_toml(tm
     assert load(["--data.sources", path]) == config
     (tmp_path / "again.toml").write_text(to_toml(config))
     assert load(["--config", str(tmp_path / "again.toml")]) == config
-    assert load(["--config", path, "--data.sources", "none"]).data == DataSection()
+    assert load(["--config", path, "--data.sources", "none"]).data == DataSection(name="digits")
     other = load(["--config", recipe(tmp_path, ONE.replace("9", "8") + "weight = 2\n")])
     assert len({config_hash(config), config_hash(other), config_hash(load([]))}) == 3
     data = build_dataset(config.data)

@@ -267,22 +267,31 @@ def test_held_out_files_without_a_sample_are_a_warning(
     assert "have 8 tokens, not one sample of --data.seq_len 8: nothing is evaluated. HINT: " in caplog.text
 
 
-def test_a_test_file_among_those_to_train_on_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_token_files_of_other_splits_are_held_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("val", "test1", "test2", "dev"):
         np.arange(100, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
-    tokens(tmp_path)
-    assert not caplog.text, "nothing else is there to train on"
-    np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    (tmp_path / "test1.bin.json").write_text('{"dtype": "uint16"}')
-    (tmp_path / "testimony.bin").symlink_to("train.bin")
-    assert len(tokens(tmp_path).train) == 62
-    said = f"tokens: 3 files of --data.dir {tmp_path} named after another split are trained on, as "
-    hint = caplog.text.partition(said)[2].partition(" HINT: ")[2].partition(": hidden files are left out")[0]
-    subprocess.run(["bash", "-euc", hint], check=True)
-    assert len(tokens(tmp_path).train) == 24
-    assert not (tmp_path / "test1.bin.json").exists()
+    assert len(tokens(tmp_path).train) == 37, "nothing else is there to train on"
+    for name in ("train", "testimony"):
+        np.arange(100, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+    with caplog.at_level("INFO"):
+        found = tokens(tmp_path)
+    assert len(found.train) == 24
+    assert found.heldout is not None
+    assert len(found.heldout) == 49
+    assert "dev.bin and 3 more: held out" in caplog.text
+
+
+def test_text_files_of_other_splits_are_held_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, letter in (("train", "a"), ("test", "b"), ("valid", "c")):
+        (tmp_path / f"{name}.txt").write_text(letter * 100, encoding="utf-8")
+    with caplog.at_level("INFO"):
+        found = build_dataset(DataSection(name=str(tmp_path), seq_len=8))
+    assert found.heldout is not None
+    assert [sorted(map(chr, np.unique(rows_of(part)[0]))) for part in (found.train, found.heldout)] == [
+        ["a"],
+        ["b", "c"],
+    ]
+    assert "test.txt and 1 more: held out" in caplog.text
 
 
 @pytest.mark.parametrize("place", [0, 4999])

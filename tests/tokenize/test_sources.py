@@ -6,17 +6,21 @@ import gzip
 import json
 import re
 import resource
-import shlex
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fsdp.base.errors import ConfigError
+from fsdp.config import DataSection
+from fsdp.data import build_dataset
 from fsdp.tokenize.documents import DocumentOptions, form_of
-from fsdp.tokenize.sources import READERS, ROWS, find_files, open_rows, other_splits
+from fsdp.tokenize.locate import SourceName
+from fsdp.tokenize.sources import READERS, ROWS, find_files, open_rows
+from tests.support.data_cache import own_cache as own_cache
 from tests.tokenize.rows import texts, write_lines
 
 
@@ -302,54 +306,31 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         find_files(str(tmp_path / "*" / "none.jsonl"))
 
 
-@pytest.mark.parametrize("form", ["{}.jsonl", "data/{}-00000-of-00001.jsonl", "{}/part.jsonl"])
-def test_files_of_other_splits_are_named_and_the_hint_leaves_them_out(form: str, tmp_path: Path) -> None:
-    """A folder with train.jsonl and test.jsonl trained on both in silence."""
-    for split in ("test", "train", "validation"):
+@pytest.mark.parametrize("form", ["{}.jsonl", "data/{}-00000-of-00001.jsonl", "{}/part.jsonl", "{}/a.txt"])
+@pytest.mark.parametrize("pattern", ["", "/**/*.*"])
+def test_files_of_other_splits_are_held_out(
+    form: str, pattern: str, tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder with train.jsonl and test.jsonl trained on both."""
+    for split, letter in (("test", "a"), ("train", "b"), ("validation", "c")):
         path = tmp_path / form.format(split)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_lines(path, [{"text": split}])
-    test = tmp_path / form.format("test")
-    for source in (str(tmp_path), f"{tmp_path}/**/*.jsonl"):
-        said = other_splits(source)
-        assert said.startswith(
-            f"2 files named after another split are read with the others of {source}, as {test}. HINT: "
-        )
-    pattern = shlex.split(said.partition("HINT: ")[2])[0]
-    assert find_files(pattern) == [tmp_path / form.format("train")]
-    assert not other_splits(pattern)
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["train1/a.jsonl", "train2/a.jsonl"],
-        ["Train.jsonl"],
-        ["Train1/a.jsonl", "train2/b/a.jsonl"],
-        ["train_1.jsonl", "train_2.jsonl"],
-    ],
-)
-def test_the_hint_reads_all_files_to_train_on(names: list[str], tmp_path: Path) -> None:
-    """It left out the second folder, or named no file."""
-    for name in (*names, "val/a.jsonl"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        write_lines(tmp_path / name, [{"text": name}])
-    (tmp_path / "trainer_state.json").write_text("{}", encoding="utf-8")
-    said = other_splits(str(tmp_path))
-    assert said.startswith("1 files named after another split are read ")
-    pattern = shlex.split(said.partition("HINT: ")[2])[0]
-    assert find_files(pattern) == [tmp_path / name for name in names]
-
-
-def test_no_pattern_is_given_where_none_reads_all_files_to_train_on(tmp_path: Path) -> None:
-    for name in ("train/a.jsonl", "train.parquet", "test.jsonl"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        write_lines(tmp_path / name, [{"text": name}])
-    said = other_splits(str(tmp_path))
-    assert said.endswith("HINT: a pattern in quotes as the source that reads the training files alone")
+        if form.endswith(".txt"):
+            path.write_text(letter * 200, encoding="utf-8")
+        else:
+            write_lines(path, [{"text": letter * 50}] * 4)
+    for _ in range(2):  # tokenized, and from the cache
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            found = build_dataset(DataSection(name=f"{tmp_path}{pattern}", tokenizer="bytes", seq_len=8))
+        assert "and 1 more: held out, as the name says" in caplog.text
+        for rows, letters in ((found.train, "b"), (found.heldout, "ac")):
+            assert rows is not None
+            seen = rows.batch(np.arange(len(rows)))["inputs"].unique().tolist()
+            assert {chr(token) for token in seen} & set("abc") == set(letters)
 
 
 def test_names_of_other_words_are_no_splits(tmp_path: Path) -> None:
     for name in ("training-notes", "testimony", "valley", "evaluate"):
         write_lines(tmp_path / f"{name}.jsonl", [{"text": name}])
-    assert not other_splits(str(tmp_path))
+    assert not SourceName(str(tmp_path)).held_out()
