@@ -239,10 +239,6 @@ def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -
         rest_device=torch.device("cpu") if config.memory.cpu_offload else None,
     )
     replicate(sharded)
-    if loss_function.gives_labels(subject.sample):
-        one = next(_real_batches(subject, 2, device.type)).data
-        with sharded.evaluating():
-            loss_function.learn(sharded.called, one)
     optimizer = build_optimizer(config.optim, sharded.root)
     maybe_ema(config.optim, sharded.root, optimizer)
     parts = StepParts(

@@ -19,7 +19,7 @@ A module that has none of them still trains. The modules here:
     lora, trainable                       adapters; parameters frozen by pattern
     loss, model_output                    a micro-batch's loss; loss and logits in what a model returns
     cross_entropy, chunked_loss           the sum of cross entropies, in chunks of tokens
-    own_loss, custom_loss                 a loss that the model computes; a loss of the user
+    hf_loss, custom_loss                  transformers' own cross entropy; a loss of the user
 """
 
 from fsdp.models.factory import load_attribute

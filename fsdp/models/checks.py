@@ -207,7 +207,7 @@ def _no_classes(targets: Tensor, logits: Tensor) -> ConfigError | None:
 
 def check_one_number(loss: Tensor) -> None:
     """Raises ConfigError if the loss of a micro-batch is not a scalar."""
-    if loss.numel() != 1:
+    if loss.dim():
         raise ConfigError(
             f"the model's own loss has the shape {tuple(loss.shape)}, not that of one number.",
             "return loss.mean()",

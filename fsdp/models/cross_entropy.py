@@ -1,7 +1,7 @@
 """The sum of a micro-batch's cross entropy, and what it is weighted by.
 
 Sum and weight stay apart: a global batch is weighted by its samples or tokens, not by micro-batch. Not here:
-calling the model (loss.py), a loss that the model computes itself (own_loss.py).
+calling the model, and which loss is trained (loss.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdp.base.errors import ConfigError
 from fsdp.models.checks import IGNORED
 
 SummedEntropy = Callable[[Tensor, Tensor, float], Tensor]
@@ -24,13 +25,15 @@ class LossParts:
 
     `weight` is this micro-batch's part of that weight if a user's loss returned it; None if it is known from
     the data. `rows`, if LossFunction.per_row is set and the model gives them: each row's part of the sum
-    (without an auxiliary loss) and of the weight.
+    and of the weight. `auxiliary`: what the model adds to its cross entropy, times the micro-batch's rows;
+    its weight is the global batch's rows.
     """
 
     loss_sum: Tensor
     correct: Tensor | None
     weight: Tensor | None = None
     rows: tuple[Tensor, Tensor] | None = None
+    auxiliary: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def cross_entropy_parts(
     """Sums in at least fp32 over valid rows and unmasked targets. `summed` is `summed_entropy`, compiled.
     `z_loss` is added in training alone, and is in no row.
     """
-    targets = mask_padding(targets, valid)
+    logits, targets = classes_last(logits, targets), mask_padding(targets, valid)
     rows = None
     if torch.is_grad_enabled() and not per_row:
         return LossParts((summed or summed_entropy)(logits, targets, z_loss), None)
@@ -89,6 +92,29 @@ def cross_entropy_parts(
     # A pass over all logits, skipped in training.
     correct = None if torch.is_grad_enabled() else (flat.argmax(-1) == wanted).sum()
     return LossParts(loss_sum, correct, rows=rows)
+
+
+def class_dimension(logits: Tensor, targets: Tensor) -> int | None:
+    """Where the shapes put the classes: last, or second as torch has them, (rows, classes, d1, …); None if
+    neither fits. Where both do, a text's are last and a picture's second.
+    """
+    last = logits.shape[:-1] == targets.shape or (logits.dim() == 2 and len(logits) == targets.numel())
+    second = logits.dim() > 2 and logits.shape[:1] + logits.shape[2:] == targets.shape
+    if second and (not last or logits.dim() > 3):
+        return 1
+    return -1 if last else None
+
+
+def classes_last(logits: Tensor, targets: Tensor) -> Tensor:
+    where = class_dimension(logits, targets)
+    if where is None and not targets.is_floating_point():  # torch refuses those itself: checks.py
+        raise ConfigError(
+            f"the model returned logits of the shape {tuple(logits.shape)} for targets of "
+            f"{tuple(targets.shape)}: no dimension of them can be that of the classes.",
+            "return logits of (rows, …, classes) or (rows, classes, …) for targets of (rows, …), or the loss "
+            "as one number: loss.mean()",
+        )
+    return logits.movedim(1, -1) if where == 1 else logits
 
 
 def row_sums(values: Tensor) -> Tensor:

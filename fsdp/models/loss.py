@@ -1,14 +1,24 @@
-"""Calls the model on a micro-batch, and returns the sum of its losses.
+"""Calls the model on a micro-batch, and returns what is trained: the objective of a run, by one rule.
 
-A model returns logits (cross entropy is computed) or its own loss. `learn` compares an own loss with the
-cross entropy of the logits once. If the two agree, the sum is computed from the logits, and its weight is the
-number of labels.
+1. `--train.loss FUNCTION`: that function's losses and weights (custom_loss.py).
+2. A class of transformers whose forward calls transformers' own cross entropy (hf_loss.py): that cross
+   entropy from the logits, the mean over the global batch's labels. What forward adds to it, such as a
+   router's loss, is that of each micro-batch, weighed by rows.
+3. Any other model that returns a loss: that loss. A forward that takes `num_items_in_batch` gets the number
+   of the global batch's labels (of its rows, where labels are no tokens), and the losses of micro-batches
+   add up. Otherwise they are averaged, weighed by labels where the model returns logits for each, and else
+   by rows.
+4. A model that returns logits and no loss: their cross entropy with the data's targets, the mean as in 2.
+
+Nothing is tried or compared: class, signature and shapes decide, alike at each start. A label of -100 counts
+nowhere. An evaluation has the same loss, in 2 the cross entropy alone.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,35 +32,19 @@ from fsdp.models.cross_entropy import (
     LossParts,
     SummedEntropy,
     TokenCounts,
+    class_dimension,
     cross_entropy_parts,
     mask_padding,
+    next_labels,
     row_sums,
     summed_entropy,
 )
 from fsdp.models.custom_loss import CustomLoss
+from fsdp.models.hf_loss import HfEntropy, maybe_entropy
 from fsdp.models.model_output import Output, read_output
-from fsdp.models.own_loss import (
-    OwnLoss,
-    auxiliary_weight_of,
-    matching_shift,
-    own_parts,
-    targets_of,
-    weighted_by_samples,
-    with_auxiliary,
-    with_labels,
-)
 
 LABELS = ("labels", "targets")
-
-BY_SAMPLES = (
-    "The model's own loss is weighted by samples: it is not the cross entropy of returned logits. If it is "
-    "a mean over unmasked tokens, the result depends on the number of ranks and micro-batches. "
-    "HINT: return the logits alone, or return {'loss': loss, 'logits': logits}."
-)
-AUXILIARY = (
-    "The model adds an auxiliary loss, computed over each micro-batch; their mean is weighted by labels. "
-    "It depends on the number of ranks and micro-batches. HINT: --train.micro_batch sets its batch size."
-)
+ITEMS = "num_items_in_batch"
 
 
 class LossFunction:
@@ -80,21 +74,33 @@ class LossFunction:
         listed = list(parameters.values())
         first, after_inputs = (listed[0] if listed else None), listed[1:]
         self._keyword = first.name if first is not None and first.kind is first.KEYWORD_ONLY else ""
-        self._needed = [p.name for p in after_inputs if p.kind in named and p.default is p.empty]
+        self._needed = [
+            p.name for p in after_inputs if p.kind in named and p.default is p.empty and p.name != ITEMS
+        ]
         self._accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self._own_loss: bool | None = True if "targets" in parameters else None
-        self._own: OwnLoss | None = None
         self._dtype: torch.dtype | None = None
         self._decodes_labels = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-        self._auxiliary_weight = auxiliary_weight_of(model)
-        self.may_own = self._accepts_all or not self._accepts.isdisjoint(LABELS)
-        """The model accepts labels: with data that have them it returns its own loss; see `learn`."""
+        self._entropy = None if custom is not None else maybe_entropy(model)
         self.counts_tokens = False
         """Known after the first call: whether a batch is weighted by unmasked tokens, not by samples."""
         self.per_row = False
         """Set by a run that needs the loss of each row: that of a mixture."""
         self.classifies = False
         """Known after the first call: whether the model returns logits, so that accuracy is defined."""
+        self.adds = False
+        """Known after the first call: whether the model adds to its cross entropy (see 2 above)."""
+        self._trained = "" if custom is None else f"--train.loss {custom.path}, the mean over its weights"
+
+    @property
+    def objective(self) -> str:
+        """What is trained, in words. Known after the first call in training."""
+        more = ""
+        if self.adds:
+            more = (
+                ". The model adds to it what aux_loss shows (a router's loss), for each rank's micro-batch, "
+                "weighed by rows: it depends on the number of ranks and on --train.micro_batch"
+            )
+        return f"trained: {self._trained}{more}."
 
     @property
     def unit(self) -> str:
@@ -104,40 +110,70 @@ class LossFunction:
         return "tokens" if self.counts_tokens else "samples"
 
     def __call__(
-        self, model: nn.Module, data: Mapping[str, Tensor], valid: Tensor, valid_rows: int
+        self,
+        model: nn.Module,
+        data: Mapping[str, Tensor],
+        valid: Tensor,
+        valid_rows: int,
+        items: Callable[[], float] | None = None,
     ) -> LossParts:
-        """`valid` marks the first `valid_rows` rows; the others are padding and add nothing."""
+        """`valid` marks the first `valid_rows` rows. The others are padding, which the model does not get:
+        one row of it, without weight, where there is no other. `items`: the weight of the global batch, in
+        training.
+        """
+        if valid_rows < len(valid):
+            data, valid = {k: v[: max(valid_rows, 1)] for k, v in data.items()}, valid[: max(valid_rows, 1)]
         if self.custom is not None:
             output = self._call(model, data, withheld=self._unread)
             losses, weights = self.custom.weighted(output, data, valid)
             rows = (row_sums(losses), row_sums(weights)) if self.per_row else None
             return LossParts(losses.sum(), None, weights.sum(dtype=torch.float64), rows)
-        if valid_rows < len(valid) and self._cuts_padding:
-            # The model's own loss cannot be masked by row: it is called without the padding.
-            data, valid = {k: v[: max(valid_rows, 1)] for k, v in data.items()}, valid[: max(valid_rows, 1)]
+        received, name = self.gives_labels(data), self._label_name(data)
+        if self._entropy is not None and name and not data[name].is_floating_point():
+            return self._of_transformers(self._entropy, model, data, name, valid)
         if self._head is not None:
-            return self._chunked(self._head, model, data, valid)
-        unread = {self._own.labels} if self._own and self._own.withheld else set()
-        labelled = not unread and bool(self.gives_labels(data))
-        output = read_output(self._call(model, data, withheld=unread), labelled=labelled)
-        if self._own is not None:
-            # Without the model's loss: the memory of its graph is freed before this loss is computed.
-            alone = Output(None, output.logits, output.auxiliary)
-            return own_parts(
-                self._own, alone, data, valid, per_row=self.per_row, summed=self._summed, z_loss=self._z_loss
-            )
-        self._own_loss = output.loss is not None
+            if received:
+                raise self._head.refusal(f"the model computes a loss of its own from {received}")
+            return self._from_logits(model, data, _targets(data), valid)[0]
+        labels = data[received] if received else None
+        self.counts_tokens = labels is not None and _are_tokens(labels)
+        whole = self._items(labels, valid, items) if ITEMS in self._accepts else None
+        output = read_output(self._call(model, data, whole), labelled=bool(received))
         if output.loss is not None:
-            if self._z_loss:
-                raise ConfigError(
-                    f"--train.z_loss {self._z_loss:g} needs logits: the model returns a loss of its own, "
-                    "which is not the cross entropy of returned logits.",
-                    "--train.z_loss 0",
-                )
-            return LossParts(output.loss * valid_rows, None)
+            return self._own(output, output.loss, labels, valid, whole)
+        return self._parts(output, _targets(data), valid)
+
+    def _of_transformers(
+        self, entropy: HfEntropy, model: nn.Module, data: Mapping[str, Tensor], name: str, valid: Tensor
+    ) -> LossParts:
+        labels = data[name]
+        targets = next_labels(labels) if self.shifts(data) else labels
+        with entropy.left_out():
+            parts, output = self._from_logits(model, {**data, "labels": labels}, targets, valid)
+        # Without a gradient it is the 0 that stands for the cross entropy.
+        if output.loss is None or not output.loss.requires_grad:
+            return parts
+        self.adds = True
+        return replace(parts, auxiliary=output.loss * valid.sum())
+
+    def _from_logits(
+        self, model: nn.Module, data: Mapping[str, Tensor], targets: Tensor, valid: Tensor
+    ) -> tuple[LossParts, Output]:
+        if self._head is None:
+            output = read_output(self._call(model, data))
+            return self._parts(output, targets, valid), output
+        masked = mask_padding(targets, valid)
+        with self._head.summing(masked, per_target=self.per_row):
+            output = read_output(self._call(model, data))
+        self._note_logits(targets, "classes last")
+        sums = self._head.take(output.loss, output.logits)
+        rows = None if sums.losses is None else (row_sums(sums.losses), row_sums(masked != IGNORED))
+        return LossParts(sums.loss_sum, sums.correct, rows=rows), output
+
+    def _parts(self, output: Output, targets: Tensor, valid: Tensor) -> LossParts:
         assert output.logits is not None
-        targets = targets_of(None, data)
-        self.counts_tokens, self.classifies = targets.dim() > 1, True
+        second = class_dimension(output.logits, targets) == 1
+        self._note_logits(targets, f"classes {'in dimension 1' if second else 'last'}")
         return cross_entropy_parts(
             output.logits,
             targets,
@@ -147,71 +183,57 @@ class LossFunction:
             z_loss=self._z_loss,
         )
 
-    def learn(self, model: nn.Module, data: Mapping[str, Tensor]) -> str:
-        """Determines the model's own loss from one forward of these samples, without gradients and in eval
-        mode; the same samples on every rank. Returns a warning for the user, or "".
-        """
-        if self.custom is not None:
-            rows = torch.ones(len(data["inputs"]), dtype=torch.bool, device=data["inputs"].device)
-            self.custom.trial(self._call(model, data, withheld=self._unread), data, rows)
-            return ""
-        name = self.gives_labels(data)
-        data = with_labels(data, name)
-        output = read_output(self._call(model, data), labelled=bool(name))
-        self._own_loss = output.loss is not None
-        if output.loss is not None:
-            check_one_number(output.loss)
-        if output.loss is None or output.logits is None or not name or data[name].is_floating_point():
-            return BY_SAMPLES if self._own_loss and not (name and weighted_by_samples(data[name])) else ""
-        weight = self._auxiliary_weight if output.auxiliary is not None else 0.0
-        shifted = matching_shift(output, data[name], weight)
-        if shifted is None:
-            return BY_SAMPLES if not weighted_by_samples(data[name]) else ""
-        withheld = (
-            name == "labels"
-            and not self._decodes_labels
-            and self._same_without(model, data, name, output.logits)
+    def _note_logits(self, targets: Tensor, where: str) -> None:
+        self.counts_tokens, self.classifies = targets.dim() > 1, True
+        self._trained = (
+            f"the cross entropy of the logits ({where}), the mean over the global batch's {self.unit}"
         )
-        self._own = OwnLoss(name, shifted, weight, withheld)
-        self.counts_tokens, self.classifies = data[name].dim() > 1, True
-        return AUXILIARY if weight else ""
 
-    def _chunked(
-        self, head: ChunkedHead, model: nn.Module, data: Mapping[str, Tensor], valid: Tensor
+    def _own(
+        self, output: Output, loss: Tensor, labels: Tensor | None, valid: Tensor, whole: Tensor | None
     ) -> LossParts:
-        """The parts with the cross entropy from the output layer itself: no logits are returned."""
-        own = self._own_of_chunks(head, data)
-        labels = targets_of(own, data)
-        targets = mask_padding(labels, valid)
-        with head.summing(targets, per_target=self.per_row):
-            output = read_output(self._call(model, data, withheld={own.labels} if own else set()))
-        sums = head.take(output.loss, output.logits)
-        self._own_loss, self.counts_tokens, self.classifies = False, labels.dim() > 1, True
-        rows = None if sums.losses is None else (row_sums(sums.losses), row_sums(targets != IGNORED))
-        parts = LossParts(sums.loss_sum, sums.correct, rows=rows)
-        return with_auxiliary(parts, own, output, labels, valid)
+        check_one_number(loss)
+        if self._z_loss:
+            raise ConfigError(
+                f"--train.z_loss {self._z_loss:g} needs logits: the model returns a loss of its own, "
+                "which is trained as it is.",
+                "--train.z_loss 0",
+            )
+        where = None
+        if labels is not None and output.logits is not None and not labels.is_floating_point():
+            where = class_dimension(output.logits, labels)
+        if whole is None:
+            self.counts_tokens = self.counts_tokens and where is not None
+            weight = _count(labels, valid) if labels is not None and self.counts_tokens else valid.sum()
+            how = f"weighed by {'labels' if self.counts_tokens else 'rows'}"
+        else:
+            weight, how = valid.any() * whole, f"divided by {ITEMS}, added up"
+        self._trained = (
+            f"the loss that the model returns for each rank's micro-batch, {how}. One that compares rows (as "
+            "CLIP's) or is no mean depends on the number of ranks and on --train.micro_batch: docs/models.md"
+        )
+        correct = None
+        if labels is not None and output.logits is not None and where is not None and labels.dim() == 1:
+            self.classifies = True
+            if not torch.is_grad_enabled():
+                correct = ((output.logits.argmax(where) == labels) & valid).sum()
+        loss = loss if loss.dtype == torch.float64 else loss.float()
+        # Not a product alone: the mean over no label is NaN.
+        return LossParts(torch.where(weight != 0, loss, 0) * weight, correct)
 
-    def _own_of_chunks(self, head: ChunkedHead, data: Mapping[str, Tensor]) -> OwnLoss | None:
-        """What `learn` or `presume` found."""
-        name = self.gives_labels(data)
-        if name and (self._own is None or not self._own.withheld):
-            raise head.refusal(f"the model computes a loss of its own from {name}")
-        return self._own
+    def _items(self, labels: Tensor | None, valid: Tensor, items: Callable[[], float] | None) -> Tensor:
+        """num_items_in_batch: the weight of the global batch, or of this one outside of training."""
+        if items is not None:
+            return torch.full((), int(items()), device=valid.device)
+        return (_count(labels, valid) if labels is not None and self.counts_tokens else valid.sum()).clamp(
+            min=1
+        )
 
-    def presume(self, model: nn.Module, data: Mapping[str, Tensor]) -> None:
-        """As `learn`, for tensors without values: a loss beside logits of the labels' shape is taken as the
-        cross entropy of both.
-        """
-        name = self.gives_labels(data)
-        if self.custom is not None or not name:
-            return
-        output, labels = read_output(self._call(model, data), labelled=True), data[name]
-        if output.loss is None or output.logits is None or output.logits.shape[:-1] != labels.shape:
-            return
-        weight = self._auxiliary_weight if output.auxiliary is not None else 0.0
-        withheld = name == "labels" and not self._decodes_labels
-        self._own = OwnLoss(name, labels.dim() > 1, weight, withheld)
-        self.counts_tokens, self.classifies = labels.dim() > 1, True
+    def trial(self, model: nn.Module, data: Mapping[str, Tensor]) -> None:
+        """Calls a user's loss once, before the first step: an error of the function becomes one line."""
+        assert self.custom is not None
+        rows = torch.ones(len(data["inputs"]), dtype=torch.bool, device=data["inputs"].device)
+        self.custom.trial(self._call(model, data, withheld=self._unread), data, rows)
 
     def gives_labels(self, data: Mapping[str, object]) -> str:
         """Returns the name under which the model receives its labels; empty if it receives none."""
@@ -222,33 +244,31 @@ class LossFunction:
         """Labels that the model need not receive: a user's loss replaces the one that it would compute."""
         return set() if self._decodes_labels else set(LABELS) & (self._optional | {"labels"} - self._accepts)
 
-    @property
-    def shifts(self) -> bool:
+    def _label_name(self, data: Mapping[str, object]) -> str:
+        """The data that a loss is weighed by."""
+        if self._entropy is not None:
+            return next((name for name in LABELS if name in data), "")
+        return self.gives_labels(data) or next((n for n in ("targets", "labels") if n in data), "")
+
+    def shifts(self, data: Mapping[str, object]) -> bool:
         """Whether the first label of each row is unused."""
-        return self._own is not None and self._own.shifted
+        return "labels" in data and self._entropy is not None and self._entropy.shifted
 
     def tokens(self, counted: Mapping[str, TokenCounts]) -> int:
         """Returns the weight of a micro-batch, from the tokens counted on the host."""
-        found = next((counted[name] for name in self._label_names if name in counted), TokenCounts(0, 0))
-        return found.after_first if self.shifts else found.all
-
-    def has_one_label_a_sample(self, data: Mapping[str, Tensor]) -> bool:
-        return all(data[name].dim() < 2 for name in self._label_names if name in data)
-
-    @property
-    def _label_names(self) -> tuple[str, ...]:
-        return ("targets", "labels") if self._own is None else (self._own.labels,)
-
-    @property
-    def _cuts_padding(self) -> bool:
-        if self._own is not None:
-            return bool(self._own.auxiliary)
-        return self._own_loss is not False
+        found = counted.get(self._label_name(counted), TokenCounts(0, 0))
+        return found.after_first if self.shifts(counted) else found.all
 
     def _passes(self, name: str) -> bool:
         return name in self._accepts or (self._accepts_all and name != "targets")
 
-    def _call(self, model: nn.Module, data: Mapping[str, Tensor], withheld: Collection[str] = ()) -> Any:
+    def _call(
+        self,
+        model: nn.Module,
+        data: Mapping[str, Tensor],
+        whole: Tensor | None = None,
+        withheld: Collection[str] = (),
+    ) -> Any:
         if self._dtype is None:
             self._check_needed(data)
             # At the first call, before any group is gathered in the dtype of computation.
@@ -258,6 +278,8 @@ class LossFunction:
             for name, value in data.items()
             if name not in ("inputs", self._keyword) and name not in withheld and self._passes(name)
         }
+        if whole is not None:
+            extra[ITEMS] = whole
         inputs = self._cast(data["inputs"])
         return model(**{self._keyword: inputs}, **extra) if self._keyword else model(inputs, **extra)
 
@@ -272,13 +294,24 @@ class LossFunction:
                 f"give {missing} a default in forward, or return it from the data set: docs/data.md",
             )
 
-    def _same_without(self, model: nn.Module, data: Mapping[str, Tensor], name: str, logits: Tensor) -> bool:
-        alone = read_output(self._call(model, data, withheld={name})).logits
-        return (
-            alone is not None
-            and alone.shape == logits.shape
-            and torch.allclose(alone, logits, rtol=1e-3, atol=1e-3)
+
+def _targets(data: Mapping[str, Tensor]) -> Tensor:
+    if "targets" not in data:
+        raise ConfigError(
+            "the model returns logits and no loss, and the data have no targets: they have "
+            f"{', '.join(data)}.",
+            "targets, the token after each of inputs; labels are for a model whose forward takes them",
         )
+    return data["targets"]
+
+
+def _are_tokens(labels: Tensor) -> bool:
+    return labels.dim() > 1 and not labels.is_floating_point()
+
+
+def _count(labels: Tensor, valid: Tensor) -> Tensor:
+    # Not labels[valid]: the host would wait for a device to learn how many rows are valid.
+    return (mask_padding(labels, valid) != IGNORED).sum()
 
 
 def _stored_dtype(model: nn.Module) -> torch.dtype:

@@ -17,7 +17,6 @@ class Output:
 
     loss: Tensor | None
     logits: Tensor | None
-    auxiliary: Tensor | None = None
 
 
 def read_output(output: Any, *, labelled: bool = False) -> Output:
@@ -35,8 +34,7 @@ def read_output(output: Any, *, labelled: bool = False) -> Output:
             raise ConfigError(
                 f"the model returned a {type(needed).__name__} as {name}.", f"return {name} as a tensor"
             )
-        logits, auxiliary = (one if isinstance(one, Tensor) else None for one in (logits, get("aux_loss")))
-        return Output(loss, logits, auxiliary)
+        return Output(loss, logits if isinstance(logits, Tensor) else None)
     if isinstance(output, (tuple, list)) and output:
         first = read_output(output[0])
         second = output[1] if len(output) > 1 and isinstance(output[1], Tensor) else None

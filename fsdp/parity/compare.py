@@ -111,19 +111,17 @@ class Reference:
                 f"the gradient of {first}{others} is 0 except for rounding, which Adam amplifies: "
                 "not compared in 'configured'"
             )
-        if not self._plain.loss.of_logits:
+        if self._plain.loss.own:
             yield (
-                "the model's own loss is not the cross entropy of its logits: "
-                "the plain loop computes it on a whole batch at once"
+                "the model's own loss is trained: the plain loop computes it for each rank's micro-batch, as "
+                "the run does, and another number of ranks may train otherwise"
             )
 
     def _get(self, training: Comparison, at: int) -> TrainingRecord:
-        """Micro-batches change the plain loop only if each has its own auxiliary loss."""
-        accumulation = self._jobs[at].batch.accumulation if self._plain.loss.by_piece else 1
-        key = (training, accumulation)
+        key = (training, self._jobs[at].batch.accumulation)
         if key not in self._trained:
             self._log(f"plain loop: {training}")
-            self._trained[key] = self._plain.train(training, self._jobs[at].batch.accumulation)
+            self._trained[key] = self._plain.train(*key)
         return self._trained[key]
 
 

@@ -74,7 +74,7 @@ class PlainLoop:
         return {name: value.to(self._device) for name, value in found.items()}
 
     def train(self, training: Comparison, accumulation: int) -> TrainingRecord:
-        """The batch is split as on the ranks: to fit in memory, and for each piece's auxiliary loss."""
+        """The batch is split as on the ranks: a loss of the model's own depends on it."""
         import numpy as np
         import torch
 
@@ -93,9 +93,9 @@ class PlainLoop:
             ]
             optimizer.zero_grad()
             loss = 0.0
-            for part in self.loss.parts(whole, pieces):
+            for part, reported in self.loss.parts(whole, pieces):
                 part.backward()
-                loss += float(part.detach())
+                loss += reported
             done.losses.append(loss)
             done.norms.append(
                 float(torch.nn.utils.clip_grad_norm_(trained, config.train.clip_grad_norm or math.inf))
@@ -122,88 +122,94 @@ def _lower(dtype: str) -> Any:
 
 
 class Loss:
-    """The mean loss over a global batch, as a sum of parts that fit in memory.
+    """The mean loss over a global batch, as a sum of parts, one of each micro-batch of a rank.
 
-    With logits it is the cross entropy of the unmasked targets or labels. Whether labels are shifted by one
-    position is detected once from the model's own loss. A loss that is not computed from logits is evaluated
-    on the whole batch at once: its value does not depend on a split, and a mesh has to reproduce it.
+    The objective is that of fsdp/models/loss.py, computed a second time: from logits, or by the model itself.
     """
 
     def __init__(
         self, model: nn.Module, computed: Any, first: Mapping[str, Tensor], train: TrainSection
     ) -> None:
-        import torch
-
         self._model, self._computed = model, computed
         accepted = inspect.signature(model.forward).parameters
         more = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
         self._passed = {
             name for name in first if name != "inputs" and (name in accepted or (more and name != "targets"))
         }
-        config = getattr(model, "config", None)
-        self._decoder = bool(getattr(config, "is_encoder_decoder", False))
-        self._router = float(
-            getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0)) or 0.0
-        )
+        self._takes_items = "num_items_in_batch" in accepted
         self._labels = next((name for name in ("labels", "targets") if name in self._passed), "")
-        self._shifts, self.of_logits, self.by_piece = False, True, False
         self._custom, self._z_loss = _custom_loss(train.loss), train.z_loss
+        self._entropy = None if self._custom is not None else _entropy_of(model, first)
+        self.own = False
+        """Known after the first part: the model's own loss is trained."""
         if self._custom is not None:
             optional = {name for name, one in accepted.items() if one.default is not one.empty}
-            unread = (
-                set() if self._decoder else {"labels", "targets"} & (optional | {"labels"} - set(accepted))
-            )
+            decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+            unread = set() if decodes else {"labels", "targets"} & (optional | {"labels"} - set(accepted))
             self._passed -= unread
-        elif self._labels:
-            with torch.no_grad():
-                self._detect_loss(first)
-
-    def _detect_loss(self, batch: Mapping[str, Tensor]) -> None:
-        loss, logits, auxiliary = self._call(batch, self._passed)
-        if loss is None:
-            self._labels = ""
-            return
-        self.of_logits = False
-        if (
-            logits is None
-            or batch[self._labels].is_floating_point()
-            or logits.shape[:-1] != batch[self._labels].shape
-        ):
-            return
-        for shifts in (False, True)[: logits.dim() - 1]:
-            total, count = _cross_entropy(logits, batch[self._labels], shifts)
-            expected = float(total) / max(1, count) + (
-                self._router * float(auxiliary) if auxiliary is not None else 0.0
-            )
-            if math.isclose(float(loss), expected, rel_tol=1e-5 if self._computed.itemsize >= 4 else 1e-2):
-                self._shifts, self.of_logits, self.by_piece = shifts, True, auxiliary is not None
-                return
 
     def forward(self, batch: Mapping[str, Tensor]) -> Any:
-        """(loss, logits, auxiliary loss). Labels are passed if the model's loss or decoder reads them."""
-        if self._custom is not None:
-            return self._raw(batch, self._passed)
-        unread = (
-            {self._labels} if self._labels == "labels" and self.of_logits and not self._decoder else set()
-        )
-        return self._call(batch, self._passed - unread)
+        """The model's output, to look at its precision."""
+        return self._raw(batch, {name: batch[name] for name in self._passed})
 
     def parts(self, whole: Mapping[str, Tensor], pieces: list[Any]) -> Any:
-        """Each piece's share of the mean, one at a time."""
+        """Each piece's share of the mean, one at a time, and of the loss that is reported."""
+        import torch
+
         if self._custom is not None:
-            yield from self._custom_parts(whole, pieces)
+            for part in self._custom_parts(whole, pieces):
+                yield part, float(part.detach())
             return
-        if not self.of_logits:
-            yield self.forward(whole)[0]
-            return
-        targets = whole[self._labels or "targets"]
-        count = _counted(targets, self._shifts) if targets.dim() > 1 else len(targets)
+        labels = whole[self._labels] if self._labels else None
+        tokens = labels is not None and labels.dim() > 1 and not labels.is_floating_point()
+        items = _counted(labels, False) if labels is not None and tokens else len(whole["inputs"])
         for rows in pieces:
-            _, logits, auxiliary = self.forward({name: value[rows] for name, value in whole.items()})
-            total, own = _cross_entropy(logits, targets[rows], self._shifts, self._z_loss)
-            if self._labels and auxiliary is not None:
-                total = total + self._router * auxiliary * own
-            yield total / max(1, count)
+            batch = {name: value[rows] for name, value in whole.items()}
+            share = len(rows) / len(whole["inputs"])
+            if self._entropy is not None:
+                yield self._with_entropy(self._entropy, batch, whole, share)
+                continue
+            given = {name: batch[name] for name in self._passed}
+            if self._takes_items:
+                given["num_items_in_batch"] = torch.tensor(items)
+            loss, logits = _unpacked(self._raw(batch, given), labelled=bool(self._labels))
+            if loss is None:
+                count = (
+                    _counted(whole["targets"], False) if whole["targets"].dim() > 1 else len(whole["inputs"])
+                )
+                total, _ = _cross_entropy(logits, batch["targets"], False, self._z_loss)
+                loss = total / max(1, count)
+            else:
+                self.own = True
+                if tokens and logits is not None and _one_each(logits, batch[self._labels]):
+                    share = _counted(batch[self._labels], False) / max(1, items)
+                if not self._takes_items:
+                    loss = loss * share if share else loss.nan_to_num() * 0
+            yield loss, float(loss.detach())
+
+    def _with_entropy(
+        self, shifts: bool, batch: Mapping[str, Tensor], whole: Mapping[str, Tensor], share: float
+    ) -> tuple[Any, float]:
+        """transformers adds to its cross entropy what the configuration asks for, here weighed by rows."""
+        name = "labels" if "labels" in whole else "targets"
+        shifts = shifts and name == "labels"
+        count = _counted(whole[name], shifts) if whole[name].dim() > 1 else len(whole[name])
+        found: list[Any] = []
+
+        def entropy(*args: Any, **more: Any) -> Any:
+            tensors = (*args, *more.values())
+            logits = next(one for one in tensors if hasattr(one, "dim") and one.is_floating_point())
+            found.append(_cross_entropy(logits, batch[name], shifts, self._z_loss)[0] / max(1, count))
+            return found[0] / share
+
+        model: Any = self._model
+        model.loss_function = entropy
+        try:
+            given = {one: batch[one] for one in self._passed} | {"labels": batch[name]}
+            loss = self._raw(batch, given).loss * share
+        finally:
+            del model._loss_function
+        return loss, float(found[0].detach())
 
     def _custom_parts(self, whole: Mapping[str, Tensor], pieces: list[Any]) -> Any:
         """The weights of the whole batch come from a first pass over the pieces."""
@@ -216,31 +222,45 @@ class Loss:
         for piece in cut:
             yield self._custom(self.forward(piece), piece)[0] / (count or 1)
 
-    def _call(self, batch: Mapping[str, Tensor], names: set[str]) -> Any:
-        return _unpacked(self._raw(batch, names), labelled=self._labels in names)
-
-    def _raw(self, batch: Mapping[str, Tensor], names: set[str]) -> Any:
+    def _raw(self, batch: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> Any:
         """Parameters are cast for the computation; their gradients are in the dtype they are kept in."""
         import torch
 
         dtype = self._computed
-        cast = {n: v.to(dtype) if v.is_floating_point() else v for n, v in batch.items()}
+        cast = {n: v.to(dtype) if v.is_floating_point() else v for n, v in given.items()}
+        inputs = batch["inputs"].to(dtype) if batch["inputs"].is_floating_point() else batch["inputs"]
         lower = {n: p.to(dtype) if p.dim() else p for n, p in self._model.named_parameters()}
-        given = {name: cast[name] for name in names}
-        return torch.func.functional_call(self._model, lower, (cast["inputs"],), given)
+        return torch.func.functional_call(self._model, lower, (inputs,), cast)
 
 
-def _unpacked(output: Any, labelled: bool) -> tuple[Any, Any, Any]:
+def _entropy_of(model: nn.Module, batch: Mapping[str, Tensor]) -> bool | None:
+    """Whether transformers' own cross entropy predicts the next label; None for another loss. Which classes
+    have it is the run's rule: not a matter of parity.
+    """
+    from fsdp.models.hf_loss import maybe_entropy
+
+    labels = next((batch[name] for name in ("labels", "targets") if name in batch), None)
+    found = maybe_entropy(model)
+    return None if found is None or labels is None or labels.is_floating_point() else found.shifted
+
+
+def _one_each(logits: Tensor, labels: Tensor) -> bool:
+    return labels.shape in (logits.shape[:-1], logits.shape[:1] + logits.shape[2:])
+
+
+def _unpacked(output: Any, labelled: bool) -> tuple[Any, Any]:
     if hasattr(output, "dim"):
-        return (output, None, None) if output.dim() == 0 else (None, output, None)
+        return (output, None) if output.dim() == 0 else (None, output)
     if isinstance(output, (tuple, list)):
-        first = _unpacked(output[0], labelled)
+        loss, logits = _unpacked(output[0], labelled)
         second = output[1] if len(output) > 1 and hasattr(output[1], "dim") else None
-        if first[0] is None:
-            return (second, first[1], None) if labelled and second is not None and not second.dim() else first
-        return (first[0], second if second is not None and second.dim() > 1 else None, None)
+        if loss is None:
+            return (
+                (second, logits) if labelled and second is not None and not second.dim() else (None, logits)
+            )
+        return loss, second if second is not None and second.dim() > 1 else None
     values = output if isinstance(output, Mapping) else vars(output)
-    return values.get("loss"), values.get("logits"), values.get("aux_loss")
+    return values.get("loss"), values.get("logits")
 
 
 def _custom_loss(path: str) -> Callable[[Any, Any], tuple[Any, Any]] | None:
@@ -269,6 +289,10 @@ def _cross_entropy(logits: Tensor, targets: Tensor, shifts: bool, z_loss: float 
     """(sum over the unmasked targets, their number)"""
     import torch
 
+    second = logits.shape[:1] + logits.shape[2:] == targets.shape
+    if second and (logits.dim() > 3 or logits.shape[:-1] != targets.shape):
+        logits = logits.movedim(1, -1)
+    targets = targets.reshape(logits.shape[:-1])
     if shifts:
         logits, targets = logits[:, :-1], targets[:, 1:]
     logits = logits if logits.dtype == torch.float64 else logits.float()

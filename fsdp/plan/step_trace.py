@@ -125,9 +125,6 @@ def stage(ask: FakeRun) -> Iterator[Stage]:
                 _group_kernels(optimizer)
             _fill(optimizer, config)
             maybe_ema(config.optim, sharded.root, optimizer)
-            if loss_function.gives_labels(subject.sample):
-                with torch.no_grad(), sharded.evaluating():
-                    loss_function.presume(sharded.called, next(batches(subject, 1)).data)
             yield Stage(sharded, loss_function, optimizer, buckets, subject)
 
 

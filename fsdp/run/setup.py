@@ -30,6 +30,7 @@ from fsdp.dist.mesh import data_rank
 from fsdp.dist.stop import Stopper
 from fsdp.memory.oom_error import OomContext
 from fsdp.models.chunked_loss import maybe_chunked
+from fsdp.models.hf_loss import remarks
 from fsdp.models.loss import LossFunction
 from fsdp.parallel.compiler import compiles
 from fsdp.parallel.ddp import replicate
@@ -97,6 +98,8 @@ def _release(held: list[Locks]) -> None:
 def loss_function(config: Config, env: DistEnv, job: Job, model: nn.Module) -> LossFunction:
     compiled = compiles(config.speed, env.device)
     z_loss = config.train.z_loss
+    for line in remarks(model) if env.is_main and job.loss is None else ():
+        log.warning("%s", line)
     head = maybe_chunked(model, config.memory.loss_chunk, compiled=compiled, z_loss=z_loss)
     return LossFunction(model, job.loss, head, compiled=compiled, z_loss=z_loss)
 

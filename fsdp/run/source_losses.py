@@ -1,9 +1,9 @@
 """The loss of each source of a mixture: sums over its rows, which travel with the step's loss.
 
-A step's numbers are (loss,) or, for a user's loss, (loss, weight); the sums of the sources' losses follow,
-then the sums of their weights. They need no collective and no wait of their own. A model that returns only
-its own loss has no loss for each row: its sources are left out, with one line in the log. Not here: which row
-is from which source (fsdp/data/types.py).
+A step's numbers are the loss, the weight of a user's loss or what a model adds to its cross entropy, and
+then the sources' losses and weights. They need no collective and no wait of their own. A model that returns
+only its own loss has no loss for each row: its sources are left out, with one line in the log. Not here:
+which row is from which source (fsdp/data/types.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOT_KNOWN = (
 def numbers_of(found: LossParts, batch: Batch, sources: int) -> Tensor:
     """A micro-batch's numbers in float64: 0-d for a loss alone."""
     loss = found.loss_sum.detach().double()
-    own = [] if found.weight is None else [found.weight.view(1).double()]
+    own = [one.detach().view(1).double() for one in (found.weight, found.auxiliary) if one is not None]
     own += sums_by_source(found, batch, sources)
     return torch.cat([loss.view(1), *own]) if own else loss
 

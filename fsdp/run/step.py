@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsdp.base.errors import ConfigError
 from fsdp.data.types import Batch
-from fsdp.models.checks import check_has_gradient, check_one_number
+from fsdp.models.checks import check_has_gradient
 from fsdp.models.loss import LossFunction
 from fsdp.models.parameter_names import clean_name
 from fsdp.optim.gradients import Gradients, InTurn
@@ -33,13 +33,17 @@ class StepHooks:
 
     def weight(self) -> float:
         """The divisor of the global batch's loss. Called after each forward: a sum of token counts over the
-        ranks overlaps with the first one.
+        ranks overlaps with the first one. A model that takes num_items_in_batch needs it before.
         """
         return 1.0
 
+    def rows(self) -> int:
+        """The rows of the global batch, the divisor of what a model adds to its cross entropy."""
+        return 1
+
     def reduce_loss(self, total: Tensor, scaled: Tensor) -> None:
-        """Before the last backward, which starts at `scaled`: `total` is this rank's sum of losses, for a
-        user's loss followed by the sum of its weights, for a mixture by those of its sources.
+        """Before the last backward, which starts at `scaled`: `total` is this rank's sum of losses and
+        further numbers, as source_losses.py has them.
         """
 
     def correction(self) -> Tensor | None:
@@ -125,14 +129,17 @@ def micro_batch(
     scale = parts.scaler.scale if parts.scaler is not None else 1.0
     with parts.sharded.micro_batch(last):
         hooks.enter("forward")
-        found = parts.loss_function(parts.sharded.called, batch.data, batch.valid, batch.valid_rows)
-        check_one_number(found.loss_sum)
+        found = parts.loss_function(
+            parts.sharded.called, batch.data, batch.valid, batch.valid_rows, hooks.weight
+        )
         check_has_gradient(found.loss_sum)
         weight = hooks.weight()
         loss = numbers_of(found, batch, parts.sources)
         total = loss if total is None else total + loss
         # A reduction averages over the ranks: each multiplies by their number.
         scaled = found.loss_sum * (parts.sharded.divisor * scale / weight)
+        if found.auxiliary is not None:
+            scaled = scaled + found.auxiliary * (parts.sharded.divisor * scale / hooks.rows())
         if last:
             hooks.reduce_loss(total, scaled)
         hooks.enter("backward")

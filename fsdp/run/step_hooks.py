@@ -17,7 +17,7 @@ from fsdp.data import StepBatch
 from fsdp.data.types import DataInfo
 from fsdp.dist import collectives
 from fsdp.dist.stop import Stopper
-from fsdp.models.loss import LossFunction
+from fsdp.models.loss import LABELS, LossFunction
 from fsdp.optim.custom_optimizer import StateCheck
 from fsdp.optim.ema import Ema
 from fsdp.optim.nonfinite import Verdicts
@@ -42,8 +42,9 @@ class TokenSum:
 
 
 def token_sum(loss_function: LossFunction, info: DataInfo, batch: StepBatch) -> TokenSum:
-    classes = bool(info.class_names) and loss_function.has_one_label_a_sample(batch.micro[0].data)
-    if not loss_function.shifts and (classes or not info.masks_targets):
+    data = batch.micro[0].data
+    classes = bool(info.class_names) and all(data[name].dim() < 2 for name in LABELS if name in data)
+    if not loss_function.shifts(data) and (classes or not info.masks_targets):
         return TokenSum(batch.samples * info.tokens_per_sample)
     return TokenSum(sum(loss_function.tokens(micro.counted) for micro in batch.micro), over_ranks=True)
 
@@ -79,10 +80,19 @@ class RunHooks(StepHooks):
     @property
     def source_losses(self) -> SourceLosses | None:
         """Each source's sums, after the step; None without a mixture, or if the model gives none."""
-        first, count = (1 if self.loss_function.custom is None else 2), 2 * len(self.labels)
+        first, count = self._first_of_sources, 2 * len(self.labels)
         if not count or self._numbers == first:
             return None
         return SourceLosses(self.labels, self._loss_sum.wait()[first : first + count])
+
+    @property
+    def _first_of_sources(self) -> int:
+        return 1 + (self.loss_function.custom is not None) + self.loss_function.adds
+
+    @property
+    def auxiliary(self) -> Tensor | None:
+        """The global batch's mean of what the model adds to its cross entropy, after the step."""
+        return self._loss_sum.wait()[1:2] / self._samples if self.loss_function.adds else None
 
     @property
     def tokens(self) -> int:
@@ -98,6 +108,9 @@ class RunHooks(StepHooks):
             counted = max(tokens, self._samples)  # until all weights are known: see correction
         self._weight = float(max(1, counted))
         return self._weight
+
+    def rows(self) -> int:
+        return self._samples
 
     def correction(self) -> Tensor | None:
         if self.loss_function.custom is None:

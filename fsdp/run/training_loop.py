@@ -76,6 +76,13 @@ class StepResult:
     grad_norm: Tensor
     tokens: int
     sources: SourceLosses | None = None
+    auxiliary: Tensor | None = None
+
+
+def _named(result: StepResult, unit: str, more: list[float]) -> dict[str, float]:
+    """The further numbers of a step as fields of its record."""
+    found = {} if result.auxiliary is None else {"aux_loss": more.pop(0)}
+    return found if result.sources is None else {**found, **result.sources.named(more, unit)}
 
 
 @dataclass(kw_only=True)
@@ -192,7 +199,7 @@ class TrainingLoop:
         self._record_sealed()
 
     def _evaluate_only(self) -> Outcome:
-        self._inspect_loss(at=0, resumed=False)
+        self._try_custom_loss(0)
         self._evaluate()
         self._settle()
         self.phases.enter("end")
@@ -201,10 +208,13 @@ class TrainingLoop:
 
     def _train_to_end(self) -> Outcome:
         last = min(self.config.train.stop_after or self.job.total_steps, self.job.total_steps)
-        self._inspect_loss(at=self.state.step, resumed=0 < self.state.step < last)
+        self._try_custom_loss(self.state.step)
+        first = self.state.step
         check_packed_rows(self.config, self.job, self.sharded, self.state.step, self.env.rank)
         while self.state.step < last and not self.stopped:
             self._one_step()
+            if self.state.step == first + 1:
+                log.info("%s", self.loss_function.objective)
         self._settle()
         if self.stopped is None and self.state.step < self.job.total_steps:
             self.stopped = f"{StopReason.STOP_AFTER} {last}"
@@ -224,33 +234,17 @@ class TrainingLoop:
         self._record_sealed()
         return self._finish()
 
-    def _first_batch_is_short(self) -> bool:
-        batch = self.job.batch
-        whole = batch.micro_batch * batch.accumulation * self.env.world_size
-        return len(self.job.cursor.indices(self.state.step)) < whole
-
-    def _inspect_loss(self, *, at: int, resumed: bool) -> None:
-        """Runs a forward of one or two samples of step `at` on all ranks, before the first step that depends
-        on its result.
-
-        For a user's loss: whether it works with the model's output and returns what can be weighed.
-        For a model that receives its labels: what its own loss is a mean over. For a resumed run with a short
-        first batch: whether the model has a loss of its own (short batches are cut for one and masked
-        otherwise, which differs in the last bits).
+    def _try_custom_loss(self, at: int) -> None:
+        """Whether a user's loss works with the model's output and returns what can be weighed, by a forward
+        of one or two samples of step `at` on all ranks.
         """
-        custom = self.loss_function.custom is not None
-        short = resumed and self._first_batch_is_short()
-        if not (self.loss_function.may_own or custom or short):
+        if self.loss_function.custom is None:
             return
         rows = self.job.cursor.indices(at)[:2]
         data = read_batch(self.job.data.train, rows, f"rank {self.env.rank}, before the first step")
-        if not (self.loss_function.gives_labels(data) or custom or short):
-            return
         one = Batch(data, torch.ones(len(rows), dtype=torch.bool), len(rows)).to(self.env.device)
         with self.sharded.evaluating():
-            said = self.loss_function.learn(self.sharded.called, one.data)
-        if said and self.env.is_main:
-            log.warning("%s", said)
+            self.loss_function.trial(self.sharded.called, one.data)
 
     def _one_step(self) -> None:
         step = self.state.step + 1
@@ -264,7 +258,8 @@ class TrainingLoop:
         self.stopper.begin(step)
         lr = self.job.schedule.lr(step)
         result = self.train_step(batch, lr)
-        sources, unit = result.sources, self.loss_function.unit
+        sums = None if result.sources is None else result.sources.sums
+        more = [numbers for numbers in (result.auxiliary, sums) if numbers is not None]
         self._count(batch, result)
         self.replica_checks.compare(step)
         self.phases.enter("record")
@@ -280,8 +275,8 @@ class TrainingLoop:
                 began=began,
                 step_time_s=time.perf_counter() - began,
                 data_wait_s=waited,
-                more=None if sources is None else sources.sums,
-                named=None if sources is None else partial(sources.named, unit=unit),
+                more=torch.cat(more) if more else None,
+                named=partial(_named, result, self.loss_function.unit),
             )
         )
         if self.recorder.fetches(step):
@@ -307,7 +302,7 @@ class TrainingLoop:
             self.sources_missing = True
             if self.env.is_main:
                 log.warning("%s", NOT_KNOWN)
-        return StepResult(self.hooks.loss, norm, self.hooks.tokens, sources)
+        return StepResult(self.hooks.loss, norm, self.hooks.tokens, sources, self.hooks.auxiliary)
 
     def _count(self, batch: StepBatch, result: StepResult) -> None:
         self.state.step += 1

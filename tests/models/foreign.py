@@ -111,16 +111,19 @@ def rate_of(model: str) -> float:
 # ---------------------------------------------------------------- the plain loop
 
 
-def plain_loss(model: nn.Module, batch: Mapping[str, Tensor], kind: str, pieces: list[np.ndarray]) -> Tensor:
-    """The mean over the whole batch's labels; an auxiliary loss is each piece's, their mean weighed by
-    labels.
+def plain_loss(
+    model: nn.Module, batch: Mapping[str, Tensor], kind: str, pieces: list[np.ndarray]
+) -> tuple[Tensor, float]:
+    """The mean over the whole batch's labels, and the number reported, in which no auxiliary loss is: that of
+    each piece, weighed by rows.
     """
     if kind == "images":
         output = model(batch["inputs"].double())
-        return F.cross_entropy(output if isinstance(output, Tensor) else output.logits, batch["targets"])
+        loss = F.cross_entropy(output if isinstance(output, Tensor) else output.logits, batch["targets"])
+        return loss, float(loss.detach())
     given = {"labels": batch["labels"]} if kind in ("seq2seq", "speech") else {}
     labels = batch["labels"][:, 1:] if kind == "causal" else batch["labels"]
-    total, count = torch.zeros((), dtype=torch.float64), (labels != -100).sum()
+    total, count, added = torch.zeros((), dtype=torch.float64), (labels != -100).sum(), 0.0
     for rows in pieces:
         given_rows = {k: v[rows] for k, v in given.items()}
         if kind == "speech":
@@ -130,8 +133,9 @@ def plain_loss(model: nn.Module, batch: Mapping[str, Tensor], kind: str, pieces:
         logits = output.logits[:, :-1] if kind == "causal" else output.logits
         total = total + F.cross_entropy(logits.flatten(0, -2), labels[rows].flatten(), reduction="sum")
         if getattr(output, "aux_loss", None) is not None:
-            total = total + 0.5 * output.aux_loss * (labels[rows] != -100).sum()
-    return total / count
+            added = added + 0.5 * output.aux_loss * len(rows) / len(labels)
+    loss = total / count
+    return loss + added, float(loss.detach())
 
 
 def plain(
@@ -154,13 +158,13 @@ def _plain(model: str, ranks: int, micro: int, exact: bool) -> tuple[dict[str, T
     losses = []
     for step in range(STEPS):
         module.zero_grad()
-        loss = plain_loss(module, data.train.batch(cursor.indices(step)), KIND_OF[model], pieces)
+        loss, reported = plain_loss(module, data.train.batch(cursor.indices(step)), KIND_OF[model], pieces)
         loss.backward()
         with torch.no_grad():
             for parameter in module.parameters():
                 if parameter.grad is not None:
                     parameter.sub_(rate_of(model) * parameter.grad)
-        losses.append(float(loss.detach()))
+        losses.append(reported)
     return {name: p.detach() for name, p in module.named_parameters()}, losses
 
 

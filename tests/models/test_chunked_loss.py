@@ -280,8 +280,6 @@ def test_a_causal_model_of_transformers(tied: bool) -> None:
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).double()
         function = LossFunction(model, head=ChunkedHead(model, chunk) if chunk else None)
-        with torch.no_grad():
-            assert function.learn(model, {name: value[:2] for name, value in data.items()}) == ""
         loss = function(model, data, VALID, 2).loss_sum
         loss.backward()
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fsdp.base.errors import ConfigError
 from fsdp.models.checks import IGNORED
 from fsdp.models.cross_entropy import TokenCounts, count_tokens, cross_entropy_parts, summed_entropy
-from fsdp.models.loss import AUXILIARY, BY_SAMPLES, LossFunction
+from fsdp.models.loss import LossFunction
 from fsdp.models.model_output import Output as Found
 from fsdp.models.model_output import loss_or_logits, read_output
 
@@ -159,92 +159,101 @@ TOKENS = torch.randint(0, 7, (3, 6), generator=torch.Generator().manual_seed(1))
 LABELS = torch.where(torch.arange(6) < torch.tensor([[6], [2], [4]]), TOKENS, -100)
 
 
-class Causal(nn.Module):
-    """As transformers' heads are: labels in, their mean loss and the logits out."""
+class Own(nn.Module):
+    """As a model of one's own: labels in, their mean loss, and the logits if asked."""
 
-    def __init__(
-        self, shift: bool = True, smoothing: float = 0.0, auxiliary: float = 0.0, gives_logits: bool = True
-    ) -> None:
+    def __init__(self, gives_logits: bool = True) -> None:
         super().__init__()
         self.table = nn.Embedding(7, 7)
-        self.shift, self.smoothing, self.router_aux_loss_coef, self.gives_logits = (
-            shift,
-            smoothing,
-            auxiliary,
-            gives_logits,
-        )
-        self.losses = 0
+        self.gives_logits = gives_logits
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.table(x)
-        found = {"logits": logits} if self.gives_logits else {}
-        if self.router_aux_loss_coef:
-            found["aux_loss"] = logits.square().mean()
-        if labels is None:
-            return found
-        self.losses += 1
-        ours, theirs = (logits[:, :-1], labels[:, 1:]) if self.shift else (logits, labels)
-        loss = F.cross_entropy(ours.flatten(0, 1), theirs.flatten(), label_smoothing=self.smoothing)
-        return {**found, "loss": loss + self.router_aux_loss_coef * found.get("aux_loss", torch.zeros(()))}
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+        return {"loss": loss, "logits": logits} if self.gives_logits else {"loss": loss}
 
 
-def learnt(model: Causal) -> tuple[LossFunction, str]:
+@pytest.mark.parametrize(("gives_logits", "weight"), [(True, 8), (False, 2)])
+def test_a_loss_of_the_model_s_own_is_weighed_by_labels_beside_logits_else_by_rows(
+    gives_logits: bool, weight: int
+) -> None:
+    model = Own(gives_logits)
     function = LossFunction(model)
-    with torch.no_grad():
-        return function, function.learn(model, {"inputs": TOKENS[:2], "labels": LABELS[:2]})
-
-
-@pytest.mark.parametrize("shift", [True, False])
-def test_a_mean_over_labels_is_taken_apart_into_their_sum(shift: bool) -> None:
-    model = Causal(shift)
-    function, said = learnt(model)
-    assert (said, function.shifts, function.counts_tokens) == ("", shift, True)
-    called = model.losses
     parts = function(model, {"inputs": TOKENS, "labels": LABELS}, VALID, 2)
-    assert model.losses == called  # a loss that nobody takes is not computed
-    kept = LABELS[:2, 1:] if shift else LABELS[:2]
-    logits = model.table(TOKENS[:2, :-1] if shift else TOKENS[:2])
-    expected = F.cross_entropy(logits.flatten(0, 1), kept.flatten(), reduction="sum")
-    assert parts.loss_sum.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert function.tokens(count_tokens({"labels": LABELS}, VALID)) == int((kept != -100).sum())
+    assert parts.loss_sum.item() == pytest.approx(weight * model(TOKENS[:2], LABELS[:2])["loss"].item())
+    assert function.counts_tokens is gives_logits
+    assert function.tokens(count_tokens({"labels": LABELS}, VALID)) == 8
+    assert f"weighed by {'labels' if gives_logits else 'rows'}" in function.objective
 
 
 def test_a_micro_batch_without_a_label_adds_nothing() -> None:
-    model = Causal()
-    function, _ = learnt(model)
+    model = Own()
     masked = torch.full_like(LABELS, -100)
-    parts = function(model, {"inputs": TOKENS, "labels": masked}, torch.ones(3, dtype=torch.bool), 3)
+    data = {"inputs": TOKENS, "labels": masked}
+    parts = LossFunction(model)(model, data, torch.ones(3, dtype=torch.bool), 3)
     parts.loss_sum.backward()
     assert parts.loss_sum.item() == 0
     assert model.table.weight.grad is not None
     assert not model.table.weight.grad.any()
 
 
-def test_an_auxiliary_loss_is_weighed_by_the_labels_beside_it() -> None:
-    model = Causal(auxiliary=0.5)
-    function, said = learnt(model)
-    assert said == AUXILIARY
-    parts = function(model, {"inputs": TOKENS, "labels": LABELS}, VALID, 2)
-    output = model(TOKENS[:2], LABELS[:2])  # padding never reaches it
-    # 5 and 1 labels after the first
-    assert parts.loss_sum.item() == pytest.approx(6 * output["loss"].item(), rel=1e-6)
+class Summed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 7)
+
+    def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        logits = self.table(x).flatten(0, 1)
+        return F.cross_entropy(logits, labels.flatten(), reduction="sum") / num_items_in_batch
 
 
-@pytest.mark.parametrize("model", [Causal(smoothing=0.1), Causal(gives_logits=False)])
-def test_a_loss_that_cannot_be_weighed_by_tokens_is_said(model: Causal) -> None:
-    function, said = learnt(model)
-    assert said == BY_SAMPLES
-    parts = function(model, {"inputs": TOKENS, "labels": LABELS}, VALID, 2)
-    assert parts.loss_sum.item() == pytest.approx(2 * model(TOKENS[:2], LABELS[:2])["loss"].item(), rel=1e-6)
+def test_num_items_in_batch_is_that_of_the_global_batch() -> None:
+    model = Summed()
+    function = LossFunction(model)
+    data = {"inputs": TOKENS, "labels": LABELS}
+    parts = function(model, data, VALID, 2, lambda: 20.0)
+    kept = LABELS[:2].flatten()
+    summed = F.cross_entropy(model.table(TOKENS[:2]).flatten(0, 1), kept, reduction="sum")
+    assert parts.loss_sum.item() / 20 == pytest.approx(summed.item() / 20)
+    with torch.no_grad():  # an evaluation has no global batch
+        assert function(model, data, VALID, 2).loss_sum.item() == pytest.approx(summed.item())
 
 
-def test_a_loss_per_sample_needs_no_word() -> None:
-    class Own(nn.Module):
-        def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-            return x.mean()
+# ---------------------------------------------------------------- where the classes are
 
-    model = Own()
-    assert LossFunction(model).learn(model, {"inputs": INPUTS, "targets": TARGETS}) == ""
+
+@pytest.mark.parametrize("sizes", [(5, 4, 6), (5, 4, 5), (6, 4, 6), (4, 4, 4)])
+def test_pictures_have_their_classes_in_dimension_1_as_in_torch(sizes: tuple[int, int, int]) -> None:
+    classes, height, width = sizes
+    logits = torch.randn(2, classes, height, width)
+    targets = torch.randint(0, classes, (2, height, width))
+    targets[0, 0, 0] = -100
+    parts = cross_entropy_parts(logits, targets, torch.ones(2, dtype=torch.bool))
+    expected = F.cross_entropy(logits, targets, reduction="sum")
+    assert parts.loss_sum.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_text_of_as_many_tokens_as_classes_has_its_classes_last() -> None:
+    logits, targets = torch.randn(2, 7, 7), torch.randint(0, 7, (2, 7))
+    parts = cross_entropy_parts(logits, targets, torch.ones(2, dtype=torch.bool))
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    assert parts.loss_sum.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda x: x[:, 0], r"logits of the shape \(2,\) for targets of \(2,\)"),
+        (lambda x: x.mean()[None], r"logits of the shape \(1,\)"),
+        (lambda x: {"loss": x[:, 0]}, r"the shape \(2,\), not that of one number"),
+        (lambda x: {"loss": x.mean()[None]}, r"the shape \(1,\), not that of one number"),
+        (lambda x: x[:, :, None, None].expand(-1, -1, 3, 3), r"logits of the shape \(2, 5, 3, 3\)"),
+    ],
+)
+def test_what_is_neither_logits_nor_one_number_is_refused_in_a_line(make: Any, said: str) -> None:
+    model = Gives(make)
+    with pytest.raises(ConfigError, match=said):
+        LossFunction(model)(model, {"inputs": INPUTS, "targets": TARGETS}, VALID, 2)
 
 
 # ---------------------------------------------------------------- compiled

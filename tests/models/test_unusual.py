@@ -215,7 +215,7 @@ REFUSED = {
     "Scripted": "blocks.0 is a ScriptModule, whose parameters FSDP cannot replace. HINT: leave out torch.jit",
     "Lazy": "Lazy: stem.weight has no shape before the first forward, but sharding comes before it."
         " HINT: nn.Linear(IN, OUT)",
-    "PerSample": "the model's own loss has the shape (2,), not that of one number. HINT: return "
+    "PerSample": "the model's own loss has the shape (6,), not that of one number. HINT: return "
         "loss.mean()",
     "Unused --mesh.strategy ddp": "does not depend on extra.weight (and 1 more), and --mesh.strategy ddp "
         "reduces every "
