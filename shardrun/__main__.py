@@ -6,7 +6,7 @@
 
     shardrun plan | doctor | submit                       before: does it fit, are nodes fit, Slurm's queue
     shardrun report | checkpoint | predict | parity       after: the run's page, its checkpoints, its model
-    shardrun tokenize | config                            a corpus as tokens; another trainer's configuration
+    shardrun tokenize                                     a corpus as tokens
 
 `shardrun NAME --help` describes each. In a clone the same are `python train.py`, `python -m launch.local` and
 `python -m fsdp.NAME`.
@@ -26,7 +26,7 @@ from fsdp.base.streams import print_answer
 MODULES = {
     "train": "train", "local": "launch.local", "submit": "launch.submit", "ray_predict": "launch.ray_predict",
     **{name: f"fsdp.{name}" for name in (
-        "plan", "report", "doctor", "checkpoint", "predict", "parity", "tokenize", "config",
+        "plan", "report", "doctor", "checkpoint", "predict", "parity", "tokenize",
     )},
 }  # fmt: skip
 """What each command runs, as `python -m` would."""

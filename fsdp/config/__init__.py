@@ -7,10 +7,7 @@
     values          parses one value and checks its type and range
     limits          reads files within limits of size and depth, as they may be a stranger's
     reading         loads a recipe (TOML), applies flags `--section.field VALUE`, runs the checks
-    aliases         names of other trainers → flags here: the rows of aliases.md, and the search in them
-    foreign_files   reads a configuration of another trainer
-    migrate         writes its recipe
-    __main__        the command of these two
+    aliases         names of other trainers → flags here
     checks          fields that conflict
     checks_memory   fields that save memory or time, and conflict
     trust           reads a run directory's config.toml, and limits the code that it may name

@@ -1,113 +1,142 @@
-"""Settings of other trainers and their flags here: the rows of aliases.md, and the search in them.
-
-Used for hints, before similar spellings, and for migration. Not here: files of other trainers
-(foreign_files.py).
-"""
+"""Flags of other trainers: the HINT that names the flag here. docs/migrate.md has the rest."""
 
 from __future__ import annotations
 
-import functools
 import re
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 
-PAGE = Path(__file__).with_name("aliases.md")
 VALUE = "VALUE"
-"""Stands for the typed value in a row; VALUE[0] for the first item of a list."""
-NO_COUNTERPART = "no counterpart"
-"""How a reason begins if nothing here does what the name did."""
-_MOST_PARTS = 8
-"""Of a name that is looked up: the search grows with their square."""
-_PLACE = re.compile(rf"{VALUE}(?:\[(\d)\])?")
-_OF_A_TYPE = re.compile(r"^(shardingstrategy|backwardprefetch|torch|distributedtype)\.")
+"""In a hint: the typed value; VALUE[0] is the first item of a list."""
+_TYPE_PREFIX = re.compile(r"^(shardingstrategy|backwardprefetch|torch|distributedtype)\.")
 
+_FULL, _DDP, _HSDP = "--mesh.strategy fsdp", "--mesh.strategy ddp", "--mesh.strategy hsdp"
+_KEEP, _STEP = " --mesh.reshard_after_forward false", " --mesh.reshard_after_forward step"
+_OFFLOAD = " --memory.cpu_offload true"
+SHARDING = {
+    _FULL: "full_shard 1 zero3 zero_3 zero-3 fsdp2 deepspeed deepspeed_stage_3 fsdp",
+    _FULL + _KEEP: "shard_grad_op 2 zero2 zero_2 zero-2 deepspeed_stage_2",
+    _FULL + _STEP: "zero1 zero_1 zero-1 deepspeed_stage_1",
+    _FULL + _OFFLOAD: "deepspeed_stage_3_offload fsdp_cpu_offload",
+    _FULL + _KEEP + _OFFLOAD: "deepspeed_stage_2_offload",
+    _DDP: "no_shard 3 zero0 ddp ddp_spawn ddp_find_unused_parameters_true multi_gpu multi_cpu dp",
+    _HSDP: "hybrid_shard 4 hsdp",
+    _HSDP + _KEEP: "_hybrid_shard_zero2 hybrid_shard_zero2 5",
+    "--mesh.strategy auto": "auto",
+}
+"""FSDP1's ShardingStrategy by name and number, ZeRO's stages, Lightning's strategies."""
+_OF_SHARDING = {word: flags for flags, words in SHARDING.items() for word in words.split()}
+_OF_STAGE = {"0": _DDP, "1": _FULL + _STEP, "2": _FULL + _KEEP, "3": _FULL}
 
-@dataclass(frozen=True)
-class Alias:
-    """`flags` replace `names`; `values` holds exceptions for certain values.
-
-    Text that does not begin with -- is the reason why there is no flag.
-    """
-
-    names: tuple[str, ...]
-    flags: str
-    values: Mapping[str, str] = field(default_factory=dict)
-
-    def hint(self, value: str) -> str:
-        items = re.split(r"[,\s]+", value.strip("[]() "))
-
-        def typed(place: re.Match[str]) -> str:
-            if place[1] is None:
-                return shlex.quote(value or VALUE)
-            at = int(place[1])
-            return (items[at] if at < len(items) else "") or VALUE
-
-        return _PLACE.sub(typed, self.values.get(_key(value), self.flags))
-
-    def is_exception(self, value: str) -> bool:
-        return _key(value) in self.values
-
-
-def _key(value: str) -> str:
-    """A flag without a value is `true`."""
-    return _OF_A_TYPE.sub("", value.lower()) or "true"
-
-
-@functools.cache
-def rows() -> tuple[Alias, ...]:
-    """All rows of the page."""
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    return tuple(_row(line) for line in lines if line.startswith("| `"))
-
-
-def _row(line: str) -> Alias:
-    names, flags, by_value = (cell.strip() for cell in line.strip("|").split("|"))
-    return Alias(tuple(names.replace("`", "").split(", ")), flags.strip("`"), _by_value(by_value))
-
-
-def _by_value(cell: str) -> dict[str, str]:
-    """Of `VALUE, VALUE → TEXT; VALUE → TEXT`, where a text may have a semicolon of its own."""
-    keys, *rest = cell.split(" → ")
-    found: dict[str, str] = {}
-    for part in rest:
-        text, _, others = part.rpartition("; ") if part is not rest[-1] else (part, "", "")
-        found |= dict.fromkeys(keys.split(", "), text.strip("`"))
-        keys = others
-    return found
-
-
-@functools.cache
-def _by_name() -> Mapping[str, Alias]:
-    return {name: alias for alias in rows() for name in alias.names}
+LAUNCHER = "leave it out: the launcher makes the ranks, as in torchrun --nproc_per_node=2 train.py"
+PARALLEL = "no counterpart: ranks are data-parallel, on the axes --mesh.replicate and --mesh.shard"
+ALWAYS = "leave it out: FSDP2 always does so"
+HINTS = {
+    "--train.global_batch VALUE": "batch_size train_batch_size global_batch_size train_batch",
+    "--train.micro_batch VALUE": "per_device_train_batch_size micro_batch_size local_batch_size "
+    "train_micro_batch_size_per_gpu mbs",
+    "--train.eval_batch VALUE": "per_device_eval_batch_size eval_batch_size val_batch_size",
+    "leave it out: micro-batches follow from --train.global_batch and --train.micro_batch":
+        "gradient_accumulation_steps accumulate_grad_batches grad_accum",
+    "--train.epochs VALUE": "num_epochs num_train_epochs max_epochs epochs",
+    "--train.steps VALUE": "max_steps num_steps train_steps max_train_steps max_iters training_steps",
+    "--train.clip_grad_norm VALUE": "max_grad_norm gradient_clip_val clip_grad grad_clip gradient_clipping",
+    "--train.eval_every_steps VALUE": "eval_steps eval_interval val_check_interval eval_every",
+    "--mesh.reshard_after_forward VALUE": "reshard_after_forward fsdp_reshard_after_forward",
+    "--mesh.replicate VALUE": "data_parallel_replicate_degree dp_replicate num_replicas dp_replicate_size",
+    "--mesh.shard VALUE": "data_parallel_shard_degree dp_shard dp_shard_size",
+    "no counterpart: frozen weights in half the bytes are --precision.frozen bf16 with --lora.rank 8":
+        "qlora load_in_4bit load_in_8bit",
+    PARALLEL: "tensor_parallel_degree tp_size pipeline_parallel_degree pp_size context_parallel_degree "
+    "cp_size ep_size expert_parallel_degree sequence_parallel_size",
+    "--mesh.wrap class:VALUE": "transformer_layer_cls_to_wrap fsdp_transformer_layer_cls_to_wrap",
+    "--mesh.wrap size:VALUE": "min_num_params fsdp_min_num_params",
+    "--mesh.wrap auto": "auto_wrap_policy fsdp_auto_wrap_policy",
+    "--speed.prefetch_backward 1": "backward_prefetch fsdp_backward_prefetch",
+    "--speed.prefetch_forward 1": "forward_prefetch fsdp_forward_prefetch",
+    ALWAYS: "use_orig_params fsdp_use_orig_params sync_module_states limit_all_gathers fsdp_version "
+    "find_unused_parameters fsdp_cpu_ram_efficient_loading low_cpu_mem_usage",
+    "--precision.param VALUE": "mixed_precision precision dtype torch_dtype amp param_dtype",
+    "--precision.param bf16": "bf16",
+    "--precision.param fp16": "fp16",
+    "--precision.reduce VALUE": "reduce_dtype",
+    "--run.matmul_precision high": "tf32",
+    "--memory.activation_checkpointing full": "activation_checkpointing gradient_checkpointing "
+    "fsdp_activation_checkpointing activation_checkpoint",
+    "--memory.activation_checkpointing full --memory.activation_offload true": "activation_offload",
+    "--memory.cpu_offload true": "cpu_offload offload_params fsdp_offload_params offload_optimizer",
+    "--memory.nvme optimizer --memory.nvme_dir VALUE": "nvme_path",
+    "--speed.compile true": "torch_compile compile dynamo_backend",
+    "--speed.float8 tensorwise": "fp8 enable_fp8_linear",
+    "--speed.attention flash": "attn_implementation use_flash_attention flash_attention",
+    "--optim.lr VALUE": "learning_rate max_lr",
+    "--optim.name VALUE": "optimizer optim optimizer_name",
+    "--optim.weight_decay VALUE": "wd",
+    "--optim.beta1 VALUE": "adam_beta1",
+    "--optim.beta2 VALUE": "adam_beta2",
+    "--optim.beta1 VALUE[0] --optim.beta2 VALUE[1]": "betas adam_betas",
+    "--optim.eps VALUE": "adam_epsilon adam_eps",
+    "--optim.schedule VALUE": "lr_scheduler lr_scheduler_type scheduler",
+    "--optim.warmup_steps VALUE": "warmup num_warmup_steps lr_warmup_steps warmup_iters",
+    "--optim.warmup_steps N, the ratio times the steps": "warmup_ratio",
+    "--optim.min_lr_ratio R, the final rate as a fraction of --optim.lr": "min_lr",
+    "--data.workers VALUE": "num_workers dataloader_num_workers",
+    "--run.seed VALUE": "data_seed seed random_seed",
+    "--data.seq_len VALUE": "seq_length max_seq_length max_seq_len block_size max_length sequence_len",
+    "--data.name VALUE": "dataset dataset_name train_file",
+    "--data.dir VALUE": "data_dir dataset_path data_path",
+    "--data.tokenizer VALUE": "tokenizer_name tokenizer_name_or_path tokenizer_path",
+    "--model.name VALUE": "model",
+    "--model.name hf:VALUE": "model_name_or_path model_name pretrained_model_name_or_path base_model",
+    "--lora.rank VALUE": "lora_r lora_rank",
+    "--lora.alpha VALUE": "lora_alpha",
+    "--lora.targets VALUE": "target_modules lora_target_modules",
+    "--run.dir VALUE": "output_dir out_dir save_dir default_root_dir",
+    "--run.log_every_steps VALUE": "logging_steps log_every_n_steps log_interval log_freq",
+    "--run.wandb shardrun": "report_to wandb use_wandb",
+    "--run.wandb VALUE": "wandb_project",
+    "--checkpoint.every_steps VALUE": "save_steps save_interval checkpoint_interval every_n_train_steps",
+    "--checkpoint.keep_last VALUE": "save_total_limit total_limit keep_latest_k",
+    "--checkpoint.keep_best VALUE": "save_top_k",
+    "--checkpoint.resume VALUE": "resume resume_from_checkpoint ckpt_path load_checkpoint",
+    "--watch.deterministic true": "deterministic full_determinism",
+    "--profile.trace true": "enable_profiling profiler",
+    "--run.process_group_timeout_s VALUE": "ddp_timeout",
+    "--run.device cpu": "use_cpu no_cuda cpu",
+    "--run.device VALUE": "device",
+    LAUNCHER: "local_rank rank world_size node_rank master_addr master_port nproc_per_node nnodes "
+    "num_processes num_machines num_nodes devices gpus num_gpus gpus_per_node",
+}  # fmt: skip
+"""Hint → the names, in other trainers, that it answers."""
+_OF_NAME = {name: hint for hint, names in HINTS.items() for name in names.split()}
+_SHARDING_NAMES = ("sharding_strategy", "fsdp_sharding_strategy", "fsdp", "strategy", "distributed_type")
+_STAGE_NAMES = ("zero_stage", "stage", "zero")
 
 
 def hint_for(name: str, value: str) -> str | None:
-    """Returns our flags for another trainer's setting, or why there is none; None if it is unknown."""
-    alias = alias_of(name)
-    return alias.hint(value) if alias is not None else None
+    """Our flags for another trainer's setting, or why there is none; None if it is unknown."""
+    name = name.lower().rpartition(".")[2]
+    if name in _SHARDING_NAMES:
+        return sharding(value) or _FULL
+    if name in _STAGE_NAMES:
+        return _OF_STAGE.get(value, _FULL)
+    value = value.removesuffix("-mixed")  # Lightning's bf16-mixed
+    items = re.split(r"[,\s]+", value.strip("[]() "))
 
+    def typed(place: re.Match[str]) -> str:
+        nth = int(place[1] or 0)
+        word = value if place[1] is None else items[nth] if nth < len(items) else ""
+        return shlex.quote(word or VALUE)
 
-def alias_of(name: str) -> Alias | None:
-    """The row of `section.name`: of the longest part of it that ends it, else of the section around it."""
-    parts = name.lower().split(".")[-_MOST_PARTS:]
-    ends = [".".join(parts[at:]) for at in range(len(parts))]
-    around = [f"{'.'.join(parts[at:stop])}.*" for stop in range(len(parts) - 1, 0, -1) for at in range(stop)]
-    known = _by_name()
-    return next((known[one] for one in (*ends, *around) if one in known), None)
+    hint = _OF_NAME.get(name)
+    return None if hint is None else re.sub(rf"{VALUE}(?:\[(\d)\])?", typed, hint)
 
 
 def sharding(word: str) -> str | None:
-    """Our flags for FSDP1's ShardingStrategy by name and number, ZeRO's stages and Lightning's strategies."""
-    key = _key(word)
-    return None if key in ("true", "no") else _by_name()["sharding_strategy"].values.get(key)
+    """Our flags for a sharding strategy of another trainer."""
+    return _OF_SHARDING.get(_TYPE_PREFIX.sub("", word.lower()))
 
 
 def is_flags(hint: str) -> bool:
     """Whether the hint is flags with their values, which can be typed."""
-    try:
-        words = shlex.split(hint)
-    except ValueError:  # an apostrophe of a sentence
-        return False
+    words = hint.split()
     return bool(words) and len(words) % 2 == 0 and all(word.startswith("--") for word in words[::2])

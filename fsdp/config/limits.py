@@ -1,8 +1,7 @@
 """Reads configuration files within limits that are far above any real one: size, depth, parts of a key.
 
 A configuration may be a stranger's (docs/security.md). Without the limits, a short file could take all
-memory, or end a later reader of its values in a RecursionError. Not here: what a file means (reading.py,
-foreign_files.py).
+memory, or end a later reader of its values in a RecursionError. Not here: what a file means (reading.py).
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from fsdp.base.object_client import is_url, read_object
 from fsdp.config.aliases import hint_for, is_flags, sharding
 from fsdp.config.checks import check
 from fsdp.config.fields import FIELDS, FieldSpec, flatten
-from fsdp.config.foreign_files import FOREIGN_SUFFIXES, foreign_file, is_torchtitan, read_foreign, refuse
 from fsdp.config.limits import OddFile, check_size, parse_toml, read_limited
 from fsdp.config.sections import LAUNCHERS_OWN, Config
 from fsdp.config.values import exists, parse_named, parse_value
@@ -31,6 +30,7 @@ log = logging.getLogger(__name__)
 
 SHIPPED = Path(__file__).resolve().parents[2]
 """The folder of the code, which holds recipes/."""
+FOREIGN_SUFFIXES = (".yaml", ".yml", ".json")
 _COMPARE = "compare it with recipes/digits.toml"
 
 
@@ -74,8 +74,8 @@ def read_recipe(path: str) -> dict[str, Any]:
     A launcher's settings are left out if the file is a run directory's config.toml, and fields that are no
     more are left out of any.
     """
-    if Path(path).suffix in FOREIGN_SUFFIXES and not is_url(path):
-        raise refuse(read_foreign(Path(path)))
+    if Path(path).suffix in FOREIGN_SUFFIXES:
+        raise ConfigError(f"--config {path} is no recipe: recipes are TOML.", "docs/migrate.md")
     try:
         tree = parse_toml(_read(path).decode("utf-8-sig"))
     except OSError as error:
@@ -90,8 +90,6 @@ def read_recipe(path: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         # invalid TOML or UTF-8, a number of too many digits, tables nested too deeply
         raise ConfigError(f"--config {path} is not TOML: {error}.", _COMPARE) from None
-    if is_torchtitan(tree):
-        raise refuse(foreign_file(Path(path), tree))
     values = _without_removed(dict(_flatten(tree)), path)
     if not _is_of_a_run(Path(path)):
         return values
@@ -233,12 +231,13 @@ def _as_typed(hint: str) -> str:
     if not is_flags(hint):
         return hint
     words = shlex.split(hint)
-    for at in range(0, len(words), 2):
-        spec = FIELDS[words[at].removeprefix("--")]
+    for nth, (flag, value) in enumerate(zip(words[::2], words[1::2], strict=True)):
+        spec = FIELDS[flag.removeprefix("--")]
         try:
-            parse_value(spec, words[at + 1])
-        except ConfigError:
-            words[at + 1] = str(spec.default)
+            parse_value(spec, value)
+        except ConfigError as error:
+            known = (error.hint or "").removeprefix(f"{flag} ")
+            words[2 * nth + 1] = known if error.hint != known and " " not in known else str(spec.default)
     return shlex.join(words)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 from fsdp.base.errors import ConfigError, one_line
 from fsdp.base.text import nearest
 from fsdp.base.torchvision_import import prepare_torchvision
-from fsdp.config.aliases import NO_COUNTERPART, hint_for
 
 
 def load_attribute(path: str, flag: str) -> Callable[..., Any]:
@@ -113,7 +112,5 @@ def parameters_of(factory: Callable[..., Any]) -> Parameters | None:
 
 def unknown_argument(name: str, known: list[str], flag: str, owner: str) -> ConfigError:
     takes = f"it accepts {', '.join(known)}" if known else "it accepts none"
-    hint = hint_for(name, "true") or ""
-    if not hint.startswith(NO_COUNTERPART):
-        hint = nearest(name, known, f"{flag}.{{}} VALUE", takes, cutoff=0.5)
+    hint = nearest(name, known, f"{flag}.{{}} VALUE", takes, cutoff=0.5)
     return ConfigError(f"{flag}.{name} is not an argument of {owner}.", hint)

@@ -34,7 +34,7 @@ FLAGS = {
     "bf16, fp16. HINT: --precision.param bf16",
     "--precision.frozen nf4": "--precision.frozen nf4 is not one of auto, bf16. "
     "HINT: --precision.frozen bf16 --lora.rank 8",
-    "--qlora true": "--qlora is not a flag. HINT: no counterpart: frozen weights in half the bytes are ",
+    "--qlora true": "--qlora is not a flag. HINT: no counterpart: frozen weights in half the bytes ",
     "--optim.lr": "--optim.lr has no value. HINT: --optim.lr 0.0005",
     "--train.steps": "--train.steps has no value. HINT: --train.steps VALUE",
     "--train.steps ten": "--train.steps ten is not a whole number. HINT: --train.steps 0",

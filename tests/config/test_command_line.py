@@ -161,7 +161,6 @@ def test_a_reader_that_has_ended_and_a_full_disk_are_no_traceback(lines: str) ->
     ("program", "typed"),
     [
         ("train.py", "train.py --help"),
-        ("fsdp.config", "-m fsdp.config --help"),
         ("launch.submit", "-m launch.submit --help"),
         ("shardrun", "-m shardrun --help"),
         pytest.param("train.py", "train.py --dry-run", marks=pytest.mark.slow),

@@ -30,7 +30,6 @@ RUN = {
     "python -m fsdp.checkpoint RUN verify": 0,
     "python -m fsdp.predict RUN": 0,
     "python -m fsdp.report RUN": 0,
-    "python -m fsdp.config table": 0,
 }
 """Exit code by command, in this order."""
 
@@ -91,7 +90,6 @@ NOT_RUN = {
     r"torchrun .*--run\.dir s3://": "needs a server: tests/checkpoint/test_run_in_store.py",
     r"python -m fsdp\.predict RUN --prompt \"text\"": "needs its tokenizer: tests/run/test_pretrained.py",
     r"python -m fsdp\.doctor --nccl-log FILE": "tests/doctor/test_transport.py",
-    r"python -m fsdp\.config migrate FILE": "a file of another trainer: tests/config/test_migrate.py",
     r"(torchrun --nproc_per_node=2|python) examples/": "tests/launch/test_library.py",
     r"torchrun --nproc_per_node=2 -m shardrun train": "needs pip install .: tests/launch/test_installed.py",
     r"(torchrun|python) .*--train\.stop_after": "with Slurm and Ray between them: tests/slurm/test_chain.py",

@@ -159,26 +159,6 @@ def _section(part: tuple[str, Mapping[str, Any]]) -> str:
     return "\n".join([f"[{part[0]}]", *lines])
 
 
-def foreign_trees() -> SearchStrategy[Any]:
-    """Configurations of other trainers: names that they use, with values of any type."""
-    names = [
-        "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "fsdp",
-        "fsdp_config", "bf16", "max_steps", "zero_optimization", "stage", "train_batch_size",
-        "train_micro_batch_size_per_gpu", "optimizer", "params", "lr", "distributed_type",
-        "num_processes", "num_machines", "mixed_precision", "scheduler", "type",
-        "lr_scheduler_type", "optim", "warmup_ratio", "num_train_epochs", "gradient_clipping",
-        "training", "job", "parallelism", "data_parallel_shard_degree", "steps", "local_batch_size",
-        "activation_checkpoint", "mode",
-    ]  # fmt: skip
-    scalars = json_values() | texts()
-    tree = st.recursive(
-        scalars,
-        lambda inner: st.dictionaries(st.sampled_from(names) | st.text(max_size=6), inner, max_size=5),
-        max_leaves=12,
-    )
-    return st.dictionaries(st.sampled_from(names) | st.text(max_size=6), tree, max_size=6)
-
-
 # ---------------------------------------------------------------- messages between monitors
 
 

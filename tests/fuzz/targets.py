@@ -24,8 +24,6 @@ from hypothesis import strategies as st
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.checkpoint import manifest, metadata
-from fsdp.config.foreign_files import read_foreign
-from fsdp.config.migrate import recipe_text
 from fsdp.rundir import history, lock, paths
 from fsdp.rundir.paths import RunDir
 from fsdp.watch import monitor as monitor_module
@@ -119,19 +117,6 @@ def recipe(run: RunDir, text: str) -> None:
 
 def _escaped(text: str) -> bool:
     return all(not 0xD800 <= ord(one) < 0xDC80 and not 0xDD00 <= ord(one) < 0xE000 for one in text)
-
-
-def foreign_config(run: RunDir, tree: Any, suffix: str) -> None:
-    file = run.path / f"other{suffix}"
-    file.write_text(json.dumps(tree))
-    try:
-        read = read_foreign(file)
-        read.listing()
-        made = run.path / "made.toml"
-        made.write_text(recipe_text(read, made))
-        configuration.load(["--config", str(made)])
-    except ConfigError as error:
-        is_one_error(error)
 
 
 # ---------------------------------------------------------------- a run directory
@@ -379,11 +364,6 @@ def _orders() -> Any:
 TARGETS: dict[str, Target] = {
     "flags": Target(flags, lambda: {"words": inputs.command_lines()}, 40),
     "recipe": Target(recipe, lambda: {"text": inputs.recipes()}, 40),
-    "foreign config": Target(
-        foreign_config,
-        lambda: {"tree": inputs.foreign_trees(), "suffix": st.sampled_from([".json", ".yaml"])},
-        30,
-    ),
     "line files": Target(
         line_files,
         lambda: {"metrics": inputs.line_files(), "events": inputs.line_files(), "step": st.integers(-1, 9)},
