@@ -18,7 +18,7 @@ help:
 	@echo "make train         the default job on every GPU, or on two CPU processes; prints accuracy and next commands"
 	@echo "make test          the tests that this machine can run"
 	@echo "make test-quick    without Slurm, Ray and slow tests"
-	@echo "make test-full     what make test leaves out; PART=2/4 for the second quarter of its long tests"
+	@echo "make test-full     what make test leaves out; PART=2/6 for the second sixth of its long tests"
 	@echo "make test-torch    TORCH=2.15.0: the quick tests on another torch; TESTS=\"tests/dist tests/optim\" for some of them"
 	@echo "make lint          format, lint and types"
 	@echo "make bench         short benchmarks beside other tools; bench/results has the full ones"

@@ -14,24 +14,28 @@ from pathlib import Path
 import pytest
 
 from fsdp.rundir.lock import FolderLock
+from tests.golden.chain import Chain, wide
+from tests.golden.configurations import Configuration
 from tests.support.marks import sample_are
 from tests.support.runs import on_a_rank
 from tests.support.world import run_world
-from tests.torture.chain import Chain
-from tests.torture.shapes import Shape
 
 ROOT = Path(__file__).parents[2]
 STEPS = 60
-SHAPES = [Shape("fsdp", 2, STEPS), Shape("hsdp", 4, STEPS), Shape("ddp", 2, STEPS)]
+CONFIGURATIONS = [wide("fsdp", 2), wide("hsdp", 4), wide("ddp", 2)]
 
 
-@pytest.mark.parametrize("shape", sample_are(SHAPES[:1], SHAPES), ids=lambda shape: shape.strategy)
+@pytest.mark.parametrize(
+    "configuration",
+    sample_are(CONFIGURATIONS[:1], CONFIGURATIONS),
+    ids=lambda configuration: configuration.name,
+)
 def test_a_killed_run_has_the_losses_of_an_uninterrupted_one_bit_for_bit(
-    tmp_path: Path, shape: Shape
+    tmp_path: Path, configuration: Configuration
 ) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    whole, broken = (Chain(shape, tmp_path / name, keep=0) for name in ("whole", "broken"))
+    whole, broken = (Chain(configuration, tmp_path / name, STEPS, keep=0) for name in ("whole", "broken"))
     whole.live()
     reference = whole.read()
     step = random.Random(seed).randrange(6, STEPS - 2)

@@ -6,7 +6,7 @@ import os
 import signal
 
 from fsdp.base.phases import Phases
-from tests.torture import rank as rank_module
+from tests.golden import rank as rank_module
 
 
 def run(rank: int, ranks: int, flags: list[str], store: str, log: str, phase: str, step: int) -> None:

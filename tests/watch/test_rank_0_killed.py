@@ -13,11 +13,10 @@ import pytest
 from fsdp.base.phases import PHASES
 from fsdp.rundir.line_files import read_records
 from fsdp.watch.records import ENDED
+from tests.golden.chain import Chain, Reference, wide
 from tests.support.forked import FORKED
 from tests.support.marks import sample_are
 from tests.support.processes import eventually
-from tests.torture.chain import Chain, Reference
-from tests.torture.shapes import Shape
 from tests.watch import dying
 
 RANKS, STEPS, STEP = 3, 20, 10
@@ -28,7 +27,7 @@ MORE = ["--train.eval_every_steps", "5", "--checkpoint.every_steps", "5"]
 
 @functools.cache
 def reference(folder: Path) -> Reference:
-    whole = Chain(Shape("fsdp", RANKS, STEPS), folder / "whole", keep=0)
+    whole = Chain(wide("fsdp", RANKS), folder / "whole", STEPS, keep=0)
     whole.flags += MORE
     whole.live()
     return whole.read()
@@ -61,7 +60,7 @@ def verdicts_in(file: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", sample_are(["end"], PHASES))
 def test_the_others_end_and_the_run_resumes_to_the_bit(phase: str, place: Path) -> None:
-    chain = Chain(Shape("fsdp", RANKS, STEPS), place / phase)
+    chain = Chain(wide("fsdp", RANKS), place / phase, STEPS)
     chain.flags += MORE
     codes = killed(chain, phase)
     assert codes[0] == -9

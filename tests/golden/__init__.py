@@ -1,0 +1,1 @@
+"""Pinned behaviour: configurations with their losses and weights, old run directories, kills."""

@@ -1,1 +1,0 @@
-"""Runs killed at random moments, resumed, and compared with an uninterrupted run."""
