@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fsdp.base.dtypes import widest_floating
 from fsdp.base.errors import ConfigError
-from fsdp.models.checks import IGNORED, check_one_number
+from fsdp.models.checks import IGNORED, batch_norms, check_one_number
 from fsdp.models.chunked_loss import ChunkedHead
 from fsdp.models.cross_entropy import (
     LossParts,
@@ -79,6 +79,7 @@ class LossFunction:
         ]
         self._accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._dtype: torch.dtype | None = None
+        self._least_rows = 2 if batch_norms(model) else 1
         self._decodes_labels = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self._entropy = None if custom is not None else maybe_entropy(model)
         self.counts_tokens = False
@@ -117,18 +118,20 @@ class LossFunction:
         valid_rows: int,
         items: Callable[[], float] | None = None,
     ) -> LossParts:
-        """`valid` marks the first `valid_rows` rows. The others are padding, which the model does not get:
-        one row of it, without weight, where there is no other. `items`: the weight of the global batch, in
-        training.
+        """`valid` marks the first `valid_rows` rows. The others are padding, without weight, of which the
+        model gets what it needs to run. `items`: the weight of the global batch, in training.
         """
-        if valid_rows < len(valid):
-            data, valid = {k: v[: max(valid_rows, 1)] for k, v in data.items()}, valid[: max(valid_rows, 1)]
+        received, least = self.gives_labels(data), self._least_rows
+        if received and self.custom is None and self._entropy is None:
+            least = 1  # of its own loss, no row could be masked
+        if (kept := max(valid_rows, least)) < len(valid):
+            data, valid = {name: value[:kept] for name, value in data.items()}, valid[:kept]
         if self.custom is not None:
             output = self._call(model, data, withheld=self._unread)
             losses, weights = self.custom.weighted(output, data, valid)
             rows = (row_sums(losses), row_sums(weights)) if self.per_row else None
             return LossParts(losses.sum(), None, weights.sum(dtype=torch.float64), rows)
-        received, name = self.gives_labels(data), self._label_name(data)
+        name = self._label_name(data)
         if self._entropy is not None and name and not data[name].is_floating_point():
             return self._of_transformers(self._entropy, model, data, name, valid)
         if self._head is not None:
@@ -140,6 +143,11 @@ class LossFunction:
         whole = self._items(labels, valid, items) if ITEMS in self._accepts else None
         output = read_output(self._call(model, data, whole), labelled=bool(received))
         if output.loss is not None:
+            if len(valid) > max(valid_rows, 1):
+                raise ConfigError(
+                    "a micro-batch has one row, too few for BatchNorm, and the model returns its own loss.",
+                    "another --train.global_batch, of which each rank has two rows",
+                )
             return self._own(output, output.loss, labels, valid, whole)
         return self._parts(output, _targets(data), valid)
 
