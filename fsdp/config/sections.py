@@ -307,13 +307,6 @@ class DataSection:
         low=0,
         common=True,
     )
-    skip_unreadable: int = knob(
-        0,
-        "unreadable samples allowed in the whole run",
-        "Each is replaced by the next sample. 0 stops at the first.",
-        unit="samples",
-        low=0,
-    )
     prefetch: int = knob(2, "steps read ahead; at least one per worker", unit="steps", low=1)
     to_device: bool = knob(
         True, "on CUDA, copy the batches read ahead to the device too, on a separate stream"

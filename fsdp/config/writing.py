@@ -122,6 +122,7 @@ class Removed:
 
 
 REMOVED: dict[str, Removed] = {
+    "data.skip_unreadable": Removed(0, "leave the sample out of the data: the error names it"),
     "speed.compile_cache": Removed("auto", "export TORCHINDUCTOR_CACHE_DIR=FOLDER, if /tmp is not the place"),
 }
 """Typed, such a flag is an error; in a recipe it is left out, with a warning if it differs from its default.

@@ -16,7 +16,7 @@
     token_width                          the format of a raw token file
     next_token, packing                  windows of tokens as inputs and targets; documents in rows
     model_tokenizer, mapped_sequence     the tokenizer of a model's folder; sequences in mapped files
-    download, unreadable_samples         files downloaded once per node; samples that cannot be read
+    download                             files downloaded once per node
 
 Not here: how a batch becomes a loss (fsdp/models/loss.py).
 """

@@ -26,7 +26,6 @@ class Where:
     model_facts: Args
     flag: str = "--data.dir"
     """The flag that gave `dir`: --data.name if that is a path."""
-    skip_unreadable: int = 0
     tokenizer: str = ""
 
     def __str__(self) -> str:

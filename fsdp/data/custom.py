@@ -27,8 +27,7 @@ from fsdp.base.errors import ConfigError, OneRankError
 from fsdp.config import Args
 from fsdp.data.arguments import Where
 from fsdp.data.stream import StreamItems, StreamSamples, is_stream
-from fsdp.data.types import DataInfo, DataSet, Samples
-from fsdp.data.unreadable_samples import first_readable
+from fsdp.data.types import DataInfo, DataSet, Samples, first_sample
 from fsdp.models.factory import blame, load_attribute, parameters_of
 
 
@@ -46,7 +45,7 @@ def build(name: str, where: Where, args: Args) -> DataSet:
                 f"--data.name {name} failed: {blame(error)}.", "the error is on that line of the factory"
             ) from error
 
-    return as_dataset(name, make, where.skip_unreadable)
+    return as_dataset(name, make)
 
 
 def _arguments(name: str, factory: Callable[..., Any], where: Where, args: Args) -> dict[str, Any]:
@@ -70,7 +69,7 @@ def _arguments(name: str, factory: Callable[..., Any], where: Where, args: Args)
     return given
 
 
-def as_dataset(name: str, make: Callable[[], Any], skip_unreadable: int = 0) -> DataSet:
+def as_dataset(name: str, make: Callable[[], Any]) -> DataSet:
     made = make()
     if isinstance(made, DataSet):
         return made
@@ -85,27 +84,19 @@ def as_dataset(name: str, make: Callable[[], Any], skip_unreadable: int = 0) -> 
         _check_map_style(name, part)
     heldout = ItemSamples(pair[1]) if pair[1] is not None and len(pair[1]) else None
     if streams:
-        return _stream(name, make, pair[0], heldout, skip_unreadable)
+        return _stream(name, make, pair[0], heldout)
     train = ItemSamples(pair[0])
-    return DataSet(train=train, heldout=heldout, info=_info(name, train, pair[0], skip_unreadable))
+    return DataSet(train=train, heldout=heldout, info=_info(name, train, pair[0]))
 
 
-def _stream(
-    name: str, make: Callable[[], Any], made: Any, heldout: Samples | None, skip_unreadable: int
-) -> DataSet:
-    if skip_unreadable:
-        raise ConfigError(
-            f"--data.skip_unreadable {skip_unreadable} has no effect on --data.name {name}, a stream.",
-            "--data.skip_unreadable 0; a stream can leave out items itself",
-        )
-
+def _stream(name: str, make: Callable[[], Any], made: Any, heldout: Samples | None) -> DataSet:
     def again() -> Any:
         one = make()
         return one[0] if isinstance(one, tuple) else one
 
     items = StreamItems(name, made, again)
     train = StreamSamples(items, ItemSamples(items).batch)
-    info = _info(name, train, made, 0)  # type: ignore[arg-type]
+    info = _info(name, train, made)  # type: ignore[arg-type]
     # `train` has no length, which only code that has seen that there is no stream reads
     return DataSet(train=train, heldout=heldout, info=info, stream=items)  # type: ignore[arg-type]
 
@@ -234,10 +225,10 @@ def _classes(name: str, items: Any) -> tuple[str, ...]:
     return tuple(map(str, found))
 
 
-def _info(name: str, samples: Samples, items: Any, skip_unreadable: int) -> DataInfo:
+def _info(name: str, samples: Samples, items: Any) -> DataInfo:
     """Derives the description of all samples from one."""
     hint = "items are (inputs, targets), or dicts with inputs"
-    first = first_readable(samples, skip_unreadable, f"--data.name {name}", hint)
+    first = first_sample(f"--data.name {name}", samples, hint)
     bad = [k for k, v in first.items() if not isinstance(v, Tensor)]
     if bad:
         raise ConfigError(

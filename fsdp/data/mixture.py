@@ -19,8 +19,7 @@ from fsdp.base.errors import ConfigError, OneRankError
 from fsdp.config import DataSection, MixedSource, check_labels
 from fsdp.data.arguments import source_section
 from fsdp.data.mixing_order import MixSegment
-from fsdp.data.types import DataInfo, DataSet, MixedRows, Samples
-from fsdp.data.unreadable_samples import first_readable
+from fsdp.data.types import DataInfo, DataSet, MixedRows, Samples, first_sample
 from fsdp.models.packed_check import PACKED
 
 OWN_FACTS = ("fingerprint", "tokenizer")
@@ -34,7 +33,7 @@ def build(section: DataSection, build_one: Callable[[DataSection], DataSet]) -> 
     """
     check_labels(section.sources)  # of a Config that is made in code
     made = {one.label: _built(section, one, build_one) for one in section.sources}
-    _check_alike(made, section.skip_unreadable)
+    _check_alike(made)
     held = {label: data.heldout for label, data in made.items() if data.heldout is not None}
     labels = tuple(made)
     return DataSet(
@@ -89,9 +88,9 @@ def _built(section: DataSection, one: MixedSource, build_one: Callable[[DataSect
 # ---------------------------------------------------------------- what sources have in common
 
 
-def _check_alike(made: Mapping[str, DataSet], skip_unreadable: int) -> None:
+def _check_alike(made: Mapping[str, DataSet]) -> None:
     (first, one), *others = made.items()
-    fields = _fields(first, one.train, skip_unreadable)
+    fields = _fields(first, one.train)
     for label, other in others:
         pair = f"[[data.sources]] {first} and {label}"
         if bool(one.info.facts.get(PACKED)) != bool(other.info.facts.get(PACKED)):
@@ -103,7 +102,7 @@ def _check_alike(made: Mapping[str, DataSet], skip_unreadable: int) -> None:
         for name, (mine, theirs) in _described(one.info, other.info).items():
             if mine != theirs:
                 raise ConfigError(f"{pair} differ in {name}: {mine} and {theirs}.", _hint(name, mine))
-        found = _fields(label, other.train, skip_unreadable)
+        found = _fields(label, other.train)
         for name in dict.fromkeys([*fields, *found]):
             if fields.get(name) != found.get(name):
                 raise ConfigError(
@@ -131,12 +130,9 @@ def _hint(name: str, value: Any) -> str:
     return "a mixture has one kind of data: leave one of the sources out"
 
 
-def _fields(
-    label: str, samples: Samples, skip_unreadable: int
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The fields of the first sample that can be read."""
-    hint = "repair it, or --data.skip_unreadable 8"
-    found = first_readable(samples, skip_unreadable, f"[[data.sources]] {label}", hint)
+def _fields(label: str, samples: Samples) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The fields of the first sample."""
+    found = first_sample(f"[[data.sources]] {label}", samples, "repair it")
     return {name: (tuple(value.shape[1:]), value.dtype) for name, value in found.items()}
 
 

@@ -116,7 +116,6 @@ def _where(section: DataSection, model_facts: Mapping[str, Any]) -> Where:
         section.dir,
         section.seq_len,
         dict(model_facts),
-        skip_unreadable=section.skip_unreadable,
         tokenizer=section.tokenizer,
     )
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fsdp.base.errors import ConfigError, one_line
 from fsdp.config import Args
 from fsdp.models.cross_entropy import TokenCounts
 
@@ -112,3 +113,11 @@ class StepBatch:
     samples: int
     arrived: Any = None
     """On CUDA, the event after which its tensors may be read (fsdp/data/device_prefetch.py)."""
+
+
+def first_sample(name: str, samples: Samples, hint: str) -> dict[str, Tensor]:
+    """The batch of sample 0. An error names the data set by `name`, such as "--data.name mine:build"."""
+    try:
+        return samples.batch(np.array([0], np.int64))
+    except Exception as error:
+        raise ConfigError(f"{name}: sample 0 cannot be read: {one_line(error)}.", hint) from error

@@ -10,7 +10,7 @@ import linecache
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +23,6 @@ from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.checkpointer import Restored
 from fsdp.checkpoint.lock import Locks
 from fsdp.config import Config, config_hash
-from fsdp.data.unreadable_samples import maybe_skipping
 from fsdp.dist import numa, preflight
 from fsdp.dist.env import DistEnv, check_torch, set_allocator, unused_allocation
 from fsdp.dist.mesh import build_mesh
@@ -157,8 +156,7 @@ def _set_up(start: _Start, oom: OutOfMemoryHandler, parts: ExitStack) -> Trainin
     """
     config, env, run = start.config, start.env, start.run
     planned = maybe_planned(config.plan, env.device.type)
-    data = maybe_skipping(start.job.data, config.data.skip_unreadable, run.path, env.rank)
-    job = replace(start.job, data=data)
+    job = start.job
     startup = startup_memory.StartupMemory(config.profile, env, run.path)
     built = _build_model(start, job, startup)
     sharded, checkpointer = built.sharded, built.checkpointer

@@ -212,7 +212,6 @@ def test_a_stream_that_cannot_be_resumed_is_refused(name: str, message: str) -> 
             "--train.steps 3 --train.global_batch 8",
             r"--train.global_batch 8 is not a multiple of the 6 shards .*HINT: --train.global_batch 6",
         ),
-        ("--train.steps 3 --data.skip_unreadable 2", r"--data.skip_unreadable 2 has no effect on .*a stream"),
     ],
 )
 def test_flags_that_a_stream_cannot_follow_are_refused(flags: str, message: str) -> None:
