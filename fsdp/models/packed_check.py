@@ -31,6 +31,19 @@ def check_positions(model: nn.Module, name: str, facts: Mapping[str, Any]) -> No
         )
 
 
+def check_chunks(model: nn.Module, name: str, length: int) -> None:
+    """Refuses attention in chunks by a token's place in its row, as Llama 4's: they cut documents."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    chunk = getattr(text, "attention_chunk_size", None)
+    if chunk and chunk < length:
+        raise ConfigError(
+            f"--model.name {name} attends in chunks of {chunk} tokens of a row (attention_chunk_size), which "
+            f"would cut the documents of packed rows of {length}.",
+            f"--data.args.rows document, or --data.seq_len {chunk}",
+        )
+
+
 def check_documents_apart(
     logits_of: Callable[[Tensor, Tensor], Tensor | None], tokens: Tensor, model: nn.Module, name: str
 ) -> None:

@@ -11,7 +11,7 @@ from fsdp.config import Config
 from fsdp.data.loader import read_batch
 from fsdp.models.model_output import read_output
 from fsdp.models.packed_attention import POSITIONS
-from fsdp.models.packed_check import PACKED, check_documents_apart
+from fsdp.models.packed_check import PACKED, check_chunks, check_documents_apart
 from fsdp.parallel.shard import Sharded
 from fsdp.run.job import Job
 
@@ -20,7 +20,10 @@ def check_packed_rows(config: Config, job: Job, sharded: Sharded, step: int, ran
     """Runs two forwards of one or two samples, the same on every rank. Collective. Skipped with float8: its
     scales depend on every token.
     """
-    if not job.data.info.facts.get(PACKED) or config.speed.float8 != "off":
+    if not job.data.info.facts.get(PACKED):
+        return
+    check_chunks(sharded.root, job.spec.name, job.data.info.tokens_per_sample)
+    if config.speed.float8 != "off":
         return
     rows = job.cursor.indices(step)[: min(2, job.batch.micro_batch)]
     data = read_batch(job.data.train, rows, f"rank {rank}, before the first step")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.config import ModelSection
 from fsdp.models import build_real, resolve
 from fsdp.models.model_output import read_output
+from fsdp.models.transformer import Transformer, TransformerSizes
 from tests.data.test_documents import on_a_rank
 from tests.support.data_cache import own_cache as own_cache
 from tests.support.marks import quick_are
@@ -86,6 +88,13 @@ def opt() -> nn.Module:
     from transformers import OPTConfig, OPTForCausalLM
 
     return OPTForCausalLM(OPTConfig(**SIZES, word_embed_proj_dim=24, ffn_dim=40))
+
+
+def chunked() -> nn.Module:
+    """As Llama 4, in chunks that its rows reach."""
+    model = Transformer(TransformerSizes(vocab_size=BYTES, width=16, layers=1, heads=2, max_seq_len=SEQ_LEN))
+    model.config = SimpleNamespace(attention_chunk_size=SEQ_LEN // 2)  # type: ignore[assignment]
+    return model
 
 
 def of_texts() -> list[tuple[list[int], list[int]]]:
@@ -214,6 +223,13 @@ def test_a_model_whose_documents_see_each_other_does_not_train(tmp_path: Path, o
         assert one is not None
         assert "its attention crosses the documents of packed rows" in one
         assert one.endswith("HINT: --data.args.rows document")
+
+
+def test_attention_in_chunks_of_a_row_does_not_train_on_packed_rows(tmp_path: Path, own_cache: Path) -> None:
+    for said in refused(2, "tests.run.test_packed_runs:chunked", tmp_path, own_cache):
+        assert said is not None
+        assert "attends in chunks of 8 tokens of a row (attention_chunk_size)" in said
+        assert said.endswith(f"or --data.seq_len {SEQ_LEN // 2}")
 
 
 def test_a_model_without_positions_does_not_start(tmp_path: Path, own_cache: Path) -> None:
