@@ -1,13 +1,9 @@
-"""Tokens a second read and tokenized, beside Hugging Face datasets and Mosaic streaming; start against size.
+"""Tokens a second read and tokenized, beside Hugging Face datasets and Mosaic streaming.
 
-    python -m bench.data [--short] [--part read|start|tokenize]
+    python -m bench.data [--short] [--part read|tokenize]
 
 Reading: shuffled batches of 16 windows of 1,024 tokens as int64 inputs and targets, from a corpus on disk,
-in one process without workers; datasets and streaming through torch's DataLoader. Start: a process that has
-imported torch builds the data set and reads three batches over it, at sizes up to 1e12 tokens, 1e9 documents
-and 1e7 pictures (bench/data_start.py); the second start finds what the first one left in the cache. MiB by
-which memory rises: heap, of which nothing is a file; private, which no other process maps (USS: heap, and
-pages of mapped files while one process reads them); peak, of all resident memory. A ratio has an interval
+in one process without workers; datasets and streaming through torch's DataLoader. A ratio has an interval
 from six rounds on. Tokenizing: bench/data_tokenize.py.
 """
 
@@ -28,16 +24,12 @@ from typing import Any
 import numpy as np
 
 from bench import tables
-from bench.data_start import FORMS, Starts, starts
 from bench.data_tokenize import speeds
 from bench.peers import setup
 from fsdp.tokenize.progress import cores
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = ("datasets", "streaming")
-
-
-MEASURED = ("seconds", "heap_mib", "private_mib", "peak_mib")
 
 
 class Reader:
@@ -100,19 +92,8 @@ def speed_table(seen: Mapping[str, Sequence[float]]) -> str:
     return tables.table(["", "tokens a second", "shardrun over it [95%]"], rows)
 
 
-def start_table(found: Mapping[str, Starts]) -> str:
-    rows = []
-    for form, by_size in found.items():
-        for size, both in by_size.items():
-            values = [both[which][what] for which in both for what in MEASURED]
-            rows.append([f"{size} {FORMS[form].noun}", *map(tables.short, values)])
-    columns = [f"{which} start, s | heap | private | peak" for which in ("first", "second")]
-    return tables.table(["data", *" | ".join(columns).split(" | ")], rows)
-
-
 PARTS = {
     "read": "Reading, one process without workers",
-    "start": "Start of a data set, in MiB of memory above that of the imports",
     "tokenize": "Tokenizing .jsonl files, the whole command",
 }
 
@@ -137,12 +118,8 @@ def main(argv: Sequence[str]) -> int:
             print("bench.data: tokenizing is left out: it needs transformers. HINT: pip install transformers")
             continue
         about, command = tables.machine(), f"python -m bench.data --part {part}{' --short' * given.short}"
-        if part == "start":
-            found = _started(given.short)
-            text, numbers = start_table(found), {"starts": found}
-        else:
-            command += f" --rounds {rounds}" + f" --workers {given.workers}" * (part == "tokenize")
-            text, numbers = _beside_peers(part, rounds, given.short, given.workers)
+        command += f" --rounds {rounds}" + f" --workers {given.workers}" * (part == "tokenize")
+        text, numbers = _beside_peers(part, rounds, given.short, given.workers)
         tables.write_piece(
             "data",
             part,
@@ -157,12 +134,6 @@ def main(argv: Sequence[str]) -> int:
         )
         print(f"{PARTS[part]}\n\n{text}\n", flush=True)
     return 0
-
-
-def _started(short: bool) -> dict[str, Starts]:
-    with tempfile.TemporaryDirectory(prefix="bench-data-") as folder:
-        sizes = {form: kind.sizes[: 2 if short else None] for form, kind in FORMS.items()}
-        return {form: starts(Path(folder), form, sizes[form]) for form in FORMS}
 
 
 def _beside_peers(part: str, rounds: int, short: bool, workers: int) -> tuple[str, dict[str, Any]]:

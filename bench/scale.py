@@ -1,12 +1,12 @@
-"""Cost against the number of ranks, parameters, steps done and files, and at thousands of simulated ranks.
+"""Cost against the number of ranks, parameters, steps done, and at thousands of simulated ranks.
 
-    python -m bench.scale                        everything: files take 11 minutes a round, parameters 2.5
+    python -m bench.scale                        everything: parameters take 2.5 minutes a round
     python -m bench.scale --part simulated       that part alone; the other tables stay
     python -m bench.scale --short
 
 Ranks: a small decoder whose step is mostly the host's work, at 1, 2, 4 and 8 ranks of one thread each. That
 is more ranks than cores, so processor time is measured, not wall time. Parameters: 1M to 100M on 2 ranks
-under launch.local, started, stepped, saved. Steps: bench/steps_done.py. Files and plan: bench/scale_costs.py.
+under launch.local, started, stepped, saved. Steps: bench/steps_done.py. Plan: bench/scale_costs.py.
 Simulated: bench/simulated.py. A table's last row is the slope of log cost over log size.
 """
 
@@ -28,14 +28,13 @@ from bench import tables
 from bench.launched import Launched
 from bench.peers.team import HONEST, Team
 from bench.peers.work import COMMON, decoder
-from bench.scale_costs import PLANNED, by_files, by_plan
+from bench.scale_costs import PLANNED, by_plan
 from bench.steps_done import Done, by_steps
 
 TURN, WARM = 20, 5
 SAVE_EVERY, STEPS = 6, 24
 SIZES = {"1M": (96, 4, 1024), "10M": (320, 6, 4096), "30M": (512, 8, 8192), "100M": (768, 12, 19_968)}
 STEPS_DONE = (*(Done(10**power) for power in range(3, 8)), Done(10**6, each=True))
-FILES = (1000, 10_000, 100_000, 1_000_000)
 SIMULATED = (
     (4096, "124m"), (16_384, "124m"), (512, "llama-8b"), (512, "70b"), (4096, "70b"), (16_384, "70b")
 )  # fmt: skip
@@ -169,7 +168,6 @@ PARTS = {
     "ranks": "Host time a step against ranks, one thread each",
     "parameters": "Start, step, save and memory against parameters, 2 ranks",
     "steps": "A resume and a report against steps done, 1 rank",
-    "files": "A start against the number of token files",
     "plan": "A plan against parameters and ranks",
     "simulated": "Planning, sealing and reading a checkpoint at simulated ranks, what rank 0 does",
 }
@@ -194,8 +192,6 @@ def main(argv: Sequence[str]) -> int:
             text, numbers = by_parameters(list(SIZES)[:2] if small else list(SIZES), 1 if small else rounds)
         elif part == "steps":
             text, numbers = by_steps(STEPS_DONE[:2] if small else STEPS_DONE, 1 if small else rounds)
-        elif part == "files":
-            text, numbers = by_files(FILES[:2] if small else FILES, 1 if small else rounds)
         elif part == "plan":
             text, numbers = by_plan(1 if small else rounds, PLANNED[:2] if small else PLANNED)
         else:

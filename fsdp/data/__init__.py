@@ -11,11 +11,11 @@
     digits, fashion_mnist, folder        data sets of images, named as in --data.name
     synthetic, text, documents, tokens   data sets of random samples, of text and of tokens, named likewise
     custom, path_reader                  --data.name package.module:factory; --data.name PATH
-    images, image_index                  images as samples; the list of very many image files
-    token_index, token_reader            an index of token files; reading tokens of an open file
+    images                               images as samples
+    token_file, token_reader             a checked file of tokens; reading tokens of an open file
     token_width                          the format of a raw token file
     next_token, packing                  windows of tokens as inputs and targets; documents in rows
-    model_tokenizer, mapped_sequence     the tokenizer of a model's folder; sequences in mapped files
+    model_tokenizer                      the tokenizer of a model's folder
     download                             files downloaded once per node
 
 Not here: how a batch becomes a loss (fsdp/models/loss.py).

@@ -26,7 +26,7 @@ from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.data.arguments import Where, check_range
 from fsdp.data.next_token import shifted
 from fsdp.data.packing import GROUP, VERSION, Long, PackedSamples, cached_plan
-from fsdp.data.token_index import MANY, PARTS, TokenFile, TokenFiles, document_ends, ends_of, indexed
+from fsdp.data.token_file import TokenFile, document_ends, ends_of
 from fsdp.data.tokens import OPEN_AT_ONCE, TokenRow, Windows
 from fsdp.data.types import DataInfo, DataSet, Samples
 from fsdp.models.packed_check import PACKED
@@ -42,8 +42,6 @@ from fsdp.tokenize.tokenizer import BYTES, digest_of_tokenizer
 
 log = logging.getLogger(__name__)
 MASKED = -100
-COUNTED_ONCE = 1_000_000
-"""Documents from which on a count over all of them is kept in the cache."""
 HELD_OUT = 0.01
 RowForm = Literal["auto", "stream", "document", "packed"]
 
@@ -279,44 +277,22 @@ class TokenStore:
         return PackedSamples(plan, TokenRow(files, self.vocab_size), loss, self.end, seq_len)
 
     def _cut(self, parts: list[DocumentSamples], seq_len: int) -> CutDocuments:
-        """What `DocumentSamples.cut` counts. Of many it is counted once a machine: it reads every length."""
-
-        def counted() -> CutDocuments:
-            cut, untrained, longest = zip(*(part.cut() for part in parts), strict=True)
-            return CutDocuments(sum(cut), sum(untrained), max(longest))
-
-        if sum(map(len, parts)) < COUNTED_ONCE:
-            return counted()
+        """What `DocumentSamples.cut` counts, once a machine: it reads every length."""
 
         def make(aside: Path) -> None:
-            aside.write_text(json.dumps(counted()))
+            cut, untrained, longest = zip(*(part.cut() for part in parts), strict=True)
+            aside.write_text(json.dumps([sum(cut), sum(untrained), max(longest)]))
 
         return CutDocuments(*json.loads(made_once("cut", [2, self.fingerprint, seq_len], make).read_text()))
 
     # ------------------------------------------------------------ files
 
-    def _of(self, split: str) -> Sequence[TokenFile]:
-        """The checked files of a split; many are checked once a machine."""
-        if len(self.files) < MANY:
-            return self._checked(split)
-        index = indexed(self.folder, {"of": self.fingerprint, "masked": self.masked}, self._examined)
-        return TokenFiles(index / split, self.folder)
-
-    def _examined(self, aside: Path) -> dict[str, Sequence[TokenFile]]:
-        found = {split: self._checked(split) for split in PARTS}
-        if self.masked:
-            for file in (*found["train"], *found["val"]):
-                self._loss(file)
-        return {**found}
-
-    def _checked(self, split: str) -> list[TokenFile]:
+    def _of(self, split: str) -> list[TokenFile]:
         return [self._file(self.folder / name) for name in self.files if name.startswith(f"{split}-")]
 
     def _losses(self, files: Sequence[TokenFile]) -> Sequence[TokenFile]:
         """The .loss files of a split; none if every token is trained on."""
-        if not self.masked:
-            return []
-        return files.beside(".loss") if isinstance(files, TokenFiles) else [self._loss(f) for f in files]
+        return [self._loss(file) for file in files] if self.masked else []
 
     def _file(self, path: Path) -> TokenFile:
         try:

@@ -7,7 +7,7 @@ Pillow decodes an image when its batch is read. Not here: converting an image to
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import logging
 import os
 import unicodedata
@@ -23,9 +23,7 @@ from torch import Tensor
 from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import listed
-from fsdp.data import image_index
 from fsdp.data.arguments import Where, check_range
-from fsdp.data.image_index import Listed, Visit
 from fsdp.data.images import every_tenth, prepare
 from fsdp.data.types import DataInfo, DataSet
 from fsdp.tokenize.file_names import shown
@@ -37,8 +35,6 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".
 OTHER_PICTURES = (".gif", ".heic", ".heif", ".avif", ".jfif", ".jpe", ".jp2", ".jxl", ".tga", ".svg")
 """Left out, as by torchvision's ImageFolder, with a warning."""
 TABLES = (".csv", ".tsv", *ROWS)
-MANY = 20_000
-"""Images from which on their list is an index in the cache."""
 Part = tuple[Sequence[str], np.ndarray]
 """Paths, and their labels."""
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -74,8 +70,7 @@ def build(
             train_root,
             classes[0],
         )
-    find = _indexed if _many(train_root, classes) else _listed
-    train, held, fingerprint = find(train_root, val_root, classes)
+    train, held, fingerprint = _listed(train_root, val_root, classes)
     facts = {"num_classes": len(classes), "image_size": image_size, "channels": channels}
     info = DataInfo(
         kind="images",
@@ -221,26 +216,6 @@ def _check_same_classes(root: Path, classes: list[str]) -> None:
         )
 
 
-def _many(root: Path, classes: list[str]) -> bool:
-    """Stops at MANY of them: a folder may hold millions."""
-    below = itertools.chain.from_iterable(_unsorted(str(root / name)) for name in classes)
-    return next(itertools.islice(below, MANY, None), None) is not None
-
-
-def _unsorted(folder: str) -> Iterator[str]:
-    try:
-        entries = os.scandir(folder)
-    except OSError:  # as os.walk
-        return
-    with entries:
-        for entry in entries:
-            if not entry.name.startswith(".") and entry.is_dir():
-                _check_no_loop(folder, entry.name)
-                yield from _unsorted(entry.path)
-            elif _is_picture(entry.name):
-                yield entry.name
-
-
 def _check_no_loop(folder: str, name: str) -> None:
     """Links to folders are followed; one to a folder above would give its images again and again."""
     path = Path(folder, name)
@@ -256,62 +231,30 @@ def _is_picture(name: str) -> bool:
     return name.lower().endswith(SUFFIXES) and not name.startswith(".")
 
 
-Found = tuple[Part, Part, str]
-"""Training and held-out images, and the fingerprint of the first."""
-
-
-def _listed(root: Path, val_root: Path | None, classes: list[str]) -> Found:
-    """The images, in memory."""
-    found = list(_find(root, classes))
+def _listed(root: Path, val_root: Path | None, classes: list[str]) -> tuple[Part, Part, str]:
+    """Training and held-out images, and the fingerprint of the first: their names and classes."""
+    images = list(_find(root, classes))
     if val_root is not None:
-        train, held = found, list(_find(val_root, classes))
+        base, train, held = root.parent, images, list(_find(val_root, classes))
     else:
-        held_out = every_tenth(np.array([label for _, label in found], np.int64)).tolist()
-        train = [one for one, is_held in zip(found, held_out, strict=True) if not is_held]
-        held = [one for one, is_held in zip(found, held_out, strict=True) if is_held]
-    return _part(train), _part(held), image_index.fingerprint(str(_base(root, val_root)), train)
+        held_out = every_tenth(np.array([label for _, label in images], np.int64)).tolist()
+        base, train = root, [image for image, is_held in zip(images, held_out, strict=True) if not is_held]
+        held = [image for image, is_held in zip(images, held_out, strict=True) if is_held]
+    cut = len(str(base)) + 1
+    lines = b"".join(b"%d %s\n" % (label, os.fsencode(path[cut:])) for path, label in train)
+    return _part(train), _part(held), hashlib.sha256(lines).hexdigest()[:16]
 
 
-def _part(listed: Sequence[Listed]) -> Part:
-    return [path for path, _ in listed], np.array([label for _, label in listed], np.int64)
+def _part(images: Sequence[tuple[str, int]]) -> Part:
+    return [path for path, _ in images], np.array([label for _, label in images], np.int64)
 
 
-def _base(root: Path, val_root: Path | None) -> Path:
-    return root if val_root is None else root.parent
-
-
-def _indexed(root: Path, val_root: Path | None, classes: list[str]) -> Found:
-    """The same images in the same order, from an index on disk."""
-    base = _base(root, val_root)
-    roots = [root] if val_root is None else [root, val_root]
-    folders = [*roots, *(one / name for one in roots for name in classes if (one / name).is_dir())]
-
-    def parts(visit: Visit) -> dict[str, Iterable[Listed]]:
-        if val_root is not None:
-            return {"train": _find(root, classes, visit), "held": _find(val_root, classes, visit)}
-        return {
-            "train": _tenths(_find(root, classes, visit), held=False),
-            "held": _tenths(_find(root, classes, visit, warns=False), held=True),
-        }
-
-    found = image_index.indexed(base, folders, parts)
-    train, held = found["train"], found["held"]
-    return (train, train.labels), (held, held.labels), train.fingerprint
-
-
-def _tenths(listed: Iterable[Listed], *, held: bool) -> Iterator[Listed]:
-    """As every_tenth, without a list of all."""
-    for _, of_class in itertools.groupby(listed, lambda one: one[1]):
-        yield from (one for n, one in enumerate(of_class) if (n % 10 == 4) == held)
-
-
-def _find(
-    root: Path, classes: list[str], visit: Visit | None = None, *, warns: bool = True
-) -> Iterator[Listed]:
+def _find(root: Path, classes: list[str]) -> Iterator[tuple[str, int]]:
+    """The path of each image, and its class."""
     others: Counter[str] = Counter()
     for label, name in enumerate(classes):
         empty = True
-        for path in _pictures(str(root / name), others, visit):
+        for path in _pictures(str(root / name), others):
             empty = False
             yield path, label
         if empty and (root / name).is_dir():
@@ -319,7 +262,7 @@ def _find(
                 f"{root / name} has no image in it ({', '.join(SUFFIXES)}).",
                 f"mv {quoted(root / name)} {quoted(root / f'.{name}')}: hidden folders are left out",
             )
-    if others and warns:
+    if others:
         log.warning(
             "folder: %s files below %s are left out. HINT: save them as .png; %s are read",
             listed([f"{count:,} {suffix}" for suffix, count in sorted(others.items())]),
@@ -328,11 +271,9 @@ def _find(
         )
 
 
-def _pictures(folder: str, others: Counter[str], visit: Visit | None = None) -> Iterator[str]:
+def _pictures(folder: str, others: Counter[str]) -> Iterator[str]:
     """The paths of the images; `others` counts those of formats that are not read."""
     for current, names, files in os.walk(folder, followlinks=True):
-        if visit is not None:
-            visit(current)
         names[:] = sorted(name for name in names if not name.startswith("."))
         for name in names:
             _check_no_loop(current, name)

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from fsdp.base.errors import TrainingError
 from fsdp.base.grouping import grouped
-from fsdp.data.mapped_sequence import mapped
 from fsdp.data.tokens import TokenRow
 from fsdp.models.packed_attention import POSITIONS
 from fsdp.tokenize.cache import made_once
@@ -252,3 +251,9 @@ class PackedSamples:
                 targets[here][trained == 0] = MASKED
             at += width
         positions[at:] = np.arange(self.seq_len - at)
+
+
+def mapped(path: Path, dtype: type[np.generic]) -> np.ndarray:
+    """A file of little-endian numbers, mapped; it may be empty."""
+    little = np.dtype(dtype).newbyteorder("<")
+    return np.memmap(path, little, "r") if path.stat().st_size else np.empty(0, little)

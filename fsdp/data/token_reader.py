@@ -13,7 +13,7 @@ import weakref
 import numpy as np
 
 from fsdp.base.errors import TrainingError
-from fsdp.data.token_index import TokenFile
+from fsdp.data.token_file import TokenFile
 
 
 class TokenReader:

@@ -22,7 +22,7 @@ from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.data.arguments import Where, check_range
 from fsdp.data.next_token import shifted
 from fsdp.data.threaded import threaded
-from fsdp.data.token_index import MANY, PARTS, TokenFile, TokenFiles, ends_of, indexed
+from fsdp.data.token_file import TokenFile, ends_of
 from fsdp.data.token_reader import TokenReader
 from fsdp.data.token_width import (
     LOOKED_AT,
@@ -51,8 +51,9 @@ def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: 
     check_range("heldout", heldout, 0, 0.5)
     paths = _paths(where)
     held_out = _held_out(paths, where)
-    train_files, val_files, vocab_size, fingerprint = _files(paths, held_out, where, dtype, vocab_size)
-    row, val = TokenRow(train_files, vocab_size), TokenRow(val_files, vocab_size)
+    files, vocab_size, fingerprint = _examined(paths, held_out, where, dtype, vocab_size)
+    row = TokenRow([file for file in files if file.path not in held_out], vocab_size)
+    val = TokenRow([file for file in files if file.path in held_out], vocab_size)
     if not len(row):
         raise ConfigError(
             f"{where} has no token file to train on.", f"put *.bin or *.npy files into {where.dir}"
@@ -66,34 +67,6 @@ def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: 
         default_steps=1000,
     )
     return DataSet(train=train, heldout=held if len(held) else None, info=info)
-
-
-def _files(
-    paths: list[Path], held_out: Set[Path], where: Where, dtype: Dtype, vocab_size: int
-) -> tuple[Sequence[TokenFile], Sequence[TokenFile], int, str]:
-    """Files to train on, held-out ones, the size of the vocabulary, and the fingerprint; by an index if there
-    are many.
-    """
-
-    def parts(files: list[TokenFile]) -> dict[str, list[TokenFile]]:
-        return {name: [one for one in files if (one.path in held_out) == (name == "val")] for name in PARTS}
-
-    if len(paths) < MANY:
-        files, vocab_size, fingerprint = _examined(paths, held_out, where, dtype, vocab_size)
-        found = parts(files)
-        return found["train"], found["val"], vocab_size, fingerprint
-
-    def examine(aside: Path) -> dict[str, Sequence[TokenFile]]:
-        files, size, fingerprint = _examined(paths, held_out, where, dtype, vocab_size)
-        (aside / "vocab_size").write_text(str(size))
-        (aside / "fingerprint").write_text(fingerprint)
-        return {**parts(files)}
-
-    root, model = paths[0].parent, int(where.model_facts.get("vocab_size", 0))
-    key = {"of": "tokens 3", "dtype": dtype, "vocab_size": vocab_size, "model": model}
-    index = indexed(root, key, examine)
-    train, val = (TokenFiles(index / part, root) for part in PARTS)
-    return train, val, int((index / "vocab_size").read_text()), (index / "fingerprint").read_text()
 
 
 def _examined(

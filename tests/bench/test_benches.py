@@ -17,7 +17,6 @@ import bench.__main__ as whole
 from bench import (
     data,
     data_reader,
-    data_start,
     data_tokenize,
     goodput,
     launched,
@@ -352,19 +351,6 @@ def test_a_reader_without_enough_rounds_gets_no_interval() -> None:
     few, many = (data.speed_table({"ours": [2.0] * n, "datasets": [1.0] * n}) for n in (5, 6))
     assert "2.000 (no interval below 6 rounds)" in few
     assert "2.000 [2.000, 2.000] better" in many
-
-
-@pytest.mark.parametrize(
-    ("form", "size"), [("tokens", 3 * 10**8), ("documents", 200_000), ("packed", 200_000)]
-)
-def test_simulated_data_take_little_room_and_are_data(form: str, size: int, tmp_path: Path) -> None:
-    kind = data_start.FORMS[form]
-    kind.write(tmp_path / "data", size)
-    assert sum(path.stat().st_blocks for path in tmp_path.rglob("*.bin")) == 0
-    found = data_start.start(form, tmp_path / "data", size)
-    assert found["samples"] == {"tokens": 290_038, "documents": size}.get(form, found["samples"])
-    table = data.start_table({form: {f"{size:,}": {"first": found, "second": found}}})
-    assert f"| {size:,} {kind.noun} | " in table
 
 
 @pytest.mark.needs("transformers")

@@ -140,16 +140,7 @@ def test_pixels_of_32_bits_are_those_of_8_or_refused(values: np.ndarray, said: s
         assert np.abs(found - (values.reshape(8, 8) / 127.5 - 1)).max() < 0.02
 
 
-@pytest.mark.parametrize("many", [False, True])
-def test_pictures_of_other_formats_are_counted(
-    many: bool,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    own_cache: Path,
-) -> None:
-    if many:
-        monkeypatch.setattr(folders, "MANY", 1)
+def test_pictures_of_other_formats_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("a/1.png", "b/1.png", "b/2.png"):
         paint(tmp_path / name, (1, 2, 3))
     for name in ("a/x.GIF", "b/y.gif", "b/z.heic", "b/.hidden.gif", "b/notes.txt"):
@@ -202,14 +193,12 @@ def test_a_picture_of_too_many_pixels_is_named(tmp_path: Path) -> None:
         folder(tmp_path).train.batch(np.array([2]))
 
 
-def test_hidden_files_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_files_are_left_out(tmp_path: Path) -> None:
     """As macOS and notebooks write them beside pictures."""
     make_two_classes(tmp_path, 3)
     plain = folder(tmp_path)
     (tmp_path / "red" / "._00.png").write_bytes(b"Mac OS X")
     paint(tmp_path / "red" / ".ipynb_checkpoints" / "00-checkpoint.png", (255, 0, 0))
-    assert len(folder(tmp_path).train) == len(plain.train)
-    monkeypatch.setattr(folders, "MANY", 2)
     assert len(folder(tmp_path).train) == len(plain.train)
 
 
