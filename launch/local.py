@@ -12,7 +12,6 @@ which failures are restarted. Not here: several nodes (slurm/, torchrun).
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import socket
@@ -30,7 +29,7 @@ from typing import NoReturn
 from fsdp import config as configuration
 from fsdp.base import garbage
 from fsdp.base.errors import LaunchError, ShardrunError
-from fsdp.base.stop_signals import delayed, stop_signals
+from fsdp.base.stop_signals import delayed, follow_parent, stop_signals
 from fsdp.base.streams import flush_output, print_answer
 from fsdp.config import Config
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, whole_number
@@ -48,7 +47,6 @@ killed after this time.
 """
 HAVE_GPUS = 90
 """The exit code of a fork that sees GPUs; no error has it."""
-_PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -312,8 +310,7 @@ def _run_as_rank(config: Config, rank: int, ranks: int, store: str, marker: Mark
         for one in stop_signals():
             signal.signal(one, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
-        # A rank whose launcher is killed receives SIGTERM, and so saves and ends.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        follow_parent()
         code = _train(config, _rank_env(config, rank, ranks), store, marker)
     except BaseException:
         traceback.print_exc()

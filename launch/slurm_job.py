@@ -27,7 +27,7 @@ from fsdp.base.phases import Ending
 from fsdp.base.streams import print_line
 from fsdp.dist.env import job_start
 from fsdp.rundir import history
-from fsdp.rundir.lock import FolderLock
+from fsdp.rundir.lock import Folder, hold
 from fsdp.rundir.paths import RunDir, open_run
 from fsdp.watch import records
 from launch.marker import TOKEN, Marker
@@ -64,7 +64,7 @@ def holding(run: RunDir, start: str) -> Iterator[None]:
         with mirrored(run, "launch.slurm_job", start):
             yield
         return
-    lock = FolderLock.acquire(run.path, "launch.slurm_job", start)
+    lock = hold(Folder(run.path), None, "launch.slurm_job", start)
     try:
         yield
     finally:

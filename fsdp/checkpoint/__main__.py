@@ -36,10 +36,9 @@ from fsdp.checkpoint.discovery import READ_AT_ONCE, set_aside, why_not_whole
 from fsdp.checkpoint.export import export, of_averages
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.load import CheckpointSource
-from fsdp.checkpoint.lock import Locks, hold
 from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.object_store import ObjectStore
-from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.open_store import lock_place, open_store
 from fsdp.checkpoint.run_files import WRITER
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
@@ -54,6 +53,7 @@ from fsdp.run.frozen_base import base_of
 from fsdp.run.job import prepare
 from fsdp.run.weights import saved_as
 from fsdp.rundir.atomic_write import FULL
+from fsdp.rundir.lock import Folder, Locks, Place, hold
 
 COMMANDS = ("list", "verify", "prune", "export")
 OF_ONE_COMMAND = {
@@ -267,11 +267,13 @@ def _prune(store: Store, options: argparse.Namespace) -> int:
 
 def _hold(store: Store, options: argparse.Namespace) -> Locks:
     """The locks of RUN and of its store, which another run directory may share."""
-    run_dir: Path | ObjectStore | None = options.folder
+    run: Place | None = Folder(options.folder)
     if is_url(options.run):
-        run_dir = ObjectStore(options.run) if (options.folder / "checkpoints").is_dir() else None
+        run = ObjectStore(options.run) if (options.folder / "checkpoints").is_dir() else None
+    elif os.path.realpath(options.run) == os.path.realpath(store.where):
+        run = None
     try:
-        return hold(run_dir, store, "python -m fsdp.checkpoint prune")
+        return hold(run, lock_place(store), "python -m fsdp.checkpoint prune")
     except RefusedError as error:
         hint = "prune when that job has ended, or start it with --checkpoint.keep_last N"
         raise RefusedError(without_hint(error), hint) from None

@@ -23,7 +23,6 @@ from fsdp.base.phases import Activity, methods_announce
 from fsdp.base.text import counted, listed
 from fsdp.checkpoint import discovery, inspect, load, retention, snapshot
 from fsdp.checkpoint.inspect import CheckpointListing
-from fsdp.checkpoint.lock import Locks
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.restore import Restore, Restored
@@ -37,6 +36,7 @@ from fsdp.dist.mesh import MeshSizes
 from fsdp.models.source_folder import SourceFolder
 from fsdp.optim.train_state import TrainState
 from fsdp.rundir.atomic_write import WRITES_ALONE, storage_advice
+from fsdp.rundir.lock import Locks
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.adapter_weights import Base

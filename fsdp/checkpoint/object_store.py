@@ -16,7 +16,6 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +33,7 @@ from fsdp.base.object_client import (
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.checkpoint import file_names
 from fsdp.checkpoint.store import Buffer
+from fsdp.rundir.lock import VersionedObject
 
 log = logging.getLogger(__name__)
 
@@ -44,17 +44,12 @@ MARK = ".broken-"
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class VersionedObject:
-    """A small object and its version: S3's ETag, or a digest of its data in other stores."""
-
-    data: bytes
-    version: str
-
-
 @methods_announce(Activity.STORAGE)
 class ObjectStore:
     """A prefix in a bucket. Safe to use from several threads."""
+
+    beat_s, stale_s = 10.0, 60.0
+    """Of the lock: each renewal is a request that a cloud charges for; six take longer than retries."""
 
     def __init__(self, url: str) -> None:
         self.where = without_secrets(url)
@@ -244,7 +239,7 @@ class ObjectStore:
     # ------------------------------------------------------------ the lock's object, which several jobs write
 
     def get(self, name: str) -> VersionedObject | None:
-        """A small object beside the folders; None if it does not exist."""
+        """A small object beside the folders, and S3's ETag or a digest; None if it does not exist."""
         return self._retried(lambda: self._get(f"{self._root}/{name}"), f"reading {self.path(name)}")
 
     def _get(self, path: str) -> VersionedObject | None:

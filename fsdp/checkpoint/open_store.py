@@ -1,4 +1,4 @@
-"""The Store of a folder or URL that holds checkpoints."""
+"""The Store of a folder or URL that holds checkpoints, and the place of its lock."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.store import Store
+from fsdp.rundir.lock import Folder, Place
 
 
 def open_store(place: str) -> Store:
@@ -18,3 +19,12 @@ def open_store(place: str) -> Store:
     from fsdp.checkpoint.object_store import ObjectStore  # imports fsspec
 
     return ObjectStore(place)
+
+
+def lock_place(store: Store) -> Place:
+    if isinstance(store, LocalStore):
+        return Folder(store.root)
+    from fsdp.checkpoint.object_store import ObjectStore
+
+    assert isinstance(store, ObjectStore)
+    return store

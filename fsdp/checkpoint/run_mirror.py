@@ -18,10 +18,11 @@ from pathlib import Path
 
 from fsdp.base.errors import CheckpointError, error_number
 from fsdp.base.phases import ACTIVITIES
-from fsdp.checkpoint.lock import Locks, hold, hold_url
 from fsdp.checkpoint.object_store import ObjectStore
+from fsdp.checkpoint.open_store import lock_place
 from fsdp.checkpoint.run_files import RunFiles
 from fsdp.checkpoint.store import Store
+from fsdp.rundir.lock import Locks, hold
 from fsdp.rundir.paths import RunDir
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class RunMirror(Locks):
     """The locks of a run whose files a thread copies to the store until `release`."""
 
     def __init__(self, locks: Locks, files: RunFiles) -> None:
-        super().__init__(locks)
+        super().__init__(*locks.held)
         self._files = files
         self._failed: str | None = None
         """Why the last copy failed."""
@@ -102,7 +103,7 @@ def open_mirror(run: RunDir, store: Store | None, launcher: str, job: str = "") 
     Raises RefusedError with the holder, or CheckpointError for a store that cannot be read or written.
     """
     there = ObjectStore(run.url)
-    locks = hold(there, store, launcher, job) if store is not None else hold_url(there, launcher, job)
+    locks = hold(there, None if store is None else lock_place(store), launcher, job)
     try:
         files = RunFiles(there, run.path)
         files.take_over()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from fsdp.base.errors import LaunchError
+from fsdp.base.stop_signals import follow_parent
 from fsdp.dist.hostlist import expand_hostlist
 
 # torch is imported in the functions that need it: a wrong flag is reported without waiting for it.
@@ -141,6 +142,8 @@ def from_environment(environ: Mapping[str, str] = os.environ, device: DeviceChoi
         check_gpus_are_seen(environ)
     launcher = started_by(environ)
     if launcher == "torchrun":
+        if "TORCHELASTIC_RUN_ID" in environ:
+            follow_parent()
         return _from_torchrun(environ, device)
     if launcher == "srun":
         return _from_slurm(environ, device)

@@ -21,7 +21,6 @@ from fsdp.base.object_client import last_request_failed
 from fsdp.base.phases import Ending, Phases
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.checkpointer import Restored
-from fsdp.checkpoint.lock import Locks
 from fsdp.config import Config, config_hash
 from fsdp.dist import numa, preflight
 from fsdp.dist.env import DistEnv, check_torch, set_allocator, unused_allocation
@@ -51,6 +50,7 @@ from fsdp.run.job import Job, describe, prepare, resumed, steps_line, trained_mo
 from fsdp.run.planned import maybe_planned
 from fsdp.run.training_loop import Outcome, TrainingLoop
 from fsdp.rundir import history
+from fsdp.rundir.lock import Locks
 from fsdp.rundir.paths import RunDir
 from fsdp.watch.rank import Watch
 from fsdp.watch.replica_checks import ReplicaChecks, make_deterministic

@@ -20,8 +20,7 @@ from fsdp.base.object_client import impatient, is_url, without_secrets
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.checkpointer import Restored
 from fsdp.checkpoint.full_state import open_full_state
-from fsdp.checkpoint.lock import Locks, hold
-from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.open_store import lock_place, open_store
 from fsdp.config import Config
 from fsdp.data import Loader
 from fsdp.dist import collectives, preflight
@@ -51,6 +50,7 @@ from fsdp.run.planned import Planned
 from fsdp.rundir import history, paths
 from fsdp.rundir.atomic_write import writing
 from fsdp.rundir.line_files import check_appendable
+from fsdp.rundir.lock import Folder, Locks, hold
 from fsdp.rundir.paths import RunDir
 from fsdp.watch.replica_checks import SpikeRecorder
 
@@ -73,7 +73,7 @@ def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | N
             held.append(open_mirror(run, store, env.launcher, env.job))
         paths.create(run.path)
         if not run.url:
-            held.append(hold(run.path, store, env.launcher, env.job))
+            held.append(hold(Folder(run.path), lock_place(store), env.launcher, env.job))
         return run.place
 
     try:

@@ -18,7 +18,6 @@ from torch import Tensor
 from fsdp.base.errors import CheckpointError, NotFiniteError, RefusedError
 from fsdp.base.phases import Ending, Phases, StopReason
 from fsdp.checkpoint import Checkpointer
-from fsdp.checkpoint.lock import Locks
 from fsdp.config import Config
 from fsdp.data import Loader, StepBatch
 from fsdp.data.cursor import stream_key
@@ -49,6 +48,7 @@ from fsdp.run.step import StepParts, gradients_of, run_step
 from fsdp.run.step_hooks import RunHooks
 from fsdp.rundir import history
 from fsdp.rundir.line_files import append_if_possible
+from fsdp.rundir.lock import Locks
 from fsdp.rundir.paths import RunDir
 from fsdp.watch.branch_check import BranchCheck
 from fsdp.watch.replica_checks import ReplicaChecks

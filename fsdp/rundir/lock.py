@@ -1,36 +1,44 @@
-"""The lock of a run directory: one live job writes there, and another job's start is refused.
+"""The lock of a run directory and all in it: one live job writes there, and another job's start is refused.
 
-The lock is a file, CLAIM, with its holder and a count that the holder raises every few seconds. A dead holder
-on this machine is recognised by its process; one on another machine by a count that does not change while
-this process watches, so no clocks are compared. "This machine" means the same machine id, boot id and PID
-namespace. If /proc does not show these (macOS, a container that masks it) or hides the holder's process
-(hidepid), the count decides. A takeover replaces the file: a holder that was cut off and returns finds
-another holder in it and stops writing. Only O_EXCL, link and rename are used, which every shared folder has.
+A lock is a text named CLAIM in a place: a folder, or a prefix of an object store. It has its holder and a
+count that the holder raises every few seconds. A dead holder on this machine is recognised by its process,
+which may be suspended and is alive then; one on another machine by a count that does not change while this
+process watches, so no clocks are compared. "This machine" means the same machine id, boot id and PID
+namespace. Where /proc does not show these (macOS, a container that masks it) or hides the holder's process
+(hidepid), the count decides. A holder that was cut off and returns finds another one and stops writing. A run
+whose checkpoints are elsewhere locks that place too, after its run directory: who loses that one loses both.
+
+In a folder only O_EXCL and unlink are used, which every shared folder has; in a store each write is
+conditional on the version before it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import re
-import secrets
 import shlex
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from os.path import realpath
 from pathlib import Path
+from typing import Protocol
 
-from fsdp.base.errors import RefusedError
-from fsdp.rundir.atomic_write import rename, writing
+from fsdp.base.errors import CheckpointError, RefusedError, error_number
+from fsdp.base.phases import ACTIVITIES
+from fsdp.rundir.atomic_write import writing
 from fsdp.rundir.lock_holder import (
     RELEASED,
     Holder,
     is_alive,
     is_later_start,
+    is_orphan,
+    is_suspended,
     read_holder,
     this_holder,
     this_place,
@@ -39,10 +47,7 @@ from fsdp.rundir.lock_holder import (
 log = logging.getLogger(__name__)
 
 FILE = "CLAIM"
-BEAT_S = 2.0
 MOST_BYTES = 1 << 16
-STALE_S = 20.0
-"""The holder of a count that is unchanged this long is dead: ten beats, more than a shared folder caches."""
 _PROBE = r"\.(writable|seen-by-all|shared)-[0-9a-f]{8}"
 _REPLACED = rf"config\.toml|(metrics|saves|history)\.jsonl|STOPPED|DONE|FAILED|report\.html|{_PROBE}"
 LEFTOVER = re.compile(rf"\.CLAIM-(dead-)?[0-9a-f]{{16}}|{_PROBE}|\.({_REPLACED})\.[0-9a-f]{{8}}")
@@ -54,155 +59,120 @@ OLD_S = 3600.0
 REMOVAL_S = 5.0
 """A process removes a dead lock within milliseconds, unless it was stopped or killed meanwhile."""
 TWO_RUNS = "squeue or ps shows both runs: end one of them"
+ORPHAN_S = 900.0
+"""The time that a run whose launcher was killed has for its last save."""
 
 
-class FolderLock:
-    """A held lock: a thread renews it until `release`."""
+@dataclass(frozen=True)
+class VersionedObject:
+    """A small text and its version, which no other text has."""
 
-    def __init__(self, run_dir: Path, holder: Holder, descriptor: int, beat_at: int, took_over: str) -> None:
-        self.holder = holder
-        self.took_over = took_over
-        """One line about the dead holder that this one replaced; empty if there was none."""
-        self.lost: str | None = None
-        """The new holder, set by the last renewal: the loop reads it each step without reading the disk."""
-        self._path, self._descriptor, self._beat_at = run_dir / FILE, descriptor, beat_at
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
-        self._thread.start()
+    data: bytes
+    version: str
 
-    @staticmethod
-    def acquire(run_dir: Path, launcher: str, job: str = "", stale_s: float = STALE_S) -> FolderLock:
-        """Take the lock, or raise RefusedError with its holder. May watch an unknown holder for `stale_s`."""
-        holder = this_holder(launcher, job)
-        took_over = ""
-        while True:
-            with writing(run_dir / FILE):
-                run_dir.mkdir(parents=True, exist_ok=True)
-                staged, descriptor, beat_at = _write(run_dir, holder)
-                taken = False
-                try:
-                    taken = _create(staged, run_dir / FILE)
-                finally:
-                    if not taken:
-                        os.close(descriptor)
-                        staged.unlink(missing_ok=True)
-                if taken:
-                    _remove_leftovers(run_dir, os.fstat(descriptor).st_mtime)
-                    return FolderLock(run_dir, holder, descriptor, beat_at, took_over)
-                took_over = _clear_dead(run_dir, stale_s, job) or took_over
 
-    def lost_now(self) -> str | None:
-        """None while this process holds the lock; else why not. Called before every seal."""
+class Place(Protocol):
+    """`swap` writes the text if it has this version (None: if there is none) and returns the new version, or
+    None; `drop` deletes it if it has this version. fsdp/checkpoint/object_store.py is one.
+    """
+
+    where: str
+    beat_s: float
+    stale_s: float
+    """The holder of a count that is unchanged this long is dead: several beats."""
+
+    def get(self, name: str) -> VersionedObject | None: ...
+    def swap(self, name: str, data: bytes, version: str | None) -> str | None: ...
+    def drop(self, name: str, version: str) -> bool: ...
+
+
+class Folder:
+    """A folder as the place of a lock. The version is that of the first line, the holder."""
+
+    beat_s, stale_s = 2.0, 20.0
+    """A shared folder may cache attributes for some seconds."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path, self.where = Path(path), str(path)
+        self._descriptor: int | None = None
+
+    def get(self, name: str) -> VersionedObject | None:
+        """A FIFO or a device in its place neither blocks nor fills the memory."""
         try:
-            now, _ = _read_patiently(self._path)
+            descriptor = os.open(self.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
-            if not self._path.parent.is_dir():
-                return f"{self._path.parent} is gone: it was renamed or removed"
-            gone = f"{FILE} was removed, and another job may write there"
-            return f"the lock of {self._path.parent} is gone: {gone}"
-        if now is not None and now.token == self.holder.token:
-            return None
-        late = "this process did not renew its lock in time and must not write there"
-        return f"{self._path.parent} was taken over by {now}: {late}"
-
-    def advice(self) -> str:
-        """The hint of an error about a lost lock."""
-        folder = shlex.quote(str(self._path.parent))
-        if self._path.parent.is_dir():
-            return TWO_RUNS
-        return f"mv it back to {folder} if it was renamed: the same command then resumes from its checkpoints"
-
-    def release(self) -> None:
-        """Release the lock, unless another holder has it by now. One line if its file cannot be removed: it
-        counts as a dead holder's then.
-        """
-        self._over.set()
-        self._thread.join()
+            # a link that leads nowhere: nobody renews it
+            return VersionedObject(b"", _version(b"")) if (self.path / name).is_symlink() else None
         try:
-            if self.lost_now() is None:
-                self._path.unlink(missing_ok=True)
-        except OSError as error:
-            RELEASED.add(self.holder.token)
-            message = "the lock %s cannot be removed (%s): the next start here takes it over"
-            log.warning(message, self._path, error.strerror)
-        with contextlib.suppress(OSError):  # closed all the same: an error is about the count's bytes
-            os.close(self._descriptor)
+            data = os.read(descriptor, MOST_BYTES)
+        finally:
+            os.close(descriptor)
+        return VersionedObject(data, _version(data))
 
-    def _beat(self) -> None:
-        """Renew the lock through the open file: after a takeover this writes into a file without a name."""
-        count = missed = 0
-        while not self._over.wait(BEAT_S):
-            count += 1
-            error = self._renew(count)
-            if error is not None:
-                missed += 1
-                if missed == 1:
-                    log.warning("the lock of %s cannot be renewed: %s", self._path.parent, error)
-            elif missed:
-                log.warning("the lock of %s is renewed again, %d renewals failed", self._path.parent, missed)
-                missed = 0
-
-    def _renew(self, count: int) -> OSError | None:
-        """Write the count, then look who holds the lock, even if the count cannot be written: NFS gives
-        ESTALE for the file of a holder that was replaced.
-        """
-        failed = None
-        try:
-            os.pwrite(self._descriptor, f"{count:020d}\n".encode(), self._beat_at)
+    def swap(self, name: str, data: bytes, version: str | None) -> str | None:
+        if self._descriptor is not None:
+            # through the open file: after a takeover this writes into a file without a name
+            head = data.index(b"\n") + 1
+            os.pwrite(self._descriptor, data[head:], head)
             os.fsync(self._descriptor)
-        except OSError as error:
-            failed = error
+            found = self.get(name)
+            return version if found is not None and found.version == version else None
+        return self._create(name, data) if version is None or self.drop(name, version) else None
+
+    def _create(self, name: str, data: bytes) -> str | None:
+        self.path.mkdir(parents=True, exist_ok=True)
         try:
-            self.lost = self.lost_now()
-        except OSError as error:
-            failed = failed or error
-        return failed
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            descriptor = os.open(self.path / name, flags, 0o644)
+        except FileExistsError:
+            return None
+        try:
+            os.write(descriptor, data)
+            os.fsync(descriptor)
+        except OSError:
+            os.close(descriptor)
+            (self.path / name).unlink()
+            raise
+        self._descriptor = descriptor
+        _remove_leftovers(self.path, os.fstat(descriptor).st_mtime)
+        return _version(data)
 
-
-def _write(run_dir: Path, holder: Holder) -> tuple[Path, int, int]:
-    """Write the lock file whole, under a temporary name."""
-    staged = run_dir / f".{FILE}-{holder.token}"
-    text = json.dumps(asdict(holder)).encode() + b"\n"
-    descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(descriptor, text + b"0" * 20 + b"\n")
-        os.fsync(descriptor)
-    except OSError:
-        os.close(descriptor)
-        staged.unlink(missing_ok=True)
-        raise
-    return staged, descriptor, len(text)
-
-
-def _create(staged: Path, file: Path) -> bool:
-    """Give the file its name if no other has it; of several concurrent calls one succeeds."""
-    try:
-        file.hardlink_to(staged)
-    except FileExistsError:
-        # a file server whose reply was lost repeats the link, and the second one finds the first
-        if not _is_link_of(staged, file):
+    def drop(self, name: str, version: str) -> bool:
+        """Of several processes the one that makes the second file removes the first one, and no other's."""
+        second = self.path / f".{name}-dead-{version}"
+        try:
+            os.close(os.open(second, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+        except FileExistsError:
+            if _vanishes(second):
+                return False
+        except FileNotFoundError:  # the folder was renamed or removed
             return False
-    except OSError:
-        return _create_without_links(staged, file)
-    with contextlib.suppress(OSError):  # the lock is taken, and a later start removes this name
-        staged.unlink(missing_ok=True)
-    return True
+        try:
+            found = self.get(name)
+            if found is None or found.version != version:
+                return False
+            (self.path / name).unlink(missing_ok=True)
+            return True
+        finally:
+            second.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
-def _is_link_of(staged: Path, file: Path) -> bool:
-    try:
-        return os.path.samestat(staged.lstat(), file.lstat())
-    except FileNotFoundError:  # its holder has released it
-        return False
+def _version(data: bytes) -> str:
+    return hashlib.sha256(data.partition(b"\n")[0]).hexdigest()[:16]
 
 
-def _create_without_links(staged: Path, file: Path) -> bool:
-    """For folders without hard links: create an empty file exclusively, then replace it by the whole one."""
-    try:
-        file.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    rename(staged, file)
+def _vanishes(file: Path) -> bool:
+    """Whether the process that removes the lock has ended with it, within REMOVAL_S."""
+    deadline = time.monotonic() + REMOVAL_S
+    while file.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
     return True
 
 
@@ -216,116 +186,243 @@ def _remove_leftovers(folder: Path, now: float) -> None:
         log.warning("temporary files of killed starts in %s cannot be removed: %s", folder, error)
 
 
-def _read(file: Path) -> tuple[Holder | None, bytes]:
-    """The holder (None if the file does not name one) and the whole text with its count."""
-    data = read_lock_file(file)
-    return read_holder(data), data
+class Lock:
+    """The held lock of one place: a thread renews it until `release`."""
 
+    def __init__(self, place: Place, holder: Holder, version: str, took_over: str) -> None:
+        self.took_over = took_over
+        """One line about the dead holder that this one replaced; empty if there was none."""
+        self.lost: str | None = None
+        """The new holder, set by the last renewal: the loop reads it each step without reading the place."""
+        self._place, self._holder, self._version = place, holder, version
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
+        self._thread.start()
 
-def read_lock_file(file: Path) -> bytes:
-    """A FIFO or a device in its place neither blocks nor fills the memory."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        return os.read(descriptor, MOST_BYTES)
-    finally:
-        os.close(descriptor)
+    def lost_now(self) -> str | None:
+        """None while this process holds the lock; else why not. Called before every seal and pruning."""
+        where, found = self._place.where, self._place.get(FILE)
+        if found is None:
+            if isinstance(self._place, Folder) and not self._place.path.is_dir():
+                return f"{where} is gone: it was renamed or removed"
+            return f"the lock of {where} is gone: {FILE} was removed, and another job may write there"
+        now = read_holder(found.data)
+        if now is not None and now.token == self._holder.token:
+            return None
+        late = "this process did not renew its lock in time and must not write there"
+        return f"{where} was taken over by {now}: {late}"
 
+    def advice(self) -> str:
+        """The hint of an error about a lost lock."""
+        if isinstance(self._place, Folder) and not self._place.path.is_dir():
+            back = f"mv it back to {shlex.quote(self._place.where)} if it was renamed"
+            return f"{back}: the same command then resumes from its checkpoints"
+        return TWO_RUNS
 
-def _read_patiently(file: Path) -> tuple[Holder | None, bytes]:
-    """Read the lock. It may be missing for a moment, while another job checks whether it is a dead one."""
-    for _ in range(5):
+    def release(self) -> None:
+        """Release the lock, unless another holder has it by now. One line if it cannot be removed: it counts
+        as a dead holder's then.
+        """
+        self._over.set()
+        # a request to a store may be between retries; written after the deletion it would leave the lock
+        self._thread.join(10.0)
         try:
-            return _read(file)
-        except FileNotFoundError:
-            time.sleep(0.1)
-    return _read(file)
+            dropped = self._place.drop(FILE, self._version)
+            if not dropped and (version := _version_of(self._place, self._holder)) is not None:
+                self._place.drop(FILE, version)  # the last renewal was written, and its response lost
+        except Exception as error:  # each client of a store has its own classes
+            RELEASED.add(self._holder.token)
+            message = "the lock %s/%s cannot be removed (%s): the next start here takes it over"
+            log.warning(message, self._place.where, FILE, getattr(error, "strerror", None) or error)
+        if isinstance(self._place, Folder):
+            self._place.close()
+
+    def _beat(self) -> None:
+        ACTIVITIES.leave_out_this_thread()
+        count = missed = 0
+        while not self._over.wait(self._place.beat_s) and self.lost is None:
+            count += 1
+            error = self._renew(count)
+            if error is not None:
+                missed += 1
+                if missed == 1:
+                    log.warning("the lock of %s cannot be renewed: %s", self._place.where, error)
+            elif missed:
+                log.warning("the lock of %s is renewed again, %d renewals failed", self._place.where, missed)
+                missed = 0
+
+    def _renew(self, count: int) -> OSError | None:
+        """Looks who holds the lock where the count cannot be written: NFS gives ESTALE for the file of a
+        holder that was replaced.
+        """
+        failed, version = None, None
+        try:
+            version = _write(self._place, self._holder, count, self._version)
+        except OSError as error:
+            failed = error
+        try:
+            self.lost = self.lost_now() if version is None else None
+        except OSError as error:
+            failed = failed or error
+        self._version = version or self._version
+        return failed
 
 
-def _clear_dead(
-    run_dir: Path, stale_s: float, job: str = "", watch: Callable[[Path, bytes, float], bool] | None = None
-) -> str:
-    """Remove a dead holder's lock, and return a line about it; empty if the lock is gone.
+def _write(place: Place, holder: Holder, count: int, version: str | None) -> str | None:
+    """The new version, or None if another job has the lock.
 
-    RefusedError if the holder is alive.
+    A write whose response was lost, this one or the one before it, has left another version with this token.
     """
-    file = run_dir / FILE
+    data = json.dumps(asdict(holder)).encode() + f"\n{count:020d}\n".encode()
+    return place.swap(FILE, data, version) or _version_of(place, holder)
+
+
+def _version_of(place: Place, holder: Holder) -> str | None:
+    """The version of the lock that this holder has; None if it does not have it."""
+    found = place.get(FILE)
+    now = None if found is None else read_holder(found.data)
+    return found.version if found is not None and now is not None and now.token == holder.token else None
+
+
+class Locks:
+    """The locks of a run held as one: lost when any of them is."""
+
+    def __init__(self, *held: Lock) -> None:
+        self.held = held
+
+    @property
+    def lost(self) -> str | None:
+        return next((one.lost for one in self.held if one.lost is not None), None)
+
+    def lost_now(self) -> str | None:
+        return next((why for one in self.held if (why := one.lost_now()) is not None), None)
+
+    def advice(self) -> str:
+        """The hint of an error about the lost one of them."""
+        return next((one.advice() for one in self.held if one.lost is not None), TWO_RUNS)
+
+    def before_seal(self) -> str | None:
+        """Whether a checkpoint may be sealed now: None, or the new holder."""
+        return self.lost_now()
+
+    def release(self) -> None:
+        """Releases each lock. Each logs a failure: another error may be on its way."""
+        for one in reversed(self.held):
+            one.release()
+
+
+def hold(run: Place | None, store: Place | None, launcher: str, job: str = "") -> Locks:
+    """Takes the lock of a run directory, and of a store outside of it; RefusedError with a live holder."""
+    holder, ousted, held = this_holder(launcher, job), set[str](), list[Lock]()
     try:
-        holder, data = _read(file)
-    except FileNotFoundError:
-        if file.is_symlink():  # it leads nowhere: nobody renews it
-            _remove(run_dir, b"")
-        return ""
-    if holder is not None and is_later_start(job, holder.job):
-        alive, how = False, f"{holder.job} is over"
+        for place, flag in _places(run, store):
+            held.append(_acquire(place, holder, ousted, flag))
+    except BaseException:
+        Locks(*held).release()
+        raise
+    return Locks(*held)
+
+
+def _places(run: Place | None, store: Place | None) -> Iterator[tuple[Place, str]]:
+    """The places to lock, each with the flag that names it."""
+    if run is not None:
+        yield run, "--run.dir"
+    if store is None:
+        return
+    with _storing(store, "--checkpoint.dir"):
+        place: Place | None = store
+        if run is None or not _key(store).startswith(_key(run)):
+            place = _around(store)
+        elif _key(store) == _key(run) or store.get(FILE) is None:
+            place = None  # one in the run directory is another run's, or of a version that locked both
+    if place is not None:
+        yield place, "--checkpoint.dir"
+
+
+def _key(place: Place) -> str:
+    return (realpath(place.path) if isinstance(place, Folder) else place.where).rstrip("/") + "/"
+
+
+def _around(store: Place) -> Place:
+    """The run directory that these checkpoints are in: its lock covers them."""
+    folder, _, name = store.where.rpartition("/")
+    if name == "checkpoints":
+        run: Place = type(store)(folder)  # type: ignore[call-arg]
+        with suppress(PermissionError):  # another user's: no run of this one
+            if run.get(FILE) is not None or run.get("config.toml") is not None:
+                return run
+    return store
+
+
+def _acquire(place: Place, holder: Holder, ousted: set[str], flag: str) -> Lock:
+    with writing(place.path / FILE) if isinstance(place, Folder) else _storing(place, flag):
+        while True:
+            found, line = place.get(FILE), ""
+            if found is not None and not (line := _clear(place, found, holder, ousted, flag)):
+                continue
+            version = _write(place, holder, 0, None if found is None else found.version)
+            if version is not None:
+                if line:
+                    log.warning("%s", line)
+                return Lock(place, holder, version, line)
+
+
+@contextmanager
+def _storing(place: Place, flag: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        hint = f"{flag} FOLDER that is writable"
+        what = f"{place.where} cannot be written: {error}."
+        raise CheckpointError(what, hint, error_number=error_number(error)) from None
+
+
+def _clear(place: Place, found: VersionedObject, holder: Holder, ousted: set[str], flag: str) -> str:
+    """A line about the dead holder; empty to look again; RefusedError if the holder is alive."""
+    other = read_holder(found.data)
+    who = other or "a holder without a name"
+    ours = other is not None and other.place != "" and other.place == this_place()
+    alive: bool | None = False
+    if other is not None and other.token in ousted:
+        return f"{place.where}: took over from {who}: it has lost its run directory"
+    if other is not None and is_later_start(holder.job, other.job):
+        how = f"{other.job} is over"
     else:
-        ours = holder is not None and holder.place != "" and holder.place == this_place()
-        known = is_alive(holder) if ours and holder is not None else None
-        alive, how = known is True, "it is dead"
-        if known is None:
+        how, alive = "it is dead", is_alive(other) if ours and other is not None else None
+        if alive and other is not None and is_orphan(other):
+            log.warning("%s: the launcher of %s was killed: waiting until it has saved", place.where, who)
+            alive = not _ends(other)
+        if alive is None:
             why = "its process is hidden from this one: " if ours else ""
             message = "%s is locked by %s: %swatching for %.0f s whether it is alive"
-            log.warning(message, run_dir, holder or "a holder without a name", why, stale_s)
-            alive, how = (watch or _changes)(file, data, stale_s), f"it gave no sign for {stale_s:g} s"
-    if alive:
-        raise RefusedError(
-            f"{run_dir} is being written by {holder or 'another job'}.",
-            f"another --run.dir, or end that job (remove {file} only if you know it is gone)",
-        )
-    _remove(run_dir, data)
-    line = f"{run_dir}: took over from {holder or 'a holder without a name'}: {how}"
-    log.warning(line)
-    return line
+            log.warning(message, place.where, who, why, place.stale_s)
+            how, now = f"it gave no sign for {place.stale_s:g} s", _change(place, found)
+            if other is None and now is not None and read_holder(now.data) is not None:
+                return ""
+            alive = now is not None
+    if not alive:
+        if other is not None:
+            ousted.add(other.token)
+        return f"{place.where}: took over from {who}: {how}"
+    ends = f"end that job (remove {place.where}/{FILE} only if you know it is gone)"
+    if other is not None and ours and is_suspended(other):
+        who, ends = f"{other}, which is suspended", f"kill -CONT {other.pid} resumes it, kill -9 ends it"
+    raise RefusedError(f"{place.where} is being written by {who}.", f"another {flag}, or {ends}")
 
 
-def _changes(file: Path, data: bytes, stale_s: float) -> bool:
-    """Whether the lock's text changes within `stale_s`: a beat, or a new holder."""
-    deadline = time.monotonic() + stale_s
+def _ends(holder: Holder) -> bool:
+    deadline = time.monotonic() + ORPHAN_S
+    while is_alive(holder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not is_alive(holder)
+
+
+def _change(place: Place, found: VersionedObject) -> VersionedObject | None:
+    """The next text within `stale_s`, a beat or a new holder's; None if there is none, or it is deleted."""
+    deadline = time.monotonic() + place.stale_s
     while time.monotonic() < deadline:
-        time.sleep(min(0.25, stale_s / 10))
-        try:
-            if read_lock_file(file) != data:
-                return True
-        except FileNotFoundError:
-            return False
-    return False
-
-
-def _remove(run_dir: Path, data: bytes) -> None:
-    """Remove this dead lock and no other.
-
-    Of several processes one makes its second name and removes it. Where there are no hard links, or that
-    process was killed meanwhile, a slower one may rename a new holder's file; it then restores it.
-    """
-    file, first = run_dir / FILE, data.partition(b"\n")[0]
-    second = run_dir / f".{FILE}-dead-{hashlib.sha256(first).hexdigest()[:16]}"
-    try:
-        second.hardlink_to(file)
-    except FileExistsError:
-        if _vanishes(second):
-            return
-    except OSError:  # no hard links here, or the lock is gone
-        if not file.is_symlink() and not file.exists():
-            return
-    aside = run_dir / f".{FILE}-dead-{secrets.token_hex(8)}"
-    try:
-        if not file.is_symlink() and read_lock_file(file).partition(b"\n")[0] != first:
-            return
-        rename(file, aside)
-        # No lock is a link: this one is not another holder's.
-        if not aside.is_symlink() and read_lock_file(aside).partition(b"\n")[0] != first:
-            _create(aside, file)
-    except FileNotFoundError:
-        return
-    finally:
-        aside.unlink(missing_ok=True)
-        second.unlink(missing_ok=True)
-
-
-def _vanishes(file: Path) -> bool:
-    """Whether the process that removes the lock has ended with it, within REMOVAL_S."""
-    deadline = time.monotonic() + REMOVAL_S
-    while file.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
+        time.sleep(min(1.0, place.beat_s / 8, place.stale_s / 10))
+        now = place.get(FILE)
+        if now is None or now.data != found.data:
+            return now
+    return None

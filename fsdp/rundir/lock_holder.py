@@ -1,7 +1,7 @@
 """Who holds a lock: a process of a machine and of a job, whether it lives, and which start of its job it is.
 
 "This machine" means the same machine id, boot id and PID namespace: only then are process ids comparable.
-Not here: the file and its takeover (lock.py), the object in a store (fsdp/checkpoint/lock.py).
+Not here: the lock and its takeover (lock.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp.base import proc
+from fsdp.base.stop_signals import follows_parent
 
 RELEASED: set[str] = set()
 """Tokens of this process's locks that are released while their files remain."""
@@ -33,6 +34,8 @@ class Holder:
     launcher: str
     job: str
     since: float
+    parent: int = 0
+    """The launcher's process, if this one saves and ends when that dies; else 0."""
 
     def __str__(self) -> str:
         job = f" ({self.job})" if self.job else ""
@@ -46,7 +49,10 @@ def this_holder(launcher: str, job: str = "") -> Holder:
     place = this_place()
     seen = proc.stat(pid) if place else None
     born = seen.start_ticks if seen is not None else ""
-    return Holder(secrets.token_hex(8), socket.gethostname(), place, pid, born, launcher, job, time.time())
+    parent = os.getppid() if follows_parent() else 0
+    return Holder(
+        secrets.token_hex(8), socket.gethostname(), place, pid, born, launcher, job, time.time(), parent
+    )
 
 
 def this_place() -> str:
@@ -88,6 +94,17 @@ def is_alive(holder: Holder) -> bool | None:
     return None  # hidden: the holder, or a later process with its number
 
 
+def is_orphan(holder: Holder) -> bool:
+    """Whether the launcher of a living holder of this place is dead: the holder saves and ends."""
+    seen = proc.stat(holder.pid)
+    return holder.parent > 0 and seen is not None and seen.parent != holder.parent
+
+
+def is_suspended(holder: Holder) -> bool:
+    seen = proc.stat(holder.pid)
+    return seen is not None and seen.state in "Tt"
+
+
 def read_holder(data: bytes) -> Holder | None:
     """The holder in a lock's first line; None if it names none."""
     try:
@@ -105,6 +122,8 @@ def _is_valid(holder: Holder) -> bool:
     if not all(isinstance(text, str) for text in texts):
         return False
     pid, since = holder.pid, holder.since
+    if type(holder.parent) is not int:
+        return False
     return type(pid) is int and 0 < pid < 2**31 and type(since) in (int, float) and 0 <= since < 2**32
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.rundir.lock import FolderLock
 from tests.golden.chain import Chain, wide
 from tests.golden.configurations import Configuration
+from tests.support.locks import acquire
 from tests.support.marks import sample_are
 from tests.support.runs import on_a_rank
 from tests.support.world import run_world
@@ -101,7 +101,7 @@ def test_under_torchrun_the_same_command_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_second_job_on_a_run_directory_is_refused_by_name(tmp_path: Path) -> None:
-    lock = FolderLock.acquire(tmp_path, "srun", "Slurm job 7")
+    lock = acquire(tmp_path, "srun", "Slurm job 7")
     command = [
         sys.executable,
         "train.py",

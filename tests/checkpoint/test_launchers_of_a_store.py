@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.checkpoint.lock import hold_url
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.run_files import RunFiles
 from fsdp.rundir import history
 from fsdp.rundir.line_files import append
+from fsdp.rundir.lock import hold
 from fsdp.rundir.paths import open_run
 from launch import submit
 from launch.marker import Failure, Marker, marker_of
@@ -68,7 +68,7 @@ def test_a_job_begins_and_is_judged_on_any_machine(
 
 def test_a_live_run_is_not_begun_judged_or_written(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     store = ObjectStore(url)
-    lock = hold_url(store, "torchrun")
+    lock = hold(store, None, "torchrun")
     before = store.objects()
     assert slurm_job(["begin", "--default-run-dir", "runs/x", *flags("--run.dir", url)]) == 4
     assert f"{url} is being written by process" in capsys.readouterr().err
@@ -113,7 +113,7 @@ def test_launch_local_restarts_killed_ranks(url: str, machine: Path) -> None:
     assert set(losses(records(url, "metrics.jsonl"))) == set(range(1, 31))
     starts = [one["from_step"] for one in records(url, "history.jsonl") if one["event"] == "start"]
     assert starts == [0, 15]
-    lock = hold_url(ObjectStore(url), "torchrun")
+    lock = hold(ObjectStore(url), None, "torchrun")
     with started(machine, url, *words) as process:
         said, _ = process.communicate(timeout=ENDS_S)
     assert process.returncode == 4

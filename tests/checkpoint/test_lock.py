@@ -17,16 +17,17 @@ import pytest
 
 from fsdp.base.errors import CheckpointError, RefusedError
 from fsdp.checkpoint import __main__ as checkpoints
-from fsdp.checkpoint import inspect, lock
+from fsdp.checkpoint import inspect
 from fsdp.checkpoint.local_store import LocalStore
-from fsdp.checkpoint.lock import ObjectLock, hold
-from fsdp.checkpoint.object_store import ObjectStore, VersionedObject
+from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.open_store import open_store
 from fsdp.dist.env import DistEnv
-from fsdp.rundir.lock import FILE, FolderLock
+from fsdp.rundir import lock
+from fsdp.rundir.lock import FILE, Folder, Lock, VersionedObject, hold
 from fsdp.rundir.lock_holder import this_holder
 from tests.checkpoint import s3_server
 from tests.checkpoint.small import build
+from tests.support.locks import acquire
 from tests.support.processes import eventually
 from tests.support.runs import on_a_rank
 from tests.support.world import run_world
@@ -59,7 +60,7 @@ def test_prune_is_refused_while_another_run_writes_in_the_same_folder(
     run_world(1, save, str(run_a), shared, 3)
     run_a.mkdir(exist_ok=True)
     (run_a / "config.toml").write_text(f'[checkpoint]\ndir = "{shared}"\nkeep_last = 1\n')
-    live = hold(run_b, open_store(shared), "torchrun")
+    live = hold(Folder(run_b), Folder(shared), "torchrun")
     try:
         for where in (str(run_a), shared):
             assert checkpoints.main([where, "prune", "--keep-last", "1"]) == 4
@@ -78,7 +79,7 @@ def test_prune_is_refused_while_another_run_writes_in_the_same_folder(
 def test_prune_is_refused_while_the_run_is_live(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also when only the run directory's lock is held."""
     (tmp_path / "checkpoints").mkdir()
-    held = FolderLock.acquire(tmp_path, "torchrun")
+    held = acquire(tmp_path, "torchrun")
     assert checkpoints.main([str(tmp_path), "prune", "--keep-last", "1"]) == 4
     assert f"{tmp_path} is being written by process" in capsys.readouterr().err
     held.release()
@@ -87,12 +88,12 @@ def test_prune_is_refused_while_the_run_is_live(tmp_path: Path, capsys: pytest.C
 def test_a_run_is_refused_a_store_that_another_run_writes(tmp_path: Path) -> None:
     """The other run's store is in its run directory, as by default."""
     store = LocalStore(tmp_path / "a" / "checkpoints")
-    live = hold(tmp_path / "a", store, "torchrun")
+    live = hold(Folder(tmp_path / "a"), Folder(store.root), "torchrun")
     words = ["--model.name", "mlp", "--train.steps", "1"]
     words += ["--run.dir", str(tmp_path / "b"), "--checkpoint.dir", str(store.root)]
     (said,) = run_world(1, on_a_rank, words)
-    assert said.startswith(f"RefusedError: {store.root} is being written by process {os.getpid()} on")
-    assert said.endswith("HINT: another --checkpoint.dir, or end that job")
+    assert said.startswith(f"RefusedError: {tmp_path / 'a'} is being written by process {os.getpid()} on")
+    assert "HINT: another --checkpoint.dir, or end that job" in said
     live.release()
     assert run_world(1, on_a_rank, words) == [None]
     assert not (store.root / FILE).exists(), "a run that has ended holds nothing"
@@ -112,7 +113,7 @@ def test_a_run_that_lost_its_lock_is_refused_further_starts(tmp_path: Path) -> N
 
 
 def test_a_run_directory_that_is_the_store_itself_is_held_once(tmp_path: Path) -> None:
-    locks = hold(tmp_path, LocalStore(tmp_path), "torchrun")
+    locks = hold(Folder(tmp_path), Folder(tmp_path), "torchrun")
     assert locks.lost_now() is None
     locks.release()
     assert not (tmp_path / FILE).exists()
@@ -123,28 +124,28 @@ def test_a_lock_of_a_store_that_is_no_file_is_taken_over(
     device: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start, and `prune`, read it for ever."""
-    monkeypatch.setattr(lock, "STALE_S", 0.0)
+    monkeypatch.setattr(Folder, "stale_s", 0.0)
     store = LocalStore(tmp_path / "store")
     store.make()
     if device:
         (store.root / FILE).symlink_to("/dev/zero")
     else:
         os.mkfifo(store.root / FILE)
-    hold(tmp_path / "run", store, "torchrun").release()
+    hold(Folder(tmp_path / "run"), Folder(store.root), "torchrun").release()
     assert not list(store.root.iterdir())
 
 
 def test_a_store_that_is_a_link_to_itself_is_one_line(tmp_path: Path) -> None:
     """It was a traceback of pathlib, at each start."""
     (tmp_path / "checkpoints").symlink_to("checkpoints")
-    with pytest.raises(CheckpointError, match=r"checkpoints cannot be written: .*File exists"):
-        hold(tmp_path, LocalStore(tmp_path / "checkpoints"), "torchrun")
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be written: .*symbolic links"):
+        hold(Folder(tmp_path), Folder(tmp_path / "checkpoints"), "torchrun")
     assert [one.name for one in tmp_path.iterdir()] == ["checkpoints"]
 
 
 def test_a_lost_store_is_a_lost_run(tmp_path: Path) -> None:
     """Of two locks held as one, the store's counts too."""
-    locks = hold(tmp_path / "run", LocalStore(tmp_path / "store"), "torchrun")
+    locks = hold(Folder(tmp_path / "run"), Folder(tmp_path / "store"), "torchrun")
     assert locks.lost_now() is None
     file = tmp_path / "store" / FILE
     file.write_text(file.read_text().replace('"pid"', '"token": "1234", "pid"'))
@@ -158,15 +159,15 @@ def test_a_store_that_fails_while_it_is_released_leaves_the_run_directory_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And the error that ends the run is the one that is raised."""
-    locks = hold(tmp_path / "run", LocalStore(tmp_path / "store"), "torchrun")
-    read = FolderLock.lost_now
+    locks = hold(Folder(tmp_path / "run"), Folder(tmp_path / "store"), "torchrun")
+    drop = Folder.drop
 
-    def stale(self: FolderLock) -> str | None:
-        if self._path.parent.name == "store":
-            raise OSError(errno.ESTALE, "Stale file handle", str(self._path))
-        return read(self)
+    def stale(self: Folder, name: str, version: str) -> bool:
+        if self.path.name == "store":
+            raise OSError(errno.ESTALE, "Stale file handle", str(self.path))
+        return drop(self, name, version)
 
-    monkeypatch.setattr(FolderLock, "lost_now", stale)
+    monkeypatch.setattr(Folder, "drop", stale)
 
     def fails() -> None:
         try:
@@ -178,24 +179,20 @@ def test_a_store_that_fails_while_it_is_released_leaves_the_run_directory_free(
         fails()
     assert f"the lock {tmp_path}/store/{FILE} cannot be removed (Stale file handle)" in caplog.text
     assert not (tmp_path / "run" / FILE).exists()
-    hold(tmp_path / "run", LocalStore(tmp_path / "other"), "torchrun").release()
+    hold(Folder(tmp_path / "run"), Folder(tmp_path / "other"), "torchrun").release()
 
 
 def test_a_store_that_fails_once_the_run_directory_is_locked_leaves_it_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lock is read before the run directory's is taken, and after."""
     store = ObjectStore("memory://fails-later/checkpoints")
-    read = iter([VersionedObject(b"{}", "1")])
 
     def get(self: ObjectStore, name: str) -> VersionedObject:
-        if (found := next(read, None)) is None:
-            raise OSError(errno.ETIMEDOUT, "Could not connect to the endpoint")
-        return found
+        raise OSError(errno.ETIMEDOUT, "Could not connect to the endpoint")
 
     monkeypatch.setattr(ObjectStore, "get", get)
     with pytest.raises(CheckpointError, match=r"memory://fails-later/checkpoints cannot be written: .*HINT"):
-        hold(tmp_path, store, "torchrun")
+        hold(Folder(tmp_path), store, "torchrun")
     assert not (tmp_path / FILE).exists()
 
 
@@ -240,18 +237,18 @@ def test_a_lock_whose_deletion_fails_refuses_no_start_of_the_same_process(
     store = remote(place)
     with monkeypatch.context() as patched:
         patched.setattr(ObjectStore, "drop", away)
-        ObjectLock.acquire(store, "torchrun").release()
+        acquire(store, "torchrun").release()
     assert store.get(FILE) is not None
-    ObjectLock.acquire(store, "torchrun").release()
+    acquire(store, "torchrun").release()
     assert store.get(FILE) is None
 
 
 def test_a_live_holder_is_named_and_a_released_lock_is_gone(place: str) -> None:
     store = remote(place)
-    held = ObjectLock.acquire(store, "torchrun", "Slurm job 7, start 1")
+    held = acquire(store, "torchrun", "Slurm job 7, start 1")
     named = rf"{place} is being written by process {os.getpid()} on .* \(Slurm job 7, start 1\)"
     with pytest.raises(RefusedError, match=named):
-        ObjectLock.acquire(store, "srun")
+        acquire(store, "srun")
     assert held.lost_now() is None
     held.release()
     assert store.get(FILE) is None
@@ -262,10 +259,10 @@ def test_a_live_holder_on_another_machine_is_known_by_its_renewals(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = remote(place)
-    held = ObjectLock.acquire(store, "torchrun", beat_s=0.1)
+    held = acquire(store, "torchrun", beat_s=0.1)
     monkeypatch.setattr(lock, "this_place", lambda: "another machine")
     with pytest.raises(RefusedError, match="is being written by process"):
-        ObjectLock.acquire(store, "srun", stale_s=30.0)
+        acquire(store, "srun", stale_s=30.0)
     assert held.lost is None
     held.release()
     assert store.get(FILE) is None, "it has been renewed, and is still the holder's to delete"
@@ -274,7 +271,7 @@ def test_a_live_holder_on_another_machine_is_known_by_its_renewals(
 def test_one_of_several_jobs_takes_over_from_a_silent_holder(place: str) -> None:
     store = remote(place)
     leave(store, 1, "another machine")
-    taken: list[ObjectLock] = []
+    taken: list[Lock] = []
     refused: list[str] = []
     many = 4 if place.startswith("s3") else 1  # elsewhere two at one moment may both begin
     together = threading.Barrier(many)
@@ -282,7 +279,7 @@ def test_one_of_several_jobs_takes_over_from_a_silent_holder(place: str) -> None
     def attempt() -> None:
         together.wait()
         try:
-            taken.append(ObjectLock.acquire(store, "torchrun", stale_s=0.5))
+            taken.append(acquire(store, "torchrun", stale_s=0.5))
         except RefusedError as error:
             refused.append(str(error))
 
@@ -300,46 +297,33 @@ def test_one_of_several_jobs_takes_over_from_a_silent_holder(place: str) -> None
 
 
 @pytest.mark.parametrize("place", ["memory"], indirect=True)
-def test_a_silent_holder_of_a_run_in_a_store_and_its_checkpoints_is_watched_once(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock, "OBJECT_STALE_S", 1.0)
-    run, checkpoints = remote(place), remote(f"{place}/checkpoints")
-    for store in (run, checkpoints):
-        leave(store, 1, "another machine")
-    watched: list[float] = []
-    changes = lock._changes
-
-    def counted(store: ObjectStore, found: VersionedObject, stale_s: float) -> bool:
-        watched.append(stale_s)
-        return changes(store, found, stale_s)
-
-    monkeypatch.setattr(lock, "_changes", counted)
-    live = lock.hold(run, checkpoints, "torchrun")
-    assert watched == [1.0, 0.0]
-    with pytest.raises(RefusedError, match=r"another --run\.dir, or end that job"):
-        lock.hold(run, checkpoints, "srun")
+def test_the_lock_of_a_run_in_a_store_covers_its_checkpoints(place: str) -> None:
+    run, store = remote(place), remote(f"{place}/checkpoints")
+    live = hold(run, store, "torchrun")
+    assert store.get(FILE) is None
+    for first in (run, None):
+        with pytest.raises(RefusedError, match=rf"{place} is being written by process"):
+            hold(first, store, "srun")
     live.release()
-    once = lock.hold(run, run, "torchrun")
-    assert once.lost_now() is None
-    once.release()
 
 
 @pytest.mark.parametrize("since", ["1e999", "-1", '"now"', "1" + "0" * 400])
 @pytest.mark.parametrize("place", ["memory"], indirect=True)
 def test_a_lock_with_odd_content_has_an_unknown_holder(place: str, since: str) -> None:
     store = remote(place)
-    about = json.dumps({**asdict(this_holder("torchrun")), "since": 7}).replace(": 7}", f": {since}}}")
+    about = json.dumps({**asdict(this_holder("torchrun")), "since": 7}).replace(
+        '"since": 7', f'"since": {since}'
+    )
     assert store.swap(FILE, about.encode() + b"\n", None) is not None
-    held = ObjectLock.acquire(store, "torchrun", stale_s=0.1)
+    held = acquire(store, "torchrun", stale_s=0.1)
     assert held.took_over == f"{place}: took over from a holder without a name: it gave no sign for 0.1 s"
     held.release()
 
 
 def test_a_later_start_of_the_same_job_does_not_watch(place: str) -> None:
     store = remote(place)
-    first = ObjectLock.acquire(store, "srun", "Slurm job 12, start 1")
-    second = ObjectLock.acquire(store, "srun", "Slurm job 12, start 2", stale_s=3600.0)
+    first = acquire(store, "srun", "Slurm job 12, start 1")
+    second = acquire(store, "srun", "Slurm job 12, start 2", stale_s=3600.0)
     assert f"{place} was taken over by" in str(first.lost_now())
     first.release()
     assert second.lost_now() is None
@@ -348,7 +332,7 @@ def test_a_later_start_of_the_same_job_does_not_watch(place: str) -> None:
 
 def test_a_replaced_holder_deletes_nothing(place: str) -> None:
     store = remote(place)
-    held = ObjectLock.acquire(store, "torchrun", beat_s=0.05)
+    held = acquire(store, "torchrun", beat_s=0.05)
     found = store.get(FILE)
     while found is None or store.swap(FILE, b'{"nobody": 1}\n', found.version) is None:
         found = store.get(FILE)  # renewed in between
@@ -376,7 +360,7 @@ def test_a_renewal_whose_response_was_lost_keeps_the_lock_renewed(
         return found
 
     monkeypatch.setattr(ObjectStore, "swap", losing_a_response)
-    held = ObjectLock.acquire(store, "torchrun", beat_s=0.05)
+    held = acquire(store, "torchrun", beat_s=0.05)
     eventually("a renewal after the lost response", lambda: renewals(store) > 2, 30)
     assert held.lost is None
     held.release()
@@ -397,17 +381,17 @@ def test_renewals_that_fail_are_one_line_until_they_succeed(
         return swap(self, name, data, version)
 
     monkeypatch.setattr(ObjectStore, "swap", refusing)
-    held = ObjectLock.acquire(store, "torchrun", beat_s=0.01)
+    held = acquire(store, "torchrun", beat_s=0.01)
     eventually("a renewal after those that fail", lambda: "is renewed again" in caplog.text, 30)
     held.release()
-    assert caplog.text.count("could not be renewed: [Errno 13] writing CLAIM: Access Denied") == 1
-    assert caplog.text.count(f"the lock on {place} is renewed again, 4 renewals failed") == 1
+    assert caplog.text.count("cannot be renewed: [Errno 13] writing CLAIM: Access Denied") == 1
+    assert caplog.text.count(f"the lock of {place} is renewed again, 4 renewals failed") == 1
 
 
 def test_a_lock_is_released_though_the_response_to_its_last_renewal_was_lost(place: str) -> None:
     store = remote(place)
-    held = ObjectLock.acquire(store, "torchrun", beat_s=3600.0)
-    assert lock._write(store, held.holder, 1, held._version) is not None
+    held = acquire(store, "torchrun", beat_s=3600.0)
+    assert lock._write(store, held._holder, 1, held._version) is not None
     held.release()
     assert store.get(FILE) is None
 
@@ -433,9 +417,9 @@ def test_a_place_with_a_number_sign_is_not_the_one_without(place: str) -> None:
 
 KILLED = """
 import os, signal, sys
-from fsdp.checkpoint.lock import hold
-from fsdp.checkpoint.open_store import open_store
-hold(None, open_store(sys.argv[1]), "torchrun")
+from fsdp.checkpoint.open_store import lock_place, open_store
+from fsdp.rundir.lock import hold
+hold(None, lock_place(open_store(sys.argv[1])), "torchrun")
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -444,7 +428,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_killed_holder_of_this_machine_is_replaced_at_once(place: str) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, place], cwd=ROOT)
     assert done.returncode == -signal.SIGKILL
-    held = ObjectLock.acquire(remote(place), "torchrun", stale_s=3600.0)
+    held = acquire(remote(place), "torchrun", stale_s=3600.0)
     assert held.took_over.endswith("it is dead")
     held.release()
 
@@ -463,7 +447,7 @@ def save_replaced(env: DistEnv, run_dir: str, place: str, environ: dict[str, str
     """Another job takes over the store during the step before a save."""
     os.environ.update(environ)
     store = remote(place)
-    locks = hold(Path(run_dir), store, "torchrun")
+    locks = hold(Folder(run_dir), store, "torchrun")
     run = build(env, "ddp", run_dir, locks=locks, section={"dir": place})
     run.checkpointer.restore(run.state)
     run.step()
@@ -492,7 +476,7 @@ def test_a_run_whose_store_was_taken_over_seals_nothing(place: str, tmp_path: Pa
     ("checkpoints", "said"),
     [
         ("memory://runs/a/checkpoints", "memory://runs/a cannot be written: .* HINT: --run.dir FOLDER"),
-        ("memory://other", "memory://other cannot be written: .* HINT: --checkpoint.dir FOLDER"),
+        ("memory://other", "memory://runs/a cannot be written: .* HINT: --run.dir FOLDER"),
     ],
 )
 def test_an_unreachable_store_is_asked_once(
@@ -521,9 +505,9 @@ def test_a_store_without_conditional_writes_is_locked_too(
         s3_server.use(url, monkeypatch.setenv)
         fsspec.filesystem("s3").mkdir("test-unconditional")
         store = remote("s3://test-unconditional/run")
-        held = ObjectLock.acquire(store, "torchrun", beat_s=0.1)
+        held = acquire(store, "torchrun", beat_s=0.1)
         with pytest.raises(RefusedError, match="is being written by process"):
-            ObjectLock.acquire(store, "srun")
+            acquire(store, "srun")
         held.release()
         assert store.get(FILE) is None
     assert caplog.text.count("s3://test-unconditional/run has no conditional writes") == 1

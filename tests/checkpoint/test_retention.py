@@ -17,17 +17,17 @@ from fsdp.checkpoint import file_names, inspect, local_store, manifest
 from fsdp.checkpoint.__main__ import main
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.local_store import LocalStore
-from fsdp.checkpoint.lock import Locks
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.retention import RETRIED, prune, superfluous
 from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv
-from fsdp.rundir.lock import FILE, FolderLock
+from fsdp.rundir.lock import FILE, Locks
 from tests.checkpoint.manifests import a_manifest
 from tests.checkpoint.small import build
 from tests.checkpoint.test_crashes import ENV
 from tests.rundir.test_closed_folder import started
+from tests.support.locks import acquire
 from tests.support.world import run_world
 
 
@@ -362,7 +362,7 @@ def test_an_object_stores_content_decides_the_outcome_of_a_save(tmp_path: Path) 
 
 def save_ousted(env: DistEnv, run_dir: str, when: str) -> str:
     """Another job takes over the run directory before a save, while files are written, or after the seal."""
-    lock = FolderLock.acquire(Path(run_dir), "torchrun") if env.is_main else None
+    lock = acquire(Path(run_dir), "torchrun") if env.is_main else None
     run = build(
         env, "fsdp", run_dir, locks=Locks(lock) if lock is not None else None, section={"keep_last": 1}
     )
@@ -375,7 +375,7 @@ def save_ousted(env: DistEnv, run_dir: str, when: str) -> str:
     def oust() -> None:
         if lock is not None:
             file = Path(run_dir, FILE)
-            file.write_text(file.read_text().replace(lock.holder.token, "1234"))
+            file.write_text(file.read_text().replace(lock._holder.token, "1234"))
 
     def ousting_write(self: LocalStore, folder: str, file: str, buffers: Any) -> None:
         write(self, folder, file, buffers)

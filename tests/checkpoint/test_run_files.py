@@ -12,12 +12,12 @@ import pytest
 from fsdp.base.phases import ACTIVITIES, Activity
 from fsdp.checkpoint import run_files, run_mirror
 from fsdp.checkpoint.full_state import newest_export
-from fsdp.checkpoint.lock import Locks
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.run_files import WRITER, RunFiles
 from fsdp.checkpoint.run_mirror import RunMirror
 from fsdp.checkpoint.run_source import opened
 from fsdp.checkpoint.store import Buffer
+from fsdp.rundir.lock import Lock, Locks
 from fsdp.rundir.paths import open_run
 from tests.support.processes import eventually
 
@@ -263,8 +263,11 @@ def test_a_lock_that_cannot_be_read_at_the_end_is_released_and_raises_nothing(
 ) -> None:
     """The run's own error, if it has one, stays the one that is shown."""
 
-    class Unread(Locks):
+    class Unread(Lock):
         released = False
+
+        def __init__(self) -> None:
+            self.lost = None
 
         def lost_now(self) -> str | None:
             raise OSError(110, "reading the lock: it is away")

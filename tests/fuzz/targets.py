@@ -35,6 +35,7 @@ from launch import slurm_job
 from launch.marker import TOKEN
 from tests.checkpoint.manifests import a_manifest
 from tests.fuzz import inputs
+from tests.support.locks import acquire
 
 Check = Callable[..., None]
 
@@ -169,7 +170,7 @@ def a_config() -> bytes:
 
 def lock_file(run: RunDir, text: bytes) -> None:
     (run.path / lock.FILE).write_bytes(text)
-    lock.FolderLock.acquire(run.path, "test", stale_s=0.0).release()
+    acquire(run.path, "test", stale_s=0.0).release()
     assert list(run.path.iterdir()) == []
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from fsdp.rundir import line_files, paths
-from fsdp.rundir.lock import FolderLock
 from fsdp.rundir.paths import RunDir
 from launch.policy import Act
 from launch.rendezvous import free_port
@@ -32,6 +31,7 @@ from tests.launch.ends import (
     sequence,
     table,
 )
+from tests.support.locks import acquire
 from tests.support.marks import sample_are
 from tests.support.processes import eventually, pids_with
 
@@ -58,7 +58,7 @@ def test_every_test_of_a_cell_exists() -> None:
 @contextlib.contextmanager
 def held(run: Path) -> Iterator[None]:
     """Another live process writes there."""
-    lock = FolderLock.acquire(paths.create(run).path, "torchrun")
+    lock = acquire(paths.create(run).path, "torchrun")
     try:
         yield
     finally:

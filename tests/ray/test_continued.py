@@ -13,9 +13,9 @@ import pytest
 
 from fsdp.config import load, to_toml
 from fsdp.rundir import paths
-from fsdp.rundir.lock import FolderLock
 from tests.ray.cluster import REPOSITORY, clean_environment
 from tests.ray.runs import STEPS, Driver, Run
+from tests.support.locks import acquire
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -90,7 +90,7 @@ def test_ray_asked_for_under_torchrun_is_refused_in_one_line(tmp_path: Path) -> 
 @pytest.mark.long
 def test_a_driver_on_a_live_run_directory_is_refused_and_writes_nothing(tmp_path: Path) -> None:
     place = paths.create(tmp_path / "run").path
-    lock = FolderLock.acquire(place, "torchrun")
+    lock = acquire(place, "torchrun")
     before = sorted(path for path in place.rglob("*") if path.name != "CLAIM")
     try:
         driver = Driver(place)

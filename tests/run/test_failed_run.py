@@ -7,8 +7,8 @@ import json
 import os
 from pathlib import Path
 
-from fsdp.checkpoint.lock import Locks
 from fsdp.dist.env import DistEnv
+from fsdp.rundir.lock import Locks
 from tests.support.runs import flags, on_a_rank
 from tests.support.world import run_world
 

@@ -22,7 +22,6 @@ import pytest
 
 from fsdp.base.errors import CheckpointError
 from fsdp.dist.env import from_environment
-from fsdp.rundir.lock import FolderLock
 from fsdp.rundir.paths import RunDir
 from launch.guard import report
 from launch.marker import Marker
@@ -212,9 +211,7 @@ def test_a_start_on_a_full_disk_is_refused_in_one_line_with_a_hint(disk: SmallDi
 def test_a_lock_file_that_does_not_fit_is_named_and_removed(disk: SmallDisk) -> None:
     """The disk fills up between the check of the folder and the lock."""
     fill(disk.outside / "ballast")
-    name = FolderLock.__name__
-    take = f"from pathlib import Path; from fsdp.rundir.lock import {name}; "
-    take += f"{name}.acquire(Path({str(disk.inside)!r}), 'test')"
+    take = f"from fsdp.rundir.lock import Folder, hold; hold(Folder({str(disk.inside)!r}), None, 'test')"
     refused = disk.start(sys.executable, "-c", take)
     assert (
         f"{disk.inside}/CLAIM cannot be written (No space left on device)." in refused.stderr.splitlines()[-1]

@@ -19,18 +19,17 @@ import pytest
 
 from fsdp.base import proc
 from fsdp.base.errors import ConfigError, RefusedError
-from fsdp.checkpoint.lock import Locks
 from fsdp.rundir import lock, lock_holder
-from fsdp.rundir.lock import FILE, FolderLock
+from fsdp.rundir.lock import FILE, Folder, Locks, hold
+from tests.support.locks import acquire
 from tests.support.processes import eventually
 
 ROOT = Path(__file__).parents[2]
 
-HOLD = f"""
+HOLD = """
 import sys
-from pathlib import Path
-from fsdp.rundir.lock import {FolderLock.__name__}
-held = {FolderLock.__name__}.acquire(Path(sys.argv[1]), "torchrun", "job 7")
+from fsdp.rundir.lock import Folder, hold
+held = hold(Folder(sys.argv[1]), None, "torchrun", "job 7")
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -59,7 +58,7 @@ def rewrite(run_dir: Path, **changes: object) -> None:
 def test_a_second_job_is_refused_with_the_holder_named(tmp_path: Path) -> None:
     with holder(tmp_path) as first:
         with pytest.raises(RefusedError) as refused:
-            FolderLock.acquire(tmp_path, "srun")
+            acquire(tmp_path, "srun")
         assert not open_below(tmp_path)
         assert f"process {first.pid} on {os.uname().nodename}, started by torchrun (job 7), since 20" in str(
             refused.value
@@ -72,7 +71,7 @@ def test_a_killed_holder_is_replaced_at_once_with_one_line(tmp_path: Path) -> No
     with holder(tmp_path) as first:
         first.kill()
         first.wait()
-        second = FolderLock.acquire(tmp_path, "srun", stale_s=1e9)
+        second = acquire(tmp_path, "srun", stale_s=1e9)
     assert f"took over from process {first.pid} on" in second.took_over
     assert second.took_over.endswith("it is dead")
     second.release()
@@ -89,11 +88,11 @@ def test_clocks_of_two_machines_an_hour_apart(
     with holder(tmp_path) as first:
         rewrite(tmp_path, place="another machine")
         with pytest.raises(RefusedError):
-            FolderLock.acquire(tmp_path, "srun", stale_s=20)
+            acquire(tmp_path, "srun", stale_s=20)
         first.kill()
         first.wait()
         os.utime(tmp_path / FILE, (now() - apart_s, now() - apart_s))
-        second = FolderLock.acquire(tmp_path, "srun", stale_s=0.5)
+        second = acquire(tmp_path, "srun", stale_s=0.5)
     assert second.took_over.endswith("it gave no sign for 0.5 s")
     second.release()
 
@@ -103,7 +102,7 @@ def test_a_zombie_is_dead(tmp_path: Path) -> None:
     with holder(tmp_path) as first:
         first.kill()
         eventually("the holder is a zombie", lambda: is_zombie(first.pid), 10)
-        second = FolderLock.acquire(tmp_path, "srun", stale_s=1e9)
+        second = acquire(tmp_path, "srun", stale_s=1e9)
         assert is_zombie(first.pid)
     assert second.took_over.endswith("it is dead")
     second.release()
@@ -115,9 +114,9 @@ def is_zombie(pid: int) -> bool:
 
 
 def test_a_reused_process_id_is_not_the_holder(tmp_path: Path) -> None:
-    held = FolderLock.acquire(tmp_path, "torchrun")
+    held = acquire(tmp_path, "torchrun")
     rewrite(tmp_path, token="another", born="1")
-    second = FolderLock.acquire(tmp_path, "torchrun", stale_s=1e9)
+    second = acquire(tmp_path, "torchrun", stale_s=1e9)
     assert second.took_over
     assert held.lost_now() is not None
     second.release()
@@ -127,12 +126,12 @@ def test_a_reused_process_id_is_not_the_holder(tmp_path: Path) -> None:
 def test_a_live_holder_on_another_machine_is_recognised_by_its_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "BEAT_S", 0.05)
-    held = FolderLock.acquire(tmp_path, "srun")
+    monkeypatch.setattr(Folder, "beat_s", 0.05)
+    held = acquire(tmp_path, "srun")
     for module in (lock, lock_holder):
         monkeypatch.setattr(module, "this_place", lambda: "another machine")
     with pytest.raises(RefusedError, match="is being written by process"):
-        FolderLock.acquire(tmp_path, "srun", stale_s=30.0)
+        acquire(tmp_path, "srun", stale_s=30.0)
     assert held.lost_now() is None
     held.release()
 
@@ -140,10 +139,10 @@ def test_a_live_holder_on_another_machine_is_recognised_by_its_count(
 def test_a_silent_holder_on_another_machine_is_replaced_and_notices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "BEAT_S", 3600.0)  # a disk's fsync may take longer than the ordinary one
-    held = FolderLock.acquire(tmp_path, "srun")
+    monkeypatch.setattr(Folder, "beat_s", 3600.0)  # a disk's fsync may take longer than the ordinary one
+    held = acquire(tmp_path, "srun")
     rewrite(tmp_path, place="another machine", host="n2")
-    second = FolderLock.acquire(tmp_path, "srun", stale_s=0.3)
+    second = acquire(tmp_path, "srun", stale_s=0.3)
     assert "on n2" in second.took_over
     assert "gave no sign for 0.3 s" in second.took_over
     assert f"was taken over by process {os.getpid()}" in (held.lost_now() or "")
@@ -153,7 +152,7 @@ def test_a_silent_holder_on_another_machine_is_replaced_and_notices(
 
 
 def test_a_lock_removed_by_hand_stops_its_holder(tmp_path: Path) -> None:
-    held = FolderLock.acquire(tmp_path, "srun")
+    held = acquire(tmp_path, "srun")
     (tmp_path / FILE).unlink()
     assert "is gone" in (held.lost_now() or "")
     assert held.advice() == "squeue or ps shows both runs: end one of them"
@@ -164,9 +163,9 @@ def test_a_renamed_run_directory_is_named_with_the_way_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error named a second run, and there was none."""
-    monkeypatch.setattr(lock, "BEAT_S", 0.01)
+    monkeypatch.setattr(Folder, "beat_s", 0.01)
     place = tmp_path / "a run"
-    held = FolderLock.acquire(place, "torchrun")
+    held = acquire(place, "torchrun")
     place.rename(tmp_path / "moved")
     eventually("the holder notices", lambda: held.lost, 10)
     assert held.lost == f"{place} is gone: it was renamed or removed"
@@ -177,23 +176,23 @@ def test_a_renamed_run_directory_is_named_with_the_way_back(
 
 def test_an_empty_lock_file_is_watched_and_replaced(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("")
-    second = FolderLock.acquire(tmp_path, "srun", stale_s=0.2)
+    second = acquire(tmp_path, "srun", stale_s=0.2)
     assert "a holder without a name" in second.took_over
     second.release()
 
 
 def try_once(run_dir: str, start: object, results: object) -> None:
-    real = lock.rename
+    real = Path.unlink
 
-    def slow(source: Path, target: Path) -> None:
+    def slow(file: Path, missing_ok: bool = False) -> None:
         time.sleep(0.02)  # each place where another may come between
-        real(source, target)
+        real(file, missing_ok)
         time.sleep(0.02)
 
-    lock.rename = slow
+    Path.unlink = slow  # type: ignore[method-assign, assignment]
     start.wait()  # type: ignore[attr-defined]
     try:
-        held = FolderLock.acquire(Path(run_dir), "race")
+        held = acquire(Path(run_dir), "race")
         results.put(("held", held.lost_now()))  # type: ignore[attr-defined]
     except RefusedError as error:
         results.put(("refused", str(error)))  # type: ignore[attr-defined]
@@ -217,18 +216,6 @@ def test_of_several_that_see_a_dead_holder_one_takes_over(tmp_path: Path) -> Non
     assert not [path for path in tmp_path.iterdir() if path.name != FILE]
 
 
-def test_a_folder_without_hard_links_works_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_links(self: Path, target: Path) -> None:
-        raise PermissionError("no hard links here")
-
-    monkeypatch.setattr(Path, "hardlink_to", no_links)
-    held = FolderLock.acquire(tmp_path, "srun")
-    with pytest.raises(RefusedError):
-        FolderLock.acquire(tmp_path, "srun")
-    held.release()
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("job", "other", "later"),
     [
@@ -248,9 +235,9 @@ def test_which_start_is_a_later_one_of_the_same_job(job: str, other: str, later:
 def test_a_holder_notices_within_a_beat_that_it_was_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "BEAT_S", 0.01)
-    held = FolderLock.acquire(tmp_path, "native srun", "Slurm job 7, start 1")
-    later = FolderLock.acquire(tmp_path, "native srun", "Slurm job 7, start 2", stale_s=1e9)
+    monkeypatch.setattr(Folder, "beat_s", 0.01)
+    held = acquire(tmp_path, "native srun", "Slurm job 7, start 1")
+    later = acquire(tmp_path, "native srun", "Slurm job 7, start 2", stale_s=1e9)
     assert "Slurm job 7, start 1 is over" in later.took_over
     eventually("the first start notices the second", lambda: held.lost, 10)
     assert "Slurm job 7, start 2" in (held.lost or "")
@@ -262,37 +249,36 @@ def test_a_replaced_holder_notices_where_its_old_file_cannot_be_written_any_more
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NFS: another node has removed the file that is open here."""
-    monkeypatch.setattr(lock, "BEAT_S", 0.01)
-    held = FolderLock.acquire(tmp_path, "native srun", "Slurm job 7, start 1")
+    monkeypatch.setattr(Folder, "beat_s", 0.01)
+    folder = Folder(tmp_path)
+    held = acquire(folder, "native srun", "Slurm job 7, start 1")
     sync = os.fsync
 
     def stale(descriptor: int) -> None:
-        if descriptor == held._descriptor:
+        if descriptor == folder._descriptor:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", stale)
-    later = FolderLock.acquire(tmp_path, "native srun", "Slurm job 7, start 2", stale_s=1e9)
+    later = acquire(tmp_path, "native srun", "Slurm job 7, start 2", stale_s=1e9)
     eventually("the first start notices the second", lambda: held.lost, 10)
     assert "was taken over by" in (held.lost or "")
     held.release()
     later.release()
 
 
-def test_a_lock_that_cannot_be_named_is_one_line_and_leaves_nothing(
+def test_a_lock_that_cannot_be_written_is_one_line_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def away(*words: object, **more: object) -> None:
+    def away(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "link", away)
-        patched.setattr(os, "rename", away)
+        patched.setattr(os, "fsync", away)
         with pytest.raises(ConfigError, match=r"CLAIM cannot be written \(Input/output error\)\. HINT: ls"):
-            FolderLock.acquire(tmp_path, "torchrun")
+            acquire(tmp_path, "torchrun")
     assert not open_below(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [FILE], "empty: the next start watches it"
-    FolderLock.acquire(tmp_path, "torchrun", stale_s=0.1).release()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_start_removes_what_killed_ones_have_left(tmp_path: Path) -> None:
@@ -308,13 +294,13 @@ def test_a_start_removes_what_killed_ones_have_left(tmp_path: Path) -> None:
         os.utime(tmp_path / name, (hours_ago, hours_ago))
     fresh = ".writable-89abcdef"  # of a start that may live
     (tmp_path / fresh).touch()
-    FolderLock.acquire(tmp_path, "torchrun").release()
+    acquire(tmp_path, "torchrun").release()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, fresh])
 
 
 def test_a_released_lock_leaves_no_file_and_no_open_one(tmp_path: Path) -> None:
     """A process that makes many runs (a sweep under Ray) must not run out of descriptors."""
-    held = FolderLock.acquire(tmp_path, "torchrun")
+    held = acquire(tmp_path, "torchrun")
     assert len(open_below(tmp_path)) == 1
     held.release()
     assert not open_below(tmp_path)
@@ -325,13 +311,17 @@ def test_a_lock_whose_file_cannot_be_removed_is_one_line_and_refuses_no_start_of
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A folder that became read-only; a notebook's process lives on and starts the run again."""
-    held = FolderLock.acquire(tmp_path, "torchrun")
+    held = acquire(tmp_path, "torchrun")
 
-    def read_only(self: Path, missing_ok: bool = False) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+    opened = os.open
+
+    def read_only(file: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return opened(file, flags, *mode)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", read_only)
+        patched.setattr(os, "open", read_only)
         held.release()
     said = [record.getMessage() for record in caplog.records]
     assert said == [
@@ -339,7 +329,7 @@ def test_a_lock_whose_file_cannot_be_removed_is_one_line_and_refuses_no_start_of
         "the next start here takes it over"
     ]
     assert not open_below(tmp_path)
-    again = FolderLock.acquire(tmp_path, "torchrun", stale_s=1e9)
+    again = acquire(tmp_path, "torchrun", stale_s=1e9)
     assert again.took_over
     again.release()
     assert not list(tmp_path.iterdir())
@@ -354,10 +344,80 @@ def open_below(folder: Path) -> list[str]:
     return [name for name in found if name.startswith(f"{folder}/")]
 
 
-def test_the_lock_of_a_new_holder_is_put_back(tmp_path: Path) -> None:
+def test_only_the_lock_that_was_found_dead_is_removed(tmp_path: Path) -> None:
     """Of two starts that remove a dead holder's lock, the slower finds the faster one's in its place."""
-    held = FolderLock.acquire(tmp_path, "test")
-    lock._remove(tmp_path, b'{"token": "the dead one"}\n' + b"0" * 20)
+    held = acquire(tmp_path, "test")
+    assert not Folder(tmp_path).drop(FILE, "the version of the dead one")
     assert held.lost_now() is None
     assert [one.name for one in tmp_path.iterdir()] == [FILE]
     held.release()
+
+
+def test_a_start_that_was_killed_while_it_removed_a_dead_lock_holds_none_up_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "REMOVAL_S", 0.1)
+    (tmp_path / FILE).write_text("")
+    (tmp_path / f".{FILE}-dead-{lock._version(b'')}").touch()
+    acquire(tmp_path, "test", stale_s=0.0).release()
+    assert not list(tmp_path.iterdir())
+
+
+BOTH = """
+import sys
+from fsdp.rundir.lock import Folder, hold
+held = hold(Folder(sys.argv[1]), Folder(sys.argv[2]), "torchrun")
+print("held", flush=True)
+sys.stdin.read()
+print(held.lost)
+held.release()
+"""
+
+
+@pytest.mark.parametrize("checkpoints", ["run/checkpoints", "elsewhere"])
+def test_of_a_suspended_job_and_a_second_one_on_its_directory_one_goes_on(
+    checkpoints: str, tmp_path: Path
+) -> None:
+    """On another machine. Resumed between the takeovers of two locks, it kept one and lost the other: both
+    jobs ended.
+    """
+    run, store = tmp_path / "run", tmp_path / checkpoints
+    run.mkdir()
+    words = [sys.executable, "-c", BOTH, str(run), str(store)]
+    with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdin is not None
+        assert first.stdout.readline() == "held\n"
+        for folder in (run, store):
+            if (folder / FILE).exists():
+                rewrite(folder, place="another machine")
+        first.send_signal(signal.SIGSTOP)
+        places = Folder(run), Folder(store)
+        for place in places:
+            place.stale_s = 1.0
+        swap = places[0].swap
+
+        def resumed(name: str, data: bytes, version: str | None) -> str | None:
+            taken = swap(name, data, version)
+            if taken is not None and version is not None:
+                first.send_signal(signal.SIGCONT)
+                time.sleep(1.2 * Folder.beat_s)  # it renews what it has
+            return taken
+
+        places[0].swap = resumed  # type: ignore[method-assign]
+        second = hold(*places, "srun")
+        assert second.lost_now() is None
+        assert "was taken over by" in first.communicate("", timeout=30)[0]
+    second.release()
+    assert not [path for path in tmp_path.rglob("*") if FILE in path.name]
+
+
+def test_a_suspended_holder_of_this_machine_is_named_as_such(tmp_path: Path) -> None:
+    with holder(tmp_path) as first:
+        first.send_signal(signal.SIGSTOP)
+        held = lock_holder.read_holder((tmp_path / FILE).read_bytes())
+        assert held is not None
+        eventually("it is suspended", lambda: lock_holder.is_suspended(held), 10)
+        with pytest.raises(RefusedError, match=f"which is suspended.* kill -CONT {first.pid} resumes it"):
+            acquire(tmp_path, "srun")
+        first.kill()

@@ -15,7 +15,8 @@ import pytest
 
 from fsdp.base.errors import ShardrunError
 from fsdp.rundir import lock, lock_holder
-from fsdp.rundir.lock import FolderLock
+from fsdp.rundir.lock import Folder
+from tests.support.locks import acquire
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
@@ -73,11 +74,10 @@ def test_a_holder_in_another_pid_namespace_is_recognised_by_its_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process id may be another process here."""
-    monkeypatch.setattr(lock, "BEAT_S", 0.05)
-    held = FolderLock.acquire(tmp_path, "torchrun")
-    name = FolderLock.__name__
-    contend = f"import sys; from pathlib import Path; from fsdp.rundir.lock import {name}\n"
-    contend += f"try: {name}.acquire(Path(sys.argv[1]), 'srun', stale_s=60.0)\n"
+    monkeypatch.setattr(Folder, "beat_s", 0.05)
+    held = acquire(tmp_path, "torchrun")
+    contend = "import sys; from pathlib import Path; from tests.support.locks import acquire\n"
+    contend += "try: acquire(Path(sys.argv[1]), 'srun', stale_s=60.0)\n"
     contend += "except Exception as error: print(error)"
     said = in_namespaces(OWN_SPACE, "mount -t proc proc /proc", sys.executable, "-c", contend, str(tmp_path))
     assert f"is being written by process {os.getpid()} on " in said
@@ -105,12 +105,12 @@ def test_machines_with_equal_names_differ_by_their_ids(tmp_path: Path) -> None:
 
 
 def test_an_unknown_place_equals_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "BEAT_S", 0.05)
+    monkeypatch.setattr(Folder, "beat_s", 0.05)
     for module in (lock, lock_holder):
         monkeypatch.setattr(module, "this_place", lambda: "")
-    held = FolderLock.acquire(tmp_path, "torchrun")
+    held = acquire(tmp_path, "torchrun")
     with pytest.raises(ShardrunError, match="is being written by process"):
-        FolderLock.acquire(tmp_path, "srun", stale_s=30.0)
+        acquire(tmp_path, "srun", stale_s=30.0)
     held.release()
 
 
@@ -131,12 +131,12 @@ def test_an_unknown_place_equals_no_other(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_lock_file_with_invalid_values_is_watched_and_replaced(
     foreign: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "BEAT_S", 3600.0)
-    held = FolderLock.acquire(tmp_path, "torchrun")
+    monkeypatch.setattr(Folder, "beat_s", 3600.0)
+    held = acquire(tmp_path, "torchrun")
     file = tmp_path / lock.FILE
     head, _, beat = file.read_text().partition("\n")
     file.write_text(json.dumps({**json.loads(head), **foreign}) + "\n" + beat)
-    second = FolderLock.acquire(tmp_path, "srun", stale_s=0.1)
+    second = acquire(tmp_path, "srun", stale_s=0.1)
     assert "a holder without a name" in second.took_over
     held.release()
     second.release()

@@ -19,6 +19,7 @@ from fsdp.rundir import history, line_files, lock, paths
 from fsdp.rundir.paths import RunDir
 from launch import slurm_job
 from launch.marker import TOKEN
+from tests.support.locks import acquire
 from tests.support.runs import QUIET, on_a_rank
 from tests.support.world import run_world
 
@@ -83,7 +84,7 @@ def test_a_lock_that_is_no_file_is_taken_over(
 ) -> None:
     fresh(run)
     form(run.path / lock.FILE, Path("/dev/zero"))
-    lock.FolderLock.acquire(run.path, "test", stale_s=0.0).release()
+    acquire(run.path, "test", stale_s=0.0).release()
 
 
 @pytest.mark.slow
@@ -103,7 +104,7 @@ def test_a_lock_that_is_a_link_to_nothing_is_taken_over(run: RunDir, tmp_path: P
     """As `cp -as` of a run leaves it when that run's lock is released: a start tried for ever to take it."""
     fresh(run)
     (run.path / lock.FILE).symlink_to(tmp_path / "nothing")
-    lock.FolderLock.acquire(run.path, "test", stale_s=0.0).release()
+    acquire(run.path, "test", stale_s=0.0).release()
     assert not list(run.path.iterdir())
     assert not (tmp_path / "nothing").exists()
 
@@ -112,7 +113,7 @@ def test_a_folder_in_the_place_of_the_lock_is_named(run: RunDir) -> None:
     fresh(run)
     (run.path / lock.FILE).mkdir()
     with pytest.raises(ShardrunError, match=r"CLAIM cannot be written \(Is a directory\)"):
-        lock.FolderLock.acquire(run.path, "test", stale_s=0.0)
+        acquire(run.path, "test", stale_s=0.0)
 
 
 def test_a_config_that_is_a_fifo_is_replaced(run: RunDir) -> None:

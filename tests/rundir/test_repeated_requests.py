@@ -14,8 +14,9 @@ import pytest
 from fsdp.base.errors import RefusedError
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.rundir.atomic_write import rename, write_atomically
-from fsdp.rundir.lock import FILE, FolderLock
+from fsdp.rundir.lock import FILE
 from fsdp.rundir.paths import create
+from tests.support.locks import acquire
 
 
 @pytest.fixture
@@ -42,12 +43,12 @@ def test_a_file_is_replaced_once(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("repeats")
 def test_a_lock_is_taken_released_and_taken_over(tmp_path: Path) -> None:
-    lock = FolderLock.acquire(tmp_path, "test")
+    lock = acquire(tmp_path, "test")
     with pytest.raises(RefusedError):
-        FolderLock.acquire(tmp_path, "another")
+        acquire(tmp_path, "another")
     lock.release()
     (tmp_path / FILE).write_text("{}\n")
-    FolderLock.acquire(tmp_path, "test", stale_s=0.0).release()
+    acquire(tmp_path, "test", stale_s=0.0).release()
     assert list(tmp_path.iterdir()) == []
 
 

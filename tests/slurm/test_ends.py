@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from fsdp.rundir import paths
-from fsdp.rundir.lock import FolderLock
 from launch.policy import Act
 from tests.launch.ends import DEADLINE, ENDS, LAUNCHERS, ON_SLURM, REFUSED, SRUN, STOPPED, flags_of, sequence
 from tests.slurm.cluster import Cluster, Shape
@@ -20,6 +19,7 @@ from tests.slurm.conftest import need_slurm
 from tests.slurm.job import EVERY, Job, Run, Undisturbed, sbatch
 from tests.slurm.scenarios import SLOWLY, left, submit
 from tests.slurm.test_jobs import check_finished
+from tests.support.locks import acquire
 from tests.support.processes import eventually
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
@@ -53,7 +53,7 @@ def jobs(
     with contextlib.ExitStack() as stack:
         for at, (name, _) in enumerate(selected):
             if name == REFUSED:
-                lock = FolderLock.acquire(paths.create(folder / str(at) / "run").path, "torchrun")
+                lock = acquire(paths.create(folder / str(at) / "run").path, "torchrun")
                 stack.callback(lock.release)
         cluster = stack.enter_context(Cluster(folder / "slurm", Shape(nodes=2, cpus=2, message_timeout_s=60)))
         yield {cell: submitted(cluster, folder / str(at), cell) for at, cell in enumerate(selected)}

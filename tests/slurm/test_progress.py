@@ -14,11 +14,11 @@ import pytest
 
 from fsdp.base.errors import ConfigError, RefusedError
 from fsdp.rundir import history, line_files, lock, paths
-from fsdp.rundir.lock import FolderLock
 from fsdp.rundir.paths import RunDir
 from launch import policy, slurm_job
 from launch.marker import TOKEN, Failure, Marker
 from launch.policy import Act, Allocation, Decision, Kind
+from tests.support.locks import acquire
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_decision_stands_where_the_lock_cannot_be_released(
 ) -> None:
     """As of a run directory in a store that is away by now: the crash is in the folder's history."""
     reach(run, 10)
-    monkeypatch.setattr(FolderLock, "release", away)
+    monkeypatch.setattr(lock.Locks, "release", away)
     assert judge(run).act is Act.AGAIN
     assert json.loads(run.history.read_text().splitlines()[-1])["event"] == "crash"
 
@@ -184,7 +184,7 @@ def test_nothing_is_written_where_another_job_holds_the_directory(
 ) -> None:
     reach(run, 10)
     stopped(run, 10, "SIGTERM")
-    held = FolderLock.acquire(run.path, "torchrun")
+    held = acquire(run.path, "torchrun")
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     try:
         with pytest.raises(RefusedError, match="is being written by process"):

@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from fsdp.base.errors import ShardrunError
-from fsdp.rundir import lock
-from fsdp.rundir.lock import FolderLock
+from fsdp.rundir.lock import Folder
+from tests.support.locks import acquire
 
 FORK = multiprocessing.get_context("fork")
 HERE = Path()
@@ -26,7 +26,7 @@ LONG_S = 60.0
 
 
 def hold(told: Connection) -> None:
-    FolderLock.acquire(HERE, "torchrun")
+    acquire(HERE, "torchrun")
     told.send("held")
     told.recv()
 
@@ -36,7 +36,7 @@ def want(told: Connection, user: int, stale_s: float) -> None:
     os.setgid(user)
     os.setuid(user)
     try:
-        held = FolderLock.acquire(HERE, "srun", stale_s=stale_s)
+        held = acquire(HERE, "srun", stale_s=stale_s)
         told.send(held.took_over)
         held.release()
     except ShardrunError as error:
@@ -45,7 +45,7 @@ def want(told: Connection, user: int, stale_s: float) -> None:
 
 def main() -> None:
     user, stale_s = int(sys.argv[1]), float(sys.argv[2])
-    lock.BEAT_S = 0.05
+    Folder.beat_s = 0.05
     HERE.chmod(0o777)
     ours, theirs = multiprocessing.Pipe()
     holder = FORK.Process(target=hold, args=(theirs,))
