@@ -89,7 +89,7 @@ def test_a_run_is_refused_a_store_that_another_run_writes(tmp_path: Path) -> Non
     """The other run's store is in its run directory, as by default."""
     store = LocalStore(tmp_path / "a" / "checkpoints")
     live = hold(Folder(tmp_path / "a"), Folder(store.root), "torchrun")
-    words = ["--model.name", "mlp", "--train.steps", "1"]
+    words = ["--model.name", "mlp", "--data.name", "digits", "--train.steps", "1"]
     words += ["--run.dir", str(tmp_path / "b"), "--checkpoint.dir", str(store.root)]
     (said,) = run_world(1, on_a_rank, words)
     assert said.startswith(f"RefusedError: {tmp_path / 'a'} is being written by process {os.getpid()} on")
@@ -107,7 +107,16 @@ def ousted(env: DistEnv, words: list[str]) -> str | None:
 
 def test_a_run_that_lost_its_lock_is_refused_further_starts(tmp_path: Path) -> None:
     """Under launch.local and sbatch a run whose folder was renamed began anew in the old place."""
-    words = ["--model.name", "mlp", "--train.steps", "1", "--run.dir", str(tmp_path / "run")]
+    words = [
+        "--model.name",
+        "mlp",
+        "--data.name",
+        "digits",
+        "--train.steps",
+        "1",
+        "--run.dir",
+        str(tmp_path / "run"),
+    ]
     (said,) = run_world(1, ousted, words)
     assert str(said).startswith("RefusedError: step 1: the lock of this run is gone. HINT: squeue or ps")
 
