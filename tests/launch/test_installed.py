@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import textwrap
 import venv
 from collections.abc import Mapping
 from pathlib import Path
@@ -124,3 +126,43 @@ def test_an_extra_that_is_not_installed_is_one_line(
     assert done.returncode == code, done.stderr
     assert said in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def blocks(page: str) -> list[str]:
+    """The indented Python of a page: blocks that import."""
+    found = re.findall(r"(?:^    .*\n|^\n(?=    ))+", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+    return [
+        text for block in found if re.search(r"^(import|from) ", text := textwrap.dedent(block), re.MULTILINE)
+    ]
+
+
+@pytest.mark.slow
+def test_the_code_of_the_library_page_runs_from_another_folder(installed: Path, tmp_path: Path) -> None:
+    whole, _ = blocks("docs/library.md")
+    (tmp_path / "whole.py").write_text(whole.replace("steps=200", "steps=20"))
+    shutil.copy(ROOT / "examples/own_loop.py", tmp_path)
+    done = typed("python whole.py", installed, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "20 None Evaluation(" in done.stdout
+    torchrun = "python -m torch.distributed.run --standalone --nproc_per_node=2"
+    done = typed(f"{torchrun} own_loop.py --run.dir own --train.steps 4", installed, tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = typed(
+        '''ls "$(python -c 'import shardrun; print(shardrun.CODE)')/slurm/fsdp.sbatch"''', installed, tmp_path
+    )
+    assert done.stdout.startswith(str(installed.parent)), done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.ray
+def test_the_trial_of_the_library_page_continues_a_run(installed: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    _, trial = blocks("docs/library.md")
+    run = tmp_path / "mine"
+    (tmp_path / "trial.py").write_text(trial.replace("RUN", str(run)).replace('"30"', '"5"'))
+    first = typed(f"shardrun train --train.steps 6 --train.stop_after 2 --run.dir {run}", installed, tmp_path)
+    assert first.returncode == 0, first.stderr
+    done = typed("python trial.py", installed, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (run / "STOPPED").read_text() == "--train.stop_after 5 at step 5\n"
