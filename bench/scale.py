@@ -29,12 +29,12 @@ from bench.launched import Launched
 from bench.peers.team import HONEST, Team
 from bench.peers.work import COMMON, decoder
 from bench.scale_costs import PLANNED, by_plan
-from bench.steps_done import Done, by_steps
+from bench.steps_done import by_steps
 
 TURN, WARM = 20, 5
 SAVE_EVERY, STEPS = 6, 24
 SIZES = {"1M": (96, 4, 1024), "10M": (320, 6, 4096), "30M": (512, 8, 8192), "100M": (768, 12, 19_968)}
-STEPS_DONE = (*(Done(10**power) for power in range(3, 8)), Done(10**6, each=True))
+STEPS_DONE = (10**3, 10**4, 10**5, 10**6)
 SIMULATED = (
     (4096, "124m"), (16_384, "124m"), (512, "llama-8b"), (512, "70b"), (4096, "70b"), (16_384, "70b")
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """A start, its records and a report against the steps that a run has done, for bench/scale.py.
 
-One real run of STEPS steps, whose metrics.jsonl is filled with as many records as so many steps leave
-(fsdp/record/grouped.py), or with one of each step. For a start they repeat the steps up to the last one, so
-that the run's own checkpoint is the one to resume; the report reads them with the steps' own numbers.
+One real run of STEPS steps, whose metrics.jsonl is filled with a record of each step. For a start they
+repeat the steps up to the last one, so that the run's own checkpoint is the one to resume; the report reads
+them with the steps' own numbers.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import tables
 from bench.peers import setup
-from fsdp.config import FIELDS
-from fsdp.record.grouped import StepGroups
 
 STEPS, REPEATED = 10, 100
 HEADS = {
@@ -70,33 +68,9 @@ def used(*words: str, environment: Mapping[str, str] | None = None) -> Used:
     return Used(**json.loads(found.stdout))
 
 
-@dataclass(frozen=True)
-class Done:
-    """So many steps, recorded as the product does it or each on its own."""
-
-    steps: int
-    each: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.steps:,}" + ", a record each" * self.each
-
-    def records(self) -> Iterator[bytes]:
-        """What these steps leave in metrics.jsonl."""
-        if self.each:
-            yield from (LINE % (step, step) for step in range(1, self.steps + 1))
-            return
-        one, groups = json.loads(LINE % (1, 1)), StepGroups(FIELDS["run.full_records"].default)
-        for step in range(1, self.steps + 1):
-            if groups.size_at(step) == 1:
-                yield LINE % (step, step)
-            elif (record := groups.add({**one, "step": step})) is not None:
-                yield json.dumps(record).encode() + b"\n"
-
-
-def fill(metrics: Path, done: Done) -> int:
-    """The records with their own steps; returns their number."""
+def fill(metrics: Path, steps: int) -> None:
     with metrics.open("wb") as file:
-        return sum(bool(file.write(line)) for line in done.records())
+        file.writelines(LINE % (step, step) for step in range(1, steps + 1))
 
 
 def fill_repeated(metrics: Path, count: int) -> None:
@@ -106,14 +80,14 @@ def fill_repeated(metrics: Path, count: int) -> None:
         file.writelines(LINE % (STEPS + 1 + nth, nth) for nth in range(REPEATED))
 
 
-def measure(run: Path, done: Done) -> dict[str, float]:
+def measure(run: Path, steps: int) -> dict[str, float]:
     metrics = run / "metrics.jsonl"
-    count = fill(metrics, done)
+    fill(metrics, steps)
     mib = metrics.stat().st_size / 2**20
     report = used("-m", "fsdp.report", str(run), "--no-samples")
-    fill_repeated(metrics, count)
+    fill_repeated(metrics, steps)
     records = used("-c", RECORDS_ALONE, str(run), str(STEPS))
-    fill_repeated(metrics, count)
+    fill_repeated(metrics, steps)
     start = used("train.py", *FLAGS.split(), "--run.dir", str(run), "--train.steps", str(STEPS))
     return {
         "metrics_mib": mib,
@@ -126,17 +100,16 @@ def measure(run: Path, done: Done) -> dict[str, float]:
     }
 
 
-def by_steps(counts: Sequence[Done], rounds: int) -> tuple[str, dict[str, Any]]:
-    numbers: dict[str, list[dict[str, float]]] = {str(done): [] for done in counts}
+def by_steps(counts: Sequence[int], rounds: int) -> tuple[str, dict[str, Any]]:
+    numbers: dict[str, list[dict[str, float]]] = {f"{steps:,}": [] for steps in counts}
     with tempfile.TemporaryDirectory(prefix="bench-steps-") as place:
         run = Path(place, "run")
         used("train.py", *FLAGS.split(), "--run.dir", str(run), "--train.steps", str(STEPS))
         for nth in range(rounds):
-            for done in tables.turned(list(counts), nth):
-                numbers[str(done)].append(measure(run, done))
-                print(f"{done}: {numbers[str(done)][-1]}", flush=True)
-    sizes = [done.steps for done in counts if not done.each]
-    return steps_table(numbers, sizes), {"by_steps": numbers, "sizes": sizes}
+            for steps in tables.turned(counts, nth):
+                numbers[f"{steps:,}"].append(measure(run, steps))
+                print(f"{steps:,}: {numbers[f'{steps:,}'][-1]}", flush=True)
+    return steps_table(numbers, counts), {"by_steps": numbers, "sizes": [*counts]}
 
 
 def steps_table(numbers: Mapping[str, Sequence[Mapping[str, float]]], sizes: Sequence[int]) -> str:

@@ -80,13 +80,6 @@ class RunSection:
     log_every_steps: int = knob(
         0, "steps between log lines; 0: 1 on CPU, 10 on CUDA", unit="steps", low=0, common=True
     )
-    full_records: int = knob(
-        100_000,
-        "last step with a record of its own in metrics.jsonl and TensorBoard; 0: every step has one",
-        "After it, one record with means and extremes per 10 steps; after ten times this step, per 100.",
-        unit="steps",
-        low=0,
-    )
     matmul_precision: Literal["highest", "high", "medium"] = knob(
         "high",
         "precision of fp32 matrix products on CUDA; high is TF32",

@@ -22,16 +22,13 @@ from fsdp.base.units import byte_size
 from fsdp.dist.env import DistEnv
 from fsdp.record.console import Console
 from fsdp.record.custom_sinks import CustomSink
-from fsdp.record.grouped import Record, StepGroups
-from fsdp.record.losses import Losses
 from fsdp.record.metrics import Reporter, StepMetrics
-from fsdp.record.sender import CLOSE_S
+from fsdp.record.sender import CLOSE_S, Losses
 from fsdp.record.tensorboard import EventWriter
 from fsdp.rundir.history import save_record
 from fsdp.rundir.line_files import Appender
 from fsdp.rundir.paths import RunDir
 
-NOT_SCALARS = ("step", "steps")
 RECORDED = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "step_time_s", "data_wait_s")
 ASYNCHRONOUS_DEVICES = ("cuda",)
 """Devices on which fetching a number waits for all work queued before it."""
@@ -92,7 +89,7 @@ class Sink(Protocol):
 
 class Recorder:
     """One run's numbers on one rank. `mfu_of` is the MFU of one sample a second; 0 where the device's peak is
-    not known. `full_records`: the last step with a record of its own (grouped.py); 0 for all.
+    not known.
     """
 
     def __init__(
@@ -104,11 +101,9 @@ class Recorder:
         *,
         from_step: int,
         mfu_of: float = 0.0,
-        full_records: int = 0,
     ) -> None:
         self._env, self._reporter, self._console, self._mfu_of = env, reporter, console, mfu_of
         self._metrics, self._saves = Appender(run.metrics), Appender(run.saves)
-        self._groups = StepGroups(full_records)
         self._sinks: list[tuple[Sink, Losses]] = []
         self._files: list[tuple[Sink, Losses]] = []
         if env.is_main:
@@ -138,7 +133,9 @@ class Recorder:
             fetched = [replace(one, extra={**one.extra, "mfu": self._mfu(one)}) for one in fetched]
         if self._env.is_main:
             for metrics in fetched:
-                self._write_step(step_record(metrics))
+                record = step_record(metrics)
+                self._metrics.append(record)  # unbuffered: a kill loses nothing that was printed
+                self._send([*self._files, *self._sinks], metrics.step, "train", record)
                 self._console.step(metrics, self.checkpoint_note)
         self.last = fetched[-1]
         for metrics in fetched:
@@ -195,7 +192,6 @@ class Recorder:
 
     def saving(self, step: int) -> None:
         self.checkpoint_note = f"saving {step}"
-        self._close_group()
 
     def saved(
         self, step: int, path: str, *, stall_s: float = 0.0, write_s: float = 0.0, size: int = 0
@@ -209,26 +205,10 @@ class Recorder:
             )
         self._reporter.report({"step": step}, checkpoint=path)
 
-    def _write_step(self, record: dict[str, float]) -> None:
-        """The run directory's files get grouped records; the sinks that others made get each step."""
-        self._write_group(self._groups.add(record))
-        self._send(self._sinks, int(record["step"]), "train", record)
-
-    def _close_group(self) -> None:
-        self._write_group(self._groups.close())
-
-    def _write_group(self, record: Record | None) -> None:
-        if record is None:
-            return
-        self._metrics.append(record)  # unbuffered: a kill loses nothing that was printed, but for a group
-        self._send(self._files, int(record["step"]), "train", record)
-
-    def _send(self, sinks: Sequence[tuple[Sink, Losses]], step: int, group: str, record: Record) -> None:
-        values = {
-            f"{group}/{name}": float(v)
-            for name, v in record.items()
-            if name not in NOT_SCALARS and not isinstance(v, Mapping)
-        }
+    def _send(
+        self, sinks: Sequence[tuple[Sink, Losses]], step: int, group: str, record: Mapping[str, float]
+    ) -> None:
+        values = {f"{group}/{name}": float(value) for name, value in record.items() if name != "step"}
         for sink, losses in sinks:
             try:
                 sink.scalars(step, values)
@@ -239,7 +219,6 @@ class Recorder:
 
     def close(self) -> None:
         Console.clear_live()
-        self._close_group()
         self._metrics.close()
         self._saves.close()
         for sink, losses in (*self._files, *self._sinks):

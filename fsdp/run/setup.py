@@ -218,7 +218,6 @@ def recorder(
         Console(total_steps=job.total_steps, every=config.run.log_every_steps or every, unit=job.unit),
         from_step=step,
         mfu_of=mfu_of,
-        full_records=config.run.full_records,
     )
 
 

@@ -25,7 +25,6 @@ from bench import (
     restart,
     start,
     start_memory,
-    steps_done,
     tables,
     train,
 )
@@ -375,10 +374,3 @@ def test_the_readers_take_rounds(tmp_path: Path) -> None:
     seen = data.read(["ours"], tmp_path, rounds=2, batches=2, tokens=50_000)
     assert len(seen["ours"]) == 2
     assert min(seen["ours"]) > 0
-
-
-def test_steps_leave_as_many_records_as_the_product_keeps(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    assert steps_done.fill(file, steps_done.Done(101_005)) == 100_000 + 100
-    assert json.loads(file.read_text().splitlines()[-1])["step"] == 101_000
-    assert steps_done.fill(file, steps_done.Done(1200, each=True)) == 1200
