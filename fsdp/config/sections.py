@@ -272,7 +272,7 @@ class DataSection:
     name: str = knob(
         "",
         "digits, fashion_mnist, text, tokens, documents, folder, synthetic, a FILE, FOLDER or 'PATTERN', "
-        "hf:NAME, s3://…, or package.module:factory; empty: digits, for the default model alone",
+        "hf:NAME, s3://…, or package.module:factory; empty: digits, for --model.name vit and mlp alone",
         common=True,
     )
     dir: str = knob("", "folder of the data; empty: the data set's default", common=True)
@@ -832,5 +832,5 @@ class Config:
     ray: RaySection = RaySection()
 
     def __post_init__(self) -> None:
-        if not self.data.name and not self.data.sources and self.model.name == ModelSection().name:
+        if not self.data.name and not self.data.sources and self.model.name in ("vit", "mlp"):
             object.__setattr__(self, "data", dataclasses.replace(self.data, name="digits"))

@@ -35,7 +35,7 @@ def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = 
     section = _at_home(section)
     if not section.name:
         raise ConfigError(
-            "--data.name is not given, and only --model.name vit, the default, trains without it, on digits.",
+            "--data.name is not given: only --model.name vit and mlp train without it, on digits.",
             "--data.name text for a language model, digits for images; your own data: docs/data.md",
         )
     name, where = _selected(section, model_facts or {})

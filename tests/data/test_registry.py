@@ -137,7 +137,7 @@ def test_a_path_with_nothing_to_read_is_named(tmp_path: Path) -> None:
         build(str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"a file or folder here, .* HINT: ls \.$"):
         build("corpus.txt")
-    with pytest.raises(ConfigError, match=r"--data.name is not given, .* HINT: --data.name text"):
+    with pytest.raises(ConfigError, match=r"--data.name is not given: .* HINT: --data.name text"):
         build("")
     os.mkfifo(tmp_path / "rows.jsonl")
     with pytest.raises(ConfigError, match=r"rows.jsonl is neither a file nor a folder\. HINT: cat /"):
