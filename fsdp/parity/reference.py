@@ -150,12 +150,16 @@ class Loss:
 
     def forward(self, batch: Mapping[str, Tensor]) -> Any:
         """The model's output, to look at its precision."""
-        return self._raw(batch, {name: batch[name] for name in self._passed})
+        return self._raw(batch, self._given(batch, len(batch["inputs"])))
+
+    def _given(self, batch: Mapping[str, Tensor], items: int) -> dict[str, Tensor]:
+        import torch
+
+        more = {"num_items_in_batch": torch.tensor(items)} if self._takes_items else {}
+        return {name: batch[name] for name in self._passed} | more
 
     def parts(self, whole: Mapping[str, Tensor], pieces: list[Any]) -> Any:
         """Each piece's share of the mean, one at a time, and of the loss that is reported."""
-        import torch
-
         if self._custom is not None:
             for part in self._custom_parts(whole, pieces):
                 yield part, float(part.detach())
@@ -169,10 +173,8 @@ class Loss:
             if self._entropy is not None:
                 yield self._with_entropy(self._entropy, batch, whole, share)
                 continue
-            given = {name: batch[name] for name in self._passed}
-            if self._takes_items:
-                given["num_items_in_batch"] = torch.tensor(items)
-            loss, logits = _unpacked(self._raw(batch, given), labelled=bool(self._labels))
+            output = self._raw(batch, self._given(batch, items))
+            loss, logits = _unpacked(output, labelled=bool(self._labels))
             if loss is None:
                 count = (
                     _counted(whole["targets"], False) if whole["targets"].dim() > 1 else len(whole["inputs"])

@@ -36,7 +36,7 @@ LOSSES: dict[str, Callable[[Words, Tensor, Tensor], Tensor]] = {
     "class weights": _weighted,
     "a term in training": lambda m, x, y: _entropy(x, y) + (0.5 * x.square().mean() if m.training else 0.0),
     "smoothing in training": lambda m, x, y: _entropy(x, y, label_smoothing=0.1 if m.training else 0.0),
-    "another ignore_index": lambda m, x, y: _entropy(x, y.clamp(min=0), ignore_index=0),
+    "zero ignored": lambda m, x, y: _entropy(x, y.clamp(min=0), ignore_index=0),
     "a small term": lambda m, x, y: _entropy(x, y) + 1e-6 * m.head.weight.square().sum(),
     "sum": lambda m, x, y: _entropy(x, y, reduction="sum"),
     "focal": _focal,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fsdp.data import Cursor, build_dataset
 from fsdp.models import build_real, resolve
 from fsdp.models.hf_loss import remarks
+from fsdp.parity.__main__ import main
 from tests.models.own_losses import ALONE, LOSSES
 from tests.support import needs
 from tests.support.marks import quick_are
@@ -102,7 +103,7 @@ def own_part(name: str, way: str) -> Part:
 CASES = [(name, way, ranks) for name in LOSSES for way in WAYS for ranks in (1, 2, 3)]
 QUICK = [("class weights", "labels", 2), ("smoothing in training", "targets", 3)]
 SAMPLE = [
-    ("a term in training", "labels", 3), ("another ignore_index", "targets", 2),
+    ("a term in training", "labels", 3), ("zero ignored", "targets", 2),
     ("num_items_in_batch", "labels", 3), ("a small term", "labels", 2), ("loss alone", "targets", 2),
 ]  # fmt: skip
 
@@ -118,18 +119,6 @@ def test_micro_batches_have_their_own_loss_each(tmp_path: Path) -> None:
     words = of_own("a term in training", "targets")
     expected = plain(words, own_part("a term in training", "targets"), 2, 2)
     check(run(2, tmp_path, words, "--train.micro_batch 2"), expected, 1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", quick_are([], list(LOSSES), ["class weights"]))
-def test_parity_trains_it_too(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    from fsdp.parity.__main__ import main
-
-    words = of_own(name, "labels").replace(f"--train.steps {STEPS}", "--train.steps 3")
-    assert main(["--parity.ranks", "2", *words.split()]) == 0
-    said = capfd.readouterr()
-    assert "holds" in said.out + said.err
-    assert "the model's own loss is trained" in said.out + said.err
 
 
 # ---------------------------------------------------------------- mixtures
@@ -191,6 +180,23 @@ def test_a_mixture_trains_its_router_s_loss_both_ways(
     with torch.no_grad():
         _, entropy = mixture_part(way)(model, heldout, heldout)
     assert finished.records[-1]["eval_loss"] == pytest.approx(entropy, rel=1e-6)
+
+
+IN_PARITY = {name: of_own(name, "labels") for name in LOSSES} | {
+    f"{name} by {way}": of_mixture(name, way, exact=True) for name in MIXTURES for way in WAYS
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", quick_are([], IN_PARITY, ["class weights"]))
+def test_parity_trains_it_too(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    if name not in LOSSES:
+        needs.check("transformers")
+    words = IN_PARITY[name].replace(f"--train.steps {STEPS}", "--train.steps 3")
+    assert main(["--parity.ranks", "2", *words.split()]) == 0
+    said = "".join(capfd.readouterr())
+    assert "holds" in said
+    assert ("the model's own loss is trained" in said) == (name in LOSSES)
 
 
 # ---------------------------------------------------------------- what a line says
