@@ -176,8 +176,8 @@ OF_THE_JOB = {
     "--data.name folder --data.dir nowhere": "nowhere",
     "--data.name folder --data.dir ~nobody_has_this_name": "is not a folder",
     "--model.name hf:~nobody_has_this_name/m --data.name digits": "does not exist",
-    "--model.name transformer": "--data.name is not given, and only --model.name vit, the default, trains "
-    "without it, on digits. HINT: --data.name text",
+    "--model.name transformer": "--data.name is not given: only --model.name vit and mlp train without it, "
+    "on digits. HINT: --data.name text",
     "--model.name transformer --data.name digits": "--model.name transformer reads tokens, but the data "
     "holds images. HINT: --data.name text",
     "--train.global_batch 9 --train.micro_batch 5": "--train.micro_batch 5 is more than a rank's share",
