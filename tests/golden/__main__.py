@@ -162,23 +162,28 @@ def against(
         for chosen in configurations
     ]
     if options.rows:
-        rows = dict.fromkeys(ROW.findall((ROOT / "docs/tutorials.md").read_text()))
-        jobs += [(flags, int(ranks), shlex.split(flags)) for ranks, flags in rows]
-    for nth, (title, ranks, flags) in enumerate(jobs):
+        nth, count = options.part
+        jobs += rows(nth, count, folder / "data")
+    for number, (title, ranks, flags) in enumerate(jobs):
+        values = []
         try:
-            here, there = (
-                launched(
-                    root,
-                    LOCAL,
-                    ranks,
-                    [flag.replace("{run}", str(run)).replace("scratch", f"{run}/scratch") for flag in flags],
-                    run,
-                )
-                for root, run in ((ROOT, folder / f"here-{nth}"), (tree, folder / f"there-{nth}"))
-            )
-            yield title, difference(here, there, 0)
+            for root, run in ((ROOT, folder / f"here-{number}"), (tree, folder / f"there-{number}")):
+                words = [flag.replace("{run}", str(run)) for flag in flags]
+                values.append(launched(root, LOCAL, ranks, words, run))
+            yield title, difference(values[0], values[1], 0)
         except RuntimeError as error:
             yield title, str(error)
+
+
+def rows(nth: int, count: int, data: Path) -> list[tuple[str, int, list[str]]]:
+    """The training commands of docs/tutorials.md: title, ranks, flags."""
+    jobs = []
+    page = (ROOT / "docs/tutorials.md").read_text(encoding="utf-8")
+    for ranks, command in [*dict.fromkeys(ROW.findall(page))][nth - 1 :: count]:
+        text = command.replace("scratch", "{run}/scratch").replace("stories.jsonl", f"{data}/stories.jsonl")
+        short = "" if re.search(r"--train\.(steps|epochs)", text) else " --train.steps 4"
+        jobs.append((command, int(ranks), shlex.split(f"{text}{short} --train.eval_samples 8")))
+    return jobs
 
 
 def record(folder: Path) -> None:
