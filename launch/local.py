@@ -71,11 +71,15 @@ def main(argv: Sequence[str]) -> int:
             _check_lock(run)
         elif code := _in_a_fork(lambda: _check_lock(run)):
             return code
+        ranks = _RankProcesses(config, options.ranks)
     except ShardrunError as error:
         return guard.refuse(error, "launch.local")
     except KeyboardInterrupt:
         return guard.interrupted("launch.local")
-    return _RankProcesses(config, options.ranks).run(options.restarts)
+    try:
+        return ranks.run(options.restarts)
+    except OSError as error:  # of the run directory's records
+        return guard.refuse(slurm_job.as_error(run, error), "launch.local")
 
 
 def _dry_run(config: Config, ranks: int) -> int:

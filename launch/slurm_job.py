@@ -93,8 +93,8 @@ def judge(
     except (ShardrunError, OSError) as error:
         decision = decision or (None if unmet else _judge_without_records(run, code, allocation))
         if decision is None:
-            raise _as_error(run, error) from None
-        print_line(f"{without_hint(_as_error(run, error))} What follows does not depend on it.")
+            raise as_error(run, error) from None
+        print_line(f"{without_hint(as_error(run, error))} What follows does not depend on it.")
     return decision
 
 
@@ -114,7 +114,7 @@ def _judge_without_records(run: RunDir, code: int, allocation: Allocation) -> De
     return None if end is None else decide(end, Past(), allocation)
 
 
-def _as_error(run: RunDir, error: Exception) -> ShardrunError:
+def as_error(run: RunDir, error: Exception) -> ShardrunError:
     if isinstance(error, ShardrunError):
         return error
     hint = f"ls {shlex.quote(str(run.path))}, then start the same command"

@@ -27,6 +27,7 @@ from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.store import Store
 from fsdp.dist.collectives import ObjectGroup
+from fsdp.rundir.atomic_write import storage_shown
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +201,7 @@ class Copier:
         if self._failure is not None:
             raise CheckpointError(
                 f"the last checkpoint is on the nodes' own disks alone: {self._failure.text}.",
-                "repair what it names, then start the same command on the same nodes: it copies and resumes",
+                f"{storage_shown(self._store.where)}; the same command on the same nodes copies and resumes",
             )
 
     def _serve(self, _: None) -> None:

@@ -35,7 +35,8 @@ from fsdp.checkpoint.write_plan import (
 )
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.lost_peer import is_lost_peer
-from fsdp.rundir.atomic_write import storage_advice
+from fsdp.rundir.atomic_write import storage_advice, storage_shown
+from fsdp.rundir.lock import TWO_RUNS
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class SaveOutcome:
     fatal: bool = False
     """No later save can succeed: another job has the run directory, or the ranks are disconnected."""
     unseen: bool = False
-    """The store did not answer after the failure: whether the checkpoint exists is unknown."""
+    """Whether the checkpoint exists is unknown: the store did not answer after the failure, or rank 0."""
     doubt: str = ""
     """What failed in a save whose checkpoint exists all the same: a power cut may still lose it."""
     write_s: float = 0.0
@@ -66,6 +67,8 @@ class SaveOutcome:
 
     @property
     def verdict(self) -> str:
+        if self.path:
+            return "is saved, but the run ends"
         return "may NOT be saved" if self.unseen else "was NOT saved"
 
 
@@ -117,6 +120,8 @@ class Saver:
         self._lock_lost, self._after_seal = lock_lost, after_seal
         self._staging, self._device = Staging(device, memory), device
         self._compared = False
+        self._sealed_path = ""
+        """Rank 0: the checkpoint of the save in flight, once it is sealed."""
         self._plan: WritePlan | None = None
         self._thread = WorkerThread(self._serve, "checkpoint", device, _lower_priority)
 
@@ -131,14 +136,16 @@ class Saver:
             job.outcome = self._save(job)
         except Exception as error:
             # The ranks are disconnected: a peer has died, or this one cannot even copy.
-            part = self._part_failure(error)
-            job.outcome = replace(failed(job.step, [part]), fatal=True, cause=error)
+            outcome = failed(job.step, [self._part_failure(error)])
+            job.outcome = replace(
+                outcome, path=self._sealed_path, fatal=True, cause=error, unseen=self._group.rank != 0
+            )
         finally:
             job.copied.set()
             job.done.set()
 
     def _save(self, job: SaveJob) -> SaveOutcome:
-        started = time.perf_counter()
+        started, self._sealed_path = time.perf_counter(), ""
         self._plan = make_plan(job.snapshot, self._plan, self._group)
         image = self._staging.copy(job.snapshot.pieces, self._plan.mine, job.ready)
         job.copies = self._staging.event()
@@ -165,7 +172,9 @@ class Saver:
     def _end(self, job: SaveJob, folder: str, reports: list[Written | PartFailure] | None) -> SaveOutcome:
         """The sealed checkpoint's outcome, or why there is none. Collective; rank 0 has the reports."""
         outcome: SaveOutcome
-        outcome = self._group.broadcast(self._close(job, folder, reports) if reports is not None else None)
+        closed = self._close(job, folder, reports) if reports is not None else None
+        self._sealed_path = closed.path if closed is not None else ""
+        outcome = self._group.broadcast(closed)
         return outcome
 
     def _open(self, step: int) -> tuple[str, SaveOutcome | None]:
@@ -309,7 +318,9 @@ def repeated(outcome: SaveOutcome, place: str) -> CheckpointError:
 
 def not_saved(outcome: SaveOutcome, what: str, place: str) -> CheckpointError:
     """`what`, then why; with the ranks and the error number of the failed save. `place`: where it writes."""
-    advice = storage_advice(outcome.error_number, place) or "repair what it names"
+    advice = storage_advice(outcome.error_number, place) or storage_shown(place)
+    if outcome.fatal and outcome.cause is None:
+        advice = TWO_RUNS
     hint = f"{advice}, then start the same command: it resumes from the newest whole checkpoint"
     if outcome.cause is not None and is_lost_peer(outcome.cause):
         # The cause tells the watch that another rank is at fault.

@@ -66,6 +66,13 @@ def storage_advice(number: int, place: str) -> str:
     return f"ls -ld {folder} shows who may write there" if number in DENIED else ""
 
 
+def storage_shown(place: str) -> str:
+    """What shows the storage of a folder or a URL that fails for another reason."""
+    if "://" in place:
+        return f"python -m fsdp.checkpoint {shlex.quote(place)} shows whether it answers"
+    return f"findmnt -T {shlex.quote(place)} and df -h {shlex.quote(place)} show the storage"
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace the file. A reader sees the old file or the new one, whole, even after a power failure."""
     replace_with(path, [text.encode()])

@@ -196,6 +196,9 @@ class Appender:
         if not self._waiting:
             return
         try:
+            if self._descriptor is not None and _is_removed(self._descriptor, self.path):
+                log.warning("%s was removed with its records: a new one is begun", self.path)
+                self._release()
             if self._descriptor is None:
                 self._descriptor = self._open()
             _write_whole(self._descriptor, b"".join(self._waiting))
@@ -257,6 +260,11 @@ def _records(count: int) -> str:
 def _open_for_append(path: Path) -> int:
     """O_NONBLOCK: a FIFO in the file's place is an error when it is full, instead of a wait without end."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+
+
+def _is_removed(descriptor: int, path: Path) -> bool:
+    """And not replaced, as by the job that took over the run directory."""
+    return os.fstat(descriptor).st_nlink == 0 and not path.exists()
 
 
 def _ends_torn_line(descriptor: int) -> bytes:

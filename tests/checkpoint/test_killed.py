@@ -17,6 +17,7 @@ from tests.golden.chain import Chain, wide
 from tests.golden.configurations import Configuration
 from tests.support.locks import acquire
 from tests.support.marks import sample_are
+from tests.support.processes import eventually
 from tests.support.runs import on_a_rank
 from tests.support.world import run_world
 
@@ -61,6 +62,8 @@ FLAGS = (
     "--checkpoint.every_steps", "5",
 )  # fmt: skip
 
+DIGITS = ("--data.name", "digits")
+
 
 def torchrun(run_dir: Path, gate: Path) -> subprocess.Popen[bytes]:
     data = ["--data.name=tests.support.gated:digits", "--data.args.last=40", f"--data.args.gate={gate}"]
@@ -81,7 +84,7 @@ def starts(run_dir: Path) -> list[dict[str, int]]:
 @pytest.mark.slow
 @pytest.mark.long
 def test_under_torchrun_the_same_command_resumes(tmp_path: Path) -> None:
-    assert run_world(2, on_a_rank, ["--run.dir", str(tmp_path / "whole"), *FLAGS]) == [None] * 2
+    assert run_world(2, on_a_rank, ["--run.dir", str(tmp_path / "whole"), *FLAGS, *DIGITS]) == [None] * 2
     gate = tmp_path / "gate"
     with torchrun(tmp_path / "run", gate) as first:
         while max(losses(tmp_path / "run"), default=0) < 23:
@@ -97,6 +100,21 @@ def test_under_torchrun_the_same_command_resumes(tmp_path: Path) -> None:
     began, again = (start["from_step"] for start in starts(tmp_path / "run"))
     assert began == 0
     assert again >= 15
+
+
+@pytest.mark.slow
+def test_of_a_killed_torchrun_the_ranks_save_and_the_same_command_continues(tmp_path: Path) -> None:
+    """They trained on as orphans, and the command was refused until they had all steps."""
+    assert run_world(2, on_a_rank, ["--run.dir", str(tmp_path / "whole"), *FLAGS, *DIGITS]) == [None] * 2
+    gate, run = tmp_path / "gate", tmp_path / "run"
+    with torchrun(run, gate) as first:
+        eventually("steps", lambda: max(losses(run), default=0) >= 23, 100)
+        first.kill()
+        gate.touch()
+        with torchrun(run, gate) as second:
+            assert second.wait(100) == 0
+    assert losses(run) == losses(tmp_path / "whole")
+    assert 23 <= starts(run)[1]["from_step"] < STEPS
 
 
 @pytest.mark.slow

@@ -241,7 +241,7 @@ def test_a_copy_that_fails_is_named_and_the_next_start_makes_it(tmp_path: Path) 
         assert len(said) == 1
         assert "the last checkpoint is on the nodes' own disks alone: rank 0: OSError" in said[0]
         assert "No space left on device" in said[0]
-        assert "HINT: repair what it names, then start the same command on the same nodes" in said[0]
+        assert f"HINT: findmnt -T {tmp_path / 'checkpoints'} and df -h" in said[0]
     assert not [one.name for one in (tmp_path / "checkpoints").iterdir() if one.is_dir()], (
         "no torn copy stays"
     )

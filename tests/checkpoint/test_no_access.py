@@ -17,6 +17,7 @@ from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import checkpointer, discovery, export
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.object_store import ObjectStore
+from fsdp.dist.collectives import ObjectGroup
 from tests.checkpoint.small import Run, build
 from tests.checkpoint.test_crashes import ENV
 
@@ -144,6 +145,34 @@ def test_a_rank_that_may_not_read_the_store_is_named(tmp_path: Path, monkeypatch
     run.checkpointer.close()
 
 
+def test_a_sealed_checkpoint_whose_ranks_are_disconnected_is_not_called_unsaved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ "step 1 was NOT saved", and the next start resumed from it."""
+    run = build(ENV, "ddp", str(tmp_path))
+    run.checkpointer.restore(run.state)
+    broadcast = ObjectGroup.broadcast
+
+    def disconnected(self: ObjectGroup, value: Any) -> Any:
+        if getattr(value, "path", ""):
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+        return broadcast(self, value)
+
+    run.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectGroup, "broadcast", disconnected)
+        with pytest.raises(CheckpointError, match="step 1 is saved"):
+            run.save(wait=True)
+    run.checkpointer.close()
+    assert "CHECKPOINT of step 1 is saved, but the run ends" in caplog.text
+    assert "NOT" not in caplog.text
+    again = build(ENV, "ddp", str(tmp_path))
+    restored = again.checkpointer.restore(again.state)
+    assert restored is not None
+    assert restored.step == 1
+    again.checkpointer.close()
+
+
 @pytest.mark.parametrize(
     ("number", "advice"),
     [
@@ -151,7 +180,7 @@ def test_a_rank_that_may_not_read_the_store_is_named(tmp_path: Path, monkeypatch
         (errno.EROFS, "findmnt -T {0} shows the mount: make it writable"),
         (errno.EFBIG, "ulimit -f unlimited lifts the limit on a file's size"),
         (errno.EACCES, "ls -ld {0} shows who may write there"),
-        (errno.EIO, "repair what it names"),
+        (errno.EIO, "findmnt -T {0} and df -h {0} show the storage"),
     ],
 )
 def test_a_second_save_that_fails_has_the_hint_of_its_error(

@@ -4,6 +4,7 @@ ranks.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from fsdp.base import proc
 from fsdp.rundir import line_files
 from fsdp.rundir.paths import RunDir
 from launch import local
+from tests.support.faulty_file import always, faulty
 from tests.support.processes import eventually
 from tests.support.resumable import resumable_at
 
@@ -330,3 +332,15 @@ def test_ctrl_c_while_the_lock_in_a_store_is_looked_at_is_one_line(moment: str) 
     )
     assert done.stderr == "launch.local: interrupted while it started; no step was trained.\n"
     assert done.returncode == 130
+
+
+@pytest.mark.needs("fuse")
+def test_records_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
+    """A traceback, and exit code 1."""
+    (tmp_path / "history.jsonl").write_text("{}\n")
+    with faulty(tmp_path / "history.jsonl", always("read", errno.EIO)):
+        process = start(tmp_path, "--train.steps", "1")
+        said, _ = process.communicate(timeout=100)
+    assert process.returncode == 4
+    assert f"{tmp_path} cannot be read or written: [Errno 5]" in said
+    assert "Traceback" not in said

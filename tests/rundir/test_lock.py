@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -421,3 +422,44 @@ def test_a_suspended_holder_of_this_machine_is_named_as_such(tmp_path: Path) -> 
         with pytest.raises(RefusedError, match=f"which is suspended.* kill -CONT {first.pid} resumes it"):
             acquire(tmp_path, "srun")
         first.kill()
+
+
+ORPHAN = """
+import signal, sys, time
+from pathlib import Path
+from fsdp.base.stop_signals import follow_parent
+from fsdp.rundir.lock import Folder, hold
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+follow_parent()
+held = hold(Folder(sys.argv[1]), None, "torchrun")
+print("held", flush=True)
+while not (asked and Path(sys.argv[1], "saved").exists()):
+    time.sleep(0.01)
+held.release()
+"""
+
+
+def test_a_start_waits_for_a_rank_whose_launcher_was_killed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+    words = [sys.executable, "-c", launcher, ORPHAN, str(tmp_path)]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "held\n"
+        with pytest.raises(RefusedError):
+            acquire(tmp_path, "torchrun")
+        parent.kill()
+        saves = threading.Thread(
+            target=eventually, args=("the start waits", lambda: waits(tmp_path, caplog), 20)
+        )
+        saves.start()
+        acquire(tmp_path, "torchrun").release()
+        saves.join()
+
+
+def waits(run_dir: Path, caplog: pytest.LogCaptureFixture) -> bool:
+    if said := "was killed: waiting until it has saved" in caplog.text:
+        (run_dir / "saved").touch()
+    return said
