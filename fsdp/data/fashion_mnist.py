@@ -7,9 +7,7 @@ node. They are not read through torchvision, whose import takes longer than read
 from __future__ import annotations
 
 import functools
-import gzip
 import hashlib
-import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -18,6 +16,7 @@ import numpy as np
 
 from fsdp.base.cache_folder import cache_folder
 from fsdp.base.errors import ConfigError
+from fsdp.base.regular_file import gzip_blocks
 from fsdp.data.arguments import Where
 from fsdp.data.download import DownloadError, download, fetch
 from fsdp.data.images import PixelSamples
@@ -92,8 +91,8 @@ def _get(source: str, name: str, work: Path, *, check_sums: bool) -> Path:
     if check_sums and hashlib.md5(packed.read_bytes(), usedforsecurity=False).hexdigest() != FILES[name]:
         raise DownloadError(f"{source}{name}.gz is not the published file (md5 differs)")
     try:
-        with gzip.open(packed) as file, plain.open("wb") as out:
-            shutil.copyfileobj(file, out, 1 << 20)
+        with plain.open("wb") as out:
+            out.writelines(gzip_blocks(packed))
         read_idx(plain)
     except (OSError, EOFError, zlib.error, ConfigError) as error:
         raise DownloadError(f"{source}{name}.gz is not complete ({error})") from error
@@ -131,7 +130,7 @@ def read_idx(path: Path) -> np.ndarray:
     """
     try:
         if path.suffix == ".gz":
-            content = np.frombuffer(gzip.decompress(path.read_bytes()), np.uint8)
+            content = np.frombuffer(b"".join(gzip_blocks(path)), np.uint8)
         else:
             content = np.memmap(path, np.uint8, "r")  # ranks of a node share its pages
         zeros, kind, axes = struct.unpack(">HBB", content[:4].tobytes())

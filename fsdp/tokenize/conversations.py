@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+import resource
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
 from fsdp.base.errors import ConfigError, message_line
+from fsdp.base.units import byte_size
 from fsdp.tokenize.tokenizer import HubTokenizer
 
 Message = dict[str, Any]
@@ -21,6 +26,35 @@ TRAINED = ("weight", "train")
 """Keys of a message, as files of OpenAI and of axolotl have: 0 or false if it is not trained on."""
 _PROBE = "probe\u2603content"
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+T = TypeVar("T")
+TEMPLATE_S, TEMPLATE_BYTES = 5.0, 256 << 20
+"""Processor time and memory of one rendering: a conversation takes some milliseconds and kilobytes."""
+
+
+@contextmanager
+def limits() -> Iterator[None]:
+    """Raises TimeoutError or MemoryError beyond them, on the main thread."""
+
+    def too_long(*_: object) -> None:
+        raise TimeoutError(f"it computes for more than {TEMPLATE_S:g} s")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    most = used + TEMPLATE_BYTES
+    before = signal.signal(signal.SIGPROF, too_long)
+    try:
+        if soft == resource.RLIM_INFINITY or most < soft:
+            resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+        signal.setitimer(signal.ITIMER_PROF, TEMPLATE_S, 1.0)
+        yield
+    except MemoryError:
+        raise MemoryError(f"it takes more than {byte_size(TEMPLATE_BYTES)}") from None
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 class ChatTemplate:
@@ -44,12 +78,22 @@ class ChatTemplate:
         return text
 
     def _rendered(self, messages: Sequence[Message], place: str, **more: Any) -> str:
-        try:
-            return str(
+        return self._limited(
+            messages,
+            place,
+            lambda: str(
                 self._tokenizer.apply_chat_template(
                     list(messages), tokenize=False, chat_template=self._text, **more
                 )
-            )
+            ),
+        )
+
+    @staticmethod
+    def _limited(messages: Sequence[Message], place: str, render: Callable[[], T]) -> T:
+        """A template is a program of whoever made the tokenizer."""
+        try:
+            with limits():
+                return render()
         except Exception as error:  # a template raises what it likes
             what = message_line(error)
             raise ConfigError(
@@ -80,15 +124,13 @@ class ChatTemplate:
     def _marked(self, messages: Sequence[Message], place: str, **more: Any) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        self.render(messages, place, **more)  # its errors become one line
+        self.render(messages, place, **more)  # which checks what it wrote
         kept = [{key: value for key, value in one.items() if value is not None} for one in messages]
-        rendered: Any = render_jinja_template(
-            conversations=[kept],
-            chat_template=self._text,
-            return_assistant_tokens_mask=True,
-            add_generation_prompt=False,
-            **{**self._tokenizer.special_tokens_map, **more},
-        )
+        given: Any = {
+            "conversations": [kept], "chat_template": self._text, "return_assistant_tokens_mask": True,
+            "add_generation_prompt": False, **self._tokenizer.special_tokens_map, **more,
+        }  # fmt: skip
+        rendered: Any = self._limited(messages, place, lambda: render_jinja_template(**given))
         texts, spans = rendered
         return str(texts[0]), [(int(start), int(end)) for start, end in spans[0]]
 

@@ -20,14 +20,15 @@ import numpy as np
 
 from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError
+from fsdp.base.regular_file import bounded
 from fsdp.tokenize.cache import identity, made_once
 from fsdp.tokenize.rows import SourceRow
 from fsdp.tokenize.zero_bytes import converting_hint, encoding_of
 
 READ = 1 << 24
 OFFSET = np.dtype(np.int64)
-PACKED = 1 << 17
-"""Of a .zst file, at once: what it expands to is in memory."""
+PACKED = 1 << 12
+"""Of a .zst file, at once: what it expands to, 128 MiB at most, is in memory."""
 KINDS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
 """First bytes of files that are no text, and how their names end."""
 TOOLS = {".gz": "zcat", ".zst": "zstdcat"}
@@ -130,12 +131,6 @@ def _index_lines(path: Path, aside: Path) -> None:
             np.array([done], OFFSET).tofile(out)
 
 
-def gzip_blocks(path: Path) -> Iterator[bytes]:
-    with gzip.open(path, "rb") as file:
-        while block := file.read(READ):
-            yield block
-
-
 def zst_blocks(path: Path, zstandard: Any) -> Iterator[bytes]:
     """Frame by frame: zstandard.open ends without an error where a file is cut short."""
     library = zstandard.ZstdDecompressor()
@@ -155,7 +150,7 @@ def decompressed(path: Path, name: str, blocks: Callable[[], Iterator[bytes]]) -
     def write(aside: Path) -> None:
         try:
             with aside.open("wb") as out:
-                out.writelines(blocks())
+                out.writelines(bounded(blocks(), path))
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise _damaged(path, name, error) from None
         except Exception as error:

@@ -10,6 +10,7 @@ import numpy as np
 
 from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError, message_line
+from fsdp.base.regular_file import check_unpacked
 from fsdp.tokenize.packages import optional
 from fsdp.tokenize.rows import SourceRow, without_nulls
 
@@ -26,6 +27,7 @@ class ParquetRows:
         groups = [facts.row_group(n) for n in range(facts.num_row_groups)]
         self._ends = np.cumsum([0, *(group.num_rows for group in groups)])
         self._bytes = [group.total_byte_size for group in groups]
+        check_unpacked(sum(self._bytes), path)
         self.count = int(self._ends[-1])
         if not self.count:
             raise ConfigError(f"{name} has no rows.", f"rm {quoted(path)}, or write it again")

@@ -15,10 +15,11 @@ import numpy as np
 
 from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError
+from fsdp.base.regular_file import gzip_blocks
 from fsdp.config.values import expanded
 from fsdp.tokenize.file_names import broken_link, shown, unreadable
 from fsdp.tokenize.json_rows import open_json
-from fsdp.tokenize.line_rows import TOOLS, LineRows, decompressed, gzip_blocks, zst_blocks
+from fsdp.tokenize.line_rows import TOOLS, LineRows, decompressed, zst_blocks
 from fsdp.tokenize.packages import optional
 from fsdp.tokenize.parquet_rows import ParquetRows
 from fsdp.tokenize.rows import SourceRow, SourceRows

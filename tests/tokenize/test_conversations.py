@@ -14,7 +14,7 @@ import pytest
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
-from fsdp.tokenize import documents
+from fsdp.tokenize import conversations, documents
 from fsdp.tokenize.documents import Document, DocumentOptions, DocumentReader
 from fsdp.tokenize.locate import SourceName
 from fsdp.tokenize.rows import SourceRow
@@ -380,6 +380,30 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> No
     assert of(reader(tmp_path, loss="all"), messages=messages).trained is None
     mended = reader(tmp_path, chat_template=chat.MARKED)
     assert trained_texts(mended, of(mended, messages=said("a", "b"))) == ["b<|im_end|>"]
+
+
+ENDLESS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "refused"),
+    [(ENDLESS, "computes for more than 0.2 s"), ("{{ 'a' * 9000000000 }}", "takes more than 256 MiB")],
+)
+def test_a_template_that_takes_too_long_or_too_much_is_refused(
+    template: str, refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversations, "TEMPLATE_S", 0.2)
+    read = reader(save_tokenizer(tmp_path, template))
+    with pytest.raises(ConfigError, match=f"line 7: the chat template .*: it {refused}.* HINT: ") as caught:
+        of(read, messages=CONVERSATIONS[0])
+    assert "\n" not in str(caught.value)
+    monkeypatch.undo()
+    assert trained_texts(*parts(tmp_path)) == ["the capital is Paris.<|im_end|>"]  # no limit is left behind
+
+
+def parts(folder: Path) -> tuple[DocumentReader, Document]:
+    read = reader(save_tokenizer(folder, chat.PLAIN))
+    return read, of(read, messages=CONVERSATIONS[0])
 
 
 def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fsdp.base import regular_file
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
 from fsdp.data import build_dataset
@@ -145,6 +146,22 @@ def test_the_hint_shows_the_line(tmp_path: Path) -> None:
     error = one_line(r"rows.jsonl.gz line 2 is not JSON", lambda: values_of(path))
     command = str(error.hint).removesuffix(" shows it")
     assert subprocess.run(["sh", "-c", command], capture_output=True, text=True).stdout == "not JSON\n"
+
+
+@pytest.mark.needs("zstandard", "pyarrow")
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_a_compressed_file_has_a_bound(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow
+    import pyarrow.parquet
+    import zstandard
+
+    monkeypatch.setattr(regular_file, "UNPACKED", 1 << 16)
+    path, plain = tmp_path / name, bytes(1 << 20)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": [plain.decode()]}), path, compression="zstd")
+    else:
+        path.write_bytes(gzip.compress(plain) if path.suffix == ".gz" else zstandard.compress(plain))
+    one_line(f"{name} unpacks to more than .* HINT: rm ", lambda: values_of(path))
 
 
 def test_a_compressed_file_that_is_cut_short(tmp_path: Path) -> None:
