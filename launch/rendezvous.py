@@ -21,10 +21,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp.dist.addresses import address_towards, interface_of, listen
+from fsdp.dist.addresses import address_towards, interface_of, is_loopback, listen
 
 FIRST_PORT, PORTS = 20000, 12000  # the kernel's own outgoing connections start at 32768
 RETRY_S = 0.2
+HOST = 100
+"""More than the addresses of a name: the order of preference counts hosts in hundreds."""
+PREFERRED_S = 2.0
+"""Ten tries, and a repeated SYN: an address that a node has not reached this long after all could meet by
+another has failed there.
+"""
 HEAD_WAITS_LONGER_S = 2.0  # so that the node that cannot connect prints its error first
 
 
@@ -38,11 +44,18 @@ def free_port(seed: int) -> int:
 
 
 def here(towards: str) -> tuple[str, str]:
-    """This host's address on the route to another, and its network interface."""
-    address = address_towards(towards)
+    """This host's address on the route to another, and the network interface for gloo."""
+    host, address = socket.gethostname(), address_towards(towards)
     if not address:
-        raise SystemExit(f"{socket.gethostname()} has no route to {towards}.")
-    return address, interface_of(address) or "lo"
+        raise SystemExit(f"{host} has no route to {towards}.")
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(address)
+    if interface in ("", "lo") and not is_loopback(address):
+        where = "on its loopback" if interface else "on no interface"
+        raise SystemExit(
+            f"{address}, the address of {host} on the route to {towards}, is {where}: gloo reaches no other "
+            "node by it. HINT: export GLOO_SOCKET_IFNAME=INTERFACE in slurm/cluster.env; `ip addr` lists them"
+        )
+    return address, interface
 
 
 # ---------------------------------------------------------------- the meeting
@@ -58,47 +71,50 @@ class Meeting:
     nodes: Sequence[str]
     timeout_s: float
 
-    def addresses(self) -> str:
-        return " or ".join(f"{host}:{self.port}" for host in self.hosts)
-
 
 @dataclass
 class Arrivals:
-    """The head's list of nodes: the host that each used, and the head's address that it reached."""
+    """The head's list of the other nodes: by which of its addresses each came, the head's order of preference
+    with each address.
+    """
 
     meeting: Meeting
-    came: dict[str, dict[str, str]] = field(default_factory=dict)
-    gpus: dict[str, int] = field(default_factory=dict)
+    ways: dict[str, dict[str, int]] = field(default_factory=dict)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def enter(self, hello: dict[str, Any], address: str) -> None:
-        self.came.setdefault(hello["host"], {})[hello["node"]] = address
-        self.gpus[hello["node"]] = hello["gpus"]
-        if self.address() is not None:
+    def enter(self, node: str, address: str, order: int) -> None:
+        ways = self.ways.setdefault(node, {})
+        ways[address] = min(order, ways.get(address, order))
+        best = self.address()
+        if best is not None and self.order(best) == 0:
             self.over.set()
+        elif best is not None:
+            # all could meet now: a node that reaches a preferred address does so before this
+            asyncio.get_running_loop().call_later(PREFERRED_S, self.over.set)
 
     def address(self) -> str | None:
-        """The numeric address of the head that every node reached, preferably as another node sees it."""
-        for host in self.meeting.hosts:
-            seen = self.came.get(host, {})
-            if set(self.meeting.nodes) <= set(seen):
-                others = [seen[node] for node in self.meeting.nodes[1:]]
-                return (others or [seen[self.meeting.nodes[0]]])[0]
-        return None
+        """The preferred one of the head's numeric addresses that every other node reached."""
+        reached = [set(self.ways.get(node, ())) for node in self.meeting.nodes[1:]]
+        return min(set.intersection(*reached), key=lambda way: (self.order(way), way), default=None)
+
+    def order(self, address: str) -> int:
+        return max(ways[address] for ways in self.ways.values() if address in ways)
 
     def problem(self) -> str:
-        """An error that names the missing nodes, or the nodes of each host if they used different ones."""
-        here = {node for seen in self.came.values() for node in seen}
-        head, missing = self.meeting.nodes[0], [node for node in self.meeting.nodes if node not in here]
+        """An error that names the missing nodes, or the addresses that each node used."""
+        head, *others = self.meeting.nodes
+        missing = [node for node in others if node not in self.ways]
         if missing:
-            where = f"{head} at {self.meeting.addresses()}"
-            return f"{', '.join(missing)} did not reach {where} within {self.meeting.timeout_s:.0f} s."
-        ways = "; ".join(f"{host} by {', '.join(sorted(seen))}" for host, seen in self.came.items())
+            hosts = " or ".join(f"{host}:{self.meeting.port}" for host in self.meeting.hosts)
+            return (
+                f"{', '.join(missing)} did not reach {head} at {hosts} within {self.meeting.timeout_s:.0f} s."
+            )
+        ways = "; ".join(f"{node} by {', '.join(self.ways[node])}" for node in others)
         return f"no address of {head} is reached by all nodes: {ways}."
 
 
 async def lead(meeting: Meeting) -> Arrivals:
-    """On the head: listen until every node has connected by one common host, then reply to all of them."""
+    """On the head: listen until every node has come by one common address, then reply to all of them."""
     arrivals, callers = Arrivals(meeting), set[asyncio.Task[None]]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -110,7 +126,8 @@ async def lead(meeting: Meeting) -> Arrivals:
         with contextlib.suppress(*foreign, asyncio.CancelledError):
             hello = json.loads(await reader.readuntil())
             if _is_hello(hello) and hello["token"] == meeting.token:
-                arrivals.enter(hello, str(writer.get_extra_info("sockname")[0]).removeprefix("::ffff:"))
+                address = str(writer.get_extra_info("sockname")[0]).removeprefix("::ffff:")
+                arrivals.enter(hello["node"], address, hello["order"])
                 await arrivals.over.wait()
                 if arrivals.address() is not None:
                     writer.write(b"go\n")
@@ -129,70 +146,77 @@ async def lead(meeting: Meeting) -> Arrivals:
 
 
 def _is_hello(message: Any) -> bool:
-    texts = ("token", "node", "host")
-    return (
-        isinstance(message, dict)
-        and all(type(message.get(name)) is str for name in texts)
-        and type(message.get("gpus")) is int
-    )
+    kinds = {"token": str, "node": str, "order": int}
+    return isinstance(message, dict) and all(type(message.get(name)) is kinds[name] for name in kinds)
 
 
-async def come(meeting: Meeting, node: str, gpus: int) -> dict[str, str] | None:
-    """On every node: try each host until one replies. None on success, else the answer of each host."""
+async def come(meeting: Meeting, node: str) -> dict[str, str] | None:
+    """On another node: try all addresses of each host until the head replies. None on success, else the
+    answer of each.
+    """
     answers = dict.fromkeys(meeting.hosts, "no answer")
-    callers = [asyncio.create_task(_call(meeting, host, node, gpus, answers)) for host in meeting.hosts]
-    done, rest = await asyncio.wait(callers, timeout=meeting.timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    for caller in rest:
-        caller.cancel()
-    await asyncio.gather(*callers, return_exceptions=True)
-    return None if done else answers
+    met = asyncio.Event()
 
-
-async def _call(meeting: Meeting, host: str, node: str, gpus: int, answers: dict[str, str]) -> None:
-    hello = json.dumps({"token": meeting.token, "node": node, "host": host, "gpus": gpus}).encode()
-    while True:
-        # the connection was closed: another job's head, or its time-out
-        with contextlib.suppress(asyncio.IncompleteReadError):
+    async def visit(host: str, order: int, callers: asyncio.TaskGroup) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
             try:
-                reader, writer = await asyncio.open_connection(host, meeting.port)
-                answers[host] = "reached"
-                with contextlib.closing(writer):
-                    writer.write(hello + b"\n")
-                    if await reader.readuntil() == b"go\n":
-                        return
-            except OSError as error:
-                answers[host] = _reason(error)
-        await asyncio.sleep(RETRY_S)
+                entries = await loop.getaddrinfo(host, meeting.port, type=socket.SOCK_STREAM)
+                break
+            except OSError:
+                answers[host] = "the name does not resolve"
+                await asyncio.sleep(RETRY_S)
+        for place, address in enumerate(dict.fromkeys(str(where[0]) for *_, where in entries)):
+            callers.create_task(call(host, address, HOST * order + place))
+
+    async def call(host: str, address: str, order: int) -> None:
+        hello = json.dumps({"token": meeting.token, "node": node, "order": order}).encode()
+        while True:
+            # the connection was closed: another job's head, or its time-out
+            with contextlib.suppress(asyncio.IncompleteReadError):
+                try:
+                    reader, writer = await asyncio.open_connection(address, meeting.port)
+                    answers[host] = "reached"
+                    with contextlib.closing(writer):
+                        writer.write(hello + b"\n")
+                        if await reader.readuntil() == b"go\n":
+                            met.set()
+                            return
+                except OSError as error:
+                    answers[host] = os.strerror(error.errno).lower() if error.errno else str(error)
+            await asyncio.sleep(RETRY_S)
+
+    async def search() -> None:
+        async with asyncio.TaskGroup() as callers:
+            for order, host in enumerate(meeting.hosts):
+                callers.create_task(visit(host, order, callers))
+
+    searching = asyncio.create_task(search())
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(met.wait(), meeting.timeout_s)
+    searching.cancel()
+    await asyncio.wait([searching])
+    return None if met.is_set() else answers
 
 
-def _reason(error: OSError) -> str:
-    if isinstance(error, socket.gaierror):
-        return "the name does not resolve"
-    return os.strerror(error.errno).lower() if error.errno else str(error)
-
-
-async def meet(meeting: Meeting, node: str, gpus: int, ranks: int) -> int:
+async def meet(meeting: Meeting, node: str) -> int:
     """Run the rendezvous on this node; returns the exit status. The head prints the address to stdout."""
-    if node != meeting.nodes[0]:
-        return _report(meeting, node, await come(meeting, node, gpus))
-    arrivals, _ = await asyncio.gather(lead(meeting), come(meeting, node, gpus))
+    head, *others = meeting.nodes
+    if not others:
+        print("127.0.0.1", flush=True)
+        return 0
+    if node != head:
+        return _report(meeting, node, await come(meeting, node))
+    arrivals = await lead(meeting)
     address = arrivals.address()
     if address is None:
-        return _fail(
-            f"{arrivals.problem()}",
-            "set RDZV_HOST in slurm/cluster.env to an address of the first node that all reach",
-        )
-    too_few = [f"{name} has {count}" for name, count in sorted(arrivals.gpus.items()) if 0 <= count < ranks]
-    if too_few:
-        most = min(count for count in arrivals.gpus.values() if count >= 0)
-        return _fail(
-            f"{len(meeting.nodes)} nodes × {ranks} ranks need {ranks} GPUs a node, but {', '.join(too_few)}.",
-            f"NPROC_PER_NODE={most} sbatch …",
-        )
-    more = [f"{name} has {count}" for name, count in sorted(arrivals.gpus.items()) if count > ranks]
-    if more and len({*arrivals.gpus.values()}) > 1:
-        line = f"{ranks} ranks a node, but {', '.join(more)} GPUs: the others are unused."
-        print(f"{line} HINT: nodes of one kind, as by sbatch --constraint", file=sys.stderr)
+        hint = "set RDZV_HOST in slurm/cluster.env to an address of the first node that all reach"
+        print(f"rendezvous: {arrivals.problem()} HINT: {hint}", file=sys.stderr, flush=True)
+        return 1
+    if arrivals.order(address) >= HOST:
+        absent = ", ".join(node for node in others if min(arrivals.ways[node].values()) >= HOST)
+        line = f"rendezvous: {absent} did not reach {head} at {meeting.hosts[0]}: the nodes meet at {address}"
+        print(line, file=sys.stderr)
     print(address, flush=True)
     return 0
 
@@ -206,11 +230,6 @@ def _report(meeting: Meeting, node: str, answers: dict[str, str] | None) -> int:
             f"{node} cannot reach {meeting.nodes[0]} within {meeting.timeout_s:.0f} s: {reasons}.",
             file=sys.stderr,
         )
-    return 1
-
-
-def _fail(message: str, hint: str) -> int:
-    print(f"rendezvous: {message} HINT: {hint}", file=sys.stderr, flush=True)
     return 1
 
 
@@ -228,8 +247,6 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--port", type=int, required=True)
     one.add_argument("--token", required=True, help="a secret of this start of this job")
     one.add_argument("--timeout-s", type=float, default=60.0)
-    one.add_argument("--gpus", type=int, default=-1, help="number of GPUs on this node; -1 skips the check")
-    one.add_argument("--ranks", type=int, default=1, help="number of ranks on each node")
     return parser
 
 
@@ -247,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             nodes=options.nodes.split(","),
             timeout_s=options.timeout_s,
         )
-        return asyncio.run(meet(meeting, options.node, options.gpus, options.ranks))
+        return asyncio.run(meet(meeting, options.node))
     return 0
 
 

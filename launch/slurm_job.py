@@ -228,9 +228,16 @@ def _stops_without_a_step(events: Sequence[Event]) -> int:
     return count
 
 
-def begin(flags: Sequence[str], default_run_dir: str, *, log: str = "", dry_run: bool = False) -> RunDir:
+def begin(
+    flags: Sequence[str], default_run_dir: str, *, log: str = "", idle_gpus: int = 0, dry_run: bool = False
+) -> RunDir:
     """Check the flags, remove the markers of the last start, and record a start without an end as lost."""
     config = configuration.load(flags)
+    if idle_gpus and config.run.device != "cpu":
+        raise ConfigError(
+            f"the job has no GPU, and its first node has {idle_gpus}.",
+            f"--gpus-per-node={idle_gpus} for sbatch or launch.submit; or --run.device cpu for train.py",
+        )
     run = open_run(config.run.dir or default_run_dir)
     if dry_run:
         return run
@@ -260,6 +267,7 @@ def _parser() -> argparse.ArgumentParser:
     first = commands.add_parser("begin", add_help=False, allow_abbrev=False)
     first.add_argument("--default-run-dir", required=True)
     first.add_argument("--log", default="", help="the job's log, linked into the run directory")
+    first.add_argument("--idle-gpus", default="", help="GPUs of the first node, where the job has none")
     first.add_argument("--dry-run", action="store_true", help="change nothing")
     one = commands.add_parser("judge")
     one.add_argument("run")
@@ -278,7 +286,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, flags = _parser().parse_known_args(argv)
     try:
         if options.command == "begin":
-            run = begin(flags, options.default_run_dir, log=options.log, dry_run=options.dry_run)
+            run = begin(
+                flags,
+                options.default_run_dir,
+                log=options.log,
+                idle_gpus=int(options.idle_gpus or 0),
+                dry_run=options.dry_run,
+            )
             print(run.place, *([run.path] if run.url else []), sep="\n")
             return 0
         run = open_run(options.run)

@@ -148,8 +148,7 @@ def executor(request: Request, batch: JobArray) -> submitit.AutoExecutor:
     made.update_parameters(**request.parameters())
     if request.cluster == "slurm":
         made.update_parameters(
-            slurm_srun_args=["--kill-on-bad-exit=1", "--cpu-bind=none"],
-            slurm_setup=_before(code, batch.runs),
+            slurm_setup=_before(code, batch),
             slurm_teardown=["rc=$?", "set -e", "judge_and_act --no-again"],
         )
     return made
@@ -165,19 +164,21 @@ def _for_cluster(cluster: str, code: Path) -> dict[str, Any]:
     return {**limits, "slurm_python": f"{node} rank {shlex.quote(sys.executable)}"}
 
 
-def _before(code: Path, runs: Sequence[RunDir]) -> list[str]:
+def _before(code: Path, batch: JobArray) -> list[str]:
     """Lines of the batch script before srun: cluster.env, the run directory of this array element, the
     rendezvous.
     """
-    folders = " ".join(shlex.quote(run.place) for run in runs)
+    folders = " ".join(shlex.quote(run.place) for run in batch.runs)
+    devices = " ".join(config.run.device for config in batch.configs)
     return [
         "set -euo pipefail",
         f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH",
         f"source {shlex.quote(str(code))}/slurm/lib.sh",
-        f"runs=({folders})",
-        'job_begin --run.dir "${runs[${SLURM_ARRAY_TASK_ID:-0}]}"',
+        f"runs=({folders}) devices=({devices}) task=${{SLURM_ARRAY_TASK_ID:-0}}",
+        'job_begin --run.dir "${runs[$task]}" --run.device "${devices[$task]}"',
         "meet_or_leave 0",
         "set +e",
+        'srun() { submitit_srun "$@"; }',
     ]
 
 

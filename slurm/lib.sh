@@ -8,7 +8,6 @@
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 home=$(dirname "$here")
-REQUEUE_EXIT=85 # the exit status of launch/slurm_job.py for "requeue"; slurm.conf's RequeueExit may have the same number
 
 say() {
     printf '%s slurm: %s\n' "$(date +%H:%M:%S)" "$*"
@@ -21,13 +20,13 @@ die() {
 
 # ---------------------------------------------------------------- the job's settings
 
-# Sets: job record restart nodes ranks_per_node node_gpus, and exports what Python needs.
+# Sets: job record restart nodes tasks ranks_per_node node_gpus, and exports what Python needs.
 job_facts() {
-    SRUN_ARGS=() CONTAINER=()
+    SRUN_ARGS=() CONTAINER=() again=()
     # sbatch gives a job the variables of the job in which it is called: of a step, of ranks, of an array's task
     unset RANK WORLD_SIZE SLURM_STEP_NUM_TASKS
     unset SLURM_LABELIO # of the user's shell: srun's output is read here
-    record=$(scontrol show job -o "$SLURM_JOB_ID" 2>/dev/null) || record=
+    record=$(scontrol show job -d -o "$SLURM_JOB_ID" 2>/dev/null) || record=
     [ -z "$record" ] || [[ $record == *" ArrayJobId="* ]] || unset SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID
     [[ $record != *" HetJobId="* ]] ||
         die "this job script has the nodes of the first component of a heterogeneous job alone. HINT: sbatch --nodes=2 slurm/fsdp.sbatch, all nodes in one request"
@@ -44,27 +43,37 @@ job_facts() {
     # the last task of an array has the array's own id as SLURM_JOB_ID: only id_task names one job
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
     job=${job:-$SLURM_JOB_ID}
-    [ "$job" = "$SLURM_JOB_ID" ] || record=$(scontrol show job -o "$job" 2>/dev/null) || record=
+    [ "$job" = "$SLURM_JOB_ID" ] || record=$(scontrol show job -d -o "$job" 2>/dev/null) || record=
     restart=$(grep -m 1 -oP ' Restarts=\K\d+' <<<"$record") || restart=${SLURM_RESTART_COUNT:-0}
     export SLURM_RESTART_COUNT=$restart
     mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     [ ${#nodes[@]} = "$SLURM_JOB_NUM_NODES" ] || die "${#nodes[@]} host names for $SLURM_JOB_NUM_NODES nodes: $SLURM_JOB_NODELIST"
-    [ "${SLURM_GPUS_ON_NODE:-0}" != 0 ] || unset SLURM_GPUS_ON_NODE
-    # NPROC_PER_NODE, else the GPUs that Slurm allocated; without GPUs, sbatch's --ntasks-per-node
-    ranks_per_node=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}}}
+    local end most fewest
+    tasks=${SLURM_NTASKS_PER_NODE:-1}
+    # the GPUs of this job on each group of equal nodes, fewest first
+    mapfile -t gpus < <(grep -oP ' Nodes=\K\S+ CPU_IDs=\S+ Mem=\S+ GRES=\S*' <<<"$record" |
+        sed -E 's/ .*gpu:([^:,(]+:)?([0-9]+).*/ \2/; t; s/ .*/ 0/' | sort -k 2n)
+    [ ${#gpus[@]} -gt 0 ] || gpus=("${nodes[0]} ${SLURM_GPUS_ON_NODE:-0}")
+    most=${gpus[-1]##* } fewest=${gpus[0]##* }
+    ranks_per_node=${NPROC_PER_NODE:-$((most > 0 ? most : tasks))}
     [[ $ranks_per_node =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE=$ranks_per_node is not a number of ranks. HINT: NPROC_PER_NODE=8 sbatch …"
-    # each srun here starts one task a node, which needs all of the node's GPUs. A step of a job with --gpus-per-task has
-    # sbatch's share of a task even where these variables are unset, unless it requests the node's number
+    [ "$most" = 0 ] || [ "$fewest" -ge "$ranks_per_node" ] ||
+        die "${#nodes[@]} nodes × $ranks_per_node ranks need $ranks_per_node GPUs a node, but ${gpus[0]% *} has $fewest. HINT: NPROC_PER_NODE=$((fewest > 0 ? fewest : 1)) sbatch …, or --gpus-per-node=$ranks_per_node"
+    # each srun names its GPUs: without, it has none with --exclusive, and a task's share with --gpus-per-task
     node_gpus=()
-    [[ "${SLURM_GPUS_PER_TASK:-} ${SLURM_TRES_PER_TASK:-}" != *[1-9]* ]] ||
-        node_gpus=(${SLURM_GPUS_ON_NODE:+"--gpus-per-node=$SLURM_GPUS_ON_NODE"})
-    unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK
+    [ "$most" = 0 ] || node_gpus=("--gres=gpu:$ranks_per_node")
+    # srun takes them for its own requests, and sbatch passes on those of the job in which it is called
+    unset "${!SLURM_GPU@}" "${!SLURM_MEM@}" "${!SLURM_TRES@}" "${!SLURM_NTASKS@}"
     # a task is a node for sbatch and a rank for LAUNCHER=srun, whose srun may inherit either variable
     unset SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
     local cpus=$((${SLURM_CPUS_ON_NODE:-1} / ranks_per_node))
     [ "$cpus" -gt 0 ] || say "${SLURM_CPUS_ON_NODE:-1} CPUs a node for $ranks_per_node ranks. HINT: sbatch --cpus-per-task=$((4 * ranks_per_node))" >&2
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > 0 ? cpus : 1))}
-    export_end_time
+    # the ranks' deadline, in seconds since 1970: newer Slurm versions set it, and sbatch passes on another job's
+    [ -z "$record" ] || unset SLURM_JOB_END_TIME
+    if end=$(grep -m 1 -oP ' EndTime=\K\S+' <<<"$record") && end=$(date -d "$end" +%s 2>/dev/null); then
+        export SLURM_JOB_END_TIME=$end
+    fi
 }
 
 find_python() {
@@ -74,17 +83,6 @@ find_python() {
     fi
     # an image's python is found in the image
     [ ${#CONTAINER[@]} -gt 0 ] || [[ " ${SRUN_ARGS[*]:-} " == *" --container"* ]] || command -v python >/dev/null || die "no python on $(hostname). HINT: set VENV in $CLUSTER_ENV"
-}
-
-# Seconds since 1970, for the ranks' deadline; newer Slurm versions set it. Unset if the job has no time limit.
-export_end_time() {
-    local text
-    [ -z "${SLURM_JOB_END_TIME:-}" ] || return 0
-    text=$(squeue -h -j "$job" -o %e 2>/dev/null) || text=
-    # date takes an empty text for today's midnight
-    if [ -n "$text" ] && text=$(date -d "$text" +%s 2>/dev/null); then
-        export SLURM_JOB_END_TIME=$text
-    fi
 }
 
 # The job's record. A controller that many jobs ask at once may not answer the first time; empty after 20 s.
@@ -103,7 +101,7 @@ job_record() {
 # A small command on the first node, where this shell runs, inside the container if there is one.
 on_head() {
     if [ ${#CONTAINER[@]} -gt 0 ] || [ ${#SRUN_ARGS[@]} -gt 0 ]; then
-        srun --overlap --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" "${SRUN_ARGS[@]}" "${CONTAINER[@]}" "$@"
+        command srun --overlap --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" "${SRUN_ARGS[@]}" "${CONTAINER[@]}" "$@"
     else
         "$@"
     fi
@@ -113,8 +111,10 @@ on_head() {
 
 # Sets flags, dry_run, preflight, run and run_folder; prints the job and its nodes, once per start.
 job_begin() {
-    local word log places
-    trap : TERM USR1
+    local word log places began=$SECONDS
+    trap : TERM
+    # `#SBATCH --signal=B:USR1@N` and `scancel --batch` reach this shell alone: srun passes it on to the ranks
+    trap 'kill -USR1 $(jobs -p) 2>/dev/null || :' USR1 USR2
     job_facts
     export SHARDRUN_LAUNCHER=${LAUNCHER:-torchrun}
     [[ $SHARDRUN_LAUNCHER =~ ^(torchrun|srun)$ ]] || die "LAUNCHER=$LAUNCHER is neither. HINT: LAUNCHER=srun, or torchrun"
@@ -129,18 +129,17 @@ job_begin() {
     done
     log=$(grep -m 1 -oP ' StdOut=\K.*?(?= \w+=|$)' <<<"$record") || log=
     places=$(on_head python -m launch.slurm_job begin "${dry_run[@]}" --default-run-dir "runs/$SLURM_JOB_NAME-$job" \
-        --log "$log" "${flags[@]}")
+        --log "$log" --idle-gpus "$(idle_gpus)" "${flags[@]}")
+    # the judgement starts the same program on the same folder: the ranks leave it the time (fsdp/dist/env.py)
+    export SHARDRUN_BEGIN_S=$((SECONDS - began))
     # a URL has a second line: its folder on each node, where the ranks' logs are
     run=${places%%$'\n'*} run_folder=${places##*$'\n'}
     say "job $job ($SLURM_JOB_NAME), start $((restart + 1)): ${#nodes[@]} nodes × $ranks_per_node ranks on ${nodes[*]}; run $run"
-    warn_of_unused_gpus
 }
 
-warn_of_unused_gpus() {
-    local gpus
-    [ -z "${SLURM_GPUS_ON_NODE:-}" ] || return 0
-    gpus=$(scontrol show node -o "${nodes[0]}" | grep -oP ' Gres=\S*?\bgpu:([^\s:,(]+:)?\K\d+' | head -n 1) || return 0
-    say "${nodes[0]} has $gpus GPUs, and the job requests none. HINT: sbatch --gpus-per-node=$gpus, before the file" >&2
+# The GPUs of the first node, if this job has none.
+idle_gpus() {
+    [ ${#node_gpus[@]} -gt 0 ] || scontrol show node -o "${nodes[0]}" | grep -m 1 -oP ' Gres=\S*?\bgpu:([^\s:,(]+:)?\K\d+' || :
 }
 
 # Sets named: words in front without dashes, a strategy's and a recipe's name, become their flags.
@@ -251,42 +250,76 @@ start_ranks() {
     exec "$@" "${by_srun[@]}" bash "$here/node.sh" ranks "$home/train.py" --run.dir "$run" "${flags[@]}"
 }
 
+# The srun of submitit's job script, in the background as above.
+submitit_srun() {
+    local rc
+    command srun --nodes=${#nodes[@]} --ntasks=$((${#nodes[@]} * tasks)) --ntasks-per-node="$tasks" --cpu-bind=none \
+        --kill-on-bad-exit=1 "${node_gpus[@]}" "$@" &
+    wait_through_signals $!
+    return "$rc"
+}
+
 # The decision is an exit status, which leaves a container. Returns only if the ranks restart in this allocation.
 judge_and_act() {
     local state record traps verdict=0 bounds=()
     # scancel sends TERM to every process of the job: the command that asks for the job's state must not end by it
-    traps=$(trap -p TERM USR1)
-    trap '' TERM USR1
+    traps=$(trap -p TERM USR1 USR2)
+    trap '' TERM USR1 USR2
     record=$(job_record) || record=
     if [ -n "$record" ]; then
         state=$(grep -m 1 -oP ' JobState=\K\S+' <<<"$record") || state=UNKNOWN
         # only a running job is requeued: a cancelled job stays cancelled, and Slurm's own requeue is not repeated
         [ "$state" = RUNNING ] || { say "the job is $state: nothing more to do here"; exit "$rc"; }
-        [[ $record == *" Requeue=1"* ]] || bounds=(--no-requeue)
+        [[ $record == *" Requeue=1"*" BatchFlag=1"* ]] || bounds=(--no-requeue)
     else
         say "scontrol does not answer: this job is judged as one that runs and may be requeued"
     fi
     on_head python -m launch.slurm_job judge "$run" --job "$job" --restart "$restart" --code "$rc" "${bounds[@]}" "$@" ||
         verdict=$?
-    eval "${traps:-trap - TERM USR1}"
+    eval "${traps:-trap - TERM USR1 USR2}"
     case $verdict in
-    "$REQUEUE_EXIT") requeue ;;
+    85) requeue ;;
     86) return ;;
     *) exit "$verdict" ;;
     esac
 }
 
-# Slurm ends this shell when it has requeued the job; if scontrol fails, the exit code requests the requeue.
+# Slurm ends this shell when it has requeued the job. No exit status does that on a cluster without RequeueExit.
 requeue() {
-    say "requeue $job"
-    scontrol requeue "$job" || exit "$REQUEUE_EXIT"
-    sleep 60 &
-    wait_through_signals $!
+    local second
+    for second in {0..60..5}; do
+        if scontrol requeue "$job"; then
+            say "requeued $job"
+            sleep 60 &
+            wait_through_signals $!
+            exit 0
+        fi
+        [ "$second" -gt 0 ] || say "scontrol does not requeue $job: tried again for a minute" >&2
+        sleep 5
+    done
+    [ ${#again[@]} -gt 0 ] || die "NOT requeued. HINT: the same command with --run.dir $run continues"
+    say "in its place: ${again[*]@Q}"
+    SHARDRUN_HOME=$home "${again[@]}" || die "NOT requeued. HINT: ${again[*]@Q}"
     exit 0
+}
+
+# Sets again: the command that continues this run in a new job with the same request.
+new_job() {
+    local option value script
+    again=(sbatch --dependency="afterany:$job" --nodes=${#nodes[@]} --ntasks-per-node="$tasks" "${node_gpus[@]}")
+    for option in partition=Partition account=Account qos=QOS time=TimeLimit cpus-per-task=CPUs/Task mem=MinMemoryNode \
+        mem-per-cpu=MinMemoryCPU constraint=Features reservation=Reservation; do
+        value=$(grep -m 1 -oP " ${option#*=}=\K\S+" <<<"$record") || continue
+        [[ $value =~ ^(0|\(null\))$ ]] || again+=("--${option%%=*}=$value")
+    done
+    script=$(grep -m 1 -oP ' Command=\K\S+' <<<"$record") || script=
+    [ -e "$script" ] || script=$here/fsdp.sbatch
+    again+=("$script" --run.dir "$run" "${flags[@]}")
 }
 
 job_run() {
     local try=0
+    new_job
     while :; do
         meet_or_leave "$try"
         [ ${#dry_run[@]} = 0 ] || show_what_would_run

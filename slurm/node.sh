@@ -18,8 +18,7 @@ quiet_c10d() {
 case $1 in
 meet)
     exec python -m launch.rendezvous meet --node "$SLURMD_NODENAME" --nodes "$SHARDRUN_NODES" --hosts "$SHARDRUN_HOSTS" \
-        --port "$MASTER_PORT" --token "$SHARDRUN_TOKEN" --timeout-s "$SHARDRUN_TIMEOUT_S" \
-        --gpus "${SLURM_GPUS_ON_NODE:--1}" --ranks "$SHARDRUN_RANKS_PER_NODE"
+        --port "$MASTER_PORT" --token "$SHARDRUN_TOKEN" --timeout-s "$SHARDRUN_TIMEOUT_S"
     ;;
 check)
     exec python -m launch.check_node --node "$SLURMD_NODENAME" --run "$SHARDRUN_RUN" --ranks "$SHARDRUN_RANKS_PER_NODE"
@@ -30,7 +29,7 @@ ranks)
     quiet_c10d
     read -r address interface < <(python -m launch.rendezvous here --towards "$MASTER_ADDR")
     # gloo would use the loopback if the host's name does not resolve
-    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
+    export GLOO_SOCKET_IFNAME=$interface
     [ "$SHARDRUN_LAUNCHER" = torchrun ] || exec python "$@"
     # shellcheck disable=SC2016  # torchrun inserts the rank: the same prefix as srun --label
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: '

@@ -4,7 +4,7 @@ set -euo pipefail
 
 read -r address interface < <(python -m launch.rendezvous here --towards "$MASTER_ADDR")
 # gloo would use the loopback if the host's name does not resolve
-export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
+export GLOO_SOCKET_IFNAME=$interface
 
 if [ "$SHARDRUN_IS_HEAD" = 1 ]; then
     # it contains sockets, whose paths have at most 107 characters

@@ -5,13 +5,10 @@ torch.
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import ctypes
 import ipaddress
 import socket
-import struct
-from pathlib import Path
-
-SIOCGIFADDR = 0x8915
+from collections.abc import Iterator
 
 
 def resolves(name: str) -> str:
@@ -35,8 +32,7 @@ def address_towards(host: str) -> str:
 def interface_of(address: str) -> str:
     """The name of the network interface with this address; empty if there is none."""
     bare = address.partition("%")[0]  # a link's own address has its interface behind it
-    names = (name for _, name in socket.if_nameindex())
-    return next((name for name in names if bare in (_address4(name), *_addresses6(name))), "")
+    return next((name for name, own in _interfaces() if own == bare), "")
 
 
 def is_loopback(address: str) -> bool:
@@ -53,15 +49,32 @@ def listen(port: int, backlog: int) -> socket.socket:
     return socket.create_server(("", port), backlog=backlog)
 
 
-def _address4(name: str) -> str | None:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # the kernel returns an error for an interface without an IPv4 address
-        reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntoa(reply[20:24])
-    return None
+class _Entry(ctypes.Structure):
+    """The first fields of `struct ifaddrs`."""
+
+    _fields_ = (
+        ("next", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("flags", ctypes.c_uint),
+        ("address", ctypes.c_void_p),
+    )
 
 
-def _addresses6(name: str) -> list[str]:
-    table = Path("/proc/net/if_inet6")
-    rows = [line.split() for line in table.read_text().splitlines()] if table.exists() else []
-    return [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])) for row in rows if row[-1] == name]
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Each interface's name with each of its addresses, the secondary ones too, as gloo looks them up."""
+    libc, first = ctypes.CDLL(None, use_errno=True), ctypes.c_void_p()
+    if libc.getifaddrs(ctypes.byref(first)):
+        raise OSError(ctypes.get_errno(), "the network interfaces cannot be listed")
+    try:
+        place = first.value
+        while place:
+            entry = _Entry.from_address(place)
+            name, where = entry.name.decode(), entry.address
+            family = ctypes.c_ushort.from_address(where).value if where else socket.AF_UNSPEC
+            if family == socket.AF_INET:
+                yield name, socket.inet_ntop(family, ctypes.string_at(where + 4, 4))
+            elif family == socket.AF_INET6:
+                yield name, socket.inet_ntop(family, ctypes.string_at(where + 8, 16))
+            place = entry.next
+    finally:
+        libc.freeifaddrs(first)

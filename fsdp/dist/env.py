@@ -419,12 +419,21 @@ PAST_END_S = 600.0
 """A job is ended within minutes of its end: a shell that outlived its job has an end longer ago."""
 
 
+AFTER_RANKS_S, AFTER_RANKS_BEGINS = 20.0, 3
+"""What the ranks leave a job that follows its deadline alone: the end of their processes, the judgement and
+the requeue. At least so many seconds, and so many times as long as slurm/lib.sh took to begin.
+"""
+
+
 def end_time(environ: Mapping[str, str] = os.environ) -> float | None:
-    """The job's time limit in seconds since 1970. slurm/lib.sh sets the variable where an older Slurm does
-    not.
+    """When the ranks must have saved, in seconds since 1970: before the job's time limit. slurm/lib.sh sets
+    that where an older Slurm does not.
     """
     text = environ.get("SLURM_JOB_END_TIME", "")
-    return float(text) if text.isdigit() and int(text) > time.time() - PAST_END_S else None
+    if not text.isdigit() or int(text) <= time.time() - PAST_END_S:
+        return None
+    begin_s = _integer(environ, "SHARDRUN_BEGIN_S", 0)
+    return float(text) - max(AFTER_RANKS_S, AFTER_RANKS_BEGINS * begin_s)
 
 
 # ---------------------------------------------------------------- the rendezvous

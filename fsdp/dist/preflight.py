@@ -1,4 +1,4 @@
-"""Checks before training: host names, equal versions on all ranks, free devices, and one run directory.
+"""Checks before training: equal versions on all ranks, free devices, and one run directory.
 
 They take a few milliseconds and one exchange of objects. Measurements that take seconds (devices, links,
 storage) are in fsdp/doctor, which starts with these facts too.
@@ -21,12 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp.base.errors import LaunchError
 from fsdp.dist import collectives
-from fsdp.dist.addresses import address_towards, interface_of, is_loopback, resolves
-from fsdp.dist.env import DistEnv, gloo_interface_is_set, rendezvous_host
+from fsdp.dist.env import DistEnv
 from fsdp.dist.launcher_hints import launcher_hints
 
 log = logging.getLogger(__name__)
@@ -136,36 +134,6 @@ def _difference(what: str, values: Mapping[int, str]) -> NodeDifference | None:
     usual = Counter(values.values()).most_common(1)[0][0]  # at a tie the first, which is rank 0's
     others = {rank: value for rank, value in values.items() if value != usual}
     return NodeDifference(what, usual, others, what in MUST_BE_EQUAL) if others else None
-
-
-# ---------------------------------------------------------------- names
-
-
-def check_names(env: DistEnv) -> None:
-    """LaunchError if this host's name has no address that other nodes reach.
-
-    Call it before the process group: gloo sends the address of this host's name to the other ranks, which
-    would wait half an hour for it.
-    """
-    if (
-        env.num_nodes < 2
-        or gloo_interface_is_set()
-        or dist.is_initialized()
-        or not (towards := address_towards(rendezvous_host()))
-    ):
-        return
-    host = socket.gethostname()
-    own = resolves(host)
-    # Several "nodes" on one machine meet on the loopback, and its address is valid for all of them.
-    if is_loopback(towards) or (own and not is_loopback(own)):
-        return
-    problem = f"resolves to {own}, which only {host} itself reaches" if own else "does not resolve"
-    raise LaunchError(
-        f"the name {host} {problem}, and {env.num_nodes} nodes use it.",
-        f"export GLOO_SOCKET_IFNAME={interface_of(towards) or 'INTERFACE'} on {host}, "
-        "or correct its /etc/hosts",
-        scope="node",
-    )
 
 
 # ---------------------------------------------------------------- at each start

@@ -21,13 +21,16 @@ import torch.distributed as dist
 from fsdp.base.errors import LaunchError, first_line
 from fsdp.base.text import named_ranks
 from fsdp.base.torch_private.distributed import abort_all_groups, all_groups
+from fsdp.dist.addresses import address_towards, interface_of, is_loopback, resolves
 from fsdp.dist.env import (
     DistEnv,
     agent_serves_store,
     fewer_ranks,
+    gloo_interface_is_set,
     init_method,
     rendezvous_host,
     rendezvous_port,
+    set_variable,
     without_address,
 )
 from fsdp.dist.launcher_hints import launcher_hints
@@ -62,6 +65,8 @@ def process_group(env: DistEnv, timeout_s: float, store: dist.Store | None = Non
     if env.device.type == "cuda" and env.world_size > 1:
         devices = dist.PrefixStore("devices", arguments["store"])
         check_devices_differ(env, devices, _device_id(env.device), timeout_s)
+    if env.num_nodes > 1:
+        set_gloo_interface(env, dist.PrefixStore("addresses", arguments["store"]))
     dist.init_process_group(**arguments)
     try:
         yield
@@ -163,6 +168,33 @@ def check_devices_differ(env: DistEnv, store: dist.Store, device_id: str, timeou
         f"{host} has {sum(map(len, there))} ranks and {len(there)} GPU{'s' if len(there) > 1 else ''}.",
         fewer_ranks(env.launcher, len(there)),
     )
+
+
+def set_gloo_interface(env: DistEnv, store: dist.Store) -> None:
+    """Name gloo's interface where this host's name has no address that other nodes reach.
+
+    gloo would send the address of that name to the other ranks, which wait half an hour for it. The interface
+    is that of the route to rank 0, or, where rank 0's address is this host itself, to another node.
+    """
+    address, host = address_towards(rendezvous_host()), socket.gethostname()
+    if env.local_rank == 0:
+        store.set(str(env.node_rank), address)
+    own = resolves(host)
+    if gloo_interface_is_set() or (own and not is_loopback(own)):
+        return
+    if not address or is_loopback(address):
+        address = address_towards(store.get("1" if env.node_rank == 0 else "0").decode())
+        if not address or is_loopback(address):
+            return  # several "nodes" on one machine
+    interface = interface_of(address)
+    if interface in ("", "lo"):
+        name = f"resolves to {own}, which only {host} itself reaches" if own else "does not resolve"
+        raise LaunchError(
+            f"the name {host} {name}, and {env.num_nodes} nodes use it.",
+            f"export GLOO_SOCKET_IFNAME=INTERFACE on {host}, or correct its /etc/hosts",
+            scope="node",
+        )
+    set_variable("GLOO_SOCKET_IFNAME", interface)
 
 
 def _group_arguments(env: DistEnv, timeout: timedelta, store: dist.Store | None) -> dict[str, Any]:

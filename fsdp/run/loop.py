@@ -22,7 +22,7 @@ from fsdp.base.phases import Ending, Phases
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.checkpointer import Restored
 from fsdp.config import Config, config_hash
-from fsdp.dist import numa, preflight
+from fsdp.dist import numa
 from fsdp.dist.env import DistEnv, check_torch, set_allocator, unused_allocation
 from fsdp.dist.mesh import build_mesh
 from fsdp.dist.process_group import process_group
@@ -85,7 +85,6 @@ def train(
         log.info("%s", env)
     if warning := unused_allocation(env):
         log.warning("%s", warning)
-    preflight.check_names(env)
     with (
         attention_kernel(config.speed),
         process_group(env, config.run.process_group_timeout_s),

@@ -1,4 +1,4 @@
-"""The checks before training, on real ranks whose versions, names or folders differ, and their duration."""
+"""The checks before training, on real ranks whose versions or folders differ; host names; durations."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from fsdp.base.errors import LaunchError
 from fsdp.config import load
-from fsdp.dist import preflight
+from fsdp.dist import preflight, process_group
 from fsdp.dist.addresses import address_towards, interface_of
 from fsdp.dist.env import DistEnv
-from fsdp.dist.preflight import RankFacts, check, check_names, differences
+from fsdp.dist.preflight import RankFacts, check, differences
 from fsdp.run.loop import train
 from tests.doctor.faulty_ranks import FAULTS
 from tests.support.env import env_of
@@ -138,37 +139,40 @@ def test_the_checks_take_less_than_20_ms(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- names
 
 
-def two_nodes() -> DistEnv:
-    return env_of(1, 2, nodes=2, launcher="srun")
-
-
 @pytest.mark.parametrize(
-    ("own", "towards", "says"),
+    ("own", "towards", "back", "interface"),
     [
-        ("10.0.0.7", "10.0.0.7", ""),
-        ("127.0.1.1", "10.0.0.7", "resolves to 127.0.1.1, which only"),
-        ("", "10.0.0.7", "does not resolve"),
-        ("127.0.1.1", "127.0.0.1", ""),  # all on one machine
-        ("2001:db8::7", "2001:db8::7", ""),
-        ("::1", "2001:db8::7", "resolves to ::1, which only"),
-        ("::1", "::1", ""),
-        ("", "", ""),  # the rendezvous reports its own error
+        ("10.0.0.7", "10.0.0.7", "", ""),
+        ("127.0.1.1", "10.0.0.7", "", "eth0"),
+        ("", "10.0.0.7", "", "eth0"),
+        ("127.0.1.1", "127.0.0.1", "10.0.0.7", "eth0"),  # rank 0's node, as Debian names it
+        ("127.0.1.1", "127.0.0.1", "127.0.0.1", ""),  # all on one machine
+        ("::1", "2001:db8::7", "", "eth0"),
+        ("::1", "::1", "::1", ""),
+        ("127.0.1.1", "10.9.9.9", "", None),
     ],
 )
-def test_a_host_name_that_other_nodes_cannot_use_is_an_error(
-    own: str, towards: str, says: str, monkeypatch: pytest.MonkeyPatch
+def test_gloo_gets_an_interface_where_the_host_name_is_of_no_use_to_others(
+    own: str, towards: str, back: str, interface: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(preflight, "resolves", lambda _: own)
-    monkeypatch.setattr(preflight, "address_towards", lambda _: towards)
-    if not says:
-        check_names(two_nodes())
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.setenv("MASTER_ADDR", "n0")
+    routes = {"n0": towards, "of the other node": back}
+    monkeypatch.setattr(process_group, "resolves", lambda _: own)
+    monkeypatch.setattr(process_group, "address_towards", lambda host: routes[host])
+    monkeypatch.setattr(process_group, "interface_of", lambda address: "" if "9.9" in address else "eth0")
+    store = dist.HashStore()
+    store.set("0", "of the other node")
+    env = env_of(1, 2, nodes=2, launcher="srun")
+    if interface is None:
+        with pytest.raises(
+            LaunchError, match=r"resolves to 127\.0\.1\.1, .* HINT: export GLOO_SOCKET_IFNAME="
+        ):
+            process_group.set_gloo_interface(env, store)
         return
-    with pytest.raises(LaunchError, match=says) as caught:
-        check_names(two_nodes())
-    assert "export GLOO_SOCKET_IFNAME=INTERFACE" in str(caught.value)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    check_names(two_nodes())
+    process_group.set_gloo_interface(env, store)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == interface
+    assert store.get("1").decode() == towards
 
 
 def test_the_interface_of_an_address_is_found() -> None:

@@ -192,10 +192,12 @@ class Cluster:
         lines += f"PartitionName=main Nodes=ALL {main}\n"
         return lines + "PartitionName=high Nodes=ALL PriorityTier=10 State=UP PreemptMode=OFF\n"
 
-    def names(self, resolve: bool) -> None:
-        """Do the nodes' names resolve? The file keeps its inode: it is bound over every host's /etc/hosts."""
+    def names(self, resolve: bool, network: str = NETWORK) -> None:
+        """Do the nodes' names resolve, and in which network? The file keeps its inode: it is bound over every
+        host's /etc/hosts.
+        """
         lines = ["127.0.0.1 localhost", f"{NETWORK}.254 {self.controller_host}"]
-        lines += [f"{NETWORK}.{i} {node}" for i, node in enumerate(self.nodes, start=1)] if resolve else []
+        lines += [f"{network}.{i} {node}" for i, node in enumerate(self.nodes, start=1)] if resolve else []
         (self.folder / "hosts").write_text("\n".join(lines) + "\n")
 
     def _login_host(self) -> None:

@@ -23,8 +23,9 @@ EVERY = 10
 FLAGS = (
     "--model.name", "mlp", "--data.name", "tests.slurm.slow:digits", "--train.steps", str(STEPS),
     "--train.global_batch", "32", "--checkpoint.every_steps", str(EVERY), "--run.log_every_steps", "1",
+    "--run.device", "cpu",
 )  # fmt: skip
-"""On two nodes the mesh is HSDP by default."""
+"""On two nodes the mesh is HSDP by default. The nodes have GPUs that only Slurm sees."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -81,6 +82,36 @@ def time_limit(folder: Path) -> Left:
     with Cluster(folder / "slurm") as cluster:
         env = {"SLOW_S": "1.5", "SLOW_STARTS": "2"}
         return left(sbatch(cluster, folder, "--time=1", "--signal=USR1@10", env=env))
+
+
+def told(folder: Path) -> dict[str, Left]:
+    """A deadline with no signal before it, and signals to the batch shell alone, of one job that scontrol
+    does not requeue. The names of the nodes have addresses of a second network, each its interface's second.
+    """
+    unwilling = folder / "bin" / "scontrol"
+    unwilling.parent.mkdir()
+    unwilling.write_text(f'#!/bin/sh\n[ "$1" != requeue ] && exec {shutil.which("scontrol")} "$@"\n')
+    unwilling.chmod(0o755)
+    slow = {"SLOW_S": "1", "SLOW_STARTS": "1"}
+    with Cluster(folder / "slurm", Shape(nodes=4), mode="netns") as cluster:
+        for number, node in enumerate(cluster.nodes, start=1):
+            cluster.on_node(node, "ip", "addr", "add", f"10.88.0.{number}/24", "dev", "eth0")
+        cluster.names(True, network="10.88.0")
+        path = f"{unwilling.parent}:{cluster.environment()['PATH']}"
+        jobs = {
+            "deadline": sbatch(cluster, folder / "1", "--nodes=1", "--time=1", "--signal=URG@1", env=slow),
+            "batch": sbatch(cluster, folder / "2", "--nodes=2", env=slow),
+            "unwilling": sbatch(
+                cluster, folder / "3", "--nodes=1", "--time=9", env={"SLOW_S": "1", "PATH": path}
+            ),
+        }
+        for name in ("batch", "unwilling"):
+            jobs[name].until_resumable(13)
+            cluster.run("scancel", "--batch", "--signal=USR1", jobs[name].id)
+        ends = {name: left(job) for name, job in jobs.items()}
+        if submitted := re.search(r"Submitted batch job (\d+)", ends["unwilling"].log):
+            ends["new"] = left(Job(cluster, submitted[1], jobs["unwilling"].run))
+        return ends
 
 
 def preempted(folder: Path, shape: Shape, launcher: str, slowness: Mapping[str, str] = SLOWLY) -> Left:

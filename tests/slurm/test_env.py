@@ -131,11 +131,15 @@ def test_gpus_that_slurm_gave_and_torch_does_not_see_are_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("text", "end"),
-    [("4102444800", 4102444800.0), ("1795000000", None), ("", None), ("0", None), ("Unknown", None)],
+    [("4102444800", 4102444780.0), ("1795000000", None), ("", None), ("0", None), ("Unknown", None)],
 )
 def test_the_end_of_the_job(text: str, end: float | None) -> None:
     """A shell that outlived its allocation has an end long ago, at which each run would stop at once."""
     assert env.end_time({"SLURM_JOB_END_TIME": text}) == end
+
+
+def test_the_ranks_leave_what_follows_them_as_long_as_the_start_took() -> None:
+    assert env.end_time({"SLURM_JOB_END_TIME": "4102444800", "SHARDRUN_BEGIN_S": "30"}) == 4102444710.0
 
 
 @pytest.mark.slurm

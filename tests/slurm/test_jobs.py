@@ -87,6 +87,30 @@ def test_each_task_of_an_array_is_a_run_of_its_own(outcome: dict[str, Left]) -> 
 
 
 @pytest.mark.long
+@pytest.mark.scenario("told")
+@pytest.mark.parametrize(("name", "reason"), [("deadline", "the deadline"), ("batch", "SIGUSR1")])
+def test_a_job_is_requeued_by_its_deadline_alone_and_by_a_signal_to_its_batch_shell(
+    outcome: dict[str, Left], name: str, reason: str, undisturbed: Undisturbed, netns: None
+) -> None:
+    job = outcome[name]
+    check_finished(job, undisturbed.losses(1, 2) if name == "batch" else job.run.losses)
+    assert (job.restarts, job.run.ends[0]) == (1, reason), job.log
+    assert (" reach 10.88.0." in job.log) == (name == "batch"), job.log
+
+
+@pytest.mark.long
+@pytest.mark.scenario("told")
+def test_a_job_that_scontrol_does_not_requeue_goes_on_as_a_new_one(
+    outcome: dict[str, Left], netns: None
+) -> None:
+    first, second = outcome["unwilling"], outcome["new"]
+    assert (first.state, first.restarts) == ("COMPLETED", 0), first.log
+    assert "in its place: 'sbatch' '--dependency=afterany:" in first.log
+    assert second.state == "COMPLETED", second.log
+    assert second.run.steps[-1] == STEPS
+    assert len(second.run.starts) == 2
+
+
 @pytest.mark.scenario("time_limit")
 def test_a_time_limit_reached_twice_loses_nothing(outcome: Left, undisturbed: Undisturbed) -> None:
     check_finished(outcome, undisturbed.losses(1, 2))
@@ -335,11 +359,18 @@ def test_a_node_that_falls_out_fails_the_job_and_is_written_for_sbatch(
 
 
 @pytest.mark.long
-def test_a_bare_srun_needs_no_script(slurm: Cluster, tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """`srun python train.py`, one task a rank: the meeting place follows from Slurm's own variables."""
+def test_a_bare_srun_needs_no_script(tmp_path: Path, undisturbed: Undisturbed, netns: None) -> None:
+    """`srun python train.py`, one task a rank: the meeting place follows from Slurm's own variables. Each
+    node's own name is 127.0.1.1 there, as on Debian.
+    """
     run = Run(tmp_path / "run")
     command = ["srun", "--nodes=2", "--ntasks=2", "python", "train.py", *FLAGS, "--run.dir", str(run.path)]
-    slurm.run(*command, timeout_s=240)
+    with Cluster(tmp_path / "slurm") as cluster:
+        for node in cluster.nodes:
+            hosts = re.sub(rf"\S+ {node}\n", f"127.0.1.1 {node}\n", (tmp_path / "slurm/hosts").read_text())
+            (tmp_path / f"hosts of {node}").write_text(hosts)
+            cluster.on_node(node, "mount", "--bind", str(tmp_path / f"hosts of {node}"), "/etc/hosts")
+        cluster.run(*command, timeout_s=240)
     assert run.losses == undisturbed.losses(1, 2)
     assert run.starts[0]["launcher"] == "srun"
 
@@ -349,16 +380,18 @@ def test_ranks_follow_the_gpus_that_slurm_gave_and_a_node_with_fewer_is_named(
     slurm: Cluster, tmp_path: Path
 ) -> None:
     """The nodes say they have two each; torch sees none of them, and a dry run says so instead of training on
-    the CPU.
+    the CPU. So does a job that does not ask for the GPUs of its nodes.
     """
     jobs = [
-        sbatch(slurm, tmp_path, f"--gpus{asked}", flags=["--dry-run"], ranks=1)
-        for asked in ("-per-node=2", "=3")
+        sbatch(slurm, tmp_path, asked, flags=["--dry-run"], ranks=1)
+        for asked in ("--gpus-per-node=2", "--exclusive", "--gpus=3", "--gpus=0")
     ]
-    assert [job.wait() for job in jobs] == ["FAILED", "FAILED"]
-    even, uneven = (job.log() for job in jobs)
-    assert "2 nodes × 2 ranks" in even
-    assert re.search(r"^n1: Slurm gave 2 GPUs on n1, but torch \S+ sees none\. HINT: ", even, re.MULTILINE)
+    assert [job.wait() for job in jobs] == ["FAILED"] * 4
+    even, whole, uneven, idle = (job.log() for job in jobs)
+    for log in (even, whole):
+        assert "2 nodes × 2 ranks" in log
+        assert re.search(r"^n1: Slurm gave 2 GPUs on n1, but torch \S+ sees none\. HINT: ", log, re.MULTILINE)
+    assert "the job has no GPU, and its first node has 2. HINT: --gpus-per-node=2" in idle
     assert "2 nodes × 2 ranks need 2 GPUs a node, but n2 has 1. HINT: NPROC_PER_NODE=1" in uneven
 
 

@@ -20,6 +20,7 @@ from tests.docs.pages import ROOT, commands
 from tests.slurm.cluster import Cluster, Shape
 from tests.slurm.conftest import need_slurm
 from tests.slurm.job import FLAGS
+from tests.slurm.test_scripts import INTERACTIVE
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
 
@@ -89,6 +90,7 @@ def requests(folder: Path) -> dict[str, Request]:
         "gpus per task": Request(gpus_per_task),
         "gpus per task, srun": Request(gpus_per_task, env={"LAUNCHER": "srun"}),
         "one GPU a node": Request("--nodes=2 --gpus-per-node=1 slurm/fsdp.sbatch"),
+        "in a shell with a GPU": Request("--nodes=2 slurm/fsdp.sbatch", env=INTERACTIVE),
         "conda": Request("--nodes=1 slurm/fsdp.sbatch", env=conda(folder)),
         "renamed": Request(f"--nodes=1 {home}/slurm/renamed.slurm", "elsewhere"),
         "copied": Request("--nodes=1 copied.sh", "elsewhere", {"SHARDRUN_HOME": str(home)}),
@@ -153,10 +155,10 @@ def test_a_copy_that_finds_no_clone_is_one_line(ended: dict[str, Ended]) -> None
     assert line.endswith("HINT: export SHARDRUN_HOME=/path/to/shardrun before sbatch")
 
 
-def test_a_job_that_requests_no_gpu_where_nodes_have_some_is_warned(ended: dict[str, Ended]) -> None:
-    said = "n1 has 2 GPUs, and the job requests none. HINT: sbatch --gpus-per-node=2, before the file"
-    assert said in ended["conda"].log
-    assert "requests none" not in ended["gpus per task"].log
+def test_sbatch_in_a_shell_with_one_gpu_requests_what_it_says(ended: dict[str, Ended]) -> None:
+    job = ended["in a shell with a GPU"]
+    assert job.state == "COMPLETED", job.log
+    assert "2 nodes × 1 ranks on n1 n2" in job.log
 
 
 # ---------------------------------------------------------------- the README's commands, 32 ranks
@@ -198,7 +200,6 @@ def test_a_printed_sbatch_starts_a_rank_for_each_gpu(large: dict[str, Ended], na
     started = re.findall(r"^ranks: -m launch\.agent --nnodes=4 --nproc-per-node=8 .*", job.log, re.MULTILINE)
     assert len(started) == 4
     assert all(f"--config recipes/text.toml{flags}" in line for line in started)
-    assert "requests none" not in job.log
 
 
 def test_fewer_cpus_than_ranks_are_a_warning_whose_hint_removes_it(large: dict[str, Ended]) -> None:

@@ -98,45 +98,24 @@ def test_a_word_in_front_is_a_strategy_or_a_recipe(words: str, expected: str) ->
     assert words_of(*words.split()).stdout.split() == expected.split()
 
 
-@pytest.mark.parametrize(
-    ("squeue", "environ", "expected"),
-    [
-        ("echo 2030-01-02T03:04:05", {}, "1893553445"),
-        ("exit 1", {}, ""),
-        ("echo N/A", {}, ""),
-        ("echo 2030-01-02T03:04:05", {"SLURM_JOB_END_TIME": "7"}, "7"),
-    ],
-)
-def test_the_end_of_the_job_is_slurms_or_unset(
-    tmp_path: Path, squeue: str, environ: dict[str, str], expected: str
-) -> None:
-    """Today's midnight, of an empty date, would stop each start at its first step."""
-    (tmp_path / "squeue").write_text(f"#!/bin/sh\n{squeue}\n")
-    (tmp_path / "squeue").chmod(0o755)
-    script = 'source slurm/lib.sh; job=5; export_end_time; echo "${SLURM_JOB_END_TIME:-}"'
-    clean = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TZ": "UTC", **environ}
-    said = subprocess.run(
-        ["bash", "-euc", script], cwd=REPOSITORY, env=clean, capture_output=True, text=True, check=True
-    )
-    assert said.stdout.strip() == expected
-
-
 def facts_of(folder: Path, record: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """job, restart and ranks_per_node of a job whose scontrol prints this record, and nothing for others."""
     (folder / "scontrol").write_text(
         '#!/bin/bash\n[ "$2" = hostnames ] && echo n1 && exit\n'
-        f"case $4 in 20) echo '{record}' ;; 20_*) echo '{record}' ;; *) exit 1 ;; esac\n"
+        f"case $5 in 20) echo '{record}' ;; 20_*) echo '{record}' ;; *) exit 1 ;; esac\n"
     )
     (folder / "scontrol").chmod(0o755)
     script = (
-        "source slurm/lib.sh; find_python() { :; }; export_end_time() { :; }; job_facts\n"
-        'echo "$job $restart $ranks_per_node ${RANK-} ${SRUN_CPUS_PER_TASK-}"'
+        "source slurm/lib.sh; find_python() { :; }; job_facts\n"
+        'echo "$job $restart $ranks_per_node ${RANK-} ${SRUN_CPUS_PER_TASK-}"\n'
+        'leaks="${!SLURM_GPU@}${!SLURM_MEM@}${!SLURM_TRES@}${!SLURM_NTASKS@}"\n'
+        'echo "${SLURM_JOB_END_TIME-}; ${node_gpus[*]}; $leaks"'
     )
     given = {"SLURM_JOB_ID": "20", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", **environ}
     return subprocess.run(
         ["bash", "-euc", script],
         cwd=REPOSITORY,
-        env={"PATH": f"{folder}:{os.environ['PATH']}", **given},
+        env={"PATH": f"{folder}:{os.environ['PATH']}", "TZ": "UTC", **given},
         capture_output=True,
         text=True,
     )
@@ -163,7 +142,55 @@ def test_a_job_s_own_facts_are_not_those_of_the_job_that_submitted_it(
     record: str, environ: dict[str, str], expected: str, tmp_path: Path
 ) -> None:
     found = facts_of(tmp_path, record, **environ)
-    assert found.stdout.strip() == expected, found.stderr
+    assert found.stdout.splitlines()[0].strip() == expected, found.stderr
+
+
+GRES = (
+    "JobId=20 Requeue=1 Restarts=0 JOB_GRES=gpu:a100:{} Nodes={} CPU_IDs=0-7 Mem=0 GRES=gpu:a100:{}(IDX:0-1)"
+)
+INTERACTIVE = {
+    "SLURM_GPUS_ON_NODE": "1", "SLURM_GPUS_PER_NODE": "1", "SLURM_GPUS_PER_TASK": "1",
+    "SLURM_MEM_PER_NODE": "9", "SLURM_MEM_PER_CPU": "9", "SLURM_TRES_PER_TASK": "gres:gpu:1",
+    "SLURM_NTASKS": "9",
+}  # fmt: skip
+"""Of a shell with one GPU in which sbatch is called."""
+
+
+@pytest.mark.parametrize(
+    ("record", "ranks", "expected"),
+    [
+        (GRES.format(4, "n[1-2]", 2), "20 0 2", "; --gres=gpu:2; "),
+        ("JobId=20 Restarts=0 JOB_GRES=(null) Nodes=n[1-2] CPU_IDs=0 Mem=0 GRES=", "20 0 1", "; ; "),
+        ("", "20 0 1", "; --gres=gpu:1; "),
+    ],
+)
+def test_requests_of_the_shell_in_which_sbatch_is_called_are_forgotten(
+    record: str, ranks: str, expected: str, tmp_path: Path
+) -> None:
+    printed = facts_of(tmp_path, record, **INTERACTIVE).stdout.splitlines()
+    assert [line.rstrip(" ") for line in printed] == [ranks, expected.rstrip(" ")]
+
+
+def test_a_node_with_fewer_gpus_is_named(tmp_path: Path) -> None:
+    record = f"{GRES.format(6, 'n[1-2]', 2)}   Nodes=n3 CPU_IDs=0-7 Mem=0 GRES=gpu:1(IDX:0)"
+    failed = facts_of(tmp_path, record)
+    assert failed.returncode == 1
+    assert "need 2 GPUs a node, but n3 has 1. HINT: NPROC_PER_NODE=1 sbatch" in failed.stderr
+    assert facts_of(tmp_path, record, NPROC_PER_NODE="1").stdout.startswith("20 0 1")
+
+
+@pytest.mark.parametrize(
+    ("record", "environ", "expected"),
+    [
+        ("JobId=20 EndTime=2030-01-02T03:04:05", {"SLURM_JOB_END_TIME": "7"}, "1893553445"),
+        ("JobId=20 EndTime=Unknown", {"SLURM_JOB_END_TIME": "7"}, ""),
+        ("", {"SLURM_JOB_END_TIME": "7"}, "7"),
+    ],
+)
+def test_the_end_of_the_job_is_slurms_or_unset(
+    record: str, environ: dict[str, str], expected: str, tmp_path: Path
+) -> None:
+    assert facts_of(tmp_path, record, **environ).stdout.splitlines()[1].partition(";")[0] == expected
 
 
 def test_a_heterogeneous_job_is_refused(tmp_path: Path) -> None:
@@ -174,7 +201,7 @@ def test_a_heterogeneous_job_is_refused(tmp_path: Path) -> None:
     assert found.returncode == 1
     assert "the first component of a heterogeneous job alone. HINT: sbatch --nodes=2 slurm/" in found.stderr
     # of the heterogeneous job in which this one was submitted
-    assert facts_of(tmp_path, "JobId=20 Requeue=1 Restarts=0", SLURM_HET_SIZE="2").stdout.strip() == "20 0 1"
+    assert facts_of(tmp_path, "JobId=20 Requeue=1 Restarts=0", SLURM_HET_SIZE="2").stdout.startswith("20 0 1")
 
 
 @pytest.mark.parametrize("ranks", ["gpu", "0", "-1", "8 "])
@@ -190,7 +217,7 @@ def test_cluster_env_may_load_what_uses_variables_that_are_not_set(tmp_path: Pat
         'false; : "$NOT_SET_ANYWHERE"; grep -q x /dev/null; NPROC_PER_NODE=3'
     )
     found = facts_of(tmp_path, "", CLUSTER_ENV=str(tmp_path / "cluster.env"))
-    assert found.stdout.strip() == "20 0 3", found.stderr
+    assert found.stdout.startswith("20 0 3"), found.stderr
 
 
 @pytest.mark.parametrize(
@@ -231,7 +258,7 @@ def test_the_clusters_own_facts_are_all_commented() -> None:
     assert all(line.startswith("#") or not line for line in lines)
 
 
-RECORD = "JobId=5 JobState={state} Requeue={requeue} Command={home}/slurm/fsdp.sbatch"
+RECORD = "JobId=5 JobState={state} Requeue={requeue} BatchFlag=1 Command={home}/slurm/fsdp.sbatch"
 
 
 def judged(folder: Path, scontrol: str, verdict: int = 3) -> subprocess.CompletedProcess[str]:
@@ -254,6 +281,7 @@ def judged(folder: Path, scontrol: str, verdict: int = 3) -> subprocess.Complete
     [
         (f"echo '{RECORD.format(state='RUNNING', requeue=1, home='/x')}'", 3, "--code 9"),
         (f"echo '{RECORD.format(state='RUNNING', requeue=0, home='/x')}'", 3, "--code 9 --no-requeue"),
+        ("echo 'JobId=5 JobState=RUNNING Requeue=1 BatchFlag=0'", 3, "--code 9 --no-requeue"),  # salloc
         (f"echo '{RECORD.format(state='CANCELLED', requeue=1, home='/x')}'", 9, "the job is CANCELLED"),
         ("exit 1", 3, "scontrol does not answer"),
     ],

@@ -384,7 +384,17 @@ def test_an_array_runs_what_was_submitted_though_the_recipes_change(slurm: Clust
         (tmp_path / f"{name}.toml").write_text("[train]\nsteps = 2\n")
     options = ["--array", "a.toml", "b.toml", "--time", "10", "--partition", "main"]
     slurm.run("scontrol", "update", "PartitionName=main", "State=DOWN")
-    command = [sys.executable, "-m", "launch.submit", *options, "--", "--model.name", "mlp"]
+    command = [
+        sys.executable,
+        "-m",
+        "launch.submit",
+        *options,
+        "--",
+        "--model.name",
+        "mlp",
+        "--run.device",
+        "cpu",
+    ]
     said = slurm.run(*command, cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)}).stdout
     (tmp_path / "a.toml").write_text("[train]\nsteps = 3\n")
     jobs = sorted(set(re.findall(r"\d+_\d", said)))
