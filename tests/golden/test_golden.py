@@ -19,7 +19,7 @@ ANYWHERE = [
     pytest.param(
         configuration,
         id=configuration.name,
-        marks=pytest.mark.needs("transformers") if configuration.hugging_face else (),
+        marks=[pytest.mark.slow, pytest.mark.needs("transformers")] if configuration.hugging_face else (),
     )
     for configuration in CONFIGURATIONS
     if configuration.anywhere
