@@ -37,14 +37,11 @@ def select_experts_kernel(model: nn.Module, dtype: torch.dtype) -> None:
     """Replaces grouped products, transformers' default, where they cannot be computed in `dtype`:
     torch.nn.functional.grouped_mm takes float32, bfloat16 and float16, and rows of multiples of 16 bytes.
     """
-    grouped = list(_grouped_weights(model))
+    grouped = list(_stacked_weights(model, GROUPED))
     unaligned = [found for found in grouped if _is_unaligned(found[1], dtype)]
     if not grouped or not (unaligned or dtype == torch.float64):
         return
-    for module in model.modules():
-        select: Any = getattr(module, "set_experts_implementation", None)
-        if callable(select):
-            select(LOOP)
+    _select(model, LOOP)
     if unaligned and dtype != torch.float64:
         name, weight = unaligned[0]
         log.info(
@@ -57,13 +54,26 @@ def select_experts_kernel(model: nn.Module, dtype: torch.dtype) -> None:
         )
 
 
-def _grouped_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The stacked matrices of experts that are multiplied as groups. A model of several parts has a
+def group_experts(model: nn.Module) -> None:
+    """Grouped products in place of the loop, which reads how many tokens an expert has, for fake tensors."""
+    if any(_stacked_weights(model, LOOP)):
+        _select(model, GROUPED)
+
+
+def _select(model: nn.Module, kernel: str) -> None:
+    for module in model.modules():
+        select: Any = getattr(module, "set_experts_implementation", None)
+        if callable(select):
+            select(kernel)
+
+
+def _stacked_weights(model: nn.Module, kernel: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """The stacked matrices of experts that are multiplied by this kernel. A model of several parts has a
     configuration for each.
     """
     for path, module in model.named_modules():
         config: Any = getattr(module, "config", None)
-        if hasattr(module, "num_experts") and getattr(config, "_experts_implementation", None) == GROUPED:
+        if hasattr(module, "num_experts") and getattr(config, "_experts_implementation", None) == kernel:
             for name, parameter in module.named_parameters(path, recurse=False):
                 if parameter.dim() == 3:
                     yield name, parameter

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import ConfigError, ShardrunError, first_line
-from fsdp.base.torch_private.fake import READS_VALUES, FakeTensorMode
+from fsdp.base.torch_private.fake import READS_VALUES, fake_forward
 from fsdp.config import CommSection, Config, LoraSection
 from fsdp.data.types import Batch
 from fsdp.dist.mesh import MeshSizes
@@ -26,6 +26,7 @@ from fsdp.models import ModelSpec, to_empty
 from fsdp.models.blocks import blocks_of, find_units
 from fsdp.models.chunked_loss import maybe_chunked
 from fsdp.models.custom_loss import load_loss
+from fsdp.models.experts import group_experts
 from fsdp.models.factory import blame
 from fsdp.models.loss import LossFunction
 from fsdp.optim.custom_optimizer import is_custom
@@ -101,6 +102,7 @@ def stage(ask: FakeRun) -> Iterator[Stage]:
     subject = subject_of(ask.config.model, ask.config.data)
     config = ask.config
     model = model_of(config, subject.spec)
+    group_experts(model)
     if ask.blocks:
         shorten(model, ask.blocks, config.mesh.wrap)
     z_loss = config.train.z_loss
@@ -117,7 +119,7 @@ def stage(ask: FakeRun) -> Iterator[Stage]:
         dynamic_map(True), dynamic_map(False)
     with fake_world(ask.sizes, ask.rank) as mesh:
         sharded = shard_model(model, plain, sizes=ask.sizes, mesh=mesh, device=CPU)
-        with FakeTensorMode(allow_non_fake_inputs=True):  # the model comes from meta
+        with fake_forward():  # the model comes from meta
             to_empty(sharded.root, CPU)
             buckets = Buckets(sharded) if ask.sizes.strategy == "ddp" else None
             optimizer = build_optimizer(config.optim, sharded.root)

@@ -74,6 +74,17 @@ class Counting(Words):
         return self.head(x)
 
 
+class Dropping(Words):
+    """Layers dropped at random, as BART's and Whisper's."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.embedding(inputs)
+        for block in self.blocks:
+            if not (self.training and torch.rand([]) < 0.1):
+                x = block(x)
+        return self.head(x)
+
+
 class Looking(Words):
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs) * (2.0 if self.embedding(inputs).sum().item() > 0 else 1.0)

@@ -8,6 +8,7 @@ import pytest
 
 from bench import plan_hf
 from fsdp.plan.__main__ import main
+from tests.models.more_hf import MODELS, build
 from tests.support.marks import sample_are
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("transformers")]
@@ -34,7 +35,32 @@ def test_a_folder_is_planned_without_data(
 def test_a_model_that_reads_labels_needs_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan_hf.write_folder("bert", tmp_path)
     assert main(["--model.name", f"hf:{tmp_path}", *FIXED]) == 2
-    assert "a BertForMaskedLM reads samples that --data.name digits does not have. HINT: --data.name" in (
+    assert "a BertForMaskedLM reads samples that need a --data.name. HINT: --data.name" in (
         capsys.readouterr().err
     )
     assert main(["--model.name", f"hf:{tmp_path}", *FIXED, "--data.name", "bench.plan_hf:texts"]) == 0
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", sample_are(["deepseek_v3"], ["deepseek_v3", "granitemoe", "qwen3_next"]))
+def test_mixtures_of_experts_are_planned(
+    name: str, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where their sizes leave a run with the loop over experts, which reads values."""
+    cls, fields = MODELS[name]
+    build(cls, fields).save_pretrained(tmp_path)
+    assert main(["--model.name", f"hf:{tmp_path}", *FIXED, "--precision.param", dtype]) == 0
+    assert "tok/s/GPU" in capsys.readouterr().out
+
+
+def test_layers_dropped_at_random_are_planned_as_present(capsys: pytest.CaptureFixture[str]) -> None:
+    model = (
+        "--model.name",
+        "tests.plan.own:Dropping",
+        "--data.name",
+        "synthetic",
+        "--data.args.kind",
+        "tokens",
+    )
+    assert main([*model, "--data.args.vocab_size", "31", *FIXED]) == 0
+    assert "units: 8 of " in capsys.readouterr().out

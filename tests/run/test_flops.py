@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from fsdp.base import devices
 from fsdp.config import load
 from fsdp.run.flops import flops_per_sample, peak_flops
 from fsdp.run.job import meta_model, prepare
+from tests.models import small_hf
 
 
 def counted(*flags: str) -> tuple[float, nn.Module, int]:
@@ -19,7 +22,7 @@ def counted(*flags: str) -> tuple[float, nn.Module, int]:
 
 
 def test_an_mlp_costs_six_a_weight() -> None:
-    flops, model, _ = counted("--model.name", "mlp")
+    flops, model, _ = counted("--model.name", "mlp", "--data.name", "digits")
     assert flops == 6 * sum(p.numel() for p in model.parameters() if p.dim() == 2)
 
 
@@ -39,6 +42,29 @@ def test_a_picture_model_is_counted_too() -> None:
     assert flops > 6 * sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.needs("transformers")
+def test_models_of_transformers_are_counted_with_attention(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their masks read values of positions, on meta; of experts only those that a token takes count."""
+    data = ("--data.name", "synthetic", "--data.args.kind", "tokens", "--data.args.vocab_size", "31")
+    data += ("--data.seq_len", "64")
+    llama, mixtral = small_hf.llama(), small_hf.mixtral()
+    found = []
+    for name, model in (("llama", llama), ("mixtral", mixtral)):
+        model.save_pretrained(tmp_path / name)  # type: ignore[operator]
+        with caplog.at_level("INFO"):
+            flops, meta, tokens = counted(
+                "--model.name", f"hf:{tmp_path / name}", *data, "--data.seq_len", "64"
+            )
+        assert "operations a sample, counted; (6 × parameters + 12 × layers × width × tokens)" in caplog.text
+        embedding = meta.get_input_embeddings().weight  # type: ignore[operator]
+        used = sum(p.numel() for p in meta.parameters() if p.dim() == 2 and p is not embedding)
+        used += sum(p.numel() * 2 // p.shape[0] for p in meta.parameters() if p.dim() == 3)
+        found.append(flops / (6 * used * tokens + 12 * 2 * 24 * tokens**2))
+    assert found == pytest.approx([1.0, 1.0], rel=0.02)
+
+
 class LooksAtItsNumbers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +75,7 @@ class LooksAtItsNumbers(nn.Module):
 
 
 def test_a_model_that_reads_values_counts_its_parameters() -> None:
-    flops, model, tokens = counted("--model.name", f"{__name__}:LooksAtItsNumbers")
+    flops, model, tokens = counted("--model.name", f"{__name__}:LooksAtItsNumbers", "--data.name", "digits")
     assert flops == 6.0 * sum(p.numel() for p in model.parameters()) * max(1, tokens)
 
 
