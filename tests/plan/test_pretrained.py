@@ -48,7 +48,7 @@ def test_mixtures_of_experts_are_planned(
 ) -> None:
     """Also where their sizes leave a run with the loop over experts, which reads values."""
     cls, fields = MODELS[name]
-    build(cls, fields).save_pretrained(tmp_path)
+    build(cls, fields).save_pretrained(tmp_path)  # type: ignore[operator]
     assert main(["--model.name", f"hf:{tmp_path}", *FIXED, "--precision.param", dtype]) == 0
     assert "tok/s/GPU" in capsys.readouterr().out
 

@@ -48,7 +48,7 @@ def test_models_of_transformers_are_counted_with_attention(
 ) -> None:
     """Their masks read values of positions, on meta; of experts only those that a token takes count."""
     data = ("--data.name", "synthetic", "--data.args.kind", "tokens", "--data.args.vocab_size", "31")
-    data += ("--data.seq_len", "64")
+    length = ("--data.seq_len", "64")
     llama, mixtral = small_hf.llama(), small_hf.mixtral()
     found = []
     for name, model in (("llama", llama), ("mixtral", mixtral)):
