@@ -1,6 +1,7 @@
 """The peak figures of devices (dense bf16, memory bandwidth), and the current device of a thread.
 
-Sources: NVIDIA's data sheets of the A100, H100, H200, B200, L4 and L40S, figures with sparsity halved.
+Sources: NVIDIA's data sheets of the A100, H100, H200, B200, L4, L40S, GH200, GB200 and B300, AMD's
+of the MI300X and MI250X, figures with sparsity halved.
 Not here: measured figures.
 """
 
@@ -30,6 +31,11 @@ DEVICES = (
     Device("H100 NVL", 835.0, 3900.0),
     Device("H200", 989.4, 4800.0),
     Device("B200", 2250.0, 8000.0),
+    Device("GH200", 989.4, 4000.0),
+    Device("GB200", 2500.0, 8000.0),
+    Device("B300", 2250.0, 8000.0),
+    Device("MI300X", 1307.4, 5300.0),
+    Device("MI250X GCD", 191.5, 1638.0),  # half of the card: a process has one of its two
     Device("L4", 121.0, 300.0),
     Device("L40S", 362.0, 864.0),
 )
@@ -41,8 +47,13 @@ _BY_WORDS = (
     (("H100", "PCIe"), "H100 PCIe"),
     (("H100", "NVL"), "H100 NVL"),
     (("H100",), "H100 SXM"),
+    (("GH200",), "GH200"),  # before H200, whose name is in it
     (("H200",), "H200"),
+    (("GB200",), "GB200"),
     (("B200",), "B200"),
+    (("B300",), "B300"),
+    (("MI300X",), "MI300X"),
+    (("MI250X",), "MI250X GCD"),
     (("L40S",), "L40S"),
     (("L4",), "L4"),
 )

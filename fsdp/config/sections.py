@@ -694,7 +694,11 @@ class PlanSection:
         unit="ranks",
         low=0,
     )
-    gpu: str = knob("h100", "a100, a100-40gb, h100, h100-pcie, h200, b200, l4, l40s or cpu")
+    gpu: str = knob(
+        "h100",
+        "a100, a100-40gb, h100, h100-pcie, h200, b200, l4, l40s, unmeasured gh200, gb200, b300, mi300x, "
+        "mi250x, or cpu",
+    )
     gpus_per_node: int = knob(0, "ranks that share a node's fast links; 0: from the table", low=0)
     memory_gib: float = knob(0.0, "memory of a device; 0: from the table", unit="GiB", low=0)
     memory_gb_s: float = knob(0.0, "memory bandwidth of a device; 0: from the table", unit="GB/s", low=0)

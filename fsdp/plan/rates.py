@@ -38,7 +38,9 @@ STREAMED = 0.85
 BUS = 0.8
 FLOAT8 = 1402.6 / 794.5
 """Over bf16, of the same table's H100."""
-SHORT_NAMES = ("a100", "a100-40gb", "h100", "h100-pcie", "h200", "b200", "l4", "l40s", "cpu")
+_UNMEASURED = ("gh200", "gb200", "b300", "mi300x", "mi250x")
+"""Devices of which all rates are from data sheets: nobody's measurements are in the table."""
+SHORT_NAMES = ("a100", "a100-40gb", "h100", "h100-pcie", "h200", "b200", "l4", "l40s", *_UNMEASURED, "cpu")
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,16 @@ _MORE = {
     "H100 NVL": _More(93.0, 670.0, 292, 300, 200, 50, 132),
     "H200": _More(139.8, 794.5, 346, 450, 400, 50, 132),
     "B200": _More(178.3, 1745.0, 790, 900, 400, 50, 148),
+    "GH200": _More(94.5, 791.5, 346, 450, 50, 450, 132),
+    "GB200": _More(184.0, 2000.0, 875, 900, 400, 225, 148),
+    "B300": _More(268.0, 1800.0, 787, 900, 800, 50, 160),
+    "MI300X": _More(191.0, 1045.9, 457, 448, 400, 50, 304),
+    "MI250X GCD": _More(63.5, 153.2, 67, 50, 100, 25, 110),
     "L4": _More(22.0, 97.0, 60, 25, 25, 25, 58),
     "L40S": _More(44.4, 290.0, 180, 25, 50, 25, 142),
 }
-"""Matmul rate of devices that the table of measurements lacks (PCIe, NVL, L4, L40S): 80% of the data
-sheet, as of the others.
+"""Matmul rate of devices that the table of measurements lacks (PCIe, NVL, L4, L40S, the unmeasured): 80% of
+the data sheet, as of the others; attention of the unmeasured: 35% of it, as on Hopper.
 """
 
 _CHANNELS = 16
@@ -123,6 +130,13 @@ def rates_for(config: Config) -> Rates:
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value}
     return dataclasses.replace(base, **given, shared=base.shared and "memory" not in given)
+
+
+def note_on_rates(gpu: str) -> str:
+    """Says that a device's rates are unmeasured; empty of the others."""
+    if gpu.lower() not in _UNMEASURED or calibrated(gpu):
+        return ""
+    return f"{gpu}: its rates are unmeasured, those of the vendor's data sheet"
 
 
 def _from_table(name: str) -> Rates:

@@ -15,6 +15,7 @@ from fsdp.config import Config
 from fsdp.plan.estimate import SCRATCH_MARGIN, Plan, gib, not_modelled, plan_one, uncounted_scratch
 from fsdp.plan.goodput import best_interval, costs_of, goodput
 from fsdp.plan.model_shapes import subject_of
+from fsdp.plan.rates import note_on_rates
 from fsdp.run.job import model_of, units_line
 from fsdp.rundir.atomic_write import write_atomically
 
@@ -183,7 +184,7 @@ def _goal(plan: Plan, config: Config) -> list[str]:
 
 def notes(config: Config) -> list[str]:
     subject = subject_of(config.model, config.data)
-    found = [subject.note] if subject.note else []
+    found = [note for note in (subject.note, note_on_rates(config.plan.gpu)) if note]
     if scratch := uncounted_scratch(config, subject):
         found.append(
             f"{scratch}: what their kernels take beside tensors; the margin is {SCRATCH_MARGIN:.0%} "

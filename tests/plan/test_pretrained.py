@@ -64,3 +64,9 @@ def test_layers_dropped_at_random_are_planned_as_present(capsys: pytest.CaptureF
     )
     assert main([*model, "--data.args.vocab_size", "31", *FIXED]) == 0
     assert "units: 8 of " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gpu", ["mi300x", "gb200"])
+def test_a_card_that_nobody_measured_is_said_to_be(gpu: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--plan.gpu", gpu, *FIXED]) == 0
+    assert f"{gpu}: its rates are unmeasured" in capsys.readouterr().out

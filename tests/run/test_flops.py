@@ -48,7 +48,6 @@ def test_models_of_transformers_are_counted_with_attention(
 ) -> None:
     """Their masks read values of positions, on meta; of experts only those that a token takes count."""
     data = ("--data.name", "synthetic", "--data.args.kind", "tokens", "--data.args.vocab_size", "31")
-    length = ("--data.seq_len", "64")
     llama, mixtral = small_hf.llama(), small_hf.mixtral()
     found = []
     for name, model in (("llama", llama), ("mixtral", mixtral)):
@@ -89,6 +88,9 @@ def test_a_model_that_reads_values_counts_its_parameters() -> None:
         ("NVIDIA H100 NVL", "H100 NVL"),
         ("NVIDIA H200", "H200"),
         ("NVIDIA B200", "B200"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA GB200", "GB200"),
+        ("AMD Instinct MI300X", "MI300X"),
         ("NVIDIA L4", "L4"),
         ("NVIDIA L40S", "L40S"),
         ("h100", "H100 SXM"),
@@ -102,7 +104,7 @@ def test_a_driver_s_name_finds_its_device(name: str, known: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["Tesla V100-SXM2-16GB", "AMD Instinct MI300X", "NVIDIA L400", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", ""],
+    ["Tesla V100-SXM2-16GB", "AMD Instinct MI100", "NVIDIA L400", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", ""],
 )
 def test_an_unknown_device_has_no_peak(name: str) -> None:
     assert devices.find(name) is None
