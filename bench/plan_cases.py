@@ -85,7 +85,16 @@ def _model(dice: random.Random) -> list[str]:
         ]
     if kind == "mlp":
         width = str(dice.choice([128, 200, 512]))
-        return ["--model.name", "mlp", "--model.args.hidden", width, "--model.args.in_features", "784"]
+        return [
+            "--data.name",
+            "digits",
+            "--model.name",
+            "mlp",
+            "--model.args.hidden",
+            width,
+            "--model.args.in_features",
+            "784",
+        ]
     words = [
         "--data.name",
         "synthetic",

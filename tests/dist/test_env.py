@@ -156,7 +156,7 @@ def test_a_dry_run_has_the_warning_of_the_run(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     for words, warned in ([], True), (["--backend", "ray"], False):
-        assert train.main(["--dry-run", "--model.name", "mlp", *words]) == 0
+        assert train.main(["--dry-run", "--data.name", "digits", "--model.name", "mlp", *words]) == 0
         said = capsys.readouterr().err
         assert ("train.py: one process alone: WORLD_SIZE is 4, and RANK is not set. HINT: " in said) is warned
 

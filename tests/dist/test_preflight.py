@@ -106,7 +106,18 @@ def test_a_node_that_does_not_see_the_run_directory_is_named_once(tmp_path: Path
 
 
 def trained(env: DistEnv, run: str) -> str:
-    flags = ["--model.name", "mlp", "--train.steps", "2", "--run.dir", run, "--watch.enabled", "false"]
+    flags = [
+        "--data.name",
+        "digits",
+        "--model.name",
+        "mlp",
+        "--train.steps",
+        "2",
+        "--run.dir",
+        run,
+        "--watch.enabled",
+        "false",
+    ]
     with FAULTS["another torch" if env.rank == 1 else "well"]():
         try:
             train(load(flags), env)

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.ray, pytest.mark.slow, pytest.mark.
 
 EACH, STEPS = 6, 36
 FLAGS = (
-    "--model.name", "mlp", "--train.steps", str(STEPS), "--train.global_batch", "16",
+    "--data.name", "digits", "--model.name", "mlp", "--train.steps", str(STEPS), "--train.global_batch", "16",
     "--run.log_every_steps", "1",
 )  # fmt: skip
 PROGRAMS = {
