@@ -8,18 +8,22 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
+from zlib import crc32
 
 import pytest
 import torch.distributed as dist
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import file_names, inspect, local_store, manifest
+from fsdp.checkpoint import file_names, inspect, load, local_store, manifest
 from fsdp.checkpoint.__main__ import main
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.retention import RETRIED, prune, superfluous
+from fsdp.checkpoint.saver import Saver
+from fsdp.checkpoint.tensor_reader import ByteRange
 from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv
 from fsdp.rundir.lock import FILE, Locks
@@ -54,6 +58,47 @@ def test_the_rules_add_up(rules: dict[str, Any], stay: list[int]) -> None:
     founds = [whole(step, eval_loss=loss) for step, loss in LOSSES.items()]
     gone = {found.step for found in superfluous(CheckpointSection(**rules), founds)}
     assert [step for step in LOSSES if step not in gone] == stay
+
+
+def test_of_equal_metrics_the_newest_is_the_best() -> None:
+    founds = [whole(step, eval_loss=1.0) for step in (1, 2, 3)]
+    gone = superfluous(CheckpointSection(keep_last=1, keep_best=2), founds)
+    assert [found.step for found in gone] == [1]
+
+
+def test_a_file_whose_checksum_differs_is_broken(tmp_path: Path) -> None:
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "part").write_bytes(b"written")
+    with pytest.raises(inspect.Broken, match="part is not what was written"):
+        inspect.check_file(LocalStore(tmp_path), "step", "part", 7, crc32(b"another"))
+    inspect.check_file(LocalStore(tmp_path), "step", "part", 7, crc32(b"written"))
+    about = a_manifest(step=1, files={"part": (7, crc32(b"written"))})
+    assert isinstance(
+        load._judge(about, {"part": [ByteRange("part", 0, 7, crc32(b"another"))]}, []), inspect.Broken
+    )
+    assert load._judge(about, {"part": [ByteRange("part", 0, 7, crc32(b"written"))]}, []) is None
+
+
+def test_an_attempt_that_has_lost_its_lock_does_not_seal() -> None:
+    store = mock.Mock()
+    saver = mock.Mock(
+        _store=store, _contents=lambda *_: ({}, b"", 0), _lock_lost=lambda: "another job has it"
+    )
+    outcome = Saver._seal(saver, mock.Mock(step=3), "staged", [])
+    assert outcome.fatal
+    store.seal.assert_not_called()
+
+
+def test_the_position_of_the_data_is_restored(tmp_path: Path) -> None:
+    run = build(ENV, "ddp", str(tmp_path))
+    run.state.data = {"streams": [7]}
+    run.step()
+    run.save()
+    run.checkpointer.close()
+    again = build(ENV, "ddp", str(tmp_path))
+    again.checkpointer.restore(again.state)
+    again.checkpointer.close()
+    assert again.state.data == {"streams": [7]}
 
 
 def save_all(env: DistEnv, run_dir: str, section: dict[str, Any], steps: int) -> None:

@@ -18,9 +18,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import config as configuration
+from fsdp.config import TrainSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.stop import Stopper
 from fsdp.optim import nonfinite
+from fsdp.optim.gradients import Gradients
 from fsdp.record import recorder
 from fsdp.run.loop import train
 from fsdp.run.step_hooks import TokenSum
@@ -110,6 +112,17 @@ def test_skipping_has_its_bound(tmp_path: Path) -> None:
 def test_a_good_step_resets_the_count_of_skips(tmp_path: Path) -> None:
     words = f"{SPOILT} --train.nonfinite skip --train.max_skipped 1 --train.steps 12 --run.log_every_steps 5"
     assert run_world(2, decided_by_device, ["--run.dir", str(tmp_path), *flags(words)]) == [(None, True)] * 2
+
+
+def test_a_loss_that_is_not_finite_skips_and_only_skips_in_a_row_count() -> None:
+    model = torch.nn.Linear(1, 1)
+    section = TrainSection(nonfinite="skip", max_skipped=1)
+    optimizer = torch.optim.SGD(model.parameters())
+    gradients = Gradients(model.parameters(), None)
+    verdicts = nonfinite.Verdicts(section, gradients, optimizer, model, scaler=None, whole_update=False)
+    one, bad = torch.ones(()), torch.full((), float("nan"))
+    found = [verdicts.may_update(step, loss, one) for step, loss in enumerate([bad, one, bad, one], 1)]
+    assert found == [False, True, False, True]
 
 
 class _Fetches(TorchDispatchMode):

@@ -14,6 +14,7 @@ from fsdp.config import load
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
 from fsdp.plan.step_trace import FakeRun, trace_step
+from fsdp.run import step
 from fsdp.run.step import StepHooks, run_step
 from tests.support.world import run_world
 
@@ -28,12 +29,16 @@ PHASES = ["forward", "backward", "forward", "backward", "reduce", "optimizer"]
 class Recorded(StepHooks):
     update: bool
     phases: list[str] = field(default_factory=list)
+    total: Tensor | None = None
 
     def enter(self, phase: str) -> None:
         self.phases.append(phase)
 
     def weight(self) -> float:
         return 6.0
+
+    def reduce_loss(self, total: Tensor, scaled: Tensor) -> None:
+        self.total = total.detach()
 
     def may_update(self, norm: Tensor) -> bool:
         return self.update
@@ -53,6 +58,24 @@ def stepped(env: DistEnv, update: bool) -> tuple[list[str], bool, bool]:
 @pytest.mark.parametrize(("update", "phases"), [(True, PHASES), (False, PHASES[:-1])])
 def test_a_skipped_update_changes_nothing(update: bool, phases: list[str]) -> None:
     assert run_world(1, stepped, update) == [(phases, update, False)]
+
+
+def totals(env: DistEnv) -> list[Tensor]:
+    """The losses of two micro-batches, and what is reduced of them."""
+    built = build(tuple(WORDS.split()), 1, 0, env.device)
+    parts, hooks, losses = built.watched.parts, Recorded(False), list[Tensor]()
+    numbers_of = step.numbers_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "numbers_of", lambda *given: losses.append(numbers_of(*given)) or losses[-1])
+        run_step(parts, built.batches("cpu"), 2, lr=0.1, hooks=hooks)
+    assert hooks.total is not None
+    return [*(loss.detach() for loss in losses), hooks.total]
+
+
+def test_the_losses_of_all_micro_batches_are_reduced() -> None:
+    [(first, second, total)] = run_world(1, totals)
+    assert torch.equal(total, first + second)
+    assert not torch.equal(total, second)
 
 
 def test_a_plan_traces_the_same_phases() -> None:
