@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 import pytest
 import torch
@@ -65,8 +66,13 @@ def totals(env: DistEnv) -> list[Tensor]:
     built = build(tuple(WORDS.split()), 1, 0, env.device)
     parts, hooks, losses = built.watched.parts, Recorded(False), list[Tensor]()
     numbers_of = step.numbers_of
+
+    def recorded(*given: Any) -> Tensor:
+        losses.append(numbers_of(*given))
+        return losses[-1]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "numbers_of", lambda *given: losses.append(numbers_of(*given)) or losses[-1])
+        patch.setattr(step, "numbers_of", recorded)
         run_step(parts, built.batches("cpu"), 2, lr=0.1, hooks=hooks)
     assert hooks.total is not None
     return [*(loss.detach() for loss in losses), hooks.total]
