@@ -56,15 +56,15 @@ class LossFunction:
         custom: CustomLoss | None = None,
         head: ChunkedHead | None = None,
         *,
-        compiled: bool = False,
+        summed: SummedEntropy = summed_entropy,
         z_loss: float = 0.0,
     ) -> None:
         """`custom` replaces the cross entropy and the model's own loss; `head`, the model's output layer,
-        computes the cross entropy in chunks. `compiled`: in training the cross entropy of logits is one
-        compiled function, which keeps neither their fp32 copy nor their log-softmax for backward.
+        computes the cross entropy in chunks. `summed`: the cross entropy of logits in training; compiled it
+        keeps neither their fp32 copy nor their log-softmax for backward.
         `z_loss`: --train.z_loss, which `head` knows too.
         """
-        self._summed: SummedEntropy = torch.compile(summed_entropy) if compiled else summed_entropy
+        self._summed = summed
         self.custom = custom
         self._head, self._z_loss = head, z_loss
         parameters = inspect.signature(model.forward).parameters

@@ -49,12 +49,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step's trace, and the short runs that it was composed of."""
-
     trace: Trace
     shape: Shape
-    extras: tuple[Trace, ...]
-    """The runs that it was composed of, with their events."""
 
 
 def shape_of(config: Config) -> Shape:
@@ -105,8 +101,7 @@ def count(ask: FakeRun, *, check: bool | None = None) -> TracedStep:
     """
     shape = shape_of(ask.config)
     if shape.short == (0, 0):
-        whole = trace_step(replace(ask, blocks=0))
-        return TracedStep(whole, shape, (whole,))
+        return TracedStep(trace_step(replace(ask, blocks=0)), shape)
     asks = [replace(ask, blocks=n) for n in shape.short]
     own = ":" in ask.config.model.name if check is None else check
     third = shape.short[1] + shape.period
@@ -122,8 +117,7 @@ def count(ask: FakeRun, *, check: bool | None = None) -> TracedStep:
         len(asks) < 3 or not _differs(compose(replace(shape, blocks=third), first).trace, runs[asks[2]])
     ):
         return compose(shape, first)
-    whole = trace_step(replace(ask, blocks=0))
-    return TracedStep(whole, shape, (whole,))
+    return TracedStep(trace_step(replace(ask, blocks=0)), shape)
 
 
 def _composable(runs: Sequence[Trace], shape: Shape) -> bool:
@@ -135,7 +129,7 @@ def compose(shape: Shape, runs: Sequence[Trace]) -> TracedStep:
     """Composes all blocks from two runs that are one period apart."""
     first, second = (edges(run, shape.keep) for run in runs)
     steps = (shape.blocks - first.blocks) / (second.blocks - first.blocks)
-    return TracedStep(blend([first, second], [1 - steps, steps], shape.blocks), shape, tuple(runs))
+    return TracedStep(blend([first, second], [1 - steps, steps], shape.blocks), shape)
 
 
 def peak_of(trace: Trace) -> float:
@@ -176,14 +170,12 @@ class Family:
         part = (micro_batch - low) / (high - low)
         short = shape.short if shape.short != (0, 0) else (0,)
         pairs = [[runs[self._ask(n, batch)] for batch in self.batches] for n in short]
-        made = [
-            replace(blend(pair, [1 - part, part], pair[0].blocks), events=pair[0].events) for pair in pairs
-        ]
+        made = [blend(pair, [1 - part, part], pair[0].blocks) for pair in pairs]
         made = [resharded(trace, self.base.sizes.shard / shard) for trace in made]
-        return compose(shape, made) if len(made) == 2 else TracedStep(made[0], shape, tuple(made))
+        return compose(shape, made) if len(made) == 2 else TracedStep(made[0], shape)
 
 
-_SHARDED = np.array([name in ("parameters", "gradients", "optimizer") for name in COLUMNS])
+_SHARDED = np.array([name in ("parameters", "gradients", "optimizer", "reduce pool") for name in COLUMNS])
 
 
 def resharded(trace: Trace, factor: float) -> Trace:

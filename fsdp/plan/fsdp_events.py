@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from itertools import chain, repeat
 from typing import Any
 
 from fsdp.base.torch_private.fake import FakeTensor
@@ -17,6 +18,7 @@ from fsdp.base.torch_private.fsdp import (
     accumulated_gradient,
     after_resizes,
     around_methods,
+    copies_of_offloaded,
     gathered_gradient,
     gathers,
     reduces,
@@ -38,7 +40,7 @@ def trace_fsdp_events(tracker: Tracker) -> Iterator[None]:
     kept: Any = offload._Kept
     leave = vars(kept)["leave"]
     plain: Any = offload.Tensor
-    with around_methods(methods), after_resizes(tracker.resized):
+    with around_methods(methods), after_resizes(tracker.resized), copies_of_offloaded(tracker.copies):
         kept.leave = classmethod(_leaving(tracker, leave.__func__))
         if tracker.fake:
             offload.Tensor = FakeTensor  # type: ignore[misc, assignment]  # it asks for the very type
@@ -51,7 +53,7 @@ def trace_fsdp_events(tracker: Tracker) -> Iterator[None]:
 
 def _gathering(tracker: Tracker) -> AroundMethod:
     def unshard(group: Any, run: Run) -> Any:
-        with counted_as(tracker, "communication", 1, tracker.groups(group)):
+        with counted_as(tracker, "communication", 1, tracker.groups(group), repeat(1)):
             return run()
 
     return unshard
@@ -76,7 +78,8 @@ def _reducing(tracker: Tracker) -> AroundMethod:
                 tracker.hold(gradient, "whole_gradients")
         if reduces(group):
             tracker.wait("wait_reduce")
-        with counted_as(tracker, "communication", 0, tracker.groups(group)):
+        # the reduction's input is made on the stream of computation, its output on the reductions' own
+        with counted_as(tracker, "communication", 0, tracker.groups(group), chain((0,), repeat(2))):
             result = run()
         for parameter in group.fsdp_params:
             _hold_gradients(tracker, parameter)

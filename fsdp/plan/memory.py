@@ -1,27 +1,22 @@
 """Memory of a step on a device: the peak, by kind and by phase, and what a caching allocator reserves for it.
 
-The allocator's replay follows c10's CUDA caching allocator: 512-byte grains, 2 MiB segments up to 1 MiB, 20
-MiB segments up to 10 MiB, multiples of 2 MiB beyond, best fit, blocks split if enough is left. It has one
-stream, without the memory that FSDP's communication streams hold apart. Not here: how the bytes were counted.
+Not here: how the bytes were counted (tracker.py), the allocator's rules (allocator.py).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fsdp.plan.fake_runs import TracedStep, peak_of
-from fsdp.plan.trace import COLUMN, KINDS, Segment
+from fsdp.plan.fake_runs import TracedStep
+from fsdp.plan.trace import COLUMN, HOST_KINDS, KINDS, POOLS, Segment
 
 MIB = 1 << 20
 OFFLOADED = KINDS.index("offloaded")
 _NOTHING_BACK = (("before", 0), ("end", 1))
 """Places of the head and of the last unit, which stayed on the device."""
-HOST_KINDS = ("parameters", "gradients", "optimizer")
-"""Kinds on the host with --memory.cpu_offload."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,13 @@ def memory_of(counted: TracedStep, *, apart: bool = False, offload: bool = False
     unit = max(float(s.curve[:, OFFLOADED].max()) for s in counted.trace.segments) / max(
         1, counted.trace.blocks - 1
     )
-    peaks = [(_peak(segment, mask, unit), segment) for segment in counted.trace.segments]
+    curves = [(_on_device(segment, mask, unit), segment) for segment in counted.trace.segments]
+    peaks = [(curve[curve.sum(1).argmax()], segment) for curve, segment in curves]
+    pools = [segment.curve[:, [COLUMN[name] for name in POOLS]] for _, segment in curves]
+    computation = max(
+        float((curve.sum(1) - pool.sum(1)).max()) for (curve, _), pool in zip(curves, pools, strict=True)
+    )
+    apart_pools = float(np.max([pool.max(0) for pool in pools], axis=0).sum())
     at, segment = max(peaks, key=lambda pair: float(pair[0].sum()))
     phases: dict[str, float] = {}
     for kinds, one in peaks:
@@ -70,7 +71,7 @@ def memory_of(counted: TracedStep, *, apart: bool = False, offload: bool = False
     peak = float(at.sum())
     return Memory(
         peak=peak,
-        reserved=peak + _cached(counted, peak),
+        reserved=max(peak, (computation + apart_pools) * counted.trace.packing),
         kinds=dict(zip(KINDS, at.tolist(), strict=True)),
         phases=phases,
         where=describe(segment, counted.trace.blocks),
@@ -80,14 +81,14 @@ def memory_of(counted: TracedStep, *, apart: bool = False, offload: bool = False
     )
 
 
-def _peak(segment: Segment, mask: np.ndarray, unit: float) -> np.ndarray:
+def _on_device(segment: Segment, mask: np.ndarray, unit: float) -> np.ndarray:
     curve = segment.curve[:, : len(KINDS)] * mask
     if not mask[OFFLOADED] and segment.name.phase == "backward" and segment.name.place not in _NOTHING_BACK:
         # Two units' copies at most are back on the device: the one that is used, and the next.
         curve[:, KINDS.index("activations")] += np.minimum(segment.curve[:, OFFLOADED], 2 * unit).astype(
             curve.dtype
         )
-    return np.asarray(curve[curve.sum(1).argmax()])
+    return np.asarray(curve)
 
 
 def describe(segment: Segment, blocks: int) -> str:
@@ -101,96 +102,6 @@ def describe(segment: Segment, blocks: int) -> str:
         if segment.name.phase in ("forward", "backward")
         else segment.name.phase
     )
-
-
-# ---------------------------------------------------------------- the allocator
-
-
-def _cached(counted: TracedStep, peak: float) -> float:
-    """Bytes that the allocator holds beyond the peak: replayed for the short runs, extrapolated to all
-    blocks.
-    """
-    over = [
-        (trace.blocks, reserved_for(trace.events) - peak_of(trace))
-        for trace in counted.extras
-        if trace.events
-    ]
-    if not over:
-        return 0.0
-    (blocks, first), (more, second) = over[0], over[-1]
-    growth = (second - first) / (more - blocks) if more > blocks else 0.0
-    return float(
-        min(
-            max(first, 0.0) + max(growth, 0.0) * (counted.shape.blocks - blocks if more > blocks else 0),
-            0.1 * peak,
-        )
-    )
-
-
-def reserved_for(events: Iterable[tuple[int, int]]) -> int:
-    """Bytes of segments after all events; a storage's shrinking is a free."""
-    pools = {True: Pool(small=True), False: Pool(small=False)}
-    held: dict[int, tuple[Pool, int, int]] = {}
-    for storage, size in events:
-        if storage in held:
-            pool, segment, start = held.pop(storage)
-            pool.free(segment, start)
-        if size > 0:
-            pool = pools[size <= MIB]
-            held[storage] = (pool, *pool.take(size))
-    return sum(pool.reserved for pool in pools.values())
-
-
-class Pool:
-    """Segments cut into blocks: start → (size, free), and free blocks by size."""
-
-    def __init__(self, *, small: bool) -> None:
-        self.small = small
-        self.reserved = 0
-        self._segments: list[dict[int, list[int]]] = []
-        self._free: list[tuple[int, int, int]] = []
-
-    def take(self, size: int) -> tuple[int, int]:
-        size = -(-size // 512) * 512
-        at = bisect_left(self._free, (size, -1, -1))
-        if at == len(self._free):
-            self._new_segment(size)
-            at = bisect_left(self._free, (size, -1, -1))
-        whole, segment, start = self._free.pop(at)
-        blocks = self._segments[segment]
-        if whole - size >= (512 if self.small else MIB + 1):
-            blocks[start] = [size, 0]
-            blocks[start + size] = [whole - size, 1]
-            insort(self._free, (whole - size, segment, start + size))
-        else:
-            blocks[start] = [whole, 0]
-        return segment, start
-
-    def free(self, segment: int, start: int) -> None:
-        """Neighbours that are free become one block."""
-        blocks = self._segments[segment]
-        size = blocks[start][0]
-        after = blocks.get(start + size)
-        if after is not None and after[1]:
-            self._drop(after[0], segment, start + size)
-            del blocks[start + size]
-            size += after[0]
-        before = next((s for s, (n, is_free) in blocks.items() if is_free and s + n == start), None)
-        if before is not None:
-            del blocks[start]
-            self._drop(blocks[before][0], segment, before)
-            start, size = before, blocks[before][0] + size
-        blocks[start] = [size, 1]
-        insort(self._free, (size, segment, start))
-
-    def _drop(self, size: int, segment: int, start: int) -> None:
-        self._free.pop(bisect_left(self._free, (size, segment, start)))
-
-    def _new_segment(self, size: int) -> None:
-        whole = 2 * MIB if self.small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
-        self.reserved += whole
-        self._segments.append({0: [whole, 1]})
-        insort(self._free, (whole, len(self._segments) - 1, 0))
 
 
 BESIDE_TENSORS = 5 * MIB

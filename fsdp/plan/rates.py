@@ -5,7 +5,8 @@ matmul       the mean of the best shape that mamf-finder found (github.com/stas0
              compute/accelerator, "Maximum Achievable Matmul FLOPS"), times SUSTAINED: a model's shapes are
              not the best one, and minutes of it draw full power
 attention    FlashAttention-2 with causal masks, forward and backward together: on A100 its paper (arXiv
-             2307.08691, 50-73% of peak), on Hopper 35% of peak (arXiv 2407.08608, abstract)
+             2307.08691, 50-73% of peak), on Hopper 35% of peak (arXiv 2407.08608, abstract); heads of 64 on
+             Hopper by bench.gpu_attention on an H100, without the casts that it then timed too
 memory       the data sheet's, times STREAMED, which large copies reach
 links        NVLink one way (the same repository, network/README.md: 300, 450, 900 GB/s), times BUS: its
              nccl-tests and pairwise copies reach about 80%. Between nodes: all adapters of a node, at their
@@ -20,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import os
 import platform
 import time
@@ -33,6 +35,8 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import Config
 
 GIB = 2**30
+NARROW_HEADS = 64
+HOPPER_NARROW = 200e12
 SUSTAINED = 0.9
 STREAMED = 0.85
 BUS = 0.8
@@ -52,6 +56,8 @@ class Rates:
     matmul: float
     matmul_fp32: float
     attention: float
+    attention_narrow: float
+    """With heads of NARROW_HEADS or less."""
     peak: float
     """The data sheet's bf16 rate, the base of MFU."""
     bandwidth: float
@@ -156,6 +162,9 @@ def _from_table(name: str) -> Rates:
         matmul=matmul,
         matmul_fp32=matmul / 2,
         attention=more.attention_tflops * 1e12,
+        attention_narrow=min(
+            more.attention_tflops * 1e12, HOPPER_NARROW if device.name[0] == "H" else math.inf
+        ),
         peak=device.bf16_tflops * 1e12,
         bandwidth=device.memory_gb_s * 1e9 * STREAMED,
         link=more.link_gb_s * 1e9 * BUS,
@@ -187,6 +196,7 @@ def _rates_of_cpu(matmul: float, fp32: float, bandwidth: float) -> Rates:
         matmul=matmul,
         matmul_fp32=fp32,
         attention=fp32 / 2,
+        attention_narrow=fp32 / 2,
         peak=fp32,
         bandwidth=bandwidth,
         link=bandwidth / 8,

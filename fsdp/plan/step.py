@@ -49,6 +49,8 @@ class TracedSetup(StepHooks):
     tracker: Tracker
     buckets: Buckets | None = None
     """In place of DDP's reducer, for fake tensors."""
+    compiled: bool = False
+    """Whether blocks keep for backward what compiled code keeps."""
     blocks: list[nn.Module] = field(init=False)
     micro: int = 0
 
@@ -118,23 +120,28 @@ class TracedSetup(StepHooks):
     def _marked(self) -> Iterator[None]:
         """Context with hooks that run before FSDP's own, so that a block's gather counts as the block's."""
         handles: list[Any] = []
+        self._inside = contextlib.ExitStack()
         for at, block in enumerate(self.blocks, 1):
             handles.append(block.register_forward_pre_hook(self._forward_mark(at), prepend=True))
             handles.append(block.register_forward_hook(self._after_forward(at), prepend=True))
         try:
             yield
         finally:
+            self._inside.close()
             for handle in handles:
                 handle.remove()
 
     def _forward_mark(self, at: int) -> Any:
-        def mark(*_: Any) -> None:
+        def mark(module: nn.Module, args: Any) -> None:
             self.tracker.mark(self.micro, "forward", ("start", at))
+            if self.compiled:
+                self._inside.enter_context(self.tracker.compiled(list(tensors_in(args))))
 
         return mark
 
     def _after_forward(self, at: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._inside.close()
             if at == len(self.blocks):
                 self.tracker.mark(self.micro, "forward", ("after", 0))
             for tensor in tensors_in(output):

@@ -15,7 +15,7 @@ import numpy as np
 
 from fsdp.dist.mesh import MeshSizes
 from fsdp.plan.fake_runs import TracedStep
-from fsdp.plan.rates import FLOAT8, Rates
+from fsdp.plan.rates import FLOAT8, NARROW_HEADS, Rates
 from fsdp.plan.trace import CODE, OPS, Segment, Work, unrolled
 
 _COMPUTE = frozenset({CODE["pointwise"], CODE["matmul"], CODE["attention"]})
@@ -282,7 +282,8 @@ class _Queues:
             rates.matmul_fp32,
             rates.matmul * (FLOAT8 if self.setting.float8 and fused else 1.0),
         )
-        speed = np.where(work.code == CODE["attention"], rates.attention, speed)
+        attention = np.where(work.width > NARROW_HEADS, rates.attention, rates.attention_narrow)
+        speed = np.where(work.code == CODE["attention"], attention, speed)
         least = rates.launch_s if not fused else np.where(work.code == CODE["pointwise"], 0.0, rates.launch_s)
         longest = np.maximum(np.maximum(work.flops / speed, memory), least)
         return np.where(np.isin(work.code, list(_COMPUTE)), longest, 0.0)

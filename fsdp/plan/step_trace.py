@@ -25,6 +25,7 @@ from fsdp.memory.resting import RestingBytes, resting_bytes
 from fsdp.models import ModelSpec, to_empty
 from fsdp.models.blocks import blocks_of, find_units
 from fsdp.models.chunked_loss import maybe_chunked
+from fsdp.models.cross_entropy import summed_entropy
 from fsdp.models.custom_loss import load_loss
 from fsdp.models.experts import group_experts
 from fsdp.models.factory import blame
@@ -37,10 +38,12 @@ from fsdp.optim.small_states import dynamic_map
 from fsdp.optim.train_state import TrainState
 from fsdp.parallel.shard import Sharded, resolve_dtypes, shard_model
 from fsdp.parallel.update import Whole
+from fsdp.plan.cuda_formulas import cuda_formulas, fused_entropy
 from fsdp.plan.fake_world import fake_world
+from fsdp.plan.allocator import packing
 from fsdp.plan.model_shapes import Subject, subject_of
 from fsdp.plan.step import Buckets, TracedSetup, fill_optimizer
-from fsdp.plan.trace import Trace
+from fsdp.plan.trace import HOST_KINDS, Trace
 from fsdp.plan.tracker import Tracker
 from fsdp.run.job import model_of
 from fsdp.run.step import StepParts, gradients_of
@@ -107,7 +110,9 @@ def stage(ask: FakeRun) -> Iterator[Stage]:
         shorten(model, ask.blocks, config.mesh.wrap)
     z_loss = config.train.z_loss
     head = maybe_chunked(model, config.memory.loss_chunk, z_loss=z_loss)
-    loss_function = LossFunction(model, load_loss(config.train.loss), head, z_loss=z_loss)
+    on_cuda = ask.device == "cuda"
+    summed = fused_entropy if is_compiled(ask) else summed_entropy
+    loss_function = LossFunction(model, load_loss(config.train.loss), head, summed=summed, z_loss=z_loss)
     # Compiled and float8 kernels cannot run on fake tensors; estimate.py names what that leaves out. Hooks of
     # one's own are not called.
     plain = dataclasses.replace(
@@ -117,13 +122,13 @@ def stage(ask: FakeRun) -> Iterator[Stage]:
     )
     if config.optim.state == "8bit":  # cached for all that follow; on fake tensors there would be no values
         dynamic_map(True), dynamic_map(False)
-    with fake_world(ask.sizes, ask.rank) as mesh:
+    with fake_world(ask.sizes, ask.rank) as mesh, cuda_formulas() if on_cuda else contextlib.nullcontext():
         sharded = shard_model(model, plain, sizes=ask.sizes, mesh=mesh, device=CPU)
         with fake_forward():  # the model comes from meta
             to_empty(sharded.root, CPU)
             buckets = Buckets(sharded) if ask.sizes.strategy == "ddp" else None
             optimizer = build_optimizer(config.optim, sharded.root)
-            if ask.device == "cuda":
+            if on_cuda:
                 _group_kernels(optimizer)
             _fill(optimizer, config)
             maybe_ema(config.optim, sharded.root, optimizer)
@@ -185,20 +190,35 @@ def _shapes(ask: FakeRun) -> str:
 
 def _watch(ask: FakeRun) -> Trace:
     with stage(ask) as made:
-        tracker = Tracker(ask.device, fake=True)
-        setup = TracedSetup(made.parts(ask.config), tracker, made.buckets)
+        tracker = Tracker(ask.device, fake=True, host=host_kinds(ask))
+        setup = TracedSetup(made.parts(ask.config), tracker, made.buckets, is_compiled(ask))
         setup.hold_state()
         samples = batches(made.subject, ask.micro_batch)
         if ask.config.memory.activation_budget == 1:
             setup.step(samples, ask.accumulation)
-            return tracker.trace(len(setup.blocks))
+            return _packed(tracker, tracker.trace(len(setup.blocks)))
         # In the first step each unit is run once more, to be measured: the second is like all that follow.
         setup.step(samples, ask.accumulation)
         setup.hold_state()
         first = len(tracker.trace(0).segments)
         setup.step(samples, ask.accumulation)
-        trace = tracker.trace(len(setup.blocks))
+        trace = _packed(tracker, tracker.trace(len(setup.blocks)))
         return dataclasses.replace(trace, segments=trace.segments[first:])
+
+
+def _packed(tracker: Tracker, trace: Trace) -> Trace:
+    return dataclasses.replace(trace, packing=packing(tracker.events))
+
+
+def is_compiled(ask: FakeRun) -> bool:
+    return ask.device == "cuda" and ask.config.speed.compile != "false"
+
+
+def host_kinds(ask: FakeRun) -> tuple[str, ...]:
+    """Kinds in the host's memory, where the device has one of its own."""
+    if ask.device == "cpu":
+        return ()
+    return ("offloaded", *(HOST_KINDS if ask.config.memory.cpu_offload else ()))
 
 
 def batches(subject: Subject, rows: int) -> Iterator[Batch]:

@@ -9,7 +9,7 @@ affine function of those, so any run is a weighted sum of traced ones. Not here:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,8 +21,14 @@ KINDS = (
 on the host; communication: what collectives read and write; activations: all else.
 """
 
-COLUMNS = (*KINDS, "workspace", "heap", "kept")
-"""Columns of a curve. The last three are of a CPU. workspace: what an operator, or gloo's all-gather, takes
+HOST_KINDS = ("parameters", "gradients", "optimizer")
+"""Kinds on the host with --memory.cpu_offload."""
+
+POOLS = ("gather pool", "reduce pool")
+"""Of the tensors on a CUDA device, those that FSDP allocates on its streams, in pools of their own."""
+
+COLUMNS = (*KINDS, "workspace", "heap", "kept", *POOLS)
+"""Columns of a curve. The three after the kinds are of a CPU. workspace: what an operator, or gloo's all-gather, takes
 beside tensors until it ends. heap: the part of the tensors that glibc takes from its heap. kept: what
 libraries keep from the first use of a kernel on.
 """
@@ -59,7 +65,7 @@ class Work:
     bytes, width.
 
     Bytes of a collective are those of the gathered whole; group tells units apart, width is the operands'
-    bytes an element.
+    bytes an element, of attention the width of a head.
     """
 
     code: np.ndarray
@@ -97,9 +103,9 @@ class Trace:
     """Blocks of the run whose rows of work are kept: its groups are numbered by them. 0 if all blocks are
     there.
     """
-    events: tuple[tuple[int, int], ...] = field(default=(), repr=False)
-    """(storage, bytes) of each allocation, with negative bytes for a free: the allocator's replay reads
-    them.
+    packing: float = 1.0
+    """What CUDA's allocator reserves, over the sum of its pools' peaks: the replay of this run, or the most of
+    the runs that it was blended from.
     """
 
     def names(self) -> list[SegmentName]:
@@ -110,7 +116,8 @@ def blend(traces: Sequence[Trace], weights: Sequence[float], blocks: int) -> Tra
     """The weighted sum, segment by segment, of traces with the same segments. Weights add up to one."""
     assert abs(sum(weights) - 1) < 1e-9
     rows = zip(*(trace.segments for trace in traces), strict=True)
-    return Trace(tuple(_blend_segments(list(row), weights) for row in rows), blocks, base=traces[0].base)
+    segments = tuple(_blend_segments(list(row), weights) for row in rows)
+    return Trace(segments, blocks, traces[0].base, max(trace.packing for trace in traces))
 
 
 def _blend_segments(segments: list[Segment], weights: Sequence[float]) -> Segment:
@@ -170,7 +177,7 @@ def edges(trace: Trace, keep: int) -> Trace:
             if at > keep:
                 segment = replace(segment, name=replace(segment.name, place=("end", from_end)))
         kept.append(segment)
-    return Trace(tuple(kept), trace.blocks, trace.blocks, trace.events)
+    return Trace(tuple(kept), trace.blocks, trace.blocks, trace.packing)
 
 
 def unrolled(trace: Trace, period: int, keep: int) -> list[tuple[Segment, int]]:

@@ -9,7 +9,8 @@ numbers mean (memory.py, step_time.py), or the step (step.py).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,18 +26,23 @@ from fsdp.base.torch_private.tensors import schema
 from fsdp.dist.local_tensors import local_tensor, tensors_in
 from fsdp.memory.live_storages import LiveStorages
 from fsdp.plan.scratch import HEAP, RULES, Kept, lstm_workspace_bytes, scratch_bytes
-from fsdp.plan.trace import CODE, COLUMN, COLUMNS, KINDS, Place, Segment, SegmentName, Trace, Work
+from fsdp.plan.trace import CODE, COLUMN, COLUMNS, KINDS, POOLS, Place, Segment, SegmentName, Trace, Work
 
 KIND = {name: at for at, name in enumerate(KINDS)}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Held:
-    """A storage: its bytes, the number of its kind, and the number of its allocation."""
+    """A storage: its bytes, the number of its kind, the number of its allocation, and its stream's pool."""
 
     size: int
     kind: int
     serial: int
+    pool: int = 0
+    sources: tuple[_Held, ...] | None = None
+    """What a compiler computes it from again; None: from a product, or from outside."""
+    of_product: bool = False
+    """An operand or the result of a product or of attention."""
     exists: bool = True
 
 
@@ -46,7 +52,8 @@ class Tracker(TorchDispatchMode):
     first by itself, for a fake one both are added, and what operators take beside tensors (scratch.py).
     """
 
-    def __init__(self, device: str = "", *, fake: bool = False) -> None:
+    def __init__(self, device: str = "", *, fake: bool = False, host: Collection[str] = ()) -> None:
+        """`host`: kinds in the host's memory, which are no event of the device's allocator."""
         super().__init__()
         self.kind, self.stream, self.group = KIND["activations"], 0, 0
         self.groups: Callable[[Any], int] = lambda _: 0
@@ -54,13 +61,19 @@ class Tracker(TorchDispatchMode):
         self._round = 512 if device == "cuda" else 1
         self.fake = fake
         self._copies = fake and device == "cpu"
+        self._host = {KIND[name] for name in host}
+        self.copies = KIND["parameters"] in self._host
+        """Whether parameters are copied to the device before they are gathered."""
+        self.pools: Iterator[int] = itertools.repeat(0)
+        """The pool of each new storage: 0, or 1 + the place in POOLS."""
         self._alive = [0] * len(COLUMNS)
         self._kept = Kept()
         self._live = LiveStorages(self._gone)
         self._serial = 0
         self._segments: list[Segment] = []
         self._name = SegmentName(0, "start", ("before", 0))
-        self.events: list[tuple[int, int]] = []
+        self.events: list[tuple[int, int, int]] = []
+        """(storage, bytes, pool) of each allocation on the device, with negative bytes for a free."""
         self._fused: dict[int, tuple[_Held, int]] = {}
         """Serial → the storage, and the bytes that the run of pointwise operations wrote there."""
         self._start_segment()
@@ -74,6 +87,9 @@ class Tracker(TorchDispatchMode):
             return
         held, _ = self._see(storage, KIND[kind])
         if held.kind != KIND[kind]:
+            leaves = KIND[kind] in self._host and held.kind not in self._host
+            if leaves:
+                self._in_allocator(held, -held.size)
             self._alive[held.kind] -= held.size
             held.kind = KIND[kind]
             self._alive[held.kind] += held.size
@@ -84,25 +100,32 @@ class Tracker(TorchDispatchMode):
         if held is not None:
             return held, False
         self._serial += 1
-        held = _Held(self._rounded(storage.nbytes()), kind, self._serial)
+        held = _Held(self._rounded(storage.nbytes()), kind, self._serial, next(self.pools))
         self._live.add(storage, held)
         self._alive[COLUMN["heap"]] += self._in_heap(held.size)
         if held.size:
-            self._grow(kind, held.size, held.serial)
+            self._grow(held, held.size)
         return held, True
 
-    def _grow(self, kind: int, size: int, serial: int) -> None:
-        self._alive[kind] += size
-        self.events.append((serial, size))
+    def _grow(self, held: _Held, size: int) -> None:
+        self._alive[held.kind] += size
+        self._in_allocator(held, size)
         if size > 0:
             self._points.append(tuple(self._alive))
+
+    def _in_allocator(self, held: _Held, size: int) -> None:
+        if held.kind in self._host:
+            return
+        self.events.append((held.serial, size, held.pool))
+        if held.pool:
+            self._alive[COLUMN[POOLS[held.pool - 1]]] += size
 
     def _gone(self, held: _Held) -> None:
         held.exists = False
         self._alive[COLUMN["heap"]] -= self._in_heap(held.size)
         if held.size:
             self._alive[held.kind] -= held.size
-            self.events.append((held.serial, -held.size))
+            self._in_allocator(held, -held.size)
 
     def _in_heap(self, size: int) -> int:
         return size if self._copies and size < HEAP else 0
@@ -125,7 +148,7 @@ class Tracker(TorchDispatchMode):
                 held.kind, held.serial = self.kind, self._serial  # a gathered parameter is allocated again
             self._alive[COLUMN["heap"]] += self._in_heap(size) - self._in_heap(held.size)
             change, held.size = size - held.size, size
-            self._grow(held.kind, change, held.serial)
+            self._grow(held, change)
 
     @property
     def alive(self) -> dict[str, int]:
@@ -168,9 +191,14 @@ class Tracker(TorchDispatchMode):
         widest = max((t.element_size() for t in inputs or outputs), default=4)
         moved = sum(_extent(t) for t in inputs) + (new or _written(func, args))
         packet = func.overloadpacket
+        if "scaled_dot_product" in schema(func).name or packet in flop_registry:
+            for held in map(self._held, (*inputs, *outputs)):
+                if held is not None:
+                    held.of_product = True
         attention = "scaled_dot_product" in schema(func).name or "flash_attention" in schema(func).name
         if attention:
-            self._row("attention", _attention_flops(func, args, kwargs), moved, 0, widest)
+            heads = next(tensor.shape[-1] for tensor in inputs if tensor.dim() == 4)
+            self._row("attention", _attention_flops(func, args, kwargs), moved, 0, heads)
         elif packet in flop_registry:
             self._row(
                 "matmul",
@@ -186,18 +214,60 @@ class Tracker(TorchDispatchMode):
         """Bytes that a fused kernel still reads of this operation: inputs that the run of pointwise
         operations did not itself make.
         """
-        moved = 0
+        moved, sources = 0, list[_Held]()
         for tensor in inputs:
             storage = _storage(tensor)
             held = None if storage is None else self._see(storage, self.kind)[0]
-            if held is not None and held.serial not in self._fused:
-                self._fused[held.serial] = (held, 0)
-                moved += _extent(tensor)
+            if held is not None:
+                sources.append(held)
+                if held.serial not in self._fused:
+                    self._fused[held.serial] = (held, 0)
+                    moved += _extent(tensor)
         for tensor in outputs if new else ():
             if (storage := _storage(tensor)) is not None:
                 held, _ = self._see(storage, self.kind)
+                held.sources = tuple(sources)
                 self._fused[held.serial] = (held, tensor.nbytes)
         return moved
+
+    @contextlib.contextmanager
+    def compiled(self, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Context of a compiled block. For backward it keeps its inputs, the operands and results of products,
+        and what no fused kernel computes again from those, as torch's partitioner does by default.
+        """
+        saved = list[list[Any]]()
+
+        def pack(tensor: Tensor) -> list[Any]:
+            saved.append([tensor])
+            return saved[-1]
+
+        def unpack(kept: list[Any]) -> Tensor:
+            return kept[0] if isinstance(kept[0], Tensor) else torch.empty(kept[0], dtype=kept[1])
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+        available = {KIND[name] for name in ("parameters", "gathered", "buffers")}
+        known = {held: True for x in inputs if (held := self._held(x)) is not None}
+
+        def computed_again(held: _Held) -> bool:
+            if held not in known:
+                known[held] = held.kind in available or (
+                    held.sources is not None and all(map(computed_again, held.sources))
+                )
+            return known[held]
+
+        holders = [(kept, held) for kept in saved if (held := self._held(kept[0])) is not None]
+        known |= {held: True for _, held in holders if held.of_product}
+        for kept, held in holders:
+            if known.get(held) and (held.of_product or held.sources is None):
+                continue
+            if held.sources is not None and computed_again(held):
+                kept[:] = kept[0].shape, kept[0].dtype, inputs
+            known[held] = True
+
+    def _held(self, tensor: Tensor) -> _Held | None:
+        storage = _storage(tensor)
+        return None if storage is None else self._see(storage, self.kind)[0]
 
     def _end_fusion(self) -> int:
         """Bytes written to memory: storages still alive when the run of pointwise operations ends."""
@@ -213,9 +283,9 @@ class Tracker(TorchDispatchMode):
         tensors = list(tensors_in(args))
         size = max((_extent(t) for t in tensors), default=0)
         if name == "reduce_scatter" and self._copies:
-            self._grow(self.kind, size, -1)
+            self._alive[self.kind] += size
+            self._points.append(tuple(self._alive))
             self._alive[self.kind] -= size
-            self.events.append((-1, -size))
         if name == "all_gather" and self._copies:
             self._beside(size)
         self._row(name, 0, size, 0, tensors[0].element_size() if tensors else 4, stream=1)
@@ -256,7 +326,7 @@ class Tracker(TorchDispatchMode):
 
     def trace(self, blocks: int) -> Trace:
         self.mark(0, "start")
-        return Trace(tuple(self._segments), blocks, events=tuple(self.events))
+        return Trace(tuple(self._segments), blocks)
 
 
 def _work(rows: list[list[float]]) -> Work:
@@ -307,14 +377,17 @@ def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
 
 
 @contextlib.contextmanager
-def counted_as(tracker: Tracker, kind: str, stream: int, group: int) -> Iterator[None]:
-    """Context in which new storages are of this kind, on this stream, for this group."""
-    was = tracker.kind, tracker.stream, tracker.group
+def counted_as(
+    tracker: Tracker, kind: str, stream: int, group: int, pools: Iterator[int] | None = None
+) -> Iterator[None]:
+    """Context in which new storages are of this kind, on this stream, for this group, in these pools."""
+    was = tracker.kind, tracker.stream, tracker.group, tracker.pools
     tracker.kind, tracker.stream, tracker.group = KIND[kind], stream, group
+    tracker.pools = pools or tracker.pools
     try:
         yield
     finally:
-        tracker.kind, tracker.stream, tracker.group = was
+        tracker.kind, tracker.stream, tracker.group, tracker.pools = was
 
 
 @contextlib.contextmanager

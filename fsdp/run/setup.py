@@ -29,6 +29,7 @@ from fsdp.dist.mesh import data_rank
 from fsdp.dist.stop import Stopper
 from fsdp.memory.oom_error import OomContext
 from fsdp.models.chunked_loss import maybe_chunked
+from fsdp.models.cross_entropy import summed_entropy
 from fsdp.models.hf_loss import remarks
 from fsdp.models.loss import LossFunction
 from fsdp.parallel.compiler import compiles
@@ -101,7 +102,8 @@ def loss_function(config: Config, env: DistEnv, job: Job, model: nn.Module) -> L
     for line in remarks(model) if env.is_main and job.loss is None else ():
         log.warning("%s", line)
     head = maybe_chunked(model, config.memory.loss_chunk, compiled=compiled, z_loss=z_loss)
-    return LossFunction(model, job.loss, head, compiled=compiled, z_loss=z_loss)
+    summed = torch.compile(summed_entropy) if compiled else summed_entropy
+    return LossFunction(model, job.loss, head, summed=summed, z_loss=z_loss)
 
 
 def compiles_update(config: Config, env: DistEnv) -> bool:

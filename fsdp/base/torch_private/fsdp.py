@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, _common_utils
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -284,6 +284,28 @@ def _method_around(method: Callable[..., Any], around: AroundMethod) -> Callable
         return around(group, lambda: method(group, *args, **kwargs))
 
     return call
+
+
+@contextlib.contextmanager
+def copies_of_offloaded(copies: bool) -> Iterator[None]:
+    """With `copies`, FSDP gathers from a copy of each shard, as it does from shards in the host's memory.
+
+    Without it, a plan of fake tensors, which are all of one device, has no copies of offloaded parameters.
+    """
+    plain: Any = FSDPParam.all_gather_inputs
+
+    def all_gather_inputs(parameter: Any) -> Any:
+        if parameter.sharded_state is not ShardedState.SHARDED:
+            return plain.fget(parameter)
+        shard, parameter._sharded_param_data = parameter._sharded_param_data, None
+        try:
+            parameter._sharded_param_data = torch.empty_like(shard)
+            return plain.fget(parameter)
+        finally:
+            parameter._sharded_param_data = shard
+
+    with _replaced(FSDPParam, "all_gather_inputs", property(all_gather_inputs) if copies else plain):
+        yield
 
 
 @contextlib.contextmanager
