@@ -14,8 +14,8 @@ GRAIN = 512
 
 
 def packing(events: Iterable[tuple[int, int, int]]) -> float:
-    """What is reserved after all events, over the sum of the streams' peaks. An event: storage, bytes (negative
-    for a free), stream; a storage that shrinks or grows is allocated anew.
+    """What is reserved after all events, over the sum of the streams' peaks. An event: storage, bytes
+    (negative for a free), stream; a storage that shrinks or grows is allocated anew.
     """
     pools: dict[tuple[int, bool], Pool] = {}
     held: dict[int, tuple[Pool, int, int, int]] = {}

@@ -1,4 +1,4 @@
-"""Operators whose formulas on CUDA keep other tensors for backward than a CPU's, as stand-ins on fake tensors.
+"""Stand-ins on fake tensors for operators that keep other tensors for backward on CUDA than on a CPU.
 
 A plan's fake tensors are a CPU's, whose rms_norm decomposes and keeps two copies in fp32, and whose dropout
 keeps its mask in the input's type. So does an eager cross entropy of the loss that a run compiles.

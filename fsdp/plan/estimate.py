@@ -217,15 +217,9 @@ def not_modelled(config: Config) -> Iterator[str]:
         section = name.partition(".")[0]
         if section in ("memory", "speed", "comm") and name not in _UNDERSTOOD and flat[name] != spec.default:
             yield f"--{name} {flat[name]}: {_SAYS_WHY.get(name, 'planned as if it were not given')}"
-    if is_compiled(config):
-        budget = config.memory.activation_budget
-        why = (
-            f", and --memory.activation_budget {budget:g} is kept as without a compiler" if budget < 1 else ""
-        )
-        yield (
-            "torch.compile: time counts fused kernels; memory is eager's, which is more than compiled blocks "
-            f"keep{why}"
-        )
+    budget = config.memory.activation_budget
+    if is_compiled(config) and budget < 1:
+        yield f"--memory.activation_budget {budget:g}: kept as without a compiler"
     if config.plan.gpu == "cpu" and config.precision.param == "fp16":
         yield "--precision.param fp16 on a CPU: what products keep beside tensors, measured for bf16 alone"
     if config.train.eval_batch > config.train.micro_batch > 0:

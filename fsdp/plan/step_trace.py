@@ -38,9 +38,9 @@ from fsdp.optim.small_states import dynamic_map
 from fsdp.optim.train_state import TrainState
 from fsdp.parallel.shard import Sharded, resolve_dtypes, shard_model
 from fsdp.parallel.update import Whole
+from fsdp.plan.allocator import packing
 from fsdp.plan.cuda_formulas import cuda_formulas, fused_entropy
 from fsdp.plan.fake_world import fake_world
-from fsdp.plan.allocator import packing
 from fsdp.plan.model_shapes import Subject, subject_of
 from fsdp.plan.step import Buckets, TracedSetup, fill_optimizer
 from fsdp.plan.trace import HOST_KINDS, Trace

@@ -28,9 +28,9 @@ POOLS = ("gather pool", "reduce pool")
 """Of the tensors on a CUDA device, those that FSDP allocates on its streams, in pools of their own."""
 
 COLUMNS = (*KINDS, "workspace", "heap", "kept", *POOLS)
-"""Columns of a curve. The three after the kinds are of a CPU. workspace: what an operator, or gloo's all-gather, takes
-beside tensors until it ends. heap: the part of the tensors that glibc takes from its heap. kept: what
-libraries keep from the first use of a kernel on.
+"""Columns of a curve. The three after the kinds are of a CPU. workspace: what an operator, or gloo's
+all-gather, takes beside tensors until it ends. heap: the part of the tensors that glibc takes from its heap.
+kept: what libraries keep from the first use of a kernel on.
 """
 COLUMN = {name: at for at, name in enumerate(COLUMNS)}
 
@@ -104,8 +104,8 @@ class Trace:
     there.
     """
     packing: float = 1.0
-    """What CUDA's allocator reserves, over the sum of its pools' peaks: the replay of this run, or the most of
-    the runs that it was blended from.
+    """What CUDA's allocator reserves, over the sum of its pools' peaks: by a replay of this run, or the most
+    of the runs that it was blended from.
     """
 
     def names(self) -> list[SegmentName]:

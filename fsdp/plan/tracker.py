@@ -232,7 +232,7 @@ class Tracker(TorchDispatchMode):
 
     @contextlib.contextmanager
     def compiled(self, inputs: Sequence[Tensor]) -> Iterator[None]:
-        """Context of a compiled block. For backward it keeps its inputs, the operands and results of products,
+        """Context of a compiled block. For backward it keeps its inputs, operands and results of products,
         and what no fused kernel computes again from those, as torch's partitioner does by default.
         """
         saved = list[list[Any]]()

@@ -143,7 +143,7 @@ def test_the_heap_counts_at_its_own_peak() -> None:
     curve[1, COLUMN["kept"]] = MIB
     nothing = np.zeros(0)
     segment = Segment(SegmentName(0, "forward", ("before", 0)), curve, Work(*[nothing] * 7))
-    counted = TracedStep(Trace((segment,), 0), Shape(0, 1, 1), ())
+    counted = TracedStep(Trace((segment,), 0), Shape(0, 1, 1))
     assert process_peak(counted) == 9 * MIB + BESIDE_TENSORS
 
 
