@@ -51,6 +51,7 @@ def under_ray(config: Config) -> int:
     from launch.ray_check import check_installed, check_ranks
     from launch.ray_own import own_ray
     from launch.ray_settings import with_address
+    from launch.ray_stop import Stopping
 
     config = with_address(config)
     maker = started_by()
@@ -61,13 +62,14 @@ def under_ray(config: Config) -> int:
     check_installed()
     check_ranks(config)
 
+    stopping = Stopping()
     with own_ray(config.ray) as own:
         try:
             from launch.ray_trainer import run_on_ray
 
-            return run_on_ray(config, own)
+            return run_on_ray(config, own, stopping)
         except ShardrunError as error:
-            return refused(error)  # before Ray is shut down, which takes seconds
+            return refused(error)  # before Ray is left
 
 
 def run_here(config: Config) -> int:

@@ -9,18 +9,25 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.tensors import forget_meshes
 from fsdp.config import Config
-from fsdp.dist.env import from_environment
+from fsdp.dist.env import DistEnv, from_environment
 from fsdp.dist.process_group import free_ended_groups
+from fsdp.parallel.shard import Sharded
 from fsdp.record.metrics import Reporter
+from fsdp.run import own_loop
 from fsdp.run.loop import train as train_rank
 from fsdp.run.training_loop import Outcome
-from fsdp.rundir import paths
+
+if TYPE_CHECKING:
+    from launch.ray_worker import LocalReporter, RayReporter
 
 SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "az"}
 """Of URLs, by the type names of pyarrow's file systems."""
@@ -83,21 +90,55 @@ def _is_ray_worker() -> bool:
         return False
 
 
-def _train_in_ray(config: Config, reporter: Reporter | None) -> Outcome:
-    from launch.ray_worker import LocalReporter, RayReporter, dist_env, is_local_mode
+class ReportedTraining(own_loop.Training):
+    __doc__ = own_loop.Training.__doc__
 
-    if is_local_mode():
-        env = from_environment(device=config.run.device)
-        return train_rank(config, env, reporter or LocalReporter())
-    env = dist_env()
-    if not config.run.dir:
-        config = configuration.replace(config, run__dir=_run_dir_of_storage())
+    def __init__(
+        self, config: Config, env: DistEnv, model: Sharded, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._ray = _ray_reporter(env) if _is_ray_worker() else None
+        config = _with_storage(config) if self._ray is not None else config
+        super().__init__(config, env, model, optimizer, self._ray)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        from launch.ray_worker import checkpoints_of
+
+        super().__exit__(kind, error, trace)
+        if self._ray is not None and error is None:
+            self._ray.close(checkpoints_of(self._config, self._run.path))
+
+
+Training = ReportedTraining
+
+
+def _train_in_ray(config: Config, reporter: Reporter | None) -> Outcome:
+    from launch.ray_worker import checkpoints_of, dist_env, is_local_mode
+
+    env = from_environment(device=config.run.device) if is_local_mode() else dist_env()
+    config = _with_storage(config)
     if reporter is not None:
         return train_rank(config, env, reporter, process_ends=True)
-    own = RayReporter(env.rank, paths.choose(config))
-    outcome = train_rank(config, env, own, process_ends=True)
-    own.close()
+    own = _ray_reporter(env)
+    outcome = train_rank(config, env, own, process_ends=not is_local_mode())
+    own.close(checkpoints_of(config, outcome.run_dir))
     return outcome
+
+
+def _ray_reporter(env: DistEnv) -> RayReporter | LocalReporter:
+    from launch.ray_worker import LocalReporter, RayReporter, is_local_mode
+
+    return LocalReporter() if is_local_mode() else RayReporter(env.rank)
+
+
+def _with_storage(config: Config) -> Config:
+    """An empty run.dir is Ray's storage."""
+    from launch.ray_worker import is_local_mode
+
+    if config.run.dir or is_local_mode():
+        return config
+    return configuration.replace(config, run__dir=_run_dir_of_storage())
 
 
 def _run_dir_of_storage() -> str:

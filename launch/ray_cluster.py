@@ -27,15 +27,13 @@ NODES_S, POLL_S = 120.0, 0.2
 @contextmanager
 def connected(own: OwnRay | None, section: RaySection, runtime_env: Mapping[str, Any]) -> Iterator[str]:
     """Connect to the local Ray or the one at --ray.address for this block. Yields its version and address."""
-    if own is not None:
-        yield own.wait()
-        return
+    address = own.wait() if own is not None else section.address
     import ray
 
     set_log_levels()
-    _join(section.address, runtime_env)
+    _join(address, runtime_env)
     try:
-        yield f"Ray {ray.__version__} at {section.address}"
+        yield f"Ray {ray.__version__}{', started here' if own is not None else f' at {address}'}"
     finally:
         ray.shutdown()
 
@@ -43,24 +41,21 @@ def connected(own: OwnRay | None, section: RaySection, runtime_env: Mapping[str,
 def _join(address: str, runtime_env: Mapping[str, Any]) -> None:
     import ray
 
+    _wait_for_port(address, time.monotonic() + (NODES_S if NODES in os.environ else 0))
     try:
-        _wait_for_port(address, time.monotonic() + (NODES_S if NODES in os.environ else 0))
         ray.init(
             address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=dict(runtime_env)
         )
-    except ray.exceptions.AuthenticationError as error:
-        raise LaunchError(
-            f"--ray.address {address}: {error.message}.",
-            "RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, has that cluster's token",
-        ) from None
     except ImportError as error:
         raise LaunchError(
             f"--ray.address {address}: {first_line(error)}.", 'pip install "ray[client]" for ray:// addresses'
         ) from None
-    except (OSError, RuntimeError, ValueError) as error:
+    except (ray.exceptions.AuthenticationError, OSError, RuntimeError, ValueError) as error:
         raise LaunchError(
-            f"--ray.address {address}: no Ray answers there ({first_line(error)}).",
-            "ray start --head on that machine first, or leave --ray.address out to start one here",
+            f"--ray.address {address}: no Ray there accepts this driver ({first_line(error)}).",
+            "a Ray that found ~/.ray/auth_token when it started demands that token: "
+            "export RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if the token is not in this machine's file; "
+            "or ray start --head there first",
         ) from None
 
 
@@ -70,9 +65,12 @@ def _wait_for_port(address: str, until: float) -> None:
     while host and port.isdigit():
         try:
             return socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-        except OSError:
+        except OSError as error:
             if time.monotonic() > until:
-                raise
+                raise LaunchError(
+                    f"--ray.address {address}: no Ray answers there ({first_line(error)}).",
+                    "ray start --head on that machine first, or leave --ray.address out to start one here",
+                ) from None
             time.sleep(POLL_S)
 
 

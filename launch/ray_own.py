@@ -1,4 +1,4 @@
-"""A local Ray for one run: started during the driver's imports, stopped with the driver, its folder removed.
+"""A local Ray for one run: started during the driver's imports, ended with the driver, its folder removed.
 
 A failed start is retried once, with a message: its cause is often temporary, such as a port that another
 process took. After a second failure the logs are kept and their path is printed. Not here: a joined cluster
@@ -8,104 +8,108 @@ process took. After a second failure the logs are kept and their path is printed
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
-import logging
 import os
 import re
+import secrets
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fsdp.base.errors import LaunchError, message_line
+from fsdp.base.errors import LaunchError
+from fsdp.base.stop_signals import SIGNALS
 from fsdp.config import RaySection
-from launch.ray_settings import set_defaults, set_log_levels
+from launch.ray_settings import set_defaults
 
-# no idle Python processes, one per core, which no worker here uses
-SYSTEM_CONFIG = {"prestart_worker_first_driver": False}
+VARIABLES = {"RAY_prestart_worker_first_driver": "0"}
+"""No idle Python processes, one per core, which no worker here uses."""
 STORE_BYTES = 128 << 20
 """Nothing here uses Ray's object store: far below its default of a third of the memory."""
 STARTS = 2
 HELD = "shardrun-driver"
+LOG = "start.log"
+POLL_S = 0.05
+PR_SET_PDEATHSIG = 1
 LONGEST_TMP = 40
 """A Unix socket's path has at most 107 characters, and Ray appends 65 to this folder."""
 _ERROR_LINE = re.compile(r"^\[[^]]* [ECF] [^]]*\] (?:\(\w+\) )?(?:\S+:\d+: )?(.*)$", re.MULTILINE)
 
 
 class OwnRay:
-    """Starts on a thread while the driver imports torch and checks flags: both take seconds."""
+    """`ray start` in a session of its own: a signal to the driver's process group (a terminal's Ctrl-C,
+    `timeout`) reaches the driver alone. It starts while the driver imports torch: both take seconds.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._error: BaseException | None = None
-        self._up, self._over = threading.Event(), threading.Event()
-        self._start(1)
+        self._start()
 
     def wait(self) -> str:
-        """Wait until Ray has started; returns its version for the log."""
-        self._up.wait()
-        if self._error is not None:
-            raise self._error
-        import ray
-
-        return f"Ray {ray.__version__}, started here"
+        """The address of this Ray, once it has started."""
+        starts = 1
+        while not (address := self._address()):
+            if self._process.poll() is None:
+                time.sleep(POLL_S)
+                continue
+            why = _reason(self._folder)
+            if starts == STARTS:
+                raise LaunchError(
+                    f"Ray did not start here, {STARTS} times: {why}.",
+                    "allow more open files (`ulimit -n`), memory or processor time; "
+                    f"{_keep_logs(self._folder)}",
+                )
+            print(f"Ray did not start here: {why}. Starting it again.", file=sys.stderr, flush=True)
+            starts += 1
+            self._start()
+        return address
 
     def end(self) -> None:
-        self._up.wait()
-        import ray
+        # SIGTERM would drain the node first; Ray's agents outlive their parents
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
-        ray.shutdown()
-        self._over.set()
-        self._thread.join()
+    def _start(self) -> None:
+        prctl = ctypes.CDLL(None).prctl
 
-    def _start(self, count: int) -> None:
-        self._thread = threading.Thread(target=self._run, args=(count,), name="ray-init", daemon=True)
-        self._thread.start()
+        def before_exec() -> None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    def _run(self, count: int) -> None:
-        try:
-            self._init()
-        except Exception as error:
-            why = _reason(error, self._folder)
-            if count < STARTS:
-                print(f"Ray did not start here: {why}. Starting it again.", file=sys.stderr, flush=True)
-                self._start(count + 1)
-                return  # the processes that this thread has started end with it
-            self._error = LaunchError(
-                f"Ray did not start here, {STARTS} times: {why}.",
-                f"allow more open files (`ulimit -n`), memory or processor time; {_keep_logs(self._folder)}",
+        with (self._folder / LOG).open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-c", "from ray.scripts.scripts import main; main()"),
+                    *("start", "--head", "--block", "--port=0", "--node-ip-address=127.0.0.1"),
+                    *(f"--temp-dir={self._folder}", "--include-dashboard=false", "--log-color=false"),
+                    f"--object-store-memory={STORE_BYTES}",
+                ],
+                env={**os.environ, **VARIABLES},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=before_exec,
             )
-        except BaseException as error:
-            self._error = error
-        self._up.set()
-        self._over.wait()  # Ray's processes end with the thread that started them
 
-    def _init(self) -> None:
-        import ray
-
-        set_log_levels()
-        try:
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=str(self._folder),
-                _node_ip_address="127.0.0.1",
-                object_store_memory=STORE_BYTES,
-                _system_config=SYSTEM_CONFIG,
-            )
-        except BaseException:
-            ray.shutdown()  # it may have started in part
-            raise
+    def _address(self) -> str:
+        """Empty until Ray has written it."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self._folder / "ray_current_cluster").read_text()
+        return ""
 
 
-def _reason(error: Exception, folder: Path) -> str:
-    """Ray's error, and the first error line in the logs of the newest session."""
-    text = message_line(error, 2000)
+def _reason(folder: Path) -> str:
+    """The last line that `ray start` printed, and the first error line in the logs of the newest session."""
+    lines = (folder / LOG).read_text(errors="replace").split("\n")
+    text = next((line.strip().rstrip(".") for line in reversed(lines) if line.strip()), "it printed nothing")
     with contextlib.suppress(OSError):  # its last processes may still delete files
         for log in sorted(folder.glob("session_latest/logs/*.out")):
             if (found := _ERROR_LINE.search(log.read_text(errors="replace"))) is not None:
@@ -133,6 +137,10 @@ def own_ray(section: RaySection) -> Iterator[OwnRay | None]:
         return
     # a local Ray has no preemption
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+    # Without a token Ray leaves one in ~/.ray/auth_token, and each later `ray start --head` demands it.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
     with _own_folder(Path(_short_tmp())) as folder:
         own = OwnRay(folder)
         try:

@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-import signal
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,8 +23,6 @@ import torch
 from fsdp import config as configuration
 from fsdp.base.errors import LaunchError, ShardrunError
 from fsdp.base.phases import StopReason
-from fsdp.base.stop_signals import stop_signals
-from fsdp.checkpoint.run_mirror import put_file
 from fsdp.config import Config, worker_range
 from fsdp.config.trust import named_code
 from fsdp.dist.env import allocator_variable, job_start
@@ -36,19 +30,19 @@ from fsdp.run.job import prepare
 from fsdp.run.summary import summary
 from fsdp.run.training_loop import Outcome
 from fsdp.rundir import history, paths
-from fsdp.rundir.atomic_write import write_atomically
 from fsdp.rundir.paths import RunDir
 from launch import ray_cluster, slurm_job
 from launch.command import ray_command
 from launch.guard import failure_of
 from launch.marker import Failure, marker_of
-from launch.policy import EXIT_INTERRUPTED, NODES_LEAVE, Act, Allocation, End, Kind, Past, decide
+from launch.policy import NODES_LEAVE, Act, Allocation, End, Kind, Past, decide
 from launch.ray_check import check_ranks
 from launch.ray_code_upload import runtime_env
 from launch.ray_failure import FailurePolicy, failure_of_fit
 from launch.ray_output import Follower
 from launch.ray_own import OwnRay
 from launch.ray_resources import Workers, workers_for
+from launch.ray_stop import StoppedEarly, Stopping
 from launch.ray_worker import WorkerTask, work
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -65,7 +59,7 @@ class WorkersFailed(ShardrunError):
         self.exit_code, self.kind = exit_code, kind
 
 
-def run_on_ray(config: Config, own: OwnRay | None) -> int:
+def run_on_ray(config: Config, own: OwnRay | None, stopping: Stopping) -> int:
     """Train, and return the exit code of train.py. `own` is the local Ray that starts meanwhile, if any."""
     _check(config)
     run = paths.open_run(paths.place_of(config))
@@ -75,30 +69,29 @@ def run_on_ray(config: Config, own: OwnRay | None) -> int:
     try:
         with slurm_job.holding(run, job_start()):
             pass  # a refusal here leaves nothing behind; the workers take the lock themselves
-        return _run(config, own, run)
+        stopping.run = run
+        return _run(config, own, run, stopping)
     except ShardrunError as error:
-        if (marker := marker_of(config)) is not None:
+        if not isinstance(error, StoppedEarly) and (marker := marker_of(config)) is not None:
             kind = error.kind if isinstance(error, WorkersFailed) else failure_of(error).kind
             marker.write(Failure(kind, error.exit_code, str(error)), rank=0)
         raise
 
 
-def _run(config: Config, own: OwnRay | None, run: RunDir) -> int:
+def _run(config: Config, own: OwnRay | None, run: RunDir, stopping: Stopping) -> int:
     logs = run.path / "logs" / f"ray-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    with Stopping(Path(config.stop.file) if config.stop.file else run.path / "STOP", run) as stopping:
-        follower = Follower(logs)
-        try:
-            with workers_code(config) as code, ray_cluster.connected(own, config.ray, code) as name:
-                workers = workers_for(config.ray, config.run.device)
-                print(f"{name}: {workers}", file=sys.stderr, flush=True)
-                outcome = _train_to_the_end(WorkerTask(config, run.path, logs, Path.cwd()), workers, stopping)
-        finally:
-            follower.close()
+    follower = Follower(logs)
+    try:
+        with workers_code(config) as code, ray_cluster.connected(own, config.ray, code) as name:
+            stopping.handle()
+            workers = workers_for(config.ray, config.run.device)
+            print(f"{name}: {workers}", file=sys.stderr, flush=True)
+            outcome = _train_to_the_end(WorkerTask(config, run.path, logs, Path.cwd()), workers, stopping)
+    finally:
+        follower.close()
     if stopping.signal is not None and outcome.stopped:
         outcome = dataclasses.replace(outcome, stopped=stopping.signal.name)
-        write_atomically(run.stopped, f"{outcome.stopped} at step {outcome.step}\n")
-        if run.url:
-            put_file(run, run.stopped)
+        stopping.mark(run, stopping.signal.name, outcome.step)
     print(summary(outcome, config, ray_command(config)))
     return 0
 
@@ -174,7 +167,8 @@ def _with_controller(task: WorkerTask, workers: Workers, stopping: Stopping) -> 
         # It lists checkpoints that retention may have removed since: Ray would refuse to start.
         (task.run / SNAPSHOT).unlink(missing_ok=True)
         try:
-            return stopping.wait_for(_trainer(task, workers).fit)
+            file = Path(task.config.stop.file) if task.config.stop.file else task.run / "STOP"
+            return stopping.train(_trainer(task, workers).fit, file, paths.open_run(task.config.run.dir))
         except RayActorError as error:
             words = " ".join(str(error).split())
             started = history.count_starts(run) > starts
@@ -227,73 +221,3 @@ def _trainer(task: WorkerTask, workers: Workers) -> Any:
         scaling_config=scaling,
         run_config=running,
     )
-
-
-# ---------------------------------------------------------------- stop requests
-
-
-@dataclass
-class _Fit:
-    """The result of a call on a thread."""
-
-    value: Any = None
-    error: BaseException | None = None
-
-
-class Stopping:
-    """Turns Ctrl-C and a scheduler's signals into the ranks' stop file; a second Ctrl-C exits."""
-
-    SECOND_SIGINT_S = 1.0
-    POLL_S = 0.2
-
-    def __init__(self, file: Path, run: RunDir) -> None:
-        self._file, self._run = file, run
-        self.signal: signal.Signals | None = None
-        self._received_at = 0.0
-        self._exit_now = False
-
-    def __enter__(self) -> Stopping:
-        self._old = {one: signal.signal(one, self._record) for one in stop_signals()}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for one, handler in self._old.items():
-            signal.signal(one, handler)
-        if self.signal is not None:
-            self._file.unlink(missing_ok=True)
-
-    def _record(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.signal is None:
-            self.signal, self._received_at = signal.Signals(number), now
-        elif number == signal.SIGINT and now - self._received_at >= self.SECOND_SIGINT_S:
-            self._exit_now = True
-
-    def wait_for(self, function: Callable[[], Any]) -> Any:
-        """Call the function on a thread (on the main thread Ray would handle Ctrl-C) and forward stop
-        requests.
-        """
-        done = _Fit()
-        thread = threading.Thread(target=self._call, args=(function, done), name="fit", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(self.POLL_S)
-            if self._exit_now:
-                raise WorkersFailed(
-                    "interrupted again: the driver ends now, nothing is saved.", EXIT_INTERRUPTED, Kind.FINAL
-                )
-            # Each start removes the previous one's stop file: create it again until the ranks have ended.
-            if self.signal is not None and thread.is_alive() and not self._file.exists():
-                self._file.touch()
-                if self._run.url and self._file == self._run.path / "STOP":
-                    put_file(self._run, self._file)  # rank 0 may be on another node
-        if done.error is not None:
-            raise done.error
-        return done.value
-
-    @staticmethod
-    def _call(function: Callable[[], Any], done: _Fit) -> None:
-        try:
-            done.value = function()
-        except BaseException as error:
-            done.error = error

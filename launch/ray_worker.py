@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from fsdp.base.errors import LaunchError, ShardrunError
+from fsdp.checkpoint.inspect import scan
+from fsdp.checkpoint.open_store import open_store
 from fsdp.config import Config
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv
@@ -30,6 +32,7 @@ from launch.ray_failure import RankFailed
 from launch.ray_output import redirect_output
 from launch.ray_settings import threads_of
 
+SNAPSHOT = "checkpoint_manager_snapshot.json"
 BEAT_S = 1.0
 """The interval of reports to Ray. Its controller reads one report per poll: a report per step would wait."""
 
@@ -58,12 +61,16 @@ def work(given: Mapping[str, Any]) -> Outcome:
         os.chdir(task.folder)
     try:
         env = dist_env()
-        reporter = RayReporter(env.rank, task.run)
+        reporter = RayReporter(env.rank)
         outcome = train(task.config, env, reporter, process_ends=True)
-        reporter.close()
+        reporter.close(checkpoints_of(task.config, task.run))
     except Exception as error:
         raise rank_failure(rank, error) from None
     return outcome
+
+
+def checkpoints_of(config: Config, run: Path) -> Path:
+    return Path(config.checkpoint.dir or run / "checkpoints").absolute()
 
 
 def rank_failure(rank: int, error: Exception) -> RankFailed:
@@ -118,26 +125,38 @@ NextReport = tuple[dict[str, Any] | None, str | None, bool]
 Plain types: it passes through a process of Ray's, which would import this module, and torch, for a class.
 """
 
+MOST_CHECKPOINTS = 5
+"""Reported at the end: each takes a poll of Ray's controller, two seconds by default."""
+
 
 class RayReporter:
     """Reports the newest numbers to Ray on a thread, at most once per BEAT_S: the steps do not wait.
 
     ray.train.report is a collective that waits for Ray's controller. So rank 0 decides when and what to
-    report and broadcasts it to the other ranks' threads: every rank makes the same reports. Every sealed
-    checkpoint is reported by its path alone: Ray does not copy it, and fsdp/checkpoint/retention.py removes
-    it.
+    report and broadcasts it to the other ranks' threads: every rank makes the same reports.
+
+    The newest sealed checkpoint is the metric `checkpoint`. Those that fsdp/checkpoint/retention.py has kept
+    are reported as checkpoints at the end, in place: Ray's Result lists what is there. Ray does not start
+    again in a storage whose own list names one that is gone, so the list is removed: a start finds the
+    newest checkpoint itself.
     """
 
-    def __init__(self, rank: int, run: Path) -> None:
-        self._rank, self._run = rank, run
+    def __init__(self, rank: int) -> None:
+        import ray.train
+
+        self._rank = rank
+        storage: Any = ray.train.get_context().get_storage()
+        local = storage.storage_filesystem.type_name == "local"
+        self._storage = Path(storage.experiment_fs_path) if local else None
         self._lock = threading.Lock()
         self._news = threading.Event()
         self._latest: dict[str, Any] = {}
         self._reported = True
-        self._sealed: list[tuple[str, dict[str, Any]]] = []
+        self._kept: list[tuple[str, dict[str, Any]]] = []
         self._over = False
         self._reason: str | None = None
         self._error: BaseException | None = None
+        self._forget_list()
         self._thread = threading.Thread(target=self._report_all, name="reporter", daemon=True)
         self._thread.start()
 
@@ -147,19 +166,24 @@ class RayReporter:
         if self._rank:
             return  # rank 0 has the same numbers, and its thread broadcasts them
         with self._lock:
-            if checkpoint is not None:
-                self._sealed.append((checkpoint, {**self._latest, **metrics}))
-                self._news.set()
-            else:
-                self._latest |= metrics
-                self._reported = False
+            self._latest |= {**metrics, **({"checkpoint": checkpoint} if checkpoint else {})}
+            self._reported = False
 
     def should_stop(self) -> str | None:
         return self._reason
 
-    def close(self) -> None:
-        """Make the last reports; call it on every rank after the last step."""
+    def close(self, checkpoints: Path) -> None:
+        """Make the last reports; call it on every rank after the last step. `checkpoints`: their folder.
+        Ray takes none outside its storage.
+        """
+        kept: list[tuple[str, dict[str, Any]]] = []
+        if self._rank == 0 and self._storage is not None and checkpoints.is_relative_to(self._storage):
+            whole = [found for found in scan(open_store(str(checkpoints))) if found.manifest is not None]
+            kept = [
+                (str(checkpoints / one.folder), dict(one.manifest.metrics)) for one in whole if one.manifest
+            ]
         with self._lock:
+            self._kept = kept[:MOST_CHECKPOINTS]  # the newest first
             self._over = True
         self._news.set()
         self._thread.join()
@@ -178,7 +202,8 @@ class RayReporter:
                 if metrics is not None:
                     self._report_to_ray(metrics, checkpoint)
                 if over:
-                    return
+                    ray.train.get_all_reported_checkpoints()  # waits until Ray has it
+                    return self._forget_list()
                 notice = ray.train.get_preemption_info()
                 if notice is not None and self._reason is None:
                     self._reason = f"ranks {notice.preempted_ranks} are on nodes that will be taken away"
@@ -186,30 +211,34 @@ class RayReporter:
             self._error = error
 
     def _next(self) -> NextReport:
-        """Rank 0: wait for BEAT_S, a sealed checkpoint or the end."""
+        """Rank 0: wait for BEAT_S or the end."""
         self._news.wait(BEAT_S)
         with self._lock:
-            if self._sealed:
-                checkpoint, metrics = self._sealed.pop(0)
-                return metrics, checkpoint, False
-            metrics_or_none = None if self._reported else dict(self._latest)
-            self._reported = True
             if not self._over:
-                self._news.clear()
-            return metrics_or_none, None, self._over
+                metrics_or_none = None if self._reported else dict(self._latest)
+                self._reported = True
+                return metrics_or_none, None, False
+            if not self._kept:
+                return (None if self._reported else dict(self._latest)), None, True
+            checkpoint, metrics = self._kept.pop()
+            if not self._kept:  # the newest
+                metrics, self._reported = {**metrics, **self._latest}, True
+            return metrics, checkpoint, not self._kept
 
     def _report_to_ray(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
         import ray.train
         from ray.train import Checkpoint, CheckpointUploadMode
 
-        if checkpoint is None or not Path(checkpoint).is_relative_to(self._run):
-            # Ray accepts no checkpoint outside its own folder (an object store): report its path as a metric
-            extra = {"checkpoint": checkpoint} if checkpoint else {}
-            ray.train.report({**metrics, **extra})
-            return
+        if checkpoint is None:
+            return ray.train.report(metrics)
         ray.train.report(
             metrics, checkpoint=Checkpoint(checkpoint), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD
         )
+
+    def _forget_list(self) -> None:
+        """Rank 0: remove Ray's list, which Ray writes at each report of a checkpoint."""
+        if self._rank == 0 and self._storage is not None:
+            (self._storage / SNAPSHOT).unlink(missing_ok=True)
 
 
 class LocalReporter:
@@ -225,4 +254,7 @@ class LocalReporter:
         ray.train.report(self._latest | ({"checkpoint": checkpoint} if checkpoint else {}))
 
     def should_stop(self) -> str | None:
+        return None
+
+    def close(self, checkpoints: Path) -> None:
         return None

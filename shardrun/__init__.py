@@ -25,7 +25,7 @@ _PARTS = {
     "train": "launch.in_process", "load_config": "launch.in_process", "record_of": "launch.in_process",
     "Outcome": "fsdp.run.training_loop",
     "Config": "fsdp.config", "DistEnv": "fsdp.dist.env", "ShardrunError": "fsdp.base.errors",
-    "process": "fsdp.run.own_loop", "shard": "fsdp.run.own_loop", "Training": "fsdp.run.own_loop",
+    "process": "fsdp.run.own_loop", "shard": "fsdp.run.own_loop", "Training": "launch.in_process",
 }  # fmt: skip
 """Names of the API, and the modules that define them."""
 
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from fsdp.base.errors import ShardrunError
     from fsdp.config import Config
     from fsdp.dist.env import DistEnv
-    from fsdp.run.own_loop import Training, process, shard
+    from fsdp.run.own_loop import process, shard
     from fsdp.run.training_loop import Outcome
-    from launch.in_process import load_config, record_of, train
+    from launch.in_process import Training, load_config, record_of, train
 
 
 def __getattr__(name: str) -> Any:

@@ -47,6 +47,7 @@ from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import Sharded, resolve_dtypes, shard_model
 from fsdp.parallel.update import Whole
 from fsdp.record.console import set_up_logging
+from fsdp.record.metrics import NoReporter, Reporter
 from fsdp.run import setup, weights
 from fsdp.run.job import trainable_model, warn_of_extra_states
 from fsdp.run.step import check_trained, gradients_of
@@ -159,10 +160,16 @@ class Training:
     """
 
     def __init__(
-        self, config: Config, env: DistEnv, model: Sharded, optimizer: torch.optim.Optimizer
+        self,
+        config: Config,
+        env: DistEnv,
+        model: Sharded,
+        optimizer: torch.optim.Optimizer,
+        reporter: Reporter | None = None,
     ) -> None:
         _check_optimizer(model, optimizer)
         self._config, self._env, self._model = config, env, model
+        self._reporter = reporter or NoReporter()
         self._state = TrainState(model=model.root, optimizer=optimizer)
         self._gradients, self._update = gradients_of(model), Whole(optimizer)
         self._verdicts = Verdicts(
@@ -251,6 +258,7 @@ class Training:
             shown = "  ".join(f"{name} {value:.4g}" for name, value in self._metrics.items())
             log.info("step %d  %s", self.step, shown)
             append_if_possible(self._run.metrics, {"step": self.step, **self._metrics})
+        self._reporter.report({"step": self.step, **self._metrics})
         every = self._config.checkpoint.every_steps
         if every and self.step % every == 0:
             self.save(f"every {every} steps")
@@ -293,6 +301,7 @@ class Training:
 
     def _record_sealed(self) -> None:
         for sealed in self._checkpointer.sealed():
+            self._reporter.report({}, checkpoint=sealed.path)
             if self._env.is_main:
                 append_if_possible(
                     self._run.saves,

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from fsdp.config import Config
 
 RUNS = Path("runs")
+RAY_COPY = "working_dir_files"
+"""Of `ray job submit --working-dir`: SESSION/runtime_resources/working_dir_files/_ray_pkg_…"""
 PROBE_BYTES = 4096
 """Written and synced before a start: an empty file can be made on a disk that has no block left."""
 
@@ -102,7 +104,13 @@ def place_of(config: Config) -> str:
     """--run.dir, a URL or an absolute folder; or a new folder under runs/."""
     if is_url(config.run.dir):
         return config.run.dir.rstrip("/")
-    return str(Path(config.run.dir).absolute() if config.run.dir else (RUNS / new_name(config)).absolute())
+    path = Path(config.run.dir or RUNS / new_name(config)).absolute()
+    if RAY_COPY in path.parts:
+        raise ConfigError(
+            f"--run.dir {path} lies in Ray's copy of the working directory, which Ray deletes.",
+            f"--run.dir $HOME/runs/{path.name}, or another folder that all nodes share",
+        )
+    return str(path)
 
 
 def open_run(place: str) -> RunDir:

@@ -116,7 +116,7 @@ WITHOUT_TENSORS = {
     "fsdp/record/recorder.py": 1,
     "fsdp/checkpoint/inspect.py": 1,
     "fsdp/tokenize/object_files.py": 1, "fsdp/data/threaded.py": 1, "fsdp/checkpoint/run_mirror.py": 1,
-    "launch/ray_output.py": 1, "launch/ray_own.py": 1, "launch/ray_trainer.py": 1, "launch/ray_worker.py": 1,
+    "launch/ray_output.py": 1, "launch/ray_stop.py": 2, "launch/ray_worker.py": 1,
 }  # fmt: skip
 """Threads that read files, sockets and signals, and touch no tensor: how many a file starts."""
 WITH_TENSORS = {

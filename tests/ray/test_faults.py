@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
+from fsdp.rundir.paths import RunDir
 from tests.ray.cluster import Cluster
 from tests.ray.runs import EVERY, SLOWLY, Driver, Run, check_whole, rank_pid, torchrun
 from tests.support.processes import command_line, eventually, pids_with
@@ -76,6 +78,42 @@ def test_a_controller_that_dies_later_ends_the_driver_in_a_line(tmp_path: Path, 
     assert "train.py: Ray's TrainController died: " in driver.err.splitlines()[-1]
     assert "Traceback" not in driver.err
     check_whole(Driver(tmp_path / "run", *SLOWLY).finish(), undisturbed)
+
+
+def test_a_signal_to_the_process_group_saves_with_a_ray_of_its_own(tmp_path: Path) -> None:
+    """As `timeout` and a closed terminal send it. Ray's processes are in a session of their own."""
+    home = tmp_path / "home"
+    home.mkdir()
+    driver = Driver(tmp_path / "run", *SLOWLY, HOME=str(home))
+    driver.until(2)
+    os.killpg(driver.process.pid, signal.SIGTERM)
+    run = driver.finish()
+    assert f"stopped by SIGTERM at step {max(run.steps)}" in driver.out
+    assert (run.path / "checkpoints" / f"step-{max(run.steps):08}").is_dir()
+    assert not (home / ".ray").exists(), "a token there would close the next `ray start --head` to drivers"
+
+
+def test_a_signal_before_the_ranks_start_ends_the_driver_in_a_line(tmp_path: Path) -> None:
+    """While it connects to something that is no Ray, and while its own Ray starts."""
+    with socket.create_server(("", 0)) as server:  # Ray connects to another address of this machine
+        server.settimeout(60)
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        own = Driver(tmp_path / "own")
+        joined = Driver(tmp_path / "joined", "--ray.address", address)
+        eventually(
+            "ray start", lambda: "ray.scripts" in "".join(map(command_line, pids_with(own.marker))), 60
+        )
+        own.signal(signal.SIGTERM)
+        for _ in range(2):  # the second connection is Ray's
+            server.accept()
+        joined.signal(signal.SIGTERM)
+        for driver in (own, joined):
+            assert driver.wait(60) == 128 + signal.SIGTERM
+            assert "SIGTERM before the ranks started" in driver.err.splitlines()[-1]
+            assert "Traceback" not in driver.err
+    stopped = RunDir(tmp_path / "joined").stopped.read_text()
+    assert stopped == "SIGTERM at step 0\n", "a Slurm job is requeued"
+    eventually("no process left", lambda: not pids_with(own.marker), 60)
 
 
 @pytest.mark.long
