@@ -22,11 +22,11 @@ from fsdp.parallel.attention import (
 )
 
 SHAPES = {
-    "12 heads of 64, 1024 tokens": (8, 12, 1024, 64),
-    "16 heads of 128, 2048 tokens": (4, 16, 2048, 128),
+    "12 heads of 64, 1024 tokens": (32, 12, 12, 1024, 64),
+    "32 and 8 heads of 64, 2048 tokens": (4, 32, 8, 2048, 64),
 }
-"""In models of 124M and 1B parameters: batch, heads, tokens, width of a head."""
-SMALL = {"2 heads of 16, 64 tokens": (1, 2, 64, 16)}
+"""In models of 124M and 1B parameters: batch, heads of queries and of keys, tokens, width of a head."""
+SMALL = {"2 heads of 16, 64 tokens": (1, 2, 2, 64, 16)}
 OVER_BEST = 1.2
 """Most that the default takes, over the fastest kernel."""
 OFF = 2e-2
@@ -47,23 +47,30 @@ def attention(bench: Bench) -> dict[str, Any]:
 def times_of(device: torch.device, shape: tuple[int, ...]) -> dict[str, float]:
     """Milliseconds of each kernel that the device has; Failed if one's gradients are not those of fp32."""
     drawn = torch.Generator().manual_seed(0)
-    query, key, value, above = (torch.randn(shape, generator=drawn).to(device) for _ in range(4))
+    batch, heads, few, *rest = shape
+    query, key, value, above = (
+        torch.randn(batch, n, *rest, generator=drawn).to(device) for n in (heads, few, few, heads)
+    )
 
-    def gradients(dtype: torch.dtype) -> list[Tensor]:
-        given = [one.to(dtype, copy=True).requires_grad_() for one in (query, key, value)]
-        output = F.scaled_dot_product_attention(given[0], given[1], given[2], is_causal=True)
-        return list(torch.autograd.grad(output, given, above.to(dtype)))
+    def cast(dtype: torch.dtype) -> list[Tensor]:
+        return [*(one.to(dtype, copy=True).requires_grad_() for one in (query, key, value)), above.to(dtype)]
+
+    def gradients(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> list[Tensor]:
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != few)
+        return list(torch.autograd.grad(output, (q, k, v), gradient))
+
+    halves = cast(torch.bfloat16)
 
     with attention_kernel(SpeedSection(attention="math")):
-        exact = gradients(torch.float32)
+        exact = gradients(*cast(torch.float32))
     times = dict[str, float]()
     for name in ("auto", *KERNELS, *PACKAGES):
         speed = SpeedSection(attention=name)  # type: ignore[arg-type]
         try:
             check_attention(speed, device)
             with attention_kernel(speed):
-                found = gradients(torch.bfloat16)
-                times[name] = _milliseconds(lambda: gradients(torch.bfloat16), device)
+                found = gradients(*halves)
+                times[name] = _milliseconds(lambda: gradients(*halves), device)
         except ConfigError:
             continue  # not installed, or a kernel of another device
         except RuntimeError as error:

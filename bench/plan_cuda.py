@@ -34,7 +34,10 @@ from fsdp.plan.memory import memory_of
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = 3
-SMALL_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "128"}
+SMALL_WORKSPACES = {
+    "CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "128",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as runs
+}  # fmt: skip
 """128 KiB a thread and stream. torch's own are 8 MiB and more, as much as activations of a small case."""
 
 
@@ -165,6 +168,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--cases", type=int, default=24)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print(
@@ -184,8 +188,9 @@ def main(argv: list[str]) -> int:
     lines = table(rows, f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     print("\n".join(lines))
     kept = {"device": torch.cuda.get_device_name(0), "runs": [asdict(row) for row in rows]}
-    (RESULTS / "plan_cuda.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    (RESULTS / "plan_cuda.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    given.results.mkdir(parents=True, exist_ok=True)
+    (given.results / "plan_cuda.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    (given.results / "plan_cuda.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0
 
 
