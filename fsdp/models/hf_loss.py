@@ -33,6 +33,8 @@ class HfEntropy:
 
     def __init__(self, model: nn.Module, *, shifted: bool) -> None:
         self._model, self.shifted = model, shifted
+        self.routes = bool(getattr(_text_config(model), "output_router_logits", False))
+        """Whether the configuration asks for a router's loss."""
         self._plain = self._calls = 0
         self._stand_in = self._nothing  # one object: compiled code has a guard on it
 
@@ -81,10 +83,14 @@ def maybe_entropy(model: nn.Module) -> HfEntropy | None:
     return HfEntropy(model, shifted=shifted) if classes and shifted is not None else None
 
 
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def remarks(model: nn.Module) -> Iterator[str]:
     """Lines on configurations of transformers whose loss is not what one may expect."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config, text = getattr(model, "config", None), _text_config(model)
     weight = getattr(text, "router_aux_loss_coef", 0.0)
     if weight and not getattr(text, "output_router_logits", True):
         yield (

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fsdp.base.dtypes import widest_floating
 from fsdp.base.errors import ConfigError
-from fsdp.models.checks import IGNORED, batch_norms, check_one_number
+from fsdp.models.checks import IGNORED, check_one_number
 from fsdp.models.chunked_loss import ChunkedHead
 from fsdp.models.cross_entropy import (
     LossParts,
@@ -79,7 +79,6 @@ class LossFunction:
         ]
         self._accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._dtype: torch.dtype | None = None
-        self._least_rows = 2 if batch_norms(model) else 1
         self._decodes_labels = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self._entropy = None if custom is not None else maybe_entropy(model)
         self.counts_tokens = False
@@ -118,14 +117,14 @@ class LossFunction:
         valid_rows: int,
         items: Callable[[], float] | None = None,
     ) -> LossParts:
-        """`valid` marks the first `valid_rows` rows. The others are padding, without weight, of which the
-        model gets what it needs to run. `items`: the weight of the global batch, in training.
+        """`valid` marks the first `valid_rows` rows. The others are padding and add nothing: their targets
+        are masked, or they are cut off where the model computes a loss of its own or adds one. `items`: the
+        weight of the global batch, in training.
         """
-        received, least = self.gives_labels(data), self._least_rows
-        if received and self.custom is None and self._entropy is None:
-            least = 1  # of its own loss, no row could be masked
-        if (kept := max(valid_rows, least)) < len(valid):
-            data, valid = {name: value[:kept] for name, value in data.items()}, valid[:kept]
+        received = self.gives_labels(data)
+        own = self._entropy is None and bool(received or "targets" not in data)
+        if self.custom is None and (own or (self._entropy is not None and self._entropy.routes)):
+            data, valid = _without_padding(data, valid, valid_rows)
         if self.custom is not None:
             output = self._call(model, data, withheld=self._unread)
             losses, weights = self.custom.weighted(output, data, valid)
@@ -133,6 +132,11 @@ class LossFunction:
             return LossParts(losses.sum(), None, weights.sum(dtype=torch.float64), rows)
         name = self._label_name(data)
         if self._entropy is not None and name and not data[name].is_floating_point():
+            parts = self._of_transformers(self._entropy, model, data, name, valid)
+            if parts.auxiliary is None or len(valid) <= max(valid_rows, 1):
+                return parts
+            # What it adds has no row that could be masked.
+            data, valid = _without_padding(data, valid, valid_rows)
             return self._of_transformers(self._entropy, model, data, name, valid)
         if self._head is not None:
             if received:
@@ -142,13 +146,13 @@ class LossFunction:
         self.counts_tokens = labels is not None and _are_tokens(labels)
         whole = self._items(labels, valid, items) if ITEMS in self._accepts else None
         output = read_output(self._call(model, data, whole), labelled=bool(received))
-        if output.loss is not None:
-            if len(valid) > max(valid_rows, 1):
-                raise ConfigError(
-                    "a micro-batch has one row, too few for BatchNorm, and the model returns its own loss.",
-                    "another --train.global_batch, of which each rank has two rows",
-                )
-            return self._own(output, output.loss, labels, valid, whole)
+        if (loss := output.loss) is not None:
+            if len(valid) > max(valid_rows, 1):  # it does not take the targets, and has a loss of its own
+                data, valid = _without_padding(data, valid, valid_rows)
+                output = read_output(self._call(model, data, whole))
+                loss = output.loss
+                assert loss is not None
+            return self._own(output, loss, labels, valid, whole)
         return self._parts(output, _targets(data), valid)
 
     def _of_transformers(
@@ -311,6 +315,14 @@ def _targets(data: Mapping[str, Tensor]) -> Tensor:
             "targets, the token after each of inputs; labels are for a model whose forward takes them",
         )
     return data["targets"]
+
+
+def _without_padding(
+    data: Mapping[str, Tensor], valid: Tensor, valid_rows: int
+) -> tuple[Mapping[str, Tensor], Tensor]:
+    """One row without weight is left where there is no other."""
+    rows = max(valid_rows, 1)
+    return {name: value[:rows] for name, value in data.items()}, valid[:rows]
 
 
 def _are_tokens(labels: Tensor) -> bool:

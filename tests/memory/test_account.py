@@ -103,7 +103,7 @@ def test_activations_grow_with_the_micro_batch_and_only_with_it(tmp_path: Path) 
     """
     ends = []
     for rows in (1, 2, 3):
-        account = accounts(tmp_path / str(rows), f"--train.micro_batch {rows} --data.args.count 48")[0]
+        account = accounts(tmp_path / str(rows), f"--train.micro_batch {rows}")[0]
         ends.append(end_of(account, "forward")["activations"])
     assert ends[2] - ends[1] == ends[1] - ends[0] > 0
 
