@@ -15,7 +15,8 @@ loop in one process; the two share no other code. For each mesh it compares
 and prints the largest relative difference of each in a table. In fp64 it is that of the worst parameter, and
 rounding cannot hide a wrong reduction. In lower precisions, and in a model with float32 computations inside,
 it is that of the whole model. A mesh that differs is followed by its largest difference and, if there is one,
-the factor. Exit code 0 if every mesh is within its bounds, 1 if not, 2 for a wrong flag.
+the factor. A mesh that the flags or the model do not allow is "not possible", with the reason. Exit code 0 if
+every possible mesh is within its bounds, 1 if not, 2 for a wrong flag or if no mesh is possible.
 """
 
 from __future__ import annotations
@@ -52,35 +53,39 @@ def _parse(argv: Sequence[str]) -> ParityOptions:
     return asked
 
 
-def _show(asked: ParityOptions, found: Iterator[tuple[Row, list[ParityDifference]]]) -> int:
+def _show(asked: ParityOptions, judged: Iterator[tuple[Row, list[ParityDifference] | str]]) -> int:
     """Prints a line per mesh as soon as it is done, with its differences below; then the verdict."""
-    wrong = total = 0
+    wrong = compared = total = 0
     print(
         f"{'mesh':<10} {'reshard':<8} {'micro-batches':<14} {'dtype':<6} "
         + " ".join(f"{t:<10}" for t in Comparison)
         + " verdict"
     )
-    for row, differences in found:
-        mesh, reshard = (
-            f"{row.strategy} {row.replicate}×{row.shard}",
-            "-" if row.strategy == "ddp" else row.reshard,
-        )
+    for row, differences in judged:
+        total += 1
+        reshard = "-" if row.strategy == "ddp" else row.reshard
+        mesh = f"{row.strategy} {row.replicate}×{row.shard}"
+        line = f"{mesh:<10} {reshard:<8} {row.micro_batches:<14} {asked.dtype:<6}"
+        if isinstance(differences, str):
+            print(f"{line} not possible: {differences}", flush=True)
+            continue
         sizes = [max(d.size for d in differences if d.training is training) for training in Comparison]
         apart = [d for d in differences if not d.same]
-        print(
-            f"{mesh:<10} {reshard:<8} {row.micro_batches:<14} {asked.dtype:<6} "
-            + " ".join(f"{size:<10.1e}" for size in sizes)
-            + f" {'DIFFERS' if apart else 'same'}",
-            flush=True,
-        )
+        sized = " ".join(f"{size:<10.1e}" for size in sizes)
+        print(f"{line} {sized} {'DIFFERS' if apart else 'same'}", flush=True)
         for difference in apart:
             if difference.training is apart[0].training:  # later differences follow from the first
                 print(f"  {difference}", flush=True)
-        wrong, total = wrong + bool(apart), total + 1
-    result = f"{wrong} of {total} meshes differ" if wrong else "every mesh trains as one process does"
-    verdict = "PARITY FAILS" if wrong else "parity holds"
-    print(f"{verdict}: {result}, {asked.steps} steps on {asked.ranks} ranks in {asked.dtype}")
-    return 1 if wrong else 0
+        wrong, compared = wrong + bool(apart), compared + 1
+    more = f", {total - compared} of {total} meshes are not possible" if compared < total else ""
+    every = f"every {'possible ' if more else ''}mesh trains as one process does"
+    verdict, code = f"parity holds: {every}", 0
+    if wrong:
+        verdict, code = f"PARITY FAILS: {wrong} of {compared} meshes differ", 1
+    elif not compared:
+        verdict, code = "PARITY IS NOT KNOWN: no mesh was compared", 2
+    print(f"{verdict}{more}, {asked.steps} steps on {asked.ranks} ranks in {asked.dtype}")
+    return code
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Not here: either side (reference.py, ranks.py), or the size of a difference (mea
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp.base.errors import ConfigError
 from fsdp.parity.measure import NO_GRADIENT, ROUNDED_NO_GRADIENT, Measure, ParityDifference, without_gradient
 from fsdp.parity.options import Comparison, ParityOptions, Row, rows
-from fsdp.parity.ranks import run_of, sharded_ranks
+from fsdp.parity.ranks import run_of, sharded_rows
 from fsdp.parity.reference import PlainLoop, TrainingRecord
 
 if TYPE_CHECKING:
@@ -27,25 +28,28 @@ if TYPE_CHECKING:
 Log = Callable[[str], None]
 
 
-def compare(options: ParityOptions, log: Log) -> Iterator[tuple[Row, list[ParityDifference]]]:
-    """Each mesh's differences from the plain loop, which runs beside the ranks. `log` receives progress."""
+def compare(options: ParityOptions, log: Log) -> Iterator[tuple[Row, list[ParityDifference] | str]]:
+    """Each mesh's differences from the plain loop, or why it is not possible. `log` receives progress."""
     import torch
 
     on_cuda = runs_on_cuda(options)
     device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
     # More threads than free cores wait for one another in each matrix product: minutes instead of seconds.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // (options.ranks + 1)))
-    tried = rows(options.ranks)
-    jobs = jobs_of(options, tried, device)
+    jobs, refused = jobs_of(options, device)
+    yield from refused.items()
+    reference = None
     with (
         tempfile.TemporaryDirectory(prefix="parity-") as folder,
-        sharded_ranks(options, tried, folder, on_cuda) as done,
+        contextlib.closing(sharded_rows(options, list(jobs), folder, on_cuda)) as trained,
     ):
-        reference = Reference(options, jobs, device, log)
-        for at in done:
-            yield tried[at], reference.judge(at, folder)
-            shutil.rmtree(Path(folder, str(at)))
-            log(f"{at + 1} of {len(tried)} meshes done")
+        for row, reason in trained:
+            if reason:
+                yield row, reason
+                continue
+            reference = reference or Reference(options, jobs, device, log)  # beside the ranks' next mesh
+            yield row, reference.judge(row, folder)
+            shutil.rmtree(Path(folder, row.name))
 
 
 def runs_on_cuda(options: ParityOptions) -> bool:
@@ -62,38 +66,47 @@ def runs_on_cuda(options: ParityOptions) -> bool:
     return gpus >= options.ranks
 
 
-def jobs_of(options: ParityOptions, tried: list[Row], device: torch.device) -> list[Job]:
-    """The job of each mesh; ConfigError if the model cannot be compared."""
+def jobs_of(options: ParityOptions, device: torch.device) -> tuple[dict[Row, Job], dict[Row, str]]:
+    """The job of each mesh that the flags allow, and why the others are not possible; ConfigError if all are
+    not, or if the model cannot be compared.
+    """
     from fsdp.run.job import prepare
 
-    jobs = [
-        prepare(options.config(row, ""), world_size=options.ranks, num_nodes=1, device=device)
-        for row in tried
-    ]
-    _refuse_random(jobs[0])
-    return jobs
+    jobs: dict[Row, Job] = {}
+    refused: dict[Row, ConfigError] = {}
+    for row in rows(options.ranks):
+        try:
+            config = options.config(row, "")
+            jobs[row] = prepare(config, world_size=options.ranks, num_nodes=1, device=device)
+        except ConfigError as error:
+            refused[row] = error
+    if not jobs:
+        raise next(iter(refused.values()))
+    _refuse_random(next(iter(jobs.values())))
+    return jobs, {row: str(error) for row, error in refused.items()}
 
 
 class Reference:
     """The plain loop's trainings, and the precision of a comparison that follows from them."""
 
-    def __init__(self, options: ParityOptions, jobs: list[Job], device: torch.device, log: Log) -> None:
-        self._plain, self._jobs, self._log = PlainLoop(options, jobs[0], device), jobs, log
+    def __init__(self, options: ParityOptions, jobs: dict[Row, Job], device: torch.device, log: Log) -> None:
+        self._plain, self._log = PlainLoop(options, next(iter(jobs.values())), device), log
+        self._accumulation = {row: job.batch.accumulation for row, job in jobs.items()}
         self._trained: dict[tuple[Comparison, int], TrainingRecord] = {}
         rounds, adaptive = self._plain.rounds, options.config(None, "").optim.name != "sgd"
         rounding_only = without_gradient(
-            self._get(Comparison.GRADIENT, 0), ROUNDED_NO_GRADIENT if rounds else NO_GRADIENT
+            self._get(Comparison.GRADIENT, next(iter(jobs))), ROUNDED_NO_GRADIENT if rounds else NO_GRADIENT
         )
         self.measure = Measure(options.dtype, rounds, adaptive, rounding_only)
         for note in self.notes():
             log(f"note: {note}")
 
-    def judge(self, at: int, folder: str) -> list[ParityDifference]:
+    def judge(self, row: Row, folder: str) -> list[ParityDifference]:
         """The differences of all trainings of one mesh, whose runs are in `folder`."""
         found = []
         for training in Comparison:
-            plain = self._get(training, at)
-            found += self.measure.differences(training, _read(run_of(folder, at, training), plain), plain)
+            plain = self._get(training, row)
+            found += self.measure.differences(training, _read(run_of(folder, row, training), plain), plain)
         return found
 
     def notes(self) -> Iterator[str]:
@@ -117,8 +130,8 @@ class Reference:
                 "the run does, and another number of ranks may train otherwise"
             )
 
-    def _get(self, training: Comparison, at: int) -> TrainingRecord:
-        key = (training, self._jobs[at].batch.accumulation)
+    def _get(self, training: Comparison, row: Row) -> TrainingRecord:
+        key = (training, self._accumulation[row])
         if key not in self._trained:
             self._log(f"plain loop: {training}")
             self._trained[key] = self._plain.train(*key)

@@ -72,6 +72,10 @@ class Row:
     reshard: str
     micro_batches: int
 
+    @property
+    def name(self) -> str:
+        return f"{self.strategy}-{self.replicate}-{self.shard}-{self.reshard}-{self.micro_batches}"
+
     def overrides(self, share: int) -> dict[str, Any]:
         return {
             "mesh.strategy": self.strategy, "mesh.replicate": self.replicate, "mesh.shard": self.shard,

@@ -1,4 +1,4 @@
-"""The processes that train sharded: one world, mesh after mesh, by fsdp.run.loop.train itself.
+"""The processes that train sharded: a world, mesh after mesh, by fsdp.run.loop.train itself.
 
 Not here: the comparison of their exports (compare.py).
 """
@@ -9,78 +9,81 @@ import contextlib
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp.base.errors import TrainingError
+from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.parity.options import Comparison, ParityOptions, Row
 
 if TYPE_CHECKING:
     from fsdp.dist.env import DistEnv
 
 GROUP_TIMEOUT_S = 300.0
+REASON = 900
+"""Characters of a reason: what is written to a pipe at once, up to 4 KiB, no other rank interrupts."""
 
 
-@contextlib.contextmanager
-def sharded_ranks(
+def sharded_rows(
     options: ParityOptions, tried: list[Row], folder: str, on_cuda: bool
-) -> Iterator[Iterator[int]]:
-    """Processes of one world; yields the index of each mesh when it is done, and raises if a rank fails."""
+) -> Generator[tuple[Row, str]]:
+    """Each mesh as soon as it is done, with the reason if it is not possible. TrainingError if a rank fails.
+
+    Ranks whose mesh is not possible wait for one another in its collectives: a new world trains the others.
+    """
+    left = list(tried)
+    while left:
+        with contextlib.closing(_world(options, list(left), folder, on_cuda)) as reasons:
+            for reason in reasons:
+                yield left.pop(0), reason
+                if reason:
+                    break
+
+
+def _world(options: ParityOptions, tried: list[Row], folder: str, on_cuda: bool) -> Generator[str]:
+    """One world's processes: an empty string for each mesh that has trained, or the reason why it cannot."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     members = [
-        context.Process(
-            target=_rank, args=(rank, options, tried, folder, on_cuda, None if rank else theirs), daemon=True
-        )
+        context.Process(target=_rank, args=(rank, options, tried, folder, on_cuda, theirs), daemon=True)
         for rank in range(options.ranks)
     ]
     for member in members:
         member.start()
-    theirs.close()
-
-    def done() -> Iterator[int]:
-        left = {member.sentinel: rank for rank, member in enumerate(members)}
-        for _ in tried:
-            while ours not in (ready := wait([ours, *left])):
-                for sentinel in ready:
-                    _ended(left.pop(sentinel))  # type: ignore[arg-type]
-            try:
-                yield ours.recv()
-            except EOFError:
-                _ended(0)
-
-    def _ended(rank: int) -> None:
-        members[rank].join()
-        if members[rank].exitcode:
-            raise TrainingError(f"rank {rank} failed: {_last_line(Path(folder, f'rank-{rank}.log'))}.")
-
     try:
-        yield done()
+        for _ in tried:
+            ready = wait([ours, *(member.sentinel for member in members)])
+            if ours not in ready:  # `theirs` is open here: a pipe that is ready has a message
+                rank = next(rank for rank, member in enumerate(members) if member.sentinel in ready)
+                raise TrainingError(f"rank {rank} failed: {_last_line(Path(folder, f'rank-{rank}.log'))}.")
+            yield ours.recv()
     finally:
         for member in members:
-            if member.is_alive():
-                member.kill()
+            member.kill()
             member.join()
 
 
-def run_of(folder: str, at: int, training: Comparison) -> Path:
-    return Path(folder, str(at), training.name.lower())
+def run_of(folder: str, row: Row, training: Comparison) -> Path:
+    return Path(folder, row.name, training.name.lower())
 
 
 def train_rows(
-    env: DistEnv, options: ParityOptions, tried: list[Row], folder: str, done: Callable[[int], None]
+    env: DistEnv, options: ParityOptions, tried: list[Row], folder: str, done: Callable[[], None]
 ) -> None:
     """One rank: fsdp.run.loop.train for each mesh and each kind of training."""
+    import torch.distributed as dist
+
     from fsdp.run.loop import train
 
-    for at, row in enumerate(tried):
+    for row in tried:
         for training in Comparison:
-            run = run_of(folder, at, training)
+            run = run_of(folder, row, training)
             train(options.config(row, str(run), training), env)
             shutil.rmtree(run / "checkpoints", ignore_errors=True)
-        done(at)
+        if env.is_main:
+            done()
+        dist.barrier()  # no rank reports the next mesh as not possible before rank 0 has reported this one
 
 
 def _last_line(log: Path) -> str:
@@ -93,9 +96,9 @@ def _last_line(log: Path) -> str:
 
 
 def _rank(
-    rank: int, options: ParityOptions, tried: list[Row], folder: str, on_cuda: bool, pipe: Connection | None
+    rank: int, options: ParityOptions, tried: list[Row], folder: str, on_cuda: bool, pipe: Connection
 ) -> None:
-    log = os.open(Path(folder, f"rank-{rank}.log"), os.O_CREAT | os.O_WRONLY)
+    log = os.open(Path(folder, f"rank-{rank}.log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     import torch
@@ -116,5 +119,10 @@ def _rank(
         device=pick_device(rank, "cuda" if on_cuda else "cpu"),
         launcher="fsdp.parity",
     )
-    with process_group(env, GROUP_TIMEOUT_S, dist.FileStore(str(Path(folder, "store")), options.ranks)):
-        train_rows(env, options, tried, folder, pipe.send if pipe is not None else lambda _: None)
+    meeting = dist.FileStore(str(Path(folder, f"store-{len(tried)}")), options.ranks)
+    with process_group(env, GROUP_TIMEOUT_S, meeting):
+        try:
+            train_rows(env, options, tried, folder, lambda: pipe.send(""))
+        except ConfigError as error:  # sent before the group is aborted, and other ranks fail for that
+            pipe.send(str(error)[:REASON])
+            raise

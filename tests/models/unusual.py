@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from tests.support.user_code import Block, OwnLoss, Sentences, TiedWords, Uneven, Vectors
 
@@ -617,3 +618,46 @@ def part_in_eval_mode() -> Dropping:
 
 def all_in_eval_mode() -> Dropping:
     return Dropping().eval()
+
+
+class Dictionaries(Dataset[dict[str, Tensor]]):
+    """Twelve numbers, or a picture with a class for each pixel; not a pair."""
+
+    def __init__(self, count: int, *sizes: int, classes: int = 0) -> None:
+        generator = torch.Generator().manual_seed(8)
+        self.columns = {"inputs": torch.randn(count, *sizes, generator=generator)}
+        if classes:
+            picture = (count, *sizes[1:])
+            self.columns["targets"] = torch.randint(0, classes, picture, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.columns["inputs"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: values[index] for name, values in self.columns.items()}
+
+
+def numbers(count: int = 50) -> Dictionaries:
+    return Dictionaries(count, 12)
+
+
+def masks(count: int = 50) -> Dictionaries:
+    return Dictionaries(count, 3, 5, 5, classes=5)
+
+
+class Rebuilds(Uneven):
+    """Its loss needs no targets."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"loss": (super().forward(x) - x[:, :5]).square().mean()}
+
+
+class Segments(nn.Module):
+    """Logits of (rows, classes, height, width), with as many classes as columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.scores = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scores(torch.tanh(self.widen(x)))

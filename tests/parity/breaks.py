@@ -373,5 +373,5 @@ def broken(name: str, env: DistEnv) -> Iterator[None]:
 def train_broken(env: DistEnv, name: str, asked: ParityOptions, tried: list[Row], folder: str) -> None:
     """The work of one rank of the command, with one of BREAKS."""
     with broken(name, env):
-        train_rows(env, asked, tried, folder, lambda _: None)
+        train_rows(env, asked, tried, folder, lambda: None)
     assert dist.is_initialized()

@@ -11,7 +11,7 @@ import torch
 
 from fsdp.base.errors import ConfigError
 from fsdp.parity.__main__ import _show
-from fsdp.parity.compare import _refuse_random, runs_on_cuda
+from fsdp.parity.compare import _refuse_random, compare, jobs_of, runs_on_cuda
 from fsdp.parity.measure import ParityDifference, relative_differences
 from fsdp.parity.options import Comparison, ParityOptions, Row, rows
 from fsdp.run.job import Job, prepare, trained_model
@@ -69,7 +69,6 @@ def test_a_user_s_model_on_two_ranks() -> None:
     assert all(line.endswith("same") for line in table[1:])
     assert verdict == "parity holds: every mesh trains as one process does, 6 steps on 2 ranks in fp64"
     assert "fsdp.parity: plain loop: gradients" in done.stderr.splitlines()
-    assert done.stderr.splitlines()[-1] == f"fsdp.parity: {len(rows(2))} of {len(rows(2))} meshes done"
 
 
 @pytest.mark.slow
@@ -81,6 +80,43 @@ def test_a_folder_of_transformers_with_default_flags(name: str, tmp_path: Path) 
     done = parity("--model.name", f"hf:{folder}", *DATA[name].split(), "--train.global_batch", "7")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("parity holds: every mesh trains as one process does")
+
+
+def test_meshes_that_the_flags_do_not_allow_are_not_possible() -> None:
+    asked = ParityOptions([*SMALL, "--mesh.unsharded", "head.weight"], 2, "fp64", 2)
+    jobs, refused = jobs_of(asked, torch.device("cpu"))
+    assert {row.strategy for row in jobs} == {"fsdp", "hsdp"}
+    assert {row.strategy for row in refused} == {"ddp"}
+    assert all("--mesh.unsharded" in reason for reason in refused.values())
+    assert [*jobs, *refused] == sorted(rows(2), key=lambda row: row.strategy == "ddp")
+
+
+@pytest.mark.slow
+def test_a_mesh_that_the_model_does_not_allow_is_not_possible_and_the_next_is_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DDP reduces the gradient of every parameter, and one has none."""
+    tried = [Row("ddp", 2, 1, "true", 1), Row("fsdp", 1, 2, "true", 1)]
+    monkeypatch.setattr("fsdp.parity.compare.rows", lambda ranks: tried)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    words = [*SMALL, "--model.name", "tests.models.unusual:Unused"]
+    asked = ParityOptions(words, 2, "fp64", 2)
+    assert _show(asked, compare(asked, lambda _: None)) == 0
+    _, impossible, compared, verdict = capsys.readouterr().out.splitlines()
+    assert "not possible: " in impossible
+    assert "extra.weight" in impossible
+    assert compared.endswith("same")
+    assert "1 of 2 meshes are not possible" in verdict
+
+
+def test_nothing_holds_if_no_mesh_was_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ParityOptions([], 2, "fp64", 20)
+    same = [ParityDifference(training, "the loss of step 1", 1e-16, 1e-10) for training in Comparison]
+    possible, impossible = Row("fsdp", 1, 2, "true", 1), Row("ddp", 2, 1, "true", 1)
+    assert _show(asked, iter([(impossible, "no gradient")])) == 2
+    assert "holds" not in capsys.readouterr().out
+    assert _show(asked, iter([(impossible, "no gradient"), (possible, same)])) == 0
+    assert "every possible mesh" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from tests.support.world import run_world
 pytestmark = pytest.mark.slow
 
 OWN = "tests.support.user_code"
+UNUSUAL = "tests.models.unusual"
 VECTORS = f"--model.name {OWN}:Uneven --data.name {OWN}:vectors --train.global_batch 12"
 WORDS = f"--model.name {OWN}:TiedWords --data.name {OWN}:sentences --train.global_batch 12"
 PICTURES = "--train.global_batch 7 --data.name tests.models.small_hf:pictures"
@@ -32,6 +33,8 @@ RIGHT = {
     "mixtral": f"{TEXTS} --model.name tests.models.small_hf:mixtral --data.args.kind causal",
     "t5": f"{TEXTS} --model.name tests.models.small_hf:t5 --data.args.kind seq2seq",
     "own loss": f"--train.global_batch 12 --model.name {OWN}:OwnLoss --data.name {OWN}:vectors",
+    "no targets": f"--train.global_batch 12 --model.name {UNUSUAL}:Rebuilds --data.name {UNUSUAL}:numbers",
+    "segmentation": f"--train.global_batch 12 --model.name {UNUSUAL}:Segments --data.name {UNUSUAL}:masks",
     "z-loss": f"{WORDS} --train.z_loss 0.01",
     "z-loss of labels": (
         f"{TEXTS} --model.name tests.models.small_hf:t5 --data.args.kind seq2seq --train.z_loss 0.1"
@@ -46,7 +49,7 @@ FACTORS = {"twice": 2.0, "a hundred times": 100.0}
 def reference(words: str) -> tuple[Reference, ParityOptions, list[Row]]:
     asked = ParityOptions((words + QUIET).split(), ranks=2, dtype="fp64", steps=20)
     tried, device = rows(2), torch.device("cpu")
-    return Reference(asked, jobs_of(asked, tried, device), device, lambda _: None), asked, tried
+    return Reference(asked, jobs_of(asked, device)[0], device, lambda _: None), asked, tried
 
 
 cached = functools.cache(reference)
@@ -56,7 +59,7 @@ def differences(words: str, name: str, folder: Path) -> dict[Row, list[ParityDif
     """The differences that the command prints below each mesh."""
     known, asked, tried = cached(words)
     run_world(2, train_broken, name, asked, tried, str(folder))
-    return {row: [d for d in known.judge(at, str(folder)) if not d.same] for at, row in enumerate(tried)}
+    return {row: [d for d in known.judge(row, str(folder)) if not d.same] for row in tried}
 
 
 @pytest.mark.parametrize("name", sample_are(["twice"], WRONG))
