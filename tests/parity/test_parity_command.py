@@ -92,21 +92,37 @@ def test_meshes_that_the_flags_do_not_allow_are_not_possible() -> None:
 
 
 @pytest.mark.slow
-def test_a_mesh_that_the_model_does_not_allow_is_not_possible_and_the_next_is_compared(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("tried", "words", "code", "reason", "verdict"),
+    [
+        # DDP reduces the gradient of every parameter, and one has none.
+        ([Row("ddp", 2, 1, "true", 1), Row("fsdp", 1, 2, "true", 1)],
+         ["--model.name", "tests.models.unusual:Unused"], 0, "extra.weight", "1 of 2 meshes are not"),
+        # The plain loop had KeyError: 'targets'.
+        ([Row("fsdp", 1, 2, "true", 1)],
+         ["--data.name", "tests.models.unusual:numbers"], 2, "no targets", "no mesh was compared"),
+    ],
+    ids=["unused parameter", "logits without targets"],
+)  # fmt: skip
+def test_a_mesh_on_which_a_rank_fails_is_not_possible_and_the_next_is_compared(
+    tried: list[Row],
+    words: list[str],
+    code: int,
+    reason: str,
+    verdict: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """DDP reduces the gradient of every parameter, and one has none."""
-    tried = [Row("ddp", 2, 1, "true", 1), Row("fsdp", 1, 2, "true", 1)]
     monkeypatch.setattr("fsdp.parity.compare.rows", lambda ranks: tried)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    words = [*SMALL, "--model.name", "tests.models.unusual:Unused"]
-    asked = ParityOptions(words, 2, "fp64", 2)
-    assert _show(asked, compare(asked, lambda _: None)) == 0
-    _, impossible, compared, verdict = capsys.readouterr().out.splitlines()
+    asked = ParityOptions([*SMALL, *words], 2, "fp64", 2)
+    assert _show(asked, compare(asked, lambda _: None)) == code
+    _, impossible, *compared, last = capsys.readouterr().out.splitlines()
     assert "not possible: " in impossible
-    assert "extra.weight" in impossible
-    assert compared.endswith("same")
-    assert "1 of 2 meshes are not possible" in verdict
+    assert reason in impossible
+    assert all(line.endswith("same") for line in compared)
+    assert verdict in last
+    assert ("holds" in last) is bool(compared)
 
 
 def test_nothing_holds_if_no_mesh_was_compared(capsys: pytest.CaptureFixture[str]) -> None:
