@@ -35,9 +35,10 @@ from fsdp.plan.memory import memory_of
 RESULTS = Path(__file__).parent / "results"
 STEPS = 3
 SMALL_WORKSPACES = {
-    "CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "128",
+    "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+    "CUBLASLT_WORKSPACE_SIZE": "128",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as runs
-}  # fmt: skip
+}
 """128 KiB a thread and stream. torch's own are 8 MiB and more, as much as activations of a small case."""
 
 

@@ -146,7 +146,7 @@ def _check_names(body: Mapping[str, Any]) -> None:
 
 def _file_name(name: str) -> str:
     """The manifest may be a stranger's: no path leads out, and the system accepts the name."""
-    if "/" in name or "\0" in name or len(name.encode()) > 255:
+    if name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > 255:
         raise ValueError(f"{name!a:.40} is no name of a file")
     return name
 

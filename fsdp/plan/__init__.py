@@ -10,6 +10,8 @@
     tracker        each allocation, operation and collective of a step
     fsdp_events    FSDP's own gathers, waits and reductions
     scratch        bytes that operators take beside tensors on a CPU
+    cuda_formulas  operators whose formulas differ on CUDA
+    allocator      CUDA's caching allocator, replayed
     trace          a trace as numbers; blocks repeat, so few are traced and any number is composed
     fake_runs      the fake runs that a plan needs, and their composition
     memory         bytes by kind and phase, and what the caching allocator holds for them

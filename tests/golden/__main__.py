@@ -5,7 +5,7 @@
     python -m tests.golden --against REV                   with the sources of a commit, on this machine
     python -m tests.golden --against REV --rows            the commands of docs/tutorials.md too
     python -m tests.golden --record                        writes tests/golden/values.json
-    python -m tests.golden --record-runs                   adds stopped runs to tests/golden/runs
+    python -m tests.golden --record-runs                   adds stopped runs to tests/golden/stopped
 
 Without --against each configuration is trained under the launcher, and again on forked ranks with two stops:
 losses, norms, evaluations and exported weights are equal, bit for bit, and those in fp64 are within 1e-9 of
@@ -216,7 +216,7 @@ def record_runs(folder: Path) -> None:
         values[name] = {"ranks": ranks, **forked(words, ranks, folder, f"{name}-whole", [0])}
         forked(words, ranks, folder, name, [5])
     Path("values.json").write_text(_lines(values))
-    file = HERE / "runs" / f"{commit.stdout.strip()}.tar.gz"
+    file = HERE / "stopped" / f"{commit.stdout.strip()}.tar.gz"
     with tarfile.open(file, "w:gz") as archive:
         for name in ("values.json", *RECORDED_RUNS):
             archive.add(name)

@@ -48,7 +48,7 @@ def _names(file: Path) -> list[str]:
         return sorted({name.partition("/")[0] for name in archive.getnames() if name.endswith("/run")})
 
 
-OLD_RUNS = [(file.name, name) for file in sorted((HERE / "runs").iterdir()) for name in _names(file)]
+OLD_RUNS = [(file.name, name) for file in sorted((HERE / "stopped").iterdir()) for name in _names(file)]
 
 
 @pytest.mark.parametrize(("archive", "name"), OLD_RUNS)
@@ -59,7 +59,7 @@ def test_a_run_of_an_earlier_commit_resumes_to_the_values_of_the_unbroken_run(
     monkeypatch.chdir(tmp_path)
     write_data(Path("data"))
     for folder in ("same", "one") if name != "stream" else ("same",):
-        with tarfile.open(HERE / "runs" / archive) as files:
+        with tarfile.open(HERE / "stopped" / archive) as files:
             files.extractall(folder, filter="data")
         expected = json.loads(Path(folder, "values.json").read_text())[name]
         ranks = expected["ranks"] if folder == "same" else 1

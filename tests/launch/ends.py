@@ -149,7 +149,7 @@ TESTED: Mapping[tuple[str, str], str] = {
         "ray/test_continued.py::test_a_driver_on_a_live_run_directory_is_refused_and_writes_nothing",
     ("a lost node", "Ray"): "ray/test_faults.py::test_a_node_is_lost",
     (STOPPED, "Ray"):
-        "ray/test_joined.py::test_ctrl_c_at_the_driver_seals_a_checkpoint_and_leaves_with_0",
+        "ray/test_joined.py::test_a_signal_at_the_driver_seals_a_checkpoint_and_leaves_with_0",
     ("preemption", "Ray"):
         "ray/test_faults.py::test_a_node_that_will_be_taken_away_is_left_with_a_checkpoint",
 }  # fmt: skip

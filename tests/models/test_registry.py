@@ -140,7 +140,7 @@ BAD_BUILT_IN: list[tuple[dict[str, Any], str, str]] = [
     (
         {"name": "mlp", "load_in_4bit": True},
         "--model.args.load_in_4bit is not an argument of --model.name mlp",
-        "frozen weights in half the bytes are --precision.frozen bf16",
+        "it accepts in_features, hidden, classes",
     ),
     ({"name": "transformer", "layer": 3}, "--model.args.layer is not an argument", "--model.args.layers"),
     (

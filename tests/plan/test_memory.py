@@ -210,7 +210,6 @@ NAMED = {
     "--comm.all_gather a.b:c": "counted as FSDP's own",
     "--comm.reduce_scatter a.b:c": "counted as FSDP's own",
     "--train.micro_batch 1 --train.eval_batch 64": "an evaluation's own peak",
-    "--speed.compile true": "torch.compile",
     "--memory.activation_budget 0.5": "kept as without a compiler",
     "--plan.gpu cpu --precision.param fp16": "what products keep beside tensors",
 }

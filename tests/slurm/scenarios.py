@@ -80,8 +80,8 @@ def array(folder: Path) -> dict[str, Left]:
 def time_limit(folder: Path) -> Left:
     """Too slow for its limit in the first two starts."""
     with Cluster(folder / "slurm") as cluster:
-        env = {"SLOW_S": "1.5", "SLOW_STARTS": "2"}
-        return left(sbatch(cluster, folder, "--time=1", "--signal=USR1@10", env=env))
+        env = {"SLOW_S": "3", "SLOW_STARTS": "2"}
+        return left(sbatch(cluster, folder, "--time=2", "--signal=USR1@60", env=env))
 
 
 def told(folder: Path) -> dict[str, Left]:
