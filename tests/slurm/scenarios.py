@@ -99,7 +99,10 @@ def told(folder: Path) -> dict[str, Left]:
         cluster.names(True, network="10.88.0")
         path = f"{unwilling.parent}:{cluster.environment()['PATH']}"
         jobs = {
-            "deadline": sbatch(cluster, folder / "1", "--nodes=1", "--time=1", "--signal=URG@1", env=slow),
+            # 40 steps of 4 s do not fit; half a minute passes before the first, on a busy machine
+            "deadline": sbatch(
+                cluster, folder / "1", "--nodes=1", "--time=2", "--signal=URG@1", env={**slow, "SLOW_S": "4"}
+            ),
             "batch": sbatch(cluster, folder / "2", "--nodes=2", env=slow),
             "unwilling": sbatch(
                 cluster, folder / "3", "--nodes=1", "--time=9", env={"SLOW_S": "1", "PATH": path}

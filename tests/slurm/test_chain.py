@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.ray, pytest.mark.slow, pytest.mark.
 EACH, STEPS = 6, 36
 FLAGS = (
     "--data.name", "digits", "--model.name", "mlp", "--train.steps", str(STEPS), "--train.global_batch", "16",
-    "--run.log_every_steps", "1",
+    "--run.log_every_steps", "1", "--run.device", "cpu",
 )  # fmt: skip
 PROGRAMS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
