@@ -32,7 +32,7 @@ END_S = 1200.0
 def submitted(cluster: Cluster, folder: Path, cell: Cell) -> Job:
     name, launcher = cell
     run = folder / "run"
-    flags = [*flags_of(name), "--run.dir", str(run)]
+    flags = [*flags_of(name), "--run.dir", str(run), "--run.device", "cpu"]
     if launcher == "launch.submit":
         job = submit(cluster, folder, "--nodes=1", "--tasks-per-node=2", flags=flags)
     else:
