@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,12 @@ DIGITS = ("--data.name", "digits")
 
 
 def torchrun(run_dir: Path, gate: Path) -> subprocess.Popen[bytes]:
-    data = ["--data.name=tests.support.gated:digits", "--data.args.last=40", f"--data.args.gate={gate}"]
+    return start_torchrun(
+        run_dir, "--data.name=tests.support.gated:digits", "--data.args.last=40", f"--data.args.gate={gate}"
+    )
+
+
+def start_torchrun(run_dir: Path, *data: str) -> subprocess.Popen[bytes]:
     command = [
         str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=2",
         "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "train.py", "--run.dir", str(run_dir),
@@ -77,7 +83,8 @@ def torchrun(run_dir: Path, gate: Path) -> subprocess.Popen[bytes]:
 
 
 def starts(run_dir: Path) -> list[dict[str, int]]:
-    records = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
+    file = run_dir / "history.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return [record for record in records if record["event"] == "start"]
 
 
@@ -115,6 +122,36 @@ def test_of_a_killed_torchrun_the_ranks_save_and_the_same_command_continues(tmp_
             assert second.wait(100) == 0
     assert losses(run) == losses(tmp_path / "whole")
     assert 23 <= starts(run)[1]["from_step"] < STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_of_a_torchrun_killed_at_twenty_moments_of_training_each_start_continues(tmp_path: Path) -> None:
+    """SIGKILL at torchrun alone, and the same command at once: its orphans still train or save."""
+    whole, run, longer = tmp_path / "whole", tmp_path / "run", ("--train.steps", "160")
+    assert run_world(2, on_a_rank, ["--run.dir", str(whole), *FLAGS, *DIGITS, *longer]) == [None] * 2
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    dice, slowly = random.Random(seed), ("--data.name", "tests.ray.slow:digits", "--data.args.seconds", "0.1")
+    reached, saved = [0], [0]
+    for count in range(1, 21):
+        step = max(reached[-1], saved[-1]) + dice.randrange(1, 6)
+        with start_torchrun(run, *slowly, *longer) as agent:
+            eventually(f"step {step} of start {count}", partial(is_at, run, count, step), 100)
+            time.sleep(dice.uniform(0, 0.1))  # any moment within a step
+            agent.kill()
+        reached.append(max(losses(run)))
+        saved.append(starts(run)[-1]["from_step"])
+    with start_torchrun(run, *slowly, *longer) as last:
+        assert last.wait(100) == 0
+    saved = [start["from_step"] for start in starts(run)]
+    print(f"killed at {reached[1:]}, continued at {saved[1:]}")
+    assert losses(run) == losses(whole)
+    assert all(step >= killed for step, killed in zip(saved[1:], reached[1:], strict=True))
+
+
+def is_at(run_dir: Path, start: int, step: int) -> bool:
+    return len(starts(run_dir)) == start and max(losses(run_dir), default=0) >= step
 
 
 @pytest.mark.slow
