@@ -16,7 +16,7 @@ import torch
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.tensors import forget_meshes
+from fsdp.base.torch_private.core import forget_meshes
 from fsdp.config import Config
 from fsdp.dist.env import DistEnv, from_environment
 from fsdp.dist.process_group import free_ended_groups

@@ -20,7 +20,7 @@ from torch import Tensor
 from fsdp.base.digest import as_int64
 from fsdp.base.errors import CheckpointError, OtherRankFailed, ShardrunError, error_number
 from fsdp.base.phases import Activity, announces
-from fsdp.base.torch_private.distributed import at_end_of_backward
+from fsdp.base.torch_private.core import at_end_of_backward
 
 T = TypeVar("T")
 

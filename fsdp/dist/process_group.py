@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fsdp.base.errors import LaunchError, first_line
 from fsdp.base.text import named_ranks
-from fsdp.base.torch_private.distributed import abort_all_groups, all_groups
+from fsdp.base.torch_private.core import abort_all_groups, all_groups
 from fsdp.dist.addresses import address_towards, interface_of, is_loopback, resolves
 from fsdp.dist.env import (
     DistEnv,

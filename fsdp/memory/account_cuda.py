@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.base.torch_private import cuda
+from fsdp.base.torch_private import core as cuda
 from fsdp.base.torch_private.fsdp import Run, around_collectives
 from fsdp.memory.account import KINDS, owned_storages
 from fsdp.memory.account_storages import ACTIVATIONS

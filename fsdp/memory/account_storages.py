@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp.base.torch_private.fake import TorchDispatchMode
+from fsdp.base.torch_private.core import TorchDispatchMode
 from fsdp.base.torch_private.fsdp import Run, after_resizes, around_collectives
 from fsdp.dist.local_tensors import tensors_in
 from fsdp.memory.account import KINDS, owned_storages, storages_of

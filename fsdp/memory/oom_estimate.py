@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from fsdp.base.torch_private.fake import FakeTensorMode
+from fsdp.base.torch_private.core import FakeTensorMode
 from fsdp.memory.account_storages import StorageTracker
 from fsdp.memory.account_timeline import Mark
 from fsdp.models.chunked_loss import maybe_chunked

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-from fsdp.base.torch_private.tensors import verbose_profiler
+from fsdp.base.torch_private.core import verbose_profiler
 from fsdp.config import ProfileSection
 from fsdp.memory.account_timeline import Mark
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.tensors import gradient_hooks, tree_leaves
+from fsdp.base.torch_private.core import gradient_hooks, tree_leaves
 
 IGNORED = -100
 _OF_MODULES = frozenset(vars(nn.Module()))

@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import nearest
-from fsdp.base.torch_private.tensors import uncompiled
+from fsdp.base.torch_private.core import uncompiled
 from fsdp.config import ModelSection
 from fsdp.models.builtin import BuiltIn, Facts, make_sizes
 from fsdp.models.checks import check_parameters, check_vocabulary

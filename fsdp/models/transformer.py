@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.tensors import ConvertedModule
+from fsdp.base.torch_private.core import ConvertedModule
 from fsdp.models.blocks import LARGE_LAYER
 from fsdp.models.builtin import BuiltIn, Facts, check_covers, check_multiple, check_ranges, size
 from fsdp.models.init import Constant, Init, Normal, fill_from_global

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fsdp.base.torch_private.tensors import convert_tensors
+from fsdp.base.torch_private.core import convert_tensors
 from fsdp.models.device_draw import draw_into
 from fsdp.models.parameter_names import all_names
 from fsdp.models.registry import ModelSpec

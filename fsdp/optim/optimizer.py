@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp.base.torch_private.tensors import LocalShardAdam
+from fsdp.base.torch_private.core import LocalShardAdam
 from fsdp.config import OptimSection
 from fsdp.config.sections import ADAMS, DECAYING
 from fsdp.optim.custom_optimizer import LR_RATIO, build_custom, is_custom

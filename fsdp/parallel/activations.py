@@ -28,8 +28,9 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import flop_registry
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.fake import FakeTensor, TorchDispatchMode
-from fsdp.base.torch_private.tensors import (
+from fsdp.base.torch_private.core import (
+    FakeTensor,
+    TorchDispatchMode,
     attention_products,
     float8_product,
     set_compiler_activation_budget,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.torch_private.core import tree_leaves, viewed, writes
 from fsdp.base.torch_private.fsdp import (
     frees_after_forward,
     is_written,
@@ -29,7 +30,6 @@ from fsdp.base.torch_private.fsdp import (
     replaced_parameter,
     seen_tensors,
 )
-from fsdp.base.torch_private.tensors import tree_leaves, viewed, writes
 from fsdp.config import Config
 from fsdp.models.blocks import blocks_of
 from fsdp.models.parameter_names import clean_name

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from fsdp.base.torch_private.tensors import like_shard
+from fsdp.base.torch_private.core import like_shard
 from fsdp.config import MemorySection, OptimSection
 from fsdp.config.sections import MOMENTS
 from fsdp.dist.local_tensors import local_tensor

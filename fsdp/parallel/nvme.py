@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp.base.torch_private.core import like_shard
 from fsdp.base.torch_private.fsdp import move_padded_shard, padded_shard, parameter_groups
-from fsdp.base.torch_private.tensors import like_shard
 from fsdp.base.units import byte_size
 from fsdp.base.weak_method import without_owner
 from fsdp.config import MemorySection, OptimSection

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.tensors import compiled_call, set_compiled_call, viewed
+from fsdp.base.torch_private.core import compiled_call, set_compiled_call, viewed
 from fsdp.config import MemorySection
 from fsdp.models.blocks import blocks_of
 

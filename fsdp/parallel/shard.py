@@ -28,8 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.base.dtypes import DTYPES
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.distributed import check_buckets_reduced
-from fsdp.base.torch_private.tensors import convert_tensors
+from fsdp.base.torch_private.core import check_buckets_reduced, convert_tensors
 from fsdp.config import (
     Config,
     MemorySection,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.fake import FakeTensor
+from fsdp.base.torch_private.core import FakeTensor
 from fsdp.models.trainable import matching, patterns
 
 FLAG = "--mesh.unsharded"

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp.base.torch_private.fake import TorchDispatchMode
-from fsdp.base.torch_private.tensors import schema, tree_leaves
+from fsdp.base.torch_private.core import TorchDispatchMode, schema, tree_leaves
 
 
 def storage_of(tensor: Tensor) -> int:

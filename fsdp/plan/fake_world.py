@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp.base.torch_private.distributed import init_fake_group
+from fsdp.base.torch_private.core import init_fake_group
 from fsdp.base.torch_private.fsdp import chunks_by
 from fsdp.dist.mesh import MeshSizes, build_mesh
 

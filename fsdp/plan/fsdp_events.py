@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import chain, repeat
 from typing import Any
 
-from fsdp.base.torch_private.fake import FakeTensor
+from fsdp.base.torch_private.core import FakeTensor
 from fsdp.base.torch_private.fsdp import (
     AroundMethod,
     Run,

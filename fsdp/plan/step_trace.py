@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import ConfigError, ShardrunError, first_line
-from fsdp.base.torch_private.fake import READS_VALUES, fake_forward
+from fsdp.base.torch_private.core import READS_VALUES, fake_forward
 from fsdp.config import CommSection, Config, LoraSection
 from fsdp.data.types import Batch
 from fsdp.dist.mesh import MeshSizes

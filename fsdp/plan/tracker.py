@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
-from fsdp.base.torch_private.fake import TorchDispatchMode
+from fsdp.base.torch_private.core import TorchDispatchMode, schema
 from fsdp.base.torch_private.names import COLLECTIVE_OPS, WRITE_ONLY_OPS
-from fsdp.base.torch_private.tensors import schema
 from fsdp.dist.local_tensors import local_tensor, tensors_in
 from fsdp.memory.live_storages import LiveStorages
 from fsdp.plan.scratch import HEAP, RULES, Kept, lstm_workspace_bytes, scratch_bytes

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp.base import devices
 from fsdp.base.errors import first_line
-from fsdp.base.torch_private.fake import fake_forward
+from fsdp.base.torch_private.core import fake_forward
 from fsdp.data import DataSet
 from fsdp.models.custom_loss import CustomLoss
 from fsdp.models.experts import group_experts

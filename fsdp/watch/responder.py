@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from fsdp.base.devices import set_thread_device
-from fsdp.base.torch_private.distributed import flight_recorder_entries
+from fsdp.base.torch_private.core import flight_recorder_entries
 from fsdp.watch.observation import UNNAMED
 from fsdp.watch.recorded_calls import group_calls
 from fsdp.watch.status_page import STACK_SIGNAL

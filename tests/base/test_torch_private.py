@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp.base.torch_private import cuda, distributed, fake, fsdp, names, saving, tensors
+from fsdp.base.torch_private import core, fsdp, names, saving
 from fsdp.dist.env import DistEnv
 from tests.support.processes import eventually
 from tests.support.world import run_world
@@ -118,7 +118,7 @@ def test_the_operators_that_only_write(name: str) -> None:
     holds(hasattr(torch.ops.aten, name), "names.WRITE_ONLY_OPS", f"aten::{name} is gone")
 
 
-class Operators(fake.TorchDispatchMode):
+class Operators(core.TorchDispatchMode):
     """The operators that run inside it, with their outputs."""
 
     def __init__(self) -> None:
@@ -184,9 +184,7 @@ def what_groups_hold(env: DistEnv) -> dict[str, Any]:
     found["parameters"] = [fsdp.parameter_name(one) for group in groups for one in group.fsdp_params]
     found["order"] = [fsdp.group_name(group) for group in fsdp.forward_order(groups[0])]
     found["frees"] = [fsdp.frees_after_forward(group) for group in groups]
-    loss.register_hook(
-        lambda _: distributed.at_end_of_backward(lambda: late.extend(fsdp.unreduced_groups(groups)))
-    )
+    loss.register_hook(lambda _: core.at_end_of_backward(lambda: late.extend(fsdp.unreduced_groups(groups))))
     loss.backward()
     found["late"], found["after"] = late, kinds(groups)
     gradients = [fsdp.sharded_gradient(one) for group in groups for one in group.fsdp_params]
@@ -443,7 +441,7 @@ def test_the_key_of_a_modules_extra_state() -> None:
 
 def alone(code: str, **environment: str) -> str:
     """Runs code in a process of its own; its output."""
-    setup = "import torch.distributed as dist; from fsdp.base.torch_private import distributed\n"
+    setup = "import torch.distributed as dist; from fsdp.base.torch_private import core\n"
     env = {"PATH": "", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
     done = subprocess.run(
         [sys.executable, "-c", setup + code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
@@ -457,31 +455,30 @@ ONE_RANK = "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.Has
 
 def test_all_groups_are_aborted() -> None:
     said = alone(
-        ONE_RANK + "dist.new_group([0])\ndistributed.abort_all_groups()\nprint(dist.is_initialized())"
+        ONE_RANK + "dist.new_group([0])\ncore.abort_all_groups()\nprint(dist.is_initialized())"
     )
-    holds(said == "False", "distributed.abort_all_groups", "a process group is left")
+    holds(said == "False", "core.abort_all_groups", "a process group is left")
 
 
 def test_all_groups_are_listed() -> None:
-    said = alone(ONE_RANK + "dist.new_group([0])\nprint(len(distributed.all_groups()))")
-    holds(said == "2", "distributed.all_groups", f"it lists {said} of two groups")
+    said = alone(ONE_RANK + "dist.new_group([0])\nprint(len(core.all_groups()))")
+    holds(said == "2", "core.all_groups", f"it lists {said} of two groups")
 
 
 def test_the_fake_group_has_any_size() -> None:
     said = alone(
-        "import torch\ndistributed.init_fake_group(5, 4096)\nx = torch.ones(3)\ndist.all_reduce(x)\n"
+        "import torch\ncore.init_fake_group(5, 4096)\nx = torch.ones(3)\ndist.all_reduce(x)\n"
         "print(dist.get_rank(), dist.get_world_size(), x.tolist())"
     )
-    holds(said == "5 4096 [1.0, 1.0, 1.0]", "distributed.init_fake_group", f"it gives {said}")
+    holds(said == "5 4096 [1.0, 1.0, 1.0]", "core.init_fake_group", f"it gives {said}")
 
 
 def test_the_flight_recorder_is_found() -> None:
     found = alone(
-        ONE_RANK
-        + "from torch._C import _distributed_c10d as c\nprint(distributed.flight_recorder_entries(), "
+        ONE_RANK + "from torch._C import _distributed_c10d as c\nprint(core.flight_recorder_entries(), "
         "hasattr(c, '_dump_fr_trace_json') or hasattr(c, '_dump_nccl_trace_json'))"
     )
-    holds(found.endswith("] True"), "distributed.flight_recorder_entries", f"no recorder is found: {found}")
+    holds(found.endswith("] True"), "core.flight_recorder_entries", f"no recorder is found: {found}")
 
 
 def missed_by_ddp(env: DistEnv) -> str:
@@ -490,29 +487,27 @@ def missed_by_ddp(env: DistEnv) -> str:
     runs = nn.parallel.DistributedDataParallel(model)
     runs(torch.ones(1, 2)).sum().backward()
     try:
-        distributed.check_buckets_reduced(runs)
+        core.check_buckets_reduced(runs)
     except RuntimeError as error:
         return str(error)
     return ""
 
 
 def test_ddp_finds_buckets_that_are_not_reduced() -> None:
-    with works("distributed.check_buckets_reduced", "DDP has no such check"):
+    with works("core.check_buckets_reduced", "DDP has no such check"):
         said = run_world(2, missed_by_ddp)[0]
-    holds(said, "distributed.check_buckets_reduced", "a parameter without a gradient is not found")
+    holds(said, "core.check_buckets_reduced", "a parameter without a gradient is not found")
 
 
 def test_a_callback_runs_when_all_gradients_are_computed() -> None:
     first, last, seen = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True), []
     loss = (first * 2 * last).sum()
-    with works("distributed.at_end_of_backward", "the autograd engine takes no callback"):
-        loss.register_hook(
-            lambda _: distributed.at_end_of_backward(lambda: seen.append((first.grad, last.grad)))
-        )
+    with works("core.at_end_of_backward", "the autograd engine takes no callback"):
+        loss.register_hook(lambda _: core.at_end_of_backward(lambda: seen.append((first.grad, last.grad))))
         loss.backward()
     holds(
         len(seen) == 1 and None not in seen[0],
-        "distributed.at_end_of_backward",
+        "core.at_end_of_backward",
         "it runs before the gradients",
     )
 
@@ -521,11 +516,11 @@ def test_a_callback_runs_when_all_gradients_are_computed() -> None:
 
 
 def test_fake_tensors_refuse_what_needs_values() -> None:
-    with fake.FakeTensorMode(allow_non_fake_inputs=True):
+    with core.FakeTensorMode(allow_non_fake_inputs=True):
         made = torch.ones(3) * 2
-        holds(isinstance(made, fake.FakeTensor), "fake.FakeTensorMode", "operations make other tensors")
+        holds(isinstance(made, core.FakeTensor), "core.FakeTensorMode", "operations make other tensors")
         for reads in (lambda: made.sum().item(), lambda: made.nonzero()):
-            with pytest.raises(fake.READS_VALUES):
+            with pytest.raises(core.READS_VALUES):
                 reads()
 
 
@@ -551,8 +546,8 @@ def test_attention_runs_a_known_operator() -> None:
     query = torch.ones(1, 1, 4, 8, requires_grad=True)
     with Operators() as mode:
         nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
-    known = tensors.attention_products() & set(mode.seen)
-    holds(known, "tensors.attention_products", f"attention runs {mode.seen}")
+    known = core.attention_products() & set(mode.seen)
+    holds(known, "core.attention_products", f"attention runs {mode.seen}")
 
 
 def test_a_float8_product_runs_the_known_operator() -> None:
@@ -562,7 +557,7 @@ def test_a_float8_product_runs_the_known_operator() -> None:
         contextlib.suppress(RuntimeError, NotImplementedError),
     ):  # not every processor has kernels
         torch._scaled_mm(ones, ones.t(), scale, scale, out_dtype=torch.bfloat16)
-    holds(tensors.float8_product() in mode.seen, "tensors.float8_product", f"a product runs {mode.seen}")
+    holds(core.float8_product() in mode.seen, "tensors.float8_product", f"a product runs {mode.seen}")
 
 
 def test_varlen_attention_runs_a_known_operator() -> None:
@@ -571,31 +566,31 @@ def test_varlen_attention_runs_a_known_operator() -> None:
     bounds = torch.empty(2, dtype=torch.int32, device="meta")
     with Operators() as mode:
         varlen(query, query, query, bounds, bounds, 4, 4)
-    known = tensors.attention_products() & set(mode.seen)
-    holds(known, "tensors.attention_products", f"varlen attention runs {mode.seen}")
+    known = core.attention_products() & set(mode.seen)
+    holds(known, "core.attention_products", f"varlen attention runs {mode.seen}")
 
 
 def test_writes_views_and_schemas() -> None:
     tensor = torch.ones(4)
-    before = tensors.writes(tensor)
+    before = core.writes(tensor)
     tensor[1:].add_(1)
-    holds(tensors.writes(tensor) == before + 1, "tensors.writes", "a write is not counted")
-    holds(tensors.viewed(tensor[1:]) is tensor, "tensors.viewed", "a view's base is another tensor")
-    holds(tensors.viewed(tensor) is None, "tensors.viewed", "a tensor of its own has a base")
-    found = tensors.schema(torch.ops.aten.add_.Tensor)
-    holds(found.name == "aten::add_" and found.is_mutable, "tensors.schema", f"it is {found}")
-    holds(found.arguments[0].alias_info.is_write, "tensors.schema", "arguments have no aliases")
-    holds(not tensors.schema(torch.ops.aten.add.Tensor).is_mutable, "tensors.schema", "add writes")
+    holds(core.writes(tensor) == before + 1, "core.writes", "a write is not counted")
+    holds(core.viewed(tensor[1:]) is tensor, "core.viewed", "a view's base is another tensor")
+    holds(core.viewed(tensor) is None, "core.viewed", "a tensor of its own has a base")
+    found = core.schema(torch.ops.aten.add_.Tensor)
+    holds(found.name == "aten::add_" and found.is_mutable, "core.schema", f"it is {found}")
+    holds(found.arguments[0].alias_info.is_write, "core.schema", "arguments have no aliases")
+    holds(not core.schema(torch.ops.aten.add.Tensor).is_mutable, "core.schema", "add writes")
 
 
 def test_foreach_kernels() -> None:
     some = [torch.full((4,), 3.0), torch.ones(9)]
-    holds([float(n) for n in tensors.foreach_norm(some)] == [6.0, 3.0], "tensors.foreach_norm", "other norms")
-    tensors.foreach_multiply_(some, torch.tensor(0.5))
-    holds(some[0].tolist() == [1.5] * 4, "tensors.foreach_multiply_", "other products")
+    holds([float(n) for n in core.foreach_norm(some)] == [6.0, 3.0], "core.foreach_norm", "other norms")
+    core.foreach_multiply_(some, torch.tensor(0.5))
+    holds(some[0].tolist() == [1.5] * 4, "core.foreach_multiply_", "other products")
 
 
-class Tables(tensors.ConvertedModule):
+class Tables(core.ConvertedModule):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
@@ -608,14 +603,12 @@ class Tables(tensors.ConvertedModule):
 def test_modules_are_converted_with_a_hook() -> None:
     model: Any = nn.Sequential(Tables())
     model.to(torch.bfloat16)
-    holds(
-        model[0].table.tolist() == [7.0, 7.0], "tensors.ConvertedModule", "Module.to does not call the hook"
-    )
-    holds(model[0].weight.dtype == torch.bfloat16, "tensors.ConvertedModule", "Module.to converts nothing")
+    holds(model[0].table.tolist() == [7.0, 7.0], "core.ConvertedModule", "Module.to does not call the hook")
+    holds(model[0].weight.dtype == torch.bfloat16, "core.ConvertedModule", "Module.to converts nothing")
     parameter = model[0].weight
-    tensors.convert_tensors(model, lambda tensor: tensor.double())
-    holds(model[0].weight is parameter, "tensors.convert_tensors", "a parameter becomes another object")
-    holds(parameter.dtype == torch.float64, "tensors.convert_tensors", "a parameter is not converted")
+    core.convert_tensors(model, lambda tensor: tensor.double())
+    holds(model[0].weight is parameter, "core.convert_tensors", "a parameter becomes another object")
+    holds(parameter.dtype == torch.float64, "core.convert_tensors", "a parameter is not converted")
 
 
 def adam_on_shards(env: DistEnv) -> bool:
@@ -625,98 +618,98 @@ def adam_on_shards(env: DistEnv) -> bool:
     part: Any = nn.Parameter(distribute_tensor(start, mesh, [Shard(0)]))
     whole.grad, part.grad = gradient, distribute_tensor(gradient, mesh, [Shard(0)])
     torch.optim.Adam([whole]).step()
-    tensors.LocalShardAdam([part], foreach=True).step()
+    core.LocalShardAdam([part], foreach=True).step()
     return torch.equal(part.full_tensor(), whole.detach())
 
 
 def test_gradient_hooks_of_a_parameter_are_found() -> None:
     for how in ("register_hook", "register_post_accumulate_grad_hook"):
         parameter = nn.Parameter(torch.ones(2))
-        with works("tensors.gradient_hooks", "a parameter has other attributes"):
-            assert not tensors.gradient_hooks(parameter)
+        with works("core.gradient_hooks", "a parameter has other attributes"):
+            assert not core.gradient_hooks(parameter)
         handle = getattr(parameter, how)(lambda gradient: None)
-        holds(tensors.gradient_hooks(parameter), "tensors.gradient_hooks", f"{how} is not seen")
+        holds(core.gradient_hooks(parameter), "core.gradient_hooks", f"{how} is not seen")
         handle.remove()
-        assert not tensors.gradient_hooks(parameter)
+        assert not core.gradient_hooks(parameter)
 
 
 def test_adam_updates_local_shards() -> None:
-    with works("tensors.LocalShardAdam", "Adam chooses its tensors in another way"):
+    with works("core.LocalShardAdam", "Adam chooses its tensors in another way"):
         equal = run_world(2, adam_on_shards)[0]
-    holds(equal, "tensors.LocalShardAdam", "the update is another")
+    holds(equal, "core.LocalShardAdam", "the update is another")
     given = list(inspect.signature(torch.optim.Adam._init_group).parameters)
     expected = ["params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"]
-    holds(given[2:] == expected, "tensors.LocalShardAdam", f"the lists of a group are {given[2:]}")
+    holds(given[2:] == expected, "core.LocalShardAdam", f"the lists of a group are {given[2:]}")
 
 
 def a_shard_elsewhere(env: DistEnv) -> tuple[bool, bool, bool]:
     mesh = dist.init_device_mesh("cpu", (2,))
     shard = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])
-    made = tensors.like_shard(shard, torch.empty(2, 2, dtype=torch.bfloat16, device="meta"))
-    same = tensors.like_shard(shard, shard.to_local() + 1)
+    made = core.like_shard(shard, torch.empty(2, 2, dtype=torch.bfloat16, device="meta"))
+    same = core.like_shard(shard, shard.to_local() + 1)
     fits = isinstance(made, DTensor) and made.shape == shard.shape and made.dtype == torch.bfloat16
     whole = isinstance(same, DTensor) and torch.equal(same.full_tensor(), shard.full_tensor() + 1)
-    wider = tensors.like_shard(shard, torch.full((2, 3), env.rank), torch.Size((4, 3)))
+    wider = core.like_shard(shard, torch.full((2, 3), env.rank), torch.Size((4, 3)))
     wide = isinstance(wider, DTensor) and wider.full_tensor()[:, 2].tolist() == [0, 0, 1, 1]
     return fits and made.device.type == "meta", whole, wide
 
 
 def test_a_shard_in_other_memory() -> None:
-    with works("tensors.like_shard", "a DTensor is made in another way"):
+    with works("core.like_shard", "a DTensor is made in another way"):
         stays, whole, wide = run_world(2, a_shard_elsewhere)[0]
-    holds(stays, "tensors.like_shard", "the shard moves to the mesh's device")
-    holds(whole and wide, "tensors.like_shard", "the whole tensor is another")
+    holds(stays, "core.like_shard", "the shard moves to the mesh's device")
+    holds(whole and wide, "core.like_shard", "the whole tensor is another")
 
 
 def test_the_profiler_keeps_callers() -> None:
-    with works("tensors.verbose_profiler", "the profiler has another configuration"):
-        verbose = tensors.verbose_profiler()
+    with works("core.verbose_profiler", "the profiler has another configuration"):
+        verbose = core.verbose_profiler()
         with torch.profiler.profile(with_stack=True, experimental_config=verbose) as profiler:
             torch.ones(3) + 1
     callers = [frame for one in profiler.key_averages(group_by_stack_n=3) for frame in one.stack]
     holds(
         any("test_torch_private.py" in frame for frame in callers),
-        "tensors.verbose_profiler",
+        "core.verbose_profiler",
         "no caller is kept",
     )
 
 
 def test_the_compiled_call_is_replaced() -> None:
     module = nn.Linear(2, 2)
-    holds(tensors.compiled_call(module) is None, "tensors.compiled_call", "it is there before compile")
+    holds(core.compiled_call(module) is None, "core.compiled_call", "it is there before compile")
     module.compile(backend="eager")
-    before = tensors.compiled_call(module)
-    holds(callable(before), "tensors.compiled_call", "Module.compile keeps its function elsewhere")
+    before = core.compiled_call(module)
+    holds(callable(before), "core.compiled_call", "Module.compile keeps its function elsewhere")
     calls: list[Any] = []
 
     def call(*args: Any) -> Any:
         calls.append(args)
         return module.forward(*args)
 
-    tensors.set_compiled_call(module, call)
+    core.set_compiled_call(module, call)
     module(torch.ones(1, 2))
-    holds(len(calls) == 1, "tensors.set_compiled_call", "a call does not go through it")
+    holds(len(calls) == 1, "core.set_compiled_call", "a call does not go through it")
 
 
 def test_the_module_inside_a_compiled_one_is_found() -> None:
     module = nn.Linear(2, 2)
-    holds(tensors.uncompiled(module) is module, "tensors.uncompiled", "a plain module is taken apart")
+    holds(core.uncompiled(module) is module, "core.uncompiled", "a plain module is taken apart")
     compiled: Any = torch.compile(module)
-    holds(tensors.uncompiled(compiled) is module, "tensors.uncompiled", "torch.compile wraps otherwise")
+    holds(core.uncompiled(compiled) is module, "core.uncompiled", "torch.compile wraps otherwise")
 
 
 def test_the_compiler_has_an_activation_budget() -> None:
     config = importlib.import_module("torch._functorch.config")
     holds(
         config.activation_memory_budget == 1.0,
-        "tensors.set_compiler_activation_budget",
+        "core.set_compiler_activation_budget",
         "the setting is gone",
     )
     try:
-        tensors.set_compiler_activation_budget(0.5)
+        core.set_compiler_activation_budget(0.5)
         assert config.activation_memory_budget == 0.5
     finally:
-        tensors.set_compiler_activation_budget(1.0)
+        core.set_compiler_activation_budget(1.0)
 
 
 def frees_a_mesh(env: DistEnv) -> bool:
@@ -727,16 +720,16 @@ def frees_a_mesh(env: DistEnv) -> bool:
     kept = weakref.ref(mesh)
     dist.destroy_process_group()
     del mesh, sharded
-    tensors.forget_meshes()
+    core.forget_meshes()
     gc.collect()
     return kept() is None
 
 
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 keeps some meshes in C++")
 def test_a_mesh_is_freed() -> None:
-    with works("tensors.forget_meshes", "DTensor's caches have other names"):
+    with works("core.forget_meshes", "DTensor's caches have other names"):
         freed = run_world(2, frees_a_mesh)
-    holds(all(freed), "tensors.forget_meshes", "a mesh that was used stays in a cache of DTensor")
+    holds(all(freed), "core.forget_meshes", "a mesh that was used stays in a cache of DTensor")
 
 
 # ---------------------------------------------------------------- files
@@ -799,9 +792,9 @@ def test_where_a_shard_starts_in_the_whole() -> None:
 @pytest.mark.parametrize(
     ("private", "ours", "parameters"),
     [
-        ("_snapshot", cuda.allocator_snapshot, []),
-        ("_dump_snapshot", cuda.write_allocator_snapshot, ["filename"]),
-        ("_record_memory_history_impl", cuda.start_allocator_history, ["enabled", "stacks", "max_entries"]),
+        ("_snapshot", core.allocator_snapshot, []),
+        ("_dump_snapshot", core.write_allocator_snapshot, ["filename"]),
+        ("_record_memory_history_impl", core.start_allocator_history, ["enabled", "stacks", "max_entries"]),
     ],
 )
 def test_the_allocator_s_history_has_the_same_names(

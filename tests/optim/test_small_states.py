@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.tensors import like_shard
+from fsdp.base.torch_private.core import like_shard
 from fsdp.config import OptimSection
 from fsdp.dist.env import DistEnv
 from fsdp.memory.resting import state_bytes

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.tensors import compiled_call
+from fsdp.base.torch_private.core import compiled_call
 from fsdp.config import MemorySection, SpeedSection, load
 from fsdp.parallel.activations import apply_activation_checkpointing
 from fsdp.parallel.offload import OffloadStreams, _Kept, apply_activation_offload

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from bench import plan_operators
 from bench.plan_real import RETURNS_FREED_MEMORY
-from fsdp.base.torch_private.fake import TorchDispatchMode
-from fsdp.base.torch_private.tensors import schema
+from fsdp.base.torch_private.core import TorchDispatchMode, schema
 from fsdp.config import load
 from fsdp.plan.estimate import ask_for
 from fsdp.plan.fake_runs import Shape, TracedStep, count

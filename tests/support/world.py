@@ -113,8 +113,7 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from fsdp.base.torch_private.distributed import all_groups
-    from fsdp.base.torch_private.tensors import forget_meshes
+    from fsdp.base.torch_private.core import all_groups, forget_meshes
 
     torch.set_num_threads(1)
     while True:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp.base.torch_private.distributed import flight_recorder_entries
+from fsdp.base.torch_private.core import flight_recorder_entries
 from fsdp.dist.env import DistEnv
 from fsdp.watch.hang_verdict import judge
 from fsdp.watch.messages import is_report

@@ -1,12 +1,9 @@
 """Every use of a private name of torch: names with a leading underscore, and attributes of private classes.
 
-    fsdp          FSDP2's parameter groups
-    distributed   process groups, DDP, the autograd engine
-    fake          fake tensors, dispatch modes
-    tensors       tensors, modules, optimizers
-    saving        torch.save and DCP
-    cuda          the allocator's history
-    names         strings; imports no torch
+    fsdp      FSDP2's parameter groups
+    core      tensors, modules, optimizers, fake tensors, process groups, DDP, autograd, CUDA's allocator
+    saving    torch.save and DCP
+    names     strings; imports no torch
 
 tests/base/test_torch_private.py guards each function; tests/test_house.py refuses a private name elsewhere.
 

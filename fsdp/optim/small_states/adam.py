@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp.base.torch_private.tensors import like_shard
+from fsdp.base.torch_private.core import like_shard
 from fsdp.dist.local_tensors import local_tensor
 from fsdp.dist.shards import first_row
 from fsdp.optim.small_states.bits import Table, blocks_of, decode, encode, mixed, noise_at, round_at_random

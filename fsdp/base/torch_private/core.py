@@ -1,21 +1,41 @@
-"""Tensors, modules and optimizers: counters, views, schemas, foreach kernels, conversion in place."""
+"""torch without FSDP: tensors, modules, optimizers, fake tensors, process groups, DDP, the allocator.
+
+Without FakeTensorMode there is no plan and no estimate after an out-of-memory error; without
+TorchDispatchMode no account of memory on CPU, no plan, no activation budget.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.autograd import Variable
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["tree_leaves"]
+__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_leaves"]
 """tree_leaves, all leaves of nested containers: torch.utils has no public module for it."""
 
+# ---------------------------------------------------------------- tensors, modules, optimizers
 
 _CACHED = type(functools.cache(lambda: None))
 
@@ -208,3 +228,126 @@ def forget_meshes() -> None:
             for value in [value for owner in (module, *own) for value in vars(owner).values()]:
                 if isinstance(cached := getattr(value, "__func__", value), _CACHED):
                     cached.cache_clear()
+
+
+# ---------------------------------------------------------------- fake tensors
+
+READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+"""Raised by an operation that needs the values of a fake tensor."""
+
+
+@contextlib.contextmanager
+def fake_forward() -> Iterator[FakeTensorMode]:
+    """Fake tensors, with stand-ins for what mixtures of experts and layers dropped at random do on them."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _StandIns():
+        yield mode
+
+
+class _StandIns(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if "grouped_mm" in name:
+            return _grouped_product(*args, **kwargs)
+        if name == "rand" and not any(args) and not kwargs.get("size"):
+            return 1.0  # no layer is dropped: a fake tensor has no value to compare
+        return func(*args, **kwargs)
+
+
+def _grouped_product(rows: Tensor, weights: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Each row times the matrix of its group, which are as many operations, and a result and gradients as
+    large, as all rows times the first. torch's own has a fake kernel for bfloat16 alone, and no count.
+    """
+    return rows.to(weights.dtype) @ weights[0]
+
+
+# ---------------------------------------------------------------- process groups, DDP, the autograd engine
+
+
+def abort_all_groups() -> None:
+    """Aborts all process groups, in the order that NCCL needs. ProcessGroup.abort is public, but the list of
+    all groups is private. Without it, a rank that leaves after an error waits for the NCCL watchdog.
+    """
+    distributed_c10d._abort_process_group()
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    """The default group and all others of this process. The list of all groups is private.
+
+    Whoever destroys groups holds them until their modules are freed. DDP's reducer frees its group while it
+    holds Python's lock, and gloo's destructor then waits for a thread that needs the lock to free the tensor
+    of its last collective: the process hangs. A group that Python frees last releases the lock first.
+    """
+    return list(distributed_c10d._world.pg_map)
+
+
+def init_fake_group(rank: int, ranks: int) -> None:
+    """A default process group whose collectives do nothing: the planner's. torch has it for its own tests
+    alone.
+
+    Without it, fsdp/plan cannot shard a model for another number of ranks.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+
+
+def flight_recorder_entries() -> list[dict[str, Any]]:
+    """The collectives in PyTorch's flight recorder, oldest first; empty if this torch has none.
+
+    The generic recorder and, in torch 2.11 and 2.15, NCCL's own. NCCL's lists the ranks of each group: they
+    are `group_ranks` of its entries. Without the recorder, a hang of NCCL has no verdict.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    found: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(c10d, name, None)
+        if dump is not None:
+            recorded = json.loads(dump(True, False))
+            groups = recorded.get("pg_config", {})
+            ranks = {group: about.get("ranks", "") for group, about in groups.items()}
+            for entry in recorded.get("entries", []):
+                found.append({**entry, "group_ranks": ranks.get(str(entry["process_group"][0]), "")})
+    return found
+
+
+def check_buckets_reduced(model: DistributedDataParallel) -> None:
+    """RuntimeError if a bucket of DDP was not reduced in the last backward. Private since it is experimental.
+
+    Without it, a parameter that the loss does not depend on makes the other ranks wait for the time-out.
+    """
+    model._check_reducer_finalized()
+
+
+def at_end_of_backward(act: Callable[[], None]) -> None:
+    """Called during a backward: queues `act` for when all gradients are computed.
+
+    FSDP2 and DDP end their reductions in such callbacks; those of one backward run in the order of their
+    queueing. Without it, the sum of the loss cannot overlap the end of a backward.
+    """
+    engine: Any = Variable._execution_engine
+    engine.queue_callback(act)
+
+
+# ---------------------------------------------------------------- CUDA's caching allocator
+
+
+def allocator_snapshot() -> dict[str, Any]:
+    """Segments with their blocks, and per device the recorded events (`device_traces`)."""
+    found: dict[str, Any] = torch.cuda.memory._snapshot()
+    return found
+
+
+def start_allocator_history(most_events: int) -> None:
+    """Records each allocation and release with its Python stack, at most `most_events` of them."""
+    torch.cuda.memory._record_memory_history(max_entries=most_events, stacks="python")
+
+
+def stop_allocator_history() -> None:
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def write_allocator_snapshot(path: Path) -> None:
+    """The file that https://pytorch.org/memory_viz reads."""
+    torch.cuda.memory._dump_snapshot(str(path))
