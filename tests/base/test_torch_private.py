@@ -454,9 +454,7 @@ ONE_RANK = "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.Has
 
 
 def test_all_groups_are_aborted() -> None:
-    said = alone(
-        ONE_RANK + "dist.new_group([0])\ncore.abort_all_groups()\nprint(dist.is_initialized())"
-    )
+    said = alone(ONE_RANK + "dist.new_group([0])\ncore.abort_all_groups()\nprint(dist.is_initialized())")
     holds(said == "False", "core.abort_all_groups", "a process group is left")
 
 
