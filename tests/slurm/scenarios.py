@@ -92,6 +92,12 @@ def told(folder: Path) -> dict[str, Left]:
     unwilling.parent.mkdir()
     unwilling.write_text(f'#!/bin/sh\n[ "$1" != requeue ] && exec {shutil.which("scontrol")} "$@"\n')
     unwilling.chmod(0o755)
+    stuck = folder / "stuck" / "sbatch"
+    stuck.parent.mkdir()
+    stuck.write_text(
+        f'#!/bin/sh\ncase "$*" in *--dependency=*) exit 1 ;; esac\nexec {shutil.which("sbatch")} "$@"\n'
+    )
+    stuck.chmod(0o755)
     slow = {"SLOW_S": "1", "SLOW_STARTS": "1"}
     with Cluster(folder / "slurm", Shape(nodes=4), mode="netns") as cluster:
         for number, node in enumerate(cluster.nodes, start=1):
@@ -104,17 +110,66 @@ def told(folder: Path) -> dict[str, Left]:
                 cluster, folder / "1", "--nodes=1", "--time=2", "--signal=URG@1", env={**slow, "SLOW_S": "4"}
             ),
             "batch": sbatch(cluster, folder / "2", "--nodes=2", env=slow),
+            "before": sbatch(
+                cluster,
+                folder / "4",
+                "--nodes=1",
+                "--time=3",
+                "--signal=B:USR1@90",
+                env={**slow, "SLOW_S": "4"},
+            ),
             "unwilling": sbatch(
                 cluster, folder / "3", "--nodes=1", "--time=9", env={"SLOW_S": "1", "PATH": path}
             ),
         }
-        for name in ("batch", "unwilling"):
+        path = f"{stuck.parent}:{path}"
+        jobs["stuck"] = sbatch(
+            cluster, folder / "5", "--nodes=1", "--time=9", env={"SLOW_S": "1", "PATH": path}
+        )
+        for name in ("batch", "unwilling", "stuck"):
             jobs[name].until_resumable(13)
             cluster.run("scancel", "--batch", "--signal=USR1", jobs[name].id)
         ends = {name: left(job) for name, job in jobs.items()}
         if submitted := re.search(r"Submitted batch job (\d+)", ends["unwilling"].log):
             ends["new"] = left(Job(cluster, submitted[1], jobs["unwilling"].run))
         return ends
+
+
+def interactive(folder: Path) -> Left:
+    """The job script in the shell of salloc, with a limit that it does not fit in."""
+    with Cluster(folder / "slurm") as cluster:
+        script, run = str(REPOSITORY / "slurm" / "fsdp.sbatch"), Run(folder / "run")
+        done = cluster.run(
+            *("salloc", "--nodes=1", "--ntasks-per-node=1", "--time=2", "bash", script, *FLAGS),
+            *("--run.dir", str(run.path)),
+            env={"SLOW_S": "5"},
+            check=False,
+            timeout_s=240,
+        )
+        return Left(run, cluster.job("1")["JobState"], done.stdout + done.stderr, 0, code=done.returncode)
+
+
+@dataclass(frozen=True)
+class Suspended:
+    second: Left
+    first: Left
+    second_s: float
+
+
+def suspended(folder: Path) -> Suspended:
+    """A job whose processes Slurm has stopped, and another on its run directory."""
+    flags = [*FLAGS, "--run.dir", str(folder / "run")]
+    with Cluster(folder / "slurm") as cluster:
+        first = sbatch(
+            cluster, folder / "first", "--nodes=1", flags=flags, env={**SLOWLY, "SLOW_STARTS": "1"}
+        )
+        first = Job(cluster, first.id, Run(folder / "run"))
+        first.until_step(4)
+        cluster.run("scontrol", "suspend", first.id)
+        job = sbatch(cluster, folder / "second", "--nodes=1", flags=flags)
+        second = left(Job(cluster, job.id, first.run))
+        cluster.run("scontrol", "resume", first.id)
+        return Suspended(second, left(first), _seconds(job))
 
 
 def preempted(folder: Path, shape: Shape, launcher: str, slowness: Mapping[str, str] = SLOWLY) -> Left:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.job import EVERY, FLAGS, STEPS, Run, Undisturbed, sbatch
-from tests.slurm.scenarios import Left, Network, Second
+from tests.slurm.scenarios import Left, Network, Second, Suspended
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -88,7 +88,9 @@ def test_each_task_of_an_array_is_a_run_of_its_own(outcome: dict[str, Left]) -> 
 
 @pytest.mark.long
 @pytest.mark.scenario("told")
-@pytest.mark.parametrize(("name", "reason"), [("deadline", "the deadline"), ("batch", "SIGUSR1")])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("deadline", "the deadline"), ("batch", "SIGUSR1"), ("before", "SIGUSR1")]
+)
 def test_a_job_is_requeued_by_its_deadline_alone_and_by_a_signal_to_its_batch_shell(
     outcome: dict[str, Left], name: str, reason: str, undisturbed: Undisturbed, netns: None
 ) -> None:
@@ -96,6 +98,25 @@ def test_a_job_is_requeued_by_its_deadline_alone_and_by_a_signal_to_its_batch_sh
     check_finished(job, undisturbed.losses(1, 2) if name == "batch" else job.run.losses)
     assert (job.restarts, job.run.ends[0]) == (1, reason), job.log
     assert (" reach 10.88.0." in job.log) == (name == "batch"), job.log
+
+
+@pytest.mark.long
+@pytest.mark.scenario("interactive")
+def test_in_the_shell_of_salloc_the_command_that_continues_is_named_and_no_requeue(outcome: Left) -> None:
+    assert outcome.run.ends == ["the deadline"], outcome.log
+    assert f"Not requeued; the same command with --run.dir {outcome.run.path} continues" in outcome.log
+
+
+@pytest.mark.long
+@pytest.mark.scenario("suspended")
+def test_a_suspended_job_keeps_its_run_directory_and_continues(
+    outcome: Suspended, undisturbed: Undisturbed
+) -> None:
+    assert outcome.second.code == 4, outcome.second.log
+    assert "Slurm job 1" in outcome.second.log
+    check_finished(outcome.first, undisturbed.losses(1, 1))
+    assert len(outcome.first.run.starts) == 1
+    assert outcome.second_s < 60
 
 
 @pytest.mark.long
@@ -107,6 +128,8 @@ def test_a_job_that_scontrol_does_not_requeue_goes_on_as_a_new_one(
     assert (first.state, first.restarts) == ("COMPLETED", 0), first.log
     assert "in its place: 'sbatch' '--dependency=afterany:" in first.log
     assert second.state == "COMPLETED", second.log
+    assert outcome["stuck"].code != 0
+    assert "NOT requeued. HINT: 'sbatch' '--dependency=afterany:" in outcome["stuck"].log
     assert second.run.steps[-1] == STEPS
     assert len(second.run.starts) == 2
 
