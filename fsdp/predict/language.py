@@ -36,40 +36,39 @@ class Sampling:
     seed: int
 
 
+def continued(trained: TrainedModel, prompt: str, sampling: Sampling) -> str:
+    """The prompt and the text after it."""
+    return decode(trained, generate(trained, encode(trained, prompt), sampling))
+
+
 def encode(trained: TrainedModel, prompt: str) -> list[int]:
     """A prompt as tokens of training's tokenizer, or of the export's; without one, numbers separated by
     spaces.
     """
-    vocabulary = vocab_size(trained)
-    tokenizer = _trained_tokenizer(trained)
+    vocabulary, tokenizer = vocab_size(trained), _trained_tokenizer(trained)
     if tokenizer is not None:
         tokens = [int(token) for token in tokenizer.encode(prompt, special=True).tokens]
         if len(tokens) > 1 and tokens[-1] == tokenizer.end:
             tokens.pop()
-    elif (exported := maybe_tokenizer(trained)) is not None:
+    elif (exported := _exported_tokenizer(trained.run / "full_model")) is not None:
         tokens = list(exported(prompt)["input_ids"])
+    elif not all(number.isdecimal() for number in prompt.replace(",", " ").split()):
+        reason = f"--prompt {prompt!r} is not a list of token numbers, on which this run was trained."
+        raise ConfigError(reason, "--prompt '17 4 256'")
     else:
-        numbers = prompt.replace(",", " ").split()
-        if not all(number.isdecimal() for number in numbers):
-            raise ConfigError(
-                f"--prompt {prompt!r} is not a list of token numbers, on which this run was trained.",
-                "--prompt '17 4 256'",
-            )
-        tokens = [int(number) for number in numbers]
+        tokens = list(map(int, prompt.replace(",", " ").split()))
     if not tokens:
         raise ConfigError("--prompt is empty.", "--prompt TEXT")
     if max(tokens) >= vocabulary:
-        raise ConfigError(
-            f"--prompt has token {max(tokens)}, beyond the vocabulary of {vocabulary}.", "smaller numbers"
-        )
+        reason = f"--prompt has token {max(tokens)}, beyond the vocabulary of {vocabulary}."
+        raise ConfigError(reason, "smaller numbers")
     return tokens
 
 
 def decode(trained: TrainedModel, tokens: list[int]) -> str:
-    tokenizer = _trained_tokenizer(trained)
-    if tokenizer is not None:
+    if (tokenizer := _trained_tokenizer(trained)) is not None:
         return tokenizer.decode(tokens)
-    if (exported := maybe_tokenizer(trained)) is not None:
+    if (exported := _exported_tokenizer(trained.run / "full_model")) is not None:
         return str(exported.decode(tokens, skip_special_tokens=True))
     return " ".join(map(str, tokens))
 
@@ -82,29 +81,22 @@ def _trained_tokenizer(trained: TrainedModel) -> Tokenizer | None:
 
 def has_tokenizer(trained: TrainedModel, prompt: str | None) -> bool:
     """Whether a prompt is for the tokenizer of the export: data of a user's own has no kind."""
-    return prompt is not None and maybe_tokenizer(trained) is not None
-
-
-def maybe_tokenizer(trained: TrainedModel) -> Any:
-    """The tokenizer in RUN/full_model; None if it has none. Code of the folder is not run."""
-    folder = trained.run / "full_model"
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    return _tokenizer(folder)
+    return prompt is not None and _exported_tokenizer(trained.run / "full_model") is not None
 
 
 @functools.cache
-def _tokenizer(folder: Path) -> Any:
+def _exported_tokenizer(folder: Path) -> Any:
+    """The tokenizer in RUN/full_model; None if it has none. Code of the folder is not run."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
     prepare_torchvision()
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of many classes
-        raise ConfigError(
-            f"{folder} has no tokenizer that transformers reads: {blame(error)}.",
-            f"copy the tokenizer's files into {folder}",
-        ) from None
+        reason = f"{folder} has no tokenizer that transformers reads: {blame(error)}."
+        raise ConfigError(reason, f"copy the tokenizer's files into {folder}") from None
 
 
 def default_prompt(trained: TrainedModel) -> str:

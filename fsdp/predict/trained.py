@@ -1,8 +1,13 @@
-"""A run directory's model in one process, in training's dtype, with its data. Not here: predictions."""
+"""A run directory's model, in training's dtype, with its data: in one process, or sharded over ranks.
+
+The tensors are those of RUN/full_model; sharded, each rank reads its own rows, or those of the newest whole
+checkpoint if there is no export. Not here: predictions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,25 +17,34 @@ from torch import Tensor, nn
 
 from fsdp import config as configuration
 from fsdp.base.dtypes import widest_floating
-from fsdp.base.errors import ConfigError, TrainingError, message_line
+from fsdp.base.errors import CheckpointError, ConfigError, TrainingError
+from fsdp.checkpoint import inspect, load
 from fsdp.checkpoint.full_state import INDEX_FILE, TORCH_FILE, newest_export, open_full_state
+from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.pretrained import SINGLE_FILE, PretrainedWeights
-from fsdp.config import Config
+from fsdp.checkpoint.restore import load_weights
+from fsdp.config import Config, MeshSection, check_store
 from fsdp.data import DataSet, build_dataset
 from fsdp.data.model_tokenizer import with_model_tokenizer
-from fsdp.dist.env import pick_device
+from fsdp.dist.collectives import ObjectGroup, broadcast_object
+from fsdp.dist.env import DistEnv, pick_device
+from fsdp.dist.mesh import MeshSizes, build_mesh
+from fsdp.dist.process_group import process_group
 from fsdp.models import ModelSpec, resolve
 from fsdp.models.experts import select_experts_kernel
 from fsdp.models.hf import KERNELS
 from fsdp.models.hub import PREFIX
 from fsdp.models.kv_cache import turn_caches_off
 from fsdp.models.model_output import loss_or_logits
+from fsdp.models.parameter_names import all_names
 from fsdp.models.unsharded import fill_buffers, seeded, to_empty
-from fsdp.parallel.shard import resolve_dtypes
+from fsdp.parallel.materialize import materialize
+from fsdp.parallel.shard import Sharded, resolve_dtypes, shard_model
+from fsdp.run.job import model_of
 
-# Fields that predictions do not use, and whose files may no longer exist.
-FILES = (".pt", ".pth", ".bin", ".safetensors")
+WEIGHT_FILES = (".pt", ".pth", ".bin", ".safetensors")
 NOT_USED = ("checkpoint.resume", "ray.", "mesh.")
+"""Fields that predictions do not use, and whose files may no longer exist."""
 
 
 @dataclass(frozen=True)
@@ -51,27 +65,24 @@ class TrainedModel:
         with torch.inference_mode() if self.from_rank_0 is None else torch.no_grad():
             _, logits = loss_or_logits(self.model(inputs))
         if logits is None:
-            raise ConfigError(
-                f"--model.name {self.config.model.name} returns a loss and no logits.",
-                "return logits if no targets are given",
-            )
+            reason = f"--model.name {self.config.model.name} returns a loss and no logits."
+            raise ConfigError(reason, "return logits if no targets are given")
         if logits.isnan().any():
-            raise TrainingError(
-                f"{self.run}: the model's logits are not numbers (nan).",
-                f"python -m fsdp.report {self.run} shows where training diverged",
-            )
+            reason = f"{self.run}: the model's logits are not numbers (nan)."
+            raise TrainingError(reason, f"python -m fsdp.report {self.run} shows where training diverged")
         return logits
 
 
+# ---------------------------------------------------------------- one process
+
+
 def open_run(run: Path, flags: Sequence[str] = (), trusted: Collection[str] = ()) -> TrainedModel:
-    """`flags` override the run's configuration, such as the place of its data. Code that it names is
+    """`flags` override the run's configuration, such as the folder of its data. Code that it names is
     imported only if it is in `trusted`.
     """
     config = read_config(run, flags, trusted)
-    device = pick_device(0)
-    data = data_of(run, config)
-    model = _load(run, config, data.info.facts)
-    model.to(device).eval()
+    device, data = pick_device(0), _data_of(run, config)
+    model = _load(run, config, data.info.facts).to(device).eval()
     dtype = resolve_dtypes(config.precision, device).param
     for parameter in model.parameters():  # buffers keep their dtype, as in FSDP's mixed precision
         if parameter.is_floating_point():
@@ -80,114 +91,181 @@ def open_run(run: Path, flags: Sequence[str] = (), trusted: Collection[str] = ()
     return TrainedModel(run, config, model, data, device)
 
 
-def data_of(run: Path, config: Config) -> DataSet:
-    """The run's data with the tokenizer of its model: of the export if the model's folder is gone."""
-    whole = run / "full_model"
-    data = with_model_tokenizer(config.data, config.model)
-    if not data.tokenizer and (whole / "tokenizer_config.json").is_file():
-        data = with_model_tokenizer(data, replace(config.model, name=f"{PREFIX}{whole}"))
-    return build_dataset(data)
-
-
 def read_config(run: Path, flags: Sequence[str], trusted: Collection[str]) -> Config:
     file = run / "config.toml"
     if not file.is_file():
-        what = "holds no config.toml" if run.is_dir() else "does not exist"
-        raise ConfigError(f"{run} {what}.", "python -m fsdp.predict RUN, with the --run.dir of a run")
+        reason = f"{run} {'holds no config.toml' if run.is_dir() else 'does not exist'}."
+        raise ConfigError(reason, "python -m fsdp.predict RUN, with the --run.dir of a run")
     # The export has the weights, and the sizes too if it is in the format of transformers or the run started
     # from a file: their source may no longer exist.
     source = str(configuration.read_recipe(str(file)).get("model.weights", ""))
-    sized = (run / "full_model" / "config.json").is_file() or Path(source).suffix in FILES
-    whole = has_export(run) and sized
-    forgotten = (*NOT_USED, "model.weights") if whole else NOT_USED
+    sized = (run / "full_model" / "config.json").is_file() or Path(source).suffix in WEIGHT_FILES
+    forgotten = (*NOT_USED, "model.weights") if _has_export(run) and sized else NOT_USED
     return configuration.load_run_config(run, flags=flags, trusted=trusted, forgotten=forgotten)
 
 
+def _data_of(run: Path, config: Config) -> DataSet:
+    """The run's data with the tokenizer of its model: of the export if the model's folder is gone."""
+    export = run / "full_model"
+    data = with_model_tokenizer(config.data, config.model)
+    if not data.tokenizer and (export / "tokenizer_config.json").is_file():
+        data = with_model_tokenizer(data, replace(config.model, name=f"{PREFIX}{export}"))
+    return build_dataset(data)
+
+
 def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:
-    spec, state = open_export(run, config, facts)
-    try:
-        model = _built(run, config, spec, state)
-    except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # torch's, of sizes beyond it
-        raise ConfigError(
-            f"{run}/config.toml: its model cannot be made: {message_line(error)}.",
-            f"[model.args] in {run}/config.toml as the run wrote it",
-        ) from None
-    turn_caches_off(model)
-    dtype = _floating(state)
-    if spec.pretrained is None:
-        model.to(dtype)
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
-    try:
-        model.load_state_dict(dict(state), strict=True)
-    except RuntimeError as error:
-        what = "; ".join(" ".join(line.split()) for line in str(error).splitlines()[1:2]) or str(error)
-        raise _does_not_fit(run, what) from None
-    return model
-
-
-def _built(run: Path, config: Config, spec: ModelSpec, state: Mapping[str, Tensor]) -> nn.Module:
-    """The model before its tensors are read; its memory is allocated once their sizes are known to fit."""
+    """The model with the export's tensors; a float64 master is not rounded."""
+    spec, state = _open_export(run, config, facts)
     fills_itself = spec.knows_inits or spec.pretrained is not None
     # Of the run's seed: no file holds what a constructor draws beside what a state dict has.
     with seeded(config.run.seed), torch.device("meta" if fills_itself else "cpu"):
         model = spec.build()
-    if fills_itself:
+    try:
         if not isinstance(state, PretrainedWeights):  # which has compared them
-            _check_sizes(run, model, state)
-        to_empty(model, "cpu")
-        fill_buffers(model, "cpu")
+            _check_sizes(model, state)
+        if fills_itself:  # memory is allocated once the sizes are known to fit
+            to_empty(model, "cpu")
+            fill_buffers(model, "cpu")
+        turn_caches_off(model)
+        dtype = _widest(state)
+        if spec.pretrained is None:
+            model.to(dtype)
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        model.load_state_dict(dict(state), strict=True)
+    except RuntimeError as error:
+        reason = "; ".join(str(error).splitlines()[:2])
+        raise ConfigError(
+            f"{run}/full_model does not fit the model of {run}/config.toml: {reason}",
+            f"python -m fsdp.checkpoint {run} export, if [model.args] there are as the run wrote them",
+        ) from None
     return model
 
 
-def _check_sizes(run: Path, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    tensors = {name: one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
-    for name, tensor in tensors.items():
-        if name not in state:
-            raise _does_not_fit(run, f"the export has no {name}.")
-        if state[name].shape != tensor.shape:
+def _widest(state: Mapping[str, Tensor]) -> torch.dtype:
+    if isinstance(state, PretrainedWeights):
+        return state.dtype
+    return widest_floating(tensor.dtype for tensor in state.values())
+
+
+def _check_sizes(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor) and name not in state:
+            raise RuntimeError(f"the export has no {name}.")
+        if isinstance(tensor, Tensor) and state[name].shape != tensor.shape:
             ours, theirs = list(tensor.shape), list(state[name].shape)
-            raise _does_not_fit(run, f"{name} is {theirs} in the export and {ours} in the model.")
+            raise RuntimeError(f"{name} is {theirs} in the export and {ours} in the model.")
 
 
-def _does_not_fit(run: Path, what: str) -> ConfigError:
-    return ConfigError(
-        f"{run}/full_model does not fit the model of {run}/config.toml: {what}",
-        f"python -m fsdp.checkpoint {run} export, if [model.args] there are as the run wrote them",
-    )
-
-
-def has_export(run: Path) -> bool:
+def _has_export(run: Path) -> bool:
     return any((run / "full_model" / name).is_file() for name in (TORCH_FILE, INDEX_FILE, SINGLE_FILE))
 
 
-def open_export(
+def _open_export(
     run: Path, config: Config, facts: Mapping[str, Any]
 ) -> tuple[ModelSpec, Mapping[str, Tensor]]:
     """The model and the tensors of RUN/full_model, read when they are accessed."""
-    folder = run / "full_model"
-    if not has_export(run):
-        raise ConfigError(
-            f"{run} has no exported model in {folder}.", f"python -m fsdp.checkpoint {run} export"
-        )
-    model = config.model
+    folder, model = run / "full_model", config.model
+    if not _has_export(run):
+        reason = f"{run} has no exported model in {folder}."
+        raise ConfigError(reason, f"python -m fsdp.checkpoint {run} export")
     if (folder / "config.json").is_file():  # in the format of transformers; its source may no longer exist
         if model.name.startswith(PREFIX):
             kernels = {name: value for name, value in model.args.items() if name in KERNELS}
             model = replace(model, name=f"{PREFIX}{folder}", args=kernels, weights="")
         elif model.name == "transformer":
             model = replace(model, weights=str(folder))
-    spec = resolve(model, facts)
-    newest = newest_export(folder)
+    spec, newest = resolve(model, facts), newest_export(folder)
     by_torch = newest is not None and newest.name == TORCH_FILE
     if spec.pretrained is None or spec.pretrained.folder != folder or by_torch:
         return replace(spec, pretrained=None), open_full_state(folder)
     return spec, PretrainedWeights(spec.pretrained, config.run.seed)
 
 
-def _floating(state: Mapping[str, Tensor]) -> torch.dtype:
-    """The widest dtype of the saved parameters: a float64 master must not be rounded when loaded."""
-    if isinstance(state, PretrainedWeights):
-        return state.dtype
-    return widest_floating(value.dtype for value in state.values())
+# ---------------------------------------------------------------- sharded over ranks
+
+
+@contextmanager
+def sharded_run(
+    run: Path, flags: Sequence[str], trusted: Collection[str], env: DistEnv
+) -> Iterator[TrainedModel]:
+    """The model on all ranks, in the run's precision. Collective, as is each of its forwards."""
+    config = read_config(run, flags, trusted)
+    data = _data_of(run, config)
+    if not _has_export(run) and config.lora.rank:
+        reason = f"{run} has no exported model, and its checkpoints hold adapters alone."
+        raise ConfigError(reason, f"python -m fsdp.checkpoint {run} export")
+    spec, state = resolve(config.model, data.info.facts), None
+    if _has_export(run):
+        spec, state = _open_export(run, config, data.info.facts)
+    with process_group(env, config.run.process_group_timeout_s):
+        sharded = _sharded(config, spec, env)
+        if state is None:
+            _load_checkpoint(run, config, spec, sharded)
+        else:
+            _load_export(run, config, spec, state, sharded, env.rank)
+        sharded.root.eval()
+        yield TrainedModel(run, config, sharded.root, data, env.device, from_rank_0=broadcast_object)
+
+
+def _sharded(config: Config, spec: ModelSpec, env: DistEnv) -> Sharded:
+    """Compilation, recomputation and offload of the training run do not apply."""
+    mesh = MeshSizes("fsdp", 1, env.world_size)
+    plain = Config(model=config.model, run=config.run)
+    return shard_model(
+        # frozen parameters may have their own dtype
+        model_of(plain, spec, resolve_dtypes(config.precision, env.device)),
+        Config(mesh=MeshSection(strategy="fsdp"), precision=config.precision),
+        sizes=mesh,
+        mesh=build_mesh(mesh, env.device, config.run.process_group_timeout_s),
+        device=env.device,
+    )
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """Rows of tensors in mapped files. A tied tensor may have any of its names there."""
+
+    run: Path
+    state: Mapping[str, Tensor]
+    names: Mapping[str, list[str]]
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        stored = next((other for other in self.names.get(name, [name]) if other in self.state), None)
+        if stored is None:
+            reason = f"{self.run}/full_model has no {name}."
+            raise ConfigError(reason, f"python -m fsdp.checkpoint {self.run} export")
+        tensor = self.state[stored]
+        return tensor[first:last] if tensor.dim() else tensor
+
+
+def _load_export(
+    run: Path, config: Config, spec: ModelSpec, state: Mapping[str, Tensor], sharded: Sharded, rank: int
+) -> None:
+    """Each rank reads its rows; a model with buffers that no file holds is built on rank 0 for those."""
+    root = sharded.root
+    rows: Any = state if hasattr(state, "rows") else StateRows(run, state, all_names(root))
+    complete = hasattr(root, "init_buffers") or not set(dict(root.named_buffers())) - set(root.state_dict())
+    materialize(
+        sharded,
+        spec=spec,
+        seed=config.run.seed,
+        init="shard",
+        rank=rank,
+        pretrained=(lambda: rows) if complete else None,
+        weights=None if complete else lambda: state,
+    )
+
+
+def _load_checkpoint(run: Path, config: Config, spec: ModelSpec, sharded: Sharded) -> None:
+    """Reads the newest whole checkpoint's shards, with checksums and digests."""
+    store = open_store(check_store(run, config.checkpoint.dir or f"{run}/checkpoints"))
+    group = ObjectGroup()
+    newest = group.on_main(lambda: inspect.newest_whole(store))
+    if newest is None:
+        reason = f"{run} has neither an exported model nor a whole checkpoint."
+        raise CheckpointError(reason, f"python -m fsdp.checkpoint {run} verify")
+    materialize(sharded, spec=spec, seed=0, init="shard", rank=group.rank, restored=True)
+    checkpoint = load.open_one(store, newest.folder, newest.manifest)
+    load_weights(checkpoint, sharded.root, group, verify=config.checkpoint.verify)

@@ -5,13 +5,9 @@
 
 Runs nothing from a run directory. templates/ holds the page's HTML.
 
-    run_data        configuration, starts, checkpoints, saves
-    series          metrics.jsonl as series of numbers, thinned for charts
-    watch_records   verdicts, time by rank, late ranks, gradient spikes
-    chart           one line chart as SVG
-    sections        the sections of the page
-    html, bars      parts of a page, stacked bars
-    palette         names of colours
-    comparison      figures and settings in which two runs differ
-    __main__        the command
+    __main__    the command
+    run_data    reads the files: configuration, numbers, starts, checkpoints, the watch's records
+    page        the sections of the page, differences of two runs
+    chart       one line chart as SVG
+    html        templates, stacked bars, colours
 """

@@ -11,15 +11,16 @@ repeated, names it too (docs/security.md).
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp.base.errors import ConfigError, ShardrunError, first_line
+from fsdp.base.errors import ConfigError, first_line
 from fsdp.base.streams import print_line
 from fsdp.config import TRUST_HELP, CodeRefused
-from fsdp.config.command_line import CommandParser
+from fsdp.config.command_line import CommandParser, prints_errors
 from fsdp.record.console import print_last
+from fsdp.report.page import Sample, page
 from fsdp.report.run_data import RunData, read_run
-from fsdp.report.sections import Sample, page
 from fsdp.rundir.atomic_write import write_atomically
 
 LARGEST_EXPORT = 2 << 30
@@ -27,55 +28,49 @@ LARGEST_EXPORT = 2 << 30
 SAMPLE_TOKENS = 240
 
 
-def main(argv: list[str]) -> int:
+@prints_errors("fsdp.report")
+def main(argv: Sequence[str]) -> int:
     parser = CommandParser("fsdp.report", __doc__)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="one run directory, or two to compare")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
     parser.add_argument("--no-samples", action="store_true", help="leave out the language model's samples")
     parser.add_argument("--trust-code", action="append", default=[], metavar="NAME", help=TRUST_HELP)
-    try:
-        options = parser.parse(argv)
-        if not 1 <= len(options.runs) <= 2:
-            raise ConfigError(
-                f"{len(options.runs) or 'no'} runs were named; a page shows one or two.",
-                "python -m fsdp.report runs/NAME",
-            )
-        if len(options.runs) == 2 and not options.out:
-            raise ConfigError("two runs were named without --out.", "--out both.html")
-        runs = [read_run(Path(name)) for name in options.runs]
-        samples = [] if options.no_samples else [read_sample(run, options.trust_code) for run in runs]
-        file = options.out or runs[0].path / "report.html"
-        _write(file, options.out is not None, page(runs, samples))
-    except ShardrunError as error:
-        print_line(f"fsdp.report: {error}")
-        return error.exit_code
-    for sample in samples:
-        if sample.refused:
-            print_line(f"fsdp.report: no samples: {sample.refused}")
+    options = parser.parse(argv)
+    if not 1 <= len(options.runs) <= 2:
+        count = len(options.runs) or "no"
+        raise ConfigError(
+            f"{count} runs were named; a page shows one or two.", "python -m fsdp.report runs/NAME"
+        )
+    if len(options.runs) == 2 and not options.out:
+        raise ConfigError("two runs were named without --out.", "--out both.html")
+    runs = [read_run(Path(name)) for name in options.runs]
+    samples = [] if options.no_samples else [_sample(run, options.trust_code) for run in runs]
+    file = options.out or runs[0].path / "report.html"
+    _write(file, page(runs, samples), replaces=not options.out)
     print_last(str(file))
     return 0
 
 
-def _write(file: Path, named: bool, text: str) -> None:
-    """To --out, or to RUN/report.html; if that is a link, the page replaces the link."""
+def _write(file: Path, text: str, *, replaces: bool) -> None:
+    """`replaces`: a link in the file's place is replaced; else it is followed."""
     text = text.encode("utf-8", "replace").decode()  # a lone surrogate, which JSON can hold
     try:
-        if named:
-            file.write_text(text, encoding="utf-8")
-        else:
+        if replaces:
             write_atomically(file, text)
+        else:
+            file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file} cannot be written ({error.strerror}).", "--out report.html") from None
 
 
-def read_sample(run: RunData, trusted: list[str]) -> Sample:
+def _sample(run: RunData, trusted: Sequence[str]) -> Sample:
     """Greedy and sampled text of a language model's export; the reason where there is none."""
     export = run.path / "full_model"
     if run.config.get("model.name") is None or not export.is_dir():
         return Sample()
     size = sum(file.stat().st_size for file in export.iterdir() if file.is_file())
     if size > LARGEST_EXPORT:
-        return Sample(why_not=f"the export has {size / 2**30:.1f} GiB: python -m fsdp.predict {run.path}")
+        return Sample(reason=f"the export has {size / 2**30:.1f} GiB: python -m fsdp.predict {run.path}")
     try:
         from fsdp.predict import language
         from fsdp.predict.trained import open_run
@@ -87,15 +82,15 @@ def read_sample(run: RunData, trusted: list[str]) -> Sample:
         texts = []
         for temperature, kind in ((0.0, "greedy"), (0.8, "sampled at temperature 0.8")):
             sampling = language.Sampling(tokens=SAMPLE_TOKENS, temperature=temperature, top_k=40, seed=0)
-            tokens = language.generate(trained, language.encode(trained, prompt), sampling)
-            texts.append((kind, language.decode(trained, tokens)))
+            texts.append((kind, language.continued(trained, prompt, sampling)))
         return Sample(prompt, texts)
     except CodeRefused as error:
-        return Sample(why_not=str(error), refused=str(error))
+        print_line(f"fsdp.report: no samples: {error}")
+        return Sample(reason=str(error))
     except Exception as error:
         # A model, a data set or a damaged file can fail in any way; the rest of the page is still useful.
-        first = first_line(error).partition(" HINT: ")[0]
-        return Sample(why_not=f"the model could not be run ({type(error).__name__}: {first})")
+        cause = first_line(error).partition(" HINT: ")[0]
+        return Sample(reason=f"the model could not be run ({type(error).__name__}: {cause})")
 
 
 if __name__ == "__main__":

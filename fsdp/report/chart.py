@@ -13,13 +13,41 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 
-from fsdp.report.html import render
-from fsdp.report.palette import colour
-from fsdp.report.series import Band, Series, thin
+from fsdp.report.html import colour, render
+from fsdp.report.run_data import Series
 
 SPIKE = 3.0
 """Values this many frame heights above the 99th percentile are left out; a note names the highest."""
 SMOOTH_FROM = 80
+BUCKETS = 360
+
+
+@dataclass(frozen=True)
+class Band:
+    """A thinned series: for each point a step, and the lowest, highest and mean value of its bucket. A spike
+    of one step stays visible.
+    """
+
+    steps: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    mean: np.ndarray
+    thinned: bool
+
+
+def thin(series: Series) -> Band:
+    finite = series.finite
+    if len(finite.steps) <= 2 * BUCKETS:
+        return Band(finite.steps, finite.values, finite.values, finite.values, thinned=False)
+    starts = np.linspace(0, len(finite.steps), BUCKETS, endpoint=False).astype(np.int64)
+    sizes = np.diff(np.append(starts, len(finite.steps)))
+    return Band(
+        finite.steps[starts + sizes // 2],
+        np.minimum.reduceat(finite.values, starts),
+        np.maximum.reduceat(finite.values, starts),
+        np.add.reduceat(finite.values, starts) / sizes,
+        thinned=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -47,16 +75,14 @@ def chart(
     smooth: bool = False,
 ) -> Markup:
     """One chart, with a dashed line at each restart; empty without a value."""
-    bands = {name: thin(series) for name, series in lines.items() if len(series.finite)}
+    bands = {name: thin(series) for name, series in lines.items() if len(series.finite.steps)}
     notes = [note for name, series in lines.items() for note in _not_finite(name, series, len(lines) > 1)]
     values: dict[str, object] = {"title": title, "unit": unit, "curves": [], "notes": notes}
     if not bands:
         return render("chart.html", **values) if notes else Markup("")
     frame = _frame(list(bands.values()))
     high = {name: band.high.max() for name, band in bands.items() if band.high.max() > frame.high}
-    notes += [
-        {"before": f"▲ {name}: up to {label(top)}", "bad": "", "after": ""} for name, top in high.items()
-    ]
+    notes += [(f"▲ {name}: up to {label(top)}", "", "") for name, top in high.items()]
     marks = frame.x(np.array(restarts, dtype=float)).tolist()
     return render(
         "chart.html",
@@ -125,14 +151,11 @@ def running_median(values: np.ndarray, around: int) -> np.ndarray:
     return np.array([np.median(values[nth - reach : nth + reach + 1]) for nth, reach in enumerate(reaches)])
 
 
-def _not_finite(name: str, series: Series, several: bool) -> list[dict[str, str]]:
-    if series.shown.all():
-        return []
+def _not_finite(name: str, series: Series, several: bool) -> list[tuple[str, str, str]]:
+    """(text, text in red, text)"""
     odd = series.steps[~series.shown]
     before = f"{name}: " if several else ""
-    return [
-        {"before": before, "bad": f"{len(odd):,} not finite", "after": f", the first at step {odd[0]:,.0f}"}
-    ]
+    return [(before, f"{len(odd):,} not finite", f", the first at step {odd[0]:,.0f}")] if len(odd) else []
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:

@@ -1,62 +1,130 @@
 """The data of a report, from the files of a run directory. Missing or damaged files become notes, not errors.
 
-Here: configuration, starts, checkpoints, saves, peak memory of a profiled run. Not here: numbers over steps
-(series.py), the watch's files (watch_records.py).
+The files' formats: fsdp/record (metrics.jsonl), fsdp/rundir (history.jsonl), fsdp/watch/records.py (watch/).
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
+import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+import numpy as np
 
 from fsdp.base.errors import ConfigError, ShardrunError, without_hint
 from fsdp.base.phases import Ending
+from fsdp.base.text import counted
 from fsdp.checkpoint.inspect import CheckpointListing, scan
 from fsdp.checkpoint.open_store import open_store
 from fsdp.config import FIELDS, check_store, parse_value, read_recipe
-from fsdp.report.series import UNREADABLE, Notes, Series, number, read_numbers
-from fsdp.report.watch_records import VerdictRecord, WatchData, read_watch
+from fsdp.rundir.line_files import read_lines
 from fsdp.rundir.paths import RunDir
 from fsdp.watch.hang_verdict import RECOVERABLE
 
 Outcome = Literal["finished", "stopped", "failed", "killed", "running"]
+Record = dict[str, Any]
+T = TypeVar("T")
 LIVE_S = 30.0
-"""A claim whose count was raised this lately belongs to a live run."""
-FAILURE = re.compile(
-    r"^[A-Za-z_.]*(Error|Exception|Interrupt|Exit|Elsewhere|OtherRankFailed|Refused|Timeout)\b"
-)
+"""A lock file that was touched this lately belongs to a live run."""
+LARGEST = 1e100
+"""Larger values are treated as not finite: sums of smaller ones stay finite."""
+UNREADABLE = (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError, OSError)
+"""Raised when a file is not of the form that a run writes."""
+ERROR_NAME = re.compile(r"^[A-Za-z_.]*(Error|Exception|Interrupt|Exit|Refused|Timeout|OtherRankFailed)\b")
+WAITING = "waiting"
+"""In collectives, not overlapped by computation."""
+STEP_PHASES = ("forward", "backward", WAITING, "optimizer", "data", "reduce")
+TIMED_PHASES = (*STEP_PHASES, "record", "evaluate", "save")
+END_OF_RUN = "the end of the run"
+MOST_STACKS, STACK_CHARACTERS = 4, 6000
+
+
+@dataclass(frozen=True)
+class Series:
+    """One number over the steps, in the order of steps."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    @classmethod
+    def in_order(cls, points: array[float]) -> Series:
+        """Of step, value, step, value, …. A resumed run makes some steps again: the newest value counts."""
+        steps, values = np.array(points).reshape(-1, 2).T
+        order = np.argsort(steps, kind="stable")
+        steps, values = steps[order], values[order]
+        newest = np.diff(steps, append=np.inf) > 0
+        return cls(steps[newest], values[newest])
+
+    @property
+    def shown(self) -> np.ndarray:
+        """Mask of the values that a chart can show."""
+        return np.abs(self.values) <= LARGEST  # type: ignore[no-any-return]
+
+    @property
+    def finite(self) -> Series:
+        return Series(self.steps[self.shown], self.values[self.shown])
+
+    @property
+    def last(self) -> float:
+        return float(self.values[-1])
+
+    @property
+    def lowest(self) -> float:
+        return float(min(self.finite.values, default=math.nan))
+
+    @property
+    def highest(self) -> float:
+        return float(max(self.finite.values, default=math.nan))
+
+    @property
+    def median(self) -> float:
+        finite = self.finite.values
+        return float(np.median(finite)) if len(finite) else math.nan
+
+    def scaled(self, factor: float) -> Series:
+        return Series(self.steps, self.values * factor)
 
 
 @dataclass(frozen=True)
 class Start:
     """One start of the run, and its end as far as it was recorded."""
 
-    number: int
     time: str
     launcher: str
     ranks: int
-    nodes: tuple[str, ...]
+    nodes: Sequence[str]
     from_step: int
-    changed: tuple[str, ...]
+    changed: Sequence[str]
     to_step: int | None = None
-    ended: str = ""
+    ended: bool = False
     why: str = "no end was recorded: killed, or its node was lost"
     outcome: Outcome = "killed"
 
 
 @dataclass(frozen=True)
-class Save:
-    """Times of one saved checkpoint: training stalled, and writing in the background."""
+class Fault:
+    """A verdict of the watch, and its evidence."""
 
-    stall_s: float
-    write_s: float
+    time: float
+    kind: str
+    ranks: Sequence[int]
+    nodes: Sequence[str]
+    step: int
+    what: str
+    others: str
+    hint: str
+    folder: str
+    ended: bool
+    """Whether the watch ended the job because of it."""
+    stacks: str
 
 
 @dataclass(frozen=True)
@@ -67,221 +135,265 @@ class RunData:
     path: Path
     config: Mapping[str, Any]
     series: Mapping[str, Series]
-    starts: tuple[Start, ...]
-    checkpoints: tuple[CheckpointListing, ...]
-    saves: Mapping[int, Save]
-    watched: WatchData = field(default_factory=WatchData)
-    peaks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    last_step: int
+    starts: Sequence[Start]
+    checkpoints: Sequence[CheckpointListing]
+    saves: Mapping[int, Record]
+    faults: Sequence[Fault]
+    phases: Mapping[int, Mapping[str, float]]
+    """Rank → phase → mean seconds of a step."""
+    phase_series: Mapping[str, Series]
+    """Phase → mean of all ranks by step."""
+    late: Sequence[Sequence[str]]
+    """Rank, node, by how much, since which step, until when."""
+    spikes: Sequence[Record]
+    peaks: Mapping[int, Mapping[str, float]]
     """Rank → bytes by kind at the peak of its tensors, if the run was profiled."""
-    notes: tuple[str, ...] = field(default=())
+    notes: Sequence[str]
 
     @property
-    def changed(self) -> dict[str, Any]:
-        """Fields that differ from their default."""
-        return {
-            name: value
-            for name, value in self.config.items()
-            if name in FIELDS and value != FIELDS[name].default
-        }
-
-    @property
-    def last_step(self) -> int:
-        return int(max((float(s.steps[-1]) for s in self.series.values() if len(s)), default=0))
-
-    @property
-    def outcome(self) -> Outcome:
-        return self.starts[-1].outcome if self.starts else "killed"
+    def restarts(self) -> list[int]:
+        return [start.from_step for start in self.starts if start.from_step]
 
 
 def read_run(path: Path) -> RunData:
-    run, notes = RunDir(path), Notes()
+    run, notes = RunDir(path), list[str]()
     try:
         if not any(file.exists() for file in (run.config, run.metrics, run.history)):
             raise ConfigError(f"{path} is not a run directory: it has no config.toml.", "ls -d runs/*")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}).", f"ls -ld {path}") from None
-    config = _config(run, notes)
-    data = RunData(
+
+    def read(file: Path, reader: Callable[[Iterable[Record]], T]) -> T:
+        """What `reader` makes of the file's records; of none, with a note, where it cannot read them."""
+        try:
+            return reader(_records(file, notes))
+        except UNREADABLE as error:
+            notes.append(f"{file.name} could not be read ({_cause(error)}): left out")
+            return reader(())
+
+    config, watch = _config(run, notes), path / "watch"
+    series = read(run.metrics, _series)
+    last_step = int(max((one.steps[-1] for one in series.values()), default=0))
+    faults = read(watch / "verdicts.jsonl", lambda records: _faults(watch, records))
+    starts = _with_state(run, read(run.history, _starts), last_step)
+    phases, phase_series = read(watch / "timing.jsonl", _timing)
+    return RunData(
         name=path.resolve().name,
         path=path,
         config=config,
-        series=read_numbers(run.metrics, notes),
-        starts=tuple(_starts(run, notes)),
-        checkpoints=tuple(_checkpoints(path, str(config.get("checkpoint.dir", "")), notes)),
-        saves=_saves(path / "saves.jsonl", notes),
-        watched=read_watch(path, notes),
+        series=series,
+        last_step=last_step,
+        starts=list(_with_causes(starts, faults)),
+        checkpoints=_checkpoints(path, str(config.get("checkpoint.dir", "")), notes),
+        saves=read(path / "saves.jsonl", lambda saves: {int(save["step"]): save for save in saves}),
+        faults=faults,
+        phases=phases,
+        phase_series=phase_series,
+        late=read(watch / "late.jsonl", lambda records: list(_late(records))),
+        spikes=read(watch / "spikes.jsonl", list),
         peaks=dict(_peaks(path / "profile", notes)),
+        notes=notes,
     )
-    starts = _with_verdicts(_with_state(run, data), data.watched.verdicts)
-    return replace(data, starts=starts, notes=notes.lines)
 
 
-def _config(run: RunDir, notes: Notes) -> dict[str, Any]:
+def _cause(error: Exception) -> str:
+    return getattr(error, "strerror", None) or type(error).__name__
+
+
+def _records(file: Path, notes: list[str]) -> Iterator[Record]:
+    """A kill can truncate a line file: a torn line is counted and left out."""
+    torn = 0
+    for record in read_lines(file):
+        if record is None:
+            torn += 1
+        else:
+            yield record
+    if torn:
+        notes.append(f"left out: {counted(torn, 'line')} of {file.name} that could not be read")
+
+
+def _config(run: RunDir, notes: list[str]) -> dict[str, Any]:
     """Known fields parsed to their types; other fields as text."""
-    if not run.config.is_file():
-        notes.texts.append("config.toml is missing")
-        return {}
+    config: dict[str, Any] = {}
     try:
-        fields = read_recipe(str(run.config))
+        for name, value in read_recipe(str(run.config)).items():
+            known = name in FIELDS and not FIELDS[name].is_args
+            config[name] = parse_value(FIELDS[name], value) if known else value
     except ConfigError as error:
-        notes.texts.append(without_hint(error))
-        return {}
-    found: dict[str, Any] = {}
-    for name, value in fields.items():
-        try:
-            found[name] = _typed(name, value)
-        except ConfigError as error:
-            notes.texts.append(f"config.toml: {without_hint(error)[:200]} It is left out.")
-    return found
+        notes.append(without_hint(error) if run.config.exists() else "config.toml is missing")
+    return config
 
 
-def _typed(name: str, value: Any) -> Any:
-    if name not in FIELDS:
-        return str(value)
-    if not FIELDS[name].is_args:
-        return parse_value(FIELDS[name], value)
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"--{name} {value} has no name.")
-    return value
+def _series(records: Iterable[Record]) -> dict[str, Series]:
+    """Every number of every record that has a step."""
+    points: dict[str, array[float]] = {}
+    for record in records:
+        for name, value in record.items():
+            if type(value) in (float, int) and name not in ("step", "steps"):
+                points.setdefault(name, array("d")).extend((record["step"], value))
+    return {name: Series.in_order(pairs) for name, pairs in points.items()}
 
 
-def _starts(run: RunDir, notes: Notes) -> Iterator[Start]:
-    """Each start with the first end, crash or failed rendezvous recorded after it."""
-    open_start: Start | None = None
-    count = 0
-    for event in notes.records(run.history, "event"):
+# ---------------------------------------------------------------- starts
+
+
+def _starts(records: Iterable[Record]) -> list[Start]:
+    """Each start with the first end recorded after it."""
+    starts: list[Start] = []
+    for event in records:
         if event["event"] == "start":
-            if open_start is not None:
-                yield open_start
-            count += 1
-            open_start = _start(event, count)
-        elif open_start is not None and not open_start.ended:
-            open_start = _ended(open_start, event)
-    if open_start is not None:
-        yield open_start
+            moment, launcher = (str(event.get(name, "")) for name in ("time", "launcher"))
+            nodes, changed = (event.get(name) or [] for name in ("nodes", "changed"))
+            ranks, from_step = (int(event.get(name) or 0) for name in ("ranks", "from_step"))
+            starts.append(Start(moment, launcher, ranks, nodes, from_step, changed))
+        elif starts and not starts[-1].ended:
+            starts[-1] = _ended(starts[-1], event)
+    return starts
 
 
-def _start(event: Mapping[str, Any], number: int) -> Start:
-    return Start(
-        number=number,
-        time=str(event.get("time", "")),
-        launcher=str(event.get("launcher", "")),
-        ranks=_integer_or_none(event.get("ranks")) or 0,
-        nodes=_texts(event.get("nodes")),
-        from_step=_integer_or_none(event.get("from_step")) or 0,
-        changed=_texts(event.get("changed")),
-    )
-
-
-def _texts(value: object) -> tuple[str, ...]:
-    return tuple(map(str, value)) if isinstance(value, list) else ()
-
-
-def _ended(start: Start, event: Mapping[str, Any]) -> Start:
+def _ended(start: Start, event: Record) -> Start:
     kind, why = event["event"], str(event.get("why") or "")
     outcome: Outcome = "killed"
     if kind == "crash":
         why, outcome = f"its ranks exited with code {event.get('code', '?')}", "failed"
     elif kind == "unmet":
         why, outcome = "the rendezvous of its nodes failed", "failed"
-    elif kind == "end":
-        # a list, since the value may be of a type that no set holds
-        outcome = event["how"] if event.get("how") in list(Ending) else _outcome_of_text(why)
-    return replace(
-        start,
-        to_step=_integer_or_none(event.get("step")),
-        ended=str(event.get("time", "")) or "?",
-        why=why or start.why,
-        outcome=outcome,
-    )
+    elif kind == "end" and event.get("how") in list(Ending):
+        outcome = event["how"]
+    elif kind == "end":  # of the first format, in which `why` alone has the outcome
+        outcome = "finished" if why == "the last step" else "failed" if ERROR_NAME.match(why) else "stopped"
+    return replace(start, to_step=event.get("step"), ended=True, why=why or start.why, outcome=outcome)
 
 
-def _outcome_of_text(why: str) -> Outcome:
-    """For histories of the first format, in which `why` is the only record of the outcome."""
-    return "finished" if why == "the last step" else "failed" if FAILURE.match(why) else "stopped"
-
-
-def _integer_or_none(value: object) -> int | None:
-    return int(value) if isinstance(value, (int, float)) and value == value and abs(value) < 1e15 else None
-
-
-def _with_state(run: RunDir, data: RunData) -> tuple[Start, ...]:
+def _with_state(run: RunDir, starts: list[Start], last_step: int) -> list[Start]:
     """A last start without an end is running if its lock file is recent."""
-    if not data.starts or data.starts[-1].ended:
-        return data.starts
-    last = replace(data.starts[-1], to_step=data.last_step or None)
-    claim = run.path / "CLAIM"
-    with contextlib.suppress(OSError):  # no lock file: the run is not running
-        if time.time() - claim.stat().st_mtime < LIVE_S:
-            last = replace(last, outcome="running", why="in progress")
-    return (*data.starts[:-1], last)
+    if starts and not starts[-1].ended:
+        starts[-1] = replace(starts[-1], to_step=last_step or None)
+        with suppress(OSError):  # no lock file: the run is not running
+            if time.time() - (run.path / "CLAIM").stat().st_mtime < LIVE_S:
+                starts[-1] = replace(starts[-1], outcome="running", why="in progress")
+    return starts
 
 
-def _with_verdicts(starts: tuple[Start, ...], verdicts: Sequence[VerdictRecord]) -> tuple[Start, ...]:
-    """A start that failed or has no end gets the watch's verdict as its reason."""
-    moments = [*(_seconds(start.time) for start in starts), float("inf")]
-    reached = [*(start.from_step for start in starts[1:]), 0]
-    explained = []
-    for nth, start in enumerate(starts):
-        within = [verdict for verdict in verdicts if moments[nth] <= verdict.time < moments[nth + 1]]
-        cause = _cause(within, start.from_step, reached[nth] if start.to_step is None else start.to_step)
-        if cause is None or start.outcome not in ("failed", "killed") or cause.what in start.why:
-            explained.append(start)
-        elif start.ended or not cause.ended:
-            reasons = (start.why, cause.what) if start.ended else (cause.what, start.why)
-            explained.append(replace(start, why="; ".join(reasons)))
-        else:
-            last, why = max(start.from_step, cause.step - 1), f"ended by the watch: {cause.what}"
-            explained.append(replace(start, why=why, outcome="failed", to_step=last))
-    return tuple(explained)
-
-
-def _cause(verdicts: Sequence[VerdictRecord], from_step: int, reached: int) -> VerdictRecord | None:
-    """Of a start's verdicts the first that no run survives, or the stall that it did not survive: the watch
-    ended it, or no step after it was recorded. What follows the end is a consequence.
+def _with_causes(starts: Sequence[Start], faults: Sequence[Fault]) -> Iterator[Start]:
+    """A start that failed or has no end gets the fault that it did not survive: the first of a kind from
+    which no rank recovers, or the one for which the watch ended it. What follows it is a consequence.
     """
-    last = next((nth for nth, verdict in enumerate(verdicts) if verdict.ended), len(verdicts) - 1)
-    until = verdicts[: last + 1]
-    fatal = next((verdict for verdict in until if verdict.kind not in RECOVERABLE), None)
-    if fatal is not None:
-        return replace(fatal, ended=until[-1].ended)
-    stalls = [verdict for verdict in until if verdict.ended or max(verdict.step, from_step) >= reached]
-    return stalls[-1] if stalls else None
+    begins = [*(_timestamp(start.time) for start in starts), math.inf]
+    for nth, start in enumerate(starts):
+        within = [fault for fault in faults if begins[nth] <= fault.time < begins[nth + 1]]
+        last = next((n for n, fault in enumerate(within) if fault.ended), len(within) - 1)
+        causes = [fault for fault in within[: last + 1] if fault.kind not in RECOVERABLE]
+        causes += [fault for fault in within[last:] if fault.ended]
+        if not causes or start.outcome not in ("failed", "killed") or causes[0].what in start.why:
+            yield start
+        elif within[last].ended and not start.ended:
+            step, why = max(start.from_step, causes[0].step - 1), f"ended by the watch: {causes[0].what}"
+            yield replace(start, why=why, outcome="failed", to_step=step)
+        else:
+            yield replace(start, why=f"{start.why}; {causes[0].what}")
 
 
-def _seconds(text: str) -> float:
+def _timestamp(text: str) -> float:
     try:
         return datetime.datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError):
-        return float("inf")  # no verdict belongs to an unreadable time
+    except ValueError:
+        return math.inf  # no fault belongs to an unreadable time
 
 
-def _checkpoints(run: Path, place: str, notes: Notes) -> list[CheckpointListing]:
+# ---------------------------------------------------------------- checkpoints, memory
+
+
+def _checkpoints(run: Path, folder: str, notes: list[str]) -> Sequence[CheckpointListing]:
     """Complete and incomplete ones, newest first."""
-    place = place or str(run / "checkpoints")
+    folder = folder or str(run / "checkpoints")
     try:
-        return scan(open_store(check_store(run, place)))
+        return scan(open_store(check_store(run, folder)))
     except (ShardrunError, OSError, ImportError) as error:
-        notes.texts.append(f"checkpoints in {place} could not be listed: {without_hint(error)}")
+        notes.append(f"checkpoints in {folder} could not be listed: {without_hint(error)}")
         return []
 
 
-def _saves(path: Path, notes: Notes) -> dict[int, Save]:
-    saves: dict[int, Save] = {}
-    for record in notes.records(path, "step"):
-        with notes.reading_line(path.name):
-            times = (number(record.get(name, 0.0)) for name in ("stall_s", "write_s"))
-            saves[int(number(record["step"]))] = Save(*times)
-    return saves
-
-
-def _peaks(folder: Path, notes: Notes) -> Iterator[tuple[int, dict[str, float]]]:
+def _peaks(folder: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, float]]]:
     for file in sorted(folder.glob("rank*_memory.json")):
         try:
             kinds = json.loads(file.read_text(encoding="utf-8"))["peak"]["kinds"]
-            rank = int(file.name.removeprefix("rank").partition("_")[0])
-            yield rank, {str(kind): abs(number(count)) for kind, count in kinds.items()}
-        except (OSError, *UNREADABLE) as error:
-            notes.texts.append(
-                f"left out: profile/{file.name}, which could not be read ({type(error).__name__})"
-            )
+            yield int(file.name.removeprefix("rank").partition("_")[0]), kinds
+        except UNREADABLE as error:
+            notes.append(f"profile/{file.name} could not be read ({_cause(error)}): left out")
+
+
+# ---------------------------------------------------------------- the watch's files
+
+
+def _timing(records: Iterable[Record]) -> tuple[dict[int, dict[str, float]], dict[str, Series]]:
+    """Summed line by line: with thousands of ranks one line is large."""
+    sums: dict[int, np.ndarray] = {}
+    course = {phase: array("d") for phase in TIMED_PHASES}
+    for record in records:
+        count = record["step"] - record["from_step"]
+        rows = {int(r): np.array([t.get(p, 0.0) for p in TIMED_PHASES]) for r, t in record["ranks"].items()}
+        for rank, times in rows.items():
+            sums[rank] = sums.get(rank, 0.0) + np.append(times, 1.0) * count
+        for phase, mean in zip(TIMED_PHASES, np.mean(list(rows.values()), axis=0), strict=True):
+            course[phase].extend((record["step"], mean))
+    means = {
+        rank: dict(zip(TIMED_PHASES, (sums[rank][:-1] / sums[rank][-1]).tolist(), strict=True))
+        for rank in sorted(sums)
+    }
+    return means, {phase: Series.in_order(points) for phase, points in course.items()}
+
+
+def _faults(folder: Path, records: Iterable[Record]) -> list[Fault]:
+    verdicts: list[Record] = []
+    for record in records:
+        if record["kind"] != "ended":
+            verdicts.append(record)
+        elif verdicts:
+            verdicts[-1]["ended"] = True
+    faults = []
+    for nth, record in enumerate(verdicts):
+        texts = {name: str(record.get(name) or "") for name in ("kind", "what", "others", "hint", "folder")}
+        ranks, nodes = (record.get(name) or [] for name in ("ranks", "nodes"))
+        step, ended = int(record.get("step") or 0), bool(record.get("ended"))
+        recent = nth >= len(verdicts) - MOST_STACKS and texts["folder"]
+        stacks = _stacks(folder / Path(texts["folder"]).name, ranks) if recent else ""
+        moment = float(record.get("time") or 0.0)
+        faults.append(
+            Fault(**texts, ranks=ranks, nodes=nodes, step=step, ended=ended, stacks=stacks, time=moment)
+        )
+    return faults
+
+
+def _stacks(folder: Path, ranks: Sequence[int]) -> str:
+    """Stacks of the first rank at fault; if it did not answer, also of one that waits for it."""
+    stacks = _stack(folder / f"rank-{ranks[0]}.txt") if ranks else ""
+    if "\n" in stacks:
+        return stacks
+    blamed = {f"rank-{rank}.txt" for rank in ranks}
+    waiting = next((file for file in sorted(folder.glob("rank-*.txt")) if file.name not in blamed), None)
+    return f"{stacks}\n\n{waiting.stem}:\n{_stack(waiting)}".lstrip() if waiting else stacks
+
+
+def _stack(file: Path) -> str:
+    """Empty if the rank left none. A link is not followed: it could show a file of this machine."""
+    if file.parent.is_symlink() or file.is_symlink() or not file.is_file():
+        return ""
+    with file.open(encoding="utf-8", errors="replace") as stream:
+        return stream.read(STACK_CHARACTERS).rstrip()
+
+
+def _late(records: Iterable[Record]) -> Iterator[list[str]]:
+    """Each late rank, with the line that ended it."""
+    late: dict[int, list[str]] = {}
+    for record in records:
+        if "over" in record:
+            rank = record.get("of", next(iter(late), -1))
+            if rank in late:
+                yield [*late.pop(rank), record["over"]]
+        elif "rank" in record:
+            percent, step = f"{record.get('percent', 0):.0f}%", f"{record.get('since_step', 0):,}"
+            late[record["rank"]] = [str(record["rank"]), str(record.get("node", "")), percent, step]
+    for row in late.values():
+        yield [*row, END_OF_RUN]

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.checkpoint.run_source import RunSource
 from fsdp.dist.env import DistEnv
 from fsdp.dist.local_tensors import local_tensor
 from fsdp.predict.__main__ import _answer, main, parse
-from fsdp.predict.sharded import sharded_run
+from fsdp.predict.trained import sharded_run
 from tests.support.runs import on_a_rank
 from tests.support.world import run_world
 
@@ -36,8 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def printed_on_a_rank(env: DistEnv, argv: list[str]) -> tuple[str, float]:
     """What the rank prints, and its part of the parameters."""
     options, flags = parse(argv)
-    source = RunSource(Path(options.run))
-    with redirect_stdout(io.StringIO()) as out, sharded_run(source, flags, (), env) as trained:
+    with redirect_stdout(io.StringIO()) as out, sharded_run(Path(options.run), flags, (), env) as trained:
         parameters = list(trained.model.parameters())
         kept = sum(local_tensor(p).numel() for p in parameters) / sum(p.numel() for p in parameters)
         _answer(trained, options, shows=env.is_main)

@@ -19,8 +19,8 @@ from fsdp.checkpoint.inspect import scan
 from fsdp.checkpoint.open_store import open_store
 from fsdp.dist.env import DistEnv
 from fsdp.optim.train_state import TrainState
+from fsdp.report.page import page as report_of
 from fsdp.report.run_data import read_run
-from fsdp.report.sections import page as report_of
 from fsdp.run.epochs import Epochs
 from tests.support import user_code
 from tests.support.data_ids import train_and_note
