@@ -54,7 +54,6 @@ def _scale(key: str, piece: Piece) -> dict[str, Any]:
     tables_of: dict[str, Callable[[Any], str]] = {
         "ranks": scale.ranks_table,
         "parameters": scale.parameters_table,
-        "simulated": scale.simulated_table,
     }
     return {"text": tables_of[key](piece["numbers"])} if key in tables_of else {}
 

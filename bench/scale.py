@@ -1,23 +1,21 @@
-"""Cost against the number of ranks, parameters, steps done, and at thousands of simulated ranks.
+"""Cost against the number of ranks, parameters and steps done.
 
     python -m bench.scale                        everything: parameters take 2.5 minutes a round
-    python -m bench.scale --part simulated       that part alone; the other tables stay
+    python -m bench.scale --part plan            that part alone; the other tables stay
     python -m bench.scale --short
 
 Ranks: a small decoder whose step is mostly the host's work, at 1, 2, 4 and 8 ranks of one thread each. That
 is more ranks than cores, so processor time is measured, not wall time. Parameters: 1M to 100M on 2 ranks
 under launch.local, started, stepped, saved. Steps: bench/steps_done.py. Plan: bench/scale_costs.py.
-Simulated: bench/simulated.py. A table's last row is the slope of log cost over log size.
+A table's last row is the slope of log cost over log size.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -35,10 +33,6 @@ TURN, WARM = 20, 5
 SAVE_EVERY, STEPS = 6, 24
 SIZES = {"1M": (96, 4, 1024), "10M": (320, 6, 4096), "30M": (512, 8, 8192), "100M": (768, 12, 19_968)}
 STEPS_DONE = (10**3, 10**4, 10**5, 10**6)
-SIMULATED = (
-    (4096, "124m"), (16_384, "124m"), (512, "llama-8b"), (512, "70b"), (4096, "70b"), (16_384, "70b")
-)  # fmt: skip
-SUMS = ("plan", "seal", "resume")
 
 
 # ---------------------------------------------------------------- ranks
@@ -120,56 +114,11 @@ def told(steps: Sequence[tuple[float, int]]) -> dict[str, float]:
     return {"first_s": steps[0][0], "step_s": usual, "save_s": statistics.median(saving) - usual}
 
 
-# ---------------------------------------------------------------- thousands of ranks
-
-
-def simulated(sizes: Sequence[tuple[int, str]]) -> tuple[str, list[dict[str, Any]]]:
-    found = []
-    for ranks, preset in sizes:
-        command = [sys.executable, "-m", "bench.simulated", str(ranks), "--preset", preset]
-        found.append(json.loads(subprocess.check_output(command, text=True)))
-        print(found[-1], flush=True)
-    return simulated_table(found), found
-
-
-def simulated_table(found: Sequence[Mapping[str, Any]]) -> str:
-    """The last row: what 70B parameters cost against ranks."""
-    rows = []
-    for one in found:
-        sums = [tables.short(one["sums"][kind]) for kind in SUMS]
-        sizes_mib = [f"{one[key]:,.0f}" for key in ("metadata_mib", "plan_peak_mib", "peak_mib")]
-        sizes_mib += [tables.short(one["layout_mib"]), f"{one['resume_peak_mib']:,.0f}"]
-        rows.append([f"{one['ranks']:,}", one["preset"], f"{one['pieces']:,}", *sums, *sizes_mib])
-    of_70b = [one for one in found if one["preset"] == "70b"]
-    if len(of_70b) > 1:
-        ranks = [float(one["ranks"]) for one in of_70b]
-        costs = [[float(one["pieces"]) for one in of_70b]]
-        costs += [[one["sums"][kind] for one in of_70b] for kind in SUMS]
-        keys = ("metadata_mib", "plan_peak_mib", "peak_mib", "layout_mib", "resume_peak_mib")
-        costs += [[one[key] for one in of_70b] for key in keys]
-        rows.append([tables.SLOPE, "70b", *(f"{tables.slope(ranks, column):.2f}" for column in costs)])
-    columns = [
-        "ranks",
-        "model",
-        "pieces",
-        "plan (once), processor s",
-        "seal (a save), s",
-        "resume, s",
-        ".metadata MiB",
-        "rank 0's peak MiB in the plan",
-        "in all",
-        "layout MiB",
-        "peak MiB of a rank's resume",
-    ]
-    return tables.table(columns, rows)
-
-
 PARTS = {
     "ranks": "Host time a step against ranks, one thread each",
     "parameters": "Start, step, save and memory against parameters, 2 ranks",
     "steps": "A resume and a report against steps done, 1 rank",
     "plan": "A plan against parameters and ranks",
-    "simulated": "Planning, sealing and reading a checkpoint at simulated ranks, what rank 0 does",
 }
 
 
@@ -178,9 +127,7 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", choices=list(PARTS))
-    parser.add_argument(
-        "--rounds", type=int, default=0, help="0 is 6, or 2 with --short; what is simulated runs once"
-    )
+    parser.add_argument("--rounds", type=int, default=0, help="0 is 6, or 2 with --short")
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
     rounds, small = options.rounds or (2 if options.short else 6), options.short
@@ -192,10 +139,8 @@ def main(argv: Sequence[str]) -> int:
             text, numbers = by_parameters(list(SIZES)[:2] if small else list(SIZES), 1 if small else rounds)
         elif part == "steps":
             text, numbers = by_steps(STEPS_DONE[:2] if small else STEPS_DONE, 1 if small else rounds)
-        elif part == "plan":
-            text, numbers = by_plan(1 if small else rounds, PLANNED[:2] if small else PLANNED)
         else:
-            text, numbers = simulated(SIMULATED[:1] if small else SIMULATED)  # type: ignore[assignment]
+            text, numbers = by_plan(1 if small else rounds, PLANNED[:2] if small else PLANNED)
         print(f"\n{PARTS[part]}\n\n{text}\n", flush=True)
         tables.write_piece(
             "scale",
@@ -206,9 +151,7 @@ def main(argv: Sequence[str]) -> int:
             about=about,
             text=text,
             notes="",
-            command=f"python -m bench.scale --part {part}"
-            + f" --rounds {rounds}" * (part != "simulated")
-            + " --short" * small,
+            command=f"python -m bench.scale --part {part} --rounds {rounds}" + " --short" * small,
             numbers={"numbers": numbers},
         )
     return 0

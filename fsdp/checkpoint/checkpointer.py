@@ -21,13 +21,14 @@ import torch
 from fsdp.base.errors import CheckpointError, error_number
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.base.text import counted, listed
-from fsdp.checkpoint import discovery, inspect, load, retention, snapshot
+from fsdp.checkpoint import discovery, inspect, load, retention
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.rank_file import StagingMemory
 from fsdp.checkpoint.restore import Restore, Restored
 from fsdp.checkpoint.saver import SaveJob, Saver, not_saved, repeated
-from fsdp.checkpoint.staging import StagingMemory
+from fsdp.checkpoint.state import take_snapshot
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
@@ -138,7 +139,7 @@ class Checkpointer:
         started = time.perf_counter()
         self._finish()
         self._check_shared()
-        job = SaveJob(state.step, snapshot.take(state), self._about(state, metrics, reason))
+        job = SaveJob(state.step, take_snapshot(state), self._about(state, metrics, reason))
         if self._env.device.type == "cuda":
             job.ready = torch.cuda.current_stream(self._env.device).record_event()
         if not self._save_seconds:

@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from zlib import crc32
 
 import torch
 
 from fsdp.base.errors import CheckpointError
 from fsdp.base.worker_thread import WorkerThread
 from fsdp.checkpoint import file_names, inspect, manifest
-from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.inspect import CHUNK
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.manifest import Broken
@@ -219,7 +219,7 @@ class Copier:
             return  # an earlier round has copied it, or a newer one
         started = time.perf_counter()
         mine = [file_names.data_file(self._group.rank)]
-        mine += [file_names.LAYOUT, file_names.METADATA] if self._group.rank == 0 else []
+        mine += [file_names.METADATA] if self._group.rank == 0 else []
         failure = copy_step(
             self._store,
             self._local,

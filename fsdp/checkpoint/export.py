@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from fsdp.base.dtypes import DTYPES
 from fsdp.checkpoint import adapter_weights, full_state, load, pretrained_export
@@ -21,7 +21,7 @@ from fsdp.checkpoint.export_files import ExportFiles, new_files
 from fsdp.checkpoint.full_state import Entry
 from fsdp.checkpoint.load import CheckpointSource
 from fsdp.checkpoint.pretrained import SINGLE_FILE
-from fsdp.checkpoint.stored_parts import RenamedParts
+from fsdp.checkpoint.save_plan import chunks
 from fsdp.models.source_folder import SourceFolder
 
 Format = Literal["auto", "torch", "safetensors", "both", "hf"]
@@ -87,7 +87,7 @@ def of_averages(source: CheckpointSource) -> CheckpointSource | None:
     for key in stored:
         if key.startswith("model."):
             # A tied weight has several names, and its average the first one trained.
-            owner = owners.setdefault(source.parts.memory(key), f"ema.{key.removeprefix('model.')}")
+            owner = owners.setdefault(load.memory_of(source, key), f"ema.{key.removeprefix('model.')}")
             replaced[key] = owner if owner in stored else key
     if not any(key.startswith("ema.") for key in replaced.values()):
         return None
@@ -97,9 +97,12 @@ def of_averages(source: CheckpointSource) -> CheckpointSource | None:
         digests = manifest.digests
         taken = {key: digests[other] for key, other in replaced.items() if other in digests}
         manifest = dataclasses.replace(manifest, digests={**digests, **taken})
-    metadata = dataclasses.replace(source.metadata, state_dict_metadata=entries)
-    parts = RenamedParts(source.parts, replaced)
-    return dataclasses.replace(source, metadata=metadata, parts=parts, manifest=manifest)
+    storage = dict(source.metadata.storage_data)
+    for key, other in replaced.items():
+        for chunk in chunks(stored[other]):
+            storage[MetadataIndex(key, chunk.offsets)] = storage[MetadataIndex(other, chunk.offsets)]
+    metadata = dataclasses.replace(source.metadata, state_dict_metadata=entries, storage_data=storage)
+    return dataclasses.replace(source, metadata=metadata, manifest=manifest)
 
 
 def _fetch(source: CheckpointSource, prefix: str) -> full_state.Fetch:
@@ -114,7 +117,7 @@ def _entries(source: CheckpointSource, prefix: str) -> list[Entry]:
         if not key.startswith(prefix) or not isinstance(about, TensorStorageMetadata):
             continue
         name = key.removeprefix(prefix)
-        owner = owners.setdefault(source.parts.memory(key), name)
+        owner = owners.setdefault(load.memory_of(source, key), name)
         entries.append(Entry(name, about.properties.dtype, tuple(about.size), owner if owner != name else ""))
     return entries
 

@@ -14,8 +14,6 @@ from typing import Literal, cast
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
-LAYOUT = "layout-1.bin"
-"""With the version of its format: a reader that does not know it reads `.metadata`."""
 
 _FORM = re.compile(r"step-(\d{8,})(?:-([0-9a-f]{8}))?(?:\.(tmp|broken|gone)-(.+))?", re.ASCII)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +23,7 @@ from torch.distributed.tensor import DTensor
 from fsdp.base.errors import ConfigError
 from fsdp.base.regular_file import TABLE, regular_text
 from fsdp.base.torch_private.names import EXTRA_STATE
-from fsdp.checkpoint import torch_archive, torch_file
-from fsdp.checkpoint.tensor_reader import as_bytes
+from fsdp.checkpoint.pieces import as_bytes
 from fsdp.models.hub import check_no_adapter
 from fsdp.models.parameter_names import clean_name
 
@@ -59,18 +59,22 @@ Fetch = Callable[[Entry], torch.Tensor]
 
 
 def write_torch(stream: BinaryIO, entries: Sequence[Entry], fetch: Fetch) -> None:
-    """Writes what `torch.save(state_dict)` writes; tied weights share one storage."""
-    archive = torch_file.Archive(stream)
-    archive.add(
-        "data.pkl",
-        torch_file.state_dict_pickle([(e.name, e.dtype, e.size, e.same_as or e.name) for e in entries]),
-    )
-    archive.add("byteorder", b"little")
-    own = [entry for entry in entries if not entry.same_as]
-    for nth, entry in enumerate(own):
-        archive.add(f"data/{nth}", as_bytes(fetch(entry).contiguous()), align=True)
-    archive.add("version", b"3\n")
-    archive.close()
+    """Writes what `torch.save(state_dict)` writes: the file without data, then each tensor into its mapping.
+    Tied weights share one storage.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for entry in entries:  # of untouched memory, which takes none
+        tied = tensors.get(entry.same_as)
+        tensors[entry.name] = torch.empty(entry.size, dtype=entry.dtype) if tied is None else tied
+    with torch.serialization.skip_data():
+        torch.save(tensors, stream)
+    stream.flush()
+    del tensors
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        mapped = torch.load(stream.name, mmap=True, weights_only=True)
+    for entry in entries:
+        if not entry.same_as:
+            mapped[entry.name].copy_(fetch(entry))
 
 
 def write_safetensors(stream: BinaryIO, entries: Sequence[Entry], fetch: Fetch) -> None:
@@ -259,7 +263,6 @@ class StoredTensor:
 
 def _open_torch(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
     try:
-        torch_archive.check_file(file)
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise ConfigError(

@@ -10,11 +10,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from zlib import crc32
 
 from fsdp.base.errors import CheckpointError, error_number
 from fsdp.base.object_client import is_url
 from fsdp.checkpoint import file_names, manifest
-from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.store import Store
 

@@ -21,10 +21,8 @@ from fsdp.checkpoint import file_names, inspect, manifest
 from fsdp.checkpoint.copier import Copier
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.manifest import Broken
-from fsdp.checkpoint.packed import Packed
-from fsdp.checkpoint.rank_file import Written
+from fsdp.checkpoint.rank_file import StagingMemory, Written
 from fsdp.checkpoint.saver import PartFailure, SaveJob, SaveOutcome, Saver, failed, one_line
-from fsdp.checkpoint.staging import StagingMemory
 from fsdp.checkpoint.store import Store
 from fsdp.dist.collectives import ObjectGroup
 
@@ -122,9 +120,9 @@ class LocalSaver(Saver):
         about, lost = self._group.broadcast((about, lost))
         return (contents, about, total) if about else None, lost
 
-    def _seal_here(self, folder: str, final: str, contents: Mapping[str, Packed], about: bytes) -> None:
+    def _seal_here(self, folder: str, final: str, contents: Mapping[str, bytes], about: bytes) -> None:
         for file, data in contents.items():
-            self._local.write(folder, file, data)
+            self._local.write(folder, file, [data])
         self._local.write(folder, file_names.MANIFEST, [about])
         if final in self._local.folders():  # of an earlier start, which not every node sealed
             self._local.remove(final, self._attempt)

@@ -10,10 +10,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
+from zlib import crc32
 
 from fsdp.base.checked_values import checked_count
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint.crc import crc32
 
 FORMAT = 1
 MOST_BYTES = 128 << 20

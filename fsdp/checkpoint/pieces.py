@@ -58,3 +58,10 @@ def overlap(a: tuple[Sizes, Sizes], b: tuple[Sizes, Sizes]) -> tuple[Sizes, Size
     ends = (min(x + n, y + m) for x, n, y, m in zip(a[0], a[1], b[0], b[1], strict=True))
     sizes = tuple(end - start for start, end in zip(offsets, ends, strict=True))
     return (offsets, sizes) if all(n > 0 for n in sizes) else None
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, writable."""
+    return (
+        tensor.detach().view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(bytearray())
+    )

@@ -6,27 +6,23 @@ It holds the order of attempts and their messages. load.py reads a checkpoint, d
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp.base.errors import CheckpointError, without_hint
-from fsdp.checkpoint import discovery, inspect, load, snapshot
+from fsdp.checkpoint import discovery, file_names, inspect, load
+from fsdp.checkpoint import state as states
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.state import LoadTarget, PendingState, Prefixes, of_averages, of_model, of_optimizer
 from fsdp.checkpoint.store import Store
-from fsdp.checkpoint.tensor_keys import (
-    LoadTarget,
-    PendingState,
-    Prefixes,
-    of_averages,
-    of_model,
-    of_optimizer,
-)
 from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
@@ -130,9 +126,7 @@ class Restore:
             source = self._open(open_store(place), found)
             if found.manifest is not None:
                 return self._sealed(state, source, found.manifest, [])
-            from fsdp.checkpoint.foreign_dcp import prefixes
-
-            where = prefixes(source.metadata, snapshot.parameter_names(state.model).values(), path)
+            where = _prefixes(source.metadata, states.parameter_names(state.model).values(), path)
             where = replace(where, optim=None) if self.weights_only else where
             averaged = self._load(state, source, where, exact=False)
             epoch, dropped = self._beside_tensors(state, source, where)
@@ -162,10 +156,8 @@ class Restore:
         self, state: TrainState, source: load.CheckpointSource, where: Prefixes
     ) -> tuple[int | None, list[str]]:
         """The epoch of another program's checkpoint, and a note on what is not loaded."""
-        from fsdp.checkpoint.foreign_dcp import other_keys
-
-        names = [where.model + name for name in snapshot.model_tensors(state.model)]
-        key, others = other_keys(source.metadata, names, where)
+        names = [where.model + name for name in states.model_tensors(state.model)]
+        key, others = _other_keys(source.metadata, names, where)
         epoch = None if key is None else self.group.on_main(lambda: load.read_whole_number(source, key))
         if key is not None and epoch is None:
             others.insert(0, key)
@@ -208,18 +200,18 @@ class Restore:
         return line
 
     def _open(self, store: Store, found: CheckpointListing) -> load.CheckpointSource:
-        """Rank 0 reads the places of all parts and broadcasts them."""
-        data, failure = self.group.broadcast(self._read_contents(store, found) if self.env.is_main else None)
+        """Rank 0 reads the places of all tensors and broadcasts them."""
+        data, failure = self.group.broadcast(self._read_metadata(store, found) if self.env.is_main else None)
         if failure is not None:
             raise failure
         return load.opened(store, found.folder, found.manifest, data)
 
-    def _read_contents(self, store: Store, found: CheckpointListing) -> tuple[bytes, load.Failure | None]:
-        file = load.contents_file(found.manifest)
+    def _read_metadata(self, store: Store, found: CheckpointListing) -> tuple[bytes, load.Failure | None]:
         try:
-            return load.read_contents(store, found.folder, found.manifest), None
+            return load.read_metadata(store, found.folder), None
         except (OSError, Broken) as error:
-            return b"", inspect.classify_failure(error, f"{store.path(found.folder)}/{file}")
+            path = f"{store.path(found.folder)}/{file_names.METADATA}"
+            return b"", inspect.classify_failure(error, path)
 
     def _load(
         self, state: TrainState, source: load.CheckpointSource, where: Prefixes, exact: bool
@@ -242,7 +234,7 @@ class Restore:
 
 @torch.no_grad()
 def _start_averages(state: TrainState, names: list[str]) -> None:
-    weights = snapshot.model_tensors(state.model) if names else {}
+    weights = states.model_tensors(state.model) if names else {}
     for name in names:
         local_tensor(averages(state.optimizer)[name]).copy_(local_tensor(weights[name]))
 
@@ -272,3 +264,49 @@ def _distinct(targets: list[LoadTarget]) -> list[LoadTarget]:
         seen.add(memory)
         kept.append(target)
     return kept
+
+
+# ---------------------------------------------------------------- checkpoints of other programs
+
+
+def _prefixes(metadata: Metadata, parameters: Iterable[str], where: str) -> Prefixes:
+    """The prefixes of this checkpoint's keys, for a model with these parameters. Programs nest them in ways:
+    {"model": …}, {"app": {"model": …, "optim": …}}, {"state_dict": {"module": …}}.
+    """
+    keys, names = set(metadata.state_dict_metadata), list(parameters)
+    longest = max(names, key=len)
+    candidates = {key.removesuffix(longest) for key in keys if key.endswith(longest)}
+    fitting = sorted((p for p in candidates if all(p + name in keys for name in names)), key=len)
+    if not fitting:
+        example = min(keys, default="nothing")
+        raise CheckpointError(
+            f"{where} does not hold this model: no prefix turns {longest} and all other parameters into keys "
+            f"(it holds {example}, …).",
+            "give the flags of the model that it was saved from",
+        )
+    return Prefixes(fitting[0], _optimizer_prefix(keys, names))
+
+
+def _other_keys(
+    metadata: Metadata, model_keys: Iterable[str], where: Prefixes
+) -> tuple[str | None, list[str]]:
+    """The key of the epoch beside the model, if there is one, and every other key that is not loaded."""
+    parts = where.model.split(".")
+    levels = [".".join([*parts[:depth], ""]) if depth else "" for depth in range(len(parts))]
+    keys = set(metadata.state_dict_metadata)
+    epoch = next((level + "epoch" for level in reversed(levels) if level + "epoch" in keys), None)
+    left = keys - set(model_keys) - {epoch}
+    if where.optim is not None:
+        loaded = (f"{where.optim}state.", f"{where.optim}param_groups.")
+        left = {key for key in left if not key.startswith(loaded)}
+    return epoch, sorted(left)
+
+
+def _optimizer_prefix(keys: set[str], names: list[str]) -> str | None:
+    """The prefix before `state.<parameter>.<moment>`, if the checkpoint has such a key."""
+    for name in names:
+        for key in keys:
+            head, middle, _ = key.rpartition(f"state.{name}.")
+            if middle and (not head or head.endswith(".")):
+                return head
+    return None

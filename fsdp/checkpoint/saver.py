@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from zlib import crc32
 
 import torch
 
@@ -21,18 +22,10 @@ from fsdp.base.errors import CheckpointError, RefusedError, error_number, withou
 from fsdp.base.worker_thread import WorkerThread
 from fsdp.checkpoint import file_names, inspect, manifest, pieces
 from fsdp.checkpoint.manifest import Manifest
-from fsdp.checkpoint.packed import Packed
-from fsdp.checkpoint.rank_file import Written, write_file
-from fsdp.checkpoint.snapshot import KeyPath, Snapshot
-from fsdp.checkpoint.staging import Image, Staging, StagingMemory
+from fsdp.checkpoint.rank_file import Image, Staging, StagingMemory, Written, write_file
+from fsdp.checkpoint.save_plan import WritePlan, make_plan, metadata_bytes, pack_values, sum_digests
+from fsdp.checkpoint.state import KeyPath, Snapshot
 from fsdp.checkpoint.store import Store
-from fsdp.checkpoint.write_plan import (
-    WritePlan,
-    contents_files,
-    make_plan,
-    pack_values,
-    sum_digests,
-)
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.lost_peer import is_lost_peer
 from fsdp.rundir.atomic_write import storage_advice, storage_shown
@@ -147,7 +140,7 @@ class Saver:
     def _save(self, job: SaveJob) -> SaveOutcome:
         started, self._sealed_path = time.perf_counter(), ""
         self._plan = make_plan(job.snapshot, self._plan, self._group)
-        image = self._staging.copy(job.snapshot.pieces, self._plan.mine, job.ready)
+        image = self._staging.copy([job.snapshot.pieces[nth] for nth in self._plan.mine], job.ready)
         job.copies = self._staging.event()
         job.copied.set()
         folder, refused = self._begin(job)
@@ -198,10 +191,8 @@ class Saver:
     def _try_write(self, folder: str, image: Image, job: SaveJob) -> Written | PartFailure:
         try:
             job.values = pack_values(job.snapshot) if self._group.rank == 0 else []
-            assert self._plan is not None
             values = [data for _, _, data in job.values]
-            written = write_file(self._store, folder, self._group.rank, image, values, self._plan)
-            self._staging.forget(*(one.tensor for one in image.staged))
+            written = write_file(self._store, folder, self._group.rank, image, values, self._staging)
             if not self._compared:
                 written.buffers = {
                     p.key: pieces.digest(p.local, p.offsets, p.size) for p in job.snapshot.pieces if p.buffer
@@ -268,7 +259,7 @@ class Saver:
     def _seal(self, job: SaveJob, folder: str, written: list[Written]) -> SaveOutcome:
         contents, about, total = self._contents(job, written)
         for file, data in contents.items():
-            self._store.write(folder, file, data)
+            self._store.write(folder, file, [data])
         # An attempt that lost its connection for a while must not seal where another job has taken over.
         if (why := self._lock_lost()) is not None:
             return SaveOutcome(job.step, "", why, fatal=True)
@@ -277,16 +268,16 @@ class Saver:
         self._store.seal(folder, final)
         return SaveOutcome(job.step, self._store.path(final), bytes=total)
 
-    def _contents(self, job: SaveJob, written: list[Written]) -> tuple[dict[str, Packed], bytes, int]:
-        """Rank 0: the files that name the places of all parts, the manifest, and the checkpoint's bytes."""
+    def _contents(self, job: SaveJob, written: list[Written]) -> tuple[dict[str, bytes], bytes, int]:
+        """Rank 0: the file that names the places of all tensors, the manifest, and the checkpoint's bytes."""
         assert self._plan is not None
-        contents = contents_files(self._plan, job.values)
-        files = {one.file: (one.size, one.crc) for one in written}
-        files |= {file: (data.size, data.crc) for file, data in contents.items()}
+        places = metadata_bytes(self._plan, job.values)
+        files = {report.file: (report.size, report.crc) for report in written}
+        files[file_names.METADATA] = (len(places), crc32(places))
         total = sum(size for size, _ in files.values())
-        digests = sum_digests(self._plan, (one.shares for one in written if one.shares))
+        digests = sum_digests(self._plan, (report.shares for report in written))
         about = replace(job.about, created=time.time(), files=files, digests=digests, bytes=total)
-        return contents, manifest.encode(about), total
+        return {file_names.METADATA: places}, manifest.encode(about), total
 
 
 def _lower_priority() -> None:

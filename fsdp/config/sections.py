@@ -552,7 +552,7 @@ class CheckpointSection:
     keep_best_metric: str = knob(
         "eval_loss", "metric that ranks checkpoints; a leading - means larger is better"
     )
-    verify: bool = knob(True, "compare checksums while loading", "Sizes are checked in any case.")
+    verify: bool = knob(True, "compare digests of the loaded tensors", "Sizes are checked in any case.")
     export: bool = knob(True, "write full_model/ at the end of the run", common=True)
     export_format: Literal["auto", "torch", "safetensors", "both", "hf"] = knob(
         "auto",

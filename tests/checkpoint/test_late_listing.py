@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from zlib import crc32
 
 import pytest
 
 from fsdp.checkpoint import file_names, inspect, manifest
-from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.retention import sweep
 from tests.checkpoint.manifests import a_manifest

@@ -16,13 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
 
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import copier, file_names, local_store
-from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.inspect import scan
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.local_tier import Offer, whole_over_nodes

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import metadata, snapshot
+from fsdp.checkpoint import metadata, state as states
 from fsdp.dist.env import DistEnv
 from tests.checkpoint.small import Kind, Model, Run, bits, build, save_once
 from tests.support.plain_loop import relative_difference, train_plainly
@@ -265,8 +265,8 @@ def wrapped_names(env: DistEnv) -> list[set[str]]:
         model: Any = Model()
         model.first = checkpoint_wrapper(model.first)
         wrapped = wrap(model)
-        found.append(set(snapshot.model_tensors(wrapped)))
-        assert set(snapshot.parameter_names(wrapped).values()) == {n for n, _ in Model().named_parameters()}
+        found.append(set(states.model_tensors(wrapped)))
+        assert set(states.parameter_names(wrapped).values()) == {n for n, _ in Model().named_parameters()}
     return found
 
 

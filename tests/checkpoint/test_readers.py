@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from fsdp.checkpoint import load
-from fsdp.checkpoint.snapshot import Piece
-from fsdp.checkpoint.tensor_keys import LoadTarget, Replicas
+from fsdp.checkpoint.state import LoadTarget, Piece, Replicas
 
 RANKS = 4096
 
 
 def target(name: str, numel: int, group: Any) -> LoadTarget:
     piece = Piece(name, (name,), (numel,), (0,), torch.empty(numel, device="meta"))
-    return LoadTarget(name, piece, Replicas(group, RANKS, 0))
+    piece.replicas = Replicas(group, RANKS, 0)
+    return LoadTarget(name, piece)
 
 
 def test_small_pieces_have_few_readers_and_large_ones_are_spread() -> None:

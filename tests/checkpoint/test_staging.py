@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.checkpoint import Checkpointer, saver
-from fsdp.checkpoint.rank_file import write_file
-from fsdp.checkpoint.staging import Staging
+from fsdp.checkpoint.rank_file import Staging, write_file
+from fsdp.checkpoint.state import Piece
 from fsdp.config import CheckpointSection
 from fsdp.dist.mesh import MeshSizes
 from fsdp.optim.train_state import TrainState
@@ -50,8 +50,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 def copied(staging: Staging, size: int) -> None:
     value: Any = torch.arange(size, dtype=torch.float32)
-    piece, part = SimpleNamespace(local=value), SimpleNamespace(index=0, first=0, last=size)
-    staging.copy([piece], [part], None)  # type: ignore[list-item]
+    staging.copy([Piece("a", ("a",), (size,), (0,), value)], None)
 
 
 def test_a_larger_buffer_and_the_end_of_a_run_release_what_was_pinned(pinned: set[int]) -> None:
@@ -122,8 +121,8 @@ COPIES = ["copying waits for computing", "copies in copying, and does not wait"]
 
 def test_the_copy_of_a_save_waits_for_the_steps_before_on_its_own_stream(said: list[str]) -> None:
     staging = Staging(GPU)
-    piece, part = SimpleNamespace(local=torch.ones(5)), SimpleNamespace(index=0, first=0, last=5)
-    staging.copy([piece], [part], Event("computing", said))  # type: ignore[list-item, arg-type]
+    piece = Piece("a", ("a",), (5,), (0,), torch.ones(5))
+    staging.copy([piece], Event("computing", said))  # type: ignore[arg-type]
     assert said == COPIES
     assert staging.event() is not None
     assert said == [*COPIES, "copying records"]

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from fsdp.checkpoint import tensor_reader
+from fsdp.checkpoint import load
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.saver import SaveJob, Saver
-from fsdp.checkpoint.snapshot import Snapshot
+from fsdp.checkpoint.state import Snapshot
 from fsdp.data.loader import Loader
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.mesh import DataRank
@@ -69,11 +69,11 @@ def test_threads_that_read_a_checkpoint_set_their_device(
     calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     prepared = SimpleNamespace(file="", start=0, end=0, views=[], targets=[])
-    monkeypatch.setattr(tensor_reader, "_prepare", calls.noting("read", lambda *_: prepared))
-    monkeypatch.setattr(tensor_reader, "_fulfil", calls.noting("copy", lambda *_: None))
+    monkeypatch.setattr(load, "_prepare", calls.noting("read", lambda *_: prepared))
+    monkeypatch.setattr(load, "_fulfil", calls.noting("copy", lambda *_: None))
     into = SimpleNamespace(device=GPU)
-    tasks: Any = [SimpleNamespace(file="f", offset=nth, rows=(0, 1), into=into) for nth in range(20)]
-    tensor_reader.run(LocalStore(tmp_path), "", tasks, ours=True, sums=True)
+    tasks: Any = [SimpleNamespace(file="f", offset=nth, take_offsets=(0,), into=into) for nth in range(20)]
+    load._run(SimpleNamespace(), tasks)  # type: ignore[arg-type]
     assert calls.of
     for name, done in calls.of.items():
         assert done[0] == GPU, name
@@ -121,7 +121,7 @@ WITHOUT_TENSORS = {
 """Threads that read files, sockets and signals, and touch no tensor: how many a file starts."""
 WITH_TENSORS = {
     "fsdp/base/worker_thread.py": 1,
-    "fsdp/checkpoint/tensor_reader.py": 1,
+    "fsdp/checkpoint/load.py": 1,
     "fsdp/data/reader_threads.py": 1,
     "fsdp/watch/responder.py": 1,
 }

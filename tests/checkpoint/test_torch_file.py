@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp.base import digest
-from fsdp.checkpoint import pieces, tensor_reader, torch_file
-from fsdp.checkpoint.crc import combine
-from fsdp.checkpoint.tensor_reader import ByteRange
+from fsdp.checkpoint import pieces, torch_file
+from fsdp.checkpoint.torch_file import combine
 
 DTYPES = [
     torch.float32,
@@ -32,16 +31,6 @@ DTYPES = [
     torch.float8_e4m3fn,
     torch.uint16,
 ]
-
-
-def test_the_pickle_has_torch_s_protocol() -> None:
-    """Readers of other languages know that one."""
-    saved = io.BytesIO()
-    torch.save({"a": torch.zeros(3)}, saved)
-    with zipfile.ZipFile(saved) as archive:
-        theirs = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
-    ours = torch_file.state_dict_pickle([("a", torch.float32, (3,), "a")])
-    assert ours[:2] == theirs[:2] == b"\x80\x02"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -76,18 +65,6 @@ def test_checksums_of_parts_combine() -> None:
     data = os.urandom(100_000)
     for cut in (0, 1, 77, 65_536, 100_000):
         assert combine(zlib.crc32(data[:cut]), zlib.crc32(data[cut:]), len(data) - cut) == zlib.crc32(data)
-
-
-def test_ranges_of_several_ranks_are_joined_and_gaps_listed() -> None:
-    one, two, again, late = (
-        ByteRange("f", 0, 10, 1),
-        ByteRange("f", 10, 30, 2),
-        ByteRange("f", 5, 12, 3),
-        ByteRange("f", 40, 50, 4),
-    )
-    chain, gaps = tensor_reader.tile(60, [late, again, two, one, one])
-    assert chain == [one, two, late]
-    assert gaps == [(30, 40), (50, 60)]
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import Checkpointer
-from fsdp.checkpoint.staging import Staging
+from fsdp.checkpoint.rank_file import Staging
 from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv
 from fsdp.optim.train_state import TrainState
@@ -363,8 +363,8 @@ def test_each_rank_writes_its_part_once(tmp_path: Path) -> None:
     whole = sizes["ddp1"][0]
     for shape in ("ddp4", "hsdp4"):
         assert sum(sizes[shape]) == pytest.approx(whole, rel=0.02), "written once"
-        assert max(sizes[shape]) == pytest.approx(whole / 4, rel=0.1), (
-            "by all alike, but for rows that do not divide"
+        assert max(sizes[shape]) == pytest.approx(whole / 4, rel=0.15), (
+            "by all alike, but for tensors below a MiB, which one rank writes"
         )
 
 

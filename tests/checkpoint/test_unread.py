@@ -6,13 +6,13 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect, retention
-from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.file_names import MANIFEST
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.config import CheckpointSection

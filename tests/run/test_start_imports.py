@@ -16,7 +16,6 @@ finally:
 """
 SPARED = {
     "fsdp.checkpoint.export": "--checkpoint.export",
-    "fsdp.checkpoint.foreign_dcp": "a checkpoint of another program",
     "fsdp.checkpoint.local_tier": "--checkpoint.local_dir",
     "fsdp.checkpoint.run_mirror": "--run.dir s3://",
     "fsdp.data.mixture": "[[data.sources]]",

@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import pickle
-import random
 import re
 import struct
 from collections import OrderedDict
@@ -23,12 +22,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from fsdp.base.errors import CheckpointError, ConfigError
 from fsdp.checkpoint import __main__ as checkpoints
-from fsdp.checkpoint import inspect, layout_file, manifest, metadata
-from fsdp.checkpoint.file_names import LAYOUT, MANIFEST, METADATA
+from fsdp.checkpoint import inspect, manifest, metadata
+from fsdp.checkpoint.file_names import MANIFEST
 from fsdp.checkpoint.full_state import open_full_state
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.manifest import Broken
-from fsdp.checkpoint.stored_parts import PartsOfLayout
 from fsdp.predict.__main__ import main as predict
 from fsdp.report.__main__ import main as report
 from tests.checkpoint.manifests import a_manifest
@@ -254,118 +252,6 @@ def test_a_path_that_leads_out_of_the_checkpoint_is_refused(path: str, value: bo
 def test_a_metadata_of_another_form_is_broken(changes: dict[str, Any]) -> None:
     with pytest.raises(Broken):
         metadata.read(described(**changes))
-
-
-@pytest.mark.parametrize("number", [b"r\xff\xff\xff\x7f", b"p4000000000\n"], ids=["binary", "text"])
-def test_a_memo_number_beyond_the_file_takes_no_memory(number: bytes) -> None:
-    """The unpickler makes room for a number first: 32 GiB for this one."""
-    data = described()
-    with pytest.raises(Broken, match="begins no opcode"):
-        metadata.read(data[:2] + b"N" + number + b"0" + data[2:])
-
-
-def test_a_list_referred_to_a_million_times_is_read_once() -> None:
-    """Eight lists of a thousand references each would be 10**24 elements."""
-    nested: Any = "x"
-    for _ in range(7):
-        nested = [nested] * 1000
-    saved = pickle.loads(described())
-    saved.planner_data = {"model.w": nested}
-    found = metadata.read(pickle.dumps(saved, protocol=4)).planner_data["model.w"]
-    for _ in range(7):
-        assert all(one is found[0] for one in found)
-        found = found[0]
-    assert found == "x"
-
-
-def odd_bytes(whole: bytes, chance: random.Random) -> bytes:
-    data = bytearray(whole)
-    for _ in range(chance.choice((1, 1, 2, 5))):
-        at = chance.randrange(len(data))
-        new = chance.choice((b"", bytes([chance.randrange(256)]), bytes(data[: chance.randrange(40)])))
-        data[at : at + chance.choice((0, 1, 4))] = new
-    return bytes(data)
-
-
-def test_any_damage_to_metadata_raises_broken(run: Path) -> None:
-    whole, chance = (run / "checkpoints" / "step-00000001" / METADATA).read_bytes(), random.Random(5)
-    read = 0
-    for _ in range(3000):
-        try:
-            found = metadata.read(odd_bytes(whole, chance))
-        except Broken:
-            continue
-        read += 1
-        assert all(".." not in info.relative_path.split("/") for info in found.storage_data.values())
-    assert read < 3000
-
-
-# ---------------------------------------------------------------- the layout
-
-
-def test_any_damage_to_a_layout_raises_broken(run: Path) -> None:
-    whole, chance = (run / "checkpoints" / "step-00000001" / LAYOUT).read_bytes(), random.Random(5)
-    read = 0
-    for _ in range(3000):
-        try:
-            layout, about = layout_file.decode(odd_bytes(whole, chance))
-            parts = PartsOfLayout(layout)
-        except Broken:
-            continue
-        read += 1
-        for key, entry in about.state_dict_metadata.items():
-            if isinstance(entry, dcp.TensorStorageMetadata):
-                size = tuple(entry.size)
-                for part in parts.overlapping(key, (0,) * len(size), size):
-                    assert re.fullmatch(r"__\d+_0\.distcp", part.file)
-                    assert min(part.offset, *part.offsets, *part.sizes, part.length) >= 0
-    assert 0 < read < 3000
-
-
-def a_layout(change: Callable[[dict[str, Any]], object], tables: bytes | None = None) -> bytes:
-    """Of one tensor of 2 x 3 that rank 0 has, with its JSON changed."""
-    about = {"ranks": 2, "tensors": [[["a"], [2, 3], "float32", 0]], "values": [], "rows": [[1, 0, 2]]}
-    change(about)
-    text = json.dumps(about).encode()
-    box = struct.pack("<i4q", 0, 0, 0, 2, 3) if tables is None else tables
-    return len(text).to_bytes(8, "little") + text + box
-
-
-ODD_LAYOUTS: dict[str, bytes] = {
-    "no JSON": b"",
-    "a length beyond the file": b"\xff" * 8 + b"{}",
-    "a list": (2).to_bytes(8, "little") + b"[]",
-    "ranks": a_layout(lambda about: about.update(ranks=1 << 40)),
-    "a rank that does not exist": a_layout(lambda about: None, struct.pack("<i4q", 2, 0, 0, 2, 3)),
-    "a negative rank": a_layout(lambda about: None, struct.pack("<i4q", -1, 0, 0, 2, 3)),
-    "a negative offset": a_layout(lambda about: None, struct.pack("<i4q", 0, -1, 0, 2, 3)),
-    "a sum beyond 64 bits": a_layout(lambda about: None, struct.pack("<i4q", 0, 2**63 - 1, 0, 2, 3)),
-    "a part beyond its tensor": a_layout(lambda about: None, struct.pack("<i4q", 0, 1, 0, 2, 3)),
-    "tables that are too short": a_layout(lambda about: about.update(rows=[[2, 0, 2]])),
-    "tables of 2**62 rows": a_layout(lambda about: about.update(rows=[[2**62, 0, 2]])),
-    "bytes after the tables": a_layout(lambda about: None) + b"x",
-    "another number of dimensions": a_layout(
-        lambda about: about.update(tensors=[[["a"], [6], "float32", 0]])
-    ),
-    "a division that does not exist": a_layout(
-        lambda about: about.update(tensors=[[["a"], [2, 3], "float32", 1]])
-    ),
-    "a name of torch that is no dtype": a_layout(
-        lambda about: about.update(tensors=[[["a"], [2, 3], "load", 0]])
-    ),
-    "more bytes than there are": a_layout(
-        lambda about: about.update(tensors=[[["a"], [2**61, 2**61], "float32", 0]])
-    ),
-    "a value with a negative place": a_layout(lambda about: about.update(values=[["b", -1, 2]])),
-    "a value without a name": a_layout(lambda about: about.update(values=[[["b"], 1, 2]])),
-}
-
-
-@pytest.mark.parametrize("what", ODD_LAYOUTS)
-def test_a_layout_of_another_form_is_broken(what: str) -> None:
-    assert layout_file.decode(a_layout(lambda about: None))[0].ranks == 2
-    with pytest.raises(Broken, match=r"layout-1\.bin cannot be read"):
-        layout_file.decode(ODD_LAYOUTS[what])
 
 
 # ---------------------------------------------------------------- the manifest

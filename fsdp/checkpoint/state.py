@@ -1,0 +1,394 @@
+"""TrainState as named pieces: what a save writes, and what a load fills.
+
+A piece is this rank's part of a tensor, and its place in the whole tensor. The keys are DCP's:
+`model.<parameter>`, `optim.state.<parameter>.<moment>`, `optim.param_groups.<n>.<field>`, `train.<counter>`,
+as `get_model_state_dict` and `get_optimizer_state_dict` return them, without the names of wrappers; and
+`ema.<parameter>`. A snapshot holds references; buffers, which a forward pass changes, are copied at once.
+
+A load gives the optimizer exactly the saved state, created here where it does not exist yet; a parameter
+saved without state gets none. What does not fit (a missing key, another shape, another precision) raises
+CheckpointError before anything is read or changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Placement
+
+from fsdp.base.dtypes import NAMES
+from fsdp.base.errors import CheckpointError
+from fsdp.base.torch_private.saving import global_offset
+from fsdp.dist.local_tensors import local_tensor
+from fsdp.models.lora import base_names
+from fsdp.models.parameter_names import clean_name
+from fsdp.optim.ema import averages
+from fsdp.optim.train_state import TrainState
+
+SPLIT_BYTES = 1 << 20
+"""Replicas of a larger piece write some of its rows each."""
+KeyPath = tuple[str | int, ...]
+_Place = tuple[tuple[int, ...], tuple[Placement, ...]]
+_known_offsets: WeakKeyDictionary[DeviceMesh, dict[_Place, tuple[int, ...]]] = WeakKeyDictionary()
+"""Of a mesh, by size and placements. Weak: a mesh that stays keeps its process groups, and with gloo each of
+them a thread that wakes 100 times a second.
+"""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The ranks that hold the same piece: one reads it and sends it to the others."""
+
+    group: dist.ProcessGroup
+    size: int
+    index: int
+
+
+@dataclass
+class Piece:
+    """A tensor's part on this rank. `aliases` are other keys of the same memory (tied weights)."""
+
+    key: str
+    path: KeyPath
+    size: tuple[int, ...]
+    offsets: tuple[int, ...]
+    local: torch.Tensor
+    aliases: list[tuple[str, KeyPath]] = field(default_factory=list)
+    buffer: bool = False
+    """Each rank's forward passes change it by their own samples: the checkpoint keeps rank 0's."""
+    replicas: Replicas | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.local.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.local.nbytes
+
+
+@dataclass
+class Snapshot:
+    pieces: list[Piece]
+    values: dict[str, tuple[KeyPath, Any]]
+    """Values other than tensors (hyperparameters and counters), equal on every rank."""
+
+
+def _clean(name: str, model: nn.Module) -> str:
+    return clean_name(name, ddp=isinstance(model, nn.parallel.DistributedDataParallel))
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Clean name → tensor (a DTensor where sharded) of every parameter and persistent buffer.
+
+    The frozen weights under adapters are left out.
+    """
+    # A forward without backward leaves the root gathered: its parameters would be taken whole, and stale.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    state, left_out = model.state_dict(), base_names(model)
+    return {
+        _clean(name, model): value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and name not in left_out
+    }
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Each parameter with its first clean name."""
+    return {parameter: _clean(name, model) for name, parameter in model.named_parameters()}
+
+
+def take_snapshot(state: TrainState) -> Snapshot:
+    """References to everything a save writes, in the same order on every rank."""
+    buffers = {_clean(name, state.model) for name, _ in state.model.named_buffers(remove_duplicate=False)}
+    pieces: list[Piece] = []
+    for name, tensor in model_tensors(state.model).items():
+        # BatchNorm's statistics change in the next forward, long before the optimizer writes.
+        one = piece(("model", name), tensor.clone() if name in buffers else tensor)
+        one.buffer = name in buffers
+        pieces.append(one)
+    values: dict[str, tuple[KeyPath, Any]] = {}
+    for path, value in _optimizer(state.optimizer, parameter_names(state.model)):
+        if isinstance(value, torch.Tensor):
+            pieces.append(piece(path, value))
+        else:
+            values[join(path)] = (path, value)
+    pieces += [piece(("ema", name), tensor) for name, tensor in averages(state.optimizer).items()]
+    for name, number in state.counters().items():
+        values[f"train.{name}"] = (("train", name), number)
+    merged = _merge_aliases([p for p in pieces if p.local.numel() or not math.prod(p.size)])
+    return Snapshot([_rows_to_write(piece) for piece in merged], values)
+
+
+def _rows_to_write(piece: Piece) -> Piece:
+    """Of a large piece that several ranks hold, the rows that this one writes: all write equal amounts."""
+    replicas = piece.replicas
+    if replicas is None or piece.buffer or piece.nbytes < SPLIT_BYTES or piece.sizes[0] < replicas.size:
+        return piece
+    first, last = (piece.sizes[0] * nth // replicas.size for nth in (replicas.index, replicas.index + 1))
+    return replace(
+        piece, offsets=(piece.offsets[0] + first, *piece.offsets[1:]), local=piece.local[first:last]
+    )
+
+
+def join(path: KeyPath) -> str:
+    return ".".join(map(str, path))
+
+
+def piece(path: KeyPath, tensor: torch.Tensor) -> Piece:
+    """This rank's part of a tensor, under the key of that path."""
+    size = tuple(tensor.shape)
+    offsets = (0,) * len(size)
+    if isinstance(tensor, DTensor):
+        offsets = _offsets(size, tensor.device_mesh, tensor.placements)
+    local = _inner(local_tensor(tensor).detach())
+    return Piece(join(path), path, size, offsets, local, replicas=_replicas(tensor))
+
+
+def _replicas(tensor: torch.Tensor) -> Replicas | None:
+    """The ranks that hold the same piece; None if this rank reads its piece itself."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    if not isinstance(tensor, DTensor):
+        assert dist.group.WORLD is not None
+        return Replicas(dist.group.WORLD, dist.get_world_size(), dist.get_rank())
+    mesh = tensor.device_mesh
+    if tensor.device.type != mesh.device_type:
+        return (
+            None  # offloaded to the host, which the mesh's groups may not support: each rank reads its piece
+        )
+    axes = [
+        axis
+        for axis, placement in enumerate(tensor.placements)
+        if placement.is_replicate() and mesh.size(axis) > 1
+    ]
+    if len(axes) != 1:
+        return None
+    return Replicas(mesh.get_group(axes[0]), mesh.size(axes[0]), mesh.get_local_rank(axes[0]))
+
+
+def _inner(local: torch.Tensor) -> torch.Tensor:
+    """The tensor inside a wrapper subclass such as float8's, which has no memory of its own (address 0)."""
+    if not hasattr(local, "__tensor_flatten__"):
+        return local
+    names, _ = local.__tensor_flatten__()
+    held = [getattr(local, name) for name in names]
+    found: torch.Tensor = next(t for t in held if t.shape == local.shape and t.dtype == local.dtype)
+    return found.detach()
+
+
+def _offsets(size: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
+    """Cached: a hundred microseconds for each tensor of each save, while the step waits."""
+    known = _known_offsets.setdefault(mesh, {})
+    if (size, placements) not in known:
+        known[size, placements] = global_offset(size, mesh, placements)
+    return known[size, placements]
+
+
+def _optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
+) -> Iterator[tuple[KeyPath, Any]]:
+    """The optimizer's existing state and its groups' fields; before the first step there is no state."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for field_name, value in optimizer.state.get(parameter, {}).items():
+                yield ("optim", "state", names[parameter], field_name), value
+    for index, group in enumerate(optimizer.param_groups):
+        for field_name, value in group.items():
+            kept = [names[parameter] for parameter in value] if field_name == "params" else _copied(value)
+            yield ("optim", "param_groups", index, field_name), kept
+
+
+def _copied(value: Any) -> Any:
+    """A copy, which stays when the loop sets the next step's learning rate."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _merge_aliases(pieces: list[Piece]) -> list[Piece]:
+    """One piece for each memory: the later keys of a tied weight become aliases of the first."""
+    seen: dict[tuple[int, Any], Piece] = {}
+    merged: list[Piece] = []
+    for one in pieces:
+        # Adam's steps are tiny and never tied; an empty tensor has no address.
+        memory = (one.local.data_ptr(), (one.local.dtype, one.sizes, one.local.stride()))
+        first = seen.get(memory) if one.nbytes else None
+        if first is None or first.offsets != one.offsets or first.size != one.size:
+            merged.append(one)
+            seen[memory] = one
+        else:
+            first.aliases.append((one.key, one.path))
+    return merged
+
+
+# ---------------------------------------------------------------- a load
+
+
+@dataclass
+class LoadTarget:
+    """A local piece to fill from the checkpoint's key `source`."""
+
+    source: str
+    piece: Piece
+    reader: int = 0
+    """The index of the replica that reads it."""
+
+    @property
+    def reads(self) -> bool:
+        return self.piece.replicas is None or self.piece.replicas.index == self.reader
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """The prefixes of a checkpoint's keys; the defaults are those of this program's checkpoints."""
+
+    model: str = "model."
+    optim: str | None = "optim."
+
+
+def of_model(
+    model: nn.Module, metadata: Metadata, prefixes: Prefixes, exact: bool, where: str
+) -> list[LoadTarget]:
+    """A target for every parameter and persistent buffer."""
+    tensors = model_tensors(model)
+    stored = {key for key in metadata.state_dict_metadata if key.startswith(prefixes.model)}
+    frozen = {clean_name(name) for name, p in model.named_parameters() if not p.requires_grad}
+    unknown = stored - {prefixes.model + name for name in tensors}
+    if exact and unknown:
+        raise _misfit(where, f"it holds {min(unknown)} and {len(unknown) - 1} more that this model lacks")
+    return [
+        _target(prefixes.model + name, tensor, metadata, exact, where, name in frozen)
+        for name, tensor in tensors.items()
+    ]
+
+
+def _target(
+    source: str, tensor: torch.Tensor, metadata: Metadata, exact: bool, where: str, frozen: bool
+) -> LoadTarget:
+    entry = metadata.state_dict_metadata.get(source)
+    if not isinstance(entry, TensorStorageMetadata):
+        raise _misfit(where, f"it does not hold {source}")
+    if tuple(entry.size) != tuple(tensor.shape):
+        raise _misfit(where, f"its {source} is {tuple(entry.size)} and this model's {tuple(tensor.shape)}")
+    if exact and entry.properties.dtype != tensor.dtype:
+        raise CheckpointError(
+            f"{where} keeps {source} in {entry.properties.dtype} and this run in {tensor.dtype}.",
+            _dtype_hint(tensor, entry.properties.dtype, frozen),
+        )
+    return LoadTarget(source, piece((source,), tensor))
+
+
+def _dtype_hint(tensor: torch.Tensor, saved: torch.dtype, frozen: bool) -> str:
+    if frozen and torch.bfloat16 in (tensor.dtype, saved):
+        return f"--precision.frozen {'auto' if tensor.dtype == torch.bfloat16 else 'bf16'}"
+    return f"--precision.master {NAMES.get(saved, str(saved))}"
+
+
+def _misfit(where: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where} is not of this model: {what}.",
+        "give the flags that the run had (config.toml beside it), or a new --run.dir",
+    )
+
+
+def of_optimizer(
+    state: TrainState, metadata: Metadata, prefix: str, exact: bool, where: str
+) -> tuple[list[LoadTarget], PendingState]:
+    """Targets for the saved optimizer state; after the read `commit` gives it to the optimizer."""
+    pending = PendingState(state.optimizer)
+    names = parameter_names(state.model)
+    stored = _by_parameter(metadata, prefix)
+    targets: list[LoadTarget] = []
+    for group in state.optimizer.param_groups:
+        for parameter in group["params"]:
+            for field_name, key in sorted(stored.pop(names[parameter], {}).items()):
+                targets += pending.prepare(
+                    group, parameter, field_name, key, metadata.state_dict_metadata[key]
+                )
+    if exact and stored:
+        raise _misfit(where, f"it holds optimizer state of {min(stored)}, which this run does not train")
+    return targets, pending
+
+
+def of_averages(state: TrainState, metadata: Metadata) -> tuple[list[LoadTarget], list[str]]:
+    """Targets for the moving averages that the checkpoint holds, and the names of the others."""
+    targets, missing = [], []
+    for name, tensor in averages(state.optimizer).items():
+        entry = metadata.state_dict_metadata.get(f"ema.{name}")
+        if isinstance(entry, TensorStorageMetadata) and _fits(tensor, entry):
+            targets.append(LoadTarget(f"ema.{name}", piece(("ema", name), tensor)))
+        else:
+            missing.append(name)
+    return targets, missing
+
+
+def _by_parameter(metadata: Metadata, prefix: str) -> dict[str, dict[str, str]]:
+    """The keys of the optimizer state: parameter → field → key."""
+    found: dict[str, dict[str, str]] = {}
+    for key in metadata.state_dict_metadata:
+        if key.startswith(prefix + "state."):
+            name, _, field = key.removeprefix(prefix + "state.").rpartition(".")
+            found.setdefault(name, {})[field] = key
+    return found
+
+
+class PendingState:
+    """Optimizer state in the course of a load: tensors to be filled, and values still to be read."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state: dict[nn.Parameter, dict[str, Any]] = {
+            p: {} for group in optimizer.param_groups for p in group["params"]
+        }
+        self.values: list[tuple[nn.Parameter, str, str]] = []
+
+    def prepare(
+        self, group: dict[str, Any], parameter: nn.Parameter, field: str, key: str, entry: Any
+    ) -> Iterator[LoadTarget]:
+        if not isinstance(entry, TensorStorageMetadata):
+            self.values.append((parameter, field, key))
+            return
+        old = self._optimizer.state.get(parameter, {}).get(field)
+        tensor = old if _fits(old, entry) else _make(group, parameter, field, entry)
+        self._state[parameter][field] = tensor
+        yield LoadTarget(key, piece((key,), tensor))
+
+    def commit(self, values: dict[str, Any]) -> None:
+        for parameter, field_name, key in self.values:
+            self._state[parameter][field_name] = values[key]
+        for parameter, fields in self._state.items():
+            if fields:
+                self._optimizer.state[parameter] = fields
+            else:
+                self._optimizer.state.pop(parameter, None)
+
+
+def _fits(old: Any, entry: TensorStorageMetadata) -> bool:
+    return (
+        isinstance(old, torch.Tensor)
+        and tuple(old.shape) == tuple(entry.size)
+        and old.dtype == entry.properties.dtype
+    )
+
+
+def _make(
+    group: dict[str, Any], parameter: nn.Parameter, field: str, entry: TensorStorageMetadata
+) -> torch.Tensor:
+    """Sharded as the parameter if it has its shape; else whole, on the device that torch's optimizers use."""
+    if field != "step" and tuple(entry.size) == tuple(parameter.shape):
+        # Not empty_like: for a float8 weight it would make a tensor that is cast as weights are.
+        return torch.zeros_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
+    on_device = field != "step" or group.get("capturable") or group.get("fused")
+    device = parameter.device if on_device else torch.device("cpu")
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
