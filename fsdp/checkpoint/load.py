@@ -244,10 +244,8 @@ def _tasks(source: CheckpointSource, target: LoadTarget) -> Iterator[_Task]:
         within = tuple(o - start for o, start in zip(shared[0], chunk.offsets, strict=True))
         rows = (slice(o - b, o - b + n) for o, n, b in zip(*shared, piece.offsets, strict=True))
         covered += math.prod(shared[1])
-        yield _Task(
-            info.relative_path, info.offset, info.length, entry.properties.dtype, tuple(chunk.sizes), within,
-            shared[1], piece.local[tuple(rows)],
-        )  # fmt: skip
+        dtype, sizes, into = entry.properties.dtype, tuple(chunk.sizes), piece.local[tuple(rows)]
+        yield _Task(info.relative_path, info.offset, info.length, dtype, sizes, within, shared[1], into)
     if covered != math.prod(piece.sizes):
         raise Broken("metadata", f"it does not cover {key}")
 

@@ -29,13 +29,15 @@ from fsdp.base.torch_private.saving import (
 from fsdp.checkpoint.manifest import Broken
 
 _DCP = "torch.distributed.checkpoint.metadata"
-_CLASSES = {
-    (_DCP, kind.__name__): kind
-    for kind in (
-        dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata, dcp.Metadata, dcp.MetadataIndex,
-        dcp.TensorProperties, dcp.TensorStorageMetadata,
-    )
-} | {DCP_PLACE: StorageInfo}  # fmt: skip
+_KINDS = (
+    dcp.BytesStorageMetadata,
+    dcp.ChunkStorageMetadata,
+    dcp.Metadata,
+    dcp.MetadataIndex,
+    dcp.TensorProperties,
+    dcp.TensorStorageMetadata,
+)
+_CLASSES = {(_DCP, kind.__name__): kind for kind in _KINDS} | {DCP_PLACE: StorageInfo}
 _DTYPES = {
     ("torch", str(value).removeprefix("torch.")): value
     for value in vars(torch).values()

@@ -68,7 +68,7 @@ def make_plan(snapshot: Snapshot, known: WritePlan | None, group: ObjectGroup) -
     with garbage.held():
         plans = group.gather(_local_plan(snapshot.pieces, group.rank))
         metadata, end, keys = _global_plan(plans) if plans is not None else (None, 0, None)
-        mine = group.scatter(keys)
+        mine = group.broadcast(keys)[group.rank]
     index = {piece.key: nth for nth, piece in enumerate(snapshot.pieces)}
     return WritePlan(digest, [index[key] for key in mine], metadata, end)
 

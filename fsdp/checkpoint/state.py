@@ -35,7 +35,7 @@ from fsdp.models.parameter_names import clean_name
 from fsdp.optim.ema import averages
 from fsdp.optim.train_state import TrainState
 
-SPLIT_BYTES = 1 << 20
+SPLIT_BYTES = 1 << 18
 """Replicas of a larger piece write some of its rows each."""
 KeyPath = tuple[str | int, ...]
 _Place = tuple[tuple[int, ...], tuple[Placement, ...]]

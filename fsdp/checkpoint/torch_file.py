@@ -60,27 +60,31 @@ def _pickled(value: Any) -> bytes:
     return stream.getvalue()
 
 
+def _fields(name: bytes, crc: int, size: int, extra: bytes) -> bytes:
+    """What both headers of a stored record have: version, flags, time, checksum and lengths."""
+    version, short = 45 if size >= _BIG else 20, min(size, _BIG)
+    return struct.pack("<HHHHHIII", version, _UTF8, 0, 0, 0x21, crc, short, short) + struct.pack(
+        "<HH", len(name), len(extra)
+    )
+
+
+def _zip64(size: int) -> bytes:
+    return struct.pack("<HHQQ", 1, 16, size, size) if size >= _BIG else b""
+
+
 def _local_header(name: bytes, crc: int, size: int, pad: int = 0) -> bytes:
-    """A stored record's header; `pad`: with an extra field it has so many bytes."""
-    extra = struct.pack("<HHQQ", 1, 16, size, size) if size >= _BIG else b""
+    """`pad`: with an extra field it has so many bytes."""
+    extra = _zip64(size)
     if pad:
         room = pad - 30 - len(name) - len(extra)
         extra += struct.pack("<2sH", b"FB", room - 4) + b"Z" * (room - 4)
-    short = min(size, _BIG)
-    fields = (
-        0x04034B50, 45 if size >= _BIG else 20, _UTF8, 0, 0, 0x21, crc, short, short, len(name), len(extra),
-    )  # fmt: skip
-    return struct.pack("<IHHHHHIIIHH", *fields) + name + extra
+    return struct.pack("<I", 0x04034B50) + _fields(name, crc, size, extra) + name + extra
 
 
 def _central_header(name: bytes, crc: int, size: int, at: int) -> bytes:
-    extra = struct.pack("<HHQQ", 1, 16, size, size) if size >= _BIG else b""
-    short, version = min(size, _BIG), 45 if extra else 20
-    fields = (
-        0x02014B50, version, version, _UTF8, 0, 0, 0x21, crc, short, short, len(name), len(extra), 0, 0, 0, 0,
-        at,
-    )  # fmt: skip
-    return struct.pack("<IHHHHHHIIIHHHHHII", *fields) + name + extra
+    extra = _zip64(size)
+    head = struct.pack("<IH", 0x02014B50, 45 if extra else 20) + _fields(name, crc, size, extra)
+    return head + struct.pack("<HHHII", 0, 0, 0, 0, at) + name + extra
 
 
 def _end(records: int, size: int, at: int) -> bytes:

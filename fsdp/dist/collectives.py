@@ -172,16 +172,6 @@ class ObjectGroup:
         dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
-    @announces(Activity.RANKS)
-    def scatter(self, values: list[Any] | None) -> Any:
-        """The one of rank 0's values that belongs to this rank."""
-        if self._group is None:
-            assert values is not None
-            return values[0]
-        own: list[Any] = [None]
-        dist.scatter_object_list(own, values if self.rank == 0 else None, src=0, group=self._group)
-        return own[0]
-
     def on_main(self, act: Callable[[], T]) -> T:
         """What `act` returns on rank 0, on every rank; its ShardrunError is raised on every rank too."""
         value: T | None = None

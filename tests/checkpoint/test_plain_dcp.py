@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import metadata, state as states
+from fsdp.checkpoint import metadata
+from fsdp.checkpoint import state as states
 from fsdp.dist.env import DistEnv
 from tests.checkpoint.small import Kind, Model, Run, bits, build, save_once
 from tests.support.plain_loop import relative_difference, train_plainly

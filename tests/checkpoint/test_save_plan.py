@@ -32,7 +32,9 @@ def test_values_of_another_length_move_those_behind_them() -> None:
     long = save_plan.metadata_bytes(plan, [("x", ("x",), b"333"), ("y", ("y",), b"22")])
     for data, length in ((short, 1), (long, 3)):
         storage = metadata.read(data).storage_data
-        places = {index.fqn: (info.offset - plan.values_begin, info.length) for index, info in storage.items()}
+        places = {
+            index.fqn: (info.offset - plan.values_begin, info.length) for index, info in storage.items()
+        }
         assert (places["x"], places["y"]) == ((0, length), (length, 2))
         assert storage == pickle.loads(data).storage_data
 
@@ -67,7 +69,9 @@ def test_a_tied_weight_is_written_once_and_read_by_torch_under_both_names(tmp_pa
 def rows_written(env: DistEnv) -> tuple[list[int], int]:
     """Under DDP: the rows of a large weight, and what of a small one and a buffer is this rank's to write."""
     model = nn.Sequential(nn.Linear(512, 1025), nn.BatchNorm1d(1025))
-    state = TrainState(nn.parallel.DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1))
+    state = TrainState(
+        nn.parallel.DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     snapshot, group = take_snapshot(state), ObjectGroup()
     plan = save_plan.make_plan(snapshot, None, group)
     mine = {snapshot.pieces[nth].key: snapshot.pieces[nth] for nth in plan.mine}

@@ -364,7 +364,7 @@ def test_each_rank_writes_its_part_once(tmp_path: Path) -> None:
     for shape in ("ddp4", "hsdp4"):
         assert sum(sizes[shape]) == pytest.approx(whole, rel=0.02), "written once"
         assert max(sizes[shape]) == pytest.approx(whole / 4, rel=0.15), (
-            "by all alike, but for tensors below a MiB, which one rank writes"
+            "by all alike, but for small tensors, which one rank writes"
         )
 
 
