@@ -248,10 +248,14 @@ class Cluster:
 
     def on_node(self, node: str, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command inside a node, or, without namespaces, here."""
-        inside = self._enter(self.hosts[node].shell, REPOSITORY, "--pid") if self.mode == "netns" else []
         return subprocess.run(
-            [*inside, *command], env=self.environment(), capture_output=True, text=True, check=True
+            self.within(node, *command), env=self.environment(), capture_output=True, text=True, check=True
         )
+
+    def within(self, node: str, *command: str) -> list[str]:
+        """The command inside a node; without namespaces, here."""
+        inside = self._enter(self.hosts[node].shell, REPOSITORY, "--pid") if self.mode == "netns" else []
+        return [*inside, *command]
 
     def pids(self, node: str, environ: str) -> list[int]:
         """Processes of a node whose environment holds this `NAME=value`, as this machine numbers them."""

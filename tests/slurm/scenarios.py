@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -228,15 +229,55 @@ def rank_killed_under_srun(folder: Path) -> Left:
     return rank_killed(folder, "srun")
 
 
+FLOOD = """
+import resource, socket, sys, threading, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+address = sys.argv[1], int(sys.argv[2])
+idle = [socket.create_connection(address, 10) for _ in range(1100)]
+try:
+    for _ in range(60):
+        socket.socket.sendall(idle[-1], b"x" * (1 << 20))
+except OSError:
+    pass
+print("flooded", flush=True)
+time.sleep(600)
+"""
+"""1,100 connections that say nothing, the last of which sends 60 MiB without an end of a line."""
+
+
 def rank_stopped(folder: Path) -> Left:
-    """On the node whose monitor does not judge: it tells the head's."""
+    """On the node whose monitor does not judge: it tells the head's, which a stranger has flooded."""
     with Cluster(folder / "slurm") as cluster:
         job = sbatch(
             cluster, folder, flags=[*FLAGS, "--watch.hang_s", "5"], env={**SLOWLY, "SLOW_STARTS": "1"}
         )
         reached = job.until_resumable(13)
-        os.kill(rank_pid(job, "n2", rank=1), signal.SIGSTOP)
-        return left(job, reached)
+        with subprocess.Popen(
+            cluster.within("n2", sys.executable, "-c", FLOOD, "n1", str(monitor_port(job, "n1"))),
+            stdout=subprocess.PIPE,
+        ) as flood:
+            assert flood.stdout is not None
+            assert flood.stdout.readline() == b"flooded\n"
+            os.kill(rank_pid(job, "n2", rank=1), signal.SIGSTOP)
+            end = left(job, reached)
+            flood.kill()
+            return end
+
+
+def monitor_port(job: Job, node: str) -> int:
+    """Where the head's monitor listens."""
+    (pid,) = (
+        pid
+        for pid in job.cluster.pids(node, f"SLURM_JOB_ID={job.id}")
+        if b"fsdp.watch.monitor" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    sockets = {str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir()}
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    listening = "0A"
+    (port,) = {
+        row[1].split(":")[1] for row in rows if row[3] == listening and f"socket:[{row[9]}]" in sockets
+    }
+    return int(port, 16)
 
 
 def rank_pid(job: Job, node: str, rank: int) -> int:
