@@ -326,12 +326,10 @@ def _run_as_rank(config: Config, rank: int, ranks: int, store: str, marker: Mark
 def _train(config: Config, env: DistEnv, store: str, marker: Marker) -> int:
     import torch.distributed as dist
 
-    from fsdp.dist import numa
     from fsdp.dist.process_group import process_group
 
-    # before the group starts CUDA; train() finds both done
+    # before the group starts CUDA; train() finds it done
     set_allocator(config.run.allocator, env.device)
-    numa.maybe_bind(config.run.numa, env)
     code = 0
     try:
         with process_group(env, config.run.process_group_timeout_s, dist.FileStore(store, env.world_size)):

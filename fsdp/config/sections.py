@@ -67,11 +67,6 @@ class RunSection:
     device: Literal["auto", "cpu", "cuda"] = knob(
         "auto", "device to train on; auto: CUDA if available, else CPU", common=True
     )
-    numa: Literal["auto", "node", "off"] = knob(
-        "auto",
-        "on CUDA, bind each rank to the processors of its GPU's NUMA node",
-        "auto: only on machines with several ranks. node: always. Under torchrun, srun and Ray alike.",
-    )
     allocator: str = knob(
         "expandable_segments:True",
         "PYTORCH_ALLOC_CONF of a run on CUDA where the environment has none; empty: torch's default",

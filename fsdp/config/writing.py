@@ -123,6 +123,7 @@ class Removed:
 
 REMOVED: dict[str, Removed] = {
     "run.full_records": Removed(100_000, "leave it out: every step has a record"),
+    "run.numa": Removed("auto", "torchrun --numa-binding=node --nproc_per_node=8 train.py"),
     "data.skip_unreadable": Removed(0, "leave the sample out of the data: the error names it"),
     "speed.compile_cache": Removed("auto", "export TORCHINDUCTOR_CACHE_DIR=FOLDER, if /tmp is not the place"),
 }

@@ -5,7 +5,7 @@
     process_group, addresses      the default process group; this host's own addresses
     mesh, shards, local_tensors   the DeviceMesh; rows of a shard; a DTensor's local part
     collectives                   sums, and objects from rank 0 or of all ranks
-    preflight, numa               checks before training; the processors of a GPU's NUMA node
+    preflight                     checks before training
     stop                          stop requests: all ranks stop at the same step
     lost_peer, nccl_log           errors that another rank's end causes; NCCL's transport by its log
 

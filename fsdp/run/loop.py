@@ -22,7 +22,6 @@ from fsdp.base.phases import Ending, Phases
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.checkpointer import Restored
 from fsdp.config import Config, config_hash
-from fsdp.dist import numa
 from fsdp.dist.env import DistEnv, check_torch, set_allocator, unused_allocation
 from fsdp.dist.mesh import build_mesh
 from fsdp.dist.process_group import process_group
@@ -77,7 +76,6 @@ def train(
     load_sinks(config.run.sinks)
     torch.set_float32_matmul_precision(config.run.matmul_precision)
     set_allocator(config.run.allocator, env.device)
-    numa.maybe_bind(config.run.numa, env)
     if config.watch.deterministic:
         make_deterministic()
     job = prepare(config, world_size=env.world_size, num_nodes=env.num_nodes, device=env.device)

@@ -30,7 +30,6 @@ from fsdp.base.phases import Phases
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.full_state import open_full_state
 from fsdp.config import Config, config_hash
-from fsdp.dist import numa
 from fsdp.dist.collectives import on_main, sum_over_ranks
 from fsdp.dist.env import DistEnv, check_torch, from_environment, set_allocator
 from fsdp.dist.mesh import build_mesh, resolve
@@ -65,15 +64,14 @@ them makes the host wait for the device, and those not yet read take its memory.
 
 @contextmanager
 def process(config: Config) -> Iterator[DistEnv]:
-    """This process as a rank of torchrun or srun, or alone, with its process group, its processors, and the
-    settings of the process: of the allocator and of attention.
+    """This process as a rank of torchrun or srun, or alone, with its process group and the settings of
+    the process: of the allocator and of attention.
     """
     check_torch()
     env = from_environment(device=config.run.device)
     set_up_logging(env)
     check_attention(config.speed, env.device)
     set_allocator(config.run.allocator, env.device)
-    numa.maybe_bind(config.run.numa, env)
     with attention_kernel(config.speed), process_group(env, config.run.process_group_timeout_s):
         yield env
 

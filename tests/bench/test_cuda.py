@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import nn
 from bench import gpu
 from fsdp.base.digest import digest_shard
 from fsdp.config import OptimSection
-from fsdp.dist import numa
 from fsdp.models import device_draw
 from fsdp.models.chunked_loss import ChunkedHead
 from fsdp.models.cross_entropy import summed_entropy
@@ -90,13 +88,3 @@ def test_losses_whole_compiled_and_in_chunks_are_equal() -> None:
         in_chunks = chunked.take(model.head(hidden)).loss_sum
     assert torch.allclose(whole, compiled, rtol=1e-5)
     assert torch.allclose(whole, in_chunks, rtol=1e-3)  # TF32 may round other shapes otherwise
-
-
-def test_a_gpus_address_is_one_of_the_system() -> None:
-    assert (numa.SYS / "bus/pci/devices" / numa.pci_address(torch.device("cuda", 0))).exists()
-    before = os.sched_getaffinity(0)
-    try:
-        numa.bind(numa.pci_address(torch.device("cuda", 0)))
-        assert os.sched_getaffinity(0) <= before
-    finally:
-        os.sched_setaffinity(0, before)

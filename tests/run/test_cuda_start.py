@@ -40,17 +40,16 @@ def order_of_a_start(env: DistEnv) -> list[Any]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loop, "set_allocator", lambda text, device: said.append((text, device)))
-        patched.setattr(loop.numa, "maybe_bind", lambda choice, env: said.append((choice, env.device)))
         patched.setattr(loop, "prepare", prepare)
         with pytest.raises(Reached):
             loop.train(settings(), replace(env, device=GPU))
     return said
 
 
-def test_the_allocator_and_the_processors_are_set_before_anything_asks_the_gpu() -> None:
-    """torch reads the allocator's variable when CUDA starts, and threads inherit processors from then on."""
+def test_the_allocator_is_set_before_anything_asks_the_gpu() -> None:
+    """torch reads the allocator's variable when CUDA starts."""
     (said,) = run_world(1, order_of_a_start)
-    assert said == [("expandable_segments:True", GPU), ("auto", GPU), ("flags", GPU)]
+    assert said == [("expandable_segments:True", GPU), ("flags", GPU)]
 
 
 def given_to_parts(env: DistEnv, words: list[str]) -> dict[str, Any]:
