@@ -20,8 +20,8 @@ from fsdp import config as configuration
 from fsdp.config import Config
 from fsdp.data import Loader
 from fsdp.dist.mesh import DataRank
-from fsdp.models.blocks import blocks_of, find_units
-from fsdp.models.unsharded import build_real
+from fsdp.models import build_real
+from fsdp.models.units import blocks_of, find_units
 from fsdp.run.job import Job, prepare
 
 COMMON = (

@@ -44,11 +44,9 @@ from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
 from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
 from fsdp.config.values import expanded
-from fsdp.models import resolve
 from fsdp.models.hf import resolve_folder
 from fsdp.models.hub import PREFIX
-from fsdp.models.llama_folder import maybe_llama
-from fsdp.models.source_folder import SourceFolder
+from fsdp.models.registry import SourceFolder
 from fsdp.run.frozen_base import base_of
 from fsdp.run.job import prepare
 from fsdp.run.weights import saved_as
@@ -393,8 +391,6 @@ def _saved_as(options: argparse.Namespace) -> SourceFolder | None:
         return None
     run = config.load_run_config(options.folder, trusted=options.trust_code, forgotten=("checkpoint.resume",))
     run = dataclasses.replace(run, checkpoint=options.section)
-    if maybe_llama(run.model.weights) is not None:
-        return saved_as(run, resolve(run.model, {}))
     if options.section.export_format != "hf":
         return None
     return saved_as(run, prepare(run, world_size=1, num_nodes=1, device=None).spec)

@@ -24,8 +24,8 @@ from fsdp.checkpoint.load import CheckpointSource
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.config import LoraSection
 from fsdp.models.lora import A, B, is_transposed, merged
-from fsdp.models.parameter_names import names_in_state
-from fsdp.models.source_folder import SourceFolder
+from fsdp.models.registry import SourceFolder
+from fsdp.models.units import names_in_state
 
 PEFT = "adapter"
 TASKS = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ForConditionalGeneration": "SEQ_2_SEQ_LM"}

@@ -22,7 +22,7 @@ from fsdp.checkpoint.full_state import Entry
 from fsdp.checkpoint.load import CheckpointSource
 from fsdp.checkpoint.pretrained import SINGLE_FILE
 from fsdp.checkpoint.save_plan import chunks
-from fsdp.models.source_folder import SourceFolder
+from fsdp.models.registry import SourceFolder
 
 Format = Literal["auto", "torch", "safetensors", "both", "hf"]
 

@@ -1,6 +1,6 @@
 """A folder of transformers' safetensors, read by rows: each rank reads the rows of its own shard.
 
-Names, fusing and splitting follow fsdp/models/hf_names.py. Not here: which rows a rank keeps
+Names, fusing and splitting follow fsdp/models/hf_weights.py. Not here: which rows a rank keeps
 (fsdp/parallel/materialize.py), or how a folder is written (pretrained_export.py).
 """
 
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,9 +18,11 @@ from fsdp.base.dtypes import widest_floating
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import listed
 from fsdp.checkpoint.full_state import INDEX_FILE, StoredTensor, files_of_index, open_safetensors
-from fsdp.models.hf_names import Conversion, NamePlan
-from fsdp.models.parameter_names import first_names
-from fsdp.models.source_folder import SourceFolder
+from fsdp.models.units import first_names
+
+if TYPE_CHECKING:
+    from fsdp.models.hf import PretrainedFolder
+    from fsdp.models.hf_weights import Conversion, NamePlan
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ OUTPUT_LAYERS = ("lm_head.weight", "head.weight")
 class PretrainedWeights(Mapping[str, Tensor]):
     """The tensors of a model's state dict by name, whole or by rows of dim 0; a tied one under any name."""
 
-    def __init__(self, source: SourceFolder, seed: int, quiet: bool = False) -> None:
+    def __init__(self, source: PretrainedFolder, seed: int, quiet: bool = False) -> None:
         """`seed` draws a new head (--model.args.head); `quiet` logs no line about names."""
         with torch.device("meta"):
             self._model: Any = source.build()
@@ -75,7 +76,7 @@ class PretrainedWeights(Mapping[str, Tensor]):
             if not same_values(found, self._read(other, first, last)):
                 raise ConfigError(
                     f"{self._source.flag}: {keys[0]} and {other} differ, and config.json ties them.",
-                    self._source.hints.tied,
+                    "--model.args.tie_word_embeddings false",
                 )
         return found
 
@@ -124,9 +125,9 @@ class PretrainedWeights(Mapping[str, Tensor]):
         return len(self._model.state_dict())
 
 
-def open_stored(source: SourceFolder) -> dict[str, StoredTensor]:
+def open_stored(source: PretrainedFolder) -> dict[str, StoredTensor]:
     """The tensors of the folder's safetensors, in one file or in those of an index."""
-    folder = _folder(source)
+    folder = source.folder
     single, index, flag = folder / SINGLE_FILE, folder / INDEX_FILE, f"{source.flag}:"
     if single.is_file():
         return open_safetensors(single, flag)
@@ -138,17 +139,13 @@ def open_stored(source: SourceFolder) -> dict[str, StoredTensor]:
     return found
 
 
-def _folder(source: SourceFolder) -> Path:
-    assert source.folder is not None, "there is a folder to read from"
-    return source.folder
-
-
-def _no_weights(source: SourceFolder) -> ConfigError:
-    pickled = next(_folder(source).glob("pytorch_model*.bin"), None)
+def _no_weights(source: PretrainedFolder) -> ConfigError:
+    pickled = next(source.folder.glob("pytorch_model*.bin"), None)
     what = f"; {pickled.name} is a pickle" if pickled else ""
     return ConfigError(
         f"{source.flag}: {source.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}{what}.",
-        source.hints.no_weights,
+        f"in Python, {source.class_name}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER); or "
+        "--model.weights none, to train from random weights",
         scope="node",
     )
 
@@ -156,7 +153,7 @@ def _no_weights(source: SourceFolder) -> ConfigError:
 # ---------------------------------------------------------------- what does not fit
 
 
-def _check(source: SourceFolder, model: Any, plan: NamePlan) -> list[str]:
+def _check(source: PretrainedFolder, model: Any, plan: NamePlan) -> list[str]:
     """Names to draw: those of a new head. ConfigError for others that are missing or have another shape."""
     drawn = [
         name for name in [*plan.missing, *plan.misshapen] if source.new_head and _is_new(name, model, plan)
@@ -168,9 +165,9 @@ def _check(source: SourceFolder, model: Any, plan: NamePlan) -> list[str]:
         raise ConfigError(
             f"{source.flag}: {source.folder} lacks {listed(missing, 3)} of {source.class_name}"
             + (f"; it has {listed(plan.unexpected, 3)}." if plan.unexpected else "."),
-            source.hints.untied
+            "--model.args.tie_word_embeddings true, if it was saved with tied embeddings"
             if missing[0] in OUTPUT_LAYERS and len(missing) == 1
-            else source.hints.missing,
+            else "--model.args.head NAME draws a new head; --model.weights none trains from random weights",
         )
     tensors = model.state_dict()
     misshapen = [
@@ -181,13 +178,13 @@ def _check(source: SourceFolder, model: Any, plan: NamePlan) -> list[str]:
     if misshapen:
         raise ConfigError(
             f"{source.flag}: {source.folder} has other shapes than the model: {listed(misshapen, 3)}.",
-            source.hints.shape,
+            "leave out the --model.args that change them; --model.args.head NAME draws a new head",
         )
     return drawn
 
 
 def _check_dtypes(
-    source: SourceFolder, model: Any, plan: NamePlan, stored: Mapping[str, StoredTensor]
+    source: PretrainedFolder, model: Any, plan: NamePlan, stored: Mapping[str, StoredTensor]
 ) -> None:
     """ConfigError for whole numbers, and for numbers of 8 bits beside their scales: without a
     quantization_config nothing says how they are multiplied.
@@ -202,7 +199,7 @@ def _check_dtypes(
             raise _quantized(source, f"{key} is {str(dtype).removeprefix('torch.')}")
 
 
-def _quantized(source: SourceFolder, what: str) -> ConfigError:
+def _quantized(source: PretrainedFolder, what: str) -> ConfigError:
     return ConfigError(
         f"{source.flag}: its weights are quantized ({what}); FSDP trains floating-point ones.",
         "name a folder with the weights before quantization",

@@ -17,7 +17,7 @@ from torch import Tensor
 from fsdp.base.errors import CheckpointError, ConfigError
 from fsdp.base.regular_file import TABLE, read_regular
 from fsdp.checkpoint.full_state import Entry, Fetch
-from fsdp.models.source_folder import SourceFolder
+from fsdp.models.registry import SourceFolder
 
 COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",

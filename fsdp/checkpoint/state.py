@@ -31,7 +31,7 @@ from fsdp.base.errors import CheckpointError
 from fsdp.base.torch_private.saving import global_offset
 from fsdp.dist.local_tensors import local_tensor
 from fsdp.models.lora import base_names
-from fsdp.models.parameter_names import clean_name
+from fsdp.models.units import clean_name
 from fsdp.optim.ema import averages
 from fsdp.optim.train_state import TrainState
 

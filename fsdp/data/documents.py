@@ -29,7 +29,7 @@ from fsdp.data.packing import GROUP, VERSION, Long, PackedSamples, cached_plan
 from fsdp.data.token_file import TokenFile, document_ends, ends_of
 from fsdp.data.tokens import OPEN_AT_ONCE, TokenRow, Windows
 from fsdp.data.types import DataInfo, DataSet, Samples
-from fsdp.models.packed_check import PACKED
+from fsdp.models.checks import PACKED
 from fsdp.tokenize.cache import digest, made_once
 from fsdp.tokenize.child import key_of, tokenize_in_child
 from fsdp.tokenize.documents import DocumentOptions, Loss, template_text

@@ -20,7 +20,7 @@ from fsdp.config import DataSection, MixedSource, check_labels
 from fsdp.data.arguments import source_section
 from fsdp.data.mixing_order import MixSegment
 from fsdp.data.types import DataInfo, DataSet, MixedRows, Samples, first_sample
-from fsdp.models.packed_check import PACKED
+from fsdp.models.checks import PACKED
 
 OWN_FACTS = ("fingerprint", "tokenizer")
 """Facts that may differ between sources: the vocabulary is what has to agree."""

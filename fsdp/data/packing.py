@@ -12,7 +12,7 @@ follows from the lengths and seq_len alone, and is cached beside the tokens.
 
 10⁶ made-up documents (log-normal lengths: median 300, sigma 1.2) take 1.1 s; in rows of 2,048 0.0007 % is
 padding (in the order of the documents 18.6 %, in a row a document 74.8 %). Not here: attention within a
-document (fsdp/models/packed_attention.py).
+document (fsdp/models/packed.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 from fsdp.base.errors import TrainingError
 from fsdp.base.grouping import grouped
 from fsdp.data.tokens import TokenRow
-from fsdp.models.packed_attention import POSITIONS
+from fsdp.models.packed import POSITIONS
 from fsdp.tokenize.cache import made_once
 
 MASKED = -100

@@ -16,7 +16,7 @@ from fsdp.base.errors import Scope, ShardrunError
 from fsdp.base.phases import Phases
 from fsdp.data.types import Samples
 from fsdp.dist.mesh import BatchPlan, MeshSizes
-from fsdp.models.custom_loss import CustomLoss
+from fsdp.models.loss import CustomLoss
 from fsdp.parallel.shard import Dtypes
 
 MESSAGES = (

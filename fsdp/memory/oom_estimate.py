@@ -17,8 +17,7 @@ from fsdp.base.torch_private.core import FakeTensorMode
 from fsdp.memory.account_storages import StorageTracker
 from fsdp.memory.account_timeline import Mark
 from fsdp.models.chunked_loss import maybe_chunked
-from fsdp.models.custom_loss import CustomLoss
-from fsdp.models.loss import LossFunction
+from fsdp.models.loss import CustomLoss, LossFunction
 
 Prepare = Callable[[nn.Module], None]
 """Changes a model before it runs, such as by activation checkpointing."""

@@ -34,8 +34,8 @@ from fsdp.memory.oom_advice import Advice, Footprint, Suggestion, advise
 from fsdp.memory.oom_error import OomContext, OutOfMemory
 from fsdp.memory.oom_estimate import activation_bytes
 from fsdp.memory.resting import resting_bytes
-from fsdp.models.blocks import blocks_of, find_units
 from fsdp.models.chunked_loss import output_layer
+from fsdp.models.units import blocks_of, find_units
 from fsdp.parallel.activations import apply_activation_checkpointing
 
 KEPT = 0.25

@@ -8,22 +8,18 @@ A model describes itself as data, and imports no torch.distributed. All of it is
 
 A module that has none of them still trains. The modules here:
 
-    registry, builtin, factory            --model.name → ModelSpec: built-in models, factories of the user
-    mlp, vit, transformer, rope           the built-in models; rotary frequencies
-    hub, source_folder, llama_folder      folders of save_pretrained: found, read by rows, Llama and its like
-    hf, hf_names, hf_random               models of transformers: built, tensor names, random weights
-    experts, kv_cache, packed_attention   experts of a mixture; caches turned off; attention within documents
-    packed_check, checks                  checks of packed rows; checks of parameters, indices and losses
-    blocks, parameter_names               the units to shard; names of tied and wrapped tensors
-    init, device_draw, unsharded          initial values, on CUDA too; a whole model on one device
-    lora, trainable                       adapters; parameters frozen by pattern
-    loss, model_output                    a micro-batch's loss; loss and logits in what a model returns
-    cross_entropy, chunked_loss           the sum of cross entropies, in chunks of tokens
-    hf_loss, custom_loss                  transformers' own cross entropy; a loss of the user
+    registry, factory             --model.name → ModelSpec; callables of the user, sizes of built-in models
+    mlp, vit, transformer         the built-in models
+    init, units, lora             initial weights; units to shard, names of tensors; adapters, freezing
+    loss, cross_entropy           a micro-batch's loss: which one is trained; sums of cross entropies
+    chunked_loss, packed          the output layer in chunks of tokens; attention within documents
+    checks                        parameters, indices, losses and packed rows
+    hub, hf, hf_weights           folders of save_pretrained: found, built as a model, tensor names and draws
+    hf_settings, llama_folder     experts' kernels and caches; the transformer written in Llama's format
 """
 
 from fsdp.models.factory import load_attribute
-from fsdp.models.registry import BUILT_INS, ModelSpec, resolve
-from fsdp.models.unsharded import build_real, to_empty
+from fsdp.models.init import to_empty
+from fsdp.models.registry import BUILT_INS, ModelSpec, build_real, resolve
 
 __all__ = ["BUILT_INS", "ModelSpec", "build_real", "load_attribute", "resolve", "to_empty"]

@@ -1,11 +1,14 @@
-"""Checks of a model: parameters that FSDP can shard, indices within its embeddings, a scalar loss.
+"""Checks of a model: parameters that FSDP can shard, indices in its embeddings, a scalar loss, packed rows.
 
-torch's own traceback names none of these. Not here: how the loss is weighted (fsdp/models/loss.py).
+torch's own traceback names none of these. A model may take position_ids while its attention crosses the
+documents of packed rows, as transformers' OPT, Falcon and XGLM do: it trains without an error. Not here: how
+the loss is weighted (loss.py), attention within documents (packed.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -15,10 +18,22 @@ from torch.nn.parameter import is_lazy
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.core import gradient_hooks, tree_leaves
+from fsdp.models.hf_settings import text_config
+from fsdp.models.packed import POSITIONS
 
 IGNORED = -100
+PACKED = "packed"
+"""The fact of data whose samples hold several documents, with position_ids."""
+WHOLE_ROWS = "--data.args.rows document"
 _OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes of every module, such as its dictionaries of parameters and buffers."""
+
+
+def check_model(model: nn.Module, name: str, facts: Mapping[str, Any]) -> None:
+    """Checks of a model on meta that a person has named, with this data."""
+    check_parameters(model, f"--model.name {name}")
+    check_vocabulary(model, name, facts)
+    check_positions(model, name, facts)
 
 
 def check_parameters(model: nn.Module, whose: str) -> None:
@@ -222,6 +237,62 @@ def check_has_gradient(loss: Tensor) -> None:
             "compute it without .detach(), .item() and torch.no_grad(), from parameters that are not frozen",
             scope="rank",
         )
+
+
+# ---------------------------------------------------------------- packed rows
+
+
+def check_positions(model: nn.Module, name: str, facts: Mapping[str, Any]) -> None:
+    """Checks that the forward of a model takes position_ids, if the data have them."""
+    if facts.get(PACKED) and POSITIONS not in inspect.signature(model.forward).parameters:
+        raise ConfigError(
+            f"--model.name {name}: the forward of {type(model).__name__} has no parameter {POSITIONS}, "
+            "without which attention crosses the documents of packed rows.",
+            WHOLE_ROWS,
+        )
+
+
+def check_chunks(model: nn.Module, name: str, length: int) -> None:
+    """Refuses attention in chunks by a token's place in its row, as Llama 4's: they cut documents."""
+    chunk = getattr(text_config(model), "attention_chunk_size", None)
+    if chunk and chunk < length:
+        raise ConfigError(
+            f"--model.name {name} attends in chunks of {chunk} tokens of a row (attention_chunk_size), which "
+            f"would cut the documents of packed rows of {length}.",
+            f"--data.args.rows document, or --data.seq_len {chunk}",
+        )
+
+
+def check_documents_apart(
+    logits_of: Callable[[Tensor, Tensor], Tensor | None], tokens: Tensor, model: nn.Module, name: str
+) -> None:
+    """Checks that the logits of a row's second document keep their bits when the tokens of the first
+    change. A mixture of experts may compute them in another order: it has a bound.
+    """
+    length = tokens.shape[1]
+    half = length // 2
+    if not half:
+        return
+    positions = torch.cat([torch.arange(half), torch.arange(length - half)]).to(tokens.device)
+    positions = positions.expand_as(tokens)
+    changed = torch.where(tokens > 0, tokens - 1, 1)
+    changed = torch.cat([changed[:, :half], tokens[:, half:]], dim=1)
+    one, other = logits_of(tokens, positions), logits_of(changed, positions)
+    if one is None or other is None or one.dim() < 3:
+        return
+    bound = 16 * torch.finfo(one.dtype).eps * float(one.abs().max()) if _has_experts(model) else 0.0
+    apart = float((one[:, half:].double() - other[:, half:].double()).abs().max())
+    if not apart <= bound:
+        raise ConfigError(
+            f"--model.name {name} takes {POSITIONS}, but its attention crosses the documents of packed rows: "
+            f"logits of one document change by {apart:.3g} with the tokens of another.",
+            WHOLE_ROWS,
+        )
+
+
+def _has_experts(model: nn.Module) -> bool:
+    """By the names of modules: the field of a configuration differs from model to model."""
+    return any("expert" in name.lower() for name, _ in model.named_modules())
 
 
 # ---------------------------------------------------------------- where it failed

@@ -1,20 +1,27 @@
-"""The sum of a micro-batch's cross entropy, and what it is weighted by.
+"""Cross entropies: the sum of a micro-batch's and what it is weighted by, and transformers' own.
 
-Sum and weight stay apart: a global batch is weighted by its samples or tokens, not by micro-batch. Not here:
-calling the model, and which loss is trained (loss.py).
+Sum and weight stay apart: a global batch is weighted by its samples or tokens, not by micro-batch. Also loss
+and logits in what a model returns: the output decides, not a base class. A model of transformers computes its
+cross entropy by `loss_function`, and forward adds to it what else the configuration asks for, such as the
+loss of a mixture's router. Not here: calling the model, and which loss is trained (loss.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.models.checks import IGNORED
+from fsdp.models.hf_settings import text_config
 
 SummedEntropy = Callable[[Tensor, Tensor, float], Tensor]
 
@@ -146,3 +153,135 @@ def count_tokens(data: Mapping[str, Tensor], valid: Tensor) -> dict[str, TokenCo
         if labels.dim() >= 2 and not labels.is_floating_point()
         for marks in [labels[valid] != IGNORED]
     }
+
+
+# ---------------------------------------------------------------- what a model returns
+
+
+@dataclass(frozen=True)
+class Output:
+    """The parts of a model's output that determine the loss."""
+
+    loss: Tensor | None
+    logits: Tensor | None
+
+
+def read_output(output: Any, *, labelled: bool = False) -> Output:
+    """Reads loss and logits: a scalar is a loss, another tensor logits; an object or mapping names them, a
+    tuple has them in this order. A model that was given labels (`labelled`) may have them the other way
+    round, as nanoGPT's.
+    """
+    if isinstance(output, Tensor):
+        return Output(output, None) if output.dim() == 0 else Output(None, output)
+    get = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)
+    loss, logits = get("loss"), get("logits")
+    if loss is not None or logits is not None:
+        name, needed = ("logits", logits) if loss is None else ("loss", loss)
+        if not isinstance(needed, Tensor):
+            raise ConfigError(
+                f"the model returned a {type(needed).__name__} as {name}.", f"return {name} as a tensor"
+            )
+        return Output(loss, logits if isinstance(logits, Tensor) else None)
+    if isinstance(output, (tuple, list)) and output:
+        first = read_output(output[0])
+        second = output[1] if len(output) > 1 and isinstance(output[1], Tensor) else None
+        if first.loss is not None and second is not None and second.dim() > 1:
+            return Output(first.loss, second)
+        if labelled and first.loss is None and second is not None and second.dim() == 0:
+            return Output(second, first.logits)
+        return first
+    raise ConfigError(
+        f"the model returned a {type(output).__name__}: neither a tensor, nor a loss, nor logits.",
+        "return logits, a loss, or an object or dictionary with either; --train.loss computes the loss from "
+        "any output",
+    )
+
+
+def loss_or_logits(output: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the model's own loss if there is one, else its logits."""
+    found = read_output(output)
+    return (found.loss, None) if found.loss is not None else (None, found.logits)
+
+
+# ---------------------------------------------------------------- transformers' own
+
+_SHIFTS = {
+    "ForCausalLMLoss": True,
+    "ForMaskedLMLoss": False,
+    "ForTokenClassification": False,
+    "ForSequenceClassificationLoss": False,
+}
+"""transformers' functions that are the mean cross entropy of logits; whether each predicts the next label."""
+_CHANGES = ("shift_labels", "ignore_index")
+"""Arguments that make it another one."""
+
+
+class HfEntropy:
+    """The cross entropy of one model. `shifted`: its logits predict the next label."""
+
+    def __init__(self, model: nn.Module, *, shifted: bool) -> None:
+        self._model, self.shifted = model, shifted
+        self.routes = bool(getattr(text_config(model), "output_router_logits", False))
+        """Whether the configuration asks for a router's loss."""
+        self._plain = self._calls = 0
+        self._stand_in = self._nothing  # one object: compiled code has a guard on it
+
+    def _nothing(self, *args: Any, **more: Any) -> Tensor:
+        self._calls += 1
+        self._plain += all(more.get(name) is None for name in _CHANGES)
+        logits = next(x for x in (*args, *more.values()) if isinstance(x, Tensor) and x.is_floating_point())
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        return torch.zeros((), dtype=wide, device=logits.device)
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Context of one forward with labels, whose loss is what the model adds to its cross entropy."""
+        self._plain = self._calls = 0
+        self._model._loss_function = self._stand_in  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            del self._model._loss_function
+        if (self._calls, self._plain) != (1, 1):
+            raise ConfigError(
+                f"{type(self._model).__name__} does not compute one cross entropy of its logits and labels.",
+                "--train.loss mine:function computes the losses from its output: docs/training.md",
+            )
+
+
+def maybe_entropy(model: nn.Module) -> HfEntropy | None:
+    """None for other classes, a loss or a forward that was replaced, and a decoder, which reads labels."""
+    config, code = (
+        getattr(model, "config", None),
+        getattr(inspect.unwrap(type(model).forward), "__code__", None),
+    )
+    if not type(model).__module__.startswith("transformers.") or code is None or config is None:
+        return None
+    replaced = "forward" in vars(model) or hasattr(model, "_loss_function")
+    if replaced or "loss_function" not in code.co_names or "shift_labels" in code.co_varnames:
+        return None
+    if getattr(config, "is_encoder_decoder", False):
+        return None
+    losses = sys.modules["transformers.loss.loss_utils"]
+    function = losses.LOSS_MAPPING.get(getattr(model, "loss_type", None), losses.ForCausalLMLoss)
+    shifted = _SHIFTS.get(function.__name__) if function.__module__ == losses.__name__ else None
+    classes = function is not losses.ForSequenceClassificationLoss or (
+        config.num_labels > 1 and config.problem_type in (None, "single_label_classification")
+    )
+    return HfEntropy(model, shifted=shifted) if classes and shifted is not None else None
+
+
+def remarks(model: nn.Module) -> Iterator[str]:
+    """Lines on configurations of transformers whose loss is not what one may expect."""
+    config, text = getattr(model, "config", None), text_config(model)
+    weight = getattr(text, "router_aux_loss_coef", 0.0)
+    if weight and not getattr(text, "output_router_logits", True):
+        yield (
+            f"config.json has router_aux_loss_coef {weight:g} and output_router_logits false: the router's "
+            "loss is not trained. HINT: --model.args.output_router_logits true"
+        )
+    if "ForCTC" in type(model).__name__ and getattr(config, "ctc_loss_reduction", "") == "sum":
+        yield (
+            "config.json has ctc_loss_reduction sum: the loss of a micro-batch is the sum over its rows, so "
+            "that it grows with --train.micro_batch. HINT: --model.args.ctc_loss_reduction mean"
+        )

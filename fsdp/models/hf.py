@@ -2,7 +2,7 @@
 
 The class is chosen from config.json's `architectures` or by --model.args.head; other arguments replace fields
 of config.json. Code from a folder or a hub is never run, and nothing is downloaded. Not here: the names under
-which the folder stores weights (hf_names.py), or reading them (fsdp/checkpoint/pretrained.py).
+which the folder stores weights (hf_weights.py), or reading them (fsdp/checkpoint/pretrained.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import importlib
 import importlib.util
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,16 @@ from torch import nn
 from fsdp.base.errors import ConfigError
 from fsdp.base.regular_file import SETTINGS, regular_text
 from fsdp.base.torchvision_import import prepare_torchvision
-from fsdp.models.checks import check_parameters, check_vocabulary
+from fsdp.models.checks import check_model
 from fsdp.models.factory import blame, unknown_argument
-from fsdp.models.hf_names import plan_names, reverted, saved_pieces
+from fsdp.models.hf_weights import (
+    draw_missing,
+    initialise,
+    plan_names,
+    reverted,
+    saved_pieces,
+)
 from fsdp.models.hub import check_no_adapter, find_folder, on_this_node
-from fsdp.models.init import name_seed
-from fsdp.models.packed_check import check_positions
-from fsdp.models.source_folder import DTYPE_FIELDS, FolderHints, named_dtype
 
 HEADS = {
     "causal": "CAUSAL_LM",
@@ -43,8 +46,8 @@ ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_atte
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 KERNELS = {"attn_implementation": ATTENTION, "experts_implementation": EXPERTS}
 _PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-_FLAG = "_is_hf_initialized"
-"""transformers' mark on a tensor that its init functions leave unchanged."""
+DTYPE_FIELDS = ("dtype", "torch_dtype")
+"""The first one that is set counts, as in transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,24 +66,8 @@ class PretrainedFolder:
         return f"--model.name {self.name}"
 
     @property
-    def weights(self) -> str:
-        return ""
-
-    @property
     def class_name(self) -> str:
         return self.cls.__name__
-
-    @property
-    def hints(self) -> FolderHints:
-        none = "--model.weights none"
-        return FolderHints(
-            no_weights=f"in Python, {self.class_name}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER); "
-            f"or {none}, to train from random weights",
-            missing=f"--model.args.head NAME draws a new head; {none} trains from random weights",
-            shape="leave out the --model.args that change them; --model.args.head NAME draws a new head",
-            tied="--model.args.tie_word_embeddings false",
-            untied="--model.args.tie_word_embeddings true, if it was saved with tied embeddings",
-        )
 
     def build(self) -> nn.Module:
         """Builds the model on torch's default device, in torch's default dtype."""
@@ -106,7 +93,7 @@ class PretrainedFolder:
     reverted = staticmethod(reverted)
 
     def draw_missing(self, name: str, seed: int) -> torch.Tensor:
-        return draw_missing(self, name, seed)
+        return draw_missing(self.build, name, seed)
 
     def saved_layer(self, name: str) -> str:
         return name
@@ -131,9 +118,7 @@ def resolve_folder(name: str, args: Mapping[str, Any], facts: Mapping[str, Any])
     found = PretrainedFolder(name=name, folder=folder, cls=cls, config=config, new_head=head is not None)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         trial = found.build()
-    check_parameters(trial, f"--model.name {name}")
-    check_vocabulary(trial, name, facts)
-    check_positions(trial, name, facts)
+    check_model(trial, name, facts)
     return found
 
 
@@ -184,6 +169,20 @@ def _read_config(name: str, folder: Path) -> dict[str, Any]:
         )
     named_dtype(file, fields)
     return fields
+
+
+def named_dtype(file: Path, fields: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that a config.json names, as `bfloat16` or, as older exports do, `torch.bfloat16`."""
+    field = next((name for name in DTYPE_FIELDS if fields.get(name) is not None), None)
+    if field is None:
+        return None
+    found = getattr(torch, str(fields[field]).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(
+            f"{file} has {field} {fields[field]!a}, which is no floating-point dtype of torch.",
+            f'"{field}": "bfloat16" in it, or the dtype of its weights',
+        )
+    return found
 
 
 def _configuration(name: str, fields: dict[str, Any], given: dict[str, Any]) -> Any:
@@ -317,44 +316,3 @@ def _fill_buffers(model: Any, device: torch.device) -> None:
     with torch.no_grad():
         for path in dict.fromkeys(name.rpartition(".")[0] for name in unsaved):
             initialise(model, path, {name for name in saved if name.startswith(f"{path}." if path else "")})
-
-
-def initialise(model: Any, path: str, kept: Collection[str]) -> None:
-    """Calls transformers' initialisation of one module; the tensors of the state dict in `kept` stay."""
-    from transformers import initialization
-
-    tensors = [tensor for name, tensor in model.state_dict(keep_vars=True).items() if name in kept]
-    for tensor in tensors:
-        setattr(tensor, _FLAG, True)
-    try:
-        with initialization.guard_torch_init_functions():
-            _owner(model, path)._init_weights(model.get_submodule(path))
-    finally:
-        for tensor in tensors:
-            if hasattr(tensor, _FLAG):  # a tied one is there twice
-                delattr(tensor, _FLAG)
-
-
-def _owner(model: Any, path: str) -> Any:
-    """The innermost transformers model around a module: it initialises that module."""
-    from transformers import PreTrainedModel
-
-    parts = path.split(".") if path else []
-    around = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1))
-    return next(module for module in around if isinstance(module, PreTrainedModel))
-
-
-def draw_missing(source: PretrainedFolder, name: str, seed: int) -> torch.Tensor:
-    """A tensor that the folder lacks, as transformers initialises it; a function of the seed and the name."""
-    with torch.device("meta"):
-        model: Any = source.build()
-    path, _, key = name.rpartition(".")
-    module = model.get_submodule(path)
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    for part, tensor in own:
-        real = torch.zeros_like(tensor, device="cpu")
-        setattr(module, part, nn.Parameter(real) if isinstance(tensor, nn.Parameter) else real)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(name_seed(seed, name, 4))
-        initialise(model, path, ())
-    return getattr(module, key).detach()

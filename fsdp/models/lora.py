@@ -4,13 +4,16 @@ A linear layer is an nn.Linear, or transformers' Conv1D (GPT-2), which stores W 
 two more parameters of the layer itself, so no name of the model changes and they are in the communication
 group of their block. They are drawn from their own streams: the base is drawn as without them. Not here:
 checkpoints of adapters alone (fsdp/checkpoint/adapter_weights.py).
+
+And --model.frozen: parameters selected by name patterns and frozen.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -20,12 +23,11 @@ from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import LoraSection
-from fsdp.models.blocks import blocks_of, find_units
 from fsdp.models.init import Constant, Init, Uniform
-from fsdp.models.parameter_names import names_by_tensor
-from fsdp.models.trainable import matching, patterns
+from fsdp.models.units import blocks_of, find_units, names_by_tensor
 
 A, B = "lora_a", "lora_b"
+FROZEN = "--model.frozen"
 
 
 class LoraLayer(nn.Module):
@@ -197,3 +199,50 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: bo
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     product = (b.to(wide) @ a.to(wide)) * scale
     return (weight.to(wide) + (product.T if transposed else product)).to(weight.dtype)
+
+
+# ---------------------------------------------------------------- name patterns and frozen parameters
+
+
+def patterns(text: str) -> list[str]:
+    """Splits `a.*, b` into patterns, in their order."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def matching(wanted: Sequence[str], names: Sequence[str], flag: str, what: str) -> list[str]:
+    """Returns the names that match a pattern, in the model's order; a pattern without a match is an error
+    with similar names as its hint.
+    """
+    for pattern in wanted:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise _nothing(pattern, names, flag, what)
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)]
+
+
+def _nothing(pattern: str, names: Sequence[str], flag: str, what: str) -> ConfigError:
+    below = f"{pattern}.*"
+    if any(fnmatchcase(name, below) for name in names):
+        near = [below]
+    elif any(fnmatchcase(name, f"*.{pattern}") for name in names):
+        near = [f"*.{pattern}"]
+    else:
+        near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or list(names[:3])
+    hint = f"{flag} {','.join(near)}" if near else f"leave {flag} out"
+    return ConfigError(f"{flag} {pattern} matches no {what} of this model (of {len(names)}).", hint)
+
+
+def freeze(model: nn.Module, text: str) -> list[str]:
+    """Freezes the parameters whose names match, and returns the names. A tied parameter matches by any of its
+    names.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    frozen = matching(patterns(text), list(named), FROZEN, "parameter")
+    for name in frozen:
+        named[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        first, dot, _ = frozen[0].partition(".")
+        raise ConfigError(
+            f"{FROZEN} {text} leaves nothing to train.",
+            f"a narrower pattern: {FROZEN} {f'{first}.*' if dot else first}",
+        )
+    return frozen

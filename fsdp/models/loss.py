@@ -1,7 +1,7 @@
 """Calls the model on a micro-batch, and returns what is trained: the objective of a run, by one rule.
 
-1. `--train.loss FUNCTION`: that function's losses and weights (custom_loss.py).
-2. A class of transformers whose forward calls transformers' own cross entropy (hf_loss.py): that cross
+1. `--train.loss FUNCTION`: that function's losses and weights (`CustomLoss`).
+2. A class of transformers whose forward calls transformers' own cross entropy (`HfEntropy`): that cross
    entropy from the logits, the mean over the global batch's labels. What forward adds to it, such as a
    router's loss, is that of each micro-batch, weighed by rows.
 3. Any other model that returns a loss: that loss. A forward that takes `num_items_in_batch` gets the number
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,22 +29,116 @@ from fsdp.base.errors import ConfigError
 from fsdp.models.checks import IGNORED, check_one_number
 from fsdp.models.chunked_loss import ChunkedHead
 from fsdp.models.cross_entropy import (
+    HfEntropy,
     LossParts,
+    Output,
     SummedEntropy,
     TokenCounts,
     class_dimension,
     cross_entropy_parts,
     mask_padding,
+    maybe_entropy,
     next_labels,
+    read_output,
     row_sums,
     summed_entropy,
 )
-from fsdp.models.custom_loss import CustomLoss
-from fsdp.models.hf_loss import HfEntropy, maybe_entropy
-from fsdp.models.model_output import Output, read_output
+from fsdp.models.factory import blame, load_attribute
 
+FLAG = "--train.loss"
+EXAMPLE = "cross_entropy(output, batch['targets'], reduction='none')"
 LABELS = ("labels", "targets")
 ITEMS = "num_items_in_batch"
+
+
+@dataclass(frozen=True)
+class CustomLoss:
+    """A loss of the user, `--train.loss package.module:function`, and the checks of what it returns:
+
+        function(output, batch) → losses, or (losses, weights)
+
+    `output` is what the model returned, `batch` the data of these rows ("inputs", "targets", …). `losses` has
+    one number for each sample, or for each token of each sample: its first dimension is that of the batch.
+    `weights`, of the same shape, are bools or numbers from 0; without them each number counts once. The loss
+    of a step is Σ losses · weights / Σ weights over the global batch, however it is divided.
+    """
+
+    path: str
+    function: Callable[..., Any]
+
+    def weighted(self, output: Any, batch: Mapping[str, Tensor], valid: Tensor) -> tuple[Tensor, Tensor]:
+        """The weighted losses, in at least fp32, and the weights; 0 in rows that are not valid."""
+        losses, weights = self._read(self.function(output, batch), len(valid))
+        weights = torch.where(valid.view(-1, *[1] * (losses.dim() - 1)), weights.detach(), 0)
+        losses = losses if losses.dtype == torch.float64 else losses.float()
+        if torch.is_grad_enabled() and not losses.requires_grad:
+            raise ConfigError(
+                f"{FLAG} {self.path} returned losses without a gradient.",
+                "compute them from the output, without .detach(), .item() or torch.no_grad()",
+            )
+        # Not a product alone: 0 times an infinity is NaN.
+        return torch.where(weights != 0, losses, 0) * weights, weights
+
+    def trial(self, output: Any, batch: Mapping[str, Tensor], valid: Tensor) -> None:
+        """As `weighted`, before the first step: an error of the function becomes one line that names it."""
+        try:
+            self.weighted(output, batch, valid)
+        except (ConfigError, torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{FLAG} {self.path} failed: {blame(error)}.",
+                f"it is called with (output, batch); output is {_described(output)}, batch has "
+                f"{', '.join(batch)}",
+            ) from error
+
+    def _read(self, found: Any, rows: int) -> tuple[Tensor, Tensor]:
+        losses, weights = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        if not isinstance(losses, Tensor) or not losses.is_floating_point():
+            raise self._wrong(f"returned {_described(found)}")
+        if not losses.dim() or len(losses) != rows:
+            raise self._wrong(f"returned losses of the shape {tuple(losses.shape)} for {rows} samples")
+        if weights is None:
+            return losses, torch.ones_like(losses, requires_grad=False)
+        if not isinstance(weights, Tensor) or weights.shape != losses.shape:
+            shown = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+            raise self._wrong(f"returned losses of the shape {tuple(losses.shape)} and weights of {shown}")
+        return losses, weights.to(losses.dtype if losses.dtype == torch.float64 else torch.float32)
+
+    def _wrong(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"{FLAG} {self.path} {what}.", f"return a loss for each sample or token: {EXAMPLE}"
+        )
+
+
+def load_loss(path: str) -> CustomLoss | None:
+    """The function that --train.loss names; None without one. Raises ConfigError."""
+    if not path:
+        return None
+    function: Any = load_attribute(path, FLAG)
+    try:
+        inspect.signature(function).bind("output", {})
+    except TypeError as error:
+        raise ConfigError(f"{FLAG} {path}: {error}.", "it is called with (output, batch)") from None
+    except ValueError:  # a builtin without a signature
+        pass
+    parameters = function.named_parameters() if isinstance(function, nn.Module) else iter(())
+    if (parameter := next(parameters, None)) is not None:  # as metric learning has them
+        raise ConfigError(
+            f"{FLAG} {path} has a parameter of its own, {parameter[0]}, which is no part of the model and "
+            "would not be trained.",
+            "make it a part of the model, whose forward takes targets and returns the loss",
+        )
+    return CustomLoss(path, function)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {tuple(value.shape)} in {str(value.dtype).removeprefix('torch.')}"
+    return f"a {type(value).__name__}"
+
+
+# ---------------------------------------------------------------- the rule
 
 
 class LossFunction:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from fsdp.models.builtin import BuiltIn, Facts, check_covers, check_equals, check_ranges, size
+from fsdp.models.factory import BuiltIn, Fact, check_ranges, size
 from fsdp.models.init import Init, Uniform
 
 
@@ -44,27 +43,13 @@ class Mlp(nn.Module):
         }
 
 
-def _pixels(facts: Facts) -> int | None:
-    return (
-        facts["channels"] * facts["image_size"] ** 2 if {"channels", "image_size"} <= facts.keys() else None
-    )
-
-
-def _from_facts(facts: Facts) -> dict[str, Any]:
-    found = {"in_features": _pixels(facts), "classes": facts.get("num_classes")}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _check_facts(sizes: MlpSizes, facts: Facts) -> None:
-    check_equals(sizes, "in_features", _pixels(facts), "channels × image_size² =")
-    check_covers(sizes, "classes", facts, "num_classes", "classes")
-
-
 BUILT_IN = BuiltIn(
     sizes=MlpSizes,
     presets={"base": {}},
     reads="num_classes",
-    from_facts=_from_facts,
-    check_facts=_check_facts,
+    facts={
+        "in_features": Fact("pixels", "channels × image_size² = {}", exact=True),
+        "classes": Fact("num_classes", "{} classes"),
+    },
     build=Mlp,
 )

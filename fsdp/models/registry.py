@@ -11,28 +11,62 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import nearest
 from fsdp.base.torch_private.core import uncompiled
 from fsdp.config import ModelSection
-from fsdp.models.builtin import BuiltIn, Facts, make_sizes
-from fsdp.models.checks import check_parameters, check_vocabulary
-from fsdp.models.factory import blame, load_attribute, parameters_of
+from fsdp.config.values import expanded
+from fsdp.models.checks import check_model
+from fsdp.models.factory import BuiltIn, Facts, blame, load_attribute, make_sizes, parameters_of
 from fsdp.models.hub import PREFIX
-from fsdp.models.packed_check import check_positions
-from fsdp.models.source_folder import SourceFolder
+from fsdp.models.init import draw_parameters, fill_buffers, seeded, to_empty
 
 if TYPE_CHECKING:
-    from fsdp.models.hf_random import ModuleDraws
+    from fsdp.models.hf import PretrainedFolder
+    from fsdp.models.hf_weights import ModuleDraws
 
 BUILT_INS = ("vit", "transformer", "mlp")
 OWN_MODEL = "--model.name package.module:factory for your own model"
 _DATA_FOR = {"num_classes": ("images", "digits"), "vocab_size": ("tokens", "text")}
+
+
+class SourceFolder(Protocol):
+    """The format of transformers in which a model is written."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Its tokenizer's files are copied; None for a model that did not start from a folder."""
+        ...
+
+    @property
+    def class_name(self) -> str: ...
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype that config.json names."""
+        ...
+
+    def build(self) -> nn.Module: ...
+
+    def saved_pieces(self, model: Any) -> dict[str, dict[str, Tensor]]:
+        """Model's name → the tensors that save_pretrained makes of it, as meta tensors by name."""
+        ...
+
+    def reverted(self, model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """One tensor of the model as save_pretrained names and splits it."""
+        ...
+
+    def saved_layer(self, name: str) -> str:
+        """A module's name in the class that from_pretrained builds."""
+        ...
+
+    def config_json(self, dtype: torch.dtype) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +77,13 @@ class ModelSpec:
     build: Callable[[], nn.Module]
     sizes: Mapping[str, Any]
     knows_inits: bool
-    pretrained: SourceFolder | None = None
+    pretrained: PretrainedFolder | None = None
 
     def draws(self, seed: int, build_whole: Callable[[], nn.Module]) -> ModuleDraws | None:
         """Random weights module by module, for a model of transformers that --model.name names."""
-        if self.knows_inits or self.pretrained is None:
+        if self.pretrained is None:
             return None
-        from fsdp.models.hf_random import ModuleDraws
+        from fsdp.models.hf_weights import ModuleDraws
 
         return ModuleDraws(self.build, seed, build_whole)
 
@@ -77,32 +111,33 @@ def _resolve_built_in(section: ModelSection, facts: Facts, model: BuiltIn) -> Mo
             f"--model.preset {preset} is not one of {section.name}'s: {', '.join(model.presets)}.",
             nearest(preset, model.presets, "--model.preset {}", first, cutoff=0.3),
         )
-    _check_kind_of_data(section.name, model, facts)
-    folder = model.find_folder(section.weights) if model.find_folder is not None else None
-    if folder is None:
-        given = {**model.from_facts(facts), **model.presets[preset], **section.args}
-    else:
-        named = (section.preset, model.presets[preset] if section.preset else {})
-        given = folder.sizes(facts, named, section.args)
+    other = next((fact for fact in _DATA_FOR if fact != model.reads and fact in facts), None)
+    if other is not None and model.reads not in facts:
+        reads, data = _DATA_FOR[model.reads]
+        raise ConfigError(
+            f"--model.name {section.name} reads {reads}, but the data holds {_DATA_FOR[other][0]}.",
+            f"--data.name {data}",
+        )
+    if section.name == "transformer":
+        _refuse_folder(section.weights)
+    if {"channels", "image_size"} <= facts.keys():
+        facts = {**facts, "pixels": facts["channels"] * facts["image_size"] ** 2}
+    given = {**model.from_facts(facts), **model.presets[preset], **section.args}
     sizes = make_sizes(model.sizes, given, f"--model.name {section.name}")
     model.check_facts(sizes, facts)
     build = partial(model.build, sizes)
-    return ModelSpec(
-        name=section.name,
-        build=build,
-        sizes=asdict(sizes),
-        knows_inits=True,
-        pretrained=None if folder is None else folder.source(sizes, build),
-    )
+    return ModelSpec(name=section.name, build=build, sizes=asdict(sizes), knows_inits=True)
 
 
-def _check_kind_of_data(name: str, model: BuiltIn, facts: Facts) -> None:
-    other = next((fact for fact in _DATA_FOR if fact != model.reads and fact in facts), None)
-    if other is not None and model.reads not in facts:
+def _refuse_folder(weights: str) -> None:
+    """A folder of save_pretrained has a configuration and tensor names of its own."""
+    folders = [expanded(weights), expanded(weights) / "full_model"] if weights else []
+    folder = next((str(one) for one in folders if (one / "config.json").is_file()), "")
+    folder = weights.removeprefix(PREFIX) if weights.startswith(PREFIX) else folder
+    if folder:
         raise ConfigError(
-            f"--model.name {name} reads {_DATA_FOR[model.reads][0]}, but the data holds "
-            f"{_DATA_FOR[other][0]}.",
-            f"--data.name {_DATA_FOR[model.reads][1]}",
+            f"--model.weights {weights} is a model of transformers, not a state dict of the transformer.",
+            f"--model.name {PREFIX}{folder} without --model.weights",
         )
 
 
@@ -114,10 +149,31 @@ def _resolve_pretrained(section: ModelSection, facts: Facts) -> ModelSpec:
         )
     from fsdp.models.hf import resolve_folder
 
-    found = resolve_folder(section.name, section.args, facts)
+    folder = resolve_folder(section.name, section.args, facts)
     return ModelSpec(
-        name=section.name, build=found.build, sizes=dict(section.args), knows_inits=False, pretrained=found
+        name=section.name, build=folder.build, sizes=dict(section.args), knows_inits=False, pretrained=folder
     )
+
+
+def build_real(spec: ModelSpec, seed: int, device: str | torch.device = "cpu") -> nn.Module:
+    """Builds the model with a run's initial weights; on the host first if it has no param_inits()."""
+    if not spec.knows_inits:
+        return _built_whole(spec, seed).to(device)
+    with torch.device("meta"):
+        model = spec.build()
+    to_empty(model, device)
+    draw_parameters(model, seed)
+    fill_buffers(model, device)
+    return model
+
+
+def _built_whole(spec: ModelSpec, seed: int) -> nn.Module:
+    with seeded(seed), torch.device("cpu"):
+        model = spec.build()
+    draws = spec.draws(seed, lambda: model)
+    if draws is not None:
+        model.load_state_dict(draws)
+    return model
 
 
 # ---------------------------------------------------------------- user factories
@@ -129,9 +185,7 @@ def _resolve_factory(section: ModelSection, facts: Facts) -> ModelSpec:
     build = _Factory(section.name, factory, given)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         trial = build()
-    check_parameters(trial, f"--model.name {section.name}")
-    check_vocabulary(trial, section.name, facts)
-    check_positions(trial, section.name, facts)
+    check_model(trial, section.name, facts)
     return ModelSpec(
         name=section.name, build=build, sizes=given, knows_inits=_knows_inits(section.name, trial)
     )
@@ -164,6 +218,7 @@ class _Factory:
     arguments: Mapping[str, Any]
 
     def __call__(self) -> nn.Module:
+        flag = f"--model.name {self.path}"
         meta = torch.get_default_device().type == "meta"
         try:
             model = self.factory(**self.arguments)
@@ -171,16 +226,15 @@ class _Factory:
             raise
         except Exception as error:
             hint = _on_meta(error) if meta else "the error is on that line of the factory"
-            raise ConfigError(f"--model.name {self.path} failed: {blame(error)}.", hint) from error
+            raise ConfigError(f"{flag} failed: {blame(error)}.", hint) from error
         if not isinstance(model, nn.Module):
             raise ConfigError(
-                f"--model.name {self.path} returned a {type(model).__name__}, not an nn.Module.",
-                "return the model itself",
+                f"{flag} returned a {type(model).__name__}, not an nn.Module.", "return the model itself"
             )
         if isinstance(model, nn.DataParallel) or uncompiled(model) is not model:
             # Their forward takes any arguments: which data the model gets could not be read from it.
             raise ConfigError(
-                f"--model.name {self.path} returned its model inside of {type(model).__name__}.",
+                f"{flag} returned its model inside of {type(model).__name__}.",
                 "return the model itself; --speed.compile true compiles its units",
             )
         return model

@@ -1,8 +1,9 @@
 """A decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, embeddings tied or not.
 
-It runs alone on one device. Rotary tables are non-persistent buffers: `init_buffers` computes them, and they
-are in no checkpoint. Half-split rotation and the order of the projections are those of Hugging Face's Llama.
-Not here: the loss.
+It runs alone on one device. Positions are plain, or scaled for longer sequences as linear, llama3 or yarn, by
+the formulas of the publications in float64. Rotary tables are non-persistent buffers: `init_buffers` computes
+them, and they are in no checkpoint. Half-split rotation and the order of the projections are those of Hugging
+Face's Llama. Not here: the loss.
 """
 
 from __future__ import annotations
@@ -18,20 +19,32 @@ from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.core import ConvertedModule
-from fsdp.models.blocks import LARGE_LAYER
-from fsdp.models.builtin import BuiltIn, Facts, check_covers, check_multiple, check_ranges, size
+from fsdp.models.factory import BuiltIn, Fact, check_multiple, check_ranges, size
 from fsdp.models.init import Constant, Init, Normal, fill_from_global
-from fsdp.models.llama_folder import maybe_llama
-from fsdp.models.packed_attention import Documents, documents_of
-from fsdp.models.rope import RopeSizes, check_scaling, frequencies
+from fsdp.models.packed import Documents, documents_of
+from fsdp.models.units import LARGE_LAYER
+
+SCALINGS = ("linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerSizes(RopeSizes):
+class TransformerSizes:
     """kv_heads 0 is heads; ffn 0 is ⅔ of 4·width, rounded up to a multiple of 64; head_dim 0 is width over
     heads.
     """
 
+    head_dim: int = size(0, low=0)
+    rope_theta: float = size(10_000.0)
+    rope_scaling: str = ""
+    rope_factor: float = size(1.0)
+    rope_original_len: int = size(0, low=0)
+    """Longest sequence before scaling."""
+    rope_low_freq: float = size(1.0, low=0)
+    rope_high_freq: float = size(4.0, low=0)
+    rope_beta_fast: float = size(32.0)
+    rope_beta_slow: float = size(1.0, low=0)
+    rope_attention: float = size(0.0, low=0)
+    """yarn's factor of cosines and sines; 0: from rope_factor."""
     vocab_size: int = size(256)
     width: int = size(128)
     layers: int = size(2)
@@ -49,24 +62,79 @@ class TransformerSizes(RopeSizes):
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        check_scaling(self.rope_scaling, self.rope_original_len)
+        _check_scaling(self.rope_scaling, self.rope_original_len)
         if not self.head_dim:
             check_multiple(self, "width", "heads")
         object.__setattr__(self, "head_dim", self.head_dim or self.width // self.heads)
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "ffn", self.ffn or 64 * math.ceil(self.width * 8 / 3 / 64))
         check_multiple(self, "heads", "kv_heads")
-        if self.head_dim % 2 and self.head_dim != self.width // self.heads:
-            raise ConfigError(
-                f"--model.args.head_dim {self.head_dim} is odd: rotary positions turn pairs.",
-                f"--model.args.head_dim {self.head_dim + 1}",
-            )
         if self.head_dim % 2:
+            by_width = self.head_dim == self.width // self.heads
             raise ConfigError(
-                f"--model.args.width {self.width} over --model.args.heads {self.heads} gives heads of "
-                f"{self.width // self.heads}: rotary positions need an even size.",
-                f"--model.args.width {self.width + self.heads}",
+                f"heads of --model.args.head_dim {self.head_dim}, by default width {self.width} over heads "
+                f"{self.heads}, are odd: rotary positions turn pairs.",
+                f"--model.args.width {self.width + self.heads}"
+                if by_width
+                else f"--model.args.head_dim {self.head_dim + 1}",
             )
+
+
+# ---------------------------------------------------------------- rotary positions
+
+
+def _check_scaling(scaling: str, original_len: int) -> None:
+    if scaling not in ("", *SCALINGS):
+        raise ConfigError(
+            f"--model.args.rope_scaling {scaling} is not one of {', '.join(SCALINGS)}.",
+            "--model.args.rope_scaling llama3",
+        )
+    if scaling in ("llama3", "yarn") and not original_len:
+        raise ConfigError(
+            f"--model.args.rope_scaling {scaling} needs the sequence length before scaling.",
+            "--model.args.rope_original_len 8192",
+        )
+
+
+def frequencies(sizes: TransformerSizes) -> tuple[Tensor, float]:
+    """The angle a position for each pair of a head, and the factor of cosines and sines."""
+    half = sizes.head_dim // 2
+    plain = sizes.rope_theta ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
+    if sizes.rope_scaling == "linear":
+        return plain / sizes.rope_factor, 1.0
+    if sizes.rope_scaling == "llama3":
+        return _llama3(plain, sizes), 1.0
+    if sizes.rope_scaling == "yarn":
+        return _yarn(plain, sizes), sizes.rope_attention or _yarn_attention(sizes.rope_factor)
+    return plain, 1.0
+
+
+def _yarn_attention(factor: float) -> float:
+    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _llama3(plain: Tensor, sizes: TransformerSizes) -> Tensor:
+    """Pairs that turn often in the original length stay, those that turn rarely are slowed by the factor."""
+    turns = sizes.rope_original_len * plain / (2 * math.pi)
+    kept = (turns - sizes.rope_low_freq) / (sizes.rope_high_freq - sizes.rope_low_freq)
+    return _mixed(plain, sizes.rope_factor, kept.clamp(0, 1))
+
+
+def _yarn(plain: Tensor, sizes: TransformerSizes) -> Tensor:
+    """As llama3, with a ramp over the index of the pair."""
+
+    def pair_with(turns: float) -> float:
+        ratio = sizes.rope_original_len / (2 * math.pi * turns)
+        return sizes.head_dim * math.log(ratio) / (2 * math.log(sizes.rope_theta))
+
+    first = max(math.floor(pair_with(sizes.rope_beta_fast)), 0)
+    last = min(math.ceil(pair_with(sizes.rope_beta_slow)), sizes.head_dim - 1)
+    ramp = (torch.arange(len(plain), dtype=torch.float64) - first) / (last - first or 1e-3)
+    return _mixed(plain, sizes.rope_factor, 1 - ramp.clamp(0, 1))
+
+
+def _mixed(plain: Tensor, factor: float, kept: Tensor) -> Tensor:
+    return plain / factor * (1 - kept) + plain * kept
 
 
 class Rotary:
@@ -82,6 +150,9 @@ class Rotary:
         first, second = x.chunk(2, dim=-1)
         turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
         return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+# ---------------------------------------------------------------- modules
 
 
 class Attention(nn.Module):
@@ -232,16 +303,6 @@ class Transformer(ConvertedModule):
             self.init_buffers(self.rotary_cos.device)
 
 
-def _from_facts(facts: Facts) -> dict[str, Any]:
-    names = {"vocab_size": "vocab_size", "max_seq_len": "seq_len"}
-    return {name: facts[fact] for name, fact in names.items() if fact in facts}
-
-
-def _check_facts(sizes: TransformerSizes, facts: Facts) -> None:
-    check_covers(sizes, "vocab_size", facts, "vocab_size", "different tokens")
-    check_covers(sizes, "max_seq_len", facts, "seq_len", "tokens a sample")
-
-
 _LLAMA_8B = {
     "vocab_size": 128_256, "width": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14_336,
     "max_seq_len": 8192, "rope_theta": 500_000.0,
@@ -255,12 +316,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "chapter": {"width": 512, "layers": 10, "heads": 8},
     # GPT-2 small's sizes; 50,257 tokens rounded up to a multiple of 128
     "124m": {
-        "vocab_size": 50_304,
-        "width": 768,
-        "layers": 12,
-        "heads": 12,
-        "max_seq_len": 1024,
-        "tied": True,
+        **{"vocab_size": 50_304, "width": 768, "layers": 12, "heads": 12},
+        **{"max_seq_len": 1024, "tied": True},
     },
     # Llama 3.2's 1B, without its scaled positions
     "1b": {**_LLAMA_8B, "width": 2048, "layers": 16, "ffn": 8192, "tied": True},
@@ -277,8 +334,9 @@ BUILT_IN = BuiltIn(
     sizes=TransformerSizes,
     presets=PRESETS,
     reads="vocab_size",
-    from_facts=_from_facts,
-    check_facts=_check_facts,
+    facts={
+        "vocab_size": Fact("vocab_size", "{} different tokens"),
+        "max_seq_len": Fact("seq_len", "{} tokens a sample"),
+    },
     build=Transformer,
-    find_folder=maybe_llama,
 )

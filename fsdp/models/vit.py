@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from fsdp.base.torchvision_import import import_torchvision
-from fsdp.models.builtin import BuiltIn, Facts, check_covers, check_equals, check_multiple, check_ranges, size
+from fsdp.models.factory import BuiltIn, Fact, check_multiple, check_ranges, size
 from fsdp.models.init import Constant, Init, Normal, Uniform
 
 
@@ -105,30 +105,23 @@ def _init_of(name: str, *, sizes: VitSizes) -> Init:
     return Constant(1.0 if is_norm and name.endswith("weight") else 0.0)
 
 
-def _from_facts(facts: Facts) -> dict[str, Any]:
-    return {name: facts[name] for name in ("image_size", "channels", "num_classes") if name in facts}
-
-
-def _check_facts(sizes: VitSizes, facts: Facts) -> None:
-    check_equals(sizes, "image_size", facts.get("image_size"), "image_size")
-    check_equals(sizes, "channels", facts.get("channels"), "channels")
-    check_covers(sizes, "num_classes", facts, "num_classes", "classes")
-
-
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "small": {"patch_size": 7, "layers": 10, "heads": 2, "width": 128, "ffn": 128},
     "wide": {"patch_size": 7, "layers": 12, "heads": 8, "width": 3840, "ffn": 768},
     "b16": {
-        "image_size": 224, "channels": 3, "num_classes": 1000, "patch_size": 16, "layers": 12, "heads": 12,
-        "width": 768, "ffn": 3072,
+        **{"image_size": 224, "channels": 3, "num_classes": 1000},
+        **{"patch_size": 16, "layers": 12, "heads": 12, "width": 768, "ffn": 3072},
     },
-}  # fmt: skip
+}
 
 BUILT_IN = BuiltIn(
     sizes=VitSizes,
     presets=PRESETS,
     reads="num_classes",
-    from_facts=_from_facts,
-    check_facts=_check_facts,
+    facts={
+        "image_size": Fact("image_size", "image_size {}", exact=True),
+        "channels": Fact("channels", "channels {}", exact=True),
+        "num_classes": Fact("num_classes", "{} classes"),
+    },
     build=build,
 )

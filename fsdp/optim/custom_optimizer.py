@@ -24,7 +24,7 @@ from fsdp.config import OptimSection
 from fsdp.dist import collectives
 from fsdp.models import load_attribute
 from fsdp.models.factory import blame, parameters_of
-from fsdp.models.parameter_names import clean_name
+from fsdp.models.units import clean_name
 
 FLAG = "--optim.name"
 LR_RATIO = "lr_ratio"

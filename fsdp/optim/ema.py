@@ -17,7 +17,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from fsdp.config import OptimSection
 from fsdp.dist.local_tensors import local_tensor
-from fsdp.models.parameter_names import clean_name
+from fsdp.models.units import clean_name
 
 KEY: Any = "ema"
 """Of the averages in the optimizer's `state`."""

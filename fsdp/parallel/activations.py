@@ -38,7 +38,7 @@ from fsdp.base.torch_private.core import (
     writes,
 )
 from fsdp.config import MemorySection
-from fsdp.models.blocks import blocks_of, wrap_hint
+from fsdp.models.units import blocks_of, wrap_hint
 from fsdp.parallel.written_tensors import WrittenResults, random_streams, storage_of, written_by
 
 NO_RECOMPUTATION = "--memory.activation_checkpointing none --memory.activation_budget 1"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp.models.unsharded import persistent
+from fsdp.models.init import persistent
 from fsdp.parallel.shard import Sharded
 
 

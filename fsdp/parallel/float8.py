@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import SpeedSection
-from fsdp.models.blocks import blocks_of
+from fsdp.models.units import blocks_of
 
 NEEDED = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 

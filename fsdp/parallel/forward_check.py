@@ -31,8 +31,7 @@ from fsdp.base.torch_private.fsdp import (
     seen_tensors,
 )
 from fsdp.config import Config
-from fsdp.models.blocks import blocks_of
-from fsdp.models.parameter_names import clean_name
+from fsdp.models.units import blocks_of, clean_name
 from fsdp.parallel.shard import Sharded, compiles
 
 KEPT = "--mesh.reshard_after_forward false"

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import ConfigError
 from fsdp.models.checks import frames, kept_tensors, misfit, stale_reference
-from fsdp.models.parameter_names import clean_name
+from fsdp.models.units import clean_name
 from fsdp.parallel.activations import refused_recomputation
 from fsdp.parallel.attention import refused_attention
 

@@ -25,11 +25,9 @@ from fsdp.dist.collectives import all_gather_objects, on_main
 from fsdp.dist.local_tensors import local_tensor
 from fsdp.dist.shards import cut_of, shard_count
 from fsdp.models import ModelSpec, to_empty
-from fsdp.models.device_draw import draw_into
-from fsdp.models.init import Init, draw
+from fsdp.models.init import Init, draw, draw_into, persistent, seeded
 from fsdp.models.lora import lora_inits
-from fsdp.models.parameter_names import all_names
-from fsdp.models.unsharded import persistent, seeded
+from fsdp.models.units import all_names
 from fsdp.parallel.init_check import (
     check_initialised,
     check_unsaved,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.core import compiled_call, set_compiled_call, viewed
 from fsdp.config import MemorySection
-from fsdp.models.blocks import blocks_of
+from fsdp.models.units import blocks_of
 
 SMALLEST = 1 << 16
 """Bytes from which on a copy over the bus is worth its overhead."""

@@ -1,7 +1,7 @@
 """Shards a plain module, in the one order that works: float8 → checkpointing → compile → activations' offload
 → fully_shard (or DDP).
 
-The units are data from the model (fsdp/models/blocks.py); the groups are the mesh's. Weights are not touched:
+The units are data from the model (fsdp/models/units.py); the groups are the mesh's. Weights are not touched:
 the model may be on the meta device.
 """
 
@@ -37,8 +37,8 @@ from fsdp.config import (
     reshard_policy,
 )
 from fsdp.dist.mesh import MeshSizes
-from fsdp.models.blocks import blocks_of, find_units
-from fsdp.models.experts import has_separate_experts
+from fsdp.models.hf_settings import has_separate_experts
+from fsdp.models.units import blocks_of, find_units
 from fsdp.parallel.activations import apply_activation_checkpointing
 from fsdp.parallel.comm_hooks import Hooks, apply_comm, connect_group, load_hooks
 from fsdp.parallel.compiler import compiles, set_kernel_folders

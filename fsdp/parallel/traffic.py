@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fsdp.base.units import byte_size
 from fsdp.config import MeshSection, reshard_policy
 from fsdp.dist.mesh import MeshSizes
-from fsdp.models.blocks import find_units
+from fsdp.models.units import find_units
 from fsdp.parallel.whole_parameters import whole_parameters
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.core import FakeTensor
-from fsdp.models.trainable import matching, patterns
+from fsdp.models.lora import matching, patterns
 
 FLAG = "--mesh.unsharded"
 

@@ -41,8 +41,8 @@ class PlainLoop:
         import torch
 
         from fsdp.models import build_real
-        from fsdp.models.experts import select_experts_kernel
-        from fsdp.models.trainable import freeze
+        from fsdp.models.hf_settings import select_experts_kernel
+        from fsdp.models.lora import freeze
         from fsdp.run import weights
 
         config = options.config(None, "")
@@ -239,7 +239,7 @@ def _entropy_of(model: nn.Module, batch: Mapping[str, Tensor]) -> bool | None:
     """Whether transformers' own cross entropy predicts the next label; None for another loss. Which classes
     have it is the run's rule: not a matter of parity.
     """
-    from fsdp.models.hf_loss import maybe_entropy
+    from fsdp.models.cross_entropy import maybe_entropy
 
     labels = next((batch[name] for name in ("labels", "targets") if name in batch), None)
     found = maybe_entropy(model)

@@ -18,7 +18,7 @@ from fsdp.base.weak_method import without_owner
 from fsdp.data.types import Batch
 from fsdp.dist.collectives import Sum
 from fsdp.dist.local_tensors import tensors_in
-from fsdp.models.blocks import blocks_of
+from fsdp.models.units import blocks_of
 from fsdp.optim.small_states import SmallStateAdam, new_state
 from fsdp.parallel.shard import Sharded
 from fsdp.parallel.update import Update

@@ -23,13 +23,12 @@ from fsdp.data.types import Batch
 from fsdp.dist.mesh import MeshSizes
 from fsdp.memory.resting import RestingBytes, resting_bytes
 from fsdp.models import ModelSpec, to_empty
-from fsdp.models.blocks import blocks_of, find_units
 from fsdp.models.chunked_loss import maybe_chunked
 from fsdp.models.cross_entropy import summed_entropy
-from fsdp.models.custom_loss import load_loss
-from fsdp.models.experts import group_experts
 from fsdp.models.factory import blame
-from fsdp.models.loss import LossFunction
+from fsdp.models.hf_settings import group_experts
+from fsdp.models.loss import LossFunction, load_loss
+from fsdp.models.units import blocks_of, find_units
 from fsdp.optim.custom_optimizer import is_custom
 from fsdp.optim.ema import maybe_ema
 from fsdp.optim.loss_scale import LossScaler

@@ -31,13 +31,12 @@ from fsdp.dist.env import DistEnv, pick_device
 from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.dist.process_group import process_group
 from fsdp.models import ModelSpec, resolve
-from fsdp.models.experts import select_experts_kernel
+from fsdp.models.cross_entropy import loss_or_logits
 from fsdp.models.hf import KERNELS
+from fsdp.models.hf_settings import select_experts_kernel, turn_caches_off
 from fsdp.models.hub import PREFIX
-from fsdp.models.kv_cache import turn_caches_off
-from fsdp.models.model_output import loss_or_logits
-from fsdp.models.parameter_names import all_names
-from fsdp.models.unsharded import fill_buffers, seeded, to_empty
+from fsdp.models.init import fill_buffers, seeded, to_empty
+from fsdp.models.units import all_names
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import Sharded, resolve_dtypes, shard_model
 from fsdp.run.job import model_of

@@ -18,8 +18,8 @@ from fsdp.data import DataSet, heldout_batches
 from fsdp.data.types import Batch, Samples
 from fsdp.dist.collectives import ranks, sum_over_ranks
 from fsdp.dist.mesh import BatchPlan, DataRank
+from fsdp.models.init import persistent
 from fsdp.models.loss import LossFunction
-from fsdp.models.unsharded import persistent
 from fsdp.optim.ema import Ema
 from fsdp.parallel.shard import Sharded
 from fsdp.run.source_losses import sums_by_source

@@ -20,11 +20,10 @@ from fsdp.base import devices
 from fsdp.base.errors import first_line
 from fsdp.base.torch_private.core import fake_forward
 from fsdp.data import DataSet
-from fsdp.models.custom_loss import CustomLoss
-from fsdp.models.experts import group_experts
-from fsdp.models.loss import LossFunction
-from fsdp.models.packed_attention import POSITIONS
-from fsdp.models.unsharded import to_empty
+from fsdp.models.hf_settings import group_experts
+from fsdp.models.init import to_empty
+from fsdp.models.loss import CustomLoss, LossFunction
+from fsdp.models.packed import POSITIONS
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fsdp.config import Config
 from fsdp.models import ModelSpec, build_real
 from fsdp.models.lora import adapted, base_names
-from fsdp.models.parameter_names import names_in_state
+from fsdp.models.units import names_in_state
 from fsdp.parallel.init_check import state_digest
 from fsdp.parallel.materialize import build_on_host
 from fsdp.parallel.shard import Dtypes

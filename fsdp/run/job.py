@@ -28,7 +28,6 @@ from fsdp.dist.shards import cut_of
 from fsdp.memory.resting import resting_bytes
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
-from fsdp.models.blocks import find_units
 from fsdp.models.checks import (
     batch_norms,
     check_parameters,
@@ -39,12 +38,11 @@ from fsdp.models.checks import (
     stale_reference,
 )
 from fsdp.models.chunked_loss import output_layer
-from fsdp.models.custom_loss import CustomLoss, load_loss
-from fsdp.models.experts import select_experts_kernel
-from fsdp.models.kv_cache import turn_caches_off
-from fsdp.models.lora import adapted, apply_lora
-from fsdp.models.trainable import freeze
-from fsdp.models.unsharded import seeded, to_empty
+from fsdp.models.hf_settings import select_experts_kernel, turn_caches_off
+from fsdp.models.init import seeded, to_empty
+from fsdp.models.lora import adapted, apply_lora, freeze
+from fsdp.models.loss import CustomLoss, load_loss
+from fsdp.models.units import find_units
 from fsdp.optim.custom_optimizer import is_custom, load_factory
 from fsdp.optim.schedule import Schedule
 from fsdp.optim.train_state import TrainState

@@ -35,7 +35,7 @@ from fsdp.dist.env import DistEnv, check_torch, from_environment, set_allocator
 from fsdp.dist.mesh import build_mesh, resolve
 from fsdp.dist.process_group import process_group
 from fsdp.models import ModelSpec
-from fsdp.models.trainable import freeze
+from fsdp.models.lora import freeze
 from fsdp.optim.custom_optimizer import StateCheck, check_step
 from fsdp.optim.nonfinite import Verdicts
 from fsdp.optim.train_state import TrainState

@@ -1,6 +1,6 @@
 """The check at the start of a run on packed rows: does attention stay within documents?
 
-Not here: what is compared (fsdp/models/packed_check.py).
+Not here: what is compared (fsdp/models/checks.py).
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fsdp.config import Config
 from fsdp.data.loader import read_batch
-from fsdp.models.model_output import read_output
-from fsdp.models.packed_attention import POSITIONS
-from fsdp.models.packed_check import PACKED, check_chunks, check_documents_apart
+from fsdp.models.checks import PACKED, check_chunks, check_documents_apart
+from fsdp.models.cross_entropy import read_output
+from fsdp.models.packed import POSITIONS
 from fsdp.parallel.shard import Sharded
 from fsdp.run.job import Job
 

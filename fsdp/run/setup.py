@@ -29,8 +29,7 @@ from fsdp.dist.mesh import data_rank
 from fsdp.dist.stop import Stopper
 from fsdp.memory.oom_error import OomContext
 from fsdp.models.chunked_loss import maybe_chunked
-from fsdp.models.cross_entropy import summed_entropy
-from fsdp.models.hf_loss import remarks
+from fsdp.models.cross_entropy import remarks, summed_entropy
 from fsdp.models.loss import LossFunction
 from fsdp.parallel.compiler import compiles
 from fsdp.parallel.ddp import replicate

@@ -16,7 +16,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.data.types import Batch
 from fsdp.models.checks import check_has_gradient
 from fsdp.models.loss import LossFunction
-from fsdp.models.parameter_names import clean_name
+from fsdp.models.units import clean_name
 from fsdp.optim.gradients import Gradients, InTurn
 from fsdp.optim.loss_scale import LossScaler
 from fsdp.optim.optimizer import set_lr

@@ -26,8 +26,8 @@ from fsdp.data.types import Batch
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import data_rank
 from fsdp.dist.stop import Stopper
+from fsdp.models.init import seed_streams
 from fsdp.models.loss import LossFunction
-from fsdp.models.unsharded import seed_streams
 from fsdp.optim.custom_optimizer import StateCheck, is_custom
 from fsdp.optim.ema import Ema
 from fsdp.optim.gradients import InTurn

@@ -10,7 +10,7 @@ from fsdp.checkpoint.full_state import FullState, open_full_state
 from fsdp.checkpoint.pretrained import PretrainedWeights
 from fsdp.config import Config
 from fsdp.models import ModelSpec
-from fsdp.models.source_folder import SourceFolder
+from fsdp.models.registry import SourceFolder
 
 NONE = "none"
 """--model.weights none: random weights where --model.name has its own."""
@@ -23,13 +23,15 @@ def maybe_state(config: Config) -> FullState | None:
 
 def reads_folder(config: Config, spec: ModelSpec) -> bool:
     """Whether the weights are those of a folder of transformers."""
-    return spec.pretrained is not None and config.model.weights == spec.pretrained.weights
+    return spec.pretrained is not None and config.model.weights == ""
 
 
 def saved_as(config: Config, spec: ModelSpec) -> SourceFolder | None:
     """The format of transformers in which the run is exported; None for a state dict."""
-    if spec.pretrained is not None or config.checkpoint.export_format != "hf":
+    if spec.pretrained is not None:
         return spec.pretrained
+    if config.checkpoint.export_format != "hf":
+        return None
     if spec.name != "transformer":
         raise ConfigError(
             f"--checkpoint.export_format hf: {spec.name} is no model of transformers.",

@@ -28,7 +28,7 @@ from fsdp.config import WatchSection
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv, set_variable
 from fsdp.dist.local_tensors import local_tensor
-from fsdp.models.parameter_names import clean_name
+from fsdp.models.units import clean_name
 from fsdp.parallel.shard import Sharded
 from fsdp.rundir.line_files import Appender
 

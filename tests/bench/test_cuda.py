@@ -15,7 +15,7 @@ from torch import nn
 from bench import gpu
 from fsdp.base.digest import digest_shard
 from fsdp.config import OptimSection
-from fsdp.models import device_draw
+from fsdp.models import init
 from fsdp.models.chunked_loss import ChunkedHead
 from fsdp.models.cross_entropy import summed_entropy
 from fsdp.models.init import BLOCK, Normal, draw
@@ -39,8 +39,8 @@ def test_a_short_part_of_the_battery(part: str, tmp_path: Path) -> None:
 
 def test_initial_values_are_the_hosts() -> None:
     device = torch.device("cuda", 0)
-    assert device_draw.draws_as_the_host(device)
-    found = device_draw.draw_into(torch.empty(3 * BLOCK, device=device), Normal(0.02), 1, "w", 5)
+    assert init.draws_as_the_host(device)
+    found = init.draw_into(torch.empty(3 * BLOCK, device=device), Normal(0.02), 1, "w", 5)
     assert torch.equal(found.cpu(), draw(Normal(0.02), 1, "w", 5, 3 * BLOCK))
 
 

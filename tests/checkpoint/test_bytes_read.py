@@ -20,11 +20,11 @@ from fsdp.checkpoint.pretrained import PretrainedWeights
 from fsdp.config import Config, ModelSection
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models import ModelSpec, resolve
-from fsdp.models.llama_folder import saved_name
 from fsdp.parallel.materialize import _fill_rows
 from fsdp.parallel.shard import Sharded, shard_model
 from fsdp.plan.fake_world import fake_world
 
+pytestmark = pytest.mark.needs("transformers")
 RANKS = 64
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128_256, "hidden_size": 4096,
@@ -36,14 +36,14 @@ FACTS = {"vocab_size": 128_256, "seq_len": 512}
 
 
 def spec_of(folder: Path) -> ModelSpec:
-    return resolve(ModelSection(name="transformer", weights=str(folder)), FACTS)
+    return resolve(ModelSection(name=f"hf:{folder}"), FACTS)
 
 
 def write_sparse(folder: Path) -> int:
     """Four files of holes with whole headers; returns the bytes of all tensors."""
     (folder / "config.json").write_text(json.dumps(CONFIG))
     with torch.device("meta"):
-        shapes = {saved_name(name): tuple(p.shape) for name, p in spec_of(folder).build().named_parameters()}
+        shapes = {name: tuple(p.shape) for name, p in spec_of(folder).build().named_parameters()}
     names, where, total = list(shapes), {}, 0
     for part in range(4):
         at, header, file = 0, {}, folder / f"model-{part}.safetensors"
@@ -120,7 +120,7 @@ from pathlib import Path
 from fsdp.checkpoint.pretrained import PretrainedWeights
 from fsdp.dist.local_tensors import local_tensor
 from fsdp.dist.mesh import MeshSizes
-from fsdp.models.unsharded import to_empty
+from fsdp.models.init import to_empty
 from fsdp.parallel.materialize import _fill_rows
 from tests.checkpoint.test_bytes_read import peak_bytes, sharded_on_meta, spec_of
 

@@ -17,8 +17,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import Config, TrainSection
 from fsdp.data import build_dataset
 from fsdp.dist.mesh import MeshSizes
-from fsdp.models.custom_loss import load_loss
-from fsdp.models.loss import LossFunction
+from fsdp.models.loss import LossFunction, load_loss
 from fsdp.parity.reference import Loss
 from fsdp.plan.step_trace import FakeRun, trace_step
 from tests.support import plain_loop

@@ -14,7 +14,7 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.data import build_dataset
 from fsdp.models import build_real, resolve
-from fsdp.models.trainable import freeze
+from fsdp.models.lora import freeze
 from tests.support import user_code
 from tests.support.runs import flags, run
 

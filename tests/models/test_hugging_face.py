@@ -14,8 +14,8 @@ from torch import nn
 from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.config import ModelSection, load
 from fsdp.models import ModelSpec, build_real, load_attribute, resolve
-from fsdp.models.blocks import find_units
-from fsdp.models.kv_cache import turn_caches_off
+from fsdp.models.hf_settings import turn_caches_off
+from fsdp.models.units import find_units
 from fsdp.parallel.activations import apply_activation_checkpointing
 from fsdp.plan.__main__ import answer, fields_set
 from fsdp.run import job

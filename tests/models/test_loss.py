@@ -14,10 +14,16 @@ from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.models.checks import IGNORED
-from fsdp.models.cross_entropy import TokenCounts, count_tokens, cross_entropy_parts, summed_entropy
+from fsdp.models.cross_entropy import Output as Found
+from fsdp.models.cross_entropy import (
+    TokenCounts,
+    count_tokens,
+    cross_entropy_parts,
+    loss_or_logits,
+    read_output,
+    summed_entropy,
+)
 from fsdp.models.loss import LossFunction
-from fsdp.models.model_output import Output as Found
-from fsdp.models.model_output import loss_or_logits, read_output
 
 VALID = torch.tensor([True, True, False])
 INPUTS, TARGETS = torch.randn(3, 4), torch.tensor([1, 0, 2])

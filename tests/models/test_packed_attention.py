@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from fsdp.base.errors import ConfigError
 from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.config import MemorySection, SpeedSection
-from fsdp.models import packed_attention
-from fsdp.models.experts import select_experts_kernel
-from fsdp.models.model_output import read_output
-from fsdp.models.packed_attention import document_bounds, document_starts, documents_of, uses_varlen
-from fsdp.models.packed_check import check_documents_apart, check_positions
+from fsdp.models import packed
+from fsdp.models.checks import check_documents_apart, check_positions
+from fsdp.models.cross_entropy import read_output
+from fsdp.models.hf_settings import select_experts_kernel
+from fsdp.models.packed import document_bounds, document_starts, documents_of, uses_varlen
 from fsdp.models.transformer import Transformer, TransformerSizes
 from fsdp.parallel.activations import apply_activation_checkpointing
 from fsdp.parallel.attention import attention_kernel
@@ -135,17 +135,17 @@ def test_bounds_of_documents() -> None:
 def test_varlen_is_as_the_mask(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (tokens, positions) = transformer(kv_heads=kv_heads), rows()
     masked = model(tokens, positions)
-    monkeypatch.setattr(packed_attention, "varlen_kernel", lambda: plain_varlen)
-    monkeypatch.setattr(packed_attention, "uses_varlen", lambda *_: True)
+    monkeypatch.setattr(packed, "varlen_kernel", lambda: plain_varlen)
+    monkeypatch.setattr(packed, "uses_varlen", lambda *_: True)
     assert documents_of(positions, masked, 4).mask is None
     assert torch.allclose(model(tokens, positions), masked, rtol=0, atol=1e-12)
 
 
 def test_torch_takes_these_arguments_of_varlen() -> None:
     """On the meta device, where it computes nothing."""
-    if packed_attention.varlen_kernel() is None:
+    if packed.varlen_kernel() is None:
         pytest.skip("this torch has no torch.nn.attention.varlen")
-    documents = packed_attention.Documents(bounds=document_bounds(document_starts(rows()[1])).to("meta"))
+    documents = packed.Documents(bounds=document_bounds(document_starts(rows()[1])).to("meta"))
     q = torch.empty(3, 4, 9, 8, dtype=torch.bfloat16, device="meta")
     kv = torch.empty(3, 2, 9, 8, dtype=torch.bfloat16, device="meta")
     assert documents.attend(q, kv, kv).shape == q.shape
@@ -153,7 +153,7 @@ def test_torch_takes_these_arguments_of_varlen() -> None:
 
 def test_varlen_is_for_half_precision_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(packed_attention, "varlen_kernel", lambda: plain_varlen)
+    monkeypatch.setattr(packed, "varlen_kernel", lambda: plain_varlen)
     cuda = torch.device("cuda")
     assert uses_varlen(cuda, torch.bfloat16, 64)
     assert not uses_varlen(cuda, torch.float32, 64)
@@ -170,7 +170,7 @@ def test_a_kernel_that_is_named_is_that_of_packed_rows_too(
 ) -> None:
     """varlen is FlashAttention's: another one gets a mask."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(packed_attention, "varlen_kernel", lambda: plain_varlen)
+    monkeypatch.setattr(packed, "varlen_kernel", lambda: plain_varlen)
     with attention_kernel(SpeedSection(attention=kernel)):
         assert uses_varlen(torch.device("cuda"), torch.bfloat16, 64) is varlen
 

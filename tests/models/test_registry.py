@@ -179,7 +179,7 @@ BAD_BUILT_IN: list[tuple[dict[str, Any], str, str]] = [
         "--model.args.heads 8 is not a multiple of --model.args.kv_heads 3",
         "--model.args.kv_heads 2",
     ),
-    ({"name": "transformer", "width": 12, "heads": 4}, "heads of 3", "--model.args.width 16"),
+    ({"name": "transformer", "width": 12, "heads": 4}, "head_dim 3", "--model.args.width 16"),
     (
         {"name": "vit", "image_size": 30},
         "--model.args.image_size 30 is not a multiple of --model.args.patch_size 7",

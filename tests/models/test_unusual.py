@@ -22,7 +22,7 @@ from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.config import MemorySection
 from fsdp.dist.env import DistEnv
 from fsdp.models import build_real, resolve
-from fsdp.models.blocks import find_units
+from fsdp.models.units import find_units
 from fsdp.parallel.activations import apply_activation_checkpointing
 from fsdp.predict.trained import open_run
 from tests.support.plain_loop import relative_difference, train_plainly

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import MemorySection, load
-from fsdp.models.blocks import find_units
+from fsdp.models.units import find_units
 from fsdp.parallel import activations
 from fsdp.parallel.activations import (
     Budgeted,

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp.config import Config, MeshSection, PrecisionSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import build_mesh, resolve
-from fsdp.models.blocks import blocks_of, find_units
+from fsdp.models.units import blocks_of, find_units
 from fsdp.parallel.shard import shard_model
 from fsdp.parallel.traffic import traffic
 from fsdp.parallel.whole_parameters import average_gradients, average_scalars

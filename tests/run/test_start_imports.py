@@ -22,7 +22,7 @@ SPARED = {
     "fsdp.data.path_reader": "a path as --data.name",
     "fsdp.memory.oom_report": "an out-of-memory error",
     "fsdp.models.hf": "--model.name hf:",
-    "fsdp.models.hf_random": "--model.name hf:",
+    "fsdp.models.hf_weights": "--model.name hf:",
     "fsdp.models.llama_folder": "--checkpoint.export_format hf",
     "fsdp.optim.muon": "--optim.name muon",
     "fsdp.optim.small_states": "--optim.state",

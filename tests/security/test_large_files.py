@@ -22,7 +22,6 @@ from fsdp.checkpoint.file_names import MANIFEST, METADATA
 from fsdp.checkpoint.full_state import files_of_index, newest_export, open_full_state
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.models.hf import resolve_folder
-from fsdp.models.llama_folder import maybe_llama
 from fsdp.rundir import line_files, paths, tail
 from fsdp.rundir.paths import RunDir
 from launch import slurm_job
@@ -109,10 +108,6 @@ def config_json_is_a_fifo(folder: Path, read: Callable[[str], object]) -> None:
 @pytest.mark.needs("transformers")
 def test_a_config_json_that_is_a_fifo_is_a_line(tmp_path: Path) -> None:
     config_json_is_a_fifo(tmp_path, lambda name: resolve_folder(name, {}, {}))
-
-
-def test_a_config_json_of_a_llama_that_is_a_fifo_is_a_line(tmp_path: Path) -> None:
-    config_json_is_a_fifo(tmp_path, maybe_llama)
 
 
 # ---------------------------------------------------------------- line files

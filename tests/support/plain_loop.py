@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from fsdp.config import Config
 from fsdp.data import Cursor, build_dataset
 from fsdp.models import build_real, resolve
-from fsdp.models.lora import apply_lora
-from fsdp.models.trainable import freeze
+from fsdp.models.lora import apply_lora, freeze
 from tests.support.adapters import draw_adapters, merge
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

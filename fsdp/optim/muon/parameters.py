@@ -14,8 +14,8 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.models.parameter_names import clean_name
-from fsdp.models.trainable import matching, patterns
+from fsdp.models.lora import matching, patterns
+from fsdp.models.units import clean_name
 
 FLAG = "--optim.muon_parameters"
 

@@ -1,20 +1,21 @@
 """Selects the communication units: the model's units(), its repeated blocks, N of them, a class, or a size.
 
 A unit is a list of modules whose parameters are gathered together; parameters in no unit belong to the root.
-Only the selection is here, on plain modules; fsdp/parallel/shard.py shards the units.
+Only the selection is here, on plain modules; fsdp/parallel/shard.py shards the units. And the names of a
+model's tensors: all names of a tied one, and names without those of wrappers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.text import nearest, parse_count
-from fsdp.models.experts import holds_experts
+from fsdp.base.text import nearest
+from fsdp.base.torch_private.names import WRAPPER_NAMES
 
 Unit = list[nn.Module]
 
@@ -29,19 +30,19 @@ _ROOT = -1
 
 def find_units(model: nn.Module, wrap: str = "auto") -> list[Unit]:
     """Returns the units of --mesh.wrap, in forward order but inner ones first, without the root."""
-    kind, _, what = wrap.partition(":")
+    kind, _, value = wrap.partition(":")
     if kind == "class":
-        found = _of_class(model, what.split(","))
+        chosen = _of_class(model, value.split(","))
     elif kind == "size":
-        found = [[module] for module in _of_size(model, _number(what))]
+        chosen = [[module] for module in _of_size(model, int(value))]
     elif kind == "root":
-        found = []
+        chosen = []
+    elif callable(getattr(model, "units", None)):
+        chosen = _own_units(model)
     else:
-        found = (
-            _own_units(model) if callable(getattr(model, "units", None)) else [[m] for m in _repeated(model)]
-        )
-    units = _without_shared(model, _inner_first(_distinct(model, found)))
-    return _joined(units, int(what)) if kind == "every" else units
+        chosen = [[module] for module in _repeated(model)]
+    units = _without_shared(model, _inner_first(_distinct(model, chosen)))
+    return _joined(units, int(value)) if kind == "every" else units
 
 
 def blocks_of(units: Sequence[Unit]) -> list[nn.Module]:
@@ -55,29 +56,27 @@ def blocks_of(units: Sequence[Unit]) -> list[nn.Module]:
 def wrap_hint(model: nn.Module | None) -> str:
     """--mesh.wrap with the classes of composite modules in lists, where none of them is repeated."""
     inside = [] if model is None else [m for m in model.modules() if isinstance(m, _CONTAINERS)]
-    found = [
+    names = [
         type(m).__name__
-        for one in inside
-        for m in _members(one)
+        for container in inside
+        for m in _members(container)
         if _is_block(m) and not isinstance(m, _CONTAINERS) and next(m.children(), None) is not None
     ]
-    classes = ",".join(dict.fromkeys(found))
-    return (
-        f"--mesh.wrap class:{classes}" if classes else "--mesh.wrap class:NAME says which modules are units"
-    )
+    classes = ",".join(dict.fromkeys(names)) or "NAME says which modules are units"
+    return f"--mesh.wrap class:{classes}"
 
 
 def _joined(units: Sequence[Unit], count: int) -> list[Unit]:
     """Joins up to `count` consecutive units that are single blocks of one class."""
-    found: list[Unit] = []
+    joined: list[Unit] = [[]]
     for unit in units:
-        last = found[-1] if found else []
+        last = joined[-1]
         one_class = len({type(module) for module in (*last, *unit)}) == 1
         if last and one_class and len(last) + len(unit) <= count and blocks_of([unit]):
-            found[-1] = [*last, *unit]
+            last += unit
         else:
-            found.append(list(unit))
-    return found
+            joined.append(list(unit))
+    return joined[1:]
 
 
 # ---------------------------------------------------------------- the model's units()
@@ -94,27 +93,19 @@ def _own_units(model: nn.Module) -> list[Unit]:
 
 def _member(module: Any, model: nn.Module, members: set[nn.Module]) -> nn.Module:
     """Resolves one entry of units(): a module of this model, or its name."""
-    whose = f"units() of {type(model).__name__}"
-    if isinstance(module, str):
-        named = dict(model.named_modules(remove_duplicate=False))
-        if module not in named:
-            hint = nearest(module, named, "{}", "see named_modules()", cutoff=0.5)
-            raise ConfigError(f"{whose} names {module}, which it does not have.", hint)
-        module = named[module]
-    if not isinstance(module, nn.Module):
-        raise ConfigError(
-            f"{whose} gave a {type(module).__name__}, not a module.", "return modules, or lists of modules"
-        )
+    named = dict(model.named_modules(remove_duplicate=False)) if isinstance(module, str) else {}
+    module = named.get(module, module)
     if module not in members:
-        raise ConfigError(
-            f"{whose} gave a {type(module).__name__} that is not inside it.", "return the model's own modules"
-        )
+        what = repr(module) if isinstance(module, str) else f"a {type(module).__name__}"
+        hint = nearest(str(module), named, "{}", "return modules of the model, or their names", cutoff=0.5)
+        raise ConfigError(f"units() of {type(model).__name__} gave {what}, no module inside it.", hint)
     if isinstance(module, _HOLDERS):
         raise ConfigError(
-            f"{whose} gave a {type(module).__name__}, which has no forward and cannot be a unit.",
+            f"units() of {type(model).__name__} gave a {type(module).__name__}, which has no forward and "
+            "cannot be a unit.",
             "return what it holds: [*self.blocks]",
         )
-    return module
+    return module  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------- repeated blocks
@@ -153,6 +144,18 @@ def _is_block(module: nn.Module) -> bool:
     return numel >= (LARGE_LAYER if is_layer else 1)
 
 
+def holds_experts(name: str, module: nn.Module) -> bool:
+    """Whether a list or dict of that name holds experts: one that no token of a batch selects is not called,
+    and the ranks select different ones.
+    """
+    return name.endswith("experts") and isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
+
+
+def has_separate_experts(module: nn.Module) -> bool:
+    """Whether its experts are modules in a list or a dict."""
+    return any(holds_experts(name, one) for name, one in module.named_modules())
+
+
 # ---------------------------------------------------------------- by class, by size
 
 
@@ -167,14 +170,6 @@ def _of_class(model: nn.Module, names: Sequence[str]) -> list[Unit]:
                 nearest(name, usable, "--mesh.wrap class:{}", "--mesh.wrap auto", cutoff=0.5),
             )
     return [[module] for module in model.modules() if type(module).__name__ in names]
-
-
-def _number(text: str) -> int:
-    if not (found := parse_count(text)):
-        raise ConfigError(
-            f"--mesh.wrap size:{text} is not a number of parameters.", "--mesh.wrap size:1000000"
-        )
-    return found
 
 
 def _of_size(model: nn.Module, least: int) -> list[nn.Module]:
@@ -263,3 +258,42 @@ def _owners(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Parameter, set[i
             owners.setdefault(parameter, set()).add(owner)
         stack += [(child, owner) for child in module.children()]
     return owners
+
+
+# ---------------------------------------------------------------- names of tensors
+
+
+def names_by_tensor(named: Iterable[tuple[str, Tensor]]) -> dict[Tensor, list[str]]:
+    """Each tensor with all of its names, in their order; a tied tensor has several."""
+    names: dict[Tensor, list[str]] = {}
+    for name, tensor in named:
+        names.setdefault(tensor, []).append(name)
+    return names
+
+
+def all_names(model: nn.Module) -> dict[str, list[str]]:
+    """The first name of each parameter and buffer, with all names of that tensor."""
+    named: list[tuple[str, Tensor]] = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return {names[0]: names for names in names_by_tensor(named).values()}
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Each name of a parameter or buffer, with the first name of that tensor."""
+    return {name: names[0] for names in all_names(model).values() for name in names}
+
+
+def names_in_state(model: nn.Module) -> dict[str, list[str]]:
+    """Each name of a model's state dict, with all names of that tensor."""
+    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    names = names_by_tensor(state.items())
+    return {name: names[tensor] for name, tensor in state.items()}
+
+
+def clean_name(name: str, *, ddp: bool = False) -> str:
+    """A name without the parts that wrappers put into it; `ddp` also removes the leading `module.` of DDP."""
+    if ddp:
+        name = name.removeprefix("module.")
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES)

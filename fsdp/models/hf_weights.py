@@ -1,22 +1,31 @@
-"""Names of a model's tensors in a folder of transformers: renamed, fused and split tensors.
+"""Weights of a model of transformers: its tensors in a folder, and random ones module by module.
 
-The rules are transformers' own (its conversion mapping). Both directions are computed on meta tensors first,
-so a tensor's place and shape are known before any byte is read. Not here: files.
+The rules of names (renamed, fused and split tensors) are transformers' own, its conversion mapping. Both
+directions are computed on meta tensors first: a tensor's place and shape are known before any byte is read.
+Random weights of a module are a function of the seed and its name: no more than one module is held. Not here:
+files (fsdp/checkpoint/pretrained.py), or who receives them (fsdp/parallel/materialize.py).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fsdp.models.parameter_names import all_names, first_names
+from fsdp.models.init import name_seed
+from fsdp.models.units import all_names, first_names
 
+log = logging.getLogger(__name__)
+
+_FLAG = "_is_hf_initialized"
+"""transformers' mark on a tensor that its init functions leave unchanged."""
 Shape = tuple[int, ...]
 
 
@@ -137,9 +146,6 @@ def _compare(plan: NamePlan, model: Any, shapes: Mapping[str, Shape]) -> None:
     }
 
 
-# ---------------------------------------------------------------- out
-
-
 def saved_pieces(model: Any) -> dict[str, dict[str, Tensor]]:
     """Model's name → the tensors that save_pretrained makes of it, as meta tensors by name.
 
@@ -176,3 +182,124 @@ def _untied(model: Any) -> dict[str, Tensor]:
             name = next((one for one in some if one not in model.all_tied_weights_keys), some[0])
             kept[name] = saved[name]
     return {name: kept[name] for name in saved if name in kept}
+
+
+# ---------------------------------------------------------------- random weights
+
+
+def initialise(model: Any, path: str, kept: Collection[str]) -> None:
+    """Calls transformers' initialisation of one module; the tensors of the state dict in `kept` stay."""
+    from transformers import initialization
+
+    tensors = [tensor for name, tensor in model.state_dict(keep_vars=True).items() if name in kept]
+    for tensor in tensors:
+        setattr(tensor, _FLAG, True)
+    try:
+        with initialization.guard_torch_init_functions():
+            _owner(model, path)._init_weights(model.get_submodule(path))
+    finally:
+        for tensor in tensors:
+            if hasattr(tensor, _FLAG):  # a tied one is there twice
+                delattr(tensor, _FLAG)
+
+
+def _owner(model: Any, path: str) -> Any:
+    """The innermost transformers model around a module: it initialises that module."""
+    from transformers import PreTrainedModel
+
+    parts = path.split(".") if path else []
+    around = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1))
+    return next(module for module in around if isinstance(module, PreTrainedModel))
+
+
+def draw_missing(build: Callable[[], nn.Module], name: str, seed: int) -> Tensor:
+    """A tensor that the folder lacks, as transformers initialises it; a function of the seed and the name."""
+    with torch.device("meta"):
+        model: Any = build()
+    path, _, key = name.rpartition(".")
+    with _real(model, path, torch.zeros_like), torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(name_seed(seed, name, 4))
+        initialise(model, path, ())
+        drawn: Tensor = getattr(model.get_submodule(path), key).detach()
+    return drawn
+
+
+@contextmanager
+def _real(model: nn.Module, path: str, make: Callable[..., Tensor]) -> Iterator[list[str]]:
+    """A module of a meta model has tensors on the host within this block."""
+    module = model.get_submodule(path)
+    on_meta = dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
+    for key, tensor in on_meta.items():
+        real = make(tensor, device="cpu")
+        setattr(module, key, nn.Parameter(real) if isinstance(tensor, nn.Parameter) else real)
+    try:
+        yield list(on_meta)
+    finally:
+        for key, tensor in on_meta.items():
+            setattr(module, key, tensor)
+
+
+class ModuleDraws(Mapping[str, Tensor]):
+    """The state dict of a model that `build` makes; a tied tensor is drawn under the first of its names.
+
+    Where transformers' initialisation leaves a value to the constructor, `build_whole` makes the model on the
+    host, once.
+    """
+
+    def __init__(
+        self, build: Callable[[], nn.Module], seed: int, build_whole: Callable[[], nn.Module]
+    ) -> None:
+        with torch.device("meta"):
+            self._model: Any = build()
+        self._seed, self._build_whole = seed, build_whole
+        self._first = first_names(self._model)
+        self._last: tuple[str | None, dict[str, Tensor]] = (None, {})
+        self._whole: dict[str, Tensor] = {}
+
+    def take(self, name: str) -> Tensor | None:
+        return self[name] if name in self._first else None
+
+    def __getitem__(self, name: str) -> Tensor:
+        path, _, key = self._first[name].rpartition(".")
+        if self._last[0] != path:
+            self._last = (None, {})  # freed before the next is drawn
+            self._last = (path, self._drawn(path))
+        tensor = self._last[1][key]
+        return tensor if _is_filled(tensor) else self._of_constructor(self._first[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._model.state_dict())
+
+    def __len__(self) -> int:
+        return len(self._model.state_dict())
+
+    def _drawn(self, path: str) -> dict[str, Tensor]:
+        parts = path.split(".") if path else []
+        with _real(self._model, path, _unfilled) as keys, torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(name_seed(self._seed, path, 4))
+            # Its own initialisation, then those of the modules around it, which may scale it again (GPT-2's
+            # projections).
+            for depth in range(len(parts), -1, -1):
+                initialise(self._model, ".".join(parts[:depth]), ())
+            module = self._model.get_submodule(path)
+            return {key: getattr(module, key).detach() for key in keys}
+
+    def _of_constructor(self, name: str) -> Tensor:
+        if not self._whole:
+            log.warning(
+                "transformers does not initialise %s: the model is built whole on the host once", name
+            )
+            model = self._build_whole()
+            self._whole = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return self._whole[name].detach()
+
+
+def _unfilled(tensor: Tensor, *, device: str) -> Tensor:
+    value = torch.nan if tensor.is_floating_point() else 0 if tensor.dtype == torch.bool else -77
+    return torch.full_like(tensor, value, device=device, requires_grad=False)
+
+
+def _is_filled(tensor: Tensor) -> bool:
+    if tensor.is_floating_point():
+        return not bool(tensor.isnan().any())
+    return tensor.dtype != torch.bool and not bool((tensor == -77).any())

@@ -1,8 +1,8 @@
-"""Experts of a mixture: transformers' loop over them where torch has no grouped products for the dtype or the
-sizes, and those that are modules of their own.
+"""Settings of a model of transformers that a run changes: the kernel of its experts, key-value caches.
 
-transformers is not imported: a model is any module with `set_experts_implementation`. Not here: the choice of
---model.args.experts_implementation (hf.py).
+transformers is not imported: a model is any module with `set_experts_implementation`, a configuration any
+object with `to_dict()` that is the `config` of a module or an attribute of such an object. Not here: the
+choice of --model.args.experts_implementation (hf.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp.models.units import holds_experts
+
 log = logging.getLogger(__name__)
 
 GROUPED, LOOP = "grouped_mm", "eager"
@@ -21,11 +23,13 @@ ALIGNMENT = 16
 """Bytes: each row of a grouped product's operands, and of their gradients, is a multiple of them."""
 
 
-def holds_experts(name: str, module: nn.Module) -> bool:
-    """Whether a list or dict of that name holds experts: one that no token of a batch selects is not called,
-    and the ranks select different ones.
-    """
-    return name.endswith("experts") and isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
+def text_config(model: nn.Module) -> Any:
+    """The configuration of a model, of several parts that of its decoder of text; None without one."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+# ---------------------------------------------------------------- experts
 
 
 def has_separate_experts(module: nn.Module) -> bool:
@@ -81,3 +85,36 @@ def _stacked_weights(model: nn.Module, kernel: str) -> Iterator[tuple[str, nn.Pa
 
 def _is_unaligned(weight: nn.Parameter, dtype: torch.dtype) -> bool:
     return any(size * dtype.itemsize % ALIGNMENT for size in weight.shape[1:])
+
+
+# ---------------------------------------------------------------- key-value caches
+
+
+def turn_caches_off(model: nn.Module) -> None:
+    """Sets `use_cache` to False in every module's configuration and in the configurations nested in it.
+
+    Recomputation calls a block twice: with a cache the second call would append the same keys again.
+    """
+    for config in _configs(model):
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    """Yields each once: an encoder and a decoder have copies, most other modules share the model's."""
+    found: dict[int, Any] = {}
+    waiting = [module.config for module in model.modules() if _is_config(getattr(module, "config", None))]
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in found:
+            found[id(config)] = config
+            waiting += [value for value in vars(config).values() if _is_config(value)]
+    yield from found.values()
+
+
+def _is_config(value: Any) -> bool:
+    return (
+        callable(getattr(value, "to_dict", None))
+        and hasattr(value, "__dict__")
+        and not isinstance(value, (type, nn.Module))
+    )

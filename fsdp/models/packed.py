@@ -3,7 +3,7 @@
 A row's `position_ids` start again where a document does: the form in which transformers reads packed rows.
 On CUDA in half precision torch.nn.attention.varlen gets the documents one by one; elsewhere a mask of
 [length, length] blocks other documents. Not here: how rows are packed (fsdp/data/packing.py), or the check
-of a model by its output (packed_check.py).
+of a model by its output (checks.py).
 """
 
 from __future__ import annotations
