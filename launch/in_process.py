@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp import config as configuration
+from fsdp.base.cache_folder import cache_folder
 from fsdp.base.errors import ConfigError
+from fsdp.base.object_client import is_url
 from fsdp.base.torch_private.core import forget_meshes
 from fsdp.config import Config
 from fsdp.dist.env import DistEnv, from_environment
@@ -29,9 +31,6 @@ from fsdp.run.training_loop import Outcome
 if TYPE_CHECKING:
     from launch.ray_worker import LocalReporter, RayReporter
 
-SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "az"}
-"""Of URLs, by the type names of pyarrow's file systems."""
-
 
 def load_config(flags: Sequence[str] = (), **values: Any) -> Config:
     """The configuration of these flags, with `section__field=value` over them. Raises ConfigError."""
@@ -43,7 +42,7 @@ def train(config: Config | Sequence[str], *, reporter: Reporter | None = None) -
 
     `config` may be the flags of train.py. Under torchrun, srun or Ray Train every rank calls this; elsewhere
     it is one process. In a worker of Ray Train the metrics and checkpoints go to `ray.train.report`, and an
-    empty `run.dir` is the folder of the trainer's RunConfig, `storage_path/name`.
+    empty `run.dir` is the folder of the trainer's RunConfig, `storage_path/name`; a URL gets the checkpoints.
     """
     resolved = config if isinstance(config, Config) else load_config(config)
     if resolved.backend == "ray":
@@ -67,7 +66,7 @@ def record_of(outcome: Outcome) -> dict[str, Any]:
     """The outcome as plain types: it can be unpickled where this package is not installed."""
     found = outcome.evaluation
     return {
-        "run_dir": outcome.place or str(outcome.run_dir),
+        "run_dir": str(outcome.run_dir),
         "step": outcome.step,
         "stopped": outcome.stopped,
         "eval_loss": found.loss if found is not None else None,
@@ -133,22 +132,18 @@ def _ray_reporter(env: DistEnv) -> RayReporter | LocalReporter:
 
 
 def _with_storage(config: Config) -> Config:
-    """An empty run.dir is Ray's storage."""
-    from launch.ray_worker import is_local_mode
-
-    if config.run.dir or is_local_mode():
-        return config
-    return configuration.replace(config, run__dir=_run_dir_of_storage())
-
-
-def _run_dir_of_storage() -> str:
-    """`storage_path/name` of the trainer's RunConfig, which Ray has checked on every node: a folder or a
-    URL.
+    """An empty run.dir is Ray's storage. A URL gets the checkpoints, and each node has a folder for the
+    rest.
     """
     import ray.train
 
-    storage: Any = ray.train.get_context().get_storage()
-    kind, path = storage.storage_filesystem.type_name, storage.experiment_fs_path
-    if kind == "local":
-        return str(path)
-    return f"{SCHEMES.get(kind, kind)}://{path}"
+    from launch.ray_worker import is_local_mode, storage_place
+
+    if config.run.dir or is_local_mode():
+        return config
+    place = storage_place(ray.train.get_context().get_storage())
+    if not is_url(place):
+        return configuration.replace(config, run__dir=place)
+    run = cache_folder("runs", place.replace("://", "-").replace("/", "-"))
+    store = config.checkpoint.dir or f"{place}/checkpoints"
+    return configuration.replace(config, run__dir=str(run), checkpoint__dir=store)

@@ -56,8 +56,8 @@ def main(argv: Sequence[str]) -> int:
         refuse_ray(config, "launch.local")
         if options.dry_run:
             return _dry_run(config, options.ranks)
-        config = configuration.replace(config, run__dir=paths.place_of(config))
-        run = paths.open_run(config.run.dir)
+        run = paths.choose(config)
+        config = configuration.replace(config, run__dir=str(run.path))
         # Frozen before the forks: a garbage collection in a fork would copy every shared page.
         with garbage.importing():
             os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # for imports that ask for GPUs
@@ -67,10 +67,7 @@ def main(argv: Sequence[str]) -> int:
             if code not in (0, HAVE_GPUS):
                 return code
             warm_up(config, options.ranks, gpus=code == HAVE_GPUS)
-        if not run.url:
-            _check_lock(run)
-        elif code := _in_a_fork(lambda: _check_lock(run)):
-            return code
+        _check_lock(run)
         ranks = _RankProcesses(config, options.ranks)
     except ShardrunError as error:
         return guard.refuse(error, "launch.local")

@@ -79,25 +79,10 @@ class Marker:
             "time": history.now(),
         }
         write_atomically(self.run.failed, json.dumps(record) + "\n")
-        if self.run.url:
-            from fsdp.base.object_client import impatient
-            from fsdp.checkpoint.run_mirror import put_file  # imports torch
-
-            with impatient():
-                put_file(self.run, self.run.failed)
 
     def read(self) -> Failure | None:
-        """The failure of this start; None if no rank has written one, or if it has another form. Of a run
-        directory in an object store a rank of another node writes to the store alone.
-        """
-        found = self._failure(_read_object(self.run.failed))
-        if found is not None or not self.run.url:
-            return found
-        from fsdp.checkpoint.run_mirror import get_file
-
-        return self._failure(_parsed(get_file(self.run, self.run.failed.name) or b""))
-
-    def _failure(self, record: Mapping[str, Any]) -> Failure | None:
+        """The failure of this start; None if no rank has written one, or if it has another form."""
+        record = _read_object(self.run.failed)
         kind = Kind.__members__.get(str(record.get("kind")))
         return _failure(record, kind) if kind is not None and record.get("start") == self.start else None
 

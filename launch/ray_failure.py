@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp.base.errors import LaunchError, ShardrunError, first_line
+from fsdp.base.errors import LaunchError, first_line
 from fsdp.base.text import named_ranks
 from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir
@@ -95,7 +95,7 @@ def failure_of_fit(error: Any) -> GroupFailure:
     return first_failure(getattr(error, "worker_failures", {}))
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class _Progress:
     """How far a run has come, by its records."""
 
@@ -105,27 +105,14 @@ class _Progress:
 
 
 def _progress_of(run: RunDir) -> _Progress:
-    """Of a run directory in an object store the newer of the records here and there: rank 0 may be on another
-    node.
-    """
-    here = _Progress(history.count_starts(run), history.last_step(run), hang_ended_newest_start(run))
-    if not run.url:
-        return here
-    from fsdp.checkpoint.run_source import opened  # imports torch
-
-    try:
-        with opened(run.url) as source:
-            return max(here, _progress_of(RunDir(source.path)))
-    except ShardrunError:
-        return here
+    return _Progress(history.count_starts(run), history.last_step(run), hang_ended_newest_start(run))
 
 
 class FailurePolicy(UserCallback):
     """Logs a failure of the group once, and ends the run if the policy decides so."""
 
-    def __init__(self, run: Path, logs: Path, max_failures: int, url: str = "") -> None:
-        """`url`: of a run directory in an object store, whose folder on the controller's node is `run`."""
-        self._run, self._logs, self._max = RunDir(run, url), logs, max_failures
+    def __init__(self, run: Path, logs: Path, max_failures: int) -> None:
+        self._run, self._logs, self._max = RunDir(run), logs, max_failures
         self._crashes: list[End] = []
         self._starts = history.count_starts(self._run)
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp import config as configuration
-from fsdp.base.errors import ConfigError, LaunchError
-from fsdp.base.object_client import is_url
+from fsdp.base.errors import LaunchError
 from fsdp.config import Config
 from fsdp.config.command_line import prints_errors
+from fsdp.rundir.paths import open_run
 
 
 @prints_errors("launch.ray_predict")
@@ -63,11 +63,7 @@ def _answer(config: Config, words: Sequence[str], own: Any) -> str:
     from launch.ray_trainer import workers_code
 
     options, flags = parse(words)  # a wrong word ends here, before workers start
-    if is_url(options.run):
-        hint = f"python -m fsdp.predict {options.run}, in one process or under torchrun"
-        what = f"{options.run} is in an object store, and workers leave their output in RUN."
-        raise ConfigError(what, hint)
-    run = Path(options.run).absolute()
+    run = open_run(options.run).path
     trained = read_config(run, flags, options.trust_code)
     config = configuration.replace(
         trained, **{f"ray__{name}": value for name, value in vars(config.ray).items()}

@@ -84,12 +84,8 @@ class Stopping:
     @staticmethod
     def mark(run: RunDir, reason: str, step: int) -> None:
         write_atomically(run.stopped, f"{reason} at step {step}\n")
-        if run.url:
-            from fsdp.checkpoint.run_mirror import put_file
 
-            put_file(run, run.stopped)
-
-    def train(self, fit: Callable[[], Any], file: Path, run: RunDir) -> Any:
+    def train(self, fit: Callable[[], Any], file: Path) -> Any:
         """The value of `fit`, called on a thread: on the main thread Ray would handle Ctrl-C."""
         values, errors = list[Any](), list[BaseException]()
 
@@ -107,10 +103,6 @@ class Stopping:
             # Each start removes the previous one's stop file: create it again until the ranks have ended.
             if self.signal is not None and thread.is_alive() and not file.exists():
                 file.touch()
-                if run.url and file == run.path / "STOP":
-                    from fsdp.checkpoint.run_mirror import put_file
-
-                    put_file(run, file)  # rank 0 may be on another node
         if self.signal is not None:
             file.unlink(missing_ok=True)
         if errors:

@@ -62,10 +62,8 @@ class WorkersFailed(ShardrunError):
 def run_on_ray(config: Config, own: OwnRay | None, stopping: Stopping) -> int:
     """Train, and return the exit code of train.py. `own` is the local Ray that starts meanwhile, if any."""
     _check(config)
-    run = paths.open_run(paths.place_of(config))
-    config = configuration.replace(config, run__dir=run.place)
-    if not run.url:
-        paths.create(run.path)
+    run = paths.create(paths.choose(config).path)
+    config = configuration.replace(config, run__dir=str(run.path))
     try:
         with slurm_job.holding(run, job_start()):
             pass  # a refusal here leaves nothing behind; the workers take the lock themselves
@@ -168,7 +166,7 @@ def _with_controller(task: WorkerTask, workers: Workers, stopping: Stopping) -> 
         (task.run / SNAPSHOT).unlink(missing_ok=True)
         try:
             file = Path(task.config.stop.file) if task.config.stop.file else task.run / "STOP"
-            return stopping.train(_trainer(task, workers).fit, file, paths.open_run(task.config.run.dir))
+            return stopping.train(_trainer(task, workers).fit, file)
         except RayActorError as error:
             words = " ".join(str(error).split())
             started = history.count_starts(run) > starts
@@ -190,7 +188,7 @@ def _trainer(task: WorkerTask, workers: Workers) -> Any:
     import ray.train.torch
 
     api: Any = ray.train  # its exports depend on an environment variable, which a type checker ignores
-    cuda, url = workers.gpus > 0, paths.open_run(task.config.run.dir).url
+    cuda = workers.gpus > 0
     scaling = api.ScalingConfig(
         num_workers=workers.low if workers.low == workers.high else (workers.low, workers.high),
         use_gpu=cuda,
@@ -201,7 +199,7 @@ def _trainer(task: WorkerTask, workers: Workers) -> Any:
         name=task.run.name,
         storage_path=str(task.run.parent),
         failure_config=api.FailureConfig(max_failures=task.config.ray.max_failures),
-        callbacks=[FailurePolicy(task.run, task.logs, task.config.ray.max_failures, url)],
+        callbacks=[FailurePolicy(task.run, task.logs, task.config.ray.max_failures)],
         # Ray starts CUDA before the run does. --ray.env is the user's own word and comes last.
         worker_runtime_env={
             "env_vars": {

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from fsdp.base.errors import LaunchError, ShardrunError
+from fsdp.base.object_client import is_url
 from fsdp.checkpoint.inspect import scan
 from fsdp.checkpoint.open_store import open_store
 from fsdp.config import Config
@@ -69,8 +71,21 @@ def work(given: Mapping[str, Any]) -> Outcome:
     return outcome
 
 
-def checkpoints_of(config: Config, run: Path) -> Path:
-    return Path(config.checkpoint.dir or run / "checkpoints").absolute()
+def checkpoints_of(config: Config, run: Path) -> str:
+    place = config.checkpoint.dir or str(run / "checkpoints")
+    return place.rstrip("/") if is_url(place) else str(Path(place).absolute())
+
+
+SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "az"}
+"""Of URLs, by the type names of pyarrow's file systems."""
+
+
+def storage_place(storage: Any) -> str:
+    """`storage_path/name` of the trainer's RunConfig, which Ray has checked on every node: a folder or a
+    URL.
+    """
+    kind, path = storage.storage_filesystem.type_name, storage.experiment_fs_path
+    return str(path) if kind == "local" else f"{SCHEMES.get(kind, kind)}://{path}"
 
 
 def rank_failure(rank: int, error: Exception) -> RankFailed:
@@ -146,8 +161,8 @@ class RayReporter:
 
         self._rank = rank
         storage: Any = ray.train.get_context().get_storage()
-        local = storage.storage_filesystem.type_name == "local"
-        self._storage = Path(storage.experiment_fs_path) if local else None
+        self._filesystem, self._path = storage.storage_filesystem, storage.experiment_fs_path
+        self._place = storage_place(storage)
         self._lock = threading.Lock()
         self._news = threading.Event()
         self._latest: dict[str, Any] = {}
@@ -172,15 +187,17 @@ class RayReporter:
     def should_stop(self) -> str | None:
         return self._reason
 
-    def close(self, checkpoints: Path) -> None:
-        """Make the last reports; call it on every rank after the last step. `checkpoints`: their folder.
-        Ray takes none outside its storage.
+    def close(self, checkpoints: str) -> None:
+        """Make the last reports; call it on every rank after the last step. `checkpoints`: their folder or
+        URL. Ray takes none outside its storage.
         """
         kept: list[tuple[str, dict[str, Any]]] = []
-        if self._rank == 0 and self._storage is not None and checkpoints.is_relative_to(self._storage):
-            whole = [found for found in scan(open_store(str(checkpoints))) if found.manifest is not None]
+        if self._rank == 0 and checkpoints.startswith(f"{self._place}/"):
+            folder = self._path + checkpoints.removeprefix(self._place)
             kept = [
-                (str(checkpoints / one.folder), dict(one.manifest.metrics)) for one in whole if one.manifest
+                (f"{folder}/{one.folder}", dict(one.manifest.metrics))
+                for one in scan(open_store(checkpoints))
+                if one.manifest is not None
             ]
         with self._lock:
             self._kept = kept[:MOST_CHECKPOINTS]  # the newest first
@@ -232,13 +249,16 @@ class RayReporter:
         if checkpoint is None:
             return ray.train.report(metrics)
         ray.train.report(
-            metrics, checkpoint=Checkpoint(checkpoint), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD
+            metrics,
+            checkpoint=Checkpoint(checkpoint, filesystem=self._filesystem),
+            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
         )
 
     def _forget_list(self) -> None:
         """Rank 0: remove Ray's list, which Ray writes at each report of a checkpoint."""
-        if self._rank == 0 and self._storage is not None:
-            (self._storage / SNAPSHOT).unlink(missing_ok=True)
+        if self._rank == 0:
+            with suppress(FileNotFoundError):
+                self._filesystem.delete_file(f"{self._path}/{SNAPSHOT}")
 
 
 class LocalReporter:
@@ -256,5 +276,5 @@ class LocalReporter:
     def should_stop(self) -> str | None:
         return None
 
-    def close(self, checkpoints: Path) -> None:
+    def close(self, checkpoints: str) -> None:
         return None

@@ -56,14 +56,8 @@ Event = dict[str, Any]
 @contextmanager
 def holding(run: RunDir, start: str) -> Iterator[None]:
     """Hold the run directory's lock, or raise RefusedError with its holder. A later start of a Slurm job
-    takes it from an earlier one. Files in an object store are read before and copied after.
+    takes it from an earlier one.
     """
-    if run.url:
-        from fsdp.checkpoint.run_mirror import mirrored  # imports torch
-
-        with mirrored(run, "launch.slurm_job", start):
-            yield
-        return
     lock = hold(Folder(run.path), None, "launch.slurm_job", start)
     try:
         yield
@@ -118,7 +112,7 @@ def as_error(run: RunDir, error: Exception) -> ShardrunError:
     if isinstance(error, ShardrunError):
         return error
     hint = f"ls {shlex.quote(str(run.path))}, then start the same command"
-    return CheckpointError(f"{run.place} cannot be read or written: {error}.", hint)
+    return CheckpointError(f"{run.path} cannot be read or written: {error}.", hint)
 
 
 def _judge(run: RunDir, job: str, restart: int, code: int, allocation: Allocation, unmet: bool) -> Decision:
@@ -293,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 idle_gpus=int(options.idle_gpus or 0),
                 dry_run=options.dry_run,
             )
-            print(run.place, *([run.path] if run.url else []), sep="\n")
+            print(run.path)
             return 0
         run = open_run(options.run)
         allocation = Allocation(requeue=not options.no_requeue, again=not options.no_again)
@@ -320,7 +314,7 @@ def message(run: RunDir, decision: Decision) -> str:
         return f"{decision.why}. To be requeued."
     if decision.act is Act.AGAIN:
         return f"{decision.why}. Again, in the same allocation."
-    next_start = f"the same command with --run.dir {shlex.quote(run.place)} continues"
+    next_start = f"the same command with --run.dir {shlex.quote(str(run.path))} continues"
     if not decision.hint:
         return f"{decision.why}. Not requeued; {next_start}."
     return f"{decision.why}: no restart. HINT: {decision.hint}; {next_start}"

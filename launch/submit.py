@@ -78,9 +78,8 @@ def plan(flags: Sequence[str], recipes: Sequence[str] = ()) -> JobArray:
     if not recipes:
         config = configuration.load(flags)
         refuse_ray(config, "launch.submit")
-        config = configuration.replace(config, run__dir=paths.place_of(config))
-        run = paths.open_run(config.run.dir)
-        return JobArray(_new_folder(config) if run.url else run.path, (config,))
+        run = paths.choose(config)
+        return JobArray(run.path, (configuration.replace(config, run__dir=str(run.path)),))
     configs = [configuration.load(["--config", recipe, *flags]) for recipe in recipes]
     for config in configs:
         refuse_ray(config, "launch.submit")
@@ -91,7 +90,7 @@ def plan(flags: Sequence[str], recipes: Sequence[str] = ()) -> JobArray:
     names = [f"{index}-{Path(recipe).stem}" for index, recipe in enumerate(recipes)]
     placed = [
         configuration.replace(
-            config, run__dir=paths.place_of(config) if config.run.dir else str(folder / name)
+            config, run__dir=str(paths.choose(config).path if config.run.dir else folder / name)
         )
         for config, name in zip(configs, names, strict=True)
     ]
@@ -100,7 +99,7 @@ def plan(flags: Sequence[str], recipes: Sequence[str] = ()) -> JobArray:
 
 def _new_folder(config: Config) -> Path:
     """A folder under runs/ for code and logs, where they have no place in one run directory."""
-    return paths.choose(configuration.replace(config, run__dir=""))
+    return paths.choose(configuration.replace(config, run__dir="")).path
 
 
 def snapshot(batch: JobArray) -> Path:
@@ -168,7 +167,7 @@ def _before(code: Path, batch: JobArray) -> list[str]:
     """Lines of the batch script before srun: cluster.env, the run directory of this array element, the
     rendezvous.
     """
-    folders = " ".join(shlex.quote(run.place) for run in batch.runs)
+    folders = " ".join(shlex.quote(str(run.path)) for run in batch.runs)
     devices = " ".join(config.run.device for config in batch.configs)
     return [
         "set -euo pipefail",
@@ -228,7 +227,7 @@ def submit(request: Request, batch: JobArray) -> list[submitit.Job[Any]]:
 def sbatch_file(request: Request, batch: JobArray) -> str:
     """The sbatch file that would be submitted, or one line about a run on this machine."""
     if request.cluster != "slurm":
-        runs = ", ".join(run.place for run in batch.runs)
+        runs = ", ".join(str(run.path) for run in batch.runs)
         return f"{request.cluster}: {request.ranks_per_node} ranks on this machine, run {runs}"
     made: Any = executor(request, batch)._executor
     if len(batch.configs) > 1:
@@ -244,7 +243,7 @@ def describe(request: Request, batch: JobArray, jobs: Sequence[submitit.Job[Any]
     ids = ", ".join(job.job_id for job in jobs)
     size = f"{request.nodes} nodes × {request.ranks_per_node} ranks, {request.time}"
     lines = [f"job     {ids} on {request.cluster}: {size}"]
-    lines += [f"run     {run.place}" for run in batch.runs]
+    lines += [f"run     {run.path}" for run in batch.runs]
     lines += [f"log     {job.paths.stdout}" for job in jobs]
     # SIGTERM is a stop request, so both commands leave a checkpoint
     ending = "scancel" if request.cluster == "slurm" else "kill"
@@ -284,11 +283,7 @@ def _is_alive(job: submitit.Job[Any], cluster: str) -> bool:
 
 
 def _has_ended_well(run: RunDir) -> bool:
-    if not run.url:
-        return run.done.exists() or run.stopped.exists()
-    from fsdp.checkpoint.run_mirror import get_file  # imports torch
-
-    return any(get_file(run, marker.name) is not None for marker in (run.done, run.stopped))
+    return run.done.exists() or run.stopped.exists()
 
 
 def _parser() -> CommandParser:

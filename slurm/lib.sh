@@ -111,7 +111,7 @@ on_head() {
 
 # Sets flags, dry_run, preflight, run and run_folder; prints the job and its nodes, once per start.
 job_begin() {
-    local word log places began=$SECONDS
+    local word log began=$SECONDS
     trap : TERM
     # `#SBATCH --signal=B:USR1@N` and `scancel --batch` reach this shell alone: srun passes it on to the ranks
     trap 'kill -USR1 $(jobs -p) 2>/dev/null || :' USR1 USR2
@@ -128,12 +128,10 @@ job_begin() {
         esac
     done
     log=$(grep -m 1 -oP ' StdOut=\K.*?(?= \w+=|$)' <<<"$record") || log=
-    places=$(on_head python -m launch.slurm_job begin "${dry_run[@]}" --default-run-dir "runs/$SLURM_JOB_NAME-$job" \
+    run=$(on_head python -m launch.slurm_job begin "${dry_run[@]}" --default-run-dir "runs/$SLURM_JOB_NAME-$job" \
         --log "$log" --idle-gpus "$(idle_gpus)" "${flags[@]}")
     # the judgement starts the same program on the same folder: the ranks leave it the time (fsdp/dist/env.py)
     export SHARDRUN_BEGIN_S=$((SECONDS - began))
-    # a URL has a second line: its folder on each node, where the ranks' logs are
-    run=${places%%$'\n'*} run_folder=${places##*$'\n'}
     say "job $job ($SLURM_JOB_NAME), start $((restart + 1)): ${#nodes[@]} nodes × $ranks_per_node ranks on ${nodes[*]}; run $run"
 }
 
@@ -166,7 +164,7 @@ name_in_front() {
 meet() {
     local try=$1 names said
     names=$(printf ',%s' "${nodes[@]}")
-    export SHARDRUN_NODES=${names#,} SHARDRUN_RANKS_PER_NODE=$ranks_per_node SHARDRUN_RUN=$run_folder
+    export SHARDRUN_NODES=${names#,} SHARDRUN_RANKS_PER_NODE=$ranks_per_node SHARDRUN_RUN=$run
     export SHARDRUN_HOSTS=${RDZV_HOST:-$(head_addresses)} SHARDRUN_TIMEOUT_S=${RDZV_TIMEOUT_S:-60}
     export SHARDRUN_TOKEN=$job-$restart-$try SHARDRUN_TRY=$try
     MASTER_PORT=$(on_head python -m launch.rendezvous port --seed $((SLURM_JOB_ID * 31 + restart * 7 + try))) || return

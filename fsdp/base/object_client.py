@@ -1,15 +1,13 @@
 """The client of object stores such as s3://bucket/prefix, through fsspec: opening, retries, redaction.
 
 Endpoint and keys come from fsspec's environment variables. Not here: checkpoints in a store
-(fsdp/checkpoint/object_store.py), a run's files (fsdp/checkpoint/run_mirror.py) and row files in one
-(fsdp/tokenize/object_files.py).
+(fsdp/checkpoint/object_store.py) and row files in one (fsdp/tokenize/object_files.py).
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -29,9 +27,6 @@ UNCHANGED_BY_A_RETRY = ("NoCredentialsError", "ParamValidationError", "Checkpoin
 EXPIRED = ("400", "ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired")
 """Codes of S3 for credentials that have expired; a request without a body, HEAD, has the status alone."""
 
-ENDPOINTS = ("FSSPEC_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-"""Variables that name the server of s3:// URLs; the first one that is set counts."""
-
 _IMPATIENT, _FAILED = threading.Event(), threading.Event()
 """Whether a failed run ends; whether the last request failed."""
 
@@ -41,13 +36,6 @@ T = TypeVar("T")
 def is_url(place: str) -> bool:
     """Whether a place that a user names is in an object store, and not a folder."""
     return "://" in place
-
-
-def read_object(url: str, error: type[ShardrunError], check_size: Callable[[int], None]) -> bytes:
-    """One small object. `error` is raised if its scheme cannot be opened, OSError if it cannot be read."""
-    fs, path = open_url(url, error, "s3://bucket/name")
-    check_size(retried(lambda: fs.size(path), f"reading {without_secrets(url)}") or 0)
-    return bytes(retried(lambda: fs.cat_file(path), f"reading {without_secrets(url)}"))
 
 
 def open_url(url: str, error: type[ShardrunError], example: str) -> tuple[Any, str]:
@@ -75,12 +63,6 @@ def without_secrets(url: str) -> str:
     """The URL without user, password and query, which may hold keys. A `#` belongs to an object's name."""
     parts = urlsplit(url, allow_fragments=False)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
-
-
-def endpoint(url: str) -> str:
-    """The server that the environment names for this URL; empty for the provider's own."""
-    named = (os.environ.get(name, "") for name in ENDPOINTS)
-    return next(filter(None, named), "").rstrip("/") if url.startswith("s3://") else ""
 
 
 def is_s3(fs: Any) -> bool:

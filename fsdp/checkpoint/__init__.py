@@ -20,7 +20,6 @@ folder without one does not count as a checkpoint.
     export, export_files                a checkpoint's model as one state dict, and its files
     pretrained_export                   an export that `from_pretrained` reads
     retention, inspect                  which checkpoints are kept; the list of whole and broken ones
-    run_files, run_mirror, run_source   a run directory in an object store: files, copies, reading
     __main__                            the command that lists, verifies, prunes and exports
 """
 

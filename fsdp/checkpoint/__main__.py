@@ -37,9 +37,7 @@ from fsdp.checkpoint.export import export, of_averages
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.load import CheckpointSource
 from fsdp.checkpoint.manifest import Broken
-from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.open_store import lock_place, open_store
-from fsdp.checkpoint.run_files import WRITER
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
 from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
@@ -51,7 +49,7 @@ from fsdp.run.frozen_base import base_of
 from fsdp.run.job import prepare
 from fsdp.run.weights import saved_as
 from fsdp.rundir.atomic_write import FULL
-from fsdp.rundir.lock import Folder, Locks, Place, hold
+from fsdp.rundir.lock import Folder, Locks, hold
 
 COMMANDS = ("list", "verify", "prune", "export")
 OF_ONE_COMMAND = {
@@ -138,19 +136,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 @contextmanager
 def _folder_of(run: str) -> Iterator[Path]:
-    """The folder of RUN; for a URL a temporary one, with the config.toml of a run directory and a folder
-    `checkpoints` if it is one.
-    """
+    """The folder of RUN; for a URL a temporary one, with the records of the run that saved there."""
     if not is_url(run):
         yield Path(run)
         return
     with tempfile.TemporaryDirectory(prefix="shardrun-run-") as folder:
-        store = ObjectStore(run)
-        found = store.get("config.toml")
-        if found is not None:
-            Path(folder, "config.toml").write_bytes(found.data)
-        if found is not None or store.get(WRITER) is not None:
-            Path(folder, "checkpoints").mkdir()
+        open_store(run).fetch_records(Path(folder))
         yield Path(folder)
 
 
@@ -177,10 +168,10 @@ def _section(options: argparse.Namespace) -> CheckpointSection:
 def _place(options: argparse.Namespace) -> str:
     """The place of RUN's checkpoints: from its config, its subfolder `checkpoints`, or RUN itself."""
     run: str = options.run
+    if is_url(run):
+        return run
     if options.section.dir:
         return config.check_store(Path(run), options.section.dir)
-    if is_url(run):
-        return f"{run}/checkpoints" if (options.folder / "checkpoints").is_dir() else run
     if Path(run, "checkpoints").is_dir():
         return str(Path(run, "checkpoints"))
     if not Path(run).is_dir():
@@ -265,11 +256,8 @@ def _prune(store: Store, options: argparse.Namespace) -> int:
 
 def _hold(store: Store, options: argparse.Namespace) -> Locks:
     """The locks of RUN and of its store, which another run directory may share."""
-    run: Place | None = Folder(options.folder)
-    if is_url(options.run):
-        run = ObjectStore(options.run) if (options.folder / "checkpoints").is_dir() else None
-    elif os.path.realpath(options.run) == os.path.realpath(store.where):
-        run = None
+    is_store = is_url(options.run) or os.path.realpath(options.run) == os.path.realpath(store.where)
+    run = None if is_store else Folder(options.folder)
     try:
         return hold(run, lock_place(store), "python -m fsdp.checkpoint prune")
     except RefusedError as error:

@@ -76,19 +76,17 @@ class Checkpointer:
         config_hash: str,
         locks: Locks | None = None,
         staging_memory: StagingMemory | None = None,
-        place: str = "",
     ) -> None:
-        """`place`: the run directory's URL, if it is in an object store and `run_dir` is its folder here."""
         self.base: Base | None = None
         """The frozen weights of a run with adapters, set before the first restore or save."""
         self.pretrained: SourceFolder | None = None
         self.resumed_step = -1
         """The step restored from this run's own store; -1 if none was."""
-        self._section, self._run_dir, self._place = section, run_dir, place or str(run_dir)
+        self._section, self._run_dir = section, run_dir
         self._env, self._sizes, self._config = env, sizes, config_hash
         self._group = ObjectGroup()
         self._attempt: str = self._group.broadcast(secrets.token_hex(4))
-        self._store: Store = open_store(section.dir or f"{self._place}/checkpoints")
+        self._store: Store = open_store(section.dir or f"{self._run_dir}/checkpoints")
         self._locks = locks
         self._shared_checked = False
         self._tier: LocalTier | None = None
@@ -369,7 +367,7 @@ class Checkpointer:
                 dtype=self._section.export_dtype,
             )
         except (Broken, OSError) as error:
-            hint = f"python -m fsdp.checkpoint {self._place} verify"
+            hint = f"python -m fsdp.checkpoint {self._run_dir} verify"
             if error_number(error) in WRITES_ALONE:
                 advice = storage_advice(error_number(error), str(folder.parent))
                 hint = f"{advice}, then {hint.removesuffix('verify')}export"

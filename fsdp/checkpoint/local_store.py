@@ -169,6 +169,12 @@ class LocalStore:
     def remove_marker(self, name: str) -> None:
         (self.root / f".shared-{name}").unlink(missing_ok=True)
 
+    def fetch_records(self, run: Path) -> None:
+        """The run directory has them."""
+
+    def put_records(self, run: Path) -> None:
+        """The run directory has them."""
+
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     """A link that leads nowhere is none; whether a checkpoint's folder is there may not be guessed."""

@@ -12,7 +12,6 @@ unfinished or broken.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Iterable
@@ -33,6 +32,7 @@ from fsdp.base.object_client import (
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.checkpoint import file_names
 from fsdp.checkpoint.store import Buffer
+from fsdp.rundir.atomic_write import replace_with
 from fsdp.rundir.lock import VersionedObject
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ PART_BYTES = 16 << 20
 MOST_PARTS = 10_000
 """Of one object in S3. A larger object than 156 GiB is written in larger parts."""
 MARK = ".broken-"
+HISTORY = "history.jsonl"
+RECORDS = ("config.toml", "metrics.jsonl", "saves.jsonl", HISTORY)
 T = TypeVar("T")
 
 
@@ -55,6 +57,8 @@ class ObjectStore:
         self.where = without_secrets(url)
         self._fs, self._root = open_url(url, CheckpointError, "--checkpoint.dir s3://bucket/prefix")
         self._conditional = is_s3(self._fs)
+        self._copied: dict[str, tuple[int, int]] = {}
+        """Size and time of each record as it was copied last."""
 
     def _retried(self, request: Callable[[], T], what: str) -> T:
         return retried(request, what, self._fs)
@@ -206,35 +210,27 @@ class ObjectStore:
     def remove_marker(self, name: str) -> None:
         self._retried(lambda: self._fs.rm_file(f"{self._root}/.shared-{name}"), f"deleting from {self.where}")
 
-    # ------------------------------------------------------------ objects by name, such as a run's files
+    # ------------------------------------------------------------ the records of the run that saves here
 
-    def objects(self) -> dict[str, int]:
-        """Name below the prefix → size."""
-        return self._listing("")
+    def fetch_records(self, run: Path) -> None:
+        """Writes the last start's records into a run directory that has none, as on a new pod."""
+        if (run / HISTORY).exists():
+            return
+        for name in RECORDS:
+            if (found := self.get(name)) is not None:
+                replace_with(run / name, [found.data])
 
-    def put(self, name: str, buffers: Iterable[Buffer], size: int = 0) -> None:
-        """`size`: the buffers' bytes, needed for a file of any length."""
-        self._retried(lambda: self._put(f"{self._root}/{name}", buffers, size), f"writing {self.path(name)}")
-
-    def delete(self, name: str) -> None:
-        """Deletes the object, if it exists."""
-        with contextlib.suppress(FileNotFoundError):
-            self._retried(lambda: self._fs.rm_file(f"{self._root}/{name}"), f"deleting {self.path(name)}")
-
-    def download(self, name: str, file: Path) -> None:
-        """Writes the object to a new file, a part at a time."""
-        self._retried(
-            lambda: self._fs.get_file(f"{self._root}/{name}", str(file)), f"reading {self.path(name)}"
-        )
-
-    def modified_at(self, name: str) -> float | None:
-        """Seconds since 1970, by the store's clock; None if it does not exist, or the store does not tell."""
-        path = f"{self._root}/{name}"
-        with contextlib.suppress(FileNotFoundError, NotImplementedError):
-            return float(
-                self._retried(lambda: self._fs.modified(path).timestamp(), f"reading {self.path(name)}")
-            )
-        return None
+    def put_records(self, run: Path) -> None:
+        """Copies the records that have changed. A failure is logged: the save itself counts."""
+        try:
+            for file in (run / name for name in RECORDS if (run / name).is_file()):
+                state = (file.stat().st_size, file.stat().st_mtime_ns)
+                if self._copied.get(file.name) != state:
+                    put = partial(self._fs.pipe_file, f"{self._root}/{file.name}", file.read_bytes())
+                    self._retried(put, f"writing {self.path(file.name)}")
+                    self._copied[file.name] = state
+        except OSError as error:
+            log.warning("the records of %s are not all in %s: %s", run, self.where, error)
 
     # ------------------------------------------------------------ the lock's object, which several jobs write
 

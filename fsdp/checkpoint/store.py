@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Protocol
 
 Buffer = bytes | memoryview
@@ -15,7 +16,7 @@ class Store(Protocol):
 
     `sizes` lists a folder, `size` looks up one file (None without it): a listing may lack new files. After
     `forget` a folder is read from the storage and not from this node's memory. `write` may iterate over the
-    buffers several times.
+    buffers several times. The records of a run directory are copied to an object store alone.
     """
 
     where: str
@@ -38,3 +39,5 @@ class Store(Protocol):
     def put_marker(self, name: str) -> None: ...
     def has_marker(self, name: str) -> bool: ...
     def remove_marker(self, name: str) -> None: ...
+    def fetch_records(self, run: Path) -> None: ...
+    def put_records(self, run: Path) -> None: ...

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from pathlib import Path
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.object_client import OBJECT_STORES, without_secrets
+from fsdp.base.object_client import OBJECT_STORES
 from fsdp.base.text import parse_count
 from fsdp.config.checks_memory import MEMORY_CHECKS, refuse_beside
 from fsdp.config.fields import FIELDS
@@ -323,27 +324,14 @@ def _weights_hint(config: Config) -> str:
 
 
 def _check_run_dir(config: Config) -> None:
-    given = config.run.dir
-    scheme, separator, rest = given.partition("://")
-    if not separator:
-        return
-    if scheme not in OBJECT_STORES or "::" in rest:
-        stores = ", ".join(f"{one}://" for one in OBJECT_STORES)
-        hint = f"--run.dir s3://bucket/{Path(rest).name or 'mine'}, or a folder"
-        raise ConfigError(f"--run.dir {given} is not in a store of {stores}.", hint)
-    try:
-        shown = without_secrets(given)
-    except ValueError:
+    scheme, separator, prefix = config.run.dir.partition("://")
+    if separator:
+        scheme = scheme if scheme in OBJECT_STORES else "s3"
+        place = prefix.rpartition("@")[2] or "bucket/runs/mine"
         raise ConfigError(
-            f"--run.dir {given} is not a URL.", f"--run.dir {scheme}://bucket/runs/mine"
-        ) from None
-    if shown != given.rstrip("/"):  # config.toml and logs have it
-        hint = f"--run.dir {shown}, and keys in the environment"
-        raise ConfigError("--run.dir has a user, a password or a query.", hint)
-    bucket, _, prefix = rest.strip("/").partition("/")
-    if not prefix:  # the run's files would be beside other runs
-        hint = f"--run.dir {scheme}://{bucket or 'bucket'}/runs/mine"
-        raise ConfigError(f"--run.dir {given} has no prefix below its bucket.", hint)
+            f"--run.dir {scheme}://{place} is not a folder, and run directories are.",
+            f"--checkpoint.dir {shlex.quote(f'{scheme}://{place}')}, from which any machine resumes",
+        )
 
 
 def _check_ray(config: Config) -> None:

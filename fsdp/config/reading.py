@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.object_client import is_url, read_object
 from fsdp.config.aliases import hint_for, is_flags, sharding
 from fsdp.config.checks import check
 from fsdp.config.fields import FIELDS, FieldSpec, flatten
-from fsdp.config.limits import OddFile, check_size, parse_toml, read_limited
+from fsdp.config.limits import OddFile, parse_toml, read_limited
 from fsdp.config.sections import LAUNCHERS_OWN, Config
 from fsdp.config.values import exists, parse_named, parse_value
 from fsdp.config.writing import REMOVED
@@ -82,8 +81,6 @@ def read_recipe(path: str) -> dict[str, Any]:
         hint = "ls recipes/ lists the recipes that ship"
         if isinstance(error, PermissionError):
             hint = f"ls -l {shlex.quote(path)} shows who may read it"
-        if is_url(path):
-            hint = "--config RUN/config.toml, with the --run.dir of a run that has started"
         raise ConfigError(f"--config {path} cannot be read ({error.strerror}).", hint) from None
     except OddFile as error:
         raise ConfigError(f"--config {path} cannot be used: {error}.", _COMPARE) from None
@@ -115,8 +112,6 @@ def _gone(name: str) -> ConfigError:
 
 
 def _read(path: str) -> bytes:
-    if is_url(path):
-        return read_object(path, ConfigError, check_size)
     place = _place_of(path)
     # `--config <(command)` is a pipe; a run directory's file is not
     return read_limited(place, pipes=place.name != "config.toml")

@@ -51,7 +51,7 @@ class RunSection:
 
     dir: str = knob(
         "",
-        "run directory, a folder or s3://bucket/prefix; the same one resumes the run",
+        "run directory, a folder; the same one resumes the run",
         "Empty creates a new directory under runs/. If it is in an object store, files are first written to "
         "~/.cache/shardrun/runs on rank 0's node, then copied to the store.",
         common=True,

@@ -36,6 +36,7 @@ from fsdp.dist.env import (
 )
 from fsdp.predict import images, language
 from fsdp.predict.trained import TrainedModel, open_run, sharded_run
+from fsdp.rundir import paths
 from fsdp.rundir.history import trained_classes
 from fsdp.rundir.paths import RunDir
 from fsdp.watch.last_process import ProcessExit
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
             answer_as_rank(argv, from_environment())
         else:
             options, flags = parse(argv)
-            _answer(open_run(Path(options.run), flags, options.trust_code), options)
+            _answer(open_run(paths.open_run(options.run).path, flags, options.trust_code), options)
     except ShardrunError as error:
         if prints_shared_errors() or error.scope != "all":
             print_line(f"fsdp.predict: {error}")
@@ -77,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 def answer_as_rank(argv: Sequence[str], env: DistEnv) -> None:
     """One rank's part of a prediction from shards, under any launcher; rank 0 prints."""
     options, flags = parse(argv)
-    with sharded_run(Path(options.run), flags, options.trust_code, env) as trained:
+    with sharded_run(paths.open_run(options.run).path, flags, options.trust_code, env) as trained:
         _answer(trained, options, shows=env.is_main)
 
 

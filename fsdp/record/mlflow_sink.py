@@ -15,7 +15,6 @@ from typing import Any
 from fsdp.base.errors import ConfigError, one_line
 from fsdp.config import Config, flatten
 from fsdp.record.sender import Sender, TimedRecord
-from fsdp.rundir.paths import lasting_name
 
 TAG = "shardrun.run_dir"
 """The tag by which a later start finds its MLflow run."""
@@ -50,7 +49,7 @@ class MlflowSink:
 
     def _open(self, config: Config, run_dir: Path) -> None:
         self._client = self._mlflow.MlflowClient()
-        name = hashlib.sha256(lasting_name(config, run_dir).encode()).hexdigest()[:16]
+        name = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
         experiment = self._experiment(config.run.mlflow)
         found = self._client.search_runs([experiment], f"tags.`{TAG}` = '{name}'", max_results=1)
         self._continued = bool(found)

@@ -15,7 +15,6 @@ from typing import Any
 from fsdp.base.errors import ConfigError, one_line
 from fsdp.config import Config, flatten
 from fsdp.record.sender import Sender, TimedRecord
-from fsdp.rundir.paths import lasting_name
 
 
 def check_wandb(project: str) -> None:
@@ -47,7 +46,7 @@ class WandbSink:
 
     def _open(self, config: Config, run_dir: Path) -> Any:
         wandb: Any = importlib.import_module("wandb")
-        name = hashlib.sha256(lasting_name(config, run_dir).encode()).hexdigest()[:16]
+        name = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
         return wandb.init(
             project=config.run.wandb,
             name=run_dir.name,

@@ -21,6 +21,7 @@ from fsdp.config.command_line import CommandParser, prints_errors
 from fsdp.record.console import print_last
 from fsdp.report.page import Sample, page
 from fsdp.report.run_data import RunData, read_run
+from fsdp.rundir import paths
 from fsdp.rundir.atomic_write import write_atomically
 
 LARGEST_EXPORT = 2 << 30
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         )
     if len(options.runs) == 2 and not options.out:
         raise ConfigError("two runs were named without --out.", "--out both.html")
-    runs = [read_run(Path(name)) for name in options.runs]
+    runs = [read_run(paths.open_run(name).path) for name in options.runs]
     samples = [] if options.no_samples else [_sample(run, options.trust_code) for run in runs]
     file = options.out or runs[0].path / "report.html"
     _write(file, page(runs, samples), replaces=not options.out)

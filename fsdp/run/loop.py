@@ -238,7 +238,6 @@ def _build_model(start: _Start, job: Job, startup: startup_memory.StartupMemory)
         config_hash=config_hash(config),
         locks=start.locks,
         staging_memory=nvme_files,
-        place=start.run.place,
     )
     # A checkpoint of adapters alone has no frozen weights.
     restored = not config.lora.rank and checkpointer.has_checkpoint()
@@ -247,7 +246,7 @@ def _build_model(start: _Start, job: Job, startup: startup_memory.StartupMemory)
     checkpointer.base = maybe_base(config, job.spec, job.dtypes, sharded.root)
     checkpointer.pretrained = weights.saved_as(config, job.spec)
     if config.train.evaluate_only:
-        check_own_directory(checkpointer.has_checkpoint(), start.run.place)
+        check_own_directory(checkpointer.has_checkpoint(), str(start.run.path))
     return _Built(
         sharded=sharded,
         loss_function=loss_function,

@@ -195,14 +195,13 @@ class Training:
                 self._model.sizes,
                 config_hash=config_hash(self._config),
                 locks=locks,
-                place=self._run.place,
             )
             restored = self._checkpointer.restore(self._state)
             setup.check_saves_are_there(self._config, self._env, self._run, self._checkpointer, self.step)
             on_main(self._env.rank, self._truncate_records)
             if self._env.is_main:
                 resumed = f", resumes from step {restored.step}" if restored is not None else ""
-                log.info("run %s%s", self._run.place, resumed)
+                log.info("run %s%s", self._run.path, resumed)
             self._saved = self._checkpointer.resumed_step
             self._stack = stack.pop_all()
         return self

@@ -65,22 +65,18 @@ def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | N
     held: list[Locks] = []
 
     def lock_run() -> str:
-        run = paths.open_run(paths.place_of(config))
-        store = open_store(config.checkpoint.dir or f"{run.place}/checkpoints")
-        if run.url:
-            from fsdp.checkpoint.run_mirror import open_mirror
-
-            held.append(open_mirror(run, store, env.launcher, env.job))
-        paths.create(run.path)
-        if not run.url:
-            held.append(hold(Folder(run.path), lock_place(store), env.launcher, env.job))
-        return run.place
+        run = paths.create(paths.choose(config).path)
+        store = open_store(config.checkpoint.dir or f"{run.path}/checkpoints")
+        copy_records = partial(store.put_records, run.path)
+        held.append(hold(Folder(run.path), lock_place(store), env.launcher, env.job, copy_records))
+        store.fetch_records(run.path)
+        return str(run.path)
 
     try:
         run = paths.open_run(collectives.on_main(env.rank, lock_run))
-        if run.url:
-            run.path.mkdir(parents=True, exist_ok=True)  # each node has one
-        preflight.check(env, None if run.url else run.path)
+        if in_store := is_url(config.checkpoint.dir):
+            run.path.mkdir(parents=True, exist_ok=True)  # each node may have one
+        preflight.check(env, None if in_store else run.path)
         yield run, held[0] if held else None
     except BaseException:
         with impatient():
@@ -173,13 +169,13 @@ def check_saves_are_there(
         saved = history.last_save(run)
         if saved <= step:
             return
-        place = config.checkpoint.dir or f"{run.place}/checkpoints"
+        place = config.checkpoint.dir or f"{run.path}/checkpoints"
         place = without_secrets(place) if is_url(place) else str(Path(place).absolute())
         over = "--checkpoint.resume never starts over at step 0"
         if config.checkpoint.resume != "auto":
             over = f"another --run.dir starts from {config.checkpoint.resume}"
         raise CheckpointError(
-            f"{run.place} has saved step {saved}, but {place} holds no checkpoint: "
+            f"{run.path} has saved step {saved}, but {place} holds no checkpoint: "
             f"this start would go back to step {step} and delete the records after it.",
             f"mount or copy the checkpoints to {place} and start the same command; {over}",
         )
@@ -248,7 +244,7 @@ def add_sinks(
 
 
 def log_start(run: RunDir, facts: Mapping[str, str], restored: Restored | None, data_note: str) -> None:
-    log.info("run %s%s", run.place, f", with its files in {run.path}" if run.url else "")
+    log.info("run %s", run.path)
     for note in restored.notes if restored is not None else ():
         log.info("%s", note)
     if restored is not None:

@@ -6,14 +6,13 @@ import os
 import shlex
 
 from fsdp.base.commands import as_typed, from_here
-from fsdp.base.object_client import is_url
 from fsdp.config import Config
 from fsdp.run.training_loop import Outcome
 
 
 def summary(outcome: Outcome, config: Config, command: str) -> str:
     """`command` starts a run under the same launcher; its flags follow."""
-    shown = _shown(outcome, config)
+    shown = _shown(outcome)
     if config.train.evaluate_only and not outcome.stopped:
         return _evaluated(outcome, config, shown)
     lines = []
@@ -40,10 +39,8 @@ def summary(outcome: Outcome, config: Config, command: str) -> str:
     return from_here(as_typed("\n".join(lines)))
 
 
-def _shown(outcome: Outcome, config: Config) -> str:
-    """The run directory as a command takes it: a URL, or a path that is short from here."""
-    if is_url(config.run.dir):
-        return config.run.dir.rstrip("/")
+def _shown(outcome: Outcome) -> str:
+    """The run directory as a path that is short from here."""
     try:
         where = os.path.relpath(outcome.run_dir)
     except FileNotFoundError:  # the working directory has been removed meanwhile

@@ -64,8 +64,6 @@ class Outcome:
     step: int
     stopped: str | None
     evaluation: Evaluation | None
-    place: str = ""
-    """The run directory as a user names it, such as s3://bucket/prefix; `run_dir` is its folder here."""
 
 
 @dataclass(frozen=True)
@@ -372,4 +370,4 @@ class TrainingLoop:
                 append_if_possible(
                     self.run.history, {"event": "planned", "step": self.state.step, **compared.record()}
                 )
-        return Outcome(self.run.path, self.state.step, self.stopped, self.evaluation, self.run.place)
+        return Outcome(self.run.path, self.state.step, self.stopped, self.evaluation)

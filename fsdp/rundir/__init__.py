@@ -5,6 +5,4 @@
     history             history.jsonl, and the markers STOPPED, DONE and FAILED
     atomic_write        files written whole or not at all
     lock, lock_holder   the lock's file and its takeover; who holds it, and whether that process lives
-
-Not here: a run directory in an object store (fsdp/checkpoint/run_files.py).
 """

@@ -22,7 +22,7 @@ import re
 import shlex
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from os.path import realpath
@@ -287,8 +287,8 @@ def _version_of(place: Place, holder: Holder) -> str | None:
 class Locks:
     """The locks of a run held as one: lost when any of them is."""
 
-    def __init__(self, *held: Lock) -> None:
-        self.held = held
+    def __init__(self, *held: Lock, copy_records: Callable[[], None] | None = None) -> None:
+        self.held, self._copy_records = held, copy_records
 
     @property
     def lost(self) -> str | None:
@@ -302,17 +302,31 @@ class Locks:
         return next((one.advice() for one in self.held if one.lost is not None), TWO_RUNS)
 
     def before_seal(self) -> str | None:
-        """Whether a checkpoint may be sealed now: None, or the new holder."""
-        return self.lost_now()
+        """None if a checkpoint may be sealed now, after its records are copied; else the new holder."""
+        why = self.lost_now()
+        if why is None and self._copy_records is not None:
+            self._copy_records()
+        return why
 
     def release(self) -> None:
         """Releases each lock. Each logs a failure: another error may be on its way."""
+        if self._copy_records is not None and self.lost is None:
+            self._copy_records()
         for one in reversed(self.held):
             one.release()
 
 
-def hold(run: Place | None, store: Place | None, launcher: str, job: str = "") -> Locks:
-    """Takes the lock of a run directory, and of a store outside of it; RefusedError with a live holder."""
+def hold(
+    run: Place | None,
+    store: Place | None,
+    launcher: str,
+    job: str = "",
+    copy_records: Callable[[], None] | None = None,
+) -> Locks:
+    """Takes the lock of a run directory, and of a store outside of it; RefusedError with a live holder.
+
+    `copy_records` is called before each seal and at the release.
+    """
     holder, ousted, held = this_holder(launcher, job), set[str](), list[Lock]()
     try:
         for place, flag in _places(run, store):
@@ -320,7 +334,7 @@ def hold(run: Place | None, store: Place | None, launcher: str, job: str = "") -
     except BaseException:
         Locks(*held).release()
         raise
-    return Locks(*held)
+    return Locks(*held, copy_records=copy_records)
 
 
 def _places(run: Place | None, store: Place | None) -> Iterator[tuple[Place, str]]:

@@ -9,25 +9,23 @@
     FAILED          the last start's error, for its launcher
     checkpoints/ full_model/ tensorboard/ logs/
 
-Rank 0 alone writes here, except checkpoints. A run directory in an object store, --run.dir
-s3://bucket/prefix, is a folder of the same files on rank 0's node, under ~/.cache/shardrun/runs: its
-checkpoints are in the store alone, and fsdp/checkpoint/run_mirror.py copies the other files there. Not here:
-the lock (lock.py), the records of starts and ends (history.py), the format of `*.jsonl` (line_files.py).
+Rank 0 alone writes here, except checkpoints. Not here: the lock (lock.py), the records of starts and ends
+(history.py), the format of `*.jsonl` (line_files.py).
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp.base.cache_folder import cache_folder
 from fsdp.base.errors import ConfigError
-from fsdp.base.object_client import endpoint, is_url, without_secrets
+from fsdp.base.object_client import is_url
 from fsdp.rundir.atomic_write import write_atomically, writing
 
 if TYPE_CHECKING:
@@ -45,14 +43,6 @@ class RunDir:
     """The paths in a run directory."""
 
     path: Path
-    """The folder on this machine."""
-    url: str = ""
-    """The URL of a run directory in an object store; empty for a folder."""
-
-    @property
-    def place(self) -> str:
-        """The run directory as a user names it."""
-        return self.url or str(self.path)
 
     @property
     def config(self) -> Path:
@@ -100,43 +90,27 @@ def new_name(config: Config) -> str:
     return f"{now}-{model}-{data}-{os.urandom(2).hex()}"
 
 
-def place_of(config: Config) -> str:
-    """--run.dir, a URL or an absolute folder; or a new folder under runs/."""
-    if is_url(config.run.dir):
-        return config.run.dir.rstrip("/")
+def choose(config: Config) -> RunDir:
+    """The folder --run.dir, or a new one under runs/. Creates nothing."""
     path = Path(config.run.dir or RUNS / new_name(config)).absolute()
     if RAY_COPY in path.parts:
         raise ConfigError(
             f"--run.dir {path} lies in Ray's copy of the working directory, which Ray deletes.",
             f"--run.dir $HOME/runs/{path.name}, or another folder that all nodes share",
         )
-    return str(path)
+    return RunDir(path)
 
 
 def open_run(place: str) -> RunDir:
-    """The run directory of a URL or a folder. Creates nothing."""
-    return RunDir(local_folder(place), place.rstrip("/")) if is_url(place) else RunDir(Path(place).absolute())
-
-
-def local_folder(url: str) -> Path:
-    """The folder on this machine for the run directory in an object store: the same for each start here that
-    has the same server.
-    """
-    import hashlib  # OpenSSL, which the monitor process of each node does without
-
-    shown = without_secrets(url)
-    key = hashlib.sha256(f"{shown} {endpoint(url)}".rstrip().encode()).hexdigest()[:16]
-    return cache_folder("runs", key, shown.rpartition("/")[2] or "run").absolute()
-
-
-def lasting_name(config: Config, run_dir: Path) -> str:
-    """The run directory's name for services that know a run by it: the same on every machine."""
-    return config.run.dir.rstrip("/") if is_url(config.run.dir) else str(run_dir.resolve())
-
-
-def choose(config: Config) -> Path:
-    """The folder of `place_of` on this machine."""
-    return open_run(place_of(config)).path
+    """The run directory that a command names; ConfigError for a URL. Creates nothing."""
+    if is_url(place):
+        copied = f"aws s3 cp --recursive --exclude 'step-*' {shlex.quote(place)} runs/copy"
+        raise ConfigError(
+            f"{place} is in an object store, and a run directory is a folder.",
+            f"{copied} copies a run's records there, and python -m fsdp.checkpoint "
+            f"{shlex.quote(place)} export --out runs/copy/full_model its weights",
+        )
+    return RunDir(Path(place).absolute())
 
 
 def create(path: Path) -> RunDir:
@@ -164,8 +138,8 @@ def _absolute(place: str) -> str:
 
 def _names(place: str, run: RunDir) -> bool:
     """Whether --run.dir of an earlier start, in a working directory of its own, can mean this folder."""
-    if not place or is_url(place):
-        return place.rstrip("/") in ("", run.url)
+    if not place:
+        return True
     with suppress(OSError):
         if Path(place).samefile(run.path):
             return True

@@ -93,7 +93,7 @@ def test_a_run_in_an_object_store_has_one_name_on_all_machines(store: ObjectStor
     name = local_folder_name(store, tmp_path / "here")
     assert local_folder_name(store, tmp_path / "there") == name
     assert store.folders() == []
-    store.delete(TOKEN)
+    store._fs.rm(f"{store._root}/{TOKEN}")
     assert local_folder_name(store, tmp_path / "here") != name, "of a deleted run"
 
 
@@ -104,5 +104,5 @@ def test_a_run_in_an_object_store_of_an_earlier_version_finds_its_local_folders(
     name = of_earlier_versions(store.where, "0123456789abcdef")
     assert local_folder_name(store, tmp_path) == name
     assert local_folder_name(store, tmp_path / "on another node") == name
-    store.delete(TOKEN)
+    store._fs.rm(f"{store._root}/{TOKEN}")
     assert local_folder_name(store, tmp_path) != name, "of a deleted run"

@@ -19,7 +19,6 @@ from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import file_names, inspect, object_store
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.open_store import open_store
-from fsdp.checkpoint.run_files import RunFiles
 from fsdp.dist.env import DistEnv
 from tests.checkpoint import s3_server
 from tests.checkpoint.small import bits, build
@@ -184,22 +183,12 @@ def test_an_upload_that_an_outage_cut_off_does_not_replace_the_whole_object(
     assert store.read("step-00000001-ab", "__0_0.distcp") == data
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["a rank's file", "a run's file"])
-def test_an_object_has_no_more_parts_than_s3_accepts(
-    whole: bool, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_has_no_more_parts_than_s3_accepts(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """S3's limits, scaled down: 4 parts of 5 MiB instead of 10,000 of 16 MiB."""
     monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)
     monkeypatch.setattr(object_store, "MOST_PARTS", 4, raising=False)
     sent, store, data = Outage(monkeypatch).seen, ObjectStore(f"{bucket}/run"), os.urandom(33 << 20)
-    if whole:
-        store.write("full_model", "one.pt", [data[: 7 << 20], memoryview(data)[7 << 20 :]])
-    else:
-        files = RunFiles(store, tmp_path / "run")
-        files.take_over()
-        (tmp_path / "run" / "full_model").mkdir()
-        (tmp_path / "run" / "full_model" / "one.pt").write_bytes(data)
-        files.upload()
+    store.write("full_model", "one.pt", [data[: 7 << 20], memoryview(data)[7 << 20 :]])
     assert 1 < sent["upload_part"] <= 4
     assert store.read("full_model", "one.pt") == data
 

@@ -115,7 +115,7 @@ WITHOUT_TENSORS = {
     "fsdp/dist/stop.py": 1, "fsdp/watch/records.py": 1, "fsdp/record/sender.py": 1,
     "fsdp/record/recorder.py": 1,
     "fsdp/checkpoint/inspect.py": 1,
-    "fsdp/tokenize/object_files.py": 1, "fsdp/data/threaded.py": 1, "fsdp/checkpoint/run_mirror.py": 1,
+    "fsdp/tokenize/object_files.py": 1, "fsdp/data/threaded.py": 1,
     "launch/ray_output.py": 1, "launch/ray_stop.py": 2, "launch/ray_worker.py": 1,
 }  # fmt: skip
 """Threads that read files, sockets and signals, and touch no tensor: how many a file starts."""

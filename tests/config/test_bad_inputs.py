@@ -73,13 +73,8 @@ FLAGS = {
     "--ray.env OMP_NUM_THREADS=auto": "--ray.env OMP_NUM_THREADS=auto is not a number of threads. "
     "HINT: --ray.env OMP_NUM_THREADS=4",
     "--ray.env A-B=1": "--ray.env A-B: not a name of an environment variable. HINT: --ray.env NAME=VALUE",
-    "--run.dir ftp://host/run": "--run.dir ftp://host/run is not in a store of s3://, gs://, gcs://, "
-    "abfs://, az://, adl://. HINT: --run.dir s3://bucket/run, or a folder",
-    "--run.dir s3://bucket/": "--run.dir s3://bucket/ has no prefix below its bucket. "
-    "HINT: --run.dir s3://bucket/runs/mine",
-    "--run.dir s3://[/a": "--run.dir s3://[/a is not a URL. HINT: --run.dir s3://bucket/runs/mine",
-    "--run.dir s3://u:p@bucket/a": "--run.dir has a user, a password or a query. "
-    "HINT: --run.dir s3://bucket/a, and keys in the environment",
+    "--run.dir gs://u:p@bucket/a": "--run.dir gs://bucket/a is not a folder, and run directories are. "
+    "HINT: --checkpoint.dir gs://bucket/a, from which any machine resumes",
     "--config nowhere.toml": "--config nowhere.toml cannot be read (No such file or directory). "
     "HINT: ls recipes/",
     "--model.weights nowhere.pt": "--model.weights nowhere.pt does not exist. "

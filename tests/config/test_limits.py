@@ -87,15 +87,6 @@ def test_a_sparse_config_of_a_run_is_not_read_whole(tmp_path: Path) -> None:
         read_recipe(str(file))
 
 
-def test_a_large_object_in_a_store_is_not_read(tmp_path: Path) -> None:
-    import fsspec
-
-    with fsspec.open("memory://limits/run/config.toml", "wb") as file:
-        file.write(b"#" * ((1 << 20) + 1))
-    with pytest.raises(ConfigError, match=r"run/config\.toml cannot be used: it has more than 1 MiB\."):
-        read_recipe("memory://limits/run/config.toml")
-
-
 def test_a_pipe_is_no_config_of_a_run_and_no_list_of_sources(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     os.mkfifo(file)

@@ -87,7 +87,6 @@ NOT_RUN = {
     r"torchrun .*--model\.name hf:FOLDER": "needs a folder of transformers: tests/run/test_pretrained.py",
     r"torchrun --nproc_per_node=2 -m fsdp\.predict RUN --(prompt|samples)": "tests/predict/test_sharded.py",
     r"torchrun .*--checkpoint\.dir s3://": "needs a server: tests/checkpoint/test_s3.py",
-    r"torchrun .*--run\.dir s3://": "needs a server: tests/checkpoint/test_run_in_store.py",
     r"python -m fsdp\.predict RUN --prompt \"text\"": "needs its tokenizer: tests/run/test_pretrained.py",
     r"python -m fsdp\.doctor --nccl-log FILE": "tests/doctor/test_transport.py",
     r"(torchrun --nproc_per_node=2|python) examples/": "tests/launch/test_library.py",

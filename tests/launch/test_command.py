@@ -91,7 +91,7 @@ def test_a_run_whose_working_directory_is_gone_ends_with_its_whole_path(
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
     (tmp_path / "cwd").rmdir()
-    assert _shown(outcome, load([])) == str(tmp_path / "run")
+    assert _shown(outcome) == str(tmp_path / "run")
 
 
 LINES = """next:

@@ -303,37 +303,6 @@ def test_gpus_are_asked_for_in_a_fork_before_the_ranks_start(
     assert (tmp_path / "run").exists() == (said == "the ranks start")
 
 
-INTERRUPTED = """
-import os, signal, sys, time
-from launch import local
-
-def look(run):
-    os.killpg(0, signal.SIGINT)
-    time.sleep(60)
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
-if sys.argv.pop(1) == "during the fork":
-    os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
-local.warm_up, local._check_lock = lambda *_, **__: None, look
-sys.exit(local.main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.parametrize("moment", ["while it looks", "during the fork"])
-def test_ctrl_c_while_the_lock_in_a_store_is_looked_at_is_one_line(moment: str) -> None:
-    """In a fork, which receives the terminal's signal too. Python ignores errors of what runs at a fork."""
-    words = ["--run.dir", "s3://bucket/run", "--run.device", "cpu", *SMALL]
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, moment, *words],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        start_new_session=True,
-    )
-    assert done.stderr == "launch.local: interrupted while it started; no step was trained.\n"
-    assert done.returncode == 130
-
-
 @pytest.mark.needs("fuse")
 def test_records_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
     """A traceback, and exit code 1."""

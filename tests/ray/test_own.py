@@ -11,7 +11,7 @@ import pytest
 
 from fsdp.base.errors import ConfigError, LaunchError
 from fsdp.config import load
-from fsdp.rundir.paths import place_of
+from fsdp.rundir.paths import choose
 from launch import ray_cluster, ray_own
 from launch.ray_own import _own_folder
 from launch.ray_resources import Workers, _room_hint
@@ -140,8 +140,8 @@ def test_a_run_in_the_folder_that_a_job_of_ray_deletes_is_refused(
         with pytest.raises(
             ConfigError, match=r"Ray's copy of the working directory.* HINT: --run\.dir \$HOME"
         ):
-            place_of(load(flags))
-    assert place_of(load(["--run.dir", str(tmp_path)])) == str(tmp_path)
+            choose(load(flags))
+    assert choose(load(["--run.dir", str(tmp_path)])).path == tmp_path
 
 
 def test_the_dashboard_s_address_is_not_taken_for_a_ray_of_ones_own() -> None:

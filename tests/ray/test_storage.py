@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch import in_process
 from tests.checkpoint import s3_server
 from tests.checkpoint.conftest import server
-from tests.checkpoint.test_run_in_store import losses, records, url
+from tests.checkpoint.test_store_alone import losses, records, url
 from tests.ray.cluster import REPOSITORY, Cluster
 from tests.ray.runs import Run
 
@@ -50,26 +48,6 @@ result = TorchTrainer(
 print("RESULT", json.dumps([[one.path for one, _ in result.best_checkpoints], result.metrics]))
 """
 FLAGS = ("--model.name", "mlp", "--train.global_batch", "16", "--run.log_every_steps", "1")
-
-
-def stored(monkeypatch: pytest.MonkeyPatch, kind: str, path: str) -> None:
-    import ray.train
-
-    system = types.SimpleNamespace(type_name=kind)
-    storage = types.SimpleNamespace(storage_filesystem=system, experiment_fs_path=path)
-    context = types.SimpleNamespace(get_storage=lambda: storage)
-    monkeypatch.setattr(ray.train, "get_context", lambda: context)
-
-
-@pytest.mark.long
-def test_a_folder_is_the_run_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored(monkeypatch, "local", "/shared/runs/mine")
-    assert in_process._run_dir_of_storage() == "/shared/runs/mine"
-
-
-def test_a_url_of_an_object_store_is_the_run_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored(monkeypatch, "gcs", "bucket/runs/mine")
-    assert in_process._run_dir_of_storage() == "gs://bucket/runs/mine"
 
 
 def trained(
@@ -129,15 +107,17 @@ def test_a_loop_of_ones_own_reports_to_ray(tmp_path: Path, joined: Cluster) -> N
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.needs("s3")
-def test_a_trainer_whose_storage_is_a_url_continues_on_other_machines(
+def test_a_trainer_whose_storage_is_a_url_saves_there_and_continues_on_another_machine(
     server: str, url: str, tmp_path: Path, joined: Cluster
 ) -> None:
-    store = {**s3_server.KEYS, "AWS_ENDPOINT_URL": server}
+    store, storage = {**s3_server.KEYS, "AWS_ENDPOINT_URL": server}, url.removesuffix("/a")
+    checkpoints_url = f"{storage}/mine/checkpoints"
     for steps in ("4", "6"):
-        cache = str(tmp_path / steps)
-        storage = url.removesuffix("/a")
-        trained(joined, tmp_path, storage, *FLAGS, "--train.steps", steps, **store, XDG_CACHE_HOME=cache)
-    run = url.removesuffix("/a") + "/mine"
-    assert set(losses(records(run, "metrics.jsonl"))) == {1, 2, 3, 4, 5, 6}
-    starts = [one for one in records(run, "history.jsonl") if one["event"] == "start"]
+        cache, flags = str(tmp_path / steps), (*FLAGS, "--train.steps", steps)
+        checkpoints, metrics = trained(joined, tmp_path, storage, *flags, **store, XDG_CACHE_HOME=cache)
+        newest = f"{checkpoints_url}/step-0000000{steps}".removeprefix("s3://")
+        assert checkpoints[-1].startswith(newest)
+        assert metrics["checkpoint"].startswith(f"s3://{newest}")
+    assert set(losses(records(checkpoints_url, "metrics.jsonl"))) == {1, 2, 3, 4, 5, 6}
+    starts = [one for one in records(checkpoints_url, "history.jsonl") if one["event"] == "start"]
     assert [start["from_step"] for start in starts] == [0, 4]

@@ -17,7 +17,6 @@ finally:
 SPARED = {
     "fsdp.checkpoint.export": "--checkpoint.export",
     "fsdp.checkpoint.local_tier": "--checkpoint.local_dir",
-    "fsdp.checkpoint.run_mirror": "--run.dir s3://",
     "fsdp.data.mixture": "[[data.sources]]",
     "fsdp.data.path_reader": "a path as --data.name",
     "fsdp.memory.oom_report": "an out-of-memory error",
