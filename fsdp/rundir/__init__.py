@@ -5,4 +5,6 @@
     history             history.jsonl, and the markers STOPPED, DONE and FAILED
     atomic_write        files written whole or not at all
     lock, lock_holder   the lock's file and its takeover; who holds it, and whether that process lives
+
+Not here: checkpoints (fsdp/checkpoint).
 """
