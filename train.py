@@ -22,7 +22,7 @@ from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.base.streams import flush_output, prepare_streams, print_answer
 from fsdp.config import Config, worker_range
 from fsdp.dist.env import prints_shared_errors, started_by
-from fsdp.watch.last_process import ProcessExit
+from fsdp.watch.failure import ProcessExit
 
 
 def main(argv: list[str]) -> int:

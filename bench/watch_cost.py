@@ -41,7 +41,7 @@ def told() -> dict[str, float]:
     import torch.distributed as dist
 
     from fsdp.watch import status_page
-    from fsdp.watch.collective_calls import CollectiveCounter
+    from fsdp.watch.counters import CollectiveCounter
 
     page = status_page.create(f"shardrun-cost-{os.getpid()}.page")
     page.path.unlink()
@@ -104,7 +104,7 @@ def _rank(rank: int, address: tuple[str, int], folder: Path) -> int:
     def leaving(self: Watch, *error: object) -> None:
         if self._page is not None and rank == 0:
             numbers, seconds = self._page.numbers, time.perf_counter() - began[0]
-            monitor = proc.stat(self._monitor.pid) if self._monitor else None
+            monitor = proc.stat(self._monitor.process.pid) if self._monitor else None
             used = monitor.cpu_s if monitor is not None else 0.0
             counts = {
                 "calls": numbers[status_page.BEGUN] / numbers[status_page.STEPS],

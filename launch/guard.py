@@ -103,7 +103,7 @@ def interrupted(program: str) -> int:
 
 def report(error: BaseException, env: DistEnv, program: str, marker: Marker | None) -> int:
     """Write RUN/FAILED, print the error unless the monitor has printed it, and return the exit code."""
-    from fsdp.watch.rank import failure_was_printed
+    from fsdp.watch.failure import failure_was_printed
 
     failure = failure_of(error)
     if marker is not None:

@@ -762,9 +762,6 @@ class WatchSection:
     divergence: int = knob(
         0, "steps between bitwise comparisons of the replicas; 0: never", unit="steps", low=0
     )
-    unit_norms: int = knob(
-        0, "steps between records of each unit's gradient norm; 0: never", unit="steps", low=0
-    )
     spike: float = knob(
         10.0,
         "record the samples of a step whose gradient norm is this many times the usual; 0: never",

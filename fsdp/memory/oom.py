@@ -4,7 +4,7 @@
 
 It costs nothing until an error reaches it; then oom_report.py is imported, which every other run is spared.
 A process killed by the kernel's OOM killer gets no signal that it can handle and leaves no page: the watch
-names it (fsdp/watch/hang_verdict.py).
+names it (fsdp/watch/verdict.py).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from fsdp.config.command_line import RUN_FLAGS, CommandParser, one_of, prints_er
 from fsdp.parity.compare import compare
 from fsdp.parity.measure import ParityDifference
 from fsdp.parity.options import BOUNDS, Comparison, ParityOptions, Row
-from fsdp.watch.last_process import ProcessExit
+from fsdp.watch.failure import ProcessExit
 
 
 @prints_errors("fsdp.parity")

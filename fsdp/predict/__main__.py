@@ -39,7 +39,7 @@ from fsdp.predict.trained import TrainedModel, open_run, sharded_run
 from fsdp.rundir import paths
 from fsdp.rundir.history import trained_classes
 from fsdp.rundir.paths import RunDir
-from fsdp.watch.last_process import ProcessExit
+from fsdp.watch.failure import ProcessExit
 
 FLAGS: tuple[tuple[str, str, Any, Any, str], ...] = (
     # flag, kind of model, type, default, help

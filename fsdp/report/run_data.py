@@ -27,7 +27,7 @@ from fsdp.checkpoint.open_store import open_store
 from fsdp.config import FIELDS, check_store, parse_value, read_recipe
 from fsdp.rundir.line_files import read_lines
 from fsdp.rundir.paths import RunDir
-from fsdp.watch.hang_verdict import RECOVERABLE
+from fsdp.watch.verdict import RECOVERABLE
 
 Outcome = Literal["finished", "stopped", "failed", "killed", "running"]
 Record = dict[str, Any]

@@ -116,7 +116,6 @@ def _train(start: _Start, watch: Watch, oom: OutOfMemoryHandler) -> Outcome:
         # 1.5 MiB of source, read for traces of the fake tensors from which FSDP2 infers shapes
         linecache.clearcache()
         loop.phases.listen(watch.phase)
-        loop.branches.listener = watch.left_out
         profile = _maybe_profile(loop)
         if profile is not None:
             parts.enter_context(closing(profile))
@@ -176,7 +175,6 @@ def _set_up(start: _Start, oom: OutOfMemoryHandler, parts: ExitStack) -> Trainin
     recorder = setup.recorder(config, env, run, start.reporter, job, mfu_of=built.mfu_of, step=state.step)
     parts.enter_context(closing(recorder))
     setup.add_sinks(recorder, config, env, run, job, planned, state.step)
-    replica_checks = parts.enter_context(closing(ReplicaChecks(config.watch, env, run.path, sharded)))
     if env.is_main:
         facts = start_facts({**built.facts, "steps": steps_line(job)})
         setup.log_start(run, facts, restored, job.cursor.note() if restored is not None else "")
@@ -197,7 +195,7 @@ def _set_up(start: _Start, oom: OutOfMemoryHandler, parts: ExitStack) -> Trainin
         update=build_update(optimizer, states),
         in_turn=None if built.nvme_files is None else built.nvme_files.in_turn,
         locks=start.locks,
-        replica_checks=replica_checks,
+        replica_checks=ReplicaChecks(config.watch, sharded),
         planned=planned,
         ema=ema,
     )

@@ -25,7 +25,6 @@ from fsdp.parallel.float8 import Scales
 from fsdp.run.source_losses import SourceLosses
 from fsdp.run.step import StepHooks
 from fsdp.watch.branch_check import BranchCheck
-from fsdp.watch.replica_checks import ReplicaChecks
 
 
 class TokenSum:
@@ -57,7 +56,6 @@ class RunHooks(StepHooks):
     info: DataInfo
     phases: Phases
     stopper: Stopper
-    replica_checks: ReplicaChecks
     branches: BranchCheck
     verdicts: Verdicts
     checkpointer: Checkpointer
@@ -122,9 +120,6 @@ class RunHooks(StepHooks):
         self.verdicts.own_loss = total.view(-1)[0].clone()  # names the rank, should the sum not be finite
         self._numbers = total.numel()
         self._loss_sum = self.stopper.sum_with(total, scaled, self.branches.signature)
-
-    def measured(self) -> None:
-        self.replica_checks.gradients(self._step)
 
     def may_update(self, norm: Tensor) -> bool:
         factor = self.correction()

@@ -154,7 +154,6 @@ class TrainingLoop:
             info=self.job.data.info,
             phases=self.phases,
             stopper=self.stopper,
-            replica_checks=self.replica_checks,
             branches=self.branches,
             verdicts=self.verdicts,
             checkpointer=self.checkpointer,

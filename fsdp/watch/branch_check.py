@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fsdp.base.errors import TrainingError
@@ -51,36 +51,21 @@ class BranchCheck:
     """One sharded model, checked from the constructor to close().
 
     Nothing is compared on one rank, nor under DDP, where Sharded.micro_batch names the unused parameters.
-    `listener` receives the trainable parameters that a reduction leaves out, as text; empty without any.
     """
 
     def __init__(self, sharded: Sharded) -> None:
         self._ranks = sharded.ranks
         self._groups: list[Any] = list(parameter_groups(sharded.root)) if self._ranks > 1 else []
-        self.listener: Callable[[str], None] = lambda _: None
-        self._trained = [
-            [one for one in group.fsdp_params if one.sharded_param.requires_grad] for group in self._groups
-        ]
-        self._group_of = {id(one): at for at, group in enumerate(self._groups) for one in group.fsdp_params}
-        self._left_out = ""
         self._reductions: list[list[Any]] = []
         self._now: _Seen = [], [], []
         self._before = self._now
         self._signature = 0
         self._patches = contextlib.ExitStack()
         if self._groups:
-            self._patches.enter_context(before_reductions(self._note))
+            self._patches.enter_context(before_reductions(self._reductions.append))
 
     def close(self) -> None:
         self._patches.close()
-
-    def _note(self, parameters: list[Any]) -> None:
-        self._reductions.append(parameters)
-        at = self._group_of.get(id(parameters[0]))
-        left_out = "" if at is None else _left_out(self._trained[at], parameters)
-        if left_out != self._left_out:
-            self._left_out = left_out
-            self.listener(left_out)
 
     def signature(self) -> int:
         """Call it when the backward has computed all gradients and before FSDP ends it.
@@ -93,10 +78,11 @@ class BranchCheck:
         seen = forward_order(self._groups[0]), self._reductions, unreduced_groups(self._groups)
         # Lists of the same objects compare by address and touch no parameter, which takes a microsecond each
         # when it is not in a cache.
-        self._before, self._reductions = self._now, []
+        self._before = self._now
         if seen != self._now:
-            self._now = list(seen[0]), *seen[1:]
+            self._now = list(seen[0]), list(seen[1]), seen[2]
             self._signature = zlib.crc32(repr(self._ran(self._now)).encode()) >> (32 - BITS)
+        self._reductions.clear()
         return self._signature
 
     def check(self, step: int, sums: Sequence[float], *, last: bool = True) -> None:
@@ -113,48 +99,32 @@ class BranchCheck:
 
     def _ran(self, seen: _Seen) -> _Ran:
         order, reductions, late = seen
-        reduced = [parameter_name(one) for parameters in reductions for one in parameters]
-        for at, held in late:
-            reduced += [
-                parameter_name(one)
-                for one, has in zip(self._groups[at].fsdp_params, held, strict=True)
-                if has
-            ]
+        reduced = [parameter_name(parameter) for parameters in reductions for parameter in parameters]
+        for group, held in late:
+            parameters = zip(self._groups[group].fsdp_params, held, strict=True)
+            reduced += [parameter_name(parameter) for parameter, has_gradient in parameters if has_gradient]
         return [group_name(group) or "the root" for group in order], reduced
-
-
-def _left_out(trained: Sequence[Any], reduced: Sequence[Any]) -> str:
-    """`head.weight (and 1 more parameter)`"""
-    if len(reduced) == len(trained):
-        return ""
-    kept = set(map(id, reduced))
-    names = [parameter_name(one) for one in trained if id(one) not in kept]
-    return _with_more(names[0], len(names) - 1) if names else ""
-
-
-def _with_more(name: str, more: int) -> str:
-    return f"{name} (and {counted(more, 'more parameter')})" if more else name
 
 
 def _difference(step: int, ran: Sequence[_Ran]) -> TrainingError:
     """The error for rank 0 and the first rank that differs from it."""
-    other = next(rank for rank, one in enumerate(ran) if one != ran[0])
+    other = next(rank for rank, parts in enumerate(ran) if parts != ran[0])
     (units, reduced), (other_units, other_reduced) = ran[0], ran[other]
-    fewer, more = Counter(other_reduced), Counter(reduced)
-    here, there = list(more - fewer), list(fewer - more)
+    here = list(Counter(reduced) - Counter(other_reduced))
+    there = list(Counter(other_reduced) - Counter(reduced))
     if here or there:
         name, with_it, without = (here[0], 0, other) if here else (there[0], other, 0)
-        some = _with_more(name, len(here) + len(there) - 1)
+        more = len(here) + len(there) - 1
+        some = f"{name} (and {counted(more, 'more parameter')})" if more else name
         what = f"{some} has a gradient on rank {with_it} and none on rank {without}"
     else:
         pairs = zip((*units, *reduced), (*other_units, *other_reduced), strict=False)
         mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("more", "less"))
         what = f"rank 0 runs {mine} where rank {other} runs {theirs}"
-    from fsdp.watch.hang_verdict import SAME_PARTS
-
     return TrainingError(
         f"step {step}: ranks run different parts of the model, "
         f"so reductions mix gradients of different parameters: {what}.",
-        SAME_PARTS,
+        "draw what is left out from a generator with the same seed on every rank, "
+        "or add 0 * part(x).sum() to the loss for a part that a rank does not use",
         ranks=(0, other),
     )

@@ -1,20 +1,22 @@
-"""Observation: what a monitor found of one rank, and what its stack shows: it waits, prepares or writes.
+"""Observation: what a monitor found of one rank, and what that shows by itself: it waits, prepares or writes.
 
-Pure functions without torch, about one rank by itself. observe.py makes observations; hang_verdict.py
-compares those of all ranks.
+Pure functions without torch, about one rank. node_ranks.py makes observations; verdict.py compares those of
+all ranks. Among the values are the calls in PyTorch's flight recorder, in brief. On CUDA a collective returns
+when its kernel is queued, and its host waits somewhere later, as in .tolist() or in the engine of backward:
+what it waits for is in this record alone.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsdp.base.phases import PHASES, READER, Activity
 from fsdp.base.torch_private.names import BACKWARD_FUNCTION, COMPILER_HELPERS, COMPILER_PACKAGES
-from fsdp.watch.recorded_calls import GroupCalls
 
 Frame = tuple[str, int, str]
 """File, line, function."""
@@ -26,6 +28,27 @@ UNNAMED = "unnamed"
 """Prefix of threads that Python did not start: on CUDA a backward runs in such ones."""
 BUSY_S = 2.0
 """Less processor time than this on one line proves nothing."""
+
+
+@dataclass(frozen=True)
+class GroupCalls:
+    """One rank's calls in one process group. Calls are numbered alike on all of its ranks."""
+
+    group: str
+    """Its description; and its ranks, where the recorder has them."""
+    newest: int
+    """Number of the last call that this rank has queued."""
+    unfinished: int
+    """Number of the first that has not ended; 0 if all have. The fields below are of this call."""
+    op: str = ""
+    numel: int = 0
+    started: bool = False
+    """Its kernel runs. The recorder knows it only with TORCH_NCCL_ENABLE_TIMING."""
+
+    @property
+    def shown(self) -> str:
+        size = f" of {self.numel:,} numbers" if self.numel else ""
+        return f"{self.op}{size} (call {self.unfinished} of {self.group})"
 
 
 @dataclass(frozen=True)
@@ -70,8 +93,6 @@ class Observation:
     threads: dict[str, tuple[Frame, ...]] = field(default_factory=dict)
     calls: tuple[GroupCalls, ...] = ()
     """From PyTorch's flight recorder, as the responder answered."""
-    left_out: str = ""
-    """Trainable parameters of a unit without a gradient in its last reduction, such as `head.weight`."""
     failure: dict[str, Any] | None = None
     """The rank's failure report (failure_report.py)."""
     fatal: str = ""
@@ -122,10 +143,11 @@ class Observation:
 
 
 def decode(data: dict[str, Any]) -> Observation:
+    """Raises KeyError, TypeError or ValueError for data of another form."""
     threads = {name: tuple((f, n, w) for f, n, w in stack) for name, stack in data["threads"].items()}
     activities = {name: Activity(data[name]) for name in ("activity", "save_activity")}
     stack = tuple((f, n, w) for f, n, w in data["stack"])
-    calls = tuple(GroupCalls(**one) for one in data["calls"])
+    calls = tuple(GroupCalls(**call) for call in data["calls"])
     return Observation(**{**data, **activities, "stack": stack, "threads": threads, "calls": calls})
 
 
@@ -156,34 +178,22 @@ def place_of(e: Observation) -> str:
     another thread if the training thread does not compute. In a backward on CUDA it is in a thread of
     autograd, if that runs Python.
     """
-    others_compute = e.process_cpu_s - e.cpu_s > max(e.cpu_s, BUSY_S / 2)
-    if e.answered is False and others_compute and (line := _user_line(e)):
-        return line
-    if reads_data(e) and (line := _read_at(e)):
-        return line
+    stacks: list[Sequence[Frame]] = []
+    if e.answered is False and e.process_cpu_s - e.cpu_s > max(e.cpu_s, BUSY_S / 2):
+        stacks += [stack for stack in e.threads.values() if stack and not _is_idle(stack[0])]
+    if reads_data(e):  # a reader without a task is in its own function
+        readers = [stack for name, stack in e.threads.items() if name.startswith(READER)]
+        stacks += [stack for stack in readers if len(stack) > 1 and stack[0][2] != "_work"]
     if e.cuda and e.stack and e.stack[0][2] == BACKWARD_FUNCTION:
-        hooks = (stack for name, stack in e.threads.items() if name.startswith(UNNAMED))
-        for stack in hooks:
-            if any(not _foreign(frame) for frame in stack):
-                return own_line(stack)
-    return own_line(e.stack)
-
-
-def _user_line(e: Observation) -> str:
-    """Where the first thread is that runs other code than this project's or a wait of Python's."""
-    at_work = (stack for stack in e.threads.values() if stack and not _is_idle(stack[0]))
-    return next(map(own_line, at_work), "")
+        hooks = [stack for name, stack in e.threads.items() if name.startswith(UNNAMED)]
+        stacks += [stack for stack in hooks if not all(map(_foreign, stack))]
+    return own_line((*stacks, e.stack)[0])
 
 
 def _is_idle(frame: Frame) -> bool:
+    """This project's code, or a wait of Python's."""
     waits_of_python = ("threading", "queue", "selectors", "socket", "connection")
     return frame[0].startswith(ROOT_FOLDER) or Path(frame[0]).stem in waits_of_python
-
-
-def _read_at(e: Observation) -> str:
-    """Where the first busy reader is: one without a task is in its own function."""
-    stacks = (stack for name, stack in e.threads.items() if name.startswith(READER))
-    return next((own_line(stack) for stack in stacks if len(stack) > 1 and stack[0][2] != "_work"), "")
 
 
 def _short(file: str) -> str:
@@ -197,14 +207,12 @@ def _is_in(stack: Sequence[Frame], *packages: str, top: int = 60) -> bool:
 
 
 def waits(e: Observation) -> bool:
-    """In a collective, for others."""
-    if not e.alive or e.stopped:
-        return False
-    if e.in_call:
-        return True
-    if e.stack and e.stack[0][2] == BACKWARD_FUNCTION and e.cpu_s < BUSY_S:
-        return True  # DDP's buckets are waited for in C++
-    return e.cpu_s < BUSY_S and (Activity.RANKS in e.activity or _is_in(e.stack, "torch.distributed", top=2))
+    """In a collective, for others. DDP's buckets are waited for in C++."""
+    if not e.alive or e.stopped or e.in_call:
+        return e.alive and not e.stopped
+    in_ranks = Activity.RANKS in e.activity or _is_in(e.stack, "torch.distributed", top=2)
+    in_backward = bool(e.stack) and e.stack[0][2] == BACKWARD_FUNCTION
+    return e.cpu_s < BUSY_S and (in_ranks or in_backward)
 
 
 def prepares(e: Observation) -> bool:
@@ -232,3 +240,48 @@ def writes(e: Observation) -> bool:
 
 def waits_for_save(e: Observation) -> bool:
     return Activity.SAVE in e.activity and not writes(e)
+
+
+# ---------------------------------------------------------------- PyTorch's flight recorder
+
+UNDESCRIBED = "undefined"
+"""torch's description of a group that was made without one; its name is a number, alike on all ranks."""
+
+
+def group_calls(entries: Iterable[Mapping[str, Any]]) -> list[GroupCalls]:
+    """From the recorder's entries, oldest first. Messages between two ranks are left out."""
+    by_group: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in entries:
+        if not entry.get("is_p2p"):
+            by_group.setdefault(_group(entry), []).append(entry)
+    return [_in_brief(group, calls) for group, calls in by_group.items()]
+
+
+def _group(entry: Mapping[str, Any]) -> str:
+    name, description = (*entry["process_group"], "", "")[:2]
+    known = description not in ("", UNDESCRIBED)
+    ranks = entry.get("group_ranks", "")
+    return f"{description if known else f'group {name}'}{f' {ranks}' if ranks else ''}"
+
+
+def _in_brief(group: str, recorded: Sequence[Mapping[str, Any]]) -> GroupCalls:
+    # An earlier run of this process may have had a group of this name.
+    entries = [entry for entry in recorded if entry.get("pg_id") == recorded[-1].get("pg_id")]
+    newest = max(entry["collective_seq_id"] for entry in entries)
+    # Calls of one group end in their order. Those that went out together as one are marked only as a whole.
+    ended = (one["collective_seq_id"] for one in entries if one["state"] == "completed" or one["retired"])
+    last = max(ended, default=-1)
+    unfinished = [entry for entry in entries if entry["collective_seq_id"] > last]
+    if not unfinished:
+        return GroupCalls(group, newest, 0)
+    first = min(unfinished, key=lambda entry: int(entry["collective_seq_id"]))
+    op = first["profiling_name"].rpartition(":")[2].strip("_").removesuffix("_base")
+    return GroupCalls(
+        group,
+        newest,
+        first["collective_seq_id"],
+        op,
+        # each rank's share of an all-to-all may have a size of its own
+        0 if "to_all" in op or "toall" in op else sum(map(math.prod, first["input_sizes"])),
+        first["state"] == "started",
+    )

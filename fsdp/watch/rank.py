@@ -5,7 +5,8 @@
 
 Entering costs one collective, on several nodes two, and on each node's first rank the start of the monitor
 process, which a thread starts again if it was killed. Leaving by an exception hands the rank's failure report
-to the monitor, which prints the first failure of all ranks; failure_was_printed(error) then waits for that.
+to the monitor, which prints the first failure of all ranks; failure_was_printed(error) in failure.py then
+waits for that.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,11 +37,8 @@ from fsdp.dist.env import DistEnv, rendezvous_host
 from fsdp.dist.stop import LAST_ACTS
 from fsdp.rundir.lock_holder import this_place
 from fsdp.watch import status_page
-from fsdp.watch.collective_calls import CollectiveCounter
-from fsdp.watch.cuda_timing import device_clock
-from fsdp.watch.failure_report import failure_report
-from fsdp.watch.last_process import wait_until_printed, wake
-from fsdp.watch.monitor_options import MonitorOptions
+from fsdp.watch.counters import CollectiveCounter, DeviceClock
+from fsdp.watch.failure import failure_report, wake, write_torchrun_error_file
 from fsdp.watch.responder import Responder
 from fsdp.watch.status_page import FAILED, LEFT, OVER, PID, STATE, THREAD, StatusPage, Writer
 
@@ -64,10 +61,8 @@ class Watch:
         self._section, self._env, self._run = section, env, run
         self._process_ends = process_ends
         self._page: StatusPage | None = None
-        self._monitor: subprocess.Popen[str] | None = None
-        self._keeper: threading.Thread | None = None
+        self._monitor: MonitorProcess | None = None
         self._listener: socket.socket | None = None
-        self._leaving = False
 
     def __enter__(self) -> Watch:
         if not self._section.enabled:
@@ -79,10 +74,10 @@ class Watch:
         self._start_monitor()
         if self._page is None:
             return self
-        own = self._page
-        self._writer = Writer(own.numbers)
+        numbers = self._page.numbers
+        self._writer = Writer(numbers)
         self._calls = CollectiveCounter(self._writer)
-        self._device = device_clock(self._writer) if own.numbers[status_page.CUDA] else None
+        self._device = DeviceClock(self._writer).wrap() if numbers[status_page.CUDA] else None
         LAST_ACTS.append(self._mark_over)
         ACTIVITIES.listener = self._writer.activity
         return self
@@ -92,15 +87,15 @@ class Watch:
         if not proc.shows_this_process():
             raise OSError("/proc is of another PID namespace")
         remove_stale_names()
-        own = status_page.create(f"shardrun-{_pid_namespace()}-{os.getpid()}-{secrets.token_hex(4)}.page")
-        own.numbers[PID], own.numbers[THREAD] = os.getpid(), threading.get_native_id()
-        own.numbers[status_page.CUDA] = self._env.device.type == "cuda"
+        page = status_page.create(f"shardrun-{_pid_namespace()}-{os.getpid()}-{secrets.token_hex(4)}.page")
+        page.numbers[PID], page.numbers[THREAD] = os.getpid(), threading.get_native_id()
+        page.numbers[status_page.CUDA] = self._env.device.type == "cuda"
         try:
-            self._responder = Responder(own.path, self._env.device)
+            self._responder = Responder(page.path, self._env.device)
         except OSError:
-            own.path.unlink()
+            page.path.unlink()
             raise
-        return own
+        return page
 
     def phase(self, name: str, step: int) -> None:
         """A listener of fsdp/base/phases.py."""
@@ -108,11 +103,6 @@ class Watch:
             self._writer.phase(name, step)
             if self._device is not None:
                 self._device.phase(name, step)
-
-    def left_out(self, parameters: str) -> None:
-        """A listener of branch_check.py."""
-        if self._page is not None:
-            self._page.write_left_out(parameters)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -131,13 +121,14 @@ class Watch:
             self._writer.phase("end", int(self._page.numbers[status_page.STEP]))
             self._page.numbers[STATE] = FAILED if error is not None and self._process_ends else OVER
         self._responder.close()
-        self._end_monitor(error is None)
+        if self._listener is not None:
+            self._listener.close()
+        if self._monitor is not None:
+            self._monitor.leave(wait_s=MONITOR_END_S if error is None else 0.0)
         if not hasattr(error, "status_page"):
             self._page.path.unlink(missing_ok=True)  # in case no monitor has started, which removes the name
             self._page.close()
         self._page = None
-
-    # ------------------------------------------------------------ the end
 
     def _mark_over(self) -> None:
         """At a second Ctrl-C the process ends at once, which is no fault."""
@@ -148,26 +139,12 @@ class Watch:
         assert self._page is not None
         failure = failure_report(error, self._env)
         self._page.write_failure(failure)
-        write_torchrun_error_file(failure)
+        line = "another rank ended first" if failure["secondary"] else failure["message"]
+        write_torchrun_error_file(line, secondary=failure["secondary"])
         self._page.numbers[STATE] = FAILED if self._process_ends else LEFT
         # Ray's driver prints its ranks' failures itself
         if self._env.launcher != "ray" and self._process_ends:
             error.status_page = self._page  # type: ignore[attr-defined]
-
-    def _end_monitor(self, succeeded: bool) -> None:
-        """It ends with its ranks. After a failure this rank does not wait for it."""
-        self._leaving = True
-        if self._listener is not None:
-            self._listener.close()
-        if self._monitor is None or self._keeper is None:
-            return
-        assert self._monitor.stdin is not None
-        self._monitor.stdin.close()
-        wake(self._monitor.pid)
-        if succeeded:
-            self._keeper.join(MONITOR_END_S)  # it may wait for storage, and ends by itself
-
-    # ------------------------------------------------------------ the start of the monitor
 
     def _start_monitor(self) -> None:
         """Collective: also of ranks without a page, which no monitor observes."""
@@ -186,48 +163,87 @@ class Watch:
                     head, token = self._listener.getsockname()[:2], secrets.token_hex(16)
             head, token = collectives.broadcast_object((head, token))
         pages = {rank: everyone[rank][2] for rank in by_place[place] if everyone[rank][2]}
-        if self._env.rank == next(iter(pages), None):
-            names = _node_names(list(by_place), {its_place: host for its_place, host, _, _ in everyone})
-            options = MonitorOptions(
-                node=names[place],
-                run=str(self._run),
-                ranks=pages,
-                nodes={names[its_place]: ranks for its_place, ranks in by_place.items()},
-                hang_s=self._section.hang_s,
-                late_percent=self._section.late_percent,
-                launcher=self._env.launcher,
-                token=token,
-                listener=self._listener.fileno() if self._listener is not None else -1,
-                head=None if self._env.is_main else head,
-                prints_failures=self._env.launcher != "ray",
-            )
-            try:
-                self._monitor = _spawn(options)
-            except OSError as error:  # no room for another process
-                log.warning("watch: %s has no monitor (%s)", options.node, error)
-                return
-            self._keeper = threading.Thread(
-                target=self._keep_monitor, args=(options,), name="monitor", daemon=True
-            )
-            self._keeper.start()
+        if self._env.rank != next(iter(pages), None):
+            return
+        names = _node_names(list(by_place), {its_place: host for its_place, host, _, _ in everyone})
+        options = {
+            "node": names[place],
+            "run": str(self._run),
+            "ranks": pages,
+            "nodes": {names[its_place]: ranks for its_place, ranks in by_place.items()},
+            "hang_s": self._section.hang_s,
+            "late_percent": self._section.late_percent,
+            "launcher": self._env.launcher,
+            "token": token,
+            "listener": self._listener.fileno() if self._listener is not None else -1,
+            "head": None if self._env.is_main else head,
+        }
+        try:
+            self._monitor = MonitorProcess(options)
+        except OSError as error:  # no room for another process
+            log.warning("watch: %s has no monitor (%s)", names[place], error)
 
-    def _keep_monitor(self, options: MonitorOptions) -> None:
-        """Start the monitor again if it was killed, as for lack of memory."""
-        assert self._monitor is not None
-        began = time.monotonic()
-        while self._monitor.wait() and not self._leaving:
-            code = self._monitor.returncode
+
+class MonitorProcess:
+    """The monitor of this node, started again if it was killed, as for lack of memory.
+
+    `options`: those of monitor.py.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._leaving = False
+        self.process = spawn(options)
+        self._keeper = threading.Thread(target=self._keep, name="monitor", daemon=True)
+        self._keeper.start()
+
+    def leave(self, wait_s: float) -> None:
+        """It ends with its ranks; it may wait for storage, and ends by itself."""
+        self._leaving = True
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        wake(self.process.pid)
+        self._keeper.join(wait_s)
+
+    def _keep(self) -> None:
+        began, node = time.monotonic(), self._options["node"]
+        while (code := self.process.wait()) and not self._leaving:
             how = "ended " + (f"(exit code {code})" if code > 0 else f"({signal.Signals(-code).name})")
             if time.monotonic() - began < STARTED_S:
-                log.warning("watch: the monitor of %s %s again; its ranks are not watched", options.node, how)
+                log.warning("watch: the monitor of %s %s again; its ranks are not watched", node, how)
                 return
-            log.warning("watch: the monitor of %s %s and is started again", options.node, how)
+            log.warning("watch: the monitor of %s %s and is started again", node, how)
             began = time.monotonic()
             try:
-                self._monitor = _spawn(options)
+                self.process = spawn(self._options)
             except OSError as error:
-                log.warning("watch: %s has no monitor (%s)", options.node, error)
+                log.warning("watch: %s has no monitor (%s)", node, error)
                 return
+
+
+def spawn(options: Mapping[str, Any]) -> subprocess.Popen[str]:
+    """Without site-packages (-S), which the monitor does not need: it starts in half the time. Its options go
+    through its standard input: other users of the host can read a command line, with the token in it.
+    """
+    try:
+        errors = sys.stderr.fileno()  # under Ray a file that the driver follows, and not descriptor 2
+    except (AttributeError, OSError, ValueError):
+        errors = None
+    with delayed(SIGNALS):  # one that comes before the monitor ignores them would end it
+        monitor = subprocess.Popen(
+            [sys.executable, "-S", "-m", "fsdp.watch.monitor"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            pass_fds=(options["listener"],) if options["listener"] >= 0 else (),
+            cwd="/",
+            text=True,
+        )
+    assert monitor.stdin is not None
+    monitor.stdin.write(json.dumps(options) + "\n")
+    monitor.stdin.flush()
+    return monitor
 
 
 def _pid_namespace() -> str:
@@ -238,11 +254,11 @@ def _pid_namespace() -> str:
 def remove_stale_names() -> None:
     """Remove files of dead processes: ranks that were killed together with their monitor leave theirs."""
     names = f"shardrun-{_pid_namespace()}-*"
-    for one in (file for folder in status_page.folders() for file in folder.glob(names)):
-        number = one.name.split("-")[2]
+    for file in (file for folder in status_page.folders() for file in folder.glob(names)):
+        number = file.name.split("-")[2]
         if number.isdigit() and not proc.exists(int(number)):
             with contextlib.suppress(OSError):  # another user's, or gone already
-                one.unlink()
+                file.unlink()
 
 
 def _listener(others: Sequence[str]) -> socket.socket | None:
@@ -261,72 +277,10 @@ def _listener(others: Sequence[str]) -> socket.socket | None:
     return None
 
 
-def _node_names(places: list[str], hosts: dict[str, str]) -> dict[str, str]:
+def _node_names(places: list[str], hosts: Mapping[str, str]) -> dict[str, str]:
     """Host names, with a number for a further PID namespace of the same host."""
     names: dict[str, str] = {}
     for place in places:
-        name, number = hosts[place], 2
-        while name in names.values():
-            name, number = f"{hosts[place]}-{number}", number + 1
-        names[place] = name
+        alike = [other for other in names if hosts[other] == hosts[place]]
+        names[place] = hosts[place] + (f"-{len(alike) + 1}" if alike else "")
     return names
-
-
-def _spawn(options: MonitorOptions) -> subprocess.Popen[str]:
-    """Without site-packages (-S), which the monitor does not need: it starts in half the time. Its options go
-    through its standard input: other users of the host can read a command line, with the token in it.
-    """
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with delayed(SIGNALS):  # one that comes before the monitor ignores them would end it
-        monitor = subprocess.Popen(
-            [sys.executable, "-S", "-m", "fsdp.watch.monitor"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=_error_output(),
-            env=environ,
-            pass_fds=(options.listener,) if options.listener >= 0 else (),
-            cwd="/",
-            text=True,
-        )
-    assert monitor.stdin is not None
-    monitor.stdin.write(json.dumps(asdict(options)) + "\n")
-    monitor.stdin.flush()
-    return monitor
-
-
-def _error_output() -> int | None:
-    """This process's standard error. Under Ray a file that the driver follows, and not descriptor 2."""
-    try:
-        return sys.stderr.fileno()
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
-def write_torchrun_error_file(failure: dict[str, Any]) -> None:
-    """torchrun's summary then shows the first failure's line in place of `error_file: <N/A>`."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
-        line = "another rank ended first" if failure["secondary"] else failure["message"]
-        # Whole seconds, and of equal ones torchrun takes the lower rank's: a consequence is a second later.
-        extra = {"py_callstack": line, "timestamp": str(int(failure["time"]) + failure["secondary"])}
-        text = json.dumps({"message": {"message": line, "extraInfo": extra}})
-        with contextlib.suppress(OSError):  # the failure itself is on the status page
-            Path(file).write_text(text, encoding="utf-8")
-
-
-def failure_was_printed(error: BaseException) -> bool:
-    """Wait until the monitor has printed the first failure of all ranks; False if it does not.
-
-    Call it last before the process ends. Signals are ignored from here on: a launcher that ends the other
-    ranks does not interrupt the wait.
-    """
-    page: StatusPage | None = getattr(error, "status_page", None)
-    if page is None:
-        return False
-    with contextlib.suppress(ValueError):  # not on the main thread, which alone has handlers
-        for one in SIGNALS:
-            signal.signal(one, signal.SIG_IGN)
-    printed = wait_until_printed(page)
-    page.path.unlink(missing_ok=True)
-    page.close()
-    return printed

@@ -2,7 +2,7 @@
 
 verdicts.jsonl   one object per verdict: time, by (the node whose monitor judged), kind, ranks, nodes, step,
                  what, others, hint, still_s
-late.jsonl       one object when a rank begins or ceases to be late: rank, node, percent, since_step, starved
+late.jsonl       one object when a rank begins or ceases to be late: rank, node, percent, since_step
 timing.jsonl     one object per interval: from_step, step, seconds, and by rank the mean seconds a step in
                  data, forward, backward, reduce, optimizer, record, evaluate, save, waiting (in collectives,
                  for others), starved. On CUDA forward, backward, optimizer and waiting are device times
@@ -12,9 +12,7 @@ KIND-STEP/       the evidence of a verdict: rank-N.txt (stacks), rank-N.fr.json 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import queue
 import re
 import shutil
@@ -39,7 +37,7 @@ OF_DEATHS = ("died", "fault", "lost")
 def hang_ended(watch: Path, since: float) -> bool:
     """Whether, after this time, the watch has ended ranks that stood still, and not those of a dead peer."""
     records = read_records(watch / "verdicts.jsonl")
-    kinds = [one.get("kind") for one in records if _number(one.get("time")) >= since]
+    kinds = [record.get("kind") for record in records if _number(record.get("time")) >= since]
     before = kinds[: kinds.index(ENDED)] if ENDED in kinds else []
     return bool(before) and before[-1] not in OF_DEATHS
 
@@ -48,17 +46,11 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-def _age(folder: Path) -> tuple[int, int]:
-    """By the step, where a file system's clock has one time for several."""
-    return (folder / EVIDENCE).stat().st_mtime_ns, int(folder.name.rpartition("-")[2])
-
-
 class RecordFiles:
+    """A run directory that is gone gets no record: its folder is not made again."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._run: os.stat_result | None = None
-        with contextlib.suppress(OSError):
-            self._run = folder.parent.stat()
         self._tasks: queue.SimpleQueue[tuple[Path, str | Mapping[str, Any]] | None] = queue.SimpleQueue()
         self._appenders: dict[Path, Appender] = {}
         self._thread = threading.Thread(target=self._serve, name="files", daemon=True)
@@ -77,29 +69,19 @@ class RecordFiles:
 
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:
-            if self._is_gone():
-                continue
             path, content = task
             if isinstance(content, str):
-                self._replace(path, content)
+                self._write_text(path, content)
             else:
                 self._appenders.setdefault(path, Appender(path)).append(content)
         for appender in self._appenders.values():
             appender.close()
 
-    def _is_gone(self) -> bool:
-        """Whether the run directory was removed, renamed or replaced: another run may be in its place."""
-        try:
-            return self._run is not None and not os.path.samestat(self._run, self.folder.parent.stat())
-        except FileNotFoundError:
-            return True
-        except OSError:  # storage that does not answer: the records wait for it
-            return False
-
-    def _replace(self, path: Path, text: str) -> None:
+    def _write_text(self, path: Path, text: str) -> None:
         """Text that cannot be written is dropped: it describes one moment."""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8", errors="backslashreplace")
             if path.name == EVIDENCE:
                 self._prune()
@@ -107,12 +89,14 @@ class RecordFiles:
             log.warning("watch: %s cannot be written (%s)", path, error.strerror)
 
     def _prune(self) -> None:
-        """Deletes the folders of the oldest verdicts, and nothing else that lies in RUN/watch."""
-        names = re.compile(r"[a-z-]+-\d{6,}")
-        found = [
-            one.parent
-            for one in self.folder.glob(f"*/{EVIDENCE}")
-            if names.fullmatch(one.parent.name) and not one.parent.is_symlink()
+        """Deletes the folders of the oldest verdicts, by time and step, and nothing else in RUN/watch."""
+        folders = [
+            evidence.parent
+            for evidence in self.folder.glob(f"*/{EVIDENCE}")
+            if re.fullmatch(r"[a-z-]+-\d{6,}", evidence.parent.name) and not evidence.parent.is_symlink()
         ]
-        for old in sorted(found, key=_age)[:-KEPT]:
+        folders.sort(
+            key=lambda folder: ((folder / EVIDENCE).stat().st_mtime_ns, int(folder.name.rpartition("-")[2]))
+        )
+        for old in folders[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)

@@ -27,8 +27,7 @@ import torch
 
 from fsdp.base.devices import set_thread_device
 from fsdp.base.torch_private.core import flight_recorder_entries
-from fsdp.watch.observation import UNNAMED
-from fsdp.watch.recorded_calls import group_calls
+from fsdp.watch.observation import UNNAMED, group_calls
 from fsdp.watch.status_page import STACK_SIGNAL
 
 DEEPEST = 60
@@ -54,8 +53,7 @@ class Responder:
         self._was_enabled = faulthandler.is_enabled()
         # a fault in C (an abort of gloo, a bad pointer) writes its stacks there as well
         faulthandler.enable(file=self._stacks, all_threads=True)
-        if STACK_SIGNAL is not None:
-            faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True, chain=False)
+        faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True, chain=False)
         threading.Thread(target=self._serve, name="responder", daemon=True).start()
 
     def close(self) -> None:
@@ -63,8 +61,7 @@ class Responder:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        if STACK_SIGNAL is not None:
-            faulthandler.unregister(STACK_SIGNAL)
+        faulthandler.unregister(STACK_SIGNAL)
         faulthandler.disable()
         if self._was_enabled:
             # a program may have put something without a descriptor in the place of its standard error

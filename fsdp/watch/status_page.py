@@ -2,9 +2,8 @@
 
 It holds numbers, each a double: the step and phase and since when, the collectives begun and ended, what its
 threads are inside of, seconds by phase, and the work of the last 128 steps. After the numbers comes room for
-two texts: parameters left out of a reduction, and the rank's failure. The training thread writes with plain
-stores and never waits. A page can still be read when its rank is stopped, dead or stuck in C code that holds
-Python's lock.
+the text of the rank's failure. The training thread writes with plain stores and never waits. A page can still
+be read when its rank is stopped, dead or stuck in C code that holds Python's lock.
 
 An aligned double is never read half written. Two of them may be of different moments, and readers allow for
 that.
@@ -19,9 +18,7 @@ import signal
 import tempfile
 import threading
 import time
-from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,53 +27,29 @@ from fsdp.base.phases import PHASES, Activity
 clock = time.perf_counter
 """Linux's monotonic clock: the same in all processes of a host."""
 
-STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
+STACK_SIGNAL = signal.SIGRTMIN + 7
 """Makes faulthandler write a rank's stacks. The C library uses the first real-time signals only."""
 
-PAGE = 16384
-TEXT_AT = 8192
-TEXT_MOST = PAGE - TEXT_AT - 8
-ENCODER = json.JSONEncoder(ensure_ascii=False)
-CUT = " … "
-"""Between the beginning and the end of a text that has no room."""
-
-LEFT_OUT_AT, LEFT_OUT_MOST = 4096, 1024
-"""Room for the text of the parameters that this rank leaves out of its reduction."""
-
-TRAINING, OVER, FAILED, LEFT = 1, 2, 3, 4
-"""STATE, which is 0 before the first step. LEFT: failed in a process that lives on."""
+PAGE, TEXT_AT = 1 << 18, 8192
+LONGEST_TEXT, MOST_RANKS = 4096, 4096
+"""Characters of one text of a failure, and ranks that it names: JSON needs twelve bytes for a character at
+most, so that four texts have room.
+"""
 
 (
-    PID,
-    THREAD,
-    STATE,
-    STEP,
-    PHASE,
-    SINCE,
-    BEGUN,
-    ENDED,
-    OP,
-    NUMEL,
-    WAITED,
-    STEPS,
-    TEXT,
-    STEP_S,
-    CUDA,
-    MONITOR,
-    PRINTED,
-    ACTIVITY,
-    SAVE_ACTIVITY,
-    LEFT_OUT,
-) = range(20)
+    PID, THREAD, STATE, STEP, PHASE, SINCE, BEGUN, ENDED, OP, NUMEL, WAITED, STEPS, TEXT, STEP_S, CUDA,
+    MONITOR, PRINTED, ACTIVITY, SAVE_ACTIVITY,
+) = range(19)  # fmt: skip
 """Indices of the numbers. MONITOR: the monitor's process id. PRINTED: 1 once the monitor has printed the
 failure. ACTIVITY and SAVE_ACTIVITY: those of the training thread and of the thread that saves in the
-background. TEXT and LEFT_OUT: bytes of the two texts.
+background. TEXT: bytes of the text.
 """
+TRAINING, OVER, FAILED, LEFT = 1, 2, 3, 4
+"""STATE, which is 0 before the first step. LEFT: failed in a process that lives on."""
 SPENT = 32
 """From here one number a phase: seconds in it so far, less those in collectives, which WAITED holds."""
-RING = 128
+RING, RING_STEPS = 128, 128
 """From here RING_STEPS rows of (step, own work in s), step n in row n modulo RING_STEPS."""
-RING_STEPS = 128
 
 OPS = (
     "none", "all_reduce", "all_gather_single", "reduce_scatter_single", "all_gather_into_tensor",
@@ -89,6 +62,8 @@ STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 """A rank's own work in a step. What comes between two steps (a record, a save) does not count."""
 AFTER_STEPS = ("evaluate", "save")
 """No part of the time that a step takes: after a long evaluation a hang would be seen hours later."""
+ON_DEVICE = tuple(name in ("forward", "backward", "reduce", "optimizer") for name in PHASES)
+"""Phases that on CUDA are the device's: the host only queues them."""
 
 
 @dataclass(frozen=True)
@@ -105,57 +80,25 @@ class StatusPage:
 
     def write_failure(self, failure: dict[str, Any]) -> None:
         """The length is stored last: a reader finds the whole text or none."""
-        data = _fitting(failure)
+        data = json.dumps({name: _shortened(value) for name, value in failure.items()}).encode()
+        assert len(data) <= PAGE - TEXT_AT
         self.page[TEXT_AT : TEXT_AT + len(data)] = data
         self.numbers[TEXT] = len(data)
 
     def read_failure(self) -> dict[str, Any] | None:
         length = int(self.numbers[TEXT])
-        if not length:
-            return None
-        failure: dict[str, Any] = json.loads(self.page[TEXT_AT : TEXT_AT + length])
+        failure: dict[str, Any] | None = json.loads(self.page[TEXT_AT : TEXT_AT + length]) if length else None
         return failure
 
-    def write_left_out(self, text: str) -> None:
-        """The parameters that this rank leaves out of its reduction; empty if there are none."""
-        data = text.encode(errors="backslashreplace")[:LEFT_OUT_MOST]
-        self.numbers[LEFT_OUT] = 0
-        self.page[LEFT_OUT_AT : LEFT_OUT_AT + len(data)] = data
-        self.numbers[LEFT_OUT] = len(data)
 
-    def read_left_out(self) -> str:
-        length = int(self.numbers[LEFT_OUT])
-        return self.page[LEFT_OUT_AT : LEFT_OUT_AT + length].decode(errors="replace")
-
-
-def _fitting(failure: dict[str, Any]) -> bytes:
-    """As JSON, with long texts and lists cut to a size at which all of it has room."""
-    data, most = _encoded(failure), TEXT_MOST
-    while len(data) > TEXT_MOST:
-        most = most * 3 // 4
-        data = _encoded({name: _cut(value, most) for name, value in failure.items()})
-    return data
-
-
-def _encoded(value: Any) -> bytes:
-    # a file's name in a message may have half of a surrogate pair; json.loads reads it back
-    return ENCODER.encode(value).encode("utf-8", "surrogatepass")
-
-
-def _cut(value: Any, most: int) -> Any:
-    """A text: its beginning and its end, in `most` bytes. A list: the first numbers, 8 bytes for each."""
+def _shortened(value: Any) -> Any:
+    """A text's beginning and end; a list's first numbers."""
     if isinstance(value, list):
-        return value[: most // 8]
-    if not isinstance(value, str) or len(_encoded(value)) <= most:
+        return value[:MOST_RANKS]
+    if not isinstance(value, str) or len(value) <= LONGEST_TEXT:
         return value
-    half = (most - len(_encoded(CUT))) // 2
-    return _beginning(value, half) + CUT + _beginning(value[::-1], half)[::-1]
-
-
-def _beginning(text: str, most: int) -> str:
-    """The characters that take `most` bytes in JSON: up to four each, and six for a control character."""
-    sizes = accumulate(len(_encoded(one)) - len('""') for one in text[: max(0, most)])
-    return text[: bisect_right(list(sizes), most)]
+    half = LONGEST_TEXT // 2
+    return f"{value[:half]} … {value[-half:]}"
 
 
 def folders() -> tuple[Path, Path]:
@@ -197,51 +140,21 @@ def _mapped(path: Path, descriptor: int) -> StatusPage:
     return StatusPage(path, memoryview(page)[:TEXT_AT].cast("d"), page)
 
 
-@dataclass(frozen=True)
-class RankStatus:
-    """The numbers of a page as they were read, without the times by phase and step."""
-
-    pid: int
-    thread: int
-    state: int
-    step: int
-    phase: str
-    since: float
-    begun: int
-    ended: int
-    op: str
-    numel: int
-    steps: int
-    step_s: float
-    cuda: bool
-    activity: Activity
-    save_activity: Activity
-
-    @property
-    def progress(self) -> tuple[float, ...]:
-        """Differs whenever the rank has moved; `since` tells two batches of one evaluation apart."""
-        return (self.state, self.step, self.since, self.begun, self.ended)
-
-
-def read(numbers: memoryview[float]) -> RankStatus:
+def read(numbers: memoryview[float]) -> dict[str, Any]:
+    """The fields of an Observation that the page holds."""
     n = numbers
-    return RankStatus(
-        pid=int(n[PID]),
-        thread=int(n[THREAD]),
-        state=int(n[STATE]),
-        step=int(n[STEP]),
-        phase=PHASES[int(n[PHASE])],
-        since=n[SINCE],
-        begun=int(n[BEGUN]),
-        ended=int(n[ENDED]),
-        op=OPS[int(n[OP])],
-        numel=int(n[NUMEL]),
-        steps=int(n[STEPS]),
-        step_s=n[STEP_S],
-        cuda=bool(n[CUDA]),
-        activity=Activity(int(n[ACTIVITY])),
-        save_activity=Activity(int(n[SAVE_ACTIVITY])),
-    )
+    return {
+        "over": n[STATE] == OVER,
+        "step": int(n[STEP]),
+        "phase": PHASES[int(n[PHASE])],
+        "begun": int(n[BEGUN]),
+        "ended": int(n[ENDED]),
+        "op": OPS[int(n[OP])],
+        "numel": int(n[NUMEL]),
+        "cuda": bool(n[CUDA]),
+        "activity": Activity(int(n[ACTIVITY])),
+        "save_activity": Activity(int(n[SAVE_ACTIVITY])),
+    }
 
 
 def spent(numbers: memoryview[float]) -> dict[str, float]:
@@ -255,10 +168,6 @@ def ring(numbers: memoryview[float]) -> dict[int, float]:
     return {int(step): work for step, work in zip(flat[::2], flat[1::2], strict=True) if step}
 
 
-ON_DEVICE = tuple(name in ("forward", "backward", "reduce", "optimizer") for name in PHASES)
-"""Phases that on CUDA are the device's: the host only queues them."""
-
-
 class Writer:
     """Writes the training thread's numbers: a listener of fsdp/base/phases.py."""
 
@@ -270,8 +179,6 @@ class Writer:
         self._began, self._left, self._work, self._step_s = 0.0, 0.0, 0.0, 0.0
         self._index = {name: i for i, name in enumerate(PHASES)}
         self._in_step = [name in STEP_PHASES for name in PHASES]
-        self._data = self._index["data"]
-        self._after_steps = [self._index[name] for name in AFTER_STEPS]
 
     def phase(self, name: str, step: int) -> None:
         n, now, waited, last = self.numbers, clock(), self.waited, self._phase
@@ -281,9 +188,9 @@ class Writer:
         if self._in_step[last]:
             self._work += work
         index = self._index[name]
-        if index == self._data:
+        if name == "data":
             self._close_step(step - 1, now)
-        elif index in self._after_steps and not self._left:
+        elif name in AFTER_STEPS and not self._left:
             self._left = now
         n[STEP], n[PHASE], n[SINCE], n[WAITED] = step, index, now, waited
         self._phase, self._since, self._waited_at = index, now, waited
@@ -300,14 +207,14 @@ class Writer:
 
     def step_took(self, step: int, work: float) -> None:
         """One row of the ring; its step number is stored last."""
-        n, at = self.numbers, RING + 2 * (step % RING_STEPS)
-        n[at + 1] = work
-        n[at] = step
+        n, row = self.numbers, RING + 2 * (step % RING_STEPS)
+        n[row + 1] = work
+        n[row] = step
 
     def _close_step(self, step: int, now: float) -> None:
         n = self.numbers
         if self._began:
-            if not n[CUDA]:  # there the device's own clock measures it: fsdp/watch/cuda_timing.py
+            if not n[CUDA]:  # there the device's own clock measures it: DeviceClock
                 self.step_took(step, self._work)
             n[STEPS] += 1
             # follows slow steps at once and forgets them slowly

@@ -111,7 +111,7 @@ def test_the_loaders_threads_set_their_device(calls: Calls) -> None:
 
 WITHOUT_TENSORS = {
     "fsdp/rundir/lock.py": 1, "fsdp/watch/rank.py": 1,
-    "fsdp/watch/last_process.py": 1, "fsdp/doctor/stages.py": 1, "fsdp/doctor/network.py": 2,
+    "fsdp/watch/failure.py": 1, "fsdp/doctor/stages.py": 1, "fsdp/doctor/network.py": 2,
     "fsdp/dist/stop.py": 1, "fsdp/watch/records.py": 1, "fsdp/record/sender.py": 1,
     "fsdp/record/recorder.py": 1,
     "fsdp/checkpoint/inspect.py": 1,

@@ -1,4 +1,4 @@
-"""Fuzz the readers of what may be odd: flags, recipes, files of a run directory, messages of monitors:
+"""Fuzz the readers of what may be odd: flags, recipes, files of a run directory:
 
     python -m tests.fuzz --seconds 600                     all targets in turn
     python -m tests.fuzz --only "line files" --seed 7      one of them, the same inputs for one seed

@@ -9,7 +9,6 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from fsdp.base.phases import PHASES
 from fsdp.config import FIELDS
 from fsdp.config.writing import toml_value
 from launch.policy import Kind
@@ -157,34 +156,3 @@ def recipes() -> SearchStrategy[str]:
 def _section(part: tuple[str, Mapping[str, Any]]) -> str:
     lines = [f"{json.dumps(key)} = {toml_value(value)}" for key, value in part[1].items()]
     return "\n".join([f"[{part[0]}]", *lines])
-
-
-# ---------------------------------------------------------------- messages between monitors
-
-
-def mutated(value: Any) -> SearchStrategy[Any]:
-    """A JSON value with one of its parts replaced by any value, or removed."""
-    paths = list(_paths(value))
-    return st.tuples(
-        st.sampled_from(paths), json_values() | texts() | st.sampled_from(PHASES), st.booleans()
-    ).map(lambda one: _with(json.loads(json.dumps(value)), *one))
-
-
-def _paths(value: Any, path: tuple[Any, ...] = ()) -> Any:
-    yield path
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in inner:
-        yield from _paths(one, (*path, key))
-
-
-def _with(whole: Any, path: tuple[Any, ...], value: Any, removed: bool) -> Any:
-    if not path:
-        return value
-    place = whole
-    for key in path[:-1]:
-        place = place[key]
-    if removed:
-        del place[path[-1]]
-    else:
-        place[path[-1]] = value
-    return whole

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
 import os
 import shutil
-import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +23,6 @@ from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.checkpoint import manifest, metadata
 from fsdp.rundir import history, lock, paths
 from fsdp.rundir.paths import RunDir
-from fsdp.watch import monitor as monitor_module
-from fsdp.watch.monitor import Monitor
-from fsdp.watch.monitor_links import Head
-from fsdp.watch.monitor_options import MonitorOptions
-from fsdp.watch.observation import Observation
 from launch import slurm_job
 from launch.marker import TOKEN
 from tests.checkpoint.manifests import a_manifest
@@ -216,152 +208,6 @@ def a_metadata() -> bytes:
     return pickle.dumps(dcp.Metadata({"model.w": tensor, "step": dcp.BytesStorageMetadata()}, {}, storage))
 
 
-# ---------------------------------------------------------------- monitors of two nodes
-
-A_FAILURE = {
-    "time": 1.0, "kind": "nan", "message": "step 3 failed", "hint": "lower it", "ranks": [1],
-    "secondary": False, "ours": True, "trace": "", "print": "step 3 failed", "code": 5,
-}  # fmt: skip
-ORDERS = [{"ask": True}, {"keep": "nan-000003"}, {"printed": True}, {"done": True}, {"alive": True}]
-
-
-def a_report() -> dict[str, Any]:
-    """Of node n2 with rank 1."""
-    rank = Observation(
-        1, "n2", pid=9, stack=(("a.py", 3, "f"),), threads={"t": (("b.py", 4, "g"),)}, failure=A_FAILURE
-    )
-    seconds = dict.fromkeys((*monitor_module_phases(), "waiting", "starved"), 1.0)
-    return json.loads(  # type: ignore[no-any-return]
-        json.dumps(
-            {"ranks": [rank.encoded()], "step_s": 0.1, "asked": False,
-             "steps": {1: {2: 0.1, 3: 0.1}}, "spent": {1: seconds}}
-        )
-    )  # fmt: skip
-
-
-def monitor_module_phases() -> tuple[str, ...]:
-    from fsdp.base.phases import PHASES
-
-    return tuple(PHASES)
-
-
-class LocalNode:
-    """Stand-in for the ranks of this node: none fails, and nothing is signalled."""
-
-    step_s = 0.1
-    all_gone = all_ending = False
-
-    def __init__(self, run: Path) -> None:
-        self.run = run
-        self.seen = [Observation(0, "n1", still_s=3.0, begun=2, ended=1, op="all_reduce", numel=4)]
-        self.kept: list[str] = []
-        first = mock.Mock()
-        first.status.steps = first.status.step = 3
-        self.ranks = [first]
-
-    def steps(self) -> dict[int, Any]:
-        return {0: {2: 0.1, 3: 0.1}}
-
-    def spent(self) -> dict[int, Any]:
-        return {0: dict.fromkeys((*monitor_module_phases(), "waiting", "starved"), 1.0)}
-
-    def report(self, asked: bool = False) -> dict[str, Any]:
-        ranks = [one.encoded() for one in self.seen]
-        return {"ranks": ranks, "step_s": 0.1, "steps": self.steps(), "spent": self.spent(), "asked": asked}
-
-    def keep(self, folder: str) -> None:
-        self.kept.append(folder)
-        place = self.run / "watch" / folder
-        assert place.resolve().parent == (self.run / "watch").resolve(), folder
-
-    def ask(self) -> None:
-        pass
-
-    def mark_printed(self) -> None:
-        pass
-
-    def to_end(self, failed: bool = False) -> list[Any]:
-        return []
-
-
-def a_monitor(run: Path, **more: Any) -> Monitor:
-    nodes = {"n1": [0], "n2": [1]}
-    options = MonitorOptions(
-        "n1", str(run), {}, nodes, hang_s=60.0, late_percent=10.0, token="secret", **more
-    )
-    monitor = Monitor(options)
-    monitor.ranks = LocalNode(run)  # type: ignore[assignment]
-    return monitor
-
-
-def monitor_reports(run: RunDir, first: bytes, messages: list[bytes]) -> None:
-    """A head reads a node's reports, judges and writes."""
-    ear = socket.create_server(("127.0.0.1", 0))
-    with socket.create_connection(ear.getsockname()) as peer:
-        monitor = a_monitor(run.path, listener=ear.detach())
-        assert monitor.head is not None
-        send(peer, first)
-        received(monitor.head)
-        for message in messages:
-            send(peer, message)
-            monitor.head.exchange()
-            now = time.monotonic() + 100
-            with mock.patch.object(monitor_module, "print_lines", printable):
-                monitor._judge(now)
-                monitor._judge(now + 5)
-                monitor.timing.update(now, monitor._rank_times, last=True)
-        monitor.files.close()
-        monitor.head.close()
-    written = [path for path in run.path.rglob("*") if path.is_file()]
-    assert all(path.parent.parent in (run.path, run.path / "watch") for path in written), written
-
-
-def send(peer: socket.socket, message: bytes) -> None:
-    with contextlib.suppress(OSError):  # the head has closed it
-        peer.sendall(message + b"\n")
-
-
-def received(head: Head) -> None:
-    """A loopback connection is accepted and read at once."""
-    for _ in range(3):
-        head.exchange()
-
-
-def printable(lines: list[str]) -> None:
-    assert all(type(line) is str for line in lines)
-    "\n".join(lines).encode(errors="backslashreplace")
-
-
-def monitor_orders(run: RunDir, messages: list[bytes]) -> None:
-    """A node's monitor reads the head's messages."""
-    with socket.create_server(("127.0.0.1", 0)) as ear:
-        monitor = a_monitor(run.path, head=ear.getsockname())
-        assert monitor.peer is not None
-        monitor._exchange()
-        head, _ = ear.accept()
-        with head:
-            head.sendall(b"".join(message + b"\n" for message in messages))
-            for _ in range(3):
-                monitor._exchange()
-        monitor.files.close()
-        monitor.peer.close()
-
-
-def messages_of(value: dict[str, Any]) -> Any:
-    some = inputs.encoded(inputs.mutated(value))
-    return some | some | some | inputs.encoded(inputs.json_values()) | st.binary(max_size=20)
-
-
-def _orders() -> Any:
-    orders = st.sampled_from(ORDERS).flatmap(inputs.mutated) | st.fixed_dictionaries(
-        {},
-        optional=dict.fromkeys(
-            ("keep", "end", "failed", "ask", "done"), inputs.json_values() | inputs.texts()
-        ),
-    )
-    return st.lists(inputs.encoded(orders), max_size=4)
-
-
 TARGETS: dict[str, Target] = {
     "flags": Target(flags, lambda: {"words": inputs.command_lines()}, 40),
     "recipe": Target(recipe, lambda: {"text": inputs.recipes()}, 40),
@@ -386,13 +232,4 @@ TARGETS: dict[str, Target] = {
         manifest_file, lambda: {"data": inputs.another_part(sealed_manifest()), "resealed": st.booleans()}, 60
     ),
     "metadata": Target(metadata_file, lambda: {"data": inputs.another_part(a_metadata())}, 60),
-    "monitor reports": Target(
-        monitor_reports,
-        lambda: {
-            "first": st.just(b"secret n2") | messages_of(a_report()),
-            "messages": st.lists(messages_of(a_report()), max_size=3),
-        },
-        20,
-    ),
-    "monitor orders": Target(monitor_orders, lambda: {"messages": _orders()}, 20),
 }

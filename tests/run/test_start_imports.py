@@ -30,7 +30,7 @@ SPARED = {
     "fsdp.tokenize.documents": "rows of text",
     "fsdp.tokenize.shards": "rows of text",
     "fsdp.tokenize.sources": "rows of text",
-    "fsdp.watch.hang_verdict": "a monitor",
+    "fsdp.watch.verdict": "a monitor",
 }
 """Modules, and what needs them: a run of images on one node's disk does not."""
 

@@ -60,18 +60,6 @@ class OwnBranch(Uneven):
         return list(self.blocks)
 
 
-class OwnLayer(Uneven):
-    """Rank 0 alone uses a layer of the root's own unit: the ranks reduce different sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Linear(13, 13)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = super().forward(x)
-        return found + self.extra(self.stem(x)).mean() if dist.get_rank() == 0 else found
-
-
 class InTurn(Uneven):
     """The branches of one unit, in turn by micro-batch, in another order on each rank: after all, each has a
     gradient.

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.runs import QUIET, failures, run
+from tests.support.runs import failures, run
 
 ROOT = Path(__file__).parents[2]
 MODELS = "tests.watch.branching"
@@ -39,25 +35,6 @@ def test_a_difference_is_found_at_its_step(
     assert text.startswith(f"TrainingError: step {step}: ranks run different parts of the model"), text
     assert what in text
     assert "HINT: draw what is left out from a generator with the same seed" in text
-
-
-@pytest.mark.slow
-def test_a_reduction_of_another_size_is_named_by_its_parameters(tmp_path: Path) -> None:
-    """gloo aborts the rank that receives more than it expects, before any comparison."""
-    words = [one for one in QUIET if one not in ("--watch.enabled", "false")]
-    command = [sys.executable, "-m", "launch.local", "--ranks", "2", "--restarts", "0", *words]
-    done = subprocess.run(
-        [*command, "--run.dir", str(tmp_path / "run"), "--model.name", f"{MODELS}:OwnLayer"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    said = json.loads((tmp_path / "run/watch/verdicts.jsonl").read_text().splitlines()[0])
-    assert said["kind"] == "shapes", done.stderr
-    assert said["what"].endswith("has no gradient of extra.weight (and 1 more parameter)"), done.stderr
-    assert "rank 1 (" in said["what"].partition(";")[2]
 
 
 @pytest.mark.parametrize(

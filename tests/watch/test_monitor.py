@@ -1,12 +1,16 @@
-"""One monitor over processes that stand for ranks: when it gives its verdict, and when it ends them."""
+"""One monitor over processes that stand for ranks, and the connections between monitors of several nodes."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +19,24 @@ from typing import Any
 import pytest
 
 from fsdp.base import proc
-from fsdp.watch import status_page
-from fsdp.watch.monitor import ECHO_S, GRACE_S, Monitor
-from fsdp.watch.monitor_options import MonitorOptions
+from fsdp.watch import links, status_page
+from fsdp.watch.links import (
+    RETURN_S,
+    STRANGERS,
+    Head,
+    MonitorConnection,
+    Peer,
+    Report,
+    read_order,
+    read_report,
+)
+from fsdp.watch.monitor import ECHO_S, GRACE_S, Monitor, MonitorOptions
 from fsdp.watch.observation import Observation
+from fsdp.watch.rank import _listener
 from fsdp.watch.status_page import PID, STEP_S, StatusPage
 from tests.support.processes import eventually
+
+REPORT = Report([], 0.0, {}, {})
 
 
 class SleepingRanks:
@@ -93,42 +109,6 @@ def test_a_rank_that_dies_while_the_others_are_stopped_is_named_and_the_others_e
     assert stopped.wait(10) == -signal.SIGKILL
 
 
-ECHO = {
-    "time": 1.0, "kind": "exception", "message": "Connection closed by peer", "hint": "", "ranks": [],
-    "secondary": True, "ours": False, "trace": "", "print": "[rank 1] ended because another rank did",
-}  # fmt: skip
-
-
-def test_a_stopped_rank_whose_peer_has_given_up_is_named_once_and_ended(
-    ranks: Callable[[int], SleepingRanks], capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Nothing recovers after a rank has failed: no line says that the job may continue."""
-    world = ranks(3)
-    os.kill(world.processes[0].pid, signal.SIGSTOP)
-    eventually("one is stopped", in_state(world.processes[0].pid, "T"), 10)
-    world.pages[1].write_failure(ECHO)
-    for seconds in (0.0, ECHO_S + 1, 0.2, 0.2, GRACE_S + 1):
-        world.judge_after(seconds)
-    said = capfd.readouterr().err
-    assert said.count("watch: rank 0 (n1) is stopped (SIGSTOP)") == 1
-    assert "unless it continues" not in said
-    assert world.processes[0].wait(10) == -signal.SIGKILL
-
-
-def test_what_a_rank_writes_while_it_stands_still_is_counted(
-    ranks: Callable[[int], SleepingRanks], tmp_path: Path
-) -> None:
-    world = ranks(1)
-    world.judge_after(0.0)
-    [rank] = world.monitor.ranks.ranks
-    rank.pid = os.getpid()  # in its place
-    rank._at_move = None
-    first = rank.observe(world.now)
-    (tmp_path / "large").write_bytes(bytes(1 << 24))
-    written = rank.observe(world.now + 1).io_bytes - first.io_bytes
-    assert 1 << 24 <= written < 1 << 25
-
-
 ATTACH, DETACH = 16, 17
 """Of ptrace."""
 
@@ -188,3 +168,180 @@ def test_the_first_step_of_a_start_has_ten_minutes(
     assert f"ends the job in {ended_after_s - 50} s unless it continues" in said
     assert judge_at(ended_after_s - 1.0)
     assert not judge_at(ended_after_s + 1.0)
+
+
+# ---------------------------------------------------------------- several nodes
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[MonitorConnection, socket.socket]]:
+    ear = socket.create_server(("127.0.0.1", 0))
+    line = MonitorConnection(socket.create_connection(ear.getsockname()), read_order)
+    other, _ = ear.accept()
+    yield line, other
+    line.close()
+    other.close()
+    ear.close()
+
+
+def test_a_node_whose_kernel_acknowledges_is_in_reach_though_its_monitor_is_silent(
+    pair: tuple[MonitorConnection, socket.socket],
+) -> None:
+    line, other = pair
+    line.last_sign_at -= 100
+    line.check_acknowledged()
+    assert line.silent_s > 99  # its kernel may have a listener and no monitor
+    other.sendall(b'{"alive": true}\n')
+    eventually("its first message arrives", line.receive, 10)
+    line.last_sign_at -= 100
+    line.check_acknowledged()
+    assert line.silent_s < 50
+
+
+def test_a_node_that_acknowledges_nothing_is_not_in_reach(
+    pair: tuple[MonitorConnection, socket.socket],
+) -> None:
+    line, other = pair
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    deadline = time.monotonic() + 10
+    while len(line._unsent) < 1 << 20 and time.monotonic() < deadline:  # nobody reads: its window fills
+        line.send({"beat": "x" * 1_000_000})
+    line.last_sign_at -= 100
+    line.check_acknowledged()
+    assert line.silent_s > 99
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_head_listens_where_another_node_reaches_it_and_nowhere_else(address: str) -> None:
+    if ":" in address and not socket.has_dualstack_ipv6():
+        pytest.skip("this system has no IPv6")
+    listener = _listener(["", address])
+    assert listener is not None
+    meeting = listener.getsockname()[:2]
+    assert meeting[0] == address
+    head = Head(listener.detach(), "secret")
+    peer = Peer(meeting, "secret", "n2")
+    connect(head, peer)
+    assert list(head.reports) == ["n2"]
+    peer.close()
+    head.close()
+
+
+def connect(head: Head, *peers: Peer) -> None:
+    def met() -> bool:
+        for peer in peers:
+            peer.exchange(REPORT)
+        head.exchange()
+        return bool(head.reports)
+
+    eventually("they connect", met, 10)
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"secret", b"x" * 60_000])
+def test_a_connection_that_does_not_show_the_token_is_closed(
+    said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "STRANGER_S", 0.2)
+    ear = socket.create_server(("127.0.0.1", 0))
+    address = ear.getsockname()
+    head = Head(ear.detach(), "secret")
+    with socket.create_connection(address) as stranger:
+        stranger.sendall(said)
+        stranger.settimeout(0.05)
+
+        def is_closed() -> bool:
+            head.exchange()
+            try:
+                return stranger.recv(1) == b""
+            except TimeoutError:
+                return False
+            except ConnectionResetError:
+                return True
+
+        eventually("it is closed", is_closed, 10)
+    assert not head.reports
+    head.close()
+
+
+def test_of_many_idle_connections_few_are_kept_and_a_node_connects_beside_them() -> None:
+    ear = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    address = ear.getsockname()
+    head = Head(ear.detach(), "secret")
+    flood = [socket.create_connection(address) for _ in range(3 * STRANGERS)]
+    peer = Peer(address, "secret", "n2")
+    connect(head, peer)
+    closed = 0
+    for one in flood:
+        one.settimeout(0.01)
+        with contextlib.suppress(TimeoutError):
+            closed += one.recv(1) == b""
+        one.close()
+    assert closed == 2 * STRANGERS
+    peer.close()
+    head.close()
+
+
+def test_a_message_without_an_end_is_read_up_to_a_limit(
+    pair: tuple[MonitorConnection, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "LONGEST", 1 << 21)
+    line, other = pair
+    sender = threading.Thread(target=endless, args=(other,))
+    sender.start()
+    eventually("it is closed", lambda: line.receive() == [] and line.closed, 10)
+    line.close()
+    sender.join()
+    assert len(line._received) < 1 << 22
+
+
+def endless(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            connection.sendall(b"x" * (1 << 20))
+
+
+def test_a_monitor_that_is_started_again_connects_again() -> None:
+    ear = socket.create_server(("127.0.0.1", 0))
+    address, listener = ear.getsockname(), ear.detach()
+    head, peer = Head(os.dup(listener), "secret"), Peer(address, "secret", "n2")
+    connect(head, peer)
+    head.close()
+    eventually("the peer has seen it", lambda: peer.exchange(REPORT) == [] and peer.tried_at, 10)
+    again = Head(listener, "secret")
+    peer.tried_at = 0.0
+    connect(again, peer)
+    old = again.connections["n2"]
+    peer.close()  # now the peer's
+    eventually("its end has been seen", lambda: old.receive() == [] and old.closed, 10)
+    assert not old.gone
+    old.last_sign_at -= RETURN_S
+    assert old.gone
+    peer.connection, peer.tried_at = None, 0.0
+    eventually("it is back", lambda: (connect(again, peer), again.connections["n2"] is not old)[1], 10)
+    assert not again.connections["n2"].gone
+    again.close()
+    peer.close()
+
+
+def test_nodes_connect_by_their_token() -> None:
+    ear = socket.create_server(("127.0.0.1", 0))
+    address = ear.getsockname()
+    head = Head(ear.detach(), "secret")
+    stranger, peer = Peer(address, "guessed", "n3"), Peer(address, "secret", "n2")
+    connect(head, stranger, peer)
+    assert list(head.reports) == ["n2"]
+    order = {"end": True, "failed": False}
+    head.broadcast(**order)
+    eventually("the peer receives the message", lambda: order in peer.exchange(REPORT), 10)
+    for one in (head, stranger, peer):
+        one.close()
+
+
+def test_a_report_arrives_as_it_was_sent_and_no_order_names_a_folder_outside_of_the_runs_own() -> None:
+    rank = Observation(1, "n2", stack=(("a.py", 3, "f"),), threads={"t": (("b.py", 4, "g"),)})
+    report = Report([rank], 0.5, {1: {2: 0.1}}, {1: {"forward": 1.0}}, asked=True)
+    assert read_report(json.loads(json.dumps(report.encoded()))) == report
+    assert read_order({"keep": "full-disk-000003"})
+    for folder in ("../../x", "nan-000003/../../..", "/nan-000003", "nan-000003\n"):
+        with pytest.raises(ValueError, match="outside"):
+            read_order({"keep": folder})

@@ -31,29 +31,9 @@ def test_a_spike_is_written_with_the_samples_of_its_batch(tmp_path: Path) -> Non
     ]
 
 
-def test_no_factor_no_spike(tmp_path: Path) -> None:
-    spikes = SpikeRecorder(0.0, tmp_path, lambda step: np.arange(3))
-    for step in range(1, 30):
-        spikes.scalars(step, {"train/grad_norm": 10.0**step})
-    assert not (tmp_path / "watch").exists()
-
-
 def test_ranks_outside_the_majority_are_odd_and_both_of_two() -> None:
     assert odd_ones([7, 7, 8], [0, 2, 4]) == [4]
     assert odd_ones([7, 8], [1, 3]) == [1, 3]
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "hsdp --mesh.replicate 2 --mesh.shard 1", "ddp"])
-def test_unit_norms_make_up_the_whole_norm(tmp_path: Path, strategy: str) -> None:
-    finished = run(2, tmp_path, f"--watch.unit_norms 2 --train.steps 4 --mesh.strategy {strategy}")
-    told = lines(tmp_path, "gradients.jsonl")
-    assert [one["step"] for one in told] == [2, 4]
-    whole = {record["step"]: record["grad_norm"] for record in finished.records if "grad_norm" in record}
-    for one in told:
-        assert len(one["units"]) > 1
-        assert sum(norm**2 for norm in one["units"].values()) ** 0.5 == pytest.approx(
-            whole[one["step"]], rel=1e-5
-        )
 
 
 def diverging(env: DistEnv, words: list[str]) -> str | None:

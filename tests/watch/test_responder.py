@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import _thread
-import faulthandler
 import hashlib
-import io
 import itertools
 import json
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +18,6 @@ import torch
 
 from fsdp.config import WatchSection
 from fsdp.watch import responder
-from fsdp.watch.observation import UNNAMED
 from fsdp.watch.rank import Watch
 from fsdp.watch.responder import Responder
 from fsdp.watch.status_page import CUDA
@@ -95,36 +90,6 @@ def test_a_loop_of_python_is_told_from_a_wait_in_c(
     with training_in(does, page):
         eventually("it is in its function", lambda: stands_in(page, does.__name__), 20)
         assert {answer(page)["in_python"] for _ in range(5)} == {in_python}
-
-
-def test_a_thread_of_c_code_has_no_name_though_it_has_asked_for_it(tmp_path: Path) -> None:
-    """As one of autograd's, in which a logger has written a line."""
-    page, asked = tmp_path / "a.page", threading.Event()
-
-    def of_c_code() -> None:
-        assert threading.current_thread().name.startswith("Dummy-")
-        asked.set()
-        OVER.wait()
-
-    with training_in(waits, page):
-        ident = _thread.start_new_thread(of_c_code, ())
-        assert asked.wait(20)
-        assert f"{UNNAMED} {ident}" in answer(page)["threads"]
-
-
-def test_a_program_that_has_replaced_its_standard_error_goes_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """With faulthandler on, as in a notebook or under PYTHONFAULTHANDLER=1: the end of its run raised."""
-    was_on = faulthandler.is_enabled()
-    with (tmp_path / "faults").open("w") as file:
-        faulthandler.enable(file=file)
-        own = Responder(tmp_path / "a.page", torch.device("cpu"))
-        monkeypatch.setattr(sys, "stderr", io.StringIO())
-        own.close()
-    monkeypatch.undo()
-    if was_on:
-        faulthandler.enable()
 
 
 def test_a_flight_recorder_that_cannot_be_read_hides_no_stack(

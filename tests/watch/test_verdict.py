@@ -1,27 +1,28 @@
-"""From evidence to a verdict: who it was, and who only waited. Observation is made up here; real ranks are in
+"""From evidence to a verdict: who it was, and who only waited. Observations are made up; real ranks are in
 test_faults.py.
 """
 
 from __future__ import annotations
 
-import ast
 import itertools
-import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from fsdp.base.phases import Activity
+from fsdp.base.torch_private.core import flight_recorder_entries
+from fsdp.dist.env import DistEnv
 from fsdp.dist.launcher_hints import launcher_hints
-from fsdp.watch.hang_verdict import Verdict, judge
-from fsdp.watch.observation import WATCH_FOLDER, Frame, Observation, decode, own_line
-from fsdp.watch.observe import parse_stacks
-from fsdp.watch.responder import _stack
+from fsdp.watch.node_ranks import parse_stacks
+from fsdp.watch.observation import WATCH_FOLDER, Frame, GroupCalls, Observation, decode, group_calls
+from fsdp.watch.verdict import Verdict, find_stuck, judge
+from tests.support.processes import eventually
+from tests.support.world import run_world
 
-WATCH = Path(__file__).parents[2] / "fsdp" / "watch"
 MINE = (
     ("/home/me/mine.py", 12, "forward"),
     ("/venv/lib/python3.11/site-packages/torch/nn/module.py", 9, "_call"),
@@ -188,10 +189,6 @@ def test_of_a_lock_held_in_c_the_thread_that_computes_is_named() -> None:
     assert "mine.py:12" in on(**OUT, answered=False, threads=threads, process_cpu_s=0.1).what
 
 
-def test_a_rank_that_holds_pythons_lock_for_its_data_and_computes_nothing_is_named_so() -> None:
-    assert on(**OUT, phase="data", answered=False).kind == "lock"
-
-
 def test_a_verdict_names_what_the_others_wait_for() -> None:
     assert on(**OUT).others == "ranks 0, 1, 3 wait in all_gather_single (step 7, forward)"
 
@@ -225,14 +222,6 @@ def test_collectives_are_compared_only_if_every_rank_is_seen() -> None:
     assert (verdict.kind, verdict.ranks) == ("partition", (2, 3))
 
 
-def test_a_rank_that_gloo_aborts_is_not_at_fault_if_a_node_is_gone() -> None:
-    ranks = half_killed(silent_node_s=0.4, monitor_ended=True)
-    ranks[0] = replace(ranks[0], failure=None, alive=False, fatal="Fatal Python error: Aborted")
-    verdict = judge(ranks, ranks=4)
-    assert verdict is not None
-    assert (verdict.kind, verdict.ranks) == ("died", (2, 3))
-
-
 WRITING: dict[str, tuple[Frame, ...]] = {"checkpoint": (("/anywhere/place.py", 9, "write"),)}
 
 
@@ -256,21 +245,6 @@ def test_in_a_save_the_rank_at_its_storage_is_named() -> None:
     verdict = judge(ranks)
     assert verdict is not None
     assert "slow, 1.76 MiB/s, 17.0 s by now" in verdict.what
-
-
-def test_a_rank_that_waits_for_the_storage_of_its_records_is_named_so() -> None:
-    """A file server that is away for some minutes: a restart needs it too."""
-    verdict = on(**OUT, phase="record", activity=Activity.STORAGE, state="D", threads=WRITING)
-    assert (verdict.kind, verdict.ranks) == ("storage", (2,))
-    where = "step 7, at home/me/mine.py:12 forward"
-    assert verdict.what == f"rank 2 (n1) waits for the storage of its records, 0 B/s, 3.0 s by now: {where}"
-    assert verdict.hint == "check the storage of --run.dir"
-
-
-def test_a_save_does_not_hide_a_rank_that_holds_pythons_lock() -> None:
-    """Its own save stands still because of that: the thread that writes needs the lock."""
-    verdict = on(**OUT, answered=False, save_activity=Activity.STORAGE)
-    assert (verdict.kind, verdict.ranks) == ("lock", (2,))
 
 
 @pytest.mark.parametrize(
@@ -314,11 +288,6 @@ def test_a_loop_is_named_by_its_processor_time_where_processors_are_shared() -> 
     verdict = judge(world(**shared), endless_s=3.0)
     assert verdict is not None
     assert (verdict.kind, verdict.ranks) == ("loop", (2,))
-
-
-def test_all_ranks_stopped_is_a_suspended_job() -> None:
-    assert judge([replace(one, state="T") for one in world()]) is None
-    assert judge(world(**OUT, state="t")[2:3]) is None
 
 
 STATES: tuple[dict[str, Any], ...] = (
@@ -377,37 +346,11 @@ def test_an_abort_of_gloo_is_the_fault_of_the_rank_with_another_shape() -> None:
     assert (verdict.kind, verdict.ranks) == ("shapes", (2,))
 
 
-def test_an_abort_of_gloo_after_the_rank_with_another_shape_has_failed() -> None:
-    echo = said(1.0, "Connection closed by peer", secondary=True)
-    ranks = [replace(one, ended=50, failure=echo) for one in world(numel=99)]
-    ranks[0] = replace(ranks[0], ended=49, failure=None, alive=False, fatal="Fatal Python error: Aborted")
-    verdict = judge(ranks)
-    assert verdict is not None
-    assert (verdict.kind, verdict.ranks) == ("shapes", (2,))
-
-
 def test_shapes_are_compared_if_all_ranks_have_failed() -> None:
     echo = said(1.0, "op.preamble.length <= op.nbytes", secondary=True)
     verdict = judge([replace(one, ended=50, failure=echo) for one in world(numel=99)])
     assert verdict is not None
     assert (verdict.kind, verdict.ranks) == ("shapes", (2,))
-
-
-def test_different_sizes_of_a_reduction_are_named_by_the_parameters_that_a_rank_leaves_out() -> None:
-    ranks = [replace(one, op="reduce_scatter_single", phase="backward") for one in world(numel=99)]
-    ranks[2] = replace(ranks[2], left_out="extra.weight (and 1 more parameter)")
-    ranks[0] = replace(ranks[0], alive=False, fatal="Fatal Python error: Aborted")
-    verdict = judge(ranks)
-    assert verdict is not None
-    assert verdict.kind == "shapes"
-    assert verdict.what == (
-        "rank 2 (n1) came to reduce_scatter_single with 99 numbers, the others with 64: step 7, backward; "
-        "rank 2 (n1) has no gradient of extra.weight (and 1 more parameter)"
-    )
-    assert verdict.hint.startswith("draw what is left out from a generator with the same seed")
-    unused = judge([replace(one, left_out="never_used") for one in ranks])
-    assert unused is not None
-    assert "never_used" not in unused.what
 
 
 def test_of_two_ranks_the_one_further_on_has_left_a_collective_out() -> None:
@@ -416,27 +359,9 @@ def test_of_two_ranks_the_one_further_on_has_left_a_collective_out() -> None:
     assert (verdict.kind, verdict.ranks) == ("skipped", (1,))
 
 
-def test_no_verdict_depends_on_the_path_of_a_source_file() -> None:
-    """The files of this project can be moved without a verdict changing."""
-    for name in ("node_ranks", "observation", "observe", "monitor", "hang_verdict", "responder"):
-        tree = ast.parse((WATCH / f"{name}.py").read_text(encoding="utf-8"))
-        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        constants = [
-            node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docs
-        ]
-        paths = [node.value for node in constants if re.search(r"fsdp/|\.py\b", str(node.value))]
-        assert not paths, f"{name}: {paths}"
-
-
 def test_an_observation_survives_encoding() -> None:
     one = replace(WAITING, stack=MINE, threads=WRITING, failure=said(1.0), save_activity=Activity.STORAGE)
     assert decode(one.encoded()) == one
-
-
-def test_a_line_of_the_run_is_preferred_to_one_of_torch() -> None:
-    assert own_line(tuple(reversed(MINE))) == "home/me/mine.py:12 forward"
-    wrapped = (("/v/lib/python3.11/site-packages/typing_extensions.py", 3140, "wrapper"), *MINE)
-    assert own_line(wrapped) == "home/me/mine.py:12 forward"
 
 
 def test_stacks_of_faulthandler_are_read() -> None:
@@ -475,8 +400,202 @@ def test_an_abort_after_a_death_is_a_consequence() -> None:
     assert (verdict.kind, verdict.ranks) == ("died", (2,))
 
 
-def test_an_instruction_without_a_line_is_in_a_stack() -> None:
-    """CPython: `f_lineno` is None between the lines of a function."""
-    code = SimpleNamespace(co_filename="a.py", co_name="f")
-    frame: Any = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
-    assert _stack(frame) == [["a.py", 0, "f"]]
+# ---------------------------------------------------------------- on CUDA, from the flight recorder
+
+GATHER = GroupCalls("mesh_dp_shard", 51, 51, "allgather", 4096)
+HOST = (
+    ("/venv/lib/python3.11/site-packages/torch/_tensor.py", 9, "tolist"),
+    ("/home/me/mine.py", 12, "step"),
+)
+"""A host that waits for its device, with the processor."""
+ON_CUDA = Observation(
+    0,
+    "n1",
+    1,
+    phase="forward",
+    step=7,
+    cuda=True,
+    still_s=12.0,
+    cpu_s=12.0,
+    state="R",
+    answered=True,
+    stack=HOST,
+    calls=(GATHER,),
+)
+
+
+# ---------------------------------------------------------------- the recorder
+
+
+def default_group() -> GroupCalls:
+    return next(one for one in group_calls(flight_recorder_entries()) if one.group == "default_pg")
+
+
+def ended(one: GroupCalls, whole: bool) -> bool:
+    """All calls, or all but the newest."""
+    return one.unfinished == (0 if whole else one.newest)
+
+
+def records(env: DistEnv, folder: str) -> list[GroupCalls]:
+    """All ranks end one collective, ranks 0 and 1 queue another, and each reads its record."""
+    dist.all_reduce(torch.zeros(3))
+    marks = dist.FileStore(f"{folder}/marks", env.world_size)
+    work = dist.all_reduce(torch.zeros(7), async_op=True) if env.rank < 2 else None
+    # A thread of gloo marks the first call as ended, a moment after it has returned.
+    eventually("the end of the first call", lambda: ended(default_group(), work is None), 20)
+    found = group_calls(flight_recorder_entries())
+    marks.set(f"read {env.rank}", "")
+    marks.wait([f"read {rank}" for rank in range(env.world_size)])
+    if work is None:
+        dist.all_reduce(torch.zeros(7))
+    else:
+        work.wait()
+    return found
+
+
+def test_the_absent_rank_is_found_in_real_records(tmp_path: Path) -> None:
+    recorded = dict(enumerate(run_world(3, records, str(tmp_path))))
+    stuck = find_stuck(recorded)
+    assert stuck is not None
+    assert (stuck.waiting, stuck.absent, stuck.odd) == ((0, 1), (2,), {})
+    assert stuck.call.shown == f"all_reduce of 7 numbers (call {stuck.call.unfinished} of default_pg)"
+
+
+def nccl(number: int, state: str = "completed", **other: Any) -> dict[str, Any]:
+    """An entry as torch/csrc/distributed/c10d/FlightRecorder writes it."""
+    return {
+        "pg_id": 1,
+        "process_group": ("1", "mesh_dp_shard"),
+        "group_ranks": "[0, 1]",
+        "collective_seq_id": number,
+        "is_p2p": False,
+        "profiling_name": "nccl:_all_gather_base",
+        "input_sizes": [[16, 4]],
+        "state": state,
+        "retired": False,
+    } | other
+
+
+def test_a_record_of_nccl_in_brief() -> None:
+    other = {"process_group": ("0", "default_pg"), "group_ranks": ""}
+    entries = [
+        nccl(1),
+        nccl(2, "started"),
+        nccl(3, "scheduled"),
+        nccl(9, "scheduled", is_p2p=True),
+        nccl(4, "scheduled", retired=True, **other),
+    ]
+    assert group_calls(entries) == [
+        GroupCalls("mesh_dp_shard [0, 1]", 3, 2, "all_gather", 64, True),
+        GroupCalls("default_pg", 4, 0),
+    ]
+    earlier = nccl(70, "started", pg_id=0)
+    assert group_calls([earlier, *entries]) == group_calls(entries)
+    # of calls that go out together the last entry alone is marked when all have ended
+    together = [nccl(2, "scheduled"), nccl(2, "scheduled"), nccl(2, profiling_name="nccl:coalesced")]
+    assert group_calls([nccl(1), *together]) == [GroupCalls("mesh_dp_shard [0, 1]", 2, 0)]
+    assert group_calls([*together, nccl(3, "scheduled")])[0].unfinished == 3
+    split = nccl(1, "scheduled", profiling_name="nccl:all_to_all")
+    assert group_calls([split])[0].numel == 0  # shares may differ
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+def cuda_world(**odd: Any) -> list[Observation]:
+    """Four ranks that wait in one collective, but for rank 2."""
+    ranks = [replace(ON_CUDA, rank=rank, pid=100 + rank) for rank in range(4)]
+    ranks[2] = replace(ranks[2], **odd)
+    return ranks
+
+
+NOT_QUEUED: dict[str, Any] = {
+    "calls": (replace(GATHER, newest=50, unfinished=0),),
+    "stack": (("/home/me/mine.py", 30, "forward"),),
+    "state": "S",
+    "cpu_s": 0.1,
+}
+AHEAD = {"step": 9, "phase": "optimizer"}
+"""On CUDA hosts run ahead of their device: steps and phases prove nothing."""
+
+
+@pytest.mark.parametrize(
+    ("odd", "kind", "words"),
+    [
+        (
+            NOT_QUEUED,
+            "blocked",
+            "rank 2 (n1) waits outside of any collective, 12.0 s by now: step 7, forward, at ",
+        ),
+        ({**NOT_QUEUED, **AHEAD}, "blocked", "step 9, optimizer, at home/me/mine.py:30 forward"),
+        ({**NOT_QUEUED, "phase": "data"}, "data", "rank 2 (n1) waits for its data"),
+        ({**NOT_QUEUED, "answered": False, "calls": ()}, "lock", "rank 2 (n1) holds Python's lock in C"),
+        (
+            {**NOT_QUEUED, "state": "R", "cpu_s": 11.0, "moving": True},
+            "loop",
+            "computes without end, 11.0 s by now, in Python",
+        ),
+        (
+            {**NOT_QUEUED, "state": "R", "cpu_s": 11.0},
+            "device",
+            "rank 2 (n1) computes without end or waits for its GPU, 12.0 s by now",
+        ),
+        (
+            {"calls": (replace(GATHER, op="allreduce"),), **AHEAD},
+            "collective",
+            "rank 2 (n1) entered another collective, allreduce, where the others entered allgather",
+        ),
+        (
+            {"calls": (replace(GATHER, numel=4097),)},
+            "shapes",
+            "rank 2 (n1) came to allgather with 4097 numbers, the others with 4096",
+        ),
+    ],
+)
+def test_on_cuda_the_rank_at_fault_is_named(odd: dict[str, Any], kind: str, words: str) -> None:
+    verdict = judge(cuda_world(**odd), ranks=4)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == (kind, (2,))
+    assert words in verdict.what
+    assert verdict.others.startswith("ranks 0, 1, 3 wait in allgather of 4,096 numbers (call 51 of mesh_dp")
+
+
+def test_a_device_that_has_not_begun() -> None:
+    begun = replace(GATHER, started=True)
+    ranks = [replace(e, calls=(begun,)) for e in cuda_world()]
+    ranks[2] = replace(ranks[2], calls=(GATHER,))
+    verdict = judge(ranks, ranks=4)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("device", (2,))
+    assert verdict.what.startswith("the GPU of rank 2 (n1) has not begun allgather of 4,096 numbers")
+
+
+def test_of_two_groups_the_rank_at_the_end_of_the_chain_is_named() -> None:
+    """Ranks 0 and 1 wait for 1 and 2 in their groups, and rank 2 waits nowhere."""
+    first, second = replace(GATHER, group="first"), replace(GATHER, group="second")
+    ended: dict[str, Any] = {"newest": 50, "unfinished": 0}
+    ranks = cuda_world()[:3]
+    ranks[0] = replace(ranks[0], calls=(first,))
+    ranks[1] = replace(ranks[1], calls=(replace(first, **ended), second))
+    ranks[2] = replace(ranks[2], **{**NOT_QUEUED, "calls": (replace(second, **ended),)})
+    verdict = judge(ranks, ranks=3)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("blocked", (2,))
+    assert "(call 51 of second)" in verdict.others
+
+
+def test_groups_in_another_order() -> None:
+    first, second = replace(GATHER, group="first"), replace(GATHER, group="second")
+    ended: dict[str, Any] = {"newest": 50, "unfinished": 0}
+    ranks = cuda_world()[:2]
+    ranks[0] = replace(ranks[0], calls=(first, replace(second, **ended)))
+    ranks[1] = replace(ranks[1], calls=(replace(first, **ended), second))
+    verdict = judge(ranks, ranks=2)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("collective", (1,))
+    assert "rank 1 (n1) waits in allgather of 4,096 numbers (call 51 of second)" in verdict.what
+    assert verdict.others == "rank 0 waits in allgather of 4,096 numbers (call 51 of first)"
+    assert "same order" in verdict.hint
+
+
+# ---------------------------------------------------------------- whole runs

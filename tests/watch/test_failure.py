@@ -1,39 +1,168 @@
-"""How a failed rank ends: its failure printed, with its exit code, after its atexit handlers, and soon."""
+"""A rank's failure: its report, how its process ends, and the monitor that prints it."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from asyncio import CancelledError
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from bench.ports import free_port
 from fsdp.base import proc
+from fsdp.base.errors import (
+    CheckpointError,
+    ConfigError,
+    LaunchError,
+    NotFiniteError,
+    OtherRankFailed,
+    TrainingError,
+)
 from fsdp.config import WatchSection
 from fsdp.dist.env import DistEnv
-from fsdp.watch import last_process, status_page
+from fsdp.memory.oom_error import OutOfMemory
+from fsdp.watch import failure, status_page
 from fsdp.watch import rank as watch_rank
-from fsdp.watch.last_process import wait_until_printed
-from fsdp.watch.monitor_options import MonitorOptions
+from fsdp.watch.failure import failure_report
+from fsdp.watch.monitor import MonitorOptions
 from fsdp.watch.node_ranks import NodeRanks
-from fsdp.watch.rank import Watch, _pid_namespace, _spawn, remove_stale_names, write_torchrun_error_file
+from fsdp.watch.rank import Watch, spawn
 from fsdp.watch.records import RecordFiles
-from fsdp.watch.status_page import FAILED, MONITOR, OVER, PID, PRINTED, STATE, StatusPage
-from tests.rundir.test_lock_hidden import in_namespaces
+from fsdp.watch.status_page import FAILED, MONITOR, OVER, PID, STATE, StatusPage
+from tests.support.env import env_of
 from tests.support.marks import sample_are
 from tests.support.processes import command_line, eventually
 from tests.support.world import run_world
 
+ENV = env_of(2, 4, nodes=2)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ConfigError("--a 1"), "config"),
+        (LaunchError("no"), "launcher"),
+        (CheckpointError("rank 2: x.distcp: it cannot be read"), "checkpoint"),
+        (CheckpointError("x.distcp: no room", error_number=errno.ENOSPC), "full disk"),
+        (CheckpointError("a folder named ENOSPC: it cannot be read"), "checkpoint"),
+        (NotFiniteError("step 3: loss nan"), "nan"),
+        (TrainingError("step 3: the words do not count: not finite"), "training"),
+        (TrainingError("step 3: replicas differ"), "training"),
+        (OutOfMemory("forward"), "memory"),
+        (OSError(errno.ENOSPC, "No space left on device"), "full disk"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "memory"),
+        (ValueError("a sample"), "exception"),
+        (MemoryError(), "memory"),
+        (CancelledError(), "exception"),
+    ],
+)
+def test_an_error_has_a_kind(error: BaseException, kind: str) -> None:
+    report = failure_report(error, ENV)
+    assert (report["kind"], report["secondary"]) == (kind, False)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OtherRankFailed(0, "it broke", 4),
+        RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3"),
+        RuntimeError(
+            "[../gloo/transport/tcp/buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete"
+        ),
+        RuntimeError("NCCL error: remote process exited or there was a network error"),
+    ],
+)
+def test_a_consequence_of_another_ranks_end_is_secondary(error: Exception) -> None:
+    assert failure_report(error, ENV)["secondary"]
+
+
+def test_an_error_of_other_code_has_the_end_of_its_traceback_and_a_hint() -> None:
+    try:
+        raise RuntimeError("Too many open files")
+    except RuntimeError as error:
+        report = failure_report(error, ENV)
+    assert "HINT: ulimit -n 65536" in report["print"]
+    assert report["print"].startswith("[rank 2] failed on cpu:\nTraceback")
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "hint"),
+    [
+        (MemoryError(), "MemoryError", "less on the host"),
+        (ValueError("\n  what happened\nmore"), "ValueError: what happened", ""),
+        (
+            ValueError(
+                "Caught ValueError in DataLoader worker process 0.\nOriginal …:\nValueError: no text\n"
+            ),
+            "ValueError: no text",
+            "",
+        ),
+        (
+            RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"),
+            "RuntimeError: DataLoader worker (pid(s) 7) exited unexpectedly",
+            "dmesg shows whether memory ended the worker",
+        ),
+        (
+            RuntimeError(
+                "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's "
+                "workers are out of shared memory. Please try to raise your shared memory limit."
+            ),
+            "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is",
+            "a larger /dev/shm",
+        ),
+        (RuntimeError("can't start new thread"), "RuntimeError: can't start new thread", "ulimit -u"),
+        (
+            OSError(errno.EIO, "Input/output error", "/d/7"),
+            "OSError: [Errno 5] Input/output error",
+            "its server",
+        ),
+    ],
+)
+def test_an_error_is_one_line_and_has_a_hint_that_fits(error: Exception, line: str, hint: str) -> None:
+    report = failure_report(error, ENV)
+    assert report["message"].startswith(line)
+    assert "\n" not in report["message"]
+    assert hint in report["hint"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "nodes", "typed"),
+    [
+        ("torchrun", 1, "CUDA_VISIBLE_DEVICES=0,1,3 leaves it out, with --nproc_per_node=3"),
+        ("launch.local", 1, "CUDA_VISIBLE_DEVICES=0,1,3 leaves it out, with --ranks 3"),
+        ("ray", 2, f"`ray stop` on {socket.gethostname()} removes it from the cluster"),
+        ("srun", 2, f"srun --exclude={socket.gethostname()}"),
+    ],
+)
+def test_a_broken_device_is_left_out_as_one_types_it_under_the_launcher(
+    launcher: str, nodes: int, typed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    error = RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    report = failure_report(error, env_of(2, 4 * nodes, nodes=nodes, launcher=launcher))
+    assert report["hint"].startswith("the device may be broken: ")
+    assert report["hint"].endswith(typed)
+    assert report["print"].endswith(f"HINT: {report['hint']}")
+
+
+def test_the_ranks_at_fault_are_those_of_the_error() -> None:
+    assert failure_report(CheckpointError("rank 2: the save failed", ranks=(1, 3)), ENV)["ranks"] == [1, 3]
+
+
+# ---------------------------------------------------------------- the end of the process
+
 ROOT = Path(__file__).parents[2]
-SOON_S = last_process.EXIT_S - 1
 """From a rank's exception until all ranks are gone: before the limit that ends a rank which hangs."""
 
 
@@ -45,6 +174,11 @@ def page() -> Iterator[StatusPage]:
     own.close()
 
 
+def options_of(page: StatusPage, run: Path, token: str = "") -> dict[str, Any]:
+    options = MonitorOptions("n1", str(run), {0: str(page.path)}, {"n1": [0]}, 0.0, 0.0, token)
+    return asdict(options)
+
+
 def state(pid: int) -> str:
     """As in /proc; X if the process is gone."""
     found = proc.stat(pid)
@@ -54,45 +188,28 @@ def state(pid: int) -> str:
 # ---------------------------------------------------------------- waiting for the monitor to print
 
 
-def test_a_failure_that_was_printed_is_not_waited_for(page: StatusPage) -> None:
-    page.numbers[PRINTED] = 1
-    assert wait_until_printed(page)
-
-
 def test_a_monitor_that_has_ended_is_not_waited_for(page: StatusPage) -> None:
     over = subprocess.Popen(["true"])
     page.numbers[MONITOR] = over.pid  # a zombie of ours
-    assert not wait_until_printed(page)
+    assert not failure.wait_until_printed(page)
     over.wait()
-
-
-def test_of_two_failures_in_one_second_torchrun_takes_the_cause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = []
-    for secondary in (True, False):
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{secondary}"))
-        write_torchrun_error_file({"time": 5.5, "secondary": secondary, "message": "it broke"})
-        told.append(json.loads((tmp_path / f"{secondary}").read_text())["message"])
-    first = min(told, key=lambda one: int(one["extraInfo"]["timestamp"]))  # as ChildFailedError does
-    assert first["message"] == "it broke"
 
 
 # ---------------------------------------------------------------- the end of the process
 
 ENDS = """
 import atexit, os, sys, threading, time
-from fsdp.watch import last_process
+from fsdp.watch import failure
 
 class Teardown:
     def __del__(self, wait=time.sleep):
         wait(3600)
 
-last_process.EXIT_S = 1.0
-end, kept = last_process.ProcessExit(), Teardown()
+failure.EXIT_S = 1.0
+end, kept = failure.ProcessExit(), Teardown()
 atexit.register(print, "handler of a user", flush=True)
 if "stuck" in sys.argv:
-    last_process.any_stuck = lambda: True
+    failure.any_stuck = lambda: True
     atexit.register(time.sleep, 3600)
 if "handler" in sys.argv:
     atexit.register(time.sleep, 3600)
@@ -107,10 +224,6 @@ def ends(code: int, stuck: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def test_a_process_whose_server_of_records_is_away_ends_though_its_library_waits_again() -> None:
-    assert ends(0, "stuck").returncode == 0
-
-
 def test_a_process_that_succeeds_ends_after_its_handlers_without_teardown() -> None:
     done = ends(0)
     assert (done.returncode, done.stdout, done.stderr) == (0, "handler of a user\n", "")
@@ -121,32 +234,6 @@ def test_a_failed_process_ends_with_its_code_whatever_holds_it(stuck: str, print
     done = ends(4, stuck)
     assert (done.returncode, done.stderr) == (4, "")
     assert (done.stdout == "handler of a user\n") is printed
-
-
-NCCL_STAND_IN = """
-import sys, threading, torch, torch.distributed as dist
-from fsdp.dist import env, process_group
-
-process_group.ABORT_S = 1.0
-for name in sys.argv[1:]:  # as NCCL's, which wait for kernels that never end
-    setattr(dist.ProcessGroup, name, lambda *_: threading.Event().wait())
-here = env.DistEnv(
-    rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1,
-    device=torch.device("cpu"), launcher="",
-)
-with process_group.process_group(here, 600):
-    raise ValueError("this rank has failed")
-"""
-
-
-@pytest.mark.parametrize("stuck", ["shutdown", "shutdown abort"])
-def test_after_an_exception_no_group_is_destroyed(stuck: str) -> None:
-    """A stand-in for NCCL: destroy_process_group calls `shutdown`."""
-    command = [sys.executable, "-c", NCCL_STAND_IN, *stuck.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert "ValueError: this rank has failed" in done.stderr
-    assert ("are not aborted after 1 s" in done.stderr) is ("abort" in stuck)
 
 
 def start(rank: int, port: int, folder: Path, *flags: str) -> subprocess.Popen[str]:
@@ -190,7 +277,7 @@ def test_both_ranks_end_soon_and_call_their_atexit_handlers(watched: str, tmp_pa
             one.wait()
     assert [one.returncode for one in ranks] == [1, 1], said
     assert sorted(path.name for path in tmp_path.glob("left-*")) == ["left-0", "left-1"]
-    assert took < SOON_S
+    assert took < failure.EXIT_S - 1
     text = "".join(said)
     assert text.count("ValueError: a sample of a length that nobody expected") == 1
     assert "[rank 1] failed on cpu" in text
@@ -208,30 +295,13 @@ def test_a_failed_rank_that_hangs_is_ended(
         page.numbers[PID], page.numbers[STATE] = rank.pid, FAILED
         ranks = NodeRanks({0: str(page.path)}, "n1", RecordFiles(tmp_path))
         ranks.observe(time.monotonic(), 0.0)
-        assert ranks.end(failed) is ended
+        ranks.end(failed)
         if ended:
             assert rank.wait(10) == -signal.SIGKILL
         assert rank.poll() == (-signal.SIGKILL if ended else None)
     finally:
         rank.kill()
         rank.wait()
-
-
-def stopped_monitor(env: DistEnv, folder: str) -> int | None:
-    """The monitor's exit code at the run's end, which waits a minute for it here."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(watch_rank, "MONITOR_END_S", 60.0)
-        with Watch(WatchSection(), env, Path(folder)) as watch:
-            monitor = watch._monitor
-            assert monitor is not None
-            eventually("the monitor observes", lambda: watch._page and watch._page.numbers[MONITOR], 30)
-            monitor.send_signal(signal.SIGSTOP)
-            eventually("it is stopped", lambda: state(monitor.pid) == "T", 10)
-    return monitor.poll()
-
-
-def test_a_stopped_monitor_ends_with_its_run(tmp_path: Path) -> None:
-    assert run_world(1, stopped_monitor, str(tmp_path)) == [0]
 
 
 def killed_monitor(env: DistEnv, folder: str) -> tuple[list[str], bool]:
@@ -242,11 +312,12 @@ def killed_monitor(env: DistEnv, folder: str) -> tuple[list[str], bool]:
         patched.setattr(watch_rank, "MONITOR_END_S", 60.0)
         patched.setattr(watch_rank, "STARTED_S", 0.0)
         with Watch(WatchSection(), env, Path(folder)) as watch:
+            assert watch._monitor is not None
             numbers = cast(StatusPage, watch._page).numbers
             first = int(eventually("the monitor observes", lambda: numbers[MONITOR], 30))
             os.kill(first, signal.SIGKILL)
             eventually("another one observes", lambda: numbers[MONITOR] != first, 30)
-            second = cast(subprocess.Popen[str], watch._monitor)
+            second = watch._monitor.process
     return said, second.pid != first and second.returncode == 0
 
 
@@ -261,8 +332,7 @@ def test_a_stopped_monitor_ends_though_its_rank_was_killed(page: StatusPage, tmp
     rank = os.fork()
     if not rank:
         page.numbers[PID] = os.getpid()
-        options = MonitorOptions("n1", str(tmp_path), {0: str(page.path)}, {"n1": [0]}, 0.0, 0.0, "")
-        _spawn(options)
+        spawn(options_of(page, tmp_path))
         time.sleep(3600)
     try:
         monitor = int(eventually("the monitor observes", lambda: page.numbers[MONITOR], 30))
@@ -280,7 +350,7 @@ def test_what_starts_with_the_monitor_is_for_others_neither_ctrl_c_nor_its_token
     """Before, it ended with a traceback, and the run was not watched."""
     page.numbers[PID] = os.getpid()
     token = "a token that only monitors see"
-    monitor = _spawn(MonitorOptions("n1", str(tmp_path), {0: str(page.path)}, {"n1": [0]}, 0.0, 0.0, token))
+    monitor = spawn(options_of(page, tmp_path, token))
     assert token not in command_line(monitor.pid)
     monitor.send_signal(signal.SIGINT)
     monitor.send_signal(signal.SIGTERM)
@@ -300,9 +370,9 @@ def leaves(env: DistEnv, folder: str) -> tuple[str, bool]:
             eventually("the monitor observes", lambda: page.numbers[MONITOR], 30)
             sys.exit("pip install it")
     except SystemExit:
-        failure, printed = page.read_failure(), wait_until_printed(page)
+        report, printed = page.read_failure(), failure.wait_until_printed(page)
         page.numbers[STATE] = OVER  # this process of the tests lives on
-        return failure["message"] if failure is not None else "", printed
+        return report["message"] if report is not None else "", printed
 
 
 def test_a_rank_that_calls_exit_says_so_and_was_not_killed(tmp_path: Path) -> None:
@@ -314,53 +384,3 @@ def test_a_rank_that_calls_exit_says_so_and_was_not_killed(tmp_path: Path) -> No
 
     (said,) = eventually("its record", lines, 20)
     assert json.loads(said)["what"].endswith("failed: SystemExit: pip install it")
-
-
-UNSEEN = """
-import os, sys
-from pathlib import Path
-from fsdp.config import WatchSection
-from fsdp.dist import collectives, env
-from fsdp.dist.process_group import free_ended_groups, process_group
-from fsdp.watch.rank import Watch
-
-here = env.from_environment()
-with process_group(here, 60), Watch(WatchSection(), here, Path(sys.argv[1])) as watch:
-    watch.phase("data", 1)
-    print(watch._monitor, collectives.all_gather_objects(here.rank))
-free_ended_groups()  # gloo's thread may free its last tensor late: at Python's end that is a SIGABRT
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("why", ["the /proc of another PID namespace", "no room for a socket's path"])
-def test_a_rank_that_no_monitor_could_observe_is_not_watched(why: str, tmp_path: Path) -> None:
-    """Before, the first was said to have died: its process id is another process in that /proc."""
-    space, prepare = ["unshare", "--mount", "--pid", "--fork", "--kill-child"], "true"
-    if "socket" in why:
-        (tmp_path / ("x" * 100)).mkdir()
-        space, prepare = ["unshare", "--mount"], "mount -t tmpfs -o size=4k,nr_inodes=1 none /dev/shm"
-        prepare += f" && export TMPDIR={tmp_path / ('x' * 100)}"
-    run = tmp_path / "run"
-    said = in_namespaces(
-        space, f"{prepare} && exec 2> {tmp_path / 'log'}", sys.executable, "-c", UNSEEN, str(run)
-    )
-    assert said == "None [0]\n"
-    log = (tmp_path / "log").read_text()
-    assert ("/proc is of another PID namespace" if "/proc" in why else "AF_UNIX path too long") in log
-    assert not (run / "watch").exists()
-
-
-def test_files_of_killed_ranks_are_removed() -> None:
-    over = subprocess.Popen(["true"])
-    over.wait()
-    space = _pid_namespace()
-    dead, ours = (
-        status_page.folders()[0] / f"shardrun-{space}-{pid}-test.sock" for pid in (over.pid, os.getpid())
-    )
-    for one in (dead, ours):
-        one.touch()
-    remove_stale_names()
-    assert not dead.exists()
-    assert ours.exists()
-    ours.unlink()

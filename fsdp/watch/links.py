@@ -5,6 +5,10 @@ connection has shown the run's token reads nothing of it but a greeting. Message
 waits for the other: a message that cannot be sent at once is dropped, and a node without a sign of life for
 SILENT_S is out of reach, on either side. Messages do not go over the run directory: shared storage may delay
 a file for longer than that, and may work while the ranks' own network does not.
+
+A node reports its ranks (observations), step_s, steps, spent and asked. The head sends alive, ask, keep (the
+folder of a verdict in RUN/watch), printed, done, and end with failed. A connection with bytes of another form
+is closed.
 """
 
 from __future__ import annotations
@@ -13,14 +17,16 @@ import contextlib
 import fcntl
 import hmac
 import json
+import re
 import socket
 import termios
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from fsdp.watch.messages import is_order, is_report
+from fsdp.watch.observation import Observation, decode
 
 SILENT_S = 3.0
 RETURN_S = 2.0
@@ -31,16 +37,54 @@ STRANGERS, STRANGER_S = 64, 3.0
 """Connections that have not shown the token yet: how many are kept, the newest, and for how long."""
 GREETING = 512
 """Bytes of the first line on a connection, TOKEN NODE."""
-CONNECT_S = 0.5
-RETRY_S = 1.0
+CONNECT_S, RETRY_S = 0.5, 1.0
 MOST_UNSENT = 1 << 22
 """Bytes. With this much unsent, further messages are dropped."""
 LONGEST = 1 << 26
 """Bytes of one message: a longer one is of another program, and its connection is closed."""
+FOLDER = re.compile(r"[a-z]+(-[a-z]+)*-\d{6,19}")
+"""KIND-STEP, the folder of a verdict: a name that stays in RUN/watch."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a node says of its ranks."""
+
+    ranks: list[Observation]
+    step_s: float
+    steps: dict[int, dict[int, float]]
+    """By rank: step → own work in seconds."""
+    spent: dict[int, dict[str, float]]
+    asked: bool = False
+    """It follows a request to the responders."""
+
+    def encoded(self) -> dict[str, Any]:
+        return {**vars(self), "ranks": [e.encoded() for e in self.ranks]}
+
+
+def read_report(message: dict[str, Any]) -> Report:
+    """Raises KeyError, TypeError, AttributeError or ValueError for a message of another form."""
+    steps = {
+        int(rank): {int(step): float(work) for step, work in rows.items()}
+        for rank, rows in message["steps"].items()
+    }
+    spent = {
+        int(rank): {str(name): float(value) for name, value in times.items()}
+        for rank, times in message["spent"].items()
+    }
+    ranks = [decode(data) for data in message["ranks"]]
+    return Report(ranks, float(message["step_s"]), steps, spent, bool(message["asked"]))
+
+
+def read_order(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of the head."""
+    if not FOLDER.fullmatch(message.get("keep", "a-000000")):
+        raise ValueError("a folder outside RUN/watch")
+    return dict(message)
 
 
 class MonitorConnection:
-    """One connection in both directions, non-blocking. `accepts`: the form of the messages to receive.
+    """One connection in both directions, non-blocking. `read`: what a received message is.
 
     `heard`: the other side has sent something. `greeting`: what is sent first.
     """
@@ -48,7 +92,7 @@ class MonitorConnection:
     def __init__(
         self,
         connection: socket.socket,
-        accepts: Callable[[Any], bool],
+        read: Callable[[dict[str, Any]], Any],
         *,
         heard: bool = False,
         greeting: bytes = b"",
@@ -59,7 +103,7 @@ class MonitorConnection:
         self._connection, self._received, self._unsent = connection, bytearray(), greeting
         self.last_sign_at = time.monotonic()
         self.closed = False
-        self._accepts, self._heard = accepts, heard
+        self._read, self._heard = read, heard
 
     def check_acknowledged(self) -> None:
         """Call before sending: a kernel that has acknowledged all earlier bytes is in reach.
@@ -75,7 +119,7 @@ class MonitorConnection:
             if not left[0]:
                 self.last_sign_at = time.monotonic()
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         if len(self._unsent) < MOST_UNSENT:
             self._unsent += json.dumps(message).encode() + b"\n"
         self._push()
@@ -91,8 +135,8 @@ class MonitorConnection:
                 return
             self._unsent = self._unsent[sent:]
 
-    def receive(self) -> list[dict[str, Any]]:
-        """All messages that have arrived; one of another form is left out."""
+    def receive(self) -> list[Any]:
+        """All messages that have arrived."""
         self._push()
         while not self.closed and len(self._received) <= LONGEST:
             try:
@@ -109,9 +153,9 @@ class MonitorConnection:
         *lines, self._received = self._received.split(b"\n")
         self.closed |= len(self._received) > LONGEST
         try:
-            return [message for message in map(json.loads, lines) if self._accepts(message)]
-        except (ValueError, RecursionError):
-            self.closed = True  # of another program
+            return [self._read(json.loads(line)) for line in lines]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            self.closed = True
             return []
 
     @property
@@ -122,6 +166,12 @@ class MonitorConnection:
     def gone(self) -> bool:
         """Its kernel has closed the connection, and no monitor has connected again."""
         return self.closed and self.silent_s > RETURN_S
+
+    def unseen(self) -> dict[str, Any]:
+        """Fields for the observations of the node's ranks; none while its monitor reports."""
+        if not self.gone and self.silent_s <= SILENT_S:
+            return {}
+        return {"silent_node_s": self.silent_s, "monitor_ended": self.gone}
 
     def close(self) -> None:
         self._connection.close()
@@ -136,7 +186,7 @@ class Head:
         self._token = token.encode()
         self._strangers: list[tuple[socket.socket, float]] = []
         self.connections: dict[str, MonitorConnection] = {}
-        self.reports: dict[str, dict[str, Any]] = {}
+        self.reports: dict[str, Report] = {}
 
     def exchange(self) -> None:
         """Accept new nodes, read reports, send a sign of life."""
@@ -164,7 +214,7 @@ class Head:
             elif node:
                 if node in self.connections:  # its monitor was started again
                     self.connections[node].close()
-                self.connections[node] = MonitorConnection(connection, is_report, heard=True)
+                self.connections[node] = MonitorConnection(connection, read_report, heard=True)
             else:
                 connection.close()
         self._strangers = waiting[-STRANGERS:]
@@ -186,25 +236,25 @@ class Head:
             return node.decode()
         return None if said and not end and len(said) < GREETING else ""
 
-    def broadcast(self, message: dict[str, Any]) -> None:
+    def broadcast(self, **message: Any) -> None:
         for connection in self.connections.values():
             connection.send(message)
 
     def wait_for_answers(self, deadline: float) -> None:
         """Wait until every node in reach has sent the report that follows the request to its responders."""
-        near = [
-            node
-            for node, one in self.connections.items()
-            if node in self.reports and one.silent_s <= SILENT_S and not one.closed
-        ]
-        for node in near:
-            self.reports[node] = {**self.reports[node], "asked": False}
-        while time.monotonic() < deadline and not all(self.reports[node]["asked"] for node in near):
+        near = {
+            node: connection
+            for node, connection in self.connections.items()
+            if node in self.reports and connection.silent_s <= SILENT_S and not connection.closed
+        }
+        while near and time.monotonic() < deadline:
             time.sleep(0.02)
-            for node in near:
-                for report in self.connections[node].receive():
-                    if report["asked"] or not self.reports[node]["asked"]:
+            for node, connection in list(near.items()):
+                for report in connection.receive():
+                    if node in near:  # none follows with less
                         self.reports[node] = report
+                    if report.asked:
+                        near.pop(node, None)
 
     def close(self) -> None:
         for connection in self.connections.values():
@@ -222,15 +272,16 @@ class Peer:
         self.connection: MonitorConnection | None = None
         self.tried_at = 0.0
 
-    def exchange(self, report: dict[str, Any]) -> list[dict[str, Any]]:
+    def exchange(self, report: Report) -> list[dict[str, Any]]:
         """Send the report; returns the head's messages."""
         if self.connection is None or self.connection.closed:
             self._connect()
         if self.connection is None:
             return []
         self.connection.check_acknowledged()
-        self.connection.send(report)
-        return self.connection.receive()
+        self.connection.send(report.encoded())
+        orders: list[dict[str, Any]] = self.connection.receive()
+        return orders
 
     def _connect(self) -> None:
         now = time.monotonic()
@@ -240,7 +291,7 @@ class Peer:
         with contextlib.suppress(OSError):  # not yet, or gone
             connection = socket.create_connection(self._head, CONNECT_S)
             self.close()
-            self.connection = MonitorConnection(connection, is_order, greeting=self._greeting)
+            self.connection = MonitorConnection(connection, read_order, greeting=self._greeting)
 
     def close(self) -> None:
         if self.connection is not None:
