@@ -8,7 +8,7 @@ A step's forward order of units and the parameters of its reductions make one nu
 travels with the sum of the step's loss. Ranks that differ are found before the update on CPU, and one step
 later on a device, whose loss the host does not wait for. Measured on CPU for 58 parameters in 7 groups (292
 in 33): 1.2 (1.7) µs with warm caches, 17 (32) µs within a step. Ranks that issue a different number of
-collectives hang, and gloo aborts a rank that receives a reduction of another size: fsdp/watch/hang_verdict.py
+collectives hang, and gloo aborts a rank that receives a reduction of another size: fsdp/watch/verdict.py
 reports that, with the parameters that a rank has left out of its reduction.
 """
 

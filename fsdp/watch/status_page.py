@@ -36,10 +36,8 @@ LONGEST_TEXT, MOST_RANKS = 4096, 4096
 most, so that four texts have room.
 """
 
-(
-    PID, THREAD, STATE, STEP, PHASE, SINCE, BEGUN, ENDED, OP, NUMEL, WAITED, STEPS, TEXT, STEP_S, CUDA,
-    MONITOR, PRINTED, ACTIVITY, SAVE_ACTIVITY,
-) = range(19)  # fmt: skip
+PID, THREAD, STATE, STEP, PHASE, SINCE, BEGUN, ENDED, OP, NUMEL = range(10)
+WAITED, STEPS, TEXT, STEP_S, CUDA, MONITOR, PRINTED, ACTIVITY, SAVE_ACTIVITY = range(10, 19)
 """Indices of the numbers. MONITOR: the monitor's process id. PRINTED: 1 once the monitor has printed the
 failure. ACTIVITY and SAVE_ACTIVITY: those of the training thread and of the thread that saves in the
 background. TEXT: bytes of the text.
