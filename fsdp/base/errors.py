@@ -1,7 +1,7 @@
 """The error classes: each names who can correct the cause, and carries a HINT line and an exit code.
 
 ConfigError: the user's flags. LaunchError: the launcher. CheckpointError: the storage. TrainingError: the
-numbers. Further exit codes: 6, memory ran out (fsdp/memory/oom_error.py); 7, the watch ended the rank
+numbers. Further exit codes: 6, memory ran out (fsdp/memory/oom.py); 7, the watch ended the rank
 (fsdp/watch/node_ranks.py).
 """
 

@@ -1,27 +1,115 @@
-"""Memory of a rank by kind, read from the objects that own it: the model, its FSDP groups, the optimizer.
+"""Memory of a rank by kind: from shapes before a run, from the objects that own it, and over a CPU's steps.
 
-`owned_storages` reads what exists now: a run that is not profiled pays nothing, and one that runs out of
-memory can still be accounted. Activations have no owner; account_storages.py (CPU) and account_cuda.py (CUDA)
-track them. Not here: files, pages, advice.
+`resting_bytes` is arithmetic: the start line, the dry run, the planner and the explanation of an
+out-of-memory error read it. `owned_storages` reads what model, FSDP groups and optimizer own now: a run that
+is not profiled pays nothing, and one that runs out of memory can still be accounted. Activations have no
+owner: StorageTracker sees every storage that operations create and release on a CPU, whose allocator has no
+history; on CUDA torch's own snapshot has them. `LiveStorages` is the planner's too (fsdp/plan/tracker.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp.base import proc
-from fsdp.base.torch_private.fsdp import parameter_groups, tensors_by_kind
+from fsdp.base.torch_private.core import TorchDispatchMode
+from fsdp.base.torch_private.fsdp import (
+    Run,
+    after_resizes,
+    around_collectives,
+    parameter_groups,
+    tensors_by_kind,
+)
 from fsdp.base.units import byte_size
-from fsdp.dist.local_tensors import local_tensor
+from fsdp.config import OptimSection
+from fsdp.config.sections import MOMENTS
+from fsdp.dist.local_tensors import local_tensor, tensors_in
+from fsdp.optim.custom_optimizer import is_custom
 
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "communication", "other")
-"""other: module buffers, temporaries of the optimizer, what a save stages. What the process or the allocator
-holds beyond these is `beyond` in the records.
-"""
+"""other: module buffers, temporaries of the optimizer, what a save stages."""
+
+# ---------------------------------------------------------------- from shapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestingBytes:
+    """What a whole model holds between steps. Shards divide it."""
+
+    parameters: int
+    gradients: int
+    """As many bytes as the trained parameters."""
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def resting_bytes(
+    section: OptimSection,
+    model: nn.Module,
+    master: torch.dtype,
+    frozen: torch.dtype | None = None,
+    *,
+    only: Collection[nn.Parameter] | None = None,
+) -> RestingBytes:
+    """Of a model whose parameters are kept in `master`, and those that are not trained in `frozen`; `only`
+    selects some of its parameters.
+    """
+    parameters = [p for p in model.parameters() if only is None or p in only]
+    trained = [p for p in parameters if p.requires_grad]
+    count = sum(p.numel() for p in trained)
+    fixed = sum(p.numel() for p in parameters) - count
+    matrices = [p for p in muon_matrices(section, model) if only is None or p in only]
+    return RestingBytes(
+        parameters=count * master.itemsize + fixed * (frozen or master).itemsize,
+        gradients=count * master.itemsize,
+        optimizer=state_bytes(section, trained, master.itemsize, matrices),
+    )
+
+
+def muon_matrices(section: OptimSection, model: nn.Module) -> list[nn.Parameter]:
+    if section.name != "muon":
+        return []
+    from fsdp.optim.muon import hidden_matrices
+
+    return hidden_matrices(model, section.muon_parameters)
+
+
+def state_bytes(
+    section: OptimSection,
+    trained: Iterable[nn.Parameter],
+    itemsize: int,
+    matrices: Iterable[nn.Parameter] = (),
+) -> int:
+    """Optimizer states of whole parameters that are `itemsize` bytes an element, with the moving average of
+    the weights. Muon's `matrices` have one moment.
+    """
+    trained = list(trained)
+    count = sum(p.numel() for p in trained)
+    average = itemsize * count if section.ema else 0
+    if section.state != "master":
+        from fsdp.optim.small_states import moment_bytes
+
+        return average + sum(moment_bytes(p, section.state) for p in trained)
+    # A user's optimizer counts as Adam: what it keeps is unknown before its first step.
+    moments = 2 if is_custom(section) else len(MOMENTS[section.name])
+    if section.name == "sgd" and not section.momentum:
+        moments = 0
+    return average + itemsize * (moments * count - sum(p.numel() for p in matrices))
+
+
+# ---------------------------------------------------------------- what model and optimizer own
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
@@ -45,13 +133,23 @@ def owned_storages(
     root: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[int, tuple[str, torch.UntypedStorage]]:
     """(kind, storage) of everything that model and optimizer own, by the address of the storage object."""
-    found: dict[int, tuple[str, torch.UntypedStorage]] = {}
-    # Groups first: while one is gathered, its modules own the gathered parameters instead of the shards.
-    for kind, tensor in _held(root, optimizer):
+    owned: dict[int, tuple[str, torch.UntypedStorage]] = {}
+    for kind, tensor in _owned_tensors(root, optimizer):
         if isinstance(tensor, Tensor):
             for storage in storages_of(tensor):
-                found.setdefault(id(storage), (kind, storage))
-    return found
+                owned.setdefault(id(storage), (kind, storage))
+    return owned
+
+
+def _owned_tensors(root: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Any]]:
+    # Groups first: while one is gathered, its modules own the gathered parameters instead of the shards.
+    for group in parameter_groups(root):
+        yield from tensors_by_kind(group)
+    for parameter in root.parameters():
+        yield from (("parameters", parameter), ("gradients", parameter.grad))
+    for state in optimizer.state.values() if optimizer is not None else ():
+        yield from (("optimizer", value) for value in state.values())
+    yield from (("other", buffer) for buffer in root.buffers())
 
 
 def tally(root: nn.Module, optimizer: torch.optim.Optimizer | None, device: str) -> dict[str, int]:
@@ -63,42 +161,176 @@ def tally(root: nn.Module, optimizer: torch.optim.Optimizer | None, device: str)
     return totals
 
 
-def _held(root: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Any]]:
-    for group in parameter_groups(root):
-        yield from tensors_by_kind(group)
-    for parameter in root.parameters():
-        yield from (("parameters", parameter), ("gradients", parameter.grad))
-    for state in optimizer.state.values() if optimizer is not None else ():
-        yield from (("optimizer", value) for value in state.values())
-    yield from (("other", buffer) for buffer in root.buffers())
-
-
-# ---------------------------------------------------------------- the process and the device
-
-
 def process_bytes() -> dict[str, int]:
     """Resident anonymous memory and address space of this process; empty where the system does not tell."""
     names = {"RssAnon": "rss_anon", "VmRSS": "rss", "VmHWM": "rss_peak", "VmSize": "address_space"}
-    found = proc.memory_bytes()
-    return {name: found[line] for line, name in names.items() if line in found}
-
-
-def device_bytes(device: torch.device) -> dict[str, int]:
-    """Statistics of CUDA's caching allocator; empty on the CPU."""
-    if device.type != "cuda":
-        return {}
-    free, total = torch.cuda.mem_get_info(device)
-    return {
-        "allocated": torch.cuda.memory_allocated(device),
-        "allocated_peak": torch.cuda.max_memory_allocated(device),
-        "reserved": torch.cuda.memory_reserved(device),
-        "reserved_peak": torch.cuda.max_memory_reserved(device),
-        "free": free,
-        "total": total,
-    }
+    sizes = proc.memory_bytes()
+    return {name: sizes[line] for line, name in names.items() if line in sizes}
 
 
 def by_size(kinds: Mapping[str, int]) -> str:
     """`activations 1.2 GiB, parameters 300 MiB`: the largest first, without kinds of 0 bytes."""
     present = sorted(((size, kind) for kind, size in kinds.items() if size), reverse=True)
     return ", ".join(f"{kind} {byte_size(size)}" for size, kind in present) or "nothing"
+
+
+# ---------------------------------------------------------------- storages as they come and go
+
+Info = TypeVar("Info")
+
+
+class LiveStorages(Generic[Info]):
+    """The storages that exist, each with a tracker's notes; `released` receives those of one that is gone.
+
+    A storage is known by the address of its object, which is one for all tensors that share it.
+    """
+
+    def __init__(self, released: Callable[[Info], None]) -> None:
+        self._released = released
+        self._known: dict[int, tuple[Info, weakref.ref[torch.UntypedStorage]]] = {}
+
+    def get(self, storage: torch.UntypedStorage) -> Info | None:
+        """None for a storage that was not added."""
+        known = self._known.get(id(storage))
+        return None if known is None else known[0]
+
+    def add(self, storage: torch.UntypedStorage, info: Info) -> None:
+        key = id(storage)
+        self._known[key] = (info, weakref.ref(storage, functools.partial(self._gone, key)))
+
+    def clear(self) -> None:
+        """Drops all weak references: no release is reported any more."""
+        self._known.clear()
+
+    def _gone(self, key: int, _: Any) -> None:
+        self._released(self._known.pop(key)[0])
+
+
+@dataclass
+class _Block:
+    """A storage; its kind may be corrected after its release: a reduction's output becomes gradients."""
+
+    kind: str
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """Start of a phase."""
+
+    phase: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The highest moment of a phase."""
+
+    bytes: int
+    step: int
+    phase: str
+    kinds: Mapping[str, int]
+
+
+class StorageTracker(TorchDispatchMode):
+    """Context manager around the profiled steps on the thread that runs them; `phase` marks each phase.
+
+    A dispatch mode receives the outputs of each operation, a weak reference reports their release, and a
+    wrapped `resize_` what FSDP gathers and frees. Allocations inside compiled code are not seen.
+    Costs 5–20 µs per operation.
+    """
+
+    def __init__(self, root: nn.Module, optimizer: torch.optim.Optimizer | None, device: str = "cpu") -> None:
+        super().__init__()
+        self._root, self._optimizer, self._device = root, optimizer, device
+        self._live: LiveStorages[_Block] = LiveStorages(self._gone)
+        self._events: list[tuple[_Block, int] | _Mark] = []
+        self._kind = "other"
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self) -> StorageTracker:
+        self._patches.enter_context(after_resizes(self._resized))
+        self._patches.enter_context(around_collectives(self._communicating))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+        self._live.clear()
+
+    def phase(self, phase: str, step: int) -> None:
+        """Start of a phase. Storages that model and optimizer own now get the kind of their owner."""
+        for kind, storage in owned_storages(self._root, self._optimizer).values():
+            self._see(storage, kind, rename=True)
+        self._events.append(_Mark(phase, step))
+        self._kind = "activations" if phase in ("forward", "backward", "evaluate") else "other"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it becomes operations on shards, which are dispatched here
+        for tensor in tensors_in(args):
+            self._see_all(tensor, "other")
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(out):
+            self._see_all(tensor, self._kind)
+        return out
+
+    def _see_all(self, tensor: Tensor, kind: str, *, rename: bool = False) -> None:
+        for storage in storages_of(tensor):
+            self._see(storage, kind, rename=rename)
+
+    def _see(self, storage: torch.UntypedStorage, kind: str, *, rename: bool = False) -> None:
+        if storage.device.type != self._device:
+            return
+        size, block = storage.nbytes(), self._live.get(storage)
+        if block is None:
+            block = _Block(kind)
+            self._live.add(storage, block)
+        if rename:
+            block.kind = kind
+        if size != block.size:
+            self._events.append((block, size - block.size))
+            block.size = size
+
+    def _gone(self, block: _Block) -> None:
+        self._events.append((block, -block.size))
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        self._see(storage, "gathered")
+
+    def _communicating(self, run: Run, gradients: Sequence[Tensor]) -> Any:
+        # The unsharded gradients are named here, since none is left when the phase ends.
+        for tensor in gradients:
+            self._see_all(tensor, "gradients", rename=True)
+        before, self._kind = self._kind, "communication"
+        try:
+            return run()
+        finally:
+            self._kind = before
+
+    def moments(self) -> Iterator[tuple[_Mark, int, dict[str, int]]]:
+        """(phase, bytes, bytes by kind) after each event; the dictionary is one that each moment changes."""
+        kinds, total, mark = dict.fromkeys(KINDS, 0), 0, _Mark("start", 0)
+        for event in self._events:
+            if isinstance(event, _Mark):
+                mark = event
+            else:
+                kinds[event[0].kind] += event[1]
+                total += event[1]
+            yield mark, total, kinds
+
+    def account(self) -> tuple[dict[str, Peak], list[dict[str, Any]]]:
+        """The peak of each phase over all steps, its start included; memory by kind at each phase's end."""
+        peaks: dict[str, Peak] = {}
+        ends: list[dict[str, Any]] = []
+        before = _Mark("start", 0)
+        for mark, total, kinds in self.moments():
+            if mark is not before:
+                ends.append({"step": before.step, "phase": before.phase, "kinds": dict(kinds)})
+                before = mark
+            if mark.phase not in peaks or total > peaks[mark.phase].bytes:
+                peaks[mark.phase] = Peak(total, mark.step, mark.phase, dict(kinds))
+        return peaks, ends

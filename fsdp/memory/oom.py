@@ -1,27 +1,60 @@
-"""Context manager that catches out-of-memory errors and writes a page: memory by kind, flags to change.
+"""Out of memory, in words: which rank, what held how much, what a step needs, which flag frees how much.
 
     RUN/oom-rank3.txt, and the text on stderr
 
-It costs nothing until an error reaches it; then oom_report.py is imported, which every other run is spared.
-A process killed by the kernel's OOM killer gets no signal that it can handle and leaves no page: the watch
-names it (fsdp/watch/verdict.py).
+It costs nothing until an error reaches it. Then it measures memory by kind (account.py), frees the failed
+step's tensors, and asks oom_advice.py what to change. A process that the kernel's OOM killer ends writes
+nothing: the watch names it (fsdp/watch).
 """
 
 from __future__ import annotations
 
+import errno
+import re
+import resource
+import socket
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from fsdp.config import Config
+import torch
+
+from fsdp.base.cgroup import memory_group
+from fsdp.base.errors import Scope, ShardrunError
+from fsdp.base.streams import print_line
+from fsdp.base.text import columns
+from fsdp.base.units import byte_size
+from fsdp.config import Config, accepts
 from fsdp.dist.env import DistEnv
-from fsdp.memory.account import process_bytes, tally
-from fsdp.memory.oom_error import OomContext, is_out_of_memory
+from fsdp.memory.account import by_size, process_bytes, tally
+from fsdp.memory.oom_advice import (
+    ActivationEstimates,
+    Advice,
+    OomContext,
+    OomFacts,
+    Suggestion,
+    advise,
+    comes_first,
+    footprint_of,
+)
+
+MESSAGES = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
+"""Parts of torch's error messages on the CPU, and where the class torch.OutOfMemoryError is lost."""
+
+
+class OutOfMemory(ShardrunError):
+    """Memory ran out on one rank; the page has the details."""
+
+    exit_code = 6
+    scope: Scope = "rank"
 
 
 @dataclass
 class OutOfMemoryHandler:
-    """Writes the page for an out-of-memory error and raises OutOfMemory; other errors pass."""
+    """Context manager of a run: an out-of-memory error becomes a page and OutOfMemory; other errors pass."""
 
     config: Config
     env: DistEnv
@@ -43,7 +76,152 @@ class OutOfMemoryHandler:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         if error is not None and is_out_of_memory(error):
-            from fsdp.memory.oom_report import OomReport
+            raise self.explain(error) from error
 
-            report = OomReport(self.config, self.env, self.run_dir, self.context, self.beyond)
-            raise report.write(error) from error
+    def explain(self, error: BaseException) -> OutOfMemory:
+        """Writes and prints the page; the error returned has its summary in one line."""
+        facts = measure(error, self.env, self.context, self.beyond)
+        free_frames(error)
+        advice, note = None, "It failed before the model was built."
+        if self.context is not None:
+            now = footprint_of(self.config, self.context, self.env.device)
+            activations = ActivationEstimates(self.context, self.config, self.env.device, now, facts.kinds)
+            advice = advise(now, activations, facts, partial(accepts, self.config))
+            note = activations.note
+            special = comes_first(self.config, self.context, facts, sum(advice.needs.values()))
+            if special is not None:
+                advice.others, advice.first = [s for s in (advice.first, *advice.others) if s], special
+        page = page_text(facts, advice, note)
+        print_line(page)
+        path = self.run_dir / f"oom-rank{self.env.rank}.txt"
+        hint = f"details in {path}"
+        try:
+            path.write_text(page, encoding="utf-8")
+        except OSError as failed:
+            hint = f"details above; {self.run_dir} cannot be written ({failed.strerror})"
+        if advice is not None and advice.first is not None:
+            hint = f"{advice.first.flags} frees {byte_size(advice.first.bytes)}; {hint}"
+        held = f"it held {by_size(facts.kinds)} and requested {byte_size(facts.requested)} more"
+        return OutOfMemory(f"{facts.title}: {held}.", hint)
+
+
+# ---------------------------------------------------------------- the error and what is measured
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error or one of its causes is an out-of-memory error."""
+    for cause in _chain(error):
+        if isinstance(cause, ShardrunError):
+            return False
+        if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        if isinstance(cause, RuntimeError) and any(message in str(cause) for message in MESSAGES):
+            return True
+        if isinstance(cause, OSError) and cause.errno == errno.ENOMEM:
+            return True
+    return False
+
+
+def free_frames(error: BaseException) -> None:
+    """Clears the frames of an error's tracebacks: they hold the step's tensors, and the page needs memory."""
+    for cause in _chain(error):
+        traceback.clear_frames(cause.__traceback__)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def requested_bytes(message: str) -> int:
+    """Bytes of the failed allocation, from torch's message; 0 if it does not name them."""
+    match = re.search(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)", message, re.IGNORECASE)
+    units = ("bytes", "kib", "mib", "gib", "tib")
+    return round(float(match[1]) * 1024 ** units.index(match[2].lower())) if match else 0
+
+
+def measure(error: BaseException, env: DistEnv, context: OomContext | None, beyond: int) -> OomFacts:
+    """Call it while the failed step's tensors still exist."""
+    device = env.device
+    kinds = tally(context.root, context.optimizer, device.type) if context is not None else {}
+    unused, around = 0, list[tuple[str, str]]()
+    if device.type == "cuda":
+        held = torch.cuda.memory_allocated(device)
+        unused = torch.cuda.memory_reserved(device) - held
+        free, total = torch.cuda.mem_get_info(device)
+        around.append(("reserved by the allocator, unused", byte_size(unused)))
+        around.append(("free on the device", f"{byte_size(free)} of {byte_size(total)}"))
+    else:
+        process = process_bytes()
+        held = max(0, process.get("rss_anon", 0) - beyond)
+        around += [(f"process {name.replace('_', ' ')}", byte_size(n)) for name, n in process.items()]
+    around += [(f"limit: {name}", byte_size(limit)) for name, limit in limits().items()]
+    if context is not None:
+        kinds["activations"] = max(0, held - sum(kinds.values()))
+    phases = context.phases if context is not None else None
+    phase, step = (phases.name, phases.step) if phases else ("start", 0)
+    message = " ".join(str(error).split()) or type(error).__name__
+    rank = f"rank {env.rank} of {env.world_size} ({socket.gethostname()}, {device})"
+    return OomFacts(
+        title=f"{rank} ran out of memory in {phase}" + (f" of step {step}" if step else ""),
+        error=message[:400],
+        device=device.type,
+        phase=phase,
+        kinds=kinds,
+        held=held,
+        requested=requested_bytes(message),
+        unused=unused,
+        around=around,
+    )
+
+
+def limits() -> dict[str, int]:
+    """Memory limits of this process in bytes, by the name under which they are set."""
+    named = {"ulimit -v": resource.RLIMIT_AS, "ulimit -d": resource.RLIMIT_DATA}
+    soft = {name: resource.getrlimit(which)[0] for name, which in named.items()}
+    bounds = {name: limit for name, limit in soft.items() if limit != resource.RLIM_INFINITY}
+    group = memory_group().limit()
+    return bounds if group is None else {**bounds, "the cgroup": group}
+
+
+# ---------------------------------------------------------------- the page
+
+
+def page_text(facts: OomFacts, advice: Advice | None, note: str) -> str:
+    """What to change stands at its end: what is read first on a terminal."""
+    requested = byte_size(facts.requested) if facts.requested else "unknown"
+    held = [("total", byte_size(facts.held)), ("requested in addition", requested)]
+    # No model, optimizer or FSDP group owns them, so buffers of collectives are among them.
+    rows = _largest_first(facts.kinds, {"activations": "activations and communication buffers"})
+    tables: list[tuple[str, Sequence[tuple[str, ...]]]] = [
+        ("Memory by kind when the allocation failed", [*rows, *held]),
+        ("Process, device and limits", facts.around),
+    ]
+    if advice is not None:
+        total = ("total", byte_size(sum(advice.needs.values())))
+        title = f"Estimated peak of a step on this rank; missing {byte_size(advice.missing)}"
+        tables.append((title, [*_largest_first(advice.needs, {}), total]))
+        title = "Change this first"
+        if not advice.enough:
+            missing = byte_size(advice.missing)
+            title = f"All flags together free less than {missing}: change this and use more ranks"
+        tables.append((title, [_row("", advice.first)] if advice.first else []))
+        others = [_row(str(n), suggestion) for n, suggestion in enumerate(advice.others, start=1)]
+        tables.append(("Each of these alone, in the order of their cost", others))
+    lines = [f"{facts.title}.", f"torch's error: {facts.error}"]
+    for title, rows_of_table in tables:
+        if rows_of_table:
+            lines += ["", title, *(f"  {line}" for line in columns(rows_of_table))]
+    return "\n".join([*lines, *(["", note] if note else [])]) + "\n"
+
+
+def _largest_first(kinds: Mapping[str, int], names: Mapping[str, str]) -> list[tuple[str, str]]:
+    present = sorted(((size, kind) for kind, size in kinds.items() if size), reverse=True)
+    return [(names.get(kind, kind), byte_size(size)) for size, kind in present]
+
+
+def _row(number: str, suggestion: Suggestion) -> tuple[str, ...]:
+    return number, suggestion.flags, f"frees {byte_size(suggestion.bytes)}", suggestion.cost

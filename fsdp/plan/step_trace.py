@@ -21,7 +21,7 @@ from fsdp.base.torch_private.core import READS_VALUES, fake_forward
 from fsdp.config import CommSection, Config, LoraSection
 from fsdp.data.types import Batch
 from fsdp.dist.mesh import MeshSizes
-from fsdp.memory.resting import RestingBytes, resting_bytes
+from fsdp.memory.account import RestingBytes, resting_bytes
 from fsdp.models import ModelSpec, to_empty
 from fsdp.models.chunked_loss import maybe_chunked
 from fsdp.models.cross_entropy import summed_entropy
@@ -291,7 +291,7 @@ def parameter_bytes(config: Config) -> float:
 
 def checkpoint_bytes(config: Config) -> float:
     """Parameters and states once, whatever the mesh; beside adapters without the frozen weights."""
-    return float(_resting(config).checkpoint(frozen=not config.lora.rank))
+    return float(_resting(config).total)
 
 
 def _resting(config: Config) -> RestingBytes:

@@ -25,7 +25,7 @@ from fsdp.data.stream_cursor import StreamCursor
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import BatchPlan, MeshSizes, plan_batch, resolve
 from fsdp.dist.shards import cut_of
-from fsdp.memory.resting import resting_bytes
+from fsdp.memory.account import resting_bytes
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
 from fsdp.models.checks import (

@@ -25,7 +25,6 @@ from fsdp.config import Config, config_hash
 from fsdp.dist.env import DistEnv, check_torch, set_allocator, unused_allocation
 from fsdp.dist.mesh import build_mesh
 from fsdp.dist.process_group import process_group
-from fsdp.memory import startup as startup_memory
 from fsdp.memory.oom import OutOfMemoryHandler
 from fsdp.models.loss import LossFunction
 from fsdp.optim.ema import maybe_ema
@@ -153,13 +152,11 @@ def _set_up(start: _Start, oom: OutOfMemoryHandler, parts: ExitStack) -> Trainin
     config, env, run = start.config, start.env, start.run
     planned = maybe_planned(config.plan, env.device.type)
     job = start.job
-    startup = startup_memory.StartupMemory(config.profile, env, run.path)
-    built = _build_model(start, job, startup)
+    built = _build_model(start, job)
     sharded, checkpointer = built.sharded, built.checkpointer
     oom_context = setup.oom_context(config, job, sharded)
     oom.set_context(oom_context)
     optimizer = build_optimizer(config.optim, sharded.root, compiled=setup.compiles_update(config, env))
-    startup.mark(startup_memory.LAST)
     scale = config.precision.loss_scale
     state = TrainState(sharded.root, optimizer, loss_scale=scale, optimizer_name=config.optim.name)
     ema = maybe_ema(config.optim, sharded.root, optimizer)
@@ -215,13 +212,11 @@ class _Built:
     mfu_of: float
 
 
-def _build_model(start: _Start, job: Job, startup: startup_memory.StartupMemory) -> _Built:
+def _build_model(start: _Start, job: Job) -> _Built:
     """Collective."""
     config, env = start.config, start.env
     mesh = build_mesh(job.sizes, env.device, config.run.process_group_timeout_s)
-    startup.mark("before the model")
     model = trained_model(config, job)
-    startup.mark("after the model")
     facts, mfu_of = describe(config, job, model), setup.mfu_of(model, job, env)
     loss_function = setup.loss_function(config, env, job, model)
     sharded = shard_model(model, config, sizes=job.sizes, mesh=mesh, device=env.device, hooks=job.hooks)
@@ -240,7 +235,6 @@ def _build_model(start: _Start, job: Job, startup: startup_memory.StartupMemory)
     # A checkpoint of adapters alone has no frozen weights.
     restored = not config.lora.rank and checkpointer.has_checkpoint()
     setup.fill_weights(config, env, job, sharded, nvme_files, restored=restored)
-    startup.mark("after sharding")
     checkpointer.base = maybe_base(config, job.spec, job.dtypes, sharded.root)
     checkpointer.pretrained = weights.saved_as(config, job.spec)
     if config.train.evaluate_only:

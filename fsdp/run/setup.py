@@ -27,7 +27,7 @@ from fsdp.dist import collectives, preflight
 from fsdp.dist.env import DistEnv, end_time
 from fsdp.dist.mesh import data_rank
 from fsdp.dist.stop import Stopper
-from fsdp.memory.oom_error import OomContext
+from fsdp.memory.oom_advice import OomContext
 from fsdp.models.chunked_loss import maybe_chunked
 from fsdp.models.cross_entropy import remarks, summed_entropy
 from fsdp.models.loss import LossFunction

@@ -109,7 +109,7 @@ def kind_and_hint(error: BaseException, env: DistEnv) -> tuple[str, str]:
     if error_number(error) in (errno.ENOSPC, errno.EDQUOT):
         return "full disk", "" if getattr(error, "hint", None) else DISK
     if isinstance(error, ShardrunError):
-        from fsdp.memory.oom_error import OutOfMemory  # imports torch: train.py reads this module before
+        from fsdp.memory.oom import OutOfMemory  # imports torch: train.py reads this module before
 
         kinds = {OutOfMemory: "memory", **KINDS}
         return next((kind for cls, kind in kinds.items() if isinstance(error, cls)), "exception"), ""

@@ -790,7 +790,6 @@ def test_where_a_shard_starts_in_the_whole() -> None:
 @pytest.mark.parametrize(
     ("private", "ours", "parameters"),
     [
-        ("_snapshot", core.allocator_snapshot, []),
         ("_dump_snapshot", core.write_allocator_snapshot, ["filename"]),
         ("_record_memory_history_impl", core.start_allocator_history, ["enabled", "stacks", "max_entries"]),
     ],

@@ -27,7 +27,7 @@ from fsdp.base.errors import (
 from fsdp.checkpoint.saver import SaveOutcome, not_saved
 from fsdp.config import load
 from fsdp.dist.env import from_environment
-from fsdp.memory.oom_error import OutOfMemory
+from fsdp.memory.oom import OutOfMemory
 from fsdp.run import loop
 from fsdp.rundir import line_files
 from fsdp.rundir.paths import RunDir

@@ -13,8 +13,6 @@ from torch import nn
 from fsdp import config as configuration
 from fsdp.base.units import byte_size
 from fsdp.memory.account import by_size
-from fsdp.memory.account_cuda import fill
-from fsdp.memory.account_timeline import Mark, Timeline, ends_of_phases, peaks_by_phase
 from fsdp.run.loop import _maybe_profile
 from tests.support import runs, user_code
 
@@ -71,7 +69,6 @@ def test_parameters_gradients_and_adam_match_the_arithmetic(tmp_path: Path) -> N
         # ranks, and the stop request.
         assert between["activations"] == 8 + 4 * 8
         assert account["peak"]["bytes"] == sum(account["peak"]["kinds"].values())
-        assert account["parameters"] == sum(p.numel() for p in everything)
 
 
 @pytest.mark.slow
@@ -84,28 +81,6 @@ def test_parameters_that_stay_gathered_after_forward(tmp_path: Path, policy: str
     for account in accounts(tmp_path, f"--mesh.reshard_after_forward {policy}"):
         assert end_of(account, "forward")["gathered"] == expected
         assert end_of(account, "backward")["gathered"] == 0
-
-
-def test_communication_buffers_are_counted(tmp_path: Path) -> None:
-    block = shard_bytes(list(user_code.Block(13).parameters()))
-    for account in accounts(tmp_path):
-        buffers = account["phases"]["backward"]["kinds"]["communication"]
-        # A reduce-scatter's input is the whole unit's gradients; its output becomes the gradients and is
-        # counted there.
-        assert buffers >= RANKS * block
-        assert end_of(account, "reduce")["communication"] == 0
-
-
-@pytest.mark.slow
-def test_activations_grow_with_the_micro_batch_and_only_with_it(tmp_path: Path) -> None:
-    """12 samples per step on two ranks in micro-batches of 1, 2 and 3: activations at the end of forward grow
-    linearly.
-    """
-    ends = []
-    for rows in (1, 2, 3):
-        account = accounts(tmp_path / str(rows), f"--train.micro_batch {rows}")[0]
-        ends.append(end_of(account, "forward")["activations"])
-    assert ends[2] - ends[1] == ends[1] - ends[0] > 0
 
 
 def test_unsharded_gradients_of_accumulation_are_gradients(tmp_path: Path) -> None:
@@ -139,14 +114,8 @@ def test_profiling_does_not_change_losses(tmp_path: Path) -> None:
     assert [r["loss"] for r in plain.records] == [r["loss"] for r in seen.records]
     assert not (tmp_path / "plain" / "profile").exists()
     names = {path.name for path in (tmp_path / "seen" / "profile").iterdir()}
-    each = (
-        "memory.json",
-        "startup.json",
-        "trace.json.gz",
-        "operators.txt",
-        "steps.json",
-    )
-    assert names == {"summary.json", *(f"rank{rank}_{name}" for rank in range(RANKS) for name in each)}
+    each = ("memory.json", "trace.json.gz", "operators.txt")
+    assert names == {f"rank{rank}_{name}" for rank in range(RANKS) for name in each}
 
 
 def test_off_costs_nothing() -> None:
@@ -156,33 +125,6 @@ def test_off_costs_nothing() -> None:
 
 
 # ---------------------------------------------------------------- without ranks
-
-
-def test_the_allocator_s_history_by_kind() -> None:
-    """A parameter from before, a gathered buffer, activations freed in backward, gradients known at their
-    reduction.
-    """
-    timeline = Timeline(("parameters", "gathered", "gradients", "activations", "communication", "other"))
-    events = [
-        ("alloc", 200, 40, 1.05), ("alloc", 300, 40, 1.06), ("free_requested", 300, 40, 1.08),
-        ("alloc", 400, 30, 1.2),
-        ("alloc", 500, 25, 2.1), ("free_requested", 400, 30, 2.2), ("free_completed", 400, 30, 2.3),
-        ("segment_free", 900, 1, 2.3), ("free_requested", 777, 9, 2.35),
-    ]  # fmt: skip
-    history = [{"action": a, "addr": at, "size": size, "time_us": int(t * 1e6)} for a, at, size, t in events]
-    marks = [Mark(1.0, "forward", 7), Mark(2.0, "backward", 7), Mark(3.0, "reduce", 7)]
-    sightings = [(1.0, 100, "parameters"), (2.0, 200, "gathered"), (2.15, 500, "gradients")]
-    fill(timeline, [(100, 64)], history, marks, sightings, [(1.04, 1.10)])
-    peaks = peaks_by_phase(timeline)
-    # 300 was allocated while FSDP communicated and released before it had an owner: a buffer.
-    assert peaks["forward"].kinds["communication"] == 40
-    assert peaks["forward"].bytes == 64 + 40 + 40
-    assert peaks["forward"].kinds["parameters"] == 64
-    assert peaks["backward"].kinds["activations"] == 30
-    assert peaks["backward"].kinds["gradients"] == 25
-    assert ends_of_phases(timeline)[-1]["kinds"] == {
-        "parameters": 64, "gathered": 40, "gradients": 25, "activations": 0, "communication": 0, "other": 0,
-    }  # fmt: skip
 
 
 def test_sizes_as_text() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +21,9 @@ from fsdp.base.errors import OneRankError
 from fsdp.config import Config
 from fsdp.dist.env import ALLOCATOR_VARIABLES
 from fsdp.memory.account import KINDS
-from fsdp.memory.oom import OutOfMemoryHandler
-from fsdp.memory.oom_advice import Footprint, advise, steps
-from fsdp.memory.oom_error import OutOfMemory, is_out_of_memory
-from fsdp.memory.oom_report import comes_first, requested_bytes
-from fsdp.memory.oom_text import text
+from fsdp.memory.oom import OutOfMemory, OutOfMemoryHandler, is_out_of_memory, page_text, requested_bytes
+from fsdp.memory.oom_advice import Advice, Footprint, OomFacts, advise, changes, comes_first
 from tests.support.env import env_of
-from tests.support.oom import oom_facts
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -77,19 +74,6 @@ def test_the_failed_rank_writes_its_page_and_its_first_suggestion_helps(tmp_path
     assert passed.returncode == 0, passed.stderr[-3000:]
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_where_units_recompute_already_smaller_micro_batches_come_first(tmp_path: Path) -> None:
-    tight = ("--model.args.room", "800", "--mesh.wrap", "root")
-    failed = start(1, tmp_path / "failed", *tight)
-    assert failed.returncode == 6, failed.stderr[-3000:]
-    page = (tmp_path / "failed" / "oom-rank0.txt").read_text()
-    flags = first_suggestion(page)
-    assert flags[0] == "--train.micro_batch", page
-    passed = start(1, tmp_path / "passed", *tight, *flags)
-    assert passed.returncode == 0, passed.stderr[-3000:]
-
-
 def test_the_error_is_raised_and_its_page_printed_where_the_run_directory_cannot_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +114,23 @@ def anything(flags: str) -> bool:
     return True
 
 
+def facts(**changed: Any) -> OomFacts:
+    made = OomFacts(
+        title="rank 3 of 8 (n1, cuda:3) ran out of memory in backward of step 12",
+        error="CUDA out of memory <x>",
+        device="cpu",
+        phase="backward",
+        kinds={},
+        held=0,
+        requested=10,
+    )
+    return dataclasses.replace(made, **changed)
+
+
+def advised(now: Footprint, held: int, device: str = "cpu", accepts: Any = anything) -> Advice:
+    return advise(now, activations, facts(held=held, device=device), accepts)
+
+
 def activations(micro: int, checkpointing: str, loss_chunk: int) -> int:
     logits = 0 if loss_chunk else 150
     return ({"none": 850, "ops": 450, "full": 50}[checkpointing] + logits) * micro
@@ -163,7 +164,7 @@ def test_needs_are_sums() -> None:
     ],
 )  # fmt: skip
 def test_the_cheapest_flag_that_frees_enough_comes_first(now: Footprint, held: int, first: str) -> None:
-    advice = advise(now, activations, held, 10, "cpu", anything)
+    advice = advised(now, held)
     assert advice.enough
     assert advice.first is not None
     assert advice.first.flags == first
@@ -171,47 +172,45 @@ def test_the_cheapest_flag_that_frees_enough_comes_first(now: Footprint, held: i
 
 
 def test_several_together_where_none_alone_is_enough() -> None:
-    advice = advise(NOW, activations, 3_500, 10, "cuda", anything)
+    advice = advised(NOW, 3_500, "cuda")
     assert advice.enough
     assert advice.first is not None
     assert advice.first.flags.count("--") >= 2
     assert advice.first.flags.startswith("--memory.activation_checkpointing")
-    hopeless = advise(NOW, activations, 500, 10, "cpu", anything)
+    hopeless = advised(NOW, 500)
     assert not hopeless.enough
 
 
-@pytest.mark.parametrize(("device", "held", "reserved"), [("cpu", 3000, 0), ("cuda", 2000, 2600)])
+@pytest.mark.parametrize(("device", "held", "unused"), [("cpu", 3000, 0), ("cuda", 2000, 600)])
 def test_memory_cached_by_the_allocator_is_suggested_first(
-    device: str, held: int, reserved: int, monkeypatch: pytest.MonkeyPatch
+    device: str, held: int, unused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.setenv(name, "")
-    allocator = {"reserved": reserved, "allocated": held} if reserved else {}
-    facts = oom_facts(device=device, held=held, allocator=allocator)
-    nothing: Any = None
-    found = comes_first(Config(), nothing, facts, 2000)
-    assert found is not None
-    assert "_ALLOC_CONF=expandable" in found.flags or "MALLOC_MMAP_THRESHOLD_=131072" in found.flags
-    assert found.bytes == max(held - 2000, reserved - held)
-    assert comes_first(Config(), nothing, dataclasses.replace(facts, held=2100, allocator={}), 2000) is None
+    context: Any = SimpleNamespace(batch=SimpleNamespace(micro_batch=4))
+    cached = facts(device=device, held=held, unused=unused)
+    first = comes_first(Config(), context, cached, 2000)
+    assert first is not None
+    assert "_ALLOC_CONF=expandable" in first.flags or "MALLOC_MMAP_THRESHOLD_=131072" in first.flags
+    assert first.bytes == max(held - 2000, unused)
+    assert comes_first(Config(), context, facts(device=device, held=2100), 2000) is None
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    set_already = comes_first(Config(), nothing, facts, 2000)
-    assert set_already is None if reserved else set_already == found
+    assert comes_first(Config(), context, cached, 2000) == (None if unused else first)
 
 
 def test_a_flag_that_is_already_set_is_not_suggested() -> None:
     small = dataclasses.replace(NOW, checkpointing="full", micro=1, param=2, master=2, nvme=True)
-    assert [flags for flags, _, _ in steps(small, "cpu")] == ["twice as many ranks"]
-    assert not [flags for flags, _, _ in steps(NOW, "cpu") if "cpu_offload" in flags]
-    assert [flags for flags, _, _ in steps(NOW, "cuda") if "cpu_offload" in flags]
+    assert [flags for flags, _, _ in changes(small, "cpu")] == ["twice as many ranks"]
+    assert not [flags for flags, _, _ in changes(NOW, "cpu") if "cpu_offload" in flags]
+    assert [flags for flags, _, _ in changes(NOW, "cuda") if "cpu_offload" in flags]
 
 
 def test_bf16_masters_halve_what_is_stored() -> None:
-    found = {flags: changed for flags, changed, _ in steps(NOW, "cpu")}["--precision.master bf16"]
+    found = {flags: changed for flags, changed, _ in changes(NOW, "cpu")}["--precision.master bf16"]
     before, after = NOW.needs(activations), found.needs(activations)
     assert (after["parameters"], after["optimizer"]) == (before["parameters"] / 2, before["optimizer"] / 2)
     assert before["gradients"] - after["gradients"] == NOW.trained * 2 / NOW.shard
-    halved = steps(dataclasses.replace(NOW, master=2), "cpu")
+    halved = changes(dataclasses.replace(NOW, master=2), "cpu")
     assert not [flags for flags, _, _ in halved if "precision.master" in flags]
 
 
@@ -226,28 +225,16 @@ def test_bf16_masters_halve_what_is_stored() -> None:
 )
 def test_the_advice_has_no_flag_that_the_configuration_refuses(typed: str, refused: list[str]) -> None:
     config = configuration.load(typed.split())
-    possible = [flags for flags, _, _ in steps(NOW, "cuda")]
+    possible = [flags for flags, _, _ in changes(NOW, "cuda")]
     assert set(refused) <= set(possible)
     for held in (11_000, 500):  # one flag is enough; none is, not even all together
-        advice = advise(NOW, activations, held, 10, "cuda", partial(configuration.accepts, config))
+        advice = advised(NOW, held, "cuda", partial(configuration.accepts, config))
         assert advice.first is not None
-        advised = [one.flags for one in (advice.first, *advice.others) if one.flags.startswith("--")]
-        assert len(advised) > 3
-        assert not [flags for flags in refused if any(flags in one for one in advised)]
-        for flags in advised:
+        offered = [one.flags for one in (advice.first, *advice.others) if one.flags.startswith("--")]
+        assert len(offered) > 3
+        assert not [flags for flags in refused if any(flags in other for other in offered)]
+        for flags in offered:
             configuration.load([*typed.split(), *flags.split()])
-
-
-def test_every_flag_that_is_suggested_parses() -> None:
-    from fsdp import config as configuration
-
-    wide = dataclasses.replace(NOW, reshard=False, accumulation=2, replicate=2)
-    suggested = [flags for flags, _, _ in steps(wide, "cuda") if flags.startswith("--")]
-    assert len(suggested) > 3
-    now = ["--mesh.reshard_after_forward", "false"]
-    assert all(
-        configuration.load([*now, *flags.split()]) != configuration.load(now) for flags in suggested
-    ), "each changes the configuration"
 
 
 # ---------------------------------------------------------------- errors
@@ -277,28 +264,14 @@ def test_the_requested_bytes_are_read_from_the_error() -> None:
     assert requested_bytes("std::bad_alloc") == 0
 
 
-def test_the_text_has_facts_limits_and_advice() -> None:
-    facts = oom_facts(
-        rank=3,
-        ranks=8,
-        device="cuda:3",
-        step=12,
-        error="CUDA out of memory <x>",
+def test_the_page_has_facts_limits_and_advice() -> None:
+    measured = facts(
+        device="cuda",
         kinds={**dict.fromkeys(KINDS, 0), "parameters": 5 * MIB, "activations": 80 * MIB},
         held=85 * MIB,
-        requested=7 * MIB,
-        allocator={"reserved": 100 * MIB, "allocated": 85 * MIB, "free": 0, "total": 100 * MIB},
-        limits={"the cgroup": 2**30},
+        around=[("reserved by the allocator, unused", "15 MiB"), ("limit: the cgroup", "1 GiB")],
     )
-    advice = advise(NOW, activations, 10_000, 10, "cuda", anything)
-    plain = text(facts, advice, "a note")
-    assert plain.startswith("rank 3 of 8 (n1, cuda:3) ran out of memory in backward of step 12.")
-    for words in (
-        "80 MiB",
-        "reserved by the allocator, unused",
-        "15 MiB",
-        "limit: the cgroup",
-        "Change this first",
-        "a note",
-    ):
-        assert words in plain
+    page = page_text(measured, advised(NOW, 10_000, "cuda"), "a note")
+    assert page.startswith("rank 3 of 8 (n1, cuda:3) ran out of memory in backward of step 12.")
+    for words in ("80 MiB", "allocator, unused", "limit: the cgroup", "Change this first", "a note"):
+        assert words in page

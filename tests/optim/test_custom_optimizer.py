@@ -23,7 +23,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import OptimSection, load
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
-from fsdp.memory.resting import state_bytes
+from fsdp.memory.account import state_bytes
 from fsdp.optim.custom_optimizer import check_step
 from fsdp.optim.optimizer import build_optimizer, set_lr
 from fsdp.parity.reference import _optimizer

@@ -19,7 +19,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.checkpoint.__main__ import main as checkpoint_command
 from fsdp.config import OptimSection, config_hash, load
 from fsdp.dist.env import DistEnv
-from fsdp.memory.resting import state_bytes
+from fsdp.memory.account import state_bytes
 from fsdp.plan.fake_runs import count
 from fsdp.plan.memory import memory_of
 from tests.plan.test_measured import BATCH, SMALL, tensors

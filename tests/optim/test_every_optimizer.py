@@ -14,7 +14,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import Config, OptimSection
 from fsdp.config.checks import check
 from fsdp.config.sections import ADAMS, FUSED, IN_PARTS, MOMENTS, OPTIMIZERS, READS
-from fsdp.memory.resting import resting_bytes
+from fsdp.memory.account import resting_bytes
 from fsdp.optim.optimizer import build_optimizer
 from fsdp.parallel.state_parts import moments_of
 from fsdp.parity.reference import _optimizer

@@ -18,7 +18,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import OptimSection, load
 from fsdp.data import build_dataset
 from fsdp.dist.env import DistEnv
-from fsdp.memory.resting import muon_matrices, state_bytes
+from fsdp.memory.account import muon_matrices, state_bytes
 from fsdp.models import resolve
 from fsdp.optim.muon import hidden_matrices
 from fsdp.optim.muon.exchange import Matrix, rounds

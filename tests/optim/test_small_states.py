@@ -23,7 +23,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.core import like_shard
 from fsdp.config import OptimSection
 from fsdp.dist.env import DistEnv
-from fsdp.memory.resting import state_bytes
+from fsdp.memory.account import state_bytes
 from fsdp.optim.optimizer import build_optimizer
 from fsdp.optim.small_states import SmallStateAdam, adam, bits
 from fsdp.optim.small_states.bits import Table, decode, encode, noise_at, round_at_random

@@ -19,7 +19,6 @@ SPARED = {
     "fsdp.checkpoint.local_tier": "--checkpoint.local_dir",
     "fsdp.data.mixture": "[[data.sources]]",
     "fsdp.data.path_reader": "a path as --data.name",
-    "fsdp.memory.oom_report": "an out-of-memory error",
     "fsdp.models.hf": "--model.name hf:",
     "fsdp.models.hf_weights": "--model.name hf:",
     "fsdp.models.llama_folder": "--checkpoint.export_format hf",

@@ -31,7 +31,7 @@ from fsdp.base.errors import (
 )
 from fsdp.config import WatchSection
 from fsdp.dist.env import DistEnv
-from fsdp.memory.oom_error import OutOfMemory
+from fsdp.memory.oom import OutOfMemory
 from fsdp.watch import failure, status_page
 from fsdp.watch import rank as watch_rank
 from fsdp.watch.failure import failure_report

@@ -333,12 +333,6 @@ def at_end_of_backward(act: Callable[[], None]) -> None:
 # ---------------------------------------------------------------- CUDA's caching allocator
 
 
-def allocator_snapshot() -> dict[str, Any]:
-    """Segments with their blocks, and per device the recorded events (`device_traces`)."""
-    found: dict[str, Any] = torch.cuda.memory._snapshot()
-    return found
-
-
 def start_allocator_history(most_events: int) -> None:
     """Records each allocation and release with its Python stack, at most `most_events` of them."""
     torch.cuda.memory._record_memory_history(max_entries=most_events, stacks="python")

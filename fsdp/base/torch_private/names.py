@@ -47,3 +47,6 @@ ATTENTION_OPERATORS = "_scaled_dot_product"
 
 OPTIMIZER_IMPORT = "torch._dynamo"
 """A package that each optimizer of torch imports in its first step: 20 MiB and more."""
+
+SNAPSHOT_VIEWER = "python -m torch.cuda._memory_viz trace_plot"
+"""The command that draws a snapshot of CUDA's allocator, named in a profile's log and docs."""
