@@ -185,7 +185,7 @@ def _place(options: argparse.Namespace) -> str:
 def _chosen(store: Store, options: argparse.Namespace) -> list[CheckpointListing]:
     listings = [found for found in inspect.scan(store) if options.step in (None, found.step)]
     shows_all = options.command in ("list", "verify") and options.step is None
-    if not listings and not (shows_all and any(set_aside(store, read=False))):
+    if not listings and not (shows_all and set_aside(store)):
         what = "no checkpoint" if options.step is None else f"no checkpoint of step {options.step}"
         raise CheckpointError(f"{store.where} holds {what}.", _where_they_are(store, options))
     return listings
@@ -228,9 +228,8 @@ def _table(store: Store, listings: Sequence[CheckpointListing], read: bool) -> i
             age, size = seconds(max(0.0, time.time() - about.created)), byte_size(about.bytes)
             row = f"{found.step:>10}  {age:>9}  {size:>10}  {about.mesh:<12}  {about.ranks:>5}  {state}"
             print_line(row, sys.stdout)
-    for folder, why, restoring in set_aside(store, read=read):
-        state = why or (f"whole; {restoring} restores it" if restoring else "whole")
-        print_line(f"{'set aside':>10}  {folder}: {state}", sys.stdout)
+    for folder in set_aside(store):
+        print_line(f"{'set aside':>10}  {folder}", sys.stdout)
     return 1 if wrong else 0
 
 

@@ -20,7 +20,7 @@ import torch
 
 from fsdp.base.errors import CheckpointError, error_number
 from fsdp.base.phases import Activity, methods_announce
-from fsdp.base.text import counted, listed
+from fsdp.base.text import listed
 from fsdp.checkpoint import discovery, inspect, load, retention
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken, Manifest
@@ -280,18 +280,12 @@ class Checkpointer:
         before = set(self._undeleted)
         try:
             if self._locks is not None and (why := self._locks.lost_now()) is not None:
-                log.warning("old checkpoints were not deleted: %s", why)
-                return
+                raise OSError(why)
             retention.prune(self._store, self._section, self._attempt, self._pruned_before, self._undeleted)
         except Exception as error:  # the save itself is sealed
-            log.warning("old checkpoints in %s could not be deleted: %s", self._store.where, error)
+            log.warning("old checkpoints in %s were not deleted: %s", self._store.where, error)
         if new := [why for step, why in self._undeleted.items() if step not in before]:
-            log.warning(
-                "%s in %s could not be deleted (tried again after the next saves): %s",
-                counted(len(new), "old checkpoint"),
-                self._store.where,
-                listed(new, 3),
-            )
+            log.warning("old checkpoints in %s were not deleted: %s", self._store.where, listed(new, 3))
 
     # ------------------------------------------------------------ restoring
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 import logging
 import shlex
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NoReturn
 
 import torch
 
 from fsdp.base.errors import CheckpointError, without_hint
-from fsdp.base.object_client import is_url
 from fsdp.base.text import listed
 from fsdp.checkpoint import file_names, inspect, load, retention
 from fsdp.checkpoint.inspect import CheckpointListing
@@ -38,12 +36,7 @@ def list_checkpoints(store: Store, section: CheckpointSection, attempt: str) -> 
     try:
         swept = retention.sweep(store, attempt)
         folders = inspect.finals(store)
-        broken = [
-            folder
-            for folder in store.folders()
-            if (name := file_names.parse(folder)) and name.kind == "broken"
-        ]
-        _check_links(store)
+        broken = set_aside(store)
     except OSError as error:
         raise CheckpointError(f"{store.where} cannot be read: {error}.", "--checkpoint.dir FOLDER") from None
     if swept:
@@ -60,57 +53,28 @@ def list_checkpoints(store: Store, section: CheckpointSection, attempt: str) -> 
     return folders
 
 
-def _check_links(store: Store) -> None:
-    """CheckpointError for a link without its target, if it may be newer than each whole checkpoint."""
-    for link in store.broken_links():
-        name, newest = file_names.parse(link), inspect.newest_whole(store)
-        newer = name is not None and name.kind == "final" and (newest is None or name.step > newest.step)
-        if newer:
-            path = store.path(link)
-            raise CheckpointError(
-                f"{path} is a link to {Path(path).readlink()}, which is not there.",
-                f"mount what it leads to, or rm {shlex.quote(path)} to do without that checkpoint",
-            )
-
-
 def refuse(
     store: Store, damaged: Mapping[str, Broken] = MappingProxyType({}), older: Sequence[str] = ()
 ) -> NoReturn:
     """CheckpointError: the newest checkpoints are damaged, or all that there are were set aside."""
     states = [f"{folder}: {broken.detail}" for folder, broken in damaged.items()]
-    hint = "--checkpoint.resume PATH of another checkpoint with a new --run.dir, "
-    if older:
-        hint = f"--checkpoint.resume {shlex.quote(store.path(older[0]))} with a new --run.dir, "
-    hint += "or a new --run.dir alone to start from step 0"
-    for folder, why, restoring in set_aside(store):
-        states.append(f"{folder}: {why or 'it is whole'}")
-        if restoring:
-            hint = f"{restoring}, then the same command, resumes from {folder.partition('.')[0]}"
+    states += [f"{folder}: set aside" for folder in set_aside(store)]
+    path = shlex.quote(store.path(older[0])) if older else "PATH of another checkpoint"
     which = f"the {len(damaged)} newest" if older else f"all {len(states)}"
     raise CheckpointError(
         f"{which} checkpoints in {store.where} are damaged or set aside, and a new run does not start over "
         f"them: {listed(states, 4)}.",
-        hint,
+        f"--checkpoint.resume {path} with a new --run.dir, or a new --run.dir alone to start from step 0",
     )
 
 
-def set_aside(store: Store, *, read: bool | None = None) -> Iterator[tuple[str, str, str]]:
-    """Each checkpoint that was set aside, why it is not whole, and the command that restores a whole one.
-
-    `read`: every byte of it; by default if it is small.
-    """
-    folders = store.folders()
-    for folder in folders:
-        if (name := file_names.parse(folder)) is None or name.kind != "broken":
-            continue
-        listing = inspect.listing_or_reason(store, folder)
-        small = listing.manifest is not None and listing.manifest.bytes <= READ_AT_ONCE
-        why = why_not_whole(store, listing, small if read is None else read)
-        final, _, mark = folder.partition(".")
-        words = ["mv", "-T", store.path(folder), store.path(final)]
-        if is_url(store.where):
-            words = ["aws", "s3", "rm", f"{store.path(final)}/.{mark}"]
-        yield folder, why or "", "" if why or final in folders else shlex.join(words)
+def set_aside(store: Store) -> list[str]:
+    """The folders of checkpoints that were set aside."""
+    return [
+        folder
+        for folder in store.folders()
+        if (name := file_names.parse(folder)) is not None and name.kind == "broken"
+    ]
 
 
 def why_not_whole(store: Store, found: CheckpointListing, read: bool) -> str | None:

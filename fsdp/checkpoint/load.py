@@ -255,14 +255,30 @@ def _run(source: CheckpointSource, tasks: Iterable[_Task]) -> None:
     ordered = sorted(tasks, key=lambda task: (task.file, task.offset, task.take_offsets))
     device = next((task.into.device for task in ordered if task.into.device.type == "cuda"), None)
     with ThreadPoolExecutor(THREADS, initializer=set_thread_device, initargs=(device,)) as pool:
-        for _ in pool.map(
-            lambda read: _fulfil(source, read),
-            _joined(pool.map(lambda task: _prepare(source, task), ordered)),
-        ):
+        if source.manifest is None:
+            done = pool.map(lambda task: _read_foreign(source, task), ordered)
+        else:
+            done = pool.map(lambda read: _fulfil(source, read), _joined(map(_prepare, ordered)))
+        for _ in done:
             pass
 
 
-def _prepare(source: CheckpointSource, task: _Task) -> _Read:
+def _read_foreign(source: CheckpointSource, task: _Task) -> None:
+    """A whole chunk of another program's checkpoint, by torch.load."""
+    data = bytearray(task.length)
+    source.store.read_into(source.folder, task.file, task.offset, [memoryview(data)])
+    try:
+        chunk = torch.load(io.BytesIO(data), weights_only=True)
+        if (tuple(chunk.shape), chunk.dtype) != (task.chunk, task.dtype):
+            raise ValueError(f"it is {tuple(chunk.shape)} {chunk.dtype}")
+    except (RuntimeError, ValueError, AttributeError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise Broken("format", f"{task.file} at {task.offset} is not the tensor ({reason})") from None
+    boxes = zip(task.take_offsets, task.take_sizes, strict=True)
+    task.into.copy_(chunk[tuple(slice(offset, offset + size) for offset, size in boxes)])
+
+
+def _prepare(task: _Task) -> _Read:
     """Reads into the target itself if its memory can take the bytes, else into a buffer."""
     row_bytes = math.prod(task.chunk[1:]) * task.dtype.itemsize
     first, count = (task.take_offsets[0], task.take_sizes[0]) if task.chunk else (0, 1)
@@ -274,8 +290,7 @@ def _prepare(source: CheckpointSource, task: _Task) -> _Read:
     )
     shape = (count, *task.chunk[1:]) if task.chunk else ()
     tensor = task.into if straight else torch.empty(shape, dtype=task.dtype)
-    data = task.offset + (torch_file.HEAD if source.manifest is not None else _find_data(source, task))
-    start = data + first * row_bytes
+    start = task.offset + torch_file.HEAD + first * row_bytes
     return _Read(task.file, start, start + count * row_bytes, [as_bytes(tensor)], [(task, tensor)])
 
 
@@ -306,47 +321,6 @@ def _fulfil(source: CheckpointSource, read: _Read) -> None:
                 slice(o, o + n) for o, n in zip(task.take_offsets[1:], task.take_sizes[1:], strict=True)
             )
             task.into.copy_(tensor[(slice(None), *columns)] if task.chunk else tensor)
-
-
-class _Slice(io.RawIOBase):
-    """A range of a stored file as a stream, for zipfile."""
-
-    def __init__(self, source: CheckpointSource, task: _Task) -> None:
-        self._source, self._task, self._position = source, task, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = offset + (0, self._position, self._task.length)[whence]
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        size = max(0, min(len(buffer), self._task.length - self._position))
-        start = self._task.offset + self._position
-        self._source.store.read_into(self._source.folder, self._task.file, start, [memoryview(buffer)[:size]])
-        self._position += size
-        return size
-
-
-def _find_data(source: CheckpointSource, task: _Task) -> int:
-    """The offset of the tensor's bytes in a stream that another program's torch.save wrote."""
-    where, stream = f"{task.file} at {task.offset}", _Slice(source, task)
-    try:
-        with zipfile.ZipFile(io.BufferedReader(stream, 2048)) as archive:
-            record = next(entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
-            nbytes = math.prod(task.chunk) * task.dtype.itemsize
-            if record.file_size < nbytes or record.compress_type != zipfile.ZIP_STORED:
-                raise Broken("format", f"{where} holds {record.file_size} bytes and not {nbytes}")
-            stream.seek(record.header_offset)
-            header = io.BufferedReader(stream, 30).read(30)
-            names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-            return record.header_offset + 30 + names
-    except (zipfile.BadZipFile, StopIteration) as error:
-        raise Broken("format", f"{where} is no tensor ({error})") from None
 
 
 # ---------------------------------------------------------------- values, and reads by a single process

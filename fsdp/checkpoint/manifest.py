@@ -102,46 +102,30 @@ def decode(data: bytes) -> Manifest:
 
 def _checked(body: dict[str, Any]) -> Manifest:
     """The manifest with the type of each field checked: the file may come from anywhere."""
-    _check_names(body)
+    known = {field.name: field for field in fields(Manifest)}
+    for name, value in body.items():
+        if name not in known:
+            raise ValueError(f"{name!a:.40} is no field of it")
+        _CHECKS.get(str(known[name].type), _mapping)(name, value)
+    for name, entry in known.items():
+        if name not in body and entry.default is MISSING and entry.default_factory is MISSING:
+            raise ValueError(f"it has no {name}")
     body["files"] = {
         _file_name(name): (checked_count(size), checked_count(crc))
         for name, (size, crc) in body["files"].items()
     }
     body["digests"] = {
-        key: (checked_count(numel), _hex(value)) for key, (numel, value) in body["digests"].items()
+        key: (checked_count(numel), f"{int(value, 16):016x}")
+        for key, (numel, value) in body["digests"].items()
     }
-    for name in ("step", "replicate", "shard", "ranks", "bytes"):
-        checked_count(body.get(name, 0))
-    for name in ("attempt", "torch", "strategy", "config", "reason", "optimizer"):
-        _text(name, body.get(name, ""))
-    for name in ("counters", "metrics"):
-        body[name] = {str(key): _number(value) for key, value in body[name].items()}
-    if base := body.get("base", {}):
-        body["base"] = {
-            "digest": _text("base.digest", base["digest"]),
-            "origin": _text("base.origin", base["origin"]),
-            "rank": checked_count(base["rank"]),
-        }
-        body["base"]["alpha"] = _number(base["alpha"])
-    else:
-        body["base"] = {}
-    for name in ("attempt", "torch", "strategy", "config", "optimizer"):
-        if not body.get(name, "").isprintable():  # the log would give a terminal its escape sequences
-            raise ValueError(f"{name} has control characters")
-    if not isinstance(body.get("data", {}), dict):
-        raise TypeError("data is not an object")
-    if not 0 <= _number(body["created"]) < LATEST:
+    for number in (*body["counters"].values(), *body["metrics"].values(), body["created"]):
+        _number("a number", number)
+    if not 0 <= body["created"] < LATEST:
         raise ValueError(f"created {body['created']!a} is no time of a save")
+    if base := body.get("base"):
+        _text("base.digest", base["digest"]), _text("base.origin", base["origin"])
+        checked_count(base["rank"]), _number("base.alpha", base["alpha"])
     return Manifest(**body)
-
-
-def _check_names(body: Mapping[str, Any]) -> None:
-    known = {one.name: one for one in fields(Manifest)}
-    if unknown := next((name for name in body if name not in known), None):
-        raise ValueError(f"{unknown!a:.40} is no field of it")
-    for name, one in known.items():
-        if name not in body and one.default is MISSING and one.default_factory is MISSING:
-            raise ValueError(f"it has no {name}")
 
 
 def _file_name(name: str) -> str:
@@ -151,19 +135,25 @@ def _file_name(name: str) -> str:
     return name
 
 
-def _text(name: str, value: Any) -> str:
+def _text(name: str, value: Any) -> None:
     if not isinstance(value, str) or len(value) > LONGEST_TEXT:
         raise ValueError(f"{name} is not a string of up to {LONGEST_TEXT} characters")
-    return value
+    if (
+        name not in ("reason", "base.origin") and not value.isprintable()
+    ):  # the log would give a terminal its escape sequences
+        raise ValueError(f"{name} has control characters")
 
 
-def _hex(value: Any) -> str:
-    int(value, 16)
-    return str(value)
-
-
-def _number(value: Any) -> float | int:
+def _number(name: str, value: Any) -> None:
     """An int or a float; NaN is allowed, for metrics."""
     if type(value) is not float and not (type(value) is int and abs(value) < 2**63):
-        raise ValueError(f"{value!a:.40} is not a number")
-    return value  # type: ignore[no-any-return]
+        raise ValueError(f"{name}: {value!a:.40} is not a number")
+
+
+def _mapping(name: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} is not an object")
+
+
+_CHECKS = {"str": _text, "int": lambda name, value: checked_count(value), "float": _number}
+"""By the type of a field."""
