@@ -17,8 +17,7 @@ folder without one does not count as a checkpoint.
     discovery, restore, load            what rank 0 finds; which checkpoint is restored; how it is read
     pretrained, full_state              folders of safetensors by rows; one state dict, read lazily
     adapter_weights                     checkpoints of adapters alone, and the weights under them
-    export, export_files                a checkpoint's model as one state dict, and its files
-    pretrained_export                   an export that `from_pretrained` reads
+    export                              a checkpoint's model as one state dict, or for `from_pretrained`
     retention, inspect                  which checkpoints are kept; the list of whole and broken ones
     __main__                            the command that lists, verifies, prunes and exports
 """

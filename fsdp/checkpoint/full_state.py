@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from fsdp.models.units import clean_name
 
 TORCH_FILE = "full-model.pt"
 INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -69,6 +71,7 @@ def write_torch(stream: BinaryIO, entries: Sequence[Entry], fetch: Fetch) -> Non
     with torch.serialization.skip_data():
         torch.save(tensors, stream)
     stream.flush()
+    os.posix_fallocate(stream.fileno(), 0, stream.tell())  # a full disk is an error here, and a SIGBUS below
     del tensors
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         mapped = torch.load(stream.name, mmap=True, weights_only=True)
@@ -149,7 +152,7 @@ def open_full_state(path: str | Path) -> FullState:
 
 def newest_export(folder: Path) -> Path | None:
     """The file with which a reader of the folder's newest export begins."""
-    ours = [folder / name for name in (INDEX_FILE, TORCH_FILE, "model.safetensors")]
+    ours = [folder / name for name in (INDEX_FILE, TORCH_FILE, SINGLE_FILE)]
     found = [file for file in ours if file.is_file()]
     return max(found, key=lambda file: file.stat().st_mtime_ns, default=None)
 

@@ -123,8 +123,9 @@ def _checked(body: dict[str, Any]) -> Manifest:
     if not 0 <= body["created"] < LATEST:
         raise ValueError(f"created {body['created']!a} is no time of a save")
     if base := body.get("base"):
-        _text("base.digest", base["digest"]), _text("base.origin", base["origin"])
-        checked_count(base["rank"]), _number("base.alpha", base["alpha"])
+        for name, check in (("digest", _text), ("origin", _text), ("alpha", _number)):
+            check(f"base.{name}", base[name])
+        checked_count(base["rank"])
     return Manifest(**body)
 
 

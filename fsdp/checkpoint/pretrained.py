@@ -1,7 +1,7 @@
 """A folder of transformers' safetensors, read by rows: each rank reads the rows of its own shard.
 
 Names, fusing and splitting follow fsdp/models/hf_weights.py. Not here: which rows a rank keeps
-(fsdp/parallel/materialize.py), or how a folder is written (pretrained_export.py).
+(fsdp/parallel/materialize.py), or how a folder is written (export.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fsdp.base.digest import same_values
 from fsdp.base.dtypes import widest_floating
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import listed
-from fsdp.checkpoint.full_state import INDEX_FILE, StoredTensor, files_of_index, open_safetensors
+from fsdp.checkpoint.full_state import INDEX_FILE, SINGLE_FILE, StoredTensor, files_of_index, open_safetensors
 from fsdp.models.units import first_names
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SINGLE_FILE = "model.safetensors"
 PACKED = (".qweight", ".weight_packed")
 """The ends of names of packed weights in folders of GPTQ, AWQ and compressed-tensors."""
 OUTPUT_LAYERS = ("lm_head.weight", "head.weight")

@@ -1,7 +1,7 @@
 """The transformer in transformers' format, for `--checkpoint.export_format hf`: tensor names and config.json.
 
 It is written as the class of Llama's family that computes the same. transformers is not imported. Not here:
-writing (fsdp/checkpoint/pretrained_export.py), or reading such a folder, which `--model.name hf:FOLDER` does.
+writing (fsdp/checkpoint/export.py), or reading such a folder, which `--model.name hf:FOLDER` does.
 """
 
 from __future__ import annotations

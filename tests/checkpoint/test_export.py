@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,14 +22,13 @@ from safetensors.torch import load_file, save_file
 
 from fsdp.base.errors import ConfigError
 from fsdp.checkpoint import __main__ as checkpoints
+from fsdp.checkpoint import export as export_module
 from fsdp.checkpoint import full_state, load, manifest
 from fsdp.checkpoint.export import export
-from fsdp.checkpoint.export_files import new_files
 from fsdp.checkpoint.file_names import MANIFEST
 from fsdp.checkpoint.full_state import open_full_state
 from fsdp.dist.env import DistEnv
 from tests.checkpoint.small import Model, build, save_once
-from tests.support.processes import eventually
 from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
@@ -245,36 +243,17 @@ def test_a_full_disk_leaves_the_old_export(tmp_path: Path, monkeypatch: pytest.M
     out = tmp_path / "full_model"
     export(old, out, "safetensors", 4e-6)
     before = {file.name: file.read_bytes() for file in out.iterdir()}
-    write, written = full_state.write_safetensors, list[object]()
+    write, written = export_module.write_safetensors, list[object]()
 
     def full(stream: BinaryIO, **more: Any) -> None:
         written.append(write(stream, **more))
         if len(written) == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(full_state, "write_safetensors", full)
+    monkeypatch.setattr(export_module, "write_safetensors", full)
     with pytest.raises(OSError, match="No space left"):
         export(new, out, "safetensors", 4e-6)
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
-
-
-def test_a_second_export_into_a_folder_waits_for_the_first(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It would delete the first one's files as those of a killed one."""
-
-    def again() -> None:
-        with new_files(tmp_path):
-            pass
-
-    with new_files(tmp_path) as first:
-        first.add(tmp_path / "a", lambda stream: stream.write(b"first"))
-        second = threading.Thread(target=again)
-        second.start()
-        eventually("the second export waits", lambda: "waiting for its end" in caplog.text, 10)
-        first.take_names()
-    second.join(10)
-    assert (tmp_path / "a").read_bytes() == b"first"
 
 
 # ---------------------------------------------------------------- python -m fsdp.checkpoint
@@ -348,7 +327,7 @@ def test_an_export_to_a_full_disk_names_the_folder(
     def full(stream: BinaryIO, **_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(full_state, "write_torch", full)
+    monkeypatch.setattr(export_module, "write_torch", full)
     assert checkpoints.main([str(run_dir), "export"]) == 4
     out = run_dir / "full_model"
     said = f"{out} cannot be written (No space left on device). HINT: ls -ld {out} and df -h {out} show why"
@@ -365,15 +344,6 @@ def test_an_export_of_a_manifest_without_digests_names_the_tensor(
     assert checkpoints.main([str(run_dir), "export"]) == 4
     said = f"fsdp.checkpoint: {file.parent} cannot be exported: the manifest has no digest of model."
     assert said in capsys.readouterr().err
-
-
-def test_a_file_that_cannot_get_its_name_leaves_no_temporary_one(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    with new_files(tmp_path) as files:
-        files.add(tmp_path / "a", lambda stream: stream.write(b"new"))
-        with pytest.raises(IsADirectoryError):
-            files.take_names()
-    assert [one.name for one in tmp_path.iterdir()] == ["a"]
 
 
 def test_an_export_of_a_damaged_checkpoint_fails_and_leaves_no_file(

@@ -69,11 +69,11 @@ def test_threads_that_read_a_checkpoint_set_their_device(
     calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     prepared = SimpleNamespace(file="", start=0, end=0, views=[], targets=[])
-    monkeypatch.setattr(load, "_prepare", calls.noting("read", lambda *_: prepared))
+    monkeypatch.setattr(load, "_prepare", lambda *_: prepared)
     monkeypatch.setattr(load, "_fulfil", calls.noting("copy", lambda *_: None))
     into = SimpleNamespace(device=GPU)
     tasks: Any = [SimpleNamespace(file="f", offset=nth, take_offsets=(0,), into=into) for nth in range(20)]
-    load._run(SimpleNamespace(), tasks)  # type: ignore[arg-type]
+    load._run(SimpleNamespace(manifest=object()), tasks)  # type: ignore[arg-type]
     assert calls.of
     for name, done in calls.of.items():
         assert done[0] == GPU, name

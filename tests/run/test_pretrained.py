@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
+from fsdp.checkpoint.export import COPIED
 from fsdp.checkpoint.full_state import open_full_state
 from fsdp.checkpoint.pretrained import PretrainedWeights
-from fsdp.checkpoint.pretrained_export import COPIED
 from fsdp.config import load_run_config
 from fsdp.models.hf import find_folder, resolve_folder
 from fsdp.predict.__main__ import main as predict
