@@ -94,7 +94,6 @@ NOT_RUN = {
     r"(torchrun|python) .*--train\.stop_after": "with Slurm and Ray between them: tests/slurm/test_chain.py",
     r"torchrun train\.py$": "names the program",
     r"torchrun --max-restarts=N$": "names a flag of torchrun",
-    r"torchrun --tee$": "names a flag of torchrun",
     r"torchrun --nproc_per_node=8 ": "eight ranks, for a machine with eight GPUs",
     r"python -m fsdp\.(report|predict|checkpoint) runs/first": "as with RUN, above; --prompt: tests/predict",
     r"python -m launch\.local --ranks 8$": "eight ranks, for a machine with eight GPUs",

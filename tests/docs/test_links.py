@@ -47,31 +47,6 @@ def test_flags_in_the_text_exist(page: Path) -> None:
     assert unknown == set()
 
 
-def rows_with_names() -> list[tuple[list[str], list[str]]]:
-    """Of CONTRIBUTING's tables: the files of a row, and the names of code that the row mentions."""
-    rows = [
-        line.split(" | ", 1) for line in text_of(ROOT / "CONTRIBUTING.md").splitlines() if line[:3] == "| `"
-    ]
-    return [
-        (re.findall(r"`([\w./]+)`", f"{files} {text}"), re.findall(r"`_?((?:[A-Za-z]+_\w+|[A-Z]\w+))`", text))
-        for files, text in rows
-    ]
-
-
-def test_names_of_code_in_contributing_are_in_the_files_of_their_row() -> None:
-    wrong = []
-    for files, names in rows_with_names():
-        there = [(ROOT / file).read_text() for file in files if (ROOT / file).is_file()]
-        wrong += [
-            f"{name}: {files}"
-            for name in names
-            if there
-            and "NAME" not in "".join(files)
-            and not any(re.search(rf"\b_?{name}\b", text) for text in there)
-        ]
-    assert wrong == []
-
-
 def test_sources_mention_pages_that_exist() -> None:
     files = subprocess.run(
         ["git", "grep", "-lE", r"docs/[a-z_]+\.md", "--", *SOURCES],
