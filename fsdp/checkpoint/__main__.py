@@ -32,7 +32,7 @@ from fsdp.base.text import nearest
 from fsdp.base.units import byte_size, seconds
 from fsdp.checkpoint import file_names, inspect, load, retention
 from fsdp.checkpoint.adapter_weights import PEFT, Base
-from fsdp.checkpoint.discovery import READ_AT_ONCE, set_aside, why_not_whole
+from fsdp.checkpoint.discovery import READ_AT_ONCE, broken_folders, set_aside, why_not_whole
 from fsdp.checkpoint.export import export, of_averages
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.load import CheckpointSource
@@ -185,7 +185,7 @@ def _place(options: argparse.Namespace) -> str:
 def _chosen(store: Store, options: argparse.Namespace) -> list[CheckpointListing]:
     listings = [found for found in inspect.scan(store) if options.step in (None, found.step)]
     shows_all = options.command in ("list", "verify") and options.step is None
-    if not listings and not (shows_all and set_aside(store)):
+    if not listings and not (shows_all and broken_folders(store)):
         what = "no checkpoint" if options.step is None else f"no checkpoint of step {options.step}"
         raise CheckpointError(f"{store.where} holds {what}.", _where_they_are(store, options))
     return listings
@@ -228,8 +228,9 @@ def _table(store: Store, listings: Sequence[CheckpointListing], read: bool) -> i
             age, size = seconds(max(0.0, time.time() - about.created)), byte_size(about.bytes)
             row = f"{found.step:>10}  {age:>9}  {size:>10}  {about.mesh:<12}  {about.ranks:>5}  {state}"
             print_line(row, sys.stdout)
-    for folder in set_aside(store):
-        print_line(f"{'set aside':>10}  {folder}", sys.stdout)
+    for folder, why, restoring in set_aside(store):
+        state = why or (f"whole; {restoring} restores it" if restoring else "whole")
+        print_line(f"{'set aside':>10}  {folder}: {state}", sys.stdout)
     return 1 if wrong else 0
 
 

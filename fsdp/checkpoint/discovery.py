@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import shlex
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NoReturn
 
 import torch
 
 from fsdp.base.errors import CheckpointError, without_hint
+from fsdp.base.object_client import is_url
 from fsdp.base.text import listed
 from fsdp.checkpoint import file_names, inspect, load, retention
 from fsdp.checkpoint.inspect import CheckpointListing
@@ -36,7 +37,7 @@ def list_checkpoints(store: Store, section: CheckpointSection, attempt: str) -> 
     try:
         swept = retention.sweep(store, attempt)
         folders = inspect.finals(store)
-        broken = set_aside(store)
+        broken = broken_folders(store)
     except OSError as error:
         raise CheckpointError(f"{store.where} cannot be read: {error}.", "--checkpoint.dir FOLDER") from None
     if swept:
@@ -58,23 +59,39 @@ def refuse(
 ) -> NoReturn:
     """CheckpointError: the newest checkpoints are damaged, or all that there are were set aside."""
     states = [f"{folder}: {broken.detail}" for folder, broken in damaged.items()]
-    states += [f"{folder}: set aside" for folder in set_aside(store)]
     path = shlex.quote(store.path(older[0])) if older else "PATH of another checkpoint"
+    hint = f"--checkpoint.resume {path} with a new --run.dir, or a new --run.dir alone to start from step 0"
+    for folder, why, restoring in set_aside(store):
+        states.append(f"{folder}: {why or 'it is whole'}")
+        if restoring:
+            hint = f"{restoring}, then the same command, resumes from {folder.partition('.')[0]}"
     which = f"the {len(damaged)} newest" if older else f"all {len(states)}"
     raise CheckpointError(
         f"{which} checkpoints in {store.where} are damaged or set aside, and a new run does not start over "
         f"them: {listed(states, 4)}.",
-        f"--checkpoint.resume {path} with a new --run.dir, or a new --run.dir alone to start from step 0",
+        hint,
     )
 
 
-def set_aside(store: Store) -> list[str]:
+def broken_folders(store: Store) -> list[str]:
     """The folders of checkpoints that were set aside."""
-    return [
-        folder
-        for folder in store.folders()
-        if (name := file_names.parse(folder)) is not None and name.kind == "broken"
-    ]
+    parsed = ((folder, file_names.parse(folder)) for folder in store.folders())
+    return [folder for folder, name in parsed if name is not None and name.kind == "broken"]
+
+
+def set_aside(store: Store) -> Iterator[tuple[str, str, str]]:
+    """Each checkpoint that was set aside, why it is not whole, and the command that restores a whole one.
+    Every byte is read where that takes seconds.
+    """
+    for folder in broken_folders(store):
+        listing = inspect.listing_or_reason(store, folder)
+        small = listing.manifest is not None and listing.manifest.bytes <= READ_AT_ONCE
+        why = why_not_whole(store, listing, small)
+        final, _, mark = folder.partition(".")
+        words = ["mv", "-T", store.path(folder), store.path(final)]
+        if is_url(store.where):
+            words = ["aws", "s3", "rm", f"{store.path(final)}/.{mark}"]
+        yield folder, why or "", "" if why or final in store.folders() else shlex.join(words)
 
 
 def why_not_whole(store: Store, found: CheckpointListing, read: bool) -> str | None:

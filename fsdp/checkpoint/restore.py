@@ -72,13 +72,23 @@ class Restore:
         damaged: dict[str, Broken] = {}
         for folder in folders[:2]:
             try:
-                restored = self._newest(state, folder)
+                restored = self._twice(state, folder)
             except Broken as broken:
                 damaged[folder] = broken
                 continue
             notes = [self._set_aside(*one) for one in damaged.items()]
             return replace(restored, notes=(*notes, *restored.notes))
         return self.group.on_main(lambda: discovery.refuse(self.store, damaged, folders[2:]))
+
+    def _twice(self, state: TrainState, folder: str) -> Restored:
+        """A second time, from the disk, if it is damaged: the page cache of a node may be what is."""
+        try:
+            return self._newest(state, folder)
+        except Broken as broken:
+            if self.env.is_main:
+                log.warning("%s is read a second time: %s", self.store.path(folder), broken.detail)
+            self.store.forget(folder)
+            return self._newest(state, folder)
 
     def _newest(self, state: TrainState, folder: str) -> Restored:
         found, notes = self.group.on_main(partial(inspect.listing_of, self.store, folder)), list[str]()

@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import pickle
+import shlex
 import shutil
+import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,6 +21,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fsdp.base.errors import CheckpointError
+from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect, manifest
 from fsdp.checkpoint.file_names import MANIFEST, METADATA
 from fsdp.checkpoint.local_store import LocalStore
@@ -193,6 +196,17 @@ def test_a_run_started_on_failing_storage_ends_as_the_unbroken_one(tmp_path: Pat
     assert all(torch.equal(again.parameters[name], value) for name, value in unbroken.parameters.items())
 
 
+@pytest.mark.needs("fuse")
+@pytest.mark.parametrize("file", ["__1_0.distcp", METADATA, MANIFEST])
+def test_a_wrong_byte_in_the_page_cache_is_read_again_from_the_disk(run_dir: Path, file: str) -> None:
+    """The kernel gives a second read the same wrong byte, until it has forgotten the file."""
+    unbroken = run_world(RANKS, restore, str(run_dir), {})
+    with faulty(run_dir / "checkpoints" / "step-00000004" / file, once("read", FLIP)):
+        assert run_world(RANKS, restore, str(run_dir), {}) == unbroken
+    assert unbroken[0][0] == 4
+    assert names(run_dir) == ["step-00000002", "step-00000004"]
+
+
 def test_of_damaged_checkpoints_none_is_set_aside_if_none_is_whole(run_dir: Path) -> None:
     for name in names(run_dir):
         flip(2400)(run_dir / "checkpoints" / name)
@@ -202,6 +216,24 @@ def test_of_damaged_checkpoints_none_is_set_aside_if_none_is_whole(run_dir: Path
             assert "is not what was saved: its digest differs" in said
             assert "HINT: --checkpoint.resume PATH" in said
     assert names(run_dir) == ["step-00000002", "step-00000004"]
+
+
+def test_a_run_whose_checkpoints_were_all_set_aside_is_told_how_to_restore_one(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As an earlier version left it: whole ones, and one that is damaged."""
+    store = run_dir / "checkpoints"
+    flip(2400)(store / "step-00000004")
+    for name in names(run_dir):
+        (store / name).rename(store / f"{name}.broken-unreadable")
+    for _, _, said, _ in run_world(RANKS, restore, str(run_dir), {}):
+        assert "step-00000004.broken-unreadable: NOT whole: __1_0.distcp" in said
+    command = f"mv -T {store}/step-00000002.broken-unreadable {store}/step-00000002"
+    assert f"HINT: {command}, then the same command" in said
+    assert checkpoints.main([str(run_dir)]) == 0
+    assert f"step-00000002.broken-unreadable: whole; {command} restores it\n" in capsys.readouterr().out
+    subprocess.run(shlex.split(command), check=True)
+    assert [step for step, *_ in run_world(RANKS, restore, str(run_dir), {})] == [2, 2]
 
 
 def test_resume_never_does_not_write_over_a_run(run_dir: Path) -> None:
