@@ -1,381 +1,530 @@
-"""Checks for fields that conflict, before anything starts: length, mesh, precision, checkpoints, watch, Ray.
+"""Fields that conflict, as a table, before anything starts. Needs neither the number of ranks nor a device.
 
-`check` runs them all. Checks of fields that save memory or time: checks_memory.py. Not here: checks that need
-the number of ranks (fsdp/dist/mesh.py) or the device (fsdp/parallel/device_check.py).
+A row is (fields, message, hint, condition): the message is shown if the condition holds. In texts `{a.b}` is
+the value of that field, and `{flag a.b}` the flag with its value. Rows of `PAIRS` are fields that do not go
+together. Not here: checks that need the number of ranks (fsdp/dist/mesh.py) or the device
+(fsdp/parallel/device_check.py).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.object_client import OBJECT_STORES
 from fsdp.base.text import parse_count
-from fsdp.config.checks_memory import MEMORY_CHECKS, refuse_beside
-from fsdp.config.fields import FIELDS
-from fsdp.config.limits import OddFile, check_values
 from fsdp.config.sections import (
+    ADAMS,
     DECAYING,
+    FIELDS,
+    FUSED,
     IN_PARTS,
     OPTIMIZERS,
     READS,
     Config,
-    OptimSection,
-    ProfileSection,
+    exists,
+    profile_steps,
+    reshard_policy,
+    shown_value,
+    value_of,
+    worker_range,
 )
-from fsdp.config.values import exists, profile_steps, reshard_policy, worker_range
+
+Condition = Callable[[Config], Any]
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for the first conflict between two fields. Needs no number of ranks."""
-    for one in (
-        _check_args,
-        _check_sources,
-        _check_profile,
-        _check_train,
-        _check_mesh,
-        _check_unsharded,
-        _check_precision,
-        _check_checkpoint,
-        _check_run_dir,
-        _check_ray,
-        _check_watch,
-        *MEMORY_CHECKS,
-    ):
-        one(config)
+    """Raises ConfigError for the first conflict between two fields."""
+    for row in ROWS:
+        message, hint, condition = row
+        if condition(config):
+            raise ConfigError(_filled(message, config), _filled(hint, config))
+    for first, applies, others, hint in PAIRS:
+        if applies(config):
+            _refuse_beside(config, first, others, hint)
+    for check_more in (_unread, _sources, _wrap, _weights, _ray):
+        for message, hint in check_more(config):
+            raise ConfigError(message, hint)
 
 
-def _check_args(config: Config) -> None:
-    """Values that no recipe may hold, so that config.toml can be read again."""
-    for name in (name for name, spec in FIELDS.items() if spec.is_args):
-        section, _, key = name.partition(".")
-        for arg, value in getattr(getattr(config, section), key).items():
-            try:
-                check_values([[[value]]])  # as deep as in the file, below [section.args]
-            except OddFile as error:
-                flag = f"--{name}.{arg}"
-                raise ConfigError(f"{flag} cannot be used: {error}.", f"leave it out, or {flag} 1") from None
+def _filled(text: str, config: Config) -> str:
+    def value(found: re.Match[str]) -> str:
+        field = value_of(config, found[2])
+        text = f"{field:g}" if isinstance(field, float) else shown_value(field)
+        return f"--{found[2]} {text}" if found[1] else text
+
+    return re.sub(r"\{(flag )?([a-z_]+\.[a-z_0-9]+)\}", value, text)
 
 
-def _check_train(config: Config) -> None:
-    train = config.train
-    if train.steps and train.epochs:
-        raise ConfigError(
-            f"--train.steps {train.steps} and --train.epochs {train.epochs} both set the length of the run.",
-            "give one of the two",
+def _refuse_beside(config: Config, first: str, others: dict[str, Condition], hint: str) -> None:
+    for name, condition in others.items():
+        if condition(config):
+            pair = f"{{flag {first}}} and {{flag {name}}} do not go together."
+            raise ConfigError(_filled(pair, config), hint)
+
+
+def _changed(name: str) -> Condition:
+    """Whether a field differs from its default."""
+    return lambda config: value_of(config, name) != FIELDS[name].default
+
+
+def _is(name: str, *values: object) -> Condition:
+    return lambda config: value_of(config, name) in values
+
+
+def _ddp(config: Config) -> bool:
+    return config.mesh.strategy == "ddp"
+
+
+def _user_optimizer(config: Config) -> bool:
+    return ":" in config.optim.name
+
+
+def _no_states(config: Config) -> bool:
+    return config.optim.name == "sgd" and not config.optim.momentum
+
+
+# ---------------------------------------------------------------- (message, hint, condition)
+
+_LENGTH: tuple[tuple[str, str, Condition], ...] = (
+    (
+        "{flag train.steps} and {flag train.epochs} both set the length of the run.",
+        "give one of the two",
+        lambda c: c.train.steps and c.train.epochs,
+    ),
+    (
+        "{flag train.micro_batch} is more than {flag train.global_batch}.",
+        "--train.micro_batch {train.global_batch}",
+        lambda c: c.train.micro_batch > c.train.global_batch,
+    ),
+    (
+        "{flag train.stop_after} is after the last step, {flag train.steps}.",
+        "--train.stop_after {train.steps}",
+        lambda c: 0 < c.train.steps < c.train.stop_after,
+    ),
+    (
+        "--train.evaluate_only true with {flag checkpoint.resume} names no weights.",
+        "--checkpoint.resume RUN, or the folder of one checkpoint",
+        lambda c: c.train.evaluate_only and c.checkpoint.resume in ("auto", "never") and not c.model.weights,
+    ),
+    (
+        "{flag optim.warmup_steps} is longer than {flag train.steps}.",
+        "--optim.warmup_steps 1",
+        lambda c: 0 < c.train.steps < c.optim.warmup_steps,
+    ),
+    (
+        "{flag profile.steps} has no effect alone.",
+        "--profile.memory true, or --profile.trace true",
+        lambda c: _changed("profile.steps")(c) and not (c.profile.memory or c.profile.trace),
+    ),
+    (
+        "{flag profile.steps} starts after the last step.",
+        "--profile.steps 1",
+        lambda c: (
+            (c.profile.memory or c.profile.trace)
+            and 0 < (c.train.stop_after or c.train.steps) < profile_steps(c.profile.steps)[0]
+        ),
+    ),
+)
+
+_MESH: tuple[tuple[str, str, Condition], ...] = (
+    (
+        "--mesh.strategy fsdp has no replicas, but --mesh.replicate is {mesh.replicate}.",
+        "--mesh.strategy hsdp",
+        lambda c: c.mesh.strategy == "fsdp" and c.mesh.replicate > 1,
+    ),
+    (
+        "--mesh.strategy ddp has no shards, but --mesh.shard is {mesh.shard}.",
+        "--mesh.strategy hsdp",
+        lambda c: _ddp(c) and c.mesh.shard > 1,
+    ),
+    (
+        "{flag precision.reduce}: --mesh.strategy ddp reduces gradients in the master dtype.",
+        "--precision.reduce {precision.master}",
+        lambda c: _ddp(c) and c.precision.reduce not in ("auto", c.precision.master),
+    ),
+    (
+        "{flag precision.param} is finer than the stored {flag precision.master}.",
+        "--precision.master fp64",
+        lambda c: c.precision.param == "fp64" and c.precision.master != "fp64",
+    ),
+    (
+        "{flag watch.divergence} compares replicas, but --mesh.strategy fsdp has only one.",
+        "--watch.divergence 0, or --mesh.strategy hsdp",
+        lambda c: c.watch.divergence and c.mesh.strategy == "fsdp",
+    ),
+    (
+        "--memory.nvme {memory.nvme} needs a folder for its files.",
+        "--memory.nvme_dir /tmp/nvme",
+        lambda c: c.memory.nvme != "off" and not c.memory.nvme_dir,
+    ),
+    (
+        "{flag memory.nvme_dir} has no effect alone.",
+        "--memory.nvme optimizer",
+        lambda c: c.memory.nvme == "off" and c.memory.nvme_dir,
+    ),
+    (
+        "--memory.nvme optimizer: --optim.name sgd has no states without momentum.",
+        "--memory.nvme off",
+        lambda c: c.memory.nvme == "optimizer" and _no_states(c),
+    ),
+    (
+        "--memory.optimizer_offload true: --optim.name sgd has no states without momentum.",
+        "--memory.optimizer_offload false",
+        lambda c: c.memory.optimizer_offload and _no_states(c),
+    ),
+    (
+        "--optim.fused true: torch has no fused SGD for sharded parameters ({flag mesh.strategy}).",
+        "--optim.fused auto",
+        lambda c: c.optim.name == "sgd" and c.optim.fused == "true" and not _ddp(c),
+    ),
+    (
+        "{flag memory.activation_budget} and {flag memory.activation_checkpointing} both select what is kept.",
+        "--memory.activation_checkpointing none",
+        lambda c: c.memory.activation_budget < 1 and c.memory.activation_checkpointing != "none",
+    ),
+    (
+        "{flag memory.activation_checkpointing_every} has no effect under "
+        "--memory.activation_checkpointing none.",
+        "--memory.activation_checkpointing full",
+        lambda c: c.memory.activation_checkpointing_every > 1 and c.memory.activation_checkpointing == "none",
+    ),
+    (
+        "--speed.float8_emulate true has no effect alone.",
+        "--speed.float8 tensorwise",
+        lambda c: c.speed.float8_emulate and c.speed.float8 == "off",
+    ),
+    (
+        "{flag data.prefetch} is read by threads, but --data.workers is 0.",
+        "--data.workers 1",
+        lambda c: not c.data.workers and _changed("data.prefetch")(c),
+    ),
+    (
+        "{flag model.frozen} has no effect beside {flag lora.rank}: LoRA freezes the whole model.",
+        "give one of the two",
+        lambda c: c.lora.rank and c.model.frozen,
+    ),
+    (
+        "{flag precision.frozen} has no effect: every parameter is trained.",
+        "--lora.rank 8",
+        lambda c: c.precision.frozen != "auto" and not c.lora.rank and not c.model.frozen,
+    ),
+)
+
+_WATCH: tuple[tuple[str, str, Condition], ...] = (
+    (
+        "--watch.deterministic needs a fixed number of ranks, but --ray.num_workers is {ray.num_workers}.",
+        "--ray.num_workers 2",
+        # Sums over another number of ranks are rounded differently.
+        lambda c: (
+            c.watch.deterministic and c.backend == "ray" and len({*worker_range(c.ray.num_workers)}) > 1
+        ),
+    ),
+    (
+        "{flag watch.hang_s} is neither -1, 0 nor a time.",
+        "--watch.hang_s -1",
+        lambda c: -1 < c.watch.hang_s < 0,
+    ),
+    (
+        "{flag watch.hang_s} has no effect under --watch.enabled false.",
+        "--watch.enabled true",
+        lambda c: c.watch.hang_s > 0 and not c.watch.enabled,
+    ),
+    (
+        "--checkpoint.keep_best_metric is empty.",
+        "--checkpoint.keep_best_metric eval_loss",
+        lambda c: c.checkpoint.keep_best and not c.checkpoint.keep_best_metric.lstrip("-"),
+    ),
+    (
+        "{flag checkpoint.keep_best_metric} is that of a moving average, and --optim.ema is 0.",
+        "--optim.ema 0.999",
+        lambda c: c.checkpoint.keep_best and "eval_ema_" in c.checkpoint.keep_best_metric and not c.optim.ema,
+    ),
+    (
+        "{flag checkpoint.keep_best} by {checkpoint.keep_best_metric} needs evaluations during the run.",
+        "--train.eval_every_steps 100",
+        lambda c: (
+            c.checkpoint.keep_best
+            and "eval" in c.checkpoint.keep_best_metric
+            and not (c.train.eval_every_steps or c.train.eval_every_epochs)
+        ),
+    ),
+    (
+        "{flag checkpoint.resume} does not exist.",
+        "--checkpoint.resume auto, never, or the folder of a checkpoint",
+        lambda c: (
+            c.checkpoint.resume not in ("auto", "never")
+            and "://" not in c.checkpoint.resume
+            and not exists(c.checkpoint.resume)
+        ),
+    ),
+)
+_OF_FSDP = ("all_reduce_hook", "all_gather", "reduce_scatter", "divide_by")
+_UNDER_DDP: tuple[tuple[str, Condition], ...] = (
+    *((f"comm.{name}", _changed(f"comm.{name}")) for name in _OF_FSDP),
+    ("mesh.reshard_after_forward", _changed("mesh.reshard_after_forward")),
+    ("mesh.accumulate", _is("mesh.accumulate", "shard")),
+    ("mesh.unsharded", _changed("mesh.unsharded")),
+    ("precision.output", _changed("precision.output")),
+    ("precision.frozen", _changed("precision.frozen")),
+    ("memory.cpu_offload", _changed("memory.cpu_offload")),
+    ("memory.nvme", _is("memory.nvme", "all")),
+    ("speed.prefetch_forward", lambda c: c.speed.prefetch_forward > 1),
+    ("speed.prefetch_backward", lambda c: c.speed.prefetch_backward > 1),
+)
+ROWS: tuple[tuple[str, str, Condition], ...] = (
+    *_LENGTH,
+    *_MESH,
+    *(
+        (
+            f"{{flag {name}}} applies to shards, and --mesh.strategy ddp has none.",
+            "--mesh.strategy fsdp",
+            lambda c, applies=applies: _ddp(c) and applies(c),
         )
-    if train.micro_batch > train.global_batch:
-        raise ConfigError(
-            f"--train.micro_batch {train.micro_batch} is more than "
-            f"--train.global_batch {train.global_batch}.",
-            f"--train.micro_batch {train.global_batch}",
-        )
-    if train.steps and train.stop_after > train.steps:
-        raise ConfigError(
-            f"--train.stop_after {train.stop_after} is after the last step, --train.steps {train.steps}.",
-            f"--train.stop_after {train.steps}",
-        )
-    if train.evaluate_only and config.checkpoint.resume in ("auto", "never") and not config.model.weights:
-        raise ConfigError(
-            f"--train.evaluate_only true with --checkpoint.resume {config.checkpoint.resume} "
-            "names no weights.",
-            "--checkpoint.resume RUN, or the folder of one checkpoint",
-        )
-    _check_schedule(config)
-    _check_decay(config)
-    _check_moments(config)
-    _check_own_settings(config)
-    if train.steps and config.optim.warmup_steps > train.steps:
-        raise ConfigError(
-            f"--optim.warmup_steps {config.optim.warmup_steps} is longer than --train.steps {train.steps}.",
-            f"--optim.warmup_steps {train.steps // 20}",
-        )
+        for name, applies in _UNDER_DDP
+    ),
+    *_WATCH,
+)
+
+# ---------------------------------------------------------------- fields that do not go together
 
 
-def _check_sources(config: Config) -> None:
+def _nvme(config: Config) -> bool:
+    return config.memory.nvme != "off"
+
+
+def _on_user_loss(config: Config) -> bool:
+    return bool(config.train.loss)
+
+
+PAIRS: tuple[tuple[str, Condition, dict[str, Condition], str], ...] = (
+    (
+        "memory.activation_offload",
+        _is("memory.activation_offload", True),  # torch passes what these keep to no hook
+        {
+            "memory.activation_checkpointing": _is("memory.activation_checkpointing", "ops"),
+            "memory.activation_budget": lambda c: c.memory.activation_budget < 1,
+        },
+        "--memory.activation_checkpointing full",
+    ),
+    (
+        "memory.loss_chunk",
+        _changed("memory.loss_chunk"),
+        {"train.loss": _on_user_loss, "precision.output": _changed("precision.output")},
+        "--memory.loss_chunk 0",
+    ),
+    ("train.z_loss", _changed("train.z_loss"), {"train.loss": _on_user_loss}, "--train.z_loss 0"),
+    ("optim.ema", _changed("optim.ema"), {"memory.nvme": _nvme}, "--memory.nvme off"),
+    (
+        "memory.optimizer_offload",  # its update goes part by part; an average follows whole updates
+        _changed("memory.optimizer_offload"),
+        {
+            "memory.cpu_offload": _changed("memory.cpu_offload"),
+            "memory.nvme": _nvme,
+            "optim.name": lambda c: c.optim.name not in IN_PARTS,
+            "optim.state": _is("optim.state", "8bit"),
+            "optim.ema": _changed("optim.ema"),
+        },
+        "--memory.optimizer_offload false",
+    ),
+    (
+        "optim.name",
+        lambda c: True,
+        {
+            "memory.nvme": lambda c: _nvme(c) and c.optim.name not in IN_PARTS,
+            "optim.fused": lambda c: c.optim.fused != "auto" and c.optim.name not in FUSED,
+        },
+        "--optim.name adamw",
+    ),
+    (
+        "mesh.unsharded",
+        _changed("mesh.unsharded"),
+        {
+            "memory.cpu_offload": _changed("memory.cpu_offload"),
+            "memory.nvme": _nvme,
+            "optim.name": lambda c: not _user_optimizer(c) and c.optim.name not in IN_PARTS,
+        },
+        "leave out --mesh.unsharded",
+    ),
+    (
+        "precision.frozen",
+        _changed("precision.frozen"),
+        {"memory.nvme": _is("memory.nvme", "all"), "speed.float8": _changed("speed.float8")},
+        "--precision.frozen auto",
+    ),
+    (
+        "precision.master",  # bf16 needs an update that rounds stochastically: Adam's
+        _is("precision.master", "bf16"),
+        {
+            "optim.name": lambda c: c.optim.name not in ADAMS,
+            "optim.fused": _is("optim.fused", "true"),
+            "optim.ema": _changed("optim.ema"),
+            "precision.param": _is("precision.param", "fp16"),
+            "mesh.strategy": _ddp,  # it reduces gradients in the dtype of the parameters
+            "memory.nvme": _is("memory.nvme", "all"),
+            "speed.float8": _changed("speed.float8"),
+        },
+        "--precision.master fp32",
+    ),
+    (
+        "speed.float8",
+        _changed("speed.float8"),
+        {
+            "lora.rank": _changed("lora.rank"),
+            "memory.cpu_offload": _changed("memory.cpu_offload"),
+            "memory.nvme": _is("memory.nvme", "all"),
+            "precision.master": _is("precision.master", "fp64"),
+            "precision.param": _is("precision.param", "fp16"),
+            # torch gathers a float8 weight again only from all of its shards
+            "mesh.reshard_after_forward": lambda c: (
+                c.speed.float8 == "tensorwise"
+                and reshard_policy(c.mesh.reshard_after_forward) not in (True, False, "step")
+            ),
+        },
+        "--speed.float8 off",
+    ),
+    (
+        "optim.state",
+        _changed("optim.state"),
+        {
+            "optim.name": lambda c: c.optim.name not in ADAMS,
+            "optim.fused": _is("optim.fused", "true"),
+            "precision.master": _is("precision.master", "fp64"),
+            "memory.nvme": lambda c: c.optim.state == "8bit" and _nvme(c),
+        },
+        "--optim.state master",
+    ),
+)
+
+
+# ---------------------------------------------------------------- what is no row
+
+Problems = Iterator[tuple[str, str]]
+
+
+def _unread(config: Config) -> Problems:
+    """Settings that what was chosen does not read."""
+    optim = config.optim
+    if not config.lora.rank:
+        for name in ("alpha", "targets", "dropout"):
+            if _changed(f"lora.{name}")(config):
+                yield (
+                    f"--lora.{name} {getattr(config.lora, name)} has no effect without adapters.",
+                    "--lora.rank 8",
+                )
+    if ":" not in optim.schedule and optim.schedule != "wsd" and _changed("optim.decay_share")(config):
+        flag = f"--optim.decay_share {optim.decay_share:g}"
+        yield f"{flag} has no effect under --optim.schedule {optim.schedule}.", "--optim.schedule wsd"
+    unread = "--optim.{} {} has no effect under --optim.name " + f"{optim.name}."
+    for name in (name.removeprefix("optim.") for name in FIELDS if name.startswith("optim.")):
+        value, owner = getattr(optim, name), name.partition("_")[0]
+        if not _changed(f"optim.{name}")(config):
+            continue
+        if owner in OPTIMIZERS and optim.name != owner:
+            yield unread.format(name, value), f"--optim.name {owner}"
+        if _user_optimizer(config):
+            continue  # its factory says what it accepts
+        if name == "weight_decay" and value and optim.name not in DECAYING:
+            yield unread.format(name, value), "--optim.name adamw, or --optim.weight_decay 0"
+        if name == "momentum" and name not in READS[optim.name]:
+            other = "muon_momentum" if optim.name == "muon" else "beta1"
+            yield unread.format(name, value), f"leave it out, and give --optim.{other} {value:g}"
+        if name in ("beta1", "beta2", "eps") and name not in READS[optim.name]:
+            yield unread.format(name, value), "--optim.name adamw, or leave it out"
+
+
+def _sources(config: Config) -> Problems:
     data, sources = config.data, config.data.sources
     if not sources:
         return
     if data.name not in ("", "digits"):  # older runs' config.toml has the second
-        raise ConfigError(
+        yield (
             f"--data.name {data.name} and [[data.sources]] ({', '.join(data.names)}) both set the data.",
             f'leave one out: --data.sources none, or [[data.sources]] with name = "{data.name}"',
         )
     for field, value in (("dir", data.dir), ("args", dict(data.args))):
         if value:
-            raise ConfigError(
+            yield (
                 f"--data.{field} {value} has no effect beside [[data.sources]].",
                 f"{field} in the table of the source that it belongs to",
             )
-    by_weight = [one for one in sources if one.weight]
+    by_weight = [source for source in sources if source.weight]
     if by_weight and len(by_weight) < len(sources):
-        other = next(one for one in sources if not one.weight)
-        raise ConfigError(
+        other = next(source for source in sources if not source.weight)
+        epochs = f"epochs = {other.epochs}" if other.epochs else "no weight"
+        yield (
             f"[[data.sources]] {by_weight[0].label} has weight = {by_weight[0].weight} and {other.label} "
-            f"{f'epochs = {other.epochs}' if other.epochs else 'no weight'}.",
+            f"{epochs}.",
             f"weight in every source, or in none: weight = 1 for {other.label}",
         )
-    if config.train.epochs and (by_epochs := [one for one in sources if one.epochs]):
-        one = by_epochs[0]
-        raise ConfigError(
-            f"--train.epochs {config.train.epochs} and epochs = {one.epochs} of [[data.sources]] {one.label} "
-            "both set how often the data is seen.",
-            f"--train.epochs 0, and epochs = {one.epochs * config.train.epochs:g} for {one.label}",
+    source = next((source for source in sources if source.epochs and config.train.epochs), None)
+    if source is not None:
+        yield (
+            f"--train.epochs {config.train.epochs} and epochs = {source.epochs} of [[data.sources]] "
+            f"{source.label} both set how often the data is seen.",
+            f"--train.epochs 0, and epochs = {source.epochs * config.train.epochs:g} for {source.label}",
         )
 
 
-def _check_schedule(config: Config) -> None:
-    optim = config.optim
-    reads_share = ":" in optim.schedule or optim.schedule == "wsd"
-    if optim.decay_share != OptimSection().decay_share and not reads_share:
-        raise ConfigError(
-            f"--optim.decay_share {optim.decay_share:g} has no effect under "
-            f"--optim.schedule {optim.schedule}.",
-            "--optim.schedule wsd",
-        )
-
-
-def _check_decay(config: Config) -> None:
-    optim = config.optim
-    decays = ":" in optim.name or optim.name in DECAYING
-    if not decays and optim.weight_decay not in (0, OptimSection().weight_decay):
-        raise ConfigError(
-            f"--optim.weight_decay {optim.weight_decay:g} has no effect under --optim.name {optim.name}.",
-            "--optim.name adamw, or --optim.weight_decay 0",
-        )
-
-
-def _check_moments(config: Config) -> None:
-    optim, usual = config.optim, OptimSection()
-    if ":" in optim.name:
-        return  # its factory says what it accepts
-    read = READS.get(optim.name, ())
-    for name in ("beta1", "beta2", "eps", "momentum"):
-        if name not in read and getattr(optim, name) != getattr(usual, name):
-            raise ConfigError(
-                f"--optim.{name} {getattr(optim, name):g} has no effect under --optim.name {optim.name}.",
-                "--optim.name adamw, or leave it out" if name != "momentum" else _own_momentum(optim),
-            )
-
-
-def _own_momentum(optim: OptimSection) -> str:
-    """The hint that names what takes the place of --optim.momentum, SGD's."""
-    own = f"{optim.name}_momentum"
-    if not hasattr(optim, own):
-        if "beta1" not in READS.get(optim.name, ()):
-            return "--optim.name sgd, or leave it out"
-        own = "beta1"
-    return f"leave it out, and give --optim.{own} {optim.momentum:g}"
-
-
-def _check_own_settings(config: Config) -> None:
-    optim, usual = config.optim, OptimSection()
-    for field in dataclasses.fields(OptimSection):
-        value = getattr(optim, field.name)
-        owner = field.name.partition("_")[0]
-        if owner in OPTIMIZERS and optim.name != owner and value != getattr(usual, field.name):
-            raise ConfigError(
-                f"--optim.{field.name} {value} has no effect under --optim.name {optim.name}.",
-                f"--optim.name {owner}",
-            )
-
-
-def _check_mesh(config: Config) -> None:
-    mesh = config.mesh
-    policy = reshard_policy(mesh.reshard_after_forward)
-    if mesh.strategy == "fsdp" and mesh.replicate > 1:
-        raise ConfigError(
-            f"--mesh.strategy fsdp has no replicas, but --mesh.replicate is {mesh.replicate}.",
-            "--mesh.strategy hsdp",
-        )
-    if mesh.strategy == "ddp" and mesh.shard > 1:
-        raise ConfigError(
-            f"--mesh.strategy ddp has no shards, but --mesh.shard is {mesh.shard}.", "--mesh.strategy hsdp"
-        )
-    if mesh.strategy == "ddp" and mesh.reshard_after_forward != "true":
-        raise ConfigError(
-            f"--mesh.reshard_after_forward {policy} has no effect under --mesh.strategy ddp: "
-            "nothing is sharded.",
-            "leave it out, or --mesh.strategy fsdp",
-        )
-    kind, _, what = mesh.wrap.partition(":")
-    with_value = ("class", "size", "every")
-    if kind not in ("auto", "root", *with_value) or (kind in with_value) != bool(what):
-        raise ConfigError(
-            f"--mesh.wrap {mesh.wrap} is not auto, every:N, class:NAME, size:PARAMETERS or root.",
+def _wrap(config: Config) -> Problems:
+    reshard_policy(config.mesh.reshard_after_forward)
+    wrap = config.mesh.wrap
+    kind, _, value = wrap.partition(":")
+    if kind in ("every", "size") and not parse_count(value):
+        counted = "blocks from 1" if kind == "every" else "parameters"
+        example = "every:2" if kind == "every" else "size:1000000"
+        yield f"--mesh.wrap {wrap}: {value} is not a number of {counted}.", f"--mesh.wrap {example}"
+    if not (wrap in ("auto", "root") or (kind in ("class", "every", "size") and value)):
+        yield (
+            f"--mesh.wrap {wrap} is not auto, every:N, class:NAME, size:PARAMETERS or root.",
             "--mesh.wrap auto",
         )
-    if kind == "every" and not parse_count(what):
-        raise ConfigError(
-            f"--mesh.wrap {mesh.wrap}: {what} is not a number of blocks from 1.", "--mesh.wrap every:2"
-        )
-    if kind == "size" and not parse_count(what):
-        raise ConfigError(
-            f"--mesh.wrap {mesh.wrap}: {what} is not a number of parameters.", "--mesh.wrap size:1000000"
-        )
 
 
-def _check_unsharded(config: Config) -> None:
-    """What FSDP's ignored parameters cannot be combined with."""
-    if not config.mesh.unsharded:
-        return
-    mesh, memory, optim = config.mesh, config.memory, config.optim
-    others = (
-        ("mesh.strategy", mesh.strategy, mesh.strategy == "ddp"),
-        ("memory.cpu_offload", "true", memory.cpu_offload),
-        ("memory.nvme", memory.nvme, memory.nvme != "off"),
-        ("optim.name", optim.name, ":" not in optim.name and optim.name not in IN_PARTS),
-    )
-    refuse_beside(f"mesh.unsharded {mesh.unsharded}", others, "leave out --mesh.unsharded")
-
-
-def _check_precision(config: Config) -> None:
-    precision = config.precision
-    if precision.param == "fp64" and precision.master != "fp64":
-        raise ConfigError(
-            f"--precision.param fp64 is finer than the stored --precision.master {precision.master}.",
-            "--precision.master fp64",
-        )
-    if config.mesh.strategy == "ddp" and precision.reduce not in ("auto", precision.master):
-        raise ConfigError(
-            f"--precision.reduce {precision.reduce}: --mesh.strategy ddp reduces gradients "
-            "in the master dtype.",
-            f"--precision.reduce {precision.master}",
-        )
-    if config.mesh.strategy == "ddp" and precision.output != "auto":
-        raise ConfigError(
-            f"--precision.output {precision.output} has no effect under --mesh.strategy ddp: "
-            "outputs are not cast.",
-            "--precision.output auto",
-        )
-
-
-def _check_watch(config: Config) -> None:
-    """A run that repeats bit for bit needs one number of ranks: sums over another are rounded differently."""
-    low, high = worker_range(config.ray.num_workers)
-    if config.watch.deterministic and config.backend == "ray" and low != high:
-        raise ConfigError(
-            "--watch.deterministic needs a fixed number of ranks, "
-            f"but --ray.num_workers is {config.ray.num_workers}.",
-            f"--ray.num_workers {high}",
-        )
-    if config.watch.divergence and config.mesh.strategy == "fsdp":
-        raise ConfigError(
-            f"--watch.divergence {config.watch.divergence} compares replicas, "
-            "but --mesh.strategy fsdp has only one.",
-            "--watch.divergence 0, or --mesh.strategy hsdp",
-        )
-    hang = config.watch.hang_s
-    if -1 < hang < 0:
-        raise ConfigError(f"--watch.hang_s {hang:g} is neither -1, 0 nor a time.", "--watch.hang_s -1")
-    if hang > 0 and not config.watch.enabled:
-        raise ConfigError(
-            f"--watch.hang_s {hang:g} has no effect under --watch.enabled false.",
-            "--watch.enabled true",
-        )
-
-
-def _check_checkpoint(config: Config) -> None:
-    checkpoint = config.checkpoint
-    if checkpoint.keep_best and not checkpoint.keep_best_metric.lstrip("-"):
-        raise ConfigError(
-            "--checkpoint.keep_best_metric is empty.", "--checkpoint.keep_best_metric eval_loss"
-        )
-    if checkpoint.keep_best and "eval_ema_" in checkpoint.keep_best_metric and not config.optim.ema:
-        raise ConfigError(
-            f"--checkpoint.keep_best_metric {checkpoint.keep_best_metric} is that of a moving average, and "
-            "--optim.ema is 0.",
-            "--optim.ema 0.999",
-        )
-    evaluates = config.train.eval_every_steps or config.train.eval_every_epochs
-    if checkpoint.keep_best and not evaluates and "eval" in checkpoint.keep_best_metric:
-        raise ConfigError(
-            f"--checkpoint.keep_best {checkpoint.keep_best} by {checkpoint.keep_best_metric} "
-            "needs evaluations during the run.",
-            f"--train.eval_every_steps {checkpoint.every_steps or 100}",
-        )
-    if (
-        checkpoint.resume not in ("auto", "never")
-        and "://" not in checkpoint.resume
-        and not exists(checkpoint.resume)
-    ):
-        raise ConfigError(
-            f"--checkpoint.resume {checkpoint.resume} does not exist.",
-            "--checkpoint.resume auto, never, or the folder of a checkpoint",
-        )
-    weights = config.model.weights
-    of_hub = weights.startswith("hf:") and config.model.name == "transformer"
+def _weights(config: Config) -> Problems:
+    weights, run = config.model.weights, Path(config.run.dir)
+    of_hub = weights.startswith("hf:") and config.model.name == "transformer"  # refused with its own hint
     if weights not in ("", "none") and not of_hub and not exists(weights):
-        raise ConfigError(f"--model.weights {weights} does not exist.", _weights_hint(config))
-
-
-def _weights_hint(config: Config) -> str:
-    run = Path(config.run.dir)
-    if not config.run.dir or not exists(run / "config.toml"):
-        return "a .pt or .safetensors file, or a folder"
-    if not config.lora.rank and exists(run / "full_model" / "config.json"):
-        return (
-            f"--model.weights {run / 'full_model'}"  # adapters belong to the weights that they started from
-        )
-    return "put it back: each start of the run reads it"
-
-
-def _check_run_dir(config: Config) -> None:
+        hint = "a .pt or .safetensors file, or a folder"
+        if config.run.dir and exists(run / "config.toml"):
+            hint = "put it back: each start of the run reads it"
+        yield f"--model.weights {weights} does not exist.", hint
     scheme, separator, prefix = config.run.dir.partition("://")
     if separator:
         scheme = scheme if scheme in OBJECT_STORES else "s3"
         place = prefix.rpartition("@")[2] or "bucket/runs/mine"
-        raise ConfigError(
+        yield (
             f"--run.dir {scheme}://{place} is not a folder, and run directories are.",
             f"--checkpoint.dir {shlex.quote(f'{scheme}://{place}')}, from which any machine resumes",
         )
 
 
-def _check_ray(config: Config) -> None:
-    low, high = worker_range(config.ray.num_workers)
-    if config.backend == "ray" and config.mesh.replicate and config.mesh.shard:
-        size = config.mesh.replicate * config.mesh.shard
-        if not low <= size <= high:
-            raise ConfigError(
-                f"--mesh.replicate {config.mesh.replicate} × --mesh.shard {config.mesh.shard} = "
-                f"{size} ranks, "
-                f"but --ray.num_workers is {config.ray.num_workers}.",
-                f"--ray.num_workers {size}",
-            )
-    for name in config.ray.env:
+def _ray(config: Config) -> Problems:
+    ray, mesh = config.ray, config.mesh
+    profile_steps(config.profile.steps)
+    low, high = worker_range(ray.num_workers)
+    size = mesh.replicate * mesh.shard
+    if config.backend == "ray" and size and not low <= size <= high:
+        yield (
+            f"--mesh.replicate {mesh.replicate} × --mesh.shard {mesh.shard} = {size} ranks, but "
+            f"--ray.num_workers is {ray.num_workers}.",
+            f"--ray.num_workers {size}",
+        )
+    for name in ray.env:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-            raise ConfigError(
-                f"--ray.env {name}: not a name of an environment variable.", "--ray.env NAME=VALUE"
-            )
-    threads = config.ray.env.get("OMP_NUM_THREADS", "1")
+            yield f"--ray.env {name}: not a name of an environment variable.", "--ray.env NAME=VALUE"
+    threads = ray.env.get("OMP_NUM_THREADS", "1")
     if not re.fullmatch(r"0*[1-9]\d*(,\d+)*", threads, re.ASCII):
-        raise ConfigError(
-            f"--ray.env OMP_NUM_THREADS={threads} is not a number of threads.", "--ray.env OMP_NUM_THREADS=4"
+        yield (
+            f"--ray.env OMP_NUM_THREADS={threads} is not a number of threads.",
+            "--ray.env OMP_NUM_THREADS=4",
         )
-    gpus = config.ray.gpus_per_worker
-    if gpus != "auto" and not gpus.replace(".", "", 1).isdigit():
-        raise ConfigError(
-            f"--ray.gpus_per_worker {gpus} is not auto or a number.", "--ray.gpus_per_worker auto"
-        )
-
-
-def _check_profile(config: Config) -> None:
-    profile, steps = config.profile, config.train.stop_after or config.train.steps
-    first, _ = profile_steps(profile.steps)
-    for name in ("shapes", "stacks"):
-        if getattr(profile, name) and not profile.trace:
-            raise ConfigError(f"--profile.{name} true has no effect alone.", "--profile.trace true")
-    if profile.memory or profile.trace:
-        if steps and first > steps:
-            raise ConfigError(
-                f"--profile.steps {profile.steps} starts after the last step, {steps}.",
-                f"--profile.steps {max(1, steps - 1)}",
-            )
-    elif profile.steps != ProfileSection().steps:
-        raise ConfigError(
-            f"--profile.steps {profile.steps} has no effect alone.",
-            "--profile.memory true, or --profile.trace true",
+    if ray.gpus_per_worker != "auto" and not ray.gpus_per_worker.replace(".", "", 1).isdigit():
+        yield (
+            f"--ray.gpus_per_worker {ray.gpus_per_worker} is not auto or a number.",
+            "--ray.gpus_per_worker auto",
         )

@@ -9,7 +9,7 @@
     def main(argv: Sequence[str]) -> int: …
 
 --help prints the tool's docstring and its flags. A wrong flag raises ConfigError: one line with a HINT, exit
-code 2. Not here: the flags of a run (reading.py).
+code 2. Not here: the flags of a run (read.py).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fsdp.base.commands import as_typed
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.base.streams import lost_output, prepare_streams, print_answer, print_line
 from fsdp.base.text import nearest
-from fsdp.config.fields import FIELDS
 from fsdp.config.help import help_asked
+from fsdp.config.sections import FIELDS
 
 RUN_FLAGS = "Flags of train.py are accepted too: --help-all lists them."
 

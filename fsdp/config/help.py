@@ -5,11 +5,13 @@
     --help-all         every field, with its detail, type, default and unit
     --help-all SECTION
 
-Not here: the texts themselves, and which fields are common (sections.py).
+Not here: the texts, which are the docstrings of the fields, and which fields are common (sections.py).
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
 import itertools
 import textwrap
@@ -19,8 +21,8 @@ from typing import Literal
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import nearest
-from fsdp.config.fields import FIELDS, FieldSpec
-from fsdp.config.sections import Config
+from fsdp.config import sections
+from fsdp.config.sections import FIELDS, Config, FieldSpec
 
 WIDTH = 100
 _FLAG_WIDTH, _DEFAULT_WIDTH = 36, 10
@@ -28,6 +30,23 @@ HELP_FLAGS = ("--help", "-h", "--help-all")
 SECTIONS = tuple(dict.fromkeys(name.partition(".")[0] for name in FIELDS if "." in name))
 _RARE = {*SECTIONS} - {name.partition(".")[0] for name, spec in FIELDS.items() if spec.meta["common"]}
 """Sections without a common field."""
+
+
+@functools.cache
+def field_docs() -> dict[str, tuple[str, str]]:
+    """The docstring of every field: its first paragraph, and the rest."""
+    names = {kind.__name__: f"{name}." for name, kind in typing.get_type_hints(Config).items()}
+    docs = {}
+    for owner in ast.parse(inspect.getsource(sections)).body:
+        if not isinstance(owner, ast.ClassDef):
+            continue
+        prefix = names.get(owner.name, "")
+        for field, text in itertools.pairwise(owner.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                doc = " ".join(ast.literal_eval(text.value).replace("\n\n", "\0").split())
+                summary, _, detail = doc.partition("\0")
+                docs[f"{prefix}{ast.unparse(field.target)}"] = (summary.strip(), detail.strip())
+    return docs
 
 
 def help_asked(argv: Sequence[str], doc: str) -> str | None:
@@ -55,7 +74,7 @@ def common_fields(section: str = "") -> str:
         for spec in common:
             flag = f"  --{spec.name}{'.NAME' if spec.is_args else ''}"
             lead = f"{flag:<{_FLAG_WIDTH}}{_default(spec) or '-':<{_DEFAULT_WIDTH}}"
-            lines += _wrap(spec.meta["help"], lead, " " * len(lead))
+            lines += _wrap(field_docs()[spec.name][0], lead, " " * len(lead))
     more = f"--help-all {section}".strip()
     return "\n".join([*lines, "", f"Every flag{' of this section' * bool(section)}, in detail: {more}"])
 
@@ -100,8 +119,8 @@ def _in_detail(spec: FieldSpec) -> str:
     unit = f" {spec.meta['unit']}" if spec.meta["unit"] else ""
     default = _default(spec)
     shown = "" if spec.is_args else f" (default: {default}{unit})" if default else " (default: empty)"
-    detail = f". {spec.meta['detail']}" if spec.meta["detail"] else ""
-    return f"{spec.meta['help']}{shown}{detail}"
+    summary, detail = field_docs()[spec.name]
+    return f"{summary}{shown}{f'. {detail}' if detail else ''}"
 
 
 def _default(spec: FieldSpec) -> str:

@@ -3,8 +3,7 @@
 Used by the tools that read RUN (report, predict, checkpoint). `model.name` and `data.name` may name code, as
 package.module:factory; such a name is accepted only if the command line contains it too, in --trust-code or
 in a flag of its field. Code that only training runs (hooks, schedules) is dropped: the default replaces it. A
-recipe given with --config is trusted and read by reading.py. Not here: the import itself
-(fsdp/models/factory.py).
+recipe given with --config is trusted. Not here: the import itself (fsdp/models/factory.py).
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ from typing import Any
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.object_client import OBJECT_STORES
-from fsdp.config.fields import flatten
-from fsdp.config.reading import load, pair_flags, read_recipe
-from fsdp.config.sections import Config
-from fsdp.config.values import exists, expanded
+from fsdp.config.read import load, pair_flags, read_recipe
+from fsdp.config.sections import Config, exists, expanded, flatten
 
 TRAINING_CODE = (
     "comm.all_reduce_hook",
@@ -32,8 +29,6 @@ TRAINING_CODE = (
     "run.sinks",
 )
 """Fields that may name code which only training runs."""
-CODE = ("model.name", "data.name", *TRAINING_CODE)
-"""Every field of a recipe whose value may name code."""
 STORES = ("file", "local", *OBJECT_STORES)
 _CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", re.ASCII)
 TRUST_HELP = "PACKAGE.MODULE:NAME that RUN/config.toml names and that may be imported; may be repeated"
@@ -95,7 +90,8 @@ def check_store(run: Path, place: str) -> str:
     """Returns the store that RUN/config.toml names if its protocol is allowed: others of fsspec's run code
     from files, or log in at any host.
     """
-    if is_odd_store(place):
+    scheme, colon, _ = place.partition("://")
+    if colon and (scheme not in STORES or "::" in place):
         raise ConfigError(
             f"{run}/config.toml names the store {place!a}: "
             f"a run directory may only name {', '.join(STORES)}.",
@@ -110,19 +106,6 @@ def named_code(config: Config) -> list[str]:
     texts = [config.model.name, *config.data.names, *(str(values[name]) for name in TRAINING_CODE)]
     words = [word.strip() for text in texts for word in text.split(",")]
     return [word for word in words if _CODE.fullmatch(word) and not word.startswith("hf:")]
-
-
-def is_odd_store(place: str) -> bool:
-    """Whether a place is of a protocol of fsspec's that no foreign file may name."""
-    scheme, colon, _ = place.partition("://")
-    return bool(colon) and (scheme not in STORES or "::" in place)
-
-
-def may_name_code(name: str, text: str) -> bool:
-    """Whether this value of this field might be imported. Anything with a colon counts, unless it is data."""
-    data = ("hf:", *(f"{scheme}://" for scheme in STORES))
-    words = (word.strip() for word in text.split(","))
-    return name in CODE and any(":" in word and not word.startswith(data) for word in words)
 
 
 def check_code(run: Path, config: Config, trusted: Collection[str]) -> None:

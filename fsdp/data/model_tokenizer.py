@@ -17,7 +17,7 @@ from typing import Any
 from fsdp.base.errors import ConfigError
 from fsdp.base.regular_file import TABLE, regular_text
 from fsdp.config import DataSection, ModelSection
-from fsdp.config.values import expanded
+from fsdp.config.sections import expanded
 from fsdp.data.registry import takes_tokenizer
 from fsdp.models.hub import PREFIX, find_folder
 

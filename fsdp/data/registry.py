@@ -16,7 +16,7 @@ from typing import Any
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
-from fsdp.config.values import exists, with_home
+from fsdp.config.sections import exists, with_home
 from fsdp.data.arguments import Where, check_args, source_section
 from fsdp.data.types import DataSet
 from fsdp.tokenize.file_names import broken_link, unreadable

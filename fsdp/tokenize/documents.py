@@ -18,7 +18,7 @@ import numpy as np
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.grouping import grouped
-from fsdp.config.values import expanded
+from fsdp.config.sections import expanded
 from fsdp.tokenize.conversations import (
     EXAMPLE,
     ChatTemplate,

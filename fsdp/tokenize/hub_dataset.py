@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError
-from fsdp.config.values import expanded
+from fsdp.config.sections import expanded
 from fsdp.tokenize.cache import identity
 from fsdp.tokenize.packages import optional
 from fsdp.tokenize.rows import SourceRow, without_nulls

@@ -16,7 +16,7 @@ import numpy as np
 from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError
 from fsdp.base.regular_file import gzip_blocks
-from fsdp.config.values import expanded
+from fsdp.config.sections import expanded
 from fsdp.tokenize.file_names import broken_link, shown, unreadable
 from fsdp.tokenize.json_rows import open_json
 from fsdp.tokenize.line_rows import TOOLS, LineRows, decompressed, zst_blocks

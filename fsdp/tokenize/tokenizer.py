@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fsdp.base.errors import ConfigError, message_line
-from fsdp.config.values import expanded
+from fsdp.config.sections import expanded
 
 BYTES = "bytes"
 END_OF_BYTES = 0

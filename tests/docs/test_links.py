@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp import config as configuration
-from fsdp.config.writing import REMOVED
+from fsdp.config.write import REMOVED
 from tests.docs.pages import FOLDERS, JOB_SCRIPT, PAGES, ROOT, anchors, links, text_of
 
 WORDS = 900

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from fsdp.config import FIELDS
-from fsdp.config.writing import toml_value
+from fsdp.config.write import toml_value
 from launch.policy import Kind
 
 ODD_TEXTS = (

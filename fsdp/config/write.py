@@ -1,6 +1,6 @@
 """Writes a Config as a recipe (TOML), and hashes the fields that define what is trained.
 
-Not here: reading a recipe (reading.py), --help (help.py).
+Not here: reading a recipe (read.py), --help (help.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp.config.fields import FIELDS, flatten
-from fsdp.config.sections import LAUNCHERS_OWN, Config
-from fsdp.config.sources import as_tables
+from fsdp.config.sections import FIELDS, LAUNCHERS_OWN, Config, MixedSource, flatten, shown_value
 
 
 def to_toml(config: Config) -> str:
@@ -26,6 +24,15 @@ def to_toml(config: Config) -> str:
 def run_toml(config: Config) -> str:
     """The same for a run directory, without the launcher's settings: any launcher can resume the run."""
     return _sections(config, LAUNCHERS_OWN).lstrip()
+
+
+def as_tables(sources: Sequence[MixedSource]) -> list[dict[str, Any]]:
+    """The given fields of each source, as a recipe holds them."""
+    names = [field.name for field in dataclasses.fields(MixedSource)]
+    return [
+        {name: value for name in names if (value := getattr(source, name)) not in ("", 0, {})}
+        for source in sources
+    ]
 
 
 NOT_SHOWN = ("run.dir", "checkpoint.dir", "backend")
@@ -47,10 +54,6 @@ def changed_flags(fields: Mapping[str, Any]) -> list[str]:
         else:
             flags.append(f"--{name} {shown_value(value)}")
     return flags
-
-
-def shown_value(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else "empty" if value == "" else str(value)
 
 
 def _sections(config: Config, left_out: Sequence[str]) -> str:
@@ -95,21 +98,20 @@ def toml_value(value: Any) -> str:
 
 
 NOT_TRAINED = {
-    "backend", "mesh", "ray", "plan", "checkpoint", "stop", "memory", "speed", "profile",
-    "run.dir", "run.log_every_steps", "run.full_records", "run.wandb", "run.mlflow", "run.sinks",
-    "run.process_group_timeout_s", "run.numa", "run.allocator", "train.stop_after", "train.evaluate_only",
-    "data.workers", "data.prefetch", "data.to_device", "comm.divide_by", "comm.allocate_from_group",
-    "watch.enabled", "watch.hang_s", "watch.late_percent", "watch.divergence", "watch.unit_norms",
-    "watch.spike",
-}  # fmt: skip
+    *["backend", "mesh", "ray", "plan", "checkpoint", "stop", "memory", "speed", "profile"],
+    *["run.dir", "run.log_every_steps", "run.full_records", "run.wandb", "run.mlflow", "run.sinks"],
+    *["run.process_group_timeout_s", "run.numa", "run.allocator", "train.stop_after", "train.evaluate_only"],
+    *["data.workers", "data.prefetch", "data.to_device", "comm.divide_by", "comm.allocate_from_group"],
+    *["watch.enabled", "watch.hang_s", "watch.late_percent", "watch.divergence", "watch.unit_norms", "watch.spike"],
+}
 """Sections and fields that define where and how the run is executed, not what is trained."""
 
 
 ADDED_LATER = (
-    "optim.decay_share", "optim.ema", "train.loss", "data.tokenizer", "precision.frozen", "data.sources",
-    "optim.muon_lr", "optim.muon_momentum", "optim.muon_steps", "optim.muon_adjust_lr",
-    "optim.muon_parameters", "train.eval_every_epochs", "train.z_loss",
-)  # fmt: skip
+    *["optim.decay_share", "optim.ema", "train.loss", "data.tokenizer", "precision.frozen", "data.sources"],
+    *["optim.muon_lr", "optim.muon_momentum", "optim.muon_steps", "optim.muon_adjust_lr"],
+    *["optim.muon_parameters", "train.eval_every_epochs", "train.z_loss"],
+)
 """Fields whose default trains as before they existed: at it, hashes of older checkpoints stay equal."""
 
 
@@ -126,6 +128,20 @@ REMOVED: dict[str, Removed] = {
     "run.full_records": Removed(100_000, "leave it out: every step has a record"),
     "run.numa": Removed("auto", "torchrun --numa-binding=node --nproc_per_node=8 train.py"),
     "data.skip_unreadable": Removed(0, "leave the sample out of the data: the error names it"),
+    "data.to_device": Removed(True, "leave it out: batches read ahead are copied to the device"),
+    "comm.allocate_from_group": Removed(
+        False, "--comm.all_gather mine:Gather, whose allocate() makes buffers"
+    ),
+    "optim.muon_steps": Removed(5, "leave it out: Muon iterates five times"),
+    "optim.muon_adjust_lr": Removed("match_rms_adamw", "--optim.muon_lr, which is of AdamW's size"),
+    "checkpoint.export_shard_gib": Removed(5.0, "leave it out: a safetensors file has at most 5 GiB"),
+    "stop.file": Removed("", "touch RUN/STOP"),
+    "profile.shapes": Removed(False, "--profile.trace true"),
+    "profile.stacks": Removed(False, "--profile.trace true"),
+    "plan.rank": Removed(0, "leave it out: rank 0 is counted, which holds most"),
+    "plan.rows": Removed(12, "leave it out"),
+    "plan.store_gb_s": Removed(2.0, "leave it out: python -m bench.save measures a store"),
+    "plan.failures_per_gpu_year": Removed(0.19, "leave it out"),
     "speed.compile_cache": Removed("auto", "export TORCHINDUCTOR_CACHE_DIR=FOLDER, if /tmp is not the place"),
 }
 """Typed, such a flag is an error; in a recipe it is left out, with a warning if it differs from its default.
@@ -138,11 +154,11 @@ def config_hash(config: Config) -> str:
     """Hash of what is trained: equal for runs that differ only in where and how they are executed."""
     defaults = {name: spec.default for name, spec in FIELDS.items()}
     defaults |= {name: old.default for name, old in REMOVED.items()}
-    kept = {
+    trained = {
         name: value
         for name, value in (defaults | flatten(config)).items()
         if not {name, name.partition(".")[0]} & NOT_TRAINED
         and not (name in ADDED_LATER and value == defaults[name])
     }
-    kept["speed.float8"] = config.speed.float8
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    trained["speed.float8"] = config.speed.float8
+    return hashlib.sha256(json.dumps(trained, sort_keys=True, default=str).encode()).hexdigest()[:16]
