@@ -481,10 +481,10 @@ PARTS = (
     ),
     Part(
         "reductions",
-        "two NCCL ranks on one device: --comm.divide_by and allocate_from_group change no gradient norm",
+        "two NCCL ranks on one device: --comm.divide_by changes no gradient norm",
         300,
         reductions,
-        short="two gloo ranks: --comm.divide_by and allocate_from_group change no gradient norm",
+        short="two gloo ranks: --comm.divide_by changes no gradient norm",
     ),
     Part("profile", "a profile's pages and the report are written", 200, profile),
     Part("oom", "out of memory: a page and a HINT", 200, out_of_memory, alone=True),

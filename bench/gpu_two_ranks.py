@@ -30,10 +30,9 @@ def reductions(bench: Bench) -> Figures:
         for name, more in {
             "plain": (),
             "divided": ("--comm.divide_by", "8"),
-            "from-group": ("--comm.allocate_from_group", "true"),
         }.items()
     }
-    found = {f"norms, {name}": apart(norms[name], norms["plain"]) for name in ("divided", "from-group")}
+    found = {f"norms, {name}": apart(norms[name], norms["plain"]) for name in ("divided",)}
     need(max(found.values()) < 2e-2, f"gradient norms differ: {found}")
     return found
 

@@ -165,8 +165,7 @@ def _with_controller(task: WorkerTask, workers: Workers, stopping: Stopping) -> 
         # It lists checkpoints that retention may have removed since: Ray would refuse to start.
         (task.run / SNAPSHOT).unlink(missing_ok=True)
         try:
-            file = Path(task.config.stop.file) if task.config.stop.file else task.run / "STOP"
-            return stopping.train(_trainer(task, workers).fit, file)
+            return stopping.train(_trainer(task, workers).fit, task.run / "STOP")
         except RayActorError as error:
             words = " ".join(str(error).split())
             started = history.count_starts(run) > starts

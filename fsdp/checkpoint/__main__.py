@@ -159,7 +159,7 @@ def _section(options: argparse.Namespace) -> CheckpointSection:
         section = CheckpointSection(**values)
     given = {
         "keep_last": options.keep_last, "keep_every_steps": options.keep_every_steps,
-        "export_format": options.format, "export_shard_gib": options.shard_gib,
+        "export_format": options.format,
         "export_dtype": options.dtype,
     }  # fmt: skip
     return dataclasses.replace(section, **{name: value for name, value in given.items() if value is not None})
@@ -282,7 +282,7 @@ def _export(store: Store, options: argparse.Namespace) -> int:
             source,
             folder,
             section.export_format,
-            section.export_shard_gib,
+            shard_gib=options.shard_gib,
             base=base,
             pretrained=_saved_as(options),
             dtype=section.export_dtype,

@@ -355,7 +355,6 @@ class Checkpointer:
                 source,
                 folder,
                 self._section.export_format,
-                self._section.export_shard_gib,
                 base=self.base,
                 pretrained=self.pretrained,
                 dtype=self._section.export_dtype,

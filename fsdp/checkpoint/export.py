@@ -41,6 +41,8 @@ from fsdp.checkpoint.local_store import sync_folder
 from fsdp.checkpoint.save_plan import chunks
 from fsdp.models.registry import SourceFolder
 
+SHARD_GIB = 5.0
+"""Maximum size of a safetensors file, without --shard-gib."""
 Format = Literal["auto", "torch", "safetensors", "both", "hf"]
 Write = Callable[[BinaryIO], object]
 COPIED = (
@@ -60,7 +62,7 @@ def export(
     source: CheckpointSource,
     folder: Path,
     format: Format,
-    shard_gib: float,
+    shard_gib: float | None = None,
     base: Base | None = None,
     pretrained: SourceFolder | None = None,
     dtype: str = "auto",
@@ -89,7 +91,7 @@ def export(
                 for file, write in _side_files(pretrained, folder, stored).items():
                     files.add(file, write)
                 entries, fetch = _with_saved_names(pretrained, entries, fetch)
-            _add_safetensors(files, entries, fetch, int(shard_gib * 2**30), pretrained is not None)
+            _add_safetensors(files, entries, fetch, int((shard_gib or SHARD_GIB) * 2**30), pretrained is not None)
         return files.take_names()
 
 

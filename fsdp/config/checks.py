@@ -183,7 +183,7 @@ _MESH: tuple[tuple[str, str, Condition], ...] = (
         lambda c: c.optim.name == "sgd" and c.optim.fused == "true" and not _ddp(c),
     ),
     (
-        "{flag memory.activation_budget} and {flag memory.activation_checkpointing} both select what is kept.",
+        "{flag memory.activation_budget} and {flag memory.activation_checkpointing} both select what stays.",
         "--memory.activation_checkpointing none",
         lambda c: c.memory.activation_budget < 1 and c.memory.activation_checkpointing != "none",
     ),

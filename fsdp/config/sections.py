@@ -1,8 +1,8 @@
 """The configuration tree: every field with its type, default, help, unit and range, as frozen dataclasses.
 
 The only place where a field is declared, and where it is marked as common; `FIELDS` has all of them as data.
-Also the structured texts that some of them hold (`2:8`, `step`). Not here: how a value is read (read.py), which
-fields conflict (checks.py), what a field does.
+Also the structured texts that some of them hold (`2:8`, `step`). Not here: how a value is read (read.py),
+which fields conflict (checks.py), what a field does.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def knob(
     The docstring below a field is its help: --help prints the first paragraph of `common` fields, --help-all
     the whole of every field.
     """
-    metadata = {"unit": unit, "low": low, "high": high, "above": above, "below": below}
-    metadata |= {"common": common, "names": names}
+    bounds = {"low": low, "high": high, "above": above, "below": below}
+    metadata = {**bounds, "unit": unit, "common": common, "names": names}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

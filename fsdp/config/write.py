@@ -98,20 +98,21 @@ def toml_value(value: Any) -> str:
 
 
 NOT_TRAINED = {
-    *["backend", "mesh", "ray", "plan", "checkpoint", "stop", "memory", "speed", "profile"],
-    *["run.dir", "run.log_every_steps", "run.full_records", "run.wandb", "run.mlflow", "run.sinks"],
-    *["run.process_group_timeout_s", "run.numa", "run.allocator", "train.stop_after", "train.evaluate_only"],
-    *["data.workers", "data.prefetch", "data.to_device", "comm.divide_by", "comm.allocate_from_group"],
-    *["watch.enabled", "watch.hang_s", "watch.late_percent", "watch.divergence", "watch.unit_norms", "watch.spike"],
-}
+    "backend", "mesh", "ray", "plan", "checkpoint", "stop", "memory", "speed", "profile",
+    "run.dir", "run.log_every_steps", "run.full_records", "run.wandb", "run.mlflow", "run.sinks",
+    "run.process_group_timeout_s", "run.numa", "run.allocator", "train.stop_after", "train.evaluate_only",
+    "data.workers", "data.prefetch", "data.to_device", "comm.divide_by", "comm.allocate_from_group",
+    "watch.enabled", "watch.hang_s", "watch.late_percent", "watch.divergence", "watch.unit_norms",
+    "watch.spike",
+}  # fmt: skip
 """Sections and fields that define where and how the run is executed, not what is trained."""
 
 
 ADDED_LATER = (
-    *["optim.decay_share", "optim.ema", "train.loss", "data.tokenizer", "precision.frozen", "data.sources"],
-    *["optim.muon_lr", "optim.muon_momentum", "optim.muon_steps", "optim.muon_adjust_lr"],
-    *["optim.muon_parameters", "train.eval_every_epochs", "train.z_loss"],
-)
+    "optim.decay_share", "optim.ema", "train.loss", "data.tokenizer", "precision.frozen", "data.sources",
+    "optim.muon_lr", "optim.muon_momentum", "optim.muon_steps", "optim.muon_adjust_lr",
+    "optim.muon_parameters", "train.eval_every_epochs", "train.z_loss",
+)  # fmt: skip
 """Fields whose default trains as before they existed: at it, hashes of older checkpoints stay equal."""
 
 

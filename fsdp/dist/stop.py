@@ -95,12 +95,13 @@ class Stopper:
     ) -> None:
         self._process_ends = process_ends
         self._env, self._reporter_reason, self._save_seconds = env, reporter_reason, save_seconds
-        self._file = Path(section.file) if section.file else run_dir / "STOP"
+        self._file = run_dir / "STOP"
         self._blind = False
         """Whether a check for the file could not look."""
         if os.path.isdir(self._file):  # noqa: PTH112  Path.is_dir raises where it cannot look
-            instead = f"--stop.file {self._file / 'STOP'}" if section.file else f"rmdir {self._file}"
-            raise ConfigError(f"{self._file}, whose presence stops the run, is a folder.", instead)
+            raise ConfigError(
+                f"{self._file}, whose presence stops the run, is a folder.", f"rmdir {self._file}"
+            )
         self.on_host = env.device.type == "cpu"
         self._ends = _ends(section.deadline_s, end_time)
         self._every_s, self._last_save = every_minutes * 60, time.monotonic()

@@ -39,8 +39,6 @@ log = logging.getLogger(__name__)
 HISTORY = 1_000_000
 """Events that CUDA's allocator keeps; a step of a 1B model makes tens of thousands."""
 OPERATORS_SHOWN = 30
-FRAMES_SHOWN = 5
-"""Callers of an operation in its row, with --profile.stacks."""
 
 
 class Profile:
@@ -121,9 +119,6 @@ class Profile:
             kinds = [torch.profiler.ProfilerActivity.CPU]
             self._tracer = torch.profiler.profile(
                 activities=[*kinds, torch.profiler.ProfilerActivity.CUDA] if cuda else kinds,
-                record_shapes=self._section.shapes,
-                with_stack=self._section.stacks,
-                experimental_config=verbose_profiler() if self._section.stacks else None,
             )
             self._tracer.start()
 
@@ -172,8 +167,6 @@ class Profile:
         path = self._path("trace.json.gz")
         tracer.export_chrome_trace(str(path))
         averages = tracer.key_averages(
-            group_by_input_shape=self._section.shapes,
-            group_by_stack_n=FRAMES_SHOWN if self._section.stacks else 0,
         )
         table = averages.table(sort_by=f"self_{device}_time_total", row_limit=OPERATORS_SHOWN)
         self._path("operators.txt").write_text(table + "\n", encoding="utf-8")

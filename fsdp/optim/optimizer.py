@@ -84,8 +84,6 @@ def _build_muon(section: OptimSection, model: nn.Module) -> torch.optim.Optimize
         lr=section.muon_lr or section.lr,
         weight_decay=section.weight_decay,
         momentum=section.muon_momentum,
-        ns_steps=section.muon_steps,
-        adjust_lr=section.muon_adjust_lr,
     )
     made.param_groups[0][LR_RATIO] = (section.muon_lr or section.lr) / section.lr
     return made

@@ -18,9 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp.base.errors import ConfigError
@@ -125,22 +123,12 @@ def apply_comm(root: nn.Module, section: CommSection, hooks: Hooks) -> None:
             unit.set_custom_all_gather(_InOrder(hooks.all_gather))
         if hooks.reduce_scatter is not None:
             unit.set_custom_reduce_scatter(_InOrder(hooks.reduce_scatter))
-        if section.allocate_from_group:
-            module.set_allocate_memory_from_process_group_for_comm(True)
         if section.divide_by:
             module.set_gradient_divide_factor(section.divide_by)
             # A factor other than the group's size becomes ReduceOp.PREMUL_SUM: gloo refuses it, and NCCL up
             # to torch 2.13 returns zeros for it in bf16 (pytorch #190747). A sum, divided locally, is right
             # on both.
             module.set_force_sum_reduction_for_comms(True)
-
-
-def connect_group(section: CommSection, mesh: DeviceMesh, device: torch.device) -> None:
-    """Connects the group whose allocator is used. NCCL registers memory in a connected group alone, and one
-    that was made without its device, as Ray's, connects at its first collective. Collective.
-    """
-    if section.allocate_from_group:
-        dist.all_reduce(torch.zeros(1, device=device), group=mesh.get_group("dp_shard"))
 
 
 class _InOrder:

@@ -40,7 +40,7 @@ from fsdp.dist.mesh import MeshSizes
 from fsdp.models.hf_settings import has_separate_experts
 from fsdp.models.units import blocks_of, find_units
 from fsdp.parallel.activations import apply_activation_checkpointing
-from fsdp.parallel.comm_hooks import Hooks, apply_comm, connect_group, load_hooks
+from fsdp.parallel.comm_hooks import Hooks, apply_comm, load_hooks
 from fsdp.parallel.compiler import compiles, set_kernel_folders
 from fsdp.parallel.float8 import apply_float8
 from fsdp.parallel.forward_errors import explained
@@ -254,7 +254,6 @@ def shard_model(
         _reduce_unused_experts(model)
         _apply_prefetch(units, speed)
         apply_comm(model, config.comm, hooks or load_hooks(config.comm))
-        connect_group(config.comm, mesh, device)
     return sharded
 
 

@@ -94,7 +94,7 @@ class ParityOptions:
 
     def config(self, row: Row | None, folder: str, training: Comparison = Comparison.CONFIGURED) -> Config:
         fixed: dict[str, Any] = {
-            "backend": "torchrun", "run.dir": folder, "stop.file": "", "stop.deadline_s": 0.0,
+            "backend": "torchrun", "run.dir": folder, "stop.deadline_s": 0.0,
             "train.steps": self.steps, "train.epochs": 0, "train.stop_after": 0,
             "train.eval_every_steps": 0, "train.eval_every_epochs": 0.0, "train.eval_samples": 1,
             "checkpoint.dir": "", "checkpoint.every_steps": 10**9, "checkpoint.every_minutes": 0.0,

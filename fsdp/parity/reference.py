@@ -358,8 +358,7 @@ def _muon(section: OptimSection, named: list[tuple[str, Any]], model: nn.Module)
         lr=section.muon_lr or section.lr,
         weight_decay=section.weight_decay,
         momentum=section.muon_momentum,
-        ns_steps=section.muon_steps,
-        adjust_lr_fn=section.muon_adjust_lr,
+        adjust_lr_fn="match_rms_adamw",
     )
     others = [parameter for _, parameter in named if id(parameter) not in ids]
     groups = [

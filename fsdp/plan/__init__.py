@@ -19,7 +19,6 @@
     step_time      seconds: a roofline for each operation, links for each collective, in FSDP's order
     estimate       one configuration's plan: memory, step time, throughput
     search         the meshes and knobs worth trying, ranked
-    goodput        failures, saves and restarts replayed
     report         the table, the best line, the recipe
     __main__       the command, python -m fsdp.plan
 

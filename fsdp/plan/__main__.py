@@ -84,7 +84,7 @@ def answer(config: Config, given: frozenset[str]) -> list[str]:
         f"{ranks or best.sizes.ranks} × {rates.name}, {best.rates.memory / 2**30:.1f} GiB each, margin "
         f"{best.margin:.0%}"
     )
-    lines += [subject, "", *report.table(plans, config.plan.rows), ""]
+    lines += [subject, "", *report.table(plans), ""]
     lines += [f"  not modelled: {note}" for note in report.notes(best.config)]
     if not best.fits:
         return [*lines, f"  nothing fits. {_hint(config)}"]

@@ -109,11 +109,7 @@ def ask_for(config: Config, ranks: int) -> FakeRun:
     check_device(config)
     nodes = -(-ranks // rates.gpus_a_node)
     sizes, batch = resolve(config.mesh, ranks, nodes), plan_batch(config.train, ranks)
-    if config.plan.rank >= ranks:
-        raise ConfigError(
-            f"--plan.rank {config.plan.rank} is not among {ranks} ranks.", f"--plan.rank {ranks - 1}"
-        )
-    return fake_run(config, sizes, config.plan.rank, batch.micro_batch, batch.accumulation, rates)
+    return fake_run(config, sizes, 0, batch.micro_batch, batch.accumulation, rates)
 
 
 def fake_run(
@@ -181,7 +177,7 @@ def margin_of(config: Config, subject: Subject) -> float:
 
 def _read_ahead(config: Config, subject: Subject, samples: int) -> float:
     """Bytes of the batches that the loader copies to the device ahead of the current step."""
-    if not config.data.to_device or not config.data.workers:
+    if not config.data.workers:
         return 0.0
     a_sample = sum(math.prod(shape) * dtype.itemsize for shape, dtype in subject.sample.values())
     return float(a_sample * samples * max(config.data.prefetch, config.data.workers))

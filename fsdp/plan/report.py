@@ -4,25 +4,27 @@ from elsewhere.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fsdp import config as configuration
 from fsdp.base.text import columns
-from fsdp.base.units import seconds
 from fsdp.config import Config
-from fsdp.plan.estimate import SCRATCH_MARGIN, Plan, gib, not_modelled, plan_one, uncounted_scratch
-from fsdp.plan.goodput import best_interval, costs_of, goodput
+from fsdp.plan.estimate import SCRATCH_MARGIN, Plan, gib, not_modelled, uncounted_scratch
 from fsdp.plan.model_shapes import subject_of
 from fsdp.plan.rates import note_on_rates
+from fsdp.plan.step_trace import checkpoint_bytes
 from fsdp.run.job import model_of, units_line
 from fsdp.rundir.atomic_write import write_atomically
 
 _CHECKPOINTING = {"none": "none", "ops": "per operation", "full": "full"}
 
 
-def table(plans: Sequence[Plan], rows: int) -> list[str]:
+ROWS = 12
+"""Of the table of plans."""
+
+
+def table(plans: Sequence[Plan], rows: int = ROWS) -> list[str]:
     if not plans:
         return []
     unit = "tok" if plans[0].tokens_per_sample else "sample"
@@ -93,8 +95,6 @@ def _measurable(plan: Plan) -> float:
 
 
 def write_recipe(plan: Plan, config: Config) -> None:
-    if config.plan.rank:  # a run compares its rank 0
-        plan = plan_one(dataclasses.replace(plan.config, plan=dataclasses.replace(plan.config.plan, rank=0)))
     write_atomically(Path(config.plan.write), configuration.to_toml(recipe(plan, config)))
 
 
@@ -102,7 +102,7 @@ def write_recipe(plan: Plan, config: Config) -> None:
 
 
 def details(plan: Plan, config: Config) -> list[str]:
-    lines = [f"memory on rank {config.plan.rank}, highest in {plan.memory.where}: " + ", ".join(_kinds(plan))]
+    lines = [f"memory on rank 0, highest in {plan.memory.where}: " + ", ".join(_kinds(plan))]
     if plan.rates.has_allocator:
         lines.append(
             f"tensors {gib(plan.memory.peak):.2f} GiB, held by the allocator "
@@ -117,7 +117,7 @@ def details(plan: Plan, config: Config) -> list[str]:
     spec = subject_of(plan.config.model, plan.config.data).spec
     units = units_line(model_of(plan.config, spec), plan.config.mesh.wrap)
     lines.append(f"units: {units}; python train.py --dry-run lists each with its shards")
-    lines += [_time(plan), *_links(plan), *_checkpoints(plan, config), *_goal(plan, config)]
+    lines += [_time(plan), *_links(plan), *_checkpoints(plan), *_goal(plan, config)]
     return lines
 
 
@@ -148,38 +148,17 @@ def _links(plan: Plan) -> list[str]:
     ]
 
 
-def _checkpoints(plan: Plan, config: Config) -> list[str]:
-    costs = costs_of(plan, config)
-    every, share = best_interval(costs, plan.sizes.ranks)
-    given = config.checkpoint.every_steps * plan.step.seconds
-    lines = [
-        f"a checkpoint is {costs.checkpoint_bytes / 1e9:.1f} GB, {costs.write_s:.0f} s to write at "
-        f"{config.plan.store_gb_s:g} GB/s, behind the steps",
-        f"with {config.plan.failures_per_gpu_year:g} failures a GPU and year: useful time {share:.1%} when "
-        "saved each "
-        f"{seconds(every)} ({max(1, round(every / plan.step.seconds)):,} steps)"
-        + (
-            f", {goodput(costs, plan.sizes.ranks, given):.1%} each {config.checkpoint.every_steps} as given"
-            if given
-            else ""
-        ),
-    ]
-    return lines
+def _checkpoints(plan: Plan) -> list[str]:
+    return [f"a checkpoint is {checkpoint_bytes(plan.config) / 1e9:.1f} GB, written behind the steps"]
 
 
 def _goal(plan: Plan, config: Config) -> list[str]:
     if not config.plan.tokens:
         return []
     speed = plan.samples_s * (plan.tokens_per_sample or 1)
-    costs = costs_of(plan, config)
-    share = best_interval(costs, plan.sizes.ranks)[1]
     hours = config.plan.tokens / speed / 3600
     what = "tokens" if plan.tokens_per_sample else "samples"
-    return [
-        f"{config.plan.tokens:.3g} {what}: {hours:,.1f} hours, {hours * plan.sizes.ranks:,.0f} GPU-hours; "
-        "with failures "
-        f"{hours / share:,.1f} and {hours / share * plan.sizes.ranks:,.0f}"
-    ]
+    return [f"{config.plan.tokens:.3g} {what}: {hours:,.1f} hours, {hours * plan.sizes.ranks:,.0f} GPU-hours"]
 
 
 def notes(config: Config) -> list[str]:

@@ -136,7 +136,7 @@ class Evaluator:
             workers=reading.workers,
             prefetch=reading.prefetch,
             pin=device.type == "cuda",
-            device=device if reading.to_device else None,
+            device=device,
             source_of=None if self.data.sources is None else self.data.sources.of_heldout,
         )
 

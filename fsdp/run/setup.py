@@ -130,7 +130,7 @@ def loader(config: Config, env: DistEnv, job: Job) -> Loader:
         workers=config.data.workers,
         prefetch=config.data.prefetch,
         pin=env.device.type == "cuda",
-        device=env.device if config.data.to_device else None,
+        device=env.device,
         source_of=None if job.data.sources is None else job.data.sources.of_train,
     )
 

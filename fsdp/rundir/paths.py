@@ -129,7 +129,7 @@ def with_absolute_places(config: Config) -> Config:
     """A start or a tool in another working directory then finds this run's checkpoints, not another's."""
     places = config.checkpoint
     places = replace(places, dir=_absolute(places.dir), local_dir=_absolute(places.local_dir))
-    return replace(config, checkpoint=places, stop=replace(config.stop, file=_absolute(config.stop.file)))
+    return replace(config, checkpoint=places)
 
 
 def _absolute(place: str) -> str:

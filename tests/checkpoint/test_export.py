@@ -35,10 +35,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def save_and_export(env: DistEnv, run_dir: str) -> tuple[dict[str, torch.Tensor], list[str]]:
-    run = build(env, "fsdp", run_dir, section={"export_format": "both", "export_shard_gib": 4e-6})
+    run = build(env, "fsdp", run_dir, section={"export_format": "both"})
     run.step()
     run.save(wait=True)
-    files = run.checkpointer.export(Path(run_dir, "full_model"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdp.checkpoint.export.SHARD_GIB", 4e-6)
+        files = run.checkpointer.export(Path(run_dir, "full_model"))
     run.checkpointer.close()
     whole = {
         name: getattr(one, "full_tensor", lambda one=one: one)()

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
-from fsdp.config import FIELDS, Config, changed_flags, config_hash, flatten, load, to_toml, writing
+from fsdp.config import FIELDS, Config, changed_flags, config_hash, flatten, load, to_toml, write
 
 OTHER = {"int": "7", "float": "0.5", "bool": "true", "str": "text"}
 
@@ -167,11 +167,11 @@ def test_a_field_that_is_no_more_leaves_hashes_of_older_checkpoints(monkeypatch:
     before, name = config_hash(Config()), "optim.warmup_steps"
     rest = {other: spec for other, spec in FIELDS.items() if other != name}
     monkeypatch.setattr(
-        writing, "flatten", lambda config: {n: v for n, v in flatten(config).items() if n in rest}
+        write, "flatten", lambda config: {n: v for n, v in flatten(config).items() if n in rest}
     )
-    monkeypatch.setattr(writing, "FIELDS", rest)
+    monkeypatch.setattr(write, "FIELDS", rest)
     assert config_hash(Config()) != before
-    monkeypatch.setitem(writing.REMOVED, name, writing.Removed(FIELDS[name].default, "nothing"))
+    monkeypatch.setitem(write.REMOVED, name, write.Removed(FIELDS[name].default, "nothing"))
     assert config_hash(Config()) == before
 
 

@@ -4,7 +4,6 @@ and the logged bytes are the bytes sent.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -145,69 +144,6 @@ def test_ddp_refuses_them(words: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         configuration.load(words.split())
     assert said in str(caught.value)
-
-
-def allocations_of_a_run(env: DistEnv, words: list[str]) -> int:
-    """Buffers for which FSDP's collectives ask their group's backend."""
-    asked = 0
-    plain = dist.ProcessGroup._get_backend
-
-    def backend(self: dist.ProcessGroup, device: torch.device) -> Any:
-        nonlocal asked
-        asked += sys._getframe(1).f_code.co_name == "allocate"
-        return plain(self, device)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist.ProcessGroup, "_get_backend", backend)
-        train(configuration.load(words), env)
-    return asked
-
-
-@pytest.mark.parametrize("on", ["true", "false"])
-def test_buffers_come_from_the_groups_backend_where_the_flag_is_set(on: str, tmp_path: Path) -> None:
-    words = flags(f"--run.dir {tmp_path} --train.steps 2 --comm.allocate_from_group {on}")
-    for asked in run_world(2, allocations_of_a_run, words):
-        assert (asked > 0) is (on == "true")
-
-
-class Unconnected(RuntimeError):
-    """As NCCL's: its communicator has not been initialized before the pool of memory is made."""
-
-
-def allocates_when_connected(env: DistEnv, words: list[str]) -> int:
-    """Buffers that FSDP asks a group for; it refuses before its first collective, as one of Ray's."""
-    connected, asked = set[str](), 0
-    backend, all_reduce = dist.ProcessGroup._get_backend, dist.all_reduce
-
-    def allocator(self: dist.ProcessGroup, device: torch.device) -> Any:
-        nonlocal asked
-        if sys._getframe(1).f_code.co_name == "allocate":
-            asked += 1
-            if self.group_name not in connected:
-                raise Unconnected(self.group_name)
-        return backend(self, device)
-
-    def connecting(*args: Any, **more: Any) -> Any:
-        group: Any = more.get("group") or dist.group.WORLD
-        connected.add(group.group_name)
-        return all_reduce(*args, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist.ProcessGroup, "_get_backend", allocator)
-        patch.setattr(dist, "all_reduce", connecting)
-        train(configuration.load(words), env)
-    return asked
-
-
-def test_a_group_is_connected_before_its_allocator_is_used(tmp_path: Path) -> None:
-    words = flags(HSDP, f"--run.dir {tmp_path} --train.steps 1 --comm.allocate_from_group true")
-    assert min(run_world(4, allocates_when_connected, words)) > 0
-
-
-def test_a_groups_allocator_and_a_collective_of_the_user_are_refused() -> None:
-    words = f"--comm.allocate_from_group true --comm.reduce_scatter {HERE}:scatter"
-    with pytest.raises(ConfigError, match=r"allocates its buffers\. HINT: --comm.allocate_from_group false"):
-        configuration.load(words.split())
 
 
 def test_a_divisor_without_shards_is_refused(tmp_path: Path) -> None:

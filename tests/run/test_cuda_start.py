@@ -122,7 +122,6 @@ def test_batches_come_from_pinned_memory_and_on_to_the_gpu(monkeypatch: pytest.M
     job: Any = SimpleNamespace(data=nothing, cursor=None, batch=batch)
     for device, words, expected in (
         (GPU, "", (True, GPU)),
-        (GPU, "--data.to_device false", (True, None)),
         (torch.device("cpu"), "", (False, torch.device("cpu"))),
     ):
         given.clear()

@@ -15,7 +15,7 @@ from fsdp.rundir import paths
 from tests.support.runs import flags, on_a_rank
 from tests.support.world import run_world
 
-RELATIVE = "--checkpoint.dir ck --stop.file stop/now --checkpoint.export false"
+RELATIVE = "--checkpoint.dir ck --checkpoint.export false"
 
 
 def typed_in(env: DistEnv, folder: str, words: list[str]) -> str | None:

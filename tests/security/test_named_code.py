@@ -17,6 +17,7 @@ from fsdp import config as configuration
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import manifest
 from fsdp.checkpoint.file_names import MANIFEST
+from fsdp.config.help import field_docs
 from fsdp.config.trust import TRAINING_CODE, named_code
 from fsdp.predict.__main__ import main as predict
 from fsdp.report.__main__ import main as report
@@ -221,7 +222,7 @@ def test_code_of_training_is_replaced_by_the_default(tmp_path: Path, work: Path,
 
 def test_every_field_that_names_code_is_known(tmp_path: Path) -> None:
     """A new field must be refused or dropped when it comes from a run directory."""
-    named = {name for name, spec in configuration.FIELDS.items() if "package.module:" in spec.meta["help"]}
+    named = {name for name, (summary, _) in field_docs().items() if "package.module:" in summary}
     assert named == {"model.name", "data.name", *TRAINING_CODE}
 
 

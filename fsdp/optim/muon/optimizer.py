@@ -41,8 +41,8 @@ class ShardedMuon(torch.optim.Optimizer):
         lr: float,
         weight_decay: float,
         momentum: float,
-        ns_steps: int,
-        adjust_lr: AdjustLr,
+        ns_steps: int = 5,
+        adjust_lr: AdjustLr = "match_rms_adamw",
     ) -> None:
         group: dict[str, Any] = {
             "params": list(matrices), "lr": lr, "weight_decay": weight_decay, "momentum": momentum,
