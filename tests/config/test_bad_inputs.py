@@ -90,7 +90,7 @@ CONTRADICTIONS = {
     "--memory.loss_chunk 8 --train.loss a:b": "--memory.loss_chunk 8 and --train.loss a:b do not go together",
     "--optim.state 8bit --optim.name sgd": "--optim.state 8bit and --optim.name sgd do not go together",
     "--precision.master bf16 --optim.ema 0.9": "and --optim.ema 0.9 do not go together",
-    "--speed.float8 tensorwise --lora.rank 2": "--speed.float8 tensorwise and --lora.rank 2 do not go together",
+    "--speed.float8 tensorwise --lora.rank 2": "and --lora.rank 2 do not go together",
     "--backend ray --mesh.replicate 2 --mesh.shard 4": "8 ranks, but --ray.num_workers is 2",
 }
 
