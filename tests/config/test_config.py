@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import tomllib
 import typing
 from pathlib import Path
@@ -38,6 +39,14 @@ def test_a_recipe_may_be_written_on_windows(mark: bytes, end: str, tmp_path: Pat
     config = load(["--config", str(recipe), "--data.sources", str(sources)])
     assert (config.train.steps, config.model.name) == (7, "mlp")
     assert [one.label for one in config.data.sources] == ["digits"]
+
+
+def test_a_recipe_has_at_most_a_mebibyte_and_a_runs_file_is_no_fifo(tmp_path: Path) -> None:
+    (tmp_path / "large.toml").write_text("#" * (1 << 20) + "\n")
+    os.mkfifo(tmp_path / "config.toml")
+    for name, said in (("large.toml", "it has more than 1 MiB"), ("config.toml", "it is not a regular file")):
+        with pytest.raises(ConfigError, match=said):
+            load(["--config", str(tmp_path / name)])
 
 
 def test_a_later_recipe_and_a_later_flag_win(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Models of transformers and timm trained by the product and by a plain loop, and the difference of the two.
 
-    python -m tests.models.foreign [MODEL …]     prints the table of docs/models.md at its end
+    python -m tests.models.foreign [MODEL …]     prints a table at its end
 
 The plain loop takes a whole global batch at once, in float64, and shares with the product only the initial
 weights and the samples.
@@ -26,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 
 from fsdp.data import Cursor, build_dataset
 from fsdp.models import build_real, resolve
-from tests.models import further_hf, more_hf, small_timm
 from tests.support.plain_loop import relative_difference
 from tests.support.runs import run, settings
 
@@ -43,12 +42,7 @@ KINDS = {
     "vision_transformer": "images", "convnext": "images", "mixer": "images",
 }  # fmt: skip
 """Models of small_hf.py and small_timm.py, and what they read."""
-OTHERS = more_hf.MODELS | further_hf.MODELS
-KIND_OF = KINDS | {model: more_hf.kind_of(name) for model, (name, _) in OTHERS.items()} | further_hf.KINDS
-KIND_OF |= dict.fromkeys(small_timm.MORE, "images")
-WRAPS = {"albert": "--mesh.wrap class:AlbertLayerGroup "}
-"""Where no block is repeated."""
-TIMM = ("vision_transformer", "convnext", "mixer", *small_timm.MORE)
+TIMM = ("vision_transformer", "convnext", "mixer")
 MESHES = {
     "1 rank": (1, ""), "2 ranks": (2, ""), "3 ranks": (3, ""),
     "hsdp 2×2": (4, "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2"),
@@ -60,11 +54,8 @@ RATES = {"t5": 0.005}
 
 def build(model: str, exact: bool = False) -> nn.Module:
     """The factory of --model.name. `exact`: without the model's own casts to float32."""
-    if model in OTHERS:
-        built = more_hf.build(*OTHERS[model])
-    else:
-        file = "small_timm" if model in TIMM else "small_hf"
-        built = getattr(importlib.import_module(f"tests.models.{file}"), model)()
+    file = "small_timm" if model in TIMM else "small_hf"
+    built = getattr(importlib.import_module(f"tests.models.{file}"), model)()
     if exact:
         for module in built.modules():
             kind: Any = type(module)
@@ -98,9 +89,9 @@ def _without_casts(cls: Any) -> Any:
 
 
 def words_of(model: str, data: str = "texts", *, exact: bool = False) -> str:
-    kind = f"{data} --data.args.kind {KIND_OF[model]}" if KIND_OF[model] != "images" else "pictures"
+    kind = f"{data} --data.args.kind {KINDS[model]}" if KINDS[model] != "images" else "pictures"
     named = f"--model.name tests.models.foreign:build --model.args.model {model}"
-    casts = ("--model.args.exact true " if exact else "") + WRAPS.get(model, "")
+    casts = "--model.args.exact true " if exact else ""
     return f"{named} {casts}--data.name tests.models.small_hf:{kind} --optim.lr {rate_of(model)} {FLAGS}"
 
 
@@ -158,7 +149,7 @@ def _plain(model: str, ranks: int, micro: int, exact: bool) -> tuple[dict[str, T
     losses = []
     for step in range(STEPS):
         module.zero_grad()
-        loss, reported = plain_loss(module, data.train.batch(cursor.indices(step)), KIND_OF[model], pieces)
+        loss, reported = plain_loss(module, data.train.batch(cursor.indices(step)), KINDS[model], pieces)
         loss.backward()
         with torch.no_grad():
             for parameter in module.parameters():

@@ -162,22 +162,10 @@ def test_tied_units_go_to_the_root() -> None:
     assert flat(model) == ["body.0", "body.2"]
 
 
-def test_a_unit_tied_to_the_root_goes_to_the_root() -> None:
-    model: Any = Net(nn.ModuleList([Layer(2), Layer(2)]), width=2)
-    model.head.weight = model.body[1].linear.weight
-    assert flat(model) == ["body.0"]
-
-
 def test_parameters_tied_within_one_list_stay_a_unit() -> None:
     model: Any = small(tied=True)
     model.units = lambda: [[model.embedding, model.norm, model.head], *model.blocks]
     assert names(model) == [["embedding", "norm", "head"], ["blocks.0"], ["blocks.1"]]
-
-
-def test_of_an_inner_and_an_outer_unit_that_are_tied_the_inner_is_given_up() -> None:
-    body: Any = nn.Sequential(Layer(), Layer())
-    body[1].norm.weight = body[1].linear.bias
-    assert flat(Net(body), "class:Layer,LayerNorm") == ["body.0.norm", "body.0", "body.1"]
 
 
 def test_a_module_shared_by_two_blocks_keeps_both_out() -> None:
@@ -187,10 +175,6 @@ def test_a_module_shared_by_two_blocks_keeps_both_out() -> None:
 
 
 # ---------------------------------------------------------------- class, size, root
-
-
-def test_root_has_no_units() -> None:
-    assert find_units(small(), "root") == []
 
 
 def test_by_class_inner_units_go_first() -> None:
@@ -217,10 +201,6 @@ def test_by_size_is_what_the_first_fsdp_did(least: int, make: Callable[[], nn.Mo
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=least)
     _recursive_wrap(model, policy, note, set(), set())  # type: ignore[arg-type]
     assert sorted(flat(model, f"size:{least}")) == sorted(name for name in theirs if name)
-
-
-def test_a_number_may_be_written_with_underscores() -> None:
-    assert flat(small(), "size:2_500") == flat(small(), "size:2500") != []
 
 
 # ---------------------------------------------------------------- what a person gets wrong
@@ -261,12 +241,6 @@ def test_wrong_units_of_a_model_are_one_line_with_a_hint(
         find_units(model)
     assert says in str(error.value)
     assert hint in str(error.value.hint)
-
-
-def test_an_empty_unit_and_a_module_named_twice_are_left_out() -> None:
-    model: Any = Ours(nn.ModuleList([Layer(), Layer()]))
-    model.chosen = lambda: [[], model, model.body[0], [model.body[0], model.body[1], model.body[1].norm]]
-    assert names(model) == [["body.0"], ["body.1"]]
 
 
 # ---------------------------------------------------------------- FSDP takes each choice

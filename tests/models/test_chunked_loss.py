@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.torchvision_import import prepare_torchvision
-from fsdp.config import load
 from fsdp.models.checks import misfit
 from fsdp.models.chunked_loss import ChunkedHead, output_layer
 from fsdp.models.cross_entropy import LossParts
@@ -68,15 +67,6 @@ def test_loss_and_gradients_are_those_of_whole_logits(make: Any, chunk: int) -> 
     assert worst(ours, theirs) < 1e-12
 
 
-def test_a_frozen_output_layer_has_no_gradient() -> None:
-    whole, chunked = transformer(), transformer()
-    for model in (whole, chunked):
-        model.get_submodule("head").requires_grad_(False)
-    (_, theirs), (_, ours) = gradients(whole, 0), gradients(chunked, 5)
-    assert "head.weight" not in ours
-    assert worst(ours, theirs) < 1e-12
-
-
 def test_evaluation_counts_right_predictions() -> None:
     model = transformer()
     with torch.no_grad():
@@ -104,13 +94,6 @@ def test_each_row_has_its_part_of_the_sum(training: bool) -> None:
     assert sums.tolist() == pytest.approx([*(sum(row) for row in each), 0.0], rel=1e-12)
     assert counts.tolist() == [9, 4, 0]
     assert float(found.loss_sum.detach()) == pytest.approx(float(sums.sum()), rel=1e-12)
-
-
-def test_without_a_loss_the_layer_returns_logits() -> None:
-    model = transformer()
-    expected = model(TOKENS)
-    ChunkedHead(model, 5)
-    assert torch.equal(model(TOKENS), expected)
 
 
 def test_low_precision_rounds_no_more_than_whole_logits() -> None:
@@ -247,12 +230,6 @@ def test_a_target_that_is_no_class_is_named() -> None:
     found = misfit(failed.value, model)
     assert found is not None
     assert "but the model has logits for classes 0 to 36" in str(found)
-
-
-@pytest.mark.parametrize("other", ["--train.loss a:b", "--precision.output bf16"])
-def test_flags_that_need_whole_logits_are_refused(other: str) -> None:
-    with pytest.raises(ConfigError, match=f"--memory.loss_chunk 8 and {other} do not go together"):
-        load(["--memory.loss_chunk", "8", *other.split()])
 
 
 # ---------------------------------------------------------------- a model of transformers

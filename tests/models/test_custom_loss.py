@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,16 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.config import Config, TrainSection
 from fsdp.data import build_dataset
-from fsdp.dist.mesh import MeshSizes
 from fsdp.models.loss import LossFunction, load_loss
-from fsdp.parity.reference import Loss
-from fsdp.plan.step_trace import FakeRun, trace_step
 from tests.support import plain_loop
 from tests.support.plain_loop import Trained, relative_difference, train_plainly
 from tests.support.runs import failures, run, settings
-from tests.support.user_code import OwnLoss, Sentences, TiedWords, Uneven
+from tests.support.user_code import OwnLoss, Uneven
 
 OWN = "tests.models.test_custom_loss:"
 FP64 = "--precision.master fp64 --precision.param fp64"
@@ -76,10 +71,6 @@ def misspelt(output: Tensor, batch: Batch) -> Tensor:
 
 def three(output: Tensor, batch: Batch, more: int) -> Tensor:
     return output
-
-
-def reads_values(output: Tensor, batch: Batch) -> Tensor:
-    return squared(output, batch) * output.sum().item()
 
 
 @functools.cache
@@ -156,20 +147,6 @@ def test_a_model_that_takes_targets_returns_logits_to_it() -> None:
     assert float(parts.loss_sum) == pytest.approx(float(squared(model(data["inputs"]), data).sum()))
 
 
-def test_parity_s_plain_loop_weighs_pieces_the_same() -> None:
-    torch.manual_seed(0)
-    model, sentences = TiedWords().double(), Sentences(7)
-    whole = {
-        "inputs": torch.stack([sentences[row][0] for row in range(7)]),
-        "targets": torch.stack([sentences[row][1] for row in range(7)]),
-    }
-    losses, weights = smoothed(model(whole["inputs"]), whole)
-    section = TrainSection(loss=OWN + "smoothed")
-    parts = Loss(model, torch.float64, whole, section).parts(whole, np.array_split(np.arange(7), 3))
-    expected = float((losses * weights).sum() / weights.sum())
-    assert sum(float(part.detach()) for part, _ in parts) == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -201,20 +178,3 @@ def test_what_cannot_be_weighed_is_refused_before_the_first_step(
 def test_a_wrong_name_is_refused_before_any_process_group(path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_loss(path)
-
-
-def test_losses_without_a_gradient_are_refused(tmp_path: Path) -> None:
-    said = failures(1, tmp_path, f"--train.steps 1 --train.loss {OWN}detached")
-    assert said[0] is not None
-    assert "returned losses without a gradient" in said[0]
-
-
-def planned(flags: str) -> Any:
-    config: Config = settings(flags)
-    return trace_step(FakeRun(config, MeshSizes("fsdp", 1, 1), 0, 3, 2, 0, "cpu"))
-
-
-def test_a_plan_runs_it_on_fake_tensors_or_names_it() -> None:
-    assert planned(f"--train.loss {OWN}squared").segments
-    with pytest.raises(ConfigError, match=f"or --train.loss {OWN}reads_values, "):
-        planned(f"--train.loss {OWN}reads_values")

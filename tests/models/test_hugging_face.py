@@ -13,14 +13,12 @@ from torch import nn
 
 from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.config import ModelSection, load
-from fsdp.models import ModelSpec, build_real, load_attribute, resolve
+from fsdp.models import ModelSpec, build_real, resolve
 from fsdp.models.hf_settings import turn_caches_off
 from fsdp.models.units import find_units
 from fsdp.parallel.activations import apply_activation_checkpointing
-from fsdp.plan.__main__ import answer, fields_set
 from fsdp.run import job
 from fsdp.run.job import model_of
-from tests.support.marks import sample_are
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("transformers")]  # importing transformers takes seconds
 
@@ -63,15 +61,6 @@ def test_it_is_built_on_meta_with_nothing_left_outside(llama: ModelSpec) -> None
     assert llama.sizes == {"vocab_size": 100}
 
 
-def test_its_tables_are_in_no_state_dict_so_a_source_must_send_them(llama: ModelSpec) -> None:
-    model = on_meta(llama)
-    tables = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
-    assert "model.rotary_emb.inv_freq" in tables
-    real = build_real(llama, seed=0)
-    assert all(buffer.isfinite().all() for buffer in real.buffers())
-    assert dict(real.named_buffers())["model.rotary_emb.inv_freq"][0] == 1.0
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_its_layers_are_its_units(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_meta(resolve_llama(tmp_path, monkeypatch, tied=tied))
@@ -94,13 +83,6 @@ def test_its_weights_follow_from_the_seed_and_it_trains(llama: ModelSpec) -> Non
     logits = first(torch.randint(0, 100, (2, 16))).logits
     logits.sum().backward()
     assert all(p.grad is not None for p in first.parameters())
-
-
-def test_a_method_of_a_class_can_be_a_factory() -> None:
-    assert (
-        load_attribute("transformers:AutoModelForCausalLM.from_config", "--model.name").__name__
-        == "from_config"
-    )
 
 
 # ---------------------------------------------------------------- recomputation
@@ -185,16 +167,3 @@ def test_caches_are_off_in_every_configuration() -> None:
     configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
     assert len({id(config) for config in configs}) > 1
     assert not any(config.use_cache for config in configs)
-
-
-@pytest.mark.parametrize("how", sample_are(["full"], ["ops", "full"]))
-def test_a_plan_recomputes_it(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    resolve_llama(tmp_path, monkeypatch)
-    words = (
-        "--model.name my_llama:llama --data.name synthetic --data.args.kind tokens --data.args.vocab_size 100"
-    )
-    plan = "--data.seq_len 16 --plan.gpus 2 --plan.gpu h100 --train.global_batch 8 --train.micro_batch 4"
-    given = [*words.split(), *plan.split(), "--memory.activation_checkpointing", how]
-    lines = answer(load(given), fields_set(given))
-    assert any("best:" in line for line in lines)
-    assert any("units: 3 of " in line for line in lines)

@@ -138,12 +138,6 @@ def test_anything_else_is_refused_by_its_type(output: Any) -> None:
         loss_or_logits(output)
 
 
-@pytest.mark.parametrize("output", [{"loss": 0.5, "logits": torch.ones(2, 3)}, {"logits": [torch.ones(2)]}])
-def test_a_loss_or_logits_that_are_no_tensor_are_refused(output: Any) -> None:
-    with pytest.raises(ConfigError, match=r"the model returned a (float as loss|list as logits)"):
-        loss_or_logits(output)
-
-
 def test_logits_before_the_loss_are_read_of_a_model_that_was_given_labels() -> None:
     logits, loss = torch.ones(2, 3), torch.ones(())
     assert read_output((logits, loss), labelled=True) == Found(loss, logits)
@@ -236,13 +230,6 @@ def test_pictures_have_their_classes_in_dimension_1_as_in_torch(sizes: tuple[int
     targets[0, 0, 0] = -100
     parts = cross_entropy_parts(logits, targets, torch.ones(2, dtype=torch.bool))
     expected = F.cross_entropy(logits, targets, reduction="sum")
-    assert parts.loss_sum.item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_a_text_of_as_many_tokens_as_classes_has_its_classes_last() -> None:
-    logits, targets = torch.randn(2, 7, 7), torch.randint(0, 7, (2, 7))
-    parts = cross_entropy_parts(logits, targets, torch.ones(2, dtype=torch.bool))
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     assert parts.loss_sum.item() == pytest.approx(expected.item(), rel=1e-6)
 
 

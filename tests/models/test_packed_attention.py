@@ -7,20 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.torchvision_import import prepare_torchvision
-from fsdp.config import MemorySection, SpeedSection
+from fsdp.config import MemorySection
 from fsdp.models import packed
 from fsdp.models.checks import check_documents_apart, check_positions
 from fsdp.models.cross_entropy import read_output
 from fsdp.models.hf_settings import select_experts_kernel
-from fsdp.models.packed import document_bounds, document_starts, documents_of, uses_varlen
+from fsdp.models.packed import documents_of, uses_varlen
 from fsdp.models.transformer import Transformer, TransformerSizes
 from fsdp.parallel.activations import apply_activation_checkpointing
-from fsdp.parallel.attention import attention_kernel
 from tests.models import small_hf
 
 LENGTHS = ([3, 1, 5], [9], [1, 1, 7])
@@ -77,20 +75,6 @@ def test_a_document_has_the_same_bits_beside_another(dtype: torch.dtype) -> None
     assert not torch.equal(one[0, :4], two[0, :4])
 
 
-def test_rows_without_positions_take_the_causal_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (tokens, _) = transformer(), rows()
-    given: list[dict[str, Any]] = []
-    plain = F.scaled_dot_product_attention
-
-    def watched(*args: Any, **kwargs: Any) -> Tensor:
-        given.append(kwargs)
-        return plain(*args, **kwargs)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    model(tokens)
-    assert given == [{"is_causal": True, "enable_gqa": True}] * 2
-
-
 @pytest.mark.parametrize("memory", [("full", 1.0), ("ops", 1.0), ("none", 0.5)])
 def test_recomputation_has_the_same_gradients(memory: tuple[Any, float]) -> None:
     tokens, positions = rows()
@@ -125,12 +109,6 @@ def plain_varlen(
     return torch.cat(parts)
 
 
-def test_bounds_of_documents() -> None:
-    bounds = document_bounds(document_starts(rows()[1]))
-    assert bounds.tolist() == [0, 3, 4, 9, 18, 19, 20, 27]
-    assert bounds.dtype == torch.int32
-
-
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_varlen_is_as_the_mask(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (tokens, positions) = transformer(kv_heads=kv_heads), rows()
@@ -141,16 +119,6 @@ def test_varlen_is_as_the_mask(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -
     assert torch.allclose(model(tokens, positions), masked, rtol=0, atol=1e-12)
 
 
-def test_torch_takes_these_arguments_of_varlen() -> None:
-    """On the meta device, where it computes nothing."""
-    if packed.varlen_kernel() is None:
-        pytest.skip("this torch has no torch.nn.attention.varlen")
-    documents = packed.Documents(bounds=document_bounds(document_starts(rows()[1])).to("meta"))
-    q = torch.empty(3, 4, 9, 8, dtype=torch.bfloat16, device="meta")
-    kv = torch.empty(3, 2, 9, 8, dtype=torch.bfloat16, device="meta")
-    assert documents.attend(q, kv, kv).shape == q.shape
-
-
 def test_varlen_is_for_half_precision_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(packed, "varlen_kernel", lambda: plain_varlen)
@@ -159,20 +127,6 @@ def test_varlen_is_for_half_precision_on_cuda(monkeypatch: pytest.MonkeyPatch) -
     assert not uses_varlen(cuda, torch.float32, 64)
     assert not uses_varlen(cuda, torch.bfloat16, 20)
     assert not uses_varlen(torch.device("cpu"), torch.bfloat16, 64)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "varlen"),
-    [("auto", True), ("flash", True), ("cudnn", False), ("efficient", False), ("math", False)],
-)
-def test_a_kernel_that_is_named_is_that_of_packed_rows_too(
-    kernel: Any, varlen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """varlen is FlashAttention's: another one gets a mask."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(packed, "varlen_kernel", lambda: plain_varlen)
-    with attention_kernel(SpeedSection(attention=kernel)):
-        assert uses_varlen(torch.device("cuda"), torch.bfloat16, 64) is varlen
 
 
 # ---------------------------------------------------------------- the check

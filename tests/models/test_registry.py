@@ -101,19 +101,6 @@ def test_sizes_come_from_args_then_preset_then_the_data_then_defaults() -> None:
     assert (toy["vocab_size"], toy["max_seq_len"], toy["kv_heads"], toy["ffn"]) == (256, 128, 4, 384)
 
 
-def test_the_defaults_fit_the_default_data() -> None:
-    assert spec("vit", facts=DIGITS).sizes["num_classes"] == 10
-    assert spec("mlp", facts=DIGITS).sizes["in_features"] == 784
-
-
-def test_flags_written_as_floats_or_whole_numbers_are_both_numbers() -> None:
-    assert spec("transformer", layers=2.0, rope_theta=500_000).sizes["rope_theta"] == 500_000.0
-
-
-def test_derived_sizes_are_printed() -> None:
-    assert spec("transformer", width=96, heads=3).sizes["ffn"] == 256
-
-
 def test_a_spec_builds_on_meta_and_for_real() -> None:
     made = spec("mlp", hidden=4)
     with torch.device("meta"):
@@ -270,10 +257,6 @@ def test_a_class_is_a_factory_and_args_come_before_facts() -> None:
     assert not made.knows_inits
 
 
-def test_an_attribute_of_an_attribute_can_be_named() -> None:
-    assert isinstance(spec("my_models:Zoo.build", width=7).build(), nn.Linear)
-
-
 def test_a_factory_that_takes_anything_gets_only_what_was_given() -> None:
     assert spec("my_models:anything", facts=DIGITS, width=5).sizes == {"width": 5}
 
@@ -284,13 +267,6 @@ def test_a_factory_may_have_presets() -> None:
 
 def test_a_factory_that_says_its_inits_is_known_to() -> None:
     assert spec("my_models:Drawn").knows_inits
-
-
-def test_a_class_of_torch_itself() -> None:
-    assert spec("torch.nn:Linear", in_features=3, out_features=2).sizes == {
-        "in_features": 3,
-        "out_features": 2,
-    }
 
 
 def test_looking_at_a_factory_leaves_torchs_random_numbers_alone() -> None:

@@ -7,23 +7,16 @@ from __future__ import annotations
 import logging
 import random
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp import config as configuration
-from fsdp.base.errors import ConfigError
-from fsdp.base.torchvision_import import prepare_torchvision
-from fsdp.config import MemorySection
 from fsdp.dist.env import DistEnv
 from fsdp.models import build_real, resolve
-from fsdp.models.units import find_units
-from fsdp.parallel.activations import apply_activation_checkpointing
 from fsdp.predict.trained import open_run
 from tests.support.plain_loop import relative_difference, train_plainly
 from tests.support.runs import failures, finished, flags, on_a_rank, run, settings
@@ -85,19 +78,6 @@ def test_experts_of_a_lone_mixture_are_those_of_one_process(tmp_path: Path) -> N
     plainly(tmp_path / "run", f"--model.name {HERE}:Routed --train.micro_batch 1", 2)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_a_forward_may_take_keywords_alone(strategy: str, tmp_path: Path) -> None:
-    words = f"--mesh.strategy {strategy} --model.name"
-    plain = f"{words} tests.support.user_code:Uneven"
-    plainly(tmp_path / "run", f"{words} {HERE}:KeywordsOnly", 2, plain)
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_logits_before_a_loss_do_not_replace_it(strategy: str, tmp_path: Path) -> None:
-    words = f"--mesh.strategy {strategy} --model.name"
-    plainly(tmp_path / "run", f"{words} {HERE}:LossAtLast", 2, f"{words} tests.support.user_code:OwnLoss")
-
-
 def from_other_streams(env: DistEnv, words: list[str]) -> str | None:
     """A run of ranks whose processes have drawn different numbers before."""
     random.seed(env.rank)
@@ -132,14 +112,6 @@ def test_a_forward_may_write_into_parameters_under_ddp(tmp_path: Path) -> None:
     plainly(tmp_path / "run", f"--mesh.strategy ddp --model.name {HERE}:Follows", 2)
 
 
-def test_a_tied_model_with_a_plain_tensor_stays_tied(tmp_path: Path) -> None:
-    words = f"{THREE} --data.name {HERE}:sentences --model.name"
-    plain = run(2, tmp_path / "plain", words, "tests.support.user_code:TiedWords")
-    masked = run(2, tmp_path / "masked", words, f"{HERE}:TiedWithMask")
-    assert torch.equal(masked.parameters["head.weight"], masked.parameters["words.weight"])
-    assert all(torch.equal(masked.parameters[name], value) for name, value in plain.parameters.items())
-
-
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_a_part_in_eval_mode_stays_so_over_an_evaluation(strategy: str, tmp_path: Path) -> None:
     words = f"{THREE} --data.name tests.support.user_code:vectors_with_heldout --mesh.strategy {strategy}"
@@ -161,103 +133,38 @@ def test_a_part_in_eval_mode_stays_so_over_an_evaluation(strategy: str, tmp_path
     assert whole == dropping  # as from_pretrained returns a model, which then trains with its dropout
 
 
-def test_the_order_of_a_parameter_in_memory_changes_nothing(tmp_path: Path) -> None:
-    turned, plain = (
-        run(2, tmp_path / name, THREE, f"--model.name {HERE}:Transposed --model.args.plain {name}")
-        for name in ("false", "true")
-    )
-    assert all(torch.equal(turned.parameters[name], value) for name, value in plain.parameters.items())
-
-
 REFUSED = {
-    "Follows": "the forward writes into slow.weight, which is gathered for this step alone: its shards do "
-        "not change. HINT: register_buffer for what forward changes, or --mesh.strategy ddp "
-        "--checkpoint.mode blocking",
-    "Follows --model.args.way replaced --mesh.strategy hsdp": "the forward writes into slow.weight, which",
-    "Clipping": "the forward writes into blocks.0.up.weight, which is gathered for this step alone",
-    "Clipping --precision.param bf16": "the forward writes into blocks.0.up.weight, which",
-    "FastWeights": "torch.func.functional_call replaces blocks.1.up.weight, in whose place FSDP gathers the "
-        "model's own: the weights that it is called with would be ignored. HINT: functional_call on a module",
-    "ByMethod": "the forward computes with blocks.0.up.weight where this rank has a shard of it alone: "
-        "outside of the forward of its unit, or after torch.autograd.grad. HINT: --mesh.wrap root",
-    "Penalised": "the forward computes with a parameter where this rank has a shard of it alone",
-    "Forces": "the forward computes with head.weight where this rank has a shard of it alone",
-    "InPlace": "the output of blocks.0 is a view, and the forward writes into it afterwards (x += y): "
-        "FSDP would not gather blocks.0 for its backward. HINT: x = x + y in place of x += y, or --mesh.resh",
-    "Hiding": "blocks.0 returns a Hidden, in which FSDP finds no tensors: it would not gather blocks.0 for "
-        "its backward. HINT: return tensors, or a tuple, list, dictionary or dataclass of them; or --mesh",
-    "NeedsMask": "the model's forward needs mask, and the data have only inputs, targets. HINT: give mask a ",
-    "Detached": "the loss does not depend on a trained parameter, so that it has no gradient. HINT: compute",
-    "ReturnsNothing": "the model returned a NoneType: neither a tensor, nor a loss, nor logits. HINT: return",
-    "wrapped": "wrapped returned its model inside of DataParallel. HINT: return the model itself; "
-        "--speed.compile true",
-    "Uneven --train.loss {HERE}:centres": "centres has a parameter of its own, centres, which is no part of "
-        "the model and would not be trained. HINT: make it a part of the model",
-    "Words --model.args.sparse true --data.name {HERE}:sentences": "Words: words has sparse gradients, which "
-        "are neither reduced nor clipped. HINT: sparse=False",
-    "Words --model.args.max_norm 1.0 --data.name {HERE}:sentences": "Words: words has max_norm 1: its "
-        "forward writes into the rows",
-    "Complex": "Complex: parameter phase is complex64, which FSDP does not reduce. HINT: "
-        "nn.Parameter(torch.view_as_real(",
-    "Quantized": "Quantized: parameter packed is of type Packed, whose packed values cannot be cut into the "
-        "shards of any number of ranks. HINT: packed as it was before quantization; --precision.frozen bf16",
-    "GradientHook": "GradientHook: parameter blocks.0.up.weight has a gradient hook, which sharding would "
-        "lose: it replaces the parameters. HINT: change the gradient in forward",
-    "GradientHook --model.args.how register_post_accumulate_grad_hook --mesh.strategy ddp": "has a gradient "
-        "hook, which sharding",
-    "InStages": "requires_grad_(True) was called on blocks.1.norm.weight after the start, which the sharded "
-        "model and the optimizer do not follow. HINT: --model.frozen from the start",
-    "InStages --mesh.strategy ddp": "requires_grad_(True) was called on blocks.1.norm.weight after the start",
-    "InStages --model.args.first true": "requires_grad_(False) was called on blocks.1.norm.weight after",
-    "Remembers": "decayed keeps parameters as they were before sharding, which replaces them. HINT: "
-        "nn.ParameterList",
-    "Remembers --model.args.beside true": "decayed keeps parameters as they were before sharding",
-    "Scripted": "blocks.0 is a ScriptModule, whose parameters FSDP cannot replace. HINT: leave out torch.jit",
-    "Lazy": "Lazy: stem.weight has no shape before the first forward, but sharding comes before it."
-        " HINT: nn.Linear(IN, OUT)",
-    "PerSample": "the model's own loss has the shape (6,), not that of one number. HINT: return "
-        "loss.mean()",
-    "Unused --mesh.strategy ddp": "does not depend on extra.weight (and 1 more), and --mesh.strategy ddp "
-        "reduces every "
-    "gradient. HINT: --mesh.strategy fsdp, or --model.frozen extra.weight,extra.bias",
-    "Words --model.args.words 20 --data.name {HERE}:sentences": "words of the model is read at ",
-    "Words --model.args.positions 5 --data.name {HERE}:sentences": "places of the model is read at 8, but "
-        "has rows 0 to 4",
-    "Counting --memory.activation_checkpointing full": "--memory.activation_checkpointing full: the "
-        "forward of blocks.0 "
-    "changes its own state, blocks.0.calls, and backward would change it a second time. "
-    "HINT: --memory.activation_checkpointing none",
-    "Numbering --memory.activation_budget 0.5": "--memory.activation_budget 0.5: the forward of blocks.0 "
-        "changes its own "
-    "state, blocks.0.calls,",
-    "Alternating --memory.activation_checkpointing full": "the forward of blocks.1 computes something else "
-        "when backward repeats it (",
-    "Alternating --memory.activation_checkpointing ops": "the forward of blocks.1 computes something else "
-        "when backward repeats it (",
-    "Caching --memory.activation_checkpointing ops": "--memory.activation_checkpointing ops: the forward of "
-        "blocks.0 writes into its argument cache (Cache), and backward would change it a second time. HINT: ",
-}  # fmt: skip
+    "Follows": "the forward writes into slow.weight",
+    "Clipping": "the forward writes into blocks.0.up.weight",
+    "FastWeights": "torch.func.functional_call replaces blocks.1.up.weight",
+    "ByMethod": "the forward computes with blocks.0.up.weight where this rank has a shard of it alone",
+    "InPlace": "the output of blocks.0 is a view, and the forward writes into it afterwards (x += y)",
+    "Hiding": "blocks.0 returns a Hidden, in which FSDP finds no tensors",
+    "NeedsMask": "the model's forward needs mask, and the data have only inputs, targets",
+    "Detached": "the loss does not depend on a trained parameter",
+    "ReturnsNothing": "the model returned a NoneType: neither a tensor, nor a loss, nor logits",
+    "wrapped": "wrapped returned its model inside of DataParallel",
+    "Uneven --train.loss {HERE}:centres": "centres has a parameter of its own, centres",
+    "Words --model.args.sparse true --data.name {HERE}:sentences": "Words: words has sparse gradients",
+    "Complex": "parameter phase is complex64, which FSDP does not reduce",
+    "Quantized": "parameter packed is of type Packed",
+    "GradientHook": "parameter blocks.0.up.weight has a gradient hook",
+    "InStages": "requires_grad_(True) was called on blocks.1.norm.weight after the start",
+    "Remembers": "decayed keeps parameters as they were before sharding",
+    "Scripted": "blocks.0 is a ScriptModule, whose parameters FSDP cannot replace",
+    "Lazy": "stem.weight has no shape before the first forward",
+    "PerSample": "the model's own loss has the shape (6,)",
+    "Unused --mesh.strategy ddp": "does not depend on extra.weight (and 1 more)",
+    "Words --model.args.positions 5 --data.name {HERE}:sentences": "places of the model is read at 8",
+    "Counting --memory.activation_checkpointing full": "changes its own state, blocks.0.calls",
+    "Alternating --memory.activation_checkpointing full": "the forward of blocks.1 computes something else",
+    "Caching --memory.activation_checkpointing ops": "writes into its argument cache (Cache)",
+}
 
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_a_model_is_refused_in_a_line(words: str, tmp_path: Path) -> None:
     refused(f"--model.name {HERE}:" + words.replace("{HERE}", HERE), REFUSED[words], tmp_path)
-
-
-@pytest.mark.needs("transformers")
-@pytest.mark.parametrize("kind", ["full", "ops"])
-def test_recomputation_of_xlm_is_refused_with_the_module(kind: Literal["full", "ops"]) -> None:
-    prepare_torchvision()
-    from transformers import XLMConfig, XLMWithLMHeadModel
-
-    sizes: Any = {"vocab_size": 50, "emb_dim": 16, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 16}
-    model = XLMWithLMHeadModel(XLMConfig(**sizes)).train()
-    units = find_units(model, "auto")
-    apply_activation_checkpointing(units, MemorySection(activation_checkpointing=kind), root=model)
-    with pytest.raises(
-        ConfigError, match=r"forward of transformer.attentions.0 writes into its argument cache"
-    ):
-        model(torch.zeros(2, 8, dtype=torch.int64))
 
 
 OTHERS = {
@@ -281,6 +188,7 @@ def refused(words: str, line: str, folder: Path) -> None:
         assert said is not None
         assert said.startswith("ConfigError: "), said
         assert line in said
+        assert " HINT: " in said
         assert "\n" not in said
 
 
@@ -308,18 +216,3 @@ def test_a_state_that_no_checkpoint_keeps_is_named(tmp_path: Path) -> None:
         assert error is None
         assert [line.partition(":")[0] for line in lines] == ["Remembering"]
         assert "HINT: register_buffer for what is to stay" in lines[0]
-
-
-def write_shards(env: DistEnv, file: str) -> None:
-    mesh = init_device_mesh("cpu", (env.world_size,))
-    state = {"stem.weight": distribute_tensor(torch.zeros(13, 12), mesh, [Shard(0)])}
-    if env.is_main:
-        torch.save(state, file)
-
-
-def test_a_file_of_dtensors_is_refused(tmp_path: Path) -> None:
-    run_world(2, write_shards, str(tmp_path / "shards.pt"))
-    said = failures(2, tmp_path / "run", f"--model.weights {tmp_path / 'shards.pt'}")
-    assert "stem.weight is a DTensor, one rank's shard. HINT: torch.save({name: tensor.full_tensor()" in (
-        said[0] or ""
-    ), said

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp.base.errors import ConfigError
-from fsdp.config import load
 from fsdp.models.chunked_loss import ChunkedHead
-from fsdp.models.cross_entropy import LossParts, cross_entropy_parts, summed_entropy
+from fsdp.models.cross_entropy import LossParts, cross_entropy_parts
 from fsdp.models.loss import LossFunction
 from fsdp.models.transformer import Transformer, TransformerSizes
-from tests.support.runs import failures, run
+from tests.support.runs import failures
 
 WEIGHT = 0.05
 TOKENS = torch.randint(0, 37, (3, 9), generator=torch.Generator().manual_seed(1))
@@ -67,23 +64,6 @@ def test_an_evaluation_and_the_losses_of_rows_leave_it_out(chunk: int) -> None:
     assert ours.loss_sum > theirs.loss_sum
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_compiled_code_gives_the_same() -> None:
-    logits = torch.randn(20, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    targets = torch.arange(20) % 11
-    targets[3:6] = -100
-    found = []
-    for summed in (summed_entropy, torch.compile(summed_entropy)):
-        leaf = logits.clone().requires_grad_()
-        valid = torch.ones(20, dtype=torch.bool)
-        loss = cross_entropy_parts(leaf, targets, valid, summed=summed, z_loss=WEIGHT).loss_sum
-        loss.backward()
-        found.append((float(loss.detach()), leaf.grad))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-13)
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("rows", [False, True])
 def test_backward_keeps_no_second_copy_of_the_logits(rows: bool) -> None:
     """One log-softmax, as without: the normalizers come from it."""
@@ -108,23 +88,6 @@ BASE = (
 )
 
 
-def test_a_run_keeps_its_logits_smaller_on_any_ranks(tmp_path: Path) -> None:
-    def finished(name: str, ranks: int, words: str = "") -> Any:
-        return run(ranks, tmp_path / name, BASE, words)
-
-    def normalizers(parameters: dict[str, Tensor]) -> float:
-        sizes = TransformerSizes(vocab_size=31, width=24, layers=2, heads=2, ffn=22, max_seq_len=9)
-        model = Transformer(sizes).double()
-        model.load_state_dict(parameters)
-        return float(model(TOKENS % 31).detach().logsumexp(-1).square().mean())
-
-    free, held = finished("free", 2), finished("held", 2, f"--train.z_loss {WEIGHT}")
-    assert normalizers(held.parameters) < 0.9 * normalizers(free.parameters)
-    split = finished("split", 1, f"--train.z_loss {WEIGHT} --train.micro_batch 3 --memory.loss_chunk 7")
-    ours, theirs = ([r["loss"] for r in one.records if "loss" in r] for one in (split, held))
-    assert ours == pytest.approx(theirs, rel=1e-12)
-
-
 def test_a_loss_without_logits_is_refused(tmp_path: Path) -> None:
     words = "--model.name tests.support.user_code:OwnLoss --data.name tests.support.user_code:vectors"
     said = failures(2, tmp_path, f"{words} --train.steps 1 --train.z_loss 0.001")
@@ -132,8 +95,3 @@ def test_a_loss_without_logits_is_refused(tmp_path: Path) -> None:
         assert line is not None
         assert line.startswith("ConfigError: --train.z_loss 0.001 needs logits")
         assert line.endswith("HINT: --train.z_loss 0")
-
-
-def test_a_loss_of_one_s_own_is_refused_beside_it() -> None:
-    with pytest.raises(ConfigError, match=r"--train\.z_loss 0\.001 and --train\.loss mine:loss do not go"):
-        load(["--train.z_loss", "0.001", "--train.loss", "mine:loss"])

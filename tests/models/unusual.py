@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from tests.support.user_code import Block, OwnLoss, Sentences, TiedWords, Uneven, Vectors
+from tests.support.user_code import Block, Sentences, Uneven, Vectors
 
 # ---------------------------------------------------------------- what trains
 
@@ -21,21 +21,6 @@ class Empty(Uneven):
         super().__init__()
         self.nothing = nn.Parameter(torch.zeros(0))
         self.blocks[0].nothing = nn.Parameter(torch.zeros(0, 3))
-
-
-class Transposed(Uneven):
-    """Two weights whose memory is in the order of their columns, in the root and in a block; `plain` copies
-    them.
-    """
-
-    def __init__(self, plain: bool = False) -> None:
-        super().__init__()
-        layers = (self.stem, self.get_submodule("blocks.1.up"))
-        for layer in layers:
-            assert isinstance(layer, nn.Linear)
-            rows, columns = layer.weight.shape
-            turned = torch.linspace(-0.2, 0.2, rows * columns).view(columns, rows).t()
-            layer.weight = nn.Parameter(turned.contiguous() if plain else turned)
 
 
 class Orthogonal(Uneven):
@@ -77,14 +62,6 @@ class HostNoise(Uneven):
         return super().forward(x)
 
 
-class LossAtLast(OwnLoss):
-    """Logits before the loss, as nanoGPT returns them."""
-
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
-        loss = None if targets is None else super().forward(x, targets)
-        return super().forward(x), loss
-
-
 class WholeNumbers(Uneven):
     """A table of int8 as a parameter that is not trained."""
 
@@ -120,11 +97,6 @@ class SharedBuffer(Uneven):
         for block in self.blocks:
             x = block(x)
         return self.head(x * self.blocks[0].get_buffer("shared"))
-
-
-class KeywordsOnly(Uneven):
-    def forward(self, *, x: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x)
 
 
 class TensorList(Uneven):
@@ -252,16 +224,6 @@ class ByMethod(Uneven):
         for block in self.blocks:
             x = block(x) + block.widened(x)  # type: ignore[operator]
         return self.head(x)
-
-
-class Penalised(OwnLoss):
-    """Adds the squares of all parameters to its loss."""
-
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        found = super().forward(x, targets)
-        if targets is None:
-            return found
-        return found + 0.01 * torch.stack([p.square().sum() for p in self.parameters()]).sum()
 
 
 class FastWeights(Uneven):
@@ -501,24 +463,6 @@ class Alternating(Uneven):
         self.blocks = nn.ModuleList(Alternates() for _ in range(2))
 
 
-class Numbered(Block):
-    """A block that counts its calls in a number."""
-
-    def __init__(self) -> None:
-        super().__init__(13)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x)
-
-
-class Numbering(Uneven):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Numbered() for _ in range(2))
-
-
 class Cache:
     """A key-value cache as transformers' have it: what the blocks append to."""
 
@@ -592,14 +536,6 @@ def sentences() -> Sentences:
 
 def without_default(output: Tensor, input: Tensor, group: Any, op: Any, async_op: bool) -> Any:
     return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
-
-
-class TiedWithMask(TiedWords):
-    """Its mask is no buffer, so that it cannot be built on meta."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask = torch.ones(9)
 
 
 class Dropping(Uneven):

@@ -156,7 +156,7 @@ def test_an_unusable_folder_is_named_with_the_rank(tmp_path: Path) -> None:
         ("--memory.nvme_dir /tmp", "has no effect alone"),
         (
             "--memory.nvme all --memory.nvme_dir /tmp --mesh.strategy ddp",
-            "moves shards, and --mesh.strategy ddp has none",
+            "and --mesh.strategy ddp has none",
         ),
         (
             "--memory.nvme optimizer --memory.nvme_dir /tmp --optim.name sgd --optim.momentum 0",
