@@ -91,7 +91,9 @@ def export(
                 for file, write in _side_files(pretrained, folder, stored).items():
                     files.add(file, write)
                 entries, fetch = _with_saved_names(pretrained, entries, fetch)
-            _add_safetensors(files, entries, fetch, int((shard_gib or SHARD_GIB) * 2**30), pretrained is not None)
+            _add_safetensors(
+                files, entries, fetch, int((shard_gib or SHARD_GIB) * 2**30), pretrained is not None
+            )
         return files.take_names()
 
 

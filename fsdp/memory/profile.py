@@ -24,7 +24,6 @@ from fsdp.base.phases import Activity, Phases, announces
 from fsdp.base.torch_private.core import (
     start_allocator_history,
     stop_allocator_history,
-    verbose_profiler,
     write_allocator_snapshot,
 )
 from fsdp.base.torch_private.names import SNAPSHOT_VIEWER
@@ -166,8 +165,7 @@ class Profile:
         tracer.stop()
         path = self._path("trace.json.gz")
         tracer.export_chrome_trace(str(path))
-        averages = tracer.key_averages(
-        )
+        averages = tracer.key_averages()
         table = averages.table(sort_by=f"self_{device}_time_total", row_limit=OPERATORS_SHOWN)
         self._path("operators.txt").write_text(table + "\n", encoding="utf-8")
         self._lines.append(
