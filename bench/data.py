@@ -26,7 +26,7 @@ import numpy as np
 from bench import tables
 from bench.data_tokenize import speeds
 from bench.peers import setup
-from fsdp.tokenize.progress import cores
+from fsdp.tokenize.shards import cores
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = ("datasets", "streaming")

@@ -4,10 +4,9 @@
     commands, text, units                commands, counts, lists, seconds and bytes as people read them
     stop_signals, streams                the signals that stop a run; stdout and stderr that print any text
     proc, cgroup                         files of /proc; the memory limit of the process's cgroup
-    regular_file                         files that may be anyone's, read and unpacked within a size; no FIFOs
+    regular_file                         files that may be anyone's, read within a size; no FIFOs
     cache_folder, checked_values         the folder of what can be made again; checks of a file's values
-    garbage, freed_memory                garbage collection paused; memory returned to the kernel
-    grouping, weak_method                items in lists of one size; a method that does not keep its object
+    garbage, weak_method                 garbage collection paused; a method that does not keep its object
     object_client                        the client of object stores (fsspec, imported by its first use)
     devices, worker_thread               figures of devices; a thread for the jobs of an object (torch)
     digest, dtypes, torchvision_import   digests of tensors, names of dtypes, import of torchvision (torch)

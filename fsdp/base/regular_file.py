@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import stat
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from fsdp.base.commands import quoted
-from fsdp.base.errors import ConfigError
 from fsdp.base.units import byte_size
 
 SETTINGS = 16 << 20
 """Of a file of settings, such as config.json, which has some kilobytes."""
 TABLE = 256 << 20
 """Of a file with a line for each tensor, rank or token: an index of weights, a tokenizer.json."""
-
-UNPACKED, UNPACKED_TIMES = 1 << 30, 200
-"""What a compressed file may unpack to: so many bytes, or so many times its own size if that is more."""
-BLOCK = 1 << 24
 
 
 def read_regular(file: Path, most: int) -> bytes:
@@ -37,30 +29,6 @@ def read_regular(file: Path, most: int) -> bytes:
 def regular_text(file: Path, most: int) -> str:
     """The same as text in UTF-8."""
     return read_regular(file, most).decode()
-
-
-def bounded(blocks: Iterable[bytes], packed: Path) -> Iterator[bytes]:
-    """The unpacked blocks of a file; ConfigError for more than such a file may unpack to."""
-    size = 0
-    for block in blocks:
-        size += len(block)
-        if size > UNPACKED:
-            check_unpacked(size, packed)
-        yield block
-
-
-def check_unpacked(size: int, packed: Path) -> None:
-    most = max(UNPACKED, UNPACKED_TIMES * packed.stat().st_size)
-    if size > most:
-        raise ConfigError(
-            f"{packed} unpacks to more than {byte_size(most)}: over {UNPACKED_TIMES} times its size.",
-            f"rm {quoted(packed)}; if it is meant, unpack it by hand and name the plain file",
-        )
-
-
-def gzip_blocks(path: Path) -> Iterator[bytes]:
-    with gzip.open(path, "rb") as file:
-        yield from bounded(iter(lambda: file.read(BLOCK), b""), path)
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -15,7 +15,7 @@ row for each item (docs/data.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
-from fsdp.base.errors import ConfigError, OneRankError
+from fsdp.base.errors import ConfigError, OneRankError, one_line
 from fsdp.config import Args
-from fsdp.data.arguments import Where
 from fsdp.data.stream import StreamItems, StreamSamples, is_stream
-from fsdp.data.types import DataInfo, DataSet, Samples, first_sample
+from fsdp.data.types import DataInfo, DataSet, Samples, Where, first_sample
 from fsdp.models.factory import blame, load_attribute, parameters_of
 
 
@@ -53,76 +52,50 @@ def _arguments(name: str, factory: Callable[..., Any], where: Where, args: Args)
     if takes is None:
         return dict(args)
     takes.check(args, "--data.args", name)
-    if where.dir and not takes.accepts("dir"):
-        raise ConfigError(
-            f"--data.dir {where.dir} has no effect on {name}: it has no parameter dir.",
-            "leave it out, or give it a parameter dir",
-        )
-    given = dict(args)
+    arguments = dict(args)
     if "seq_len" in takes.named:
-        given.setdefault("seq_len", where.seq_len)
+        arguments.setdefault("seq_len", where.seq_len)
     if where.dir:
-        given.setdefault("dir", where.dir)
-    if missing := takes.missing(given):
+        if not takes.accepts("dir"):
+            raise ConfigError(f"--data.dir {where.dir}: {name} has no parameter dir.", "leave it out")
+        arguments.setdefault("dir", where.dir)
+    if missing := takes.missing(arguments):
         flag = "--data.dir FOLDER" if missing[0] == "dir" else f"--data.args.{missing[0]} VALUE"
         raise ConfigError(f"{name} needs {', '.join(missing)}.", flag)
-    return given
+    return arguments
 
 
 def as_dataset(name: str, make: Callable[[], Any]) -> DataSet:
     made = make()
     if isinstance(made, DataSet):
         return made
-    pair = made if isinstance(made, tuple) else (made, None)
-    if len(pair) != 2:
-        raise ConfigError(
-            f"--data.name {name} returned a tuple of {len(pair)}.",
-            "return a Dataset, or the pair (train, heldout)",
-        )
+    pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     streams = is_stream(pair[0])
     for part in pair[streams : 2 if pair[1] is not None else 1]:
         _check_map_style(name, part)
-    heldout = ItemSamples(pair[1]) if pair[1] is not None and len(pair[1]) else None
-    if streams:
-        return _stream(name, make, pair[0], heldout)
-    train = ItemSamples(pair[0])
-    return DataSet(train=train, heldout=heldout, info=_info(name, train, pair[0]))
+    heldout = ItemSamples(pair[1]) if pair[1] is not None else None
+    if not streams:
+        train = ItemSamples(pair[0])
+        return DataSet(train=train, heldout=heldout, info=_info(name, train, pair[0]))
 
-
-def _stream(name: str, make: Callable[[], Any], made: Any, heldout: Samples | None) -> DataSet:
     def again() -> Any:
-        one = make()
-        return one[0] if isinstance(one, tuple) else one
+        stream = make()
+        return stream[0] if isinstance(stream, tuple) else stream
 
-    items = StreamItems(name, made, again)
-    train = StreamSamples(items, ItemSamples(items).batch)
-    info = _info(name, train, made)  # type: ignore[arg-type]
+    items = StreamItems(name, pair[0], again)
+    samples: Any = StreamSamples(items, ItemSamples(items).batch)
     # `train` has no length, which only code that has seen that there is no stream reads
-    return DataSet(train=train, heldout=heldout, info=info, stream=items)  # type: ignore[arg-type]
+    return DataSet(train=samples, heldout=heldout, info=_info(name, samples, pair[0]), stream=items)
 
 
 def _check_map_style(name: str, part: Any) -> None:
-    if isinstance(part, Mapping):
-        holds = ", ".join(map(str, part))
+    by_index = (
+        hasattr(part, "__len__") and hasattr(part, "__getitem__") and not isinstance(part, (Mapping, tuple))
+    )
+    if not by_index or not len(part):
         raise ConfigError(
-            f"--data.name {name} returned a {type(part).__name__} with {holds}, not a Dataset.",
-            """return one of them, or the pair (made["train"], made["test"])""",
-        )
-    if not hasattr(part, "__len__") or not hasattr(part, "__getitem__"):
-        raise ConfigError(
-            f"--data.name {name} returned a {type(part).__name__}, which has no length or no items by index.",
-            "give it __len__ and __getitem__: the order of samples must be the same at any number of ranks",
-        )
-    if not len(part):
-        raise ConfigError(
-            f"--data.name {name} returned an empty {type(part).__name__}.",
-            "check the data that the factory reads",
-        )
-    hook = attribute_of(part, "collate")
-    if hook is not None and not callable(hook):
-        raise ConfigError(
-            f"--data.name {name}: collate is of type {type(hook).__name__}, which cannot be called.",
-            "collate(items) returns a batch, or leave the attribute out",
+            f"--data.name {name} returned a {type(part).__name__}, not a Dataset with items by index.",
+            "return a Dataset with __len__ and __getitem__, the pair (train, heldout), or a stream",
         )
 
 
@@ -150,11 +123,9 @@ class ItemSamples:
         rows = [_as_dict(item) for item in items]
         try:
             collated: Mapping[str, Tensor] = default_collate(rows)
-        except (RuntimeError, KeyError):
-            if (unlike := _unlike(rows, indices)) is None:
-                raise
+        except (RuntimeError, KeyError) as error:
             raise OneRankError(
-                f"{unlike}: samples of one batch must have one shape.",
+                f"samples {indices.tolist()}: those of one batch must have one shape: {one_line(error)}.",
                 "give your Dataset a method collate(items) that pads them to one length: docs/data.md",
             ) from None
         return _widened(collated)
@@ -162,27 +133,13 @@ class ItemSamples:
 
 def _widened(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Targets and labels of whole numbers as int64, which cross entropy reads; arrays often have less."""
+    narrow = (torch.uint8, torch.int8, torch.int16, torch.int32, *_UNSIGNED)
     return {
-        name: value.long() if name in ("targets", "labels") and _is_narrow(value) else value
+        name: value.long()
+        if name in ("targets", "labels") and getattr(value, "dtype", None) in narrow
+        else value
         for name, value in batch.items()
     }
-
-
-def _is_narrow(value: Any) -> bool:
-    whole = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-    return whole and value.dtype not in (torch.int64, torch.bool)
-
-
-def _unlike(rows: Sequence[Mapping[str, Any]], indices: np.ndarray) -> str | None:
-    """Describes two samples that differ in their keys or shapes; None if all are alike."""
-    first = rows[0]
-    for row, index in zip(rows, indices, strict=True):
-        if row.keys() != first.keys():
-            return f"sample {indices[0]} has {', '.join(first)} and sample {index} has {', '.join(row)}"
-        for name, value in row.items():
-            if (one := tuple(np.shape(first[name]))) != (other := tuple(np.shape(value))):
-                return f"{name} of sample {indices[0]} is {list(one)} and of sample {index} {list(other)}"
-    return None
 
 
 def _as_dict(item: Any, what: str = "an item") -> dict[str, Any]:
@@ -191,12 +148,10 @@ def _as_dict(item: Any, what: str = "an item") -> dict[str, Any]:
     if isinstance(item, Mapping) and ("inputs" in item or "input_ids" in item):
         first = "inputs" if "inputs" in item else "input_ids"
         return {"inputs": _value(item[first])} | {k: _value(v) for k, v in item.items() if k != first}
-    shown = (
-        f"a dict with {', '.join(map(str, item))}"
-        if isinstance(item, Mapping)
-        else f"a {type(item).__name__}"
+    keys = f" with {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
+    raise TypeError(
+        f"{what} is a {type(item).__name__}{keys}, neither (inputs, targets) nor a dict with inputs"
     )
-    raise TypeError(f"{what} is {shown}, neither (inputs, targets) nor a dict with inputs or input_ids")
 
 
 def _value(value: Any) -> Any:
@@ -213,34 +168,18 @@ def _value(value: Any) -> Any:
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
-def _classes(name: str, items: Any) -> tuple[str, ...]:
-    found = attribute_of(items, "classes")
-    if found is None:
-        return ()
-    if isinstance(found, str) or not isinstance(found, Iterable):
-        raise ConfigError(
-            f"--data.name {name}: classes is {found!r}, not the names of the classes.",
-            """classes = ["cat", "dog"], or leave the attribute out""",
-        )
-    return tuple(map(str, found))
-
-
 def _info(name: str, samples: Samples, items: Any) -> DataInfo:
     """Derives the description of all samples from one."""
-    hint = "items are (inputs, targets), or dicts with inputs"
-    first = first_sample(f"--data.name {name}", samples, hint)
-    bad = [k for k, v in first.items() if not isinstance(v, Tensor)]
-    if bad:
+    first = first_sample(f"--data.name {name}", samples, "items are (inputs, targets), or dicts with inputs")
+    if bad := [key for key, value in first.items() if not (isinstance(value, Tensor) and value.dim())]:
         raise ConfigError(
-            f"--data.name {name}: {bad[0]} of an item is not a number, array or tensor.",
-            f"leave {bad[0]} out",
+            f"--data.name {name}: {bad[0]} of a batch is not a tensor with a row for each item.",
+            f"leave {bad[0]} out, or give numbers, arrays or tensors",
         )
-    inputs = first["inputs"]
-    if flat := [name for name, value in first.items() if not value.dim()]:
-        raise ConfigError(
-            f"--data.name {name}: {flat[0]} of a batch is one number.", "a row for each item, from collate"
-        )
-    classes = _classes(name, items)
+    names = attribute_of(items, "classes")
+    if isinstance(names, str) or not (names is None or isinstance(names, Iterable)):
+        raise ConfigError(f"--data.name {name}: classes is {names!r}.", """classes = ["cat", "dog"]""")
+    inputs, classes = first["inputs"], tuple(map(str, names or ()))
     facts: dict[str, Any] = {"num_classes": len(classes)} if classes else {}
     kind: Literal["images", "text", "other"] = "other"
     if inputs.dim() == 4 and inputs.is_floating_point() and inputs.shape[2] == inputs.shape[3]:

@@ -2,25 +2,31 @@
 
 A global batch is split into contiguous near-equal parts, one per rank, and a part into near-equal
 micro-batches, which spreads the padding. Padding repeats a sample and is marked; all ranks always get the
-same number of micro-batches. Not here: the order (fsdp/data/cursor.py) and the device.
+same number of micro-batches. On CUDA a step's batch is copied on a separate stream while the previous step
+computes. Not here: the order (fsdp/data/cursor.py).
 """
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from queue import SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp.base.errors import OneRankError, ShardrunError, one_line
+from fsdp.base.devices import set_thread_device, thread_device
+from fsdp.base.errors import ConfigError, OneRankError, ShardrunError, one_line
+from fsdp.base.phases import READER
 from fsdp.base.text import listed
-from fsdp.data.device_prefetch import maybe_carrier
-from fsdp.data.reader_threads import Readers
 from fsdp.data.types import Batch, Samples, StepBatch
 from fsdp.dist.mesh import DataRank
 from fsdp.models.cross_entropy import count_tokens
+
+T = TypeVar("T")
 
 
 class SampleOrder(Protocol):
@@ -33,14 +39,7 @@ def slices(indices: np.ndarray, rank: DataRank, accumulation: int) -> list[np.nd
     """Returns this rank's indices of a global batch, one array per micro-batch; the first ranks and
     micro-batches hold the remainder.
     """
-    own = _part(indices, rank.index, rank.count)
-    return [_part(own, place, accumulation) for place in range(accumulation)]
-
-
-def _part(array: np.ndarray, place: int, parts: int) -> np.ndarray:
-    each, odd = divmod(len(array), parts)
-    start = place * each + min(place, odd)
-    return array[start : start + each + (place < odd)]
+    return np.array_split(np.array_split(indices, rank.count)[rank.index], accumulation)
 
 
 def pad(indices: np.ndarray, rows: int, spare: int) -> np.ndarray:
@@ -73,14 +72,15 @@ class Loader:
         self.micro_batch, self.accumulation, self.rank = micro_batch, accumulation, rank
         self._pin = pin
         self._masks: dict[int, Tensor] = {}
-        self._carrier = maybe_carrier(device if workers else None)
+        on_cuda = workers > 0 and device is not None and device.type == "cuda"
+        self._prefetch = DevicePrefetch(device) if on_cuda and device is not None else None
         # At least one step per thread, or a thread would be idle.
         self._readers = Readers(self._read, workers, ahead=max(prefetch, workers)) if workers else None
 
     def step(self, step: int) -> StepBatch:
         """Raises the error of reading it, with the rank and the sample."""
         batch = self._readers.get(step) if self._readers else self._read(step)
-        return batch if self._carrier is None else self._carrier.receive(batch)
+        return batch if self._prefetch is None else self._prefetch.receive(batch)
 
     def close(self) -> None:
         """Waits for reads in progress and ends the threads."""
@@ -92,7 +92,7 @@ class Loader:
         spare = int(indices[0])
         parts = slices(indices, self.rank, self.accumulation)
         batch = StepBatch([self._micro(step, part, spare) for part in parts], len(indices))
-        return batch if self._carrier is None else self._carrier.send(batch)
+        return batch if self._prefetch is None else self._prefetch.send(batch)
 
     def _micro(self, step: int, part: np.ndarray, spare: int) -> Batch:
         rows = pad(part, self.micro_batch, spare)
@@ -108,12 +108,11 @@ class Loader:
 
     def _mask(self, rows: int) -> Tensor:
         """Which rows are samples. An epoch has few different numbers of them."""
-        found = self._masks.get(rows)
-        if found is None:
+        if rows not in self._masks:
             mask = torch.arange(self.micro_batch) < rows
             # A copy to the device from unpinned memory blocks the host, however small it is.
-            found = self._masks[rows] = mask.pin_memory() if self._pin else mask
-        return found
+            self._masks[rows] = mask.pin_memory() if self._pin else mask
+        return self._masks[rows]
 
 
 def read_batch(samples: Samples, indices: np.ndarray, where: str) -> dict[str, Tensor]:
@@ -170,20 +169,111 @@ def heldout_batches(
     """Yields as many batches on every rank, with each held-out sample in one of them; limit 0 takes all."""
     count = min(limit or len(samples), len(samples))
     order = _EvenlySpread(len(samples), count, batch * rank.count)
+    reading: Any = {"workers": workers, "prefetch": prefetch, "pin": pin, "device": device}
     loader = Loader(
-        samples,
-        order,
-        micro_batch=batch,
-        accumulation=1,
-        rank=rank,
-        workers=workers,
-        prefetch=prefetch,
-        pin=pin,
-        device=device,
-        source_of=source_of,
+        samples, order, micro_batch=batch, accumulation=1, rank=rank, source_of=source_of, **reading
     )
     try:
         for step in range(order.steps):
             yield loader.step(step).micro[0]
     finally:
         loader.close()
+
+
+class Readers(Generic[T]):
+    """Threads: get(k) returns make(k), or raises its error; `ahead` later ones are prepared. A jump discards
+    them. Two C queues and a dict instead of an executor's futures: get() runs in every step, and a future
+    costs ten times as much.
+    """
+
+    def __init__(self, make: Callable[[int], T], threads: int, *, ahead: int) -> None:
+        self._make, self._ahead = make, ahead
+        self._tasks: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
+        self._made: SimpleQueue[tuple[int, int, T | None, BaseException | None]] = SimpleQueue()
+        self._ready: dict[int, tuple[T | None, BaseException | None]] = {}
+        self._expected: int | None = None
+        self._device = thread_device()  # the device to which the threads pin and copy
+        self._jumps = 0  # numbers each sequence of consecutive steps: results of an earlier one are dropped
+        # Daemons: a read that hangs does not keep the process from ending.
+        self._threads: list[threading.Thread] = []
+        for number in range(threads):
+            thread = threading.Thread(target=self._work, name=f"{READER}{number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system's limit
+                self.close()
+                raise ConfigError(
+                    f"--data.workers {threads}: this machine starts {number} threads more ({error}).",
+                    f"--data.workers {max(1, min(number // 2, 16))}",
+                ) from None
+            self._threads.append(thread)
+
+    def get(self, step: int) -> T:
+        if step == self._expected:
+            self._tasks.put((self._jumps, step + self._ahead))
+        else:
+            self._jumps += 1
+            self._ready.clear()
+            for later in range(step, step + self._ahead + 1):
+                self._tasks.put((self._jumps, later))
+        self._expected = step + 1
+        while step not in self._ready:
+            jumps, made, value, error = self._made.get()
+            if jumps == self._jumps:
+                self._ready[made] = (value, error)
+        value, error = self._ready.pop(step)
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+    def _work(self) -> None:
+        set_thread_device(self._device)
+        while (task := self._tasks.get()) is not None:
+            jumps, step = task
+            if jumps != self._jumps:
+                continue
+            try:
+                self._made.put((jumps, step, self._make(step), None))
+            except BaseException as error:
+                self._made.put((jumps, step, None, error))
+
+    def close(self) -> None:
+        """Ends the threads, each after its current task."""
+        self._jumps += 1
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+        self._expected = None
+
+
+class DevicePrefetch:
+    """`send` runs on a reader thread, `receive` on the training thread; the host waits in neither."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = _copy_stream(device)
+
+    def send(self, batch: StepBatch) -> StepBatch:
+        # A new thread's current device is 0, whatever the process has chosen.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            moved = [micro.to(self._device) for micro in batch.micro]
+            return StepBatch(moved, batch.samples, self._stream.record_event())
+
+    def receive(self, batch: StepBatch) -> StepBatch:
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_event(batch.arrived)
+        for micro in batch.micro:
+            for tensor in (*micro.data.values(), micro.valid, micro.sources):
+                if tensor is not None:
+                    # Allocated on the copy stream: without this the allocator could reuse the memory while it
+                    # is still read.
+                    tensor.record_stream(computing)
+        return batch
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the process: each evaluation makes a DevicePrefetch, and torch gives out 32 streams in turn."""
+    return torch.cuda.Stream(device)

@@ -1,26 +1,49 @@
-"""[[data.sources]]: several data sets as one. Their samples are concatenated; the order is mixing_order.py.
+"""[[data.sources]]: several data sets as one, and the order of their samples.
 
 All sources give the same fields of the same shapes, and describe the same vocabulary or classes. Held-out
-samples are each source's own, one after the other. Not here: how a source is read.
+samples are each source's own, one after the other. The order is (seed, segments, step) → sample indices,
+independent of the number of ranks.
+
+Which source: sample number t of a segment belongs to the source whose quota grows there. The quotas of all
+sources at t sum to t, and each is its exact share of t to within half a sample for each doubling of the
+number of sources. They follow from t alone: a tree of two-way splits, each rounded, in integers. A seeded
+draw would need more samples until its proportions are right, and a shuffled block would have to be walked
+from its beginning; here each global batch has each source's share, and any position takes the same time.
+The rows of a batch are shuffled, so that each rank's part is mixed.
+
+Which sample: each source is walked by its own permutation, one an epoch, as often as it is drawn.
+
+A segment is a stretch of steps with the same weights, sources and global batch. It starts with the number of
+samples drawn from each source before it; a change at a resume starts the next segment. Checkpoints keep the
+segments. Not here: how a source is read.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp.base.errors import ConfigError, OneRankError
+from fsdp.base.errors import CheckpointError, ConfigError, OneRankError
 from fsdp.config import DataSection, MixedSource, check_labels
-from fsdp.data.arguments import source_section
-from fsdp.data.mixing_order import MixSegment
-from fsdp.data.types import DataInfo, DataSet, MixedRows, Samples, first_sample
+from fsdp.data.cursor import EpochWalk, mix, stream_key
+from fsdp.data.types import DataInfo, DataSet, MixedRows, Samples, first_sample, source_section
 from fsdp.models.checks import PACKED
+
+MOST = 2**40
+"""The sum of shares: a batch of 2**20 samples is then split in int64. Greater sums are scaled down."""
+Amount = tuple[str, float]
+"""("weight", 2.0), or ("epochs", 1.0) of a source."""
+
 
 OWN_FACTS = ("fingerprint", "tokenizer")
 """Facts that may differ between sources: the vocabulary is what has to agree."""
@@ -89,55 +112,32 @@ def _built(section: DataSection, one: MixedSource, build_one: Callable[[DataSect
 
 
 def _check_alike(made: Mapping[str, DataSet]) -> None:
-    (first, one), *others = made.items()
-    fields = _fields(first, one.train)
+    (first, one), *others = ((label, _described(label, data)) for label, data in made.items())
     for label, other in others:
-        pair = f"[[data.sources]] {first} and {label}"
-        if bool(one.info.facts.get(PACKED)) != bool(other.info.facts.get(PACKED)):
-            packed, plain = (first, label) if one.info.facts.get(PACKED) else (label, first)
-            raise ConfigError(
-                f"{pair}: the rows of {packed} are packed, those of {plain} are not.",
-                f'args = {{rows = "packed"}} in {plain}, if its name is documents; or without it in {packed}',
-            )
-        for name, (mine, theirs) in _described(one.info, other.info).items():
-            if mine != theirs:
-                raise ConfigError(f"{pair} differ in {name}: {mine} and {theirs}.", _hint(name, mine))
-        found = _fields(label, other.train)
-        for name in dict.fromkeys([*fields, *found]):
-            if fields.get(name) != found.get(name):
+        for name in dict.fromkeys([*one, *other]):
+            compared = name.endswith(" of a sample") or (name in one and name in other)
+            if compared and one.get(name) != other.get(name):
+                hint = "make their samples alike, or leave one of the sources out"
+                if name == "vocab_size":
+                    hint = "one --data.tokenizer DIR for all; for token files args = {vocab_size = N}"
                 raise ConfigError(
-                    f"{pair} differ in {name} of a sample: {_shown(fields.get(name))} and "
-                    f"{_shown(found.get(name))}.",
-                    "make their samples alike, or leave one of the sources out",
+                    f"[[data.sources]] {first} and {label} differ in {name}: {one.get(name, 'none')} and "
+                    f"{other.get(name, 'none')}.",
+                    hint,
                 )
 
 
-def _described(one: DataInfo, other: DataInfo) -> dict[str, tuple[Any, Any]]:
-    """What both describe, by name."""
-    both = {"kind": (one.kind, other.kind), "class_names": (one.class_names, other.class_names)}
-    return both | {
-        name: (value, other.facts[name])
-        for name, value in one.facts.items()
-        if name in other.facts and name not in OWN_FACTS
+def _described(label: str, data: DataSet) -> dict[str, Any]:
+    """What has to be the same in all sources: facts that both have, and the fields of a sample."""
+    sample = first_sample(f"[[data.sources]] {label}", data.train, "repair it")
+    fields = {
+        f"{name} of a sample": f"{str(value.dtype).removeprefix('torch.')} {list(value.shape[1:])}"
+        for name, value in sample.items()
     }
-
-
-def _hint(name: str, value: Any) -> str:
-    if name == "vocab_size":
-        return "one tokenizer for all sources: --data.tokenizer DIR; for token files args = {vocab_size = N}"
-    if name in ("image_size", "channels"):
-        return f"args = {{{name} = {value}}} in the other source, if it takes that"
-    return "a mixture has one kind of data: leave one of the sources out"
-
-
-def _fields(label: str, samples: Samples) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The fields of the first sample."""
-    found = first_sample(f"[[data.sources]] {label}", samples, "repair it")
-    return {name: (tuple(value.shape[1:]), value.dtype) for name, value in found.items()}
-
-
-def _shown(field: tuple[tuple[int, ...], torch.dtype] | None) -> str:
-    return "none" if field is None else f"{str(field[1]).removeprefix('torch.')} {list(field[0])}"
+    facts = {name: value for name, value in data.info.facts.items() if name not in OWN_FACTS}
+    rows = "packed" if data.info.facts.get(PACKED) else "not packed"
+    names = {"kind": data.info.kind, "class_names": data.info.class_names, "rows": rows}
+    return {**names, **facts, **fields}
 
 
 def _joined(made: Mapping[str, DataSet]) -> DataInfo:
@@ -184,7 +184,14 @@ class MixedSamples:
             return next(iter(read.values()))
         (first, one), *others = read.items()
         for place, other in others:
-            self._check_alike(first, one, place, other)
+            for name in dict.fromkeys([*one, *other]):
+                shapes = [list(part[name].shape[1:]) if name in part else "none" for part in (one, other)]
+                if shapes[0] != shapes[1]:
+                    raise OneRankError(
+                        f"the sources {self._labels[first]} and {self._labels[place]} differ in {name} of a "
+                        f"sample: {shapes[0]} and {shapes[1]}.",
+                        "pad the samples of both to one length: docs/data.md",
+                    )
         order = torch.from_numpy(np.argsort(np.concatenate(list(rows.values())), kind="stable"))
         return {name: torch.cat([part[name] for part in read.values()])[order] for name in one}
 
@@ -192,13 +199,276 @@ class MixedSamples:
         start = int(self._ends[place - 1]) if place else 0
         return self.parts[self._labels[place]].batch(indices - start)
 
-    def _check_alike(self, first: int, one: dict[str, Tensor], place: int, other: dict[str, Tensor]) -> None:
-        for name in dict.fromkeys([*one, *other]):
-            shapes = [tuple(part[name].shape[1:]) if name in part else None for part in (one, other)]
-            if shapes[0] != shapes[1]:
-                said = " and ".join("none" if shape is None else str(list(shape)) for shape in shapes)
-                raise OneRankError(
-                    f"the sources {self._labels[first]} and {self._labels[place]} differ in {name} of a "
-                    f"sample: {said}.",
-                    "pad the samples of both to one length: docs/data.md",
-                )
+
+# ---------------------------------------------------------------- the order
+
+
+@dataclass(frozen=True)
+class MixSegment:
+    """Steps from `step` on, by label: samples of each source, what the recipe gives, samples drawn before."""
+
+    step: int
+    global_batch: int
+    samples: Mapping[str, int]
+    amounts: Mapping[str, Amount]
+    drawn: Mapping[str, int]
+    """Also of sources that earlier segments had."""
+
+    @property
+    def by_epochs(self) -> bool:
+        return any(kind == "epochs" for kind, _ in self.amounts.values())
+
+    @functools.cached_property
+    def shares(self) -> tuple[int, ...]:
+        """Whole numbers in the proportions of the sources; by epochs, the samples that each gives in all."""
+        if self.by_epochs:
+            return tuple(
+                max(1, round(self.samples[label] * Fraction(str(value))))
+                for label, (_, value) in self.amounts.items()
+            )
+        return whole_shares([value for _, value in self.amounts.values()])
+
+    @functools.cached_property
+    def rest(self) -> tuple[int, ...]:
+        """By epochs, the samples that each source still gives; all 0 if the epochs were complete before."""
+        return tuple(
+            max(0, share - self.drawn.get(label, 0))
+            for share, label in zip(self.shares, self.amounts, strict=True)
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The order of sources is part of the order of samples: a list, since JSON's keys may be sorted."""
+        sources = [[label, samples, *self.amounts[label]] for label, samples in self.samples.items()]
+        return {
+            "step": self.step,
+            "global_batch": self.global_batch,
+            "sources": sources,
+            "drawn": dict(self.drawn),
+        }
+
+    @staticmethod
+    def from_json(value: Any) -> MixSegment:
+        try:
+            sources = [(str(label), int(n), str(kind), float(v)) for label, n, kind, v in value["sources"]]
+            segment = MixSegment(
+                step=int(value["step"]),
+                global_batch=int(value["global_batch"]),
+                samples={label: samples for label, samples, _, _ in sources},
+                amounts={label: (kind, number) for label, _, kind, number in sources},
+                drawn={str(label): int(n) for label, n in value["drawn"].items()},
+            )
+            numbers = [
+                segment.global_batch,
+                *segment.samples.values(),
+                *(n for _, n in segment.amounts.values()),
+            ]
+            if not sources or min(numbers) <= 0 or min([segment.step, *segment.drawn.values()]) < 0:
+                raise ValueError("a number is not above 0")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"the checkpoint's record of the mixture cannot be read ({error}).",
+                "--checkpoint.resume never",
+            ) from None
+        return segment
+
+
+def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """The smallest whole numbers in the proportions of these decimal numbers: 0.7, 0.2, 0.1 → 7, 2, 1."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    unit = math.lcm(*(one.denominator for one in exact))
+    whole = [int(one * unit) for one in exact]
+    divisor = math.gcd(*whole)
+    whole = [one // divisor for one in whole]
+    if sum(whole) <= MOST:
+        return tuple(whole)
+    return tuple(max(1, one * (MOST // 2) // sum(whole)) for one in whole)
+
+
+# ---------------------------------------------------------------- which source
+
+
+class Quotas:
+    """Divides positions 0, 1, 2 … among sources in proportion to their shares."""
+
+    def __init__(self, shares: Sequence[int]) -> None:
+        self.shares = tuple(shares)
+
+    def split(self, first: int, count: int) -> tuple[np.ndarray, list[int]]:
+        """The source of each of `count` positions from `first` on, and each source's quota before them."""
+        owner = np.zeros(count, np.int64)
+        before = [0] * len(self.shares)
+        self._split(0, len(self.shares), first, np.arange(count), owner, before)
+        return owner, before
+
+    def _split(
+        self, low: int, high: int, base: int, places: np.ndarray, owner: np.ndarray, before: list[int]
+    ) -> None:
+        """Sources low … high-1 own `places`, and `base` positions before them."""
+        if high - low == 1:
+            owner[places], before[low] = low, base
+            return
+        middle = (low + high) // 2
+        whole = sum(self.shares[low:high])
+        left = sum(self.shares[low:middle])
+        if not whole:
+            return  # they give no sample any more
+        # The left half's quota at n is n · left / whole, rounded. From `base` on only the rest is counted.
+        quota, rest = divmod(2 * base * left + whole, 2 * whole)
+        steps = np.arange(len(places) + 1, dtype=np.int64)
+        grown = (rest + 2 * left * steps) // (2 * whole)
+        to_left = np.diff(grown) == 1
+        self._split(low, middle, quota, places[to_left], owner, before)
+        self._split(middle, high, base - quota, places[~to_left], owner, before)
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """The positions of one step, in a pass over the sources."""
+
+    shares: tuple[int, ...]
+    first: int
+    count: int
+    before: tuple[int, ...]
+    """Samples of each source in the segment's passes before this one."""
+
+
+def _stretch(segment: MixSegment, step: int) -> _Stretch:
+    """By epochs, the first pass has what the sources still give, and the further ones all of their epochs."""
+    place, batch, shares = step - segment.step, segment.global_batch, segment.shares
+    if not segment.by_epochs:
+        return _Stretch(shares, place * batch, batch, (0,) * len(shares))
+    rest = segment.rest
+    steps = -(-sum(rest) // batch)
+    if place < steps:
+        return _Stretch(rest, place * batch, min(batch, sum(rest) - place * batch), (0,) * len(shares))
+    passes, place = divmod(place - steps, -(-sum(shares) // batch))
+    before = tuple(some + passes * all_of_it for some, all_of_it in zip(rest, shares, strict=True))
+    return _Stretch(shares, place * batch, min(batch, sum(shares) - place * batch), before)
+
+
+# ---------------------------------------------------------------- which sample
+
+
+class MixCursor:
+    """The samples of each step of a mixture, as indices into its concatenated sources."""
+
+    def __init__(self, *, seed: int, segments: Sequence[MixSegment]) -> None:
+        self.seed, self.segments = seed, tuple(segments)
+        self._walk = functools.lru_cache(maxsize=None)(
+            lambda label, samples: EpochWalk(samples, (seed, label))
+        )
+
+    @property
+    def now(self) -> MixSegment:
+        """The last segment, which the run is in."""
+        return self.segments[-1]
+
+    @property
+    def global_batch(self) -> int:
+        return self.now.global_batch
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch: those until all epochs are complete, or one pass of every source."""
+        now = self.now
+        return (sum(now.rest) or sum(now.shares)) if now.by_epochs else sum(now.samples.values())
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.samples // self.global_batch)
+
+    @property
+    def end(self) -> int | None:
+        """The step at which all epochs are complete; None for weights."""
+        now = self.now
+        return now.step + -(-sum(now.rest) // now.global_batch) if now.by_epochs else None
+
+    def epoch(self, step: int) -> Fraction:
+        """Epochs complete after `step` steps; an epoch is as many samples as the sources hold together.
+
+        A changed mixture counts from its first step with the samples that it then holds.
+        """
+        begins = [0, *(one.step for one in self.segments[1:]), step]
+        return sum(
+            (
+                Fraction(self._seen(one, min(end, step)) - self._seen(one, begin), sum(one.samples.values()))
+                for one, begin, end in zip(self.segments, begins, begins[1:], strict=False)
+                if begin < step
+            ),
+            Fraction(0),
+        )
+
+    @staticmethod
+    def _seen(segment: MixSegment, step: int) -> int:
+        """Samples of a segment before `step`."""
+        stretch = _stretch(segment, step)
+        return sum(stretch.before) + stretch.first
+
+    def indices(self, step: int) -> np.ndarray:
+        """Returns 1 … global_batch sample indices, int64, in the order in which ranks slice them."""
+        segment = self._segment(step)
+        stretch = _stretch(segment, step)
+        owner, quotas = Quotas(stretch.shares).split(stretch.first, stretch.count)
+        found = np.empty(stretch.count, np.int64)
+        offset = 0
+        for source, (label, samples) in enumerate(segment.samples.items()):
+            rows = np.flatnonzero(owner == source)
+            if len(rows):
+                drawn = segment.drawn.get(label, 0) + stretch.before[source] + quotas[source]
+                found[rows] = offset + self._walk(label, samples).draws(drawn, len(rows))
+            offset += samples
+        return found[np.argsort(mix(np.arange(len(found), dtype=np.uint64), self._key(step)), kind="stable")]
+
+    def drawn(self, step: int) -> dict[str, int]:
+        """Samples drawn from each source before `step`, of all segments."""
+        segment = self._segment(step)
+        stretch = _stretch(segment, step)
+        _, quotas = Quotas(stretch.shares).split(stretch.first, 0)
+        found = {
+            label: segment.drawn.get(label, 0) + before + quota
+            for label, before, quota in zip(segment.samples, stretch.before, quotas, strict=True)
+        }
+        return {**segment.drawn, **found}
+
+    def _key(self, step: int) -> int:
+        return stream_key("rows", self.seed, step)
+
+    def _segment(self, step: int) -> MixSegment:
+        return next((one for one in reversed(self.segments) if one.step <= step), self.segments[0])
+
+    # ------------------------------------------------------------ over starts
+
+    def saved(self, step: int) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"mixture": [one.as_json() for one in self.segments]}
+
+    def resumed(self, saved: Mapping[str, Any], step: int) -> MixCursor:
+        """The cursor of a run that resumes at `step`: a changed mixture continues each source where it stood.
+
+        A step before the last segment, from an older checkpoint, drops that segment.
+        """
+        before = [MixSegment.from_json(one) for one in saved.get("mixture", [])]
+        before = [one for one in before if one.step <= step]
+        if not before:
+            return MixCursor(seed=self.seed, segments=[dataclasses.replace(self.now, step=step)])
+        now, old = self.now, before[-1]
+        if (now.global_batch, now.samples, now.amounts) == (
+            old.global_batch,
+            old.samples,
+            old.amounts,
+        ) and list(now.samples) == list(old.samples):
+            return MixCursor(seed=self.seed, segments=before)
+        drawn = MixCursor(seed=self.seed, segments=before).drawn(step)
+        kept = before[:-1] if old.step == step else before
+        return MixCursor(seed=self.seed, segments=[*kept, dataclasses.replace(now, step=step, drawn=drawn)])
+
+    def note(self) -> str:
+        """One line about the segment that a resume has started; empty for the first."""
+        now = self.now
+        if len(self.segments) < 2 and not now.step:
+            return ""
+        sources = ", ".join(
+            f"{label} {kind} {value:g} after {now.drawn.get(label, 0):,} samples"
+            for label, (kind, value) in now.amounts.items()
+        )
+        return f"mixture from step {now.step} on: {sources}"

@@ -20,61 +20,32 @@ from __future__ import annotations
 import bisect
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp.base.errors import TrainingError
-from fsdp.base.grouping import grouped
 from fsdp.data.tokens import TokenRow
 from fsdp.models.packed import POSITIONS
 from fsdp.tokenize.cache import made_once
+from fsdp.tokenize.rows import grouped
 
 MASKED = -100
 VERSION = 1
 GROUP = 1 << 20
 Long = Literal["split", "cut"]
 """What happens to a document that is longer than a row."""
+Lengths = Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
+"""Yields (starts, lengths) of documents in tokens, at most GROUP documents at a time."""
 
 
-@dataclass(frozen=True)
-class Pieces:
+class Pieces(NamedTuple):
     """Documents or parts of them: their first token in the row of all tokens, and the places they take."""
 
     first: np.ndarray
     width: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.first)
-
-
-@dataclass(frozen=True)
-class PackingFacts:
-    """Counts of a plan; `unpacked` is the places filled in rows of one document each."""
-
-    documents: int = 0
-    long: int = 0
-    pieces: int = 0
-    rows: int = 0
-    filled: int = 0
-    unpacked: int = 0
-
-    def describe(self, seq_len: int, long: Long) -> str:
-        over = f", {self.long:,} of them {long} at that length" if self.long else ""
-        return (
-            f"{self.documents:,} documents packed into {self.rows:,} rows of {seq_len}{over}: "
-            f"{waste(self.filled, self.rows, seq_len):.2f} % padding, in a row a document "
-            f"{waste(self.unpacked, self.documents, seq_len):.2f} %"
-        )
-
-
-def waste(filled: int, rows: int, seq_len: int) -> float:
-    """The share of padding in percent."""
-    return 100 * (1 - filled / (rows * seq_len)) if rows else 0.0
 
 
 # ---------------------------------------------------------------- the plan
@@ -138,9 +109,9 @@ class PackingPlan:
     """The pieces of every row, mapped: row r has those from ends[r - 1] to ends[r]."""
 
     def __init__(self, folder: Path) -> None:
-        self.facts = PackingFacts(**json.loads((folder / "facts.json").read_text(encoding="utf-8")))
-        self.pieces = Pieces(mapped(folder / "first", np.int64), mapped(folder / "width", np.int32))
-        self.ends = mapped(folder / "ends", np.int64)
+        self.facts: dict[str, Any] = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+        self.pieces = Pieces(_mapped(folder / "first", "<i8"), _mapped(folder / "width", "<i4"))
+        self.ends = _mapped(folder / "ends", "<i8")
 
     def row(self, index: int) -> Iterator[tuple[int, int]]:
         """(first token, places) of each piece."""
@@ -148,64 +119,58 @@ class PackingPlan:
         firsts, widths = self.pieces.first[begin:end], self.pieces.width[begin:end]
         return zip(firsts.tolist(), widths.tolist(), strict=True)
 
-
-Lengths = Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
-"""Yields (starts, lengths) of documents in tokens, at most GROUP documents at a time."""
+    def describe(self, seq_len: int) -> str:
+        """With the share of padding, beside that of a row a document."""
+        facts = self.facts
+        packed, alone = (
+            100 * (1 - facts[filled] / (facts[rows] * seq_len))
+            for filled, rows in (("filled", "rows"), ("unpacked", "documents"))
+        )
+        longer = f", {facts['long']:,} of them longer" if facts["long"] else ""
+        return (
+            f"{facts['documents']:,} documents packed into {facts['rows']:,} rows of {seq_len}{longer}: "
+            f"{packed:.2f} % padding, in a row a document {alone:.2f} %"
+        )
 
 
 def cached_plan(key: dict[str, object], lengths: Lengths, seq_len: int, long: Long) -> PackingPlan:
     """The plan from the cache; the first process that needs it makes it."""
     known: dict[str, object] = {**key, "version": VERSION, "group": GROUP, "seq_len": seq_len, "long": long}
-
-    def make(aside: Path) -> None:
-        write_plan(aside, lengths(), seq_len, long)
-
-    return PackingPlan(made_once("packing", known, make))
+    return PackingPlan(made_once("packing", known, lambda aside: write_plan(aside, lengths(), seq_len, long)))
 
 
 def write_plan(
-    folder: Path, lengths: Iterable[tuple[np.ndarray, np.ndarray]], seq_len: int, long: Long
-) -> PackingFacts:
+    folder: Path, documents: Iterable[tuple[np.ndarray, np.ndarray]], seq_len: int, long: Long
+) -> None:
     folder.mkdir(exist_ok=True)
-    counted = _Counted(lengths, seq_len, long)
-    rows = pieces = filled = 0
+    facts = dict.fromkeys(("documents", "long", "pieces", "rows", "filled", "unpacked"), 0)
+
+    def pieces() -> Iterator[Pieces]:
+        for starts, mapped in documents:
+            lengths = np.asarray(mapped)
+            facts["documents"] += int((lengths > 1).sum())
+            facts["long"] += int((lengths > seq_len + 1).sum())
+            facts["unpacked"] += int(np.clip(lengths - 1, 0, seq_len).sum())
+            yield pieces_of(np.asarray(starts), lengths, seq_len, long)
+
     with (
         (folder / "first").open("wb") as firsts,
         (folder / "width").open("wb") as widths,
         (folder / "ends").open("wb") as ends,
     ):
         # Files are joined up to a group, so that small ones leave no row half empty each.
-        for group in map(_joined, grouped(counted, len, GROUP)):
+        for parts in grouped(pieces(), lambda part: len(part.first), GROUP):
+            group = Pieces(*map(np.concatenate, zip(*parts, strict=True)))
             row_of = best_fit(group.width, seq_len)
             by_row = np.argsort(row_of, kind="stable")
             firsts.write(group.first[by_row].astype("<i8").tobytes())
             widths.write(group.width[by_row].astype("<i4").tobytes())
             in_rows = np.bincount(row_of)
-            ends.write((pieces + np.cumsum(in_rows)).astype("<i8").tobytes())
-            rows, pieces, filled = rows + len(in_rows), pieces + len(group), filled + int(group.width.sum())
-    facts = PackingFacts(counted.documents, counted.long, pieces, rows, filled, counted.unpacked)
-    (folder / "facts.json").write_text(json.dumps(asdict(facts)) + "\n", encoding="utf-8")
-    return facts
-
-
-class _Counted:
-    """The pieces of documents, with the counts of what went through."""
-
-    def __init__(self, lengths: Iterable[tuple[np.ndarray, np.ndarray]], seq_len: int, long: Long) -> None:
-        self._lengths, self._seq_len, self._form = lengths, seq_len, long
-        self.documents = self.long = self.unpacked = 0
-
-    def __iter__(self) -> Iterator[Pieces]:
-        for starts, mapped_lengths in self._lengths:
-            lengths = np.asarray(mapped_lengths)
-            self.documents += int((lengths > 1).sum())
-            self.long += int((lengths > self._seq_len + 1).sum())
-            self.unpacked += int(np.clip(lengths - 1, 0, self._seq_len).sum())
-            yield pieces_of(np.asarray(starts), lengths, self._seq_len, self._form)
-
-
-def _joined(parts: list[Pieces]) -> Pieces:
-    return Pieces(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("first", "width")))
+            ends.write((facts["pieces"] + np.cumsum(in_rows)).astype("<i8").tobytes())
+            facts["rows"] += len(in_rows)
+            facts["pieces"] += len(group.first)
+            facts["filled"] += int(group.width.sum())
+    (folder / "facts.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
 
 # ---------------------------------------------------------------- samples
@@ -229,31 +194,25 @@ class PackedSamples:
         positions = np.empty(shape, np.int64)
         for n, index in enumerate(indices):
             self._read(int(index), inputs[n], targets[n], positions[n])
-        vocab_size = self.tokens.vocab_size
-        if max(inputs.max(), targets.max()) >= vocab_size or inputs.min() < 0:
-            raise TrainingError(
-                f"{self.tokens.files[0].path.parent} has a token outside its vocabulary of {vocab_size}.",
-                "tokenize again",
-            )
-        found = {"inputs": inputs, "targets": targets, POSITIONS: positions}
-        return {name: torch.from_numpy(array) for name, array in found.items()}
+        arrays = {"inputs": inputs, "targets": targets, POSITIONS: positions}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def _read(self, index: int, inputs: np.ndarray, targets: np.ndarray, positions: np.ndarray) -> None:
-        at = 0
+        filled = 0
         for first, width in self.plan.row(index):
             tokens = np.empty(width + 1, np.int64)
             self.tokens.read_into(tokens, first)
-            here = slice(at, at + width)
-            inputs[here], targets[here], positions[here] = tokens[:-1], tokens[1:], np.arange(width)
+            self.tokens.check(tokens[None], lambda _, first=first: first)  # type: ignore[misc]
+            piece = slice(filled, filled + width)
+            inputs[piece], targets[piece], positions[piece] = tokens[:-1], tokens[1:], np.arange(width)
             if self.loss is not None:
                 trained = np.empty(width, np.uint8)
                 self.loss.read_into(trained, first + 1)
-                targets[here][trained == 0] = MASKED
-            at += width
-        positions[at:] = np.arange(self.seq_len - at)
+                targets[piece][trained == 0] = MASKED
+            filled += width
+        positions[filled:] = np.arange(self.seq_len - filled)
 
 
-def mapped(path: Path, dtype: type[np.generic]) -> np.ndarray:
+def _mapped(path: Path, dtype: str) -> np.ndarray:
     """A file of little-endian numbers, mapped; it may be empty."""
-    little = np.dtype(dtype).newbyteorder("<")
-    return np.memmap(path, little, "r") if path.stat().st_size else np.empty(0, little)
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)

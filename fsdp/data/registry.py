@@ -1,4 +1,4 @@
-"""Builds the DataSet of --data.name, by a built-in or user-defined function of --data.args.
+"""Builds the DataSet of --data.name: a built-in, a path, or code of the user (custom.py).
 
 A name that is a path selects the built-in reader for its files: tokens, documents, text or folder; hf:NAME
 and s3://… are documents. A data set's module is imported only when it is selected. Not here: any data.
@@ -7,54 +7,76 @@ and s3://… are documents. A data set's module is imported only when it is sele
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
+import inspect
+import itertools
+import logging
 import os
-from collections.abc import Mapping
+import types
+import typing
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError
-from fsdp.config import DataSection
-from fsdp.config.sections import exists, with_home
-from fsdp.data.arguments import Where, check_args, source_section
-from fsdp.data.types import DataSet
-from fsdp.tokenize.file_names import broken_link, unreadable
-from fsdp.tokenize.source_names import MANIFEST, is_remote
+from fsdp.base.text import nearest
+from fsdp.config import Args, DataSection, ModelSection
+from fsdp.config.sections import expanded, with_home
+from fsdp.data.types import DataSet, Where, source_section
+from fsdp.models.factory import unknown_argument
+from fsdp.models.hub import PREFIX, find_folder
 
-BUILT_INS = ("digits", "fashion_mnist", "text", "tokens", "documents", "folder", "synthetic")
+log = logging.getLogger(__name__)
+BUILT_INS = {
+    "digits": "images:digits", "fashion_mnist": "images:fashion_mnist", "text": "text:build",
+    "tokens": "tokens:build", "documents": "documents:build", "folder": "images:folder",
+    "synthetic": "synthetic:build",
+}  # fmt: skip
+"""Name → module of fsdp.data, and its function (where, *, …) -> DataSet, whose keywords are --data.args."""
+LOOKED_AT = 1000
+"""Files below a folder, to tell images, rows and text apart."""
 
 
 def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = None) -> DataSet:
     """Depends on the section and the files only: each rank calls it and gets the same."""
     if section.sources:
         mixed: DataSet = importlib.import_module("fsdp.data.mixture").build(
-            section, lambda one: build_dataset(_with_tokenizer(one, section.tokenizer), model_facts)
+            section, lambda source: build_dataset(_with_tokenizer(source, section.tokenizer), model_facts)
         )
         return mixed
-    section = _at_home(section)
     if not section.name:
         raise ConfigError(
             "--data.name is not given: only --model.name vit and mlp train without it, on digits.",
             "--data.name text for a language model, digits for images; your own data: docs/data.md",
         )
-    name, where = _selected(section, model_facts or {})
-    if ":" not in name and name not in BUILT_INS:
-        raise _unknown(name)
-    if section.tokenizer and name != "documents":
+    section = _at_home(section)
+    try:
+        name, where = _selected(section, model_facts or {})
+        if section.tokenizer and name in BUILT_INS and name != "documents":
+            raise ConfigError(
+                f"--data.tokenizer {section.tokenizer} has no effect on --data.name {section.name}.",
+                "leave it out; --data.name documents --data.dir PATH reads files with it",
+            )
+        if name in BUILT_INS:
+            module, _, function = BUILT_INS[name].partition(":")
+            build = getattr(importlib.import_module(f"fsdp.data.{module}"), function)
+            built: DataSet = build(where, **check_args(build, section.args, f"--data.name {section.name}"))
+            return built
+    except OSError as error:
         raise ConfigError(
-            f"--data.tokenizer {section.tokenizer} has no effect on --data.name {section.name}.",
-            "leave it out; --data.name documents --data.dir PATH reads files with it",
-        )
+            f"{error.filename or section.name} cannot be read ({error.strerror or error}).",
+            f"ls -ld {quoted(error.filename or section.dir or section.name)}",
+        ) from None
     if ":" in name:
         return importlib.import_module("fsdp.data.custom").build(name, where, section.args)
-    build = importlib.import_module(f"fsdp.data.{name}").build
-    args = check_args(build, section.args, f"--data.name {section.name}")
-    try:
-        dataset: DataSet = build(where, **args)
-    except OSError as error:
-        raise unreadable(error, where.dir or name) from None
-    return dataset
+    raise ConfigError(
+        f"--data.name {name} is not {', '.join(BUILT_INS)}, a file or folder here, hf:NAME, "
+        "s3://… or package.module:factory.",
+        f"ls {quoted(Path(name).parent)}"
+        if os.sep in name or Path(name).suffix
+        else f"--data.name {nearest(name, list(BUILT_INS), '{}', 'package.module:factory')}",
+    )
 
 
 def _at_home(section: DataSection) -> DataSection:
@@ -62,75 +84,129 @@ def _at_home(section: DataSection) -> DataSection:
     return dataclasses.replace(section, name=with_home(section.name), dir=with_home(section.dir))
 
 
-def _with_tokenizer(source: DataSection, shared: str) -> DataSection:
-    """The source with the tokenizer of [data], if it has none of its own and its data set takes one."""
-    if source.tokenizer or not shared:
-        return source
-    given = dataclasses.replace(source, tokenizer=shared)
-    return given if _selected(_at_home(given), {})[0] == "documents" else source
-
-
-def takes_tokenizer(section: DataSection) -> bool:
-    """Whether it reads rows or .txt files that are not tokenized yet; of a mixture, whether each does."""
-    if section.sources:
-        return all(
-            not one.tokenizer and takes_tokenizer(source_section(section, one)) for one in section.sources
-        )
-    section = _at_home(section)
-    if exists(Path(section.dir or section.name) / MANIFEST):
-        return False
-    name, where = _selected(section, {})
-    path = name != section.name
-    return name == "documents" or (path and name == "text" and where.dir.endswith(".txt"))
+# ---------------------------------------------------------------- a path as the name
 
 
 def _selected(section: DataSection, model_facts: Mapping[str, Any]) -> tuple[str, Where]:
     """The data set of --data.name, which may be a path, and its arguments."""
-    name, where = section.name, _where(section, model_facts)
+    name = section.name
+    where = Where(section.dir, section.seq_len, dict(model_facts), tokenizer=section.tokenizer)
     if not name or name in BUILT_INS:
         return name, where
-    from fsdp.data.path_reader import is_path, reader_of
+    from fsdp.tokenize.sources import is_remote, matching
 
-    try:
-        if is_remote(name):
-            return "documents", _at_path(section, where)
-        if is_path(name):
-            at_path = _at_path(section, where)
-            return reader_of(Path(name), bool(section.tokenizer)), at_path
-    except OSError as error:
-        raise unreadable(error, name) from None
-    return name, where
-
-
-def _at_path(section: DataSection, where: Where) -> Where:
+    if is_remote(name):
+        reader = "documents"
+    elif Path(name).exists() or matching(name):
+        reader = _reader_of(Path(name), bool(section.tokenizer))
+    else:
+        return name, where
     if section.dir:
         raise ConfigError(
-            f"--data.name {section.name} is a path, and --data.dir {section.dir} is another.",
+            f"--data.name {name} is a path, and --data.dir {section.dir} is another.",
             "leave one of them out, or --data.name text, tokens, documents or folder beside --data.dir",
         )
-    return dataclasses.replace(where, dir=section.name, flag="--data.name")
+    return reader, dataclasses.replace(where, dir=name, flag="--data.name")
 
 
-def _where(section: DataSection, model_facts: Mapping[str, Any]) -> Where:
-    return Where(
-        section.dir,
-        section.seq_len,
-        dict(model_facts),
-        tokenizer=section.tokenizer,
-    )
+def _reader_of(path: Path, with_tokenizer: bool) -> str:
+    """By the names of the files alone: those in a folder, and where it has none the first ones below it."""
+    from fsdp.data.images import SUFFIXES
+    from fsdp.tokenize.sources import ABOUT, MANIFEST, ROWS, SETTINGS, ends_with
+
+    if not path.exists() or (path / MANIFEST).is_file():
+        return "documents"
+    folders: list[str] = []
+    here, below = [path.name], list[str]()
+    if path.is_dir():
+        here = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
+        folders = [name for name in here if (path / name).is_dir()]
+        here = [name for name in here if name not in folders]
+        walk = (names for folder in folders for _, _, names in os.walk(path / folder))
+        below = list(itertools.islice(itertools.chain.from_iterable(walk), LOOKED_AT))
+    if any(ends_with(name, (".bin", ".npy")) for name in here):
+        return "tokens"
+    pictures = [name for name in below or here if ends_with(name, SUFFIXES)]
+    are_pictures = path.is_dir() and 2 * len(pictures) > len(below or here)
+    data = [name for name in here or below if name not in SETTINGS and not name.upper().startswith(ABOUT)]
+    rows = [name for name in data if ends_with(name, ROWS)]
+    marks = [name for name in data if name.startswith(("_", ".")) and name not in rows]  # Spark's _SUCCESS
+    about_pictures = are_pictures and len(rows) < len(folders)
+    if with_tokenizer or (2 * len(rows) > len(data) - len(marks) and not about_pictures):
+        return "documents"
+    return "folder" if are_pictures else "text"
 
 
-def _unknown(name: str) -> ConfigError:
-    from fsdp.tokenize.sources import is_pattern, plain_folder
+# ---------------------------------------------------------------- --data.args
 
-    if is_pattern(name):
-        return ConfigError(f"--data.name {name} matches no file.", f"ls {plain_folder(name)}")
-    if Path(name).is_symlink():
-        raise broken_link(Path(name))
-    near = difflib.get_close_matches(name, BUILT_INS, n=1, cutoff=0.5)
-    there = f"ls {Path(name).parent}" if os.sep in name or Path(name).suffix else ""
-    return ConfigError(
-        f"--data.name {name} is not {', '.join(BUILT_INS)}, a file or folder here, hf:NAME, "
-        "s3://… or package.module:factory.",
-        there or f"--data.name {near[0] if near else 'package.module:factory for your own data'}",
-    )
+
+def check_args(function: Callable[..., Any], args: Args, owner: str) -> dict[str, Any]:
+    """Checks --data.args against the keyword-only parameters of a function and their types."""
+    hints = typing.get_type_hints(function)
+    parameters = inspect.signature(function).parameters
+    known = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+    checked = {}
+    for name, value in args.items():
+        if name not in known:
+            raise unknown_argument(name, list(known), "--data.args", owner)
+        kinds = typing.get_args(hints[name]) if isinstance(hints[name], types.UnionType) else (hints[name],)
+        fitting = [kind for kind in kinds if _is(value, kind)]
+        if not fitting:
+            words = " or ".join(map(str, typing.get_args(hints[name]))) or hints[name].__name__
+            default = known[name] if known[name] not in ("", None) else words
+            raise ConfigError(f"--data.args.{name} {value} is not {words}.", f"--data.args.{name} {default}")
+        checked[name] = float(value) if fitting[0] is float else value
+    return checked
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if typing.get_origin(kind) is typing.Literal:
+        return value in typing.get_args(kind)
+    number = isinstance(value, int) and kind is float
+    return (isinstance(value, kind) or number) and isinstance(value, bool) == (kind is bool)
+
+
+# ---------------------------------------------------------------- the tokenizer of the model's folder
+
+
+def _with_tokenizer(source: DataSection, shared: str) -> DataSection:
+    """The source with the tokenizer of [data], if it has none of its own and its data set takes one."""
+    if source.tokenizer or not shared:
+        return source
+    tokenized = dataclasses.replace(source, tokenizer=shared)
+    return tokenized if _selected(_at_home(tokenized), {})[0] == "documents" else source
+
+
+def takes_tokenizer(section: DataSection) -> bool:
+    """Whether it reads rows or .txt files that are not tokenized yet; of a mixture, whether each does."""
+    from fsdp.tokenize.sources import MANIFEST
+
+    if section.sources:
+        sources = section.sources
+        return all(not one.tokenizer and takes_tokenizer(source_section(section, one)) for one in sources)
+    section = _at_home(section)
+    if (Path(section.dir or section.name) / MANIFEST).is_file():
+        return False
+    name, where = _selected(section, {})
+    return name == "documents" or (name == "text" != section.name and where.dir.endswith(".txt"))
+
+
+def with_model_tokenizer(data: DataSection, model: ModelSection) -> DataSection:
+    """The section with the tokenizer of the model's folder, where the data take one and none is given."""
+    named = model.name if model.name.startswith(PREFIX) else model.weights
+    if data.tokenizer or not (named.startswith(PREFIX) or (expanded(named) / "config.json").is_file()):
+        return data
+    try:
+        folder = find_folder(named)
+    except ConfigError:  # named when the model is resolved
+        return data
+    if not takes_tokenizer(data):
+        return data
+    if not any((folder / file).is_file() for file in ("tokenizer_config.json", "tokenizer.json")):
+        log.warning(
+            "documents: %s has no tokenizer, so a token is a byte of UTF-8. HINT: --data.tokenizer DIR",
+            folder,
+        )
+        return data
+    log.info("documents: the tokenizer of --data.tokenizer %s, the model's", named.removeprefix(PREFIX))
+    return dataclasses.replace(data, tokenizer=named.removeprefix(PREFIX))

@@ -1,9 +1,8 @@
 """Streams: data without a length, read in order from shards that each have a state.
 
 Position p of the stream is item p // S of shard p % S. A shard that ends begins its next epoch. A stream
-without a state, or whose state does not lead to the same items, is refused. Not here: which positions a step
-takes, and what a checkpoint keeps (stream_cursor.py); the factory (custom.py); how items become a batch
-(ItemSamples there).
+without a state, or whose state does not lead to the same items, is refused. A step takes global_batch / S
+items from each of the S shards. Not here: the factory, and how items become a batch (custom.py).
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from fsdp.base.errors import ConfigError, OneRankError, ShardrunError, one_line
+from fsdp.base.errors import CheckpointError, ConfigError, OneRankError, ShardrunError, one_line
+from fsdp.dist import collectives
 
 PAGE = "docs/data.md#streams"
 
@@ -171,62 +172,144 @@ class StreamSamples:
     """Samples without a length: an index is a position."""
 
     def __init__(self, items: StreamItems, batch: Callable[[np.ndarray], dict[str, Tensor]]) -> None:
-        self.items, self._batch = items, batch
-
-    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
-        return self._batch(indices)
+        self.items, self.batch = items, batch
 
 
 def check_state(name: str, make: Callable[[], Any]) -> None:
     """Raises ConfigError unless a reader continues from the state of another with the same items."""
     reader = make()
-    for method in ("state_dict", "load_state_dict"):
-        if not callable(getattr(reader, method, None)):
-            lacks = "items by index" if hasattr(reader, "__len__") else "length"
-            raise ConfigError(
-                f"--data.name {name} returned a stream of type {type(reader).__name__}, which has no {lacks} "
-                f"and no {method}: a resumed run would repeat or lose samples.",
-                f"give it state_dict and load_state_dict ({PAGE}), or __len__ and __getitem__",
-            )
+    kind = type(reader).__name__
+    if not all(callable(getattr(reader, method, None)) for method in ("state_dict", "load_state_dict")):
+        lacks = "items by index" if hasattr(reader, "__len__") else "length"
+        raise ConfigError(
+            f"--data.name {name} returned a stream of type {kind}, which has no {lacks} and no state_dict: a "
+            "resumed run would repeat or lose samples.",
+            f"give it state_dict and load_state_dict ({PAGE}), or __len__ and __getitem__",
+        )
     items = iter(reader)
     try:
-        if next(items, items) is items:
-            raise ConfigError(
-                f"--data.name {name}: the first {type(reader).__name__} of the stream has no item.",
-                "check the data that it reads",
-            )
-        state = reader.state_dict()
-        try:
-            text = json.dumps(state)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"--data.name {name}: state_dict() of {type(reader).__name__} is not JSON: {error}.",
-                "return numbers, texts, lists and dicts, as checkpoints keep it",
-            ) from None
+        next(items)
+        state = json.dumps(reader.state_dict())
         expected = next(items, None)
         other = make()
-        other.load_state_dict(json.loads(text))
-        found = next(iter(other), None)
-    except ConfigError:
-        raise
+        other.load_state_dict(json.loads(state))
+        alike = _same(expected, next(iter(other), None))
     except Exception as error:
         raise ConfigError(
-            f"--data.name {name}: the stream's first items cannot be read: {one_line(error)}.",
+            f"--data.name {name}: the first items of {kind}, or its state as JSON, cannot be read: "
+            f"{one_line(error)}.",
             f"what it needs: {PAGE}",
         ) from error
-    if not _same(expected, found):
+    if not alike:
         raise ConfigError(
-            f"--data.name {name}: the state of one {type(reader).__name__}, loaded into another, leads to "
-            "another item: a resumed run would repeat or lose samples.",
+            f"--data.name {name}: the state of one {kind}, loaded into another, leads to another item: a "
+            "resumed run would repeat or lose samples.",
             "change the state before each yield, and draw nothing that it does not hold",
         )
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, (Tensor, np.ndarray)):
-        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
-    return bool(one == other)
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(map(_same, first, second))
+    if isinstance(first, (Tensor, np.ndarray)):
+        return bool(torch.equal(torch.as_tensor(first), torch.as_tensor(second)))
+    return bool(first == second)
+
+
+class StreamCursor:
+    """The positions of each step: the same number of items from each shard.
+
+    Ranks slice a step's items, shard after shard, as they slice any batch. So a rank reads the shards that
+    its slice touches: 1/R of the data where the number of ranks R divides S, a shared shard twice elsewhere,
+    and with one shard everything on every rank. The order is the same for any number of ranks.
+
+    A checkpoint keeps each shard's state after the last item trained on: states are noted where a step's
+    items end, while the readers are ahead. Any number of ranks takes them up.
+    """
+
+    end = None
+    steps_per_epoch = 0
+
+    def __init__(
+        self, items: StreamItems, *, global_batch: int, ahead: int, step: int = 0, drawn: int = 0
+    ) -> None:
+        """`drawn`: items of each shard before `step`. `ahead`: steps that may be read in advance."""
+        self.items, self.global_batch, self._ahead = items, global_batch, ahead
+        self._step, self._drawn = step, drawn
+        self.shards = len(items.shards)
+        self._rows, rest = divmod(global_batch, self.shards)
+        if rest:
+            below = max(1, self._rows) * self.shards
+            raise ConfigError(
+                f"--train.global_batch {global_batch} is not a multiple of the {self.shards} shards of "
+                f"--data.name {items.name}: a step takes as many items from each.",
+                f"--train.global_batch {below}",
+            )
+
+    def indices(self, step: int) -> np.ndarray:
+        """Returns global_batch positions, int64, shard after shard."""
+        first = self._number(step)
+        numbers = np.arange(first, first + self._rows, dtype=np.int64)
+        return (numbers * self.shards + np.arange(self.shards, dtype=np.int64)[:, None]).reshape(-1)
+
+    def _number(self, step: int) -> int:
+        """The item of each shard that comes first in a step."""
+        return self._drawn + (step - self._step) * self._rows
+
+    def epoch(self, step: int) -> Fraction | None:
+        """None: a stream has no length, and so no epochs."""
+        return None
+
+    def begin(self, states: list[str | None]) -> None:
+        for shard, state in zip(self.items.shards, states, strict=True):
+            shard.begin(state, self._drawn, rows=self._rows, kept=self._ahead)
+
+    def saved(self, step: int) -> dict[str, Any]:
+        """What a checkpoint keeps: each shard's state before `step`, from the ranks' readers. Collective."""
+        number, own = self._number(step), {}
+        for shard in self.items.shards:
+            try:
+                own[shard.index] = shard.state(number)
+            except KeyError:
+                continue
+        known: dict[int, str | None] = {}
+        for states in collectives.all_gather_objects(own):
+            known |= states
+        missing = [shard.index for shard in self.items.shards if shard.index not in known]
+        if missing:
+            raise CheckpointError(f"no rank knows the state of shard {missing[0]} before step {step + 1}.")
+        states = [known[shard.index] for shard in self.items.shards]
+        return {"stream": {"drawn": number, "states": [json.loads(s) if s else None for s in states]}}
+
+    def resumed(self, saved: Mapping[str, Any], step: int) -> StreamCursor:
+        """The cursor of a run that resumes at `step`; the readers continue at the saved states."""
+        drawn, states = _read(saved.get("stream"), self.shards)
+        after = StreamCursor(
+            self.items, global_batch=self.global_batch, ahead=self._ahead, step=step, drawn=drawn
+        )
+        after.begin(states)
+        return after
+
+    def note(self) -> str:
+        return ""
+
+
+def _read(saved: Any, shards: int) -> tuple[int, list[str | None]]:
+    if saved is None:
+        return 0, [None] * shards
+    try:
+        drawn, states = int(saved["drawn"]), list(saved["states"])
+        if drawn < 0 or not all(state is None or "epoch" in state for state in states):
+            raise ValueError("drawn or an epoch")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint's record of the stream cannot be read ({error}).", "--checkpoint.resume never"
+        ) from None
+    if len(states) != shards:
+        raise CheckpointError(
+            f"the checkpoint is of a stream of {len(states)} shards, this one has {shards}.",
+            f"return a stream with shards = {len(states)}, or start a new --run.dir",
+        )
+    return drawn, [None if state is None else json.dumps(state) for state in states]

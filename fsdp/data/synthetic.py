@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError
-from fsdp.data.arguments import Where, check_range
 from fsdp.data.cursor import mix, stream_key
-from fsdp.data.next_token import shifted
-from fsdp.data.types import DataInfo, DataSet
+from fsdp.data.types import DataInfo, DataSet, Where, check_range, shifted
 
 PLACES = 1 << 16  # number of different slices
 
@@ -36,68 +34,56 @@ def build(
         raise ConfigError(
             f"--data.dir {where.dir} has no effect on synthetic: it reads no file.", "leave it out"
         )
-    given = {
-        "image_size": image_size,
-        "channels": channels,
-        "num_classes": num_classes,
-        "vocab_size": vocab_size,
-    }
-    for name, value in {**given, "heldout": heldout}.items():
-        check_range(name, value, 0)
+    sizes = {
+        "image_size": image_size, "channels": channels, "num_classes": num_classes, "vocab_size": vocab_size,
+    }  # fmt: skip
     check_range("samples", samples, 1)
-    kind = (
-        ("tokens" if vocab_size or "vocab_size" in where.model_facts else "images")
-        if kind == "auto"
-        else kind
-    )
-    make = _images if kind == "images" else _tokens
-    sizes = {name: value for name, value in where.model_facts.items() if name in given} | {
-        n: v for n, v in given.items() if v
-    }
-    return make(sizes, where.seq_len, samples, heldout)
+    for name, value in {**sizes, "heldout": heldout}.items():
+        check_range(name, value, 0)
+    if kind == "auto":
+        kind = "tokens" if vocab_size or "vocab_size" in where.model_facts else "images"
+    known = {name: value for name, value in where.model_facts.items() if name in sizes}
+    known |= {name: value for name, value in sizes.items() if value}
+    of_images = known.keys() - {"vocab_size"}
+    if wrong := known.keys() - of_images if kind == "images" else of_images:
+        other = "tokens" if kind == "images" else "images"
+        raise ConfigError(
+            f"--data.args.{min(wrong)} {known[min(wrong)]} has no effect on {kind}.",
+            f"--data.args.kind {other}",
+        )
+    return (_images if kind == "images" else _tokens)(known, where.seq_len, samples, heldout)
 
 
 def _images(sizes: dict[str, Any], seq_len: int, samples: int, heldout: int) -> DataSet:
-    if "vocab_size" in sizes:
-        raise ConfigError(
-            f"--data.args.vocab_size {sizes['vocab_size']} has no effect on images.",
-            "--data.args.kind tokens",
-        )
     facts = {"image_size": 28, "channels": 1, "num_classes": 10, **sizes}
-    shape = (facts["channels"], facts["image_size"], facts["image_size"])
+    channels, size = facts["channels"], facts["image_size"]
+    shape = (channels, size, size)
     noise = _generator().standard_normal(int(np.prod(shape)) + PLACES, dtype=np.float32)
+    half = (0.5,) * channels
     info = DataInfo(
         kind="images",
         facts=facts,
         class_names=tuple(f"class {n}" for n in range(facts["num_classes"])),
         default_steps=20,
-        preprocess={
-            "image_size": shape[1],
-            "channels": shape[0],
-            "mean": (0.5,) * shape[0],
-            "std": (0.5,) * shape[0],
-        },
+        preprocess={"image_size": size, "channels": channels, "mean": half, "std": half},
     )
-    parts = [
-        NoiseImages(noise, shape, facts["num_classes"], name, n)
-        for name, n in (("train", samples), ("heldout", heldout))
-    ]
-    return DataSet(train=parts[0], heldout=parts[1] if heldout else None, info=info)
+    train, held = (
+        NoiseImages(noise, shape, facts["num_classes"], name, count)
+        for name, count in (("train", samples), ("heldout", heldout))
+    )
+    return DataSet(train=train, heldout=held if heldout else None, info=info)
 
 
 def _tokens(sizes: dict[str, Any], seq_len: int, samples: int, heldout: int) -> DataSet:
-    for name in ("image_size", "channels", "num_classes"):
-        if name in sizes:
-            raise ConfigError(
-                f"--data.args.{name} {sizes[name]} has no effect on tokens.", "--data.args.kind images"
-            )
     facts = {"vocab_size": 256, "seq_len": seq_len, **sizes}
     noise = _generator().integers(0, facts["vocab_size"], seq_len + 1 + PLACES)
     info = DataInfo(
         kind="text", facts=facts, tokens_per_sample=seq_len, masks_targets=False, default_steps=20
     )
-    parts = [NoiseTokens(noise, seq_len, name, n) for name, n in (("train", samples), ("heldout", heldout))]
-    return DataSet(train=parts[0], heldout=parts[1] if heldout else None, info=info)
+    train, held = (
+        NoiseTokens(noise, seq_len, name, count) for name, count in (("train", samples), ("heldout", heldout))
+    )
+    return DataSet(train=train, heldout=held if heldout else None, info=info)
 
 
 def _generator() -> np.random.Generator:

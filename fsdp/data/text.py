@@ -17,34 +17,28 @@ import fnmatch
 import hashlib
 import logging
 import os
-import shlex
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
+from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError
-from fsdp.data.arguments import Where, check_range
-from fsdp.data.next_token import shifted
-from fsdp.data.types import DataInfo, DataSet
-from fsdp.tokenize.file_names import unreadable
-from fsdp.tokenize.sources import LINES, ends_with
-from fsdp.tokenize.split_names import held_out, held_out_line
-from fsdp.tokenize.zero_bytes import binary_kind, check_no_zero_byte, encoding_of, not_decodable
+from fsdp.data.types import DataInfo, DataSet, Where, check_range, shifted
+from fsdp.tokenize.rows import checked_text
+from fsdp.tokenize.sources import files_below, held_out, held_out_line
 
 log = logging.getLogger(__name__)
-
 # Tests are long lists of data; site-packages depends on what is installed.
 SKIPPED = frozenset(
     {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data"}
 )
 SOURCES = "*.py"
-
-HELD_OUT = 1 << 18  # bytes at most, to keep an evaluation shorter than the training
+HELD_OUT = 1 << 18
+"""Bytes at most, to keep an evaluation shorter than the training."""
 PROBED = 1 << 13
-UTF_16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 
 
 def build(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
@@ -53,25 +47,26 @@ def build(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
     limit = int(max_mb * 1e6)
     # A folder's sources are read as bytes, as the library's are: existing runs on them can resume.
     as_sources = not where.dir or files == SOURCES
-    paths = [] if as_sources else list(_files(where, files))
+    paths = [] if as_sources else _files(where, files)
     if named := held_out([str(path) for path in paths]):
         log.info("text: %s", held_out_line(named))
         of_train = [path for path in paths if str(path) not in named]
-        train = b"".join(_read_texts(where, of_train, files, limit))
-        heldout = b"".join(_read_texts(where, [Path(one) for one in named], files, HELD_OUT))
+        train = b"".join(_read_texts(root, of_train, limit))
+        heldout = b"".join(_read_texts(root, [Path(path) for path in named], HELD_OUT))
     else:
-        contents = list(_read(root, limit) if as_sources else _read_texts(where, paths, files, limit))
+        contents = list(_read_sources(root, limit) if as_sources else _read_texts(root, paths, limit))
         train = b"".join(text for place, text in enumerate(contents) if place % 10 != 9)
         heldout = b"".join(text for place, text in enumerate(contents) if place % 10 == 9)[:HELD_OUT]
-        if len(heldout) <= where.seq_len:
-            train, heldout = _cut(b"".join(contents), where.seq_len)
-    for split, text in (("train on", train), ("hold out", heldout)):
-        if len(text) <= where.seq_len:
-            raise ConfigError(
-                f"text under {root} has {len(text)} bytes to {split}, no sample of --data.seq_len "
-                f"{where.seq_len}.",
-                "a folder with more text as --data.dir, or a shorter --data.seq_len",
-            )
+        if len(heldout) <= where.seq_len:  # the last tenth, which is at least one sample
+            text = b"".join(contents)
+            cut = max(0, len(text) - min(max(len(text) // 10, where.seq_len + 1), HELD_OUT))
+            train, heldout = text[:cut], text[cut:]
+    if min(len(train), len(heldout)) <= where.seq_len:
+        raise ConfigError(
+            f"text under {root} has {len(train)} bytes to train on, {len(heldout)} to hold out: no sample of "
+            f"--data.seq_len {where.seq_len}.",
+            "a folder with more text as --data.dir, or a shorter --data.seq_len",
+        )
     fingerprint = hashlib.sha256(train + heldout).hexdigest()[:16]
     info = DataInfo(
         kind="text",
@@ -81,131 +76,69 @@ def build(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
         default_steps=300,
         preprocess={"tokenizer": "bytes"},
     )
-    return DataSet(
-        train=ByteSamples(train, where.seq_len), heldout=ByteSamples(heldout, where.seq_len), info=info
-    )
+    samples = [ByteSamples(text, where.seq_len) for text in (train, heldout)]
+    return DataSet(train=samples[0], heldout=samples[1], info=info)
 
 
-def _cut(text: bytes, seq_len: int) -> tuple[bytes, bytes]:
-    """Splits off the last tenth, which is at least one sample."""
-    held = min(max(len(text) // 10, seq_len + 1), HELD_OUT)
-    place = max(0, len(text) - held)
-    return text[:place], text[place:]
-
-
-# ---------------------------------------------------------------- Python's sources
-
-
-def _read(root: Path, limit: int) -> Iterator[bytes]:
-    for path in _sources(root):
-        try:
-            text = path.read_bytes()[:limit]
-        except FileNotFoundError:
-            continue  # a link to nothing, such as an editor's lock
-        except OSError as error:
-            raise unreadable(error, path) from None
-        limit -= len(text)
-        yield text
-        if not limit:
-            return
-
-
-def _sources(root: Path) -> Iterator[Path]:
-    """Yields every .py file below, ordered by name, independent of the file system."""
+def _read_sources(root: Path, limit: int) -> Iterator[bytes]:
+    """Every .py file below, ordered by name, independent of the file system."""
     for folder, names, files in os.walk(root):
         names[:] = sorted(name for name in names if name not in SKIPPED)
-        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+        for path in (Path(folder, name) for name in sorted(files) if name.endswith(".py")):
+            if not path.exists():
+                continue  # a link to nothing, such as an editor's lock
+            text = path.read_bytes()[:limit]
+            limit -= len(text)
+            yield text
+            if not limit:
+                return
 
 
-# ---------------------------------------------------------------- any text files
+def _files(where: Where, pattern: str) -> list[Path]:
+    root = Path(where.dir)
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise ConfigError(f"{where} is neither a file nor a folder.", f"ls {quoted(root.parent)}")
+    # In the order of a walk: a folder's own files before those of the folders in it.
+    paths = sorted(files_below(root), key=lambda path: (path.parent.parts, path.name))
+    return [path for path in paths if fnmatch.fnmatch(path.name, pattern)]
 
 
-def _read_texts(where: Where, paths: list[Path], pattern: str, limit: int) -> Iterator[bytes]:
-    root, left, read = Path(where.dir), limit, 0
-    rows: list[Path] = []
+def _read_texts(root: Path, paths: Sequence[Path], limit: int) -> Iterator[bytes]:
+    left, read = limit, 0
     binary: list[Path] = []
     for path in paths:
-        text = _read_text(path, left, where)
+        text = _read_text(path, left, alone=path == root)
         if text is None:
             binary.append(path)
             continue
         read, left = read + 1, left - len(text)
-        if root.is_dir() and pattern == "*" and ends_with(path.name, LINES):
-            rows.append(path)
         yield text
         if not left:
-            log.info(
-                "text: the first %g MB of %s are read. HINT: --data.args.max_mb 1000 reads more",
-                limit / 1e6,
-                root,
-            )
+            log.info("text: %g MB of %s are read; --data.args.max_mb 1000 reads more", limit / 1e6, root)
             break
-    if not read:
-        raise _no_text(where, pattern, binary)
-    if rows:
-        log.warning(
-            "text: %d of %d files hold rows, as %s, and are read as text. HINT: --data.name documents "
-            "--data.dir %s reads the rows alone",
-            len(rows),
-            read,
-            rows[0],
-            shlex.quote(where.dir),
-        )
     left_out = f"; {len(binary)} binary left out, as {binary[0]}" if binary else ""
+    if not read:
+        raise ConfigError(f"{root} has no text file{left_out}.", f"ls -a {quoted(root)}")
     log.info("text: %d files, %s bytes of %s%s", read, f"{limit - left:,}", root, left_out)
 
 
-def _no_text(where: Where, pattern: str, binary: list[Path]) -> ConfigError:
-    kinds = f" of --data.args.files {pattern}" if pattern != "*" else ""
-    found, hint = "", f"ls -a {shlex.quote(where.dir)}"
-    if binary:
-        with binary[0].open("rb") as file:
-            what, hint = binary_kind(file.read(PROBED), binary[0]) or ("binary", hint)
-        found = f"; {binary[0]} is {what}"
-    return ConfigError(f"{where} has no text file{kinds}{found}.", hint)
-
-
-def _files(where: Where, pattern: str) -> Iterator[Path]:
-    root = Path(where.dir)
-    if root.is_file():
-        yield root
-        return
-    if not root.is_dir():
-        raise ConfigError(f"{where} is neither a file nor a folder.", f"ls {root.parent}")
-    for folder, names, files in os.walk(root, onerror=_refuse):
-        names[:] = sorted(name for name in names if not name.startswith(".") and name != "lost+found")
-        wanted = sorted(name for name in files if not name.startswith(".") and fnmatch.fnmatch(name, pattern))
-        yield from (Path(folder, name) for name in wanted)
-
-
-def _refuse(error: OSError) -> None:
-    raise unreadable(error, "a folder")
-
-
-def _read_text(path: Path, limit: int, where: Where) -> bytes | None:
+def _read_text(path: Path, limit: int, *, alone: bool) -> bytes | None:
     """Returns at most `limit` bytes of UTF-8, or None for a binary file of a folder."""
-    try:
-        with path.open("rb") as file:
-            raw = file.read(limit + 4)
-            if raw[:2] in UTF_16:  # at least a byte of UTF-8 for two of them
-                raw += file.read(limit)
-            whole = not file.read(1)
-    except OSError as error:
-        raise unreadable(error, path) from None
-    one = Path(where.dir).is_file()
-    # A mark of UTF-32 begins as that of UTF-16.
-    encoding = "utf-8" if encoding_of(raw) == "utf-32" else UTF_16.get(raw[:2], "utf-8")
-    if encoding == "utf-8":
-        if b"\0" in raw[:PROBED] and not one:
-            return None
-        check_no_zero_byte(raw, path, str(where if one else path))
+    with path.open("rb") as file:
+        raw = file.read(2 * limit + 4)  # UTF-16 has at least a byte of UTF-8 for two of them
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return raw.decode("utf-16", "replace").encode()[:limit]
+    if b"\0" in raw[:PROBED] and not alone:
+        return None
+    raw, whole = raw[: limit + 4], len(raw) <= limit + 4
     try:
         # A character cut in two by the limit is not an error of the file.
-        text = codecs.getincrementaldecoder(encoding)().decode(raw, final=whole)
-    except UnicodeDecodeError as error:
-        others = "" if one else "; or --data.args.files '*.txt' reads only those"
-        raise not_decodable(error, raw, path, str(path), encoding=encoding, more=others) from None
-    return text.removeprefix("\ufeff").encode()[:limit]
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(raw, final=whole)
+    except UnicodeDecodeError:
+        text = "\0"
+    return (checked_text(raw, path) if "\0" in text else text).encode()[:limit]
 
 
 class ByteSamples:

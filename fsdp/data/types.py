@@ -1,9 +1,11 @@
-"""The data types: Samples, DataInfo, DataSet, Batch, StepBatch. Not here: data, or how a batch is split."""
+"""The data types: Samples, DataInfo, DataSet, Batch, StepBatch, and the arguments of a data set (Where)."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError, one_line
-from fsdp.config import Args
+from fsdp.config import Args, DataSection, MixedSource
 from fsdp.models.cross_entropy import TokenCounts
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ class Batch:
     @property
     def tokens(self) -> int:
         """Tokens, for throughput."""
-        return next((one.all for one in self.counted.values()), 0)
+        return next((counts.all for counts in self.counted.values()), 0)
 
     def to(self, device: torch.device) -> Batch:
         """Copies to the device; from pinned memory without blocking."""
@@ -112,7 +114,44 @@ class StepBatch:
     micro: list[Batch]
     samples: int
     arrived: Any = None
-    """On CUDA, the event after which its tensors may be read (fsdp/data/device_prefetch.py)."""
+    """On CUDA, the event after which its tensors may be read (fsdp/data/loader.py)."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """Arguments common to all data sets: --data.dir, seq_len, tokenizer, and the model's facts."""
+
+    dir: str
+    seq_len: int
+    model_facts: Args
+    flag: str = "--data.dir"
+    """The flag that gave `dir`: --data.name if that is a path."""
+    tokenizer: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.dir}"
+
+
+def source_section(section: DataSection, source: MixedSource) -> DataSection:
+    """A mixture's source as --data.name would give it, with the section's other fields."""
+    return dataclasses.replace(
+        section, name=source.name, dir=source.dir, args=source.args, tokenizer=source.tokenizer, sources=()
+    )
+
+
+def check_range(name: str, value: float, low: float, high: float = math.inf) -> None:
+    """Raises ConfigError if an argument of a data set is out of range."""
+    if not low <= value <= high:
+        raise ConfigError(
+            f"--data.args.{name} {value} is not between {low} and {high}.",
+            f"--data.args.{name} {max(low, min(value, high))}",
+        )
+
+
+def shifted(windows: np.ndarray) -> dict[str, Tensor]:
+    """Splits [n, seq_len + 1] tokens into inputs and targets, the token that follows each."""
+    tokens = torch.from_numpy(windows.astype(np.int64))
+    return {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
 def first_sample(name: str, samples: Samples, hint: str) -> dict[str, Tensor]:

@@ -20,15 +20,14 @@ from torch import nn
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection, ModelSection
 from fsdp.data import build_dataset
-from fsdp.data.model_tokenizer import with_model_tokenizer
+from fsdp.data.registry import with_model_tokenizer
 from fsdp.data.types import DataSet
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
 from fsdp.models.hf import PretrainedFolder, resolve_folder
 from fsdp.models.hub import PREFIX
 from fsdp.run.job import meta_model
-from fsdp.tokenize.source_names import is_remote
-from fsdp.tokenize.sources import is_pattern
+from fsdp.tokenize.sources import is_pattern, is_remote
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)

@@ -25,7 +25,7 @@ from fsdp.checkpoint.pretrained import PretrainedWeights
 from fsdp.checkpoint.restore import load_weights
 from fsdp.config import Config, MeshSection, check_store
 from fsdp.data import DataSet, build_dataset
-from fsdp.data.model_tokenizer import with_model_tokenizer
+from fsdp.data.registry import with_model_tokenizer
 from fsdp.dist.collectives import ObjectGroup, broadcast_object
 from fsdp.dist.env import DistEnv, pick_device
 from fsdp.dist.mesh import MeshSizes, build_mesh

@@ -14,7 +14,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.checkpoint.restore import Restored
 from fsdp.config import Config
 from fsdp.data import Cursor, DataSet, MixCursor
-from fsdp.data.stream_cursor import StreamCursor
+from fsdp.data.stream import StreamCursor
 from fsdp.optim.train_state import TrainState
 
 

@@ -20,8 +20,8 @@ from fsdp.base.text import columns
 from fsdp.base.units import byte_size
 from fsdp.config import Config
 from fsdp.data import Cursor, DataSet, MixCursor, build_dataset
-from fsdp.data.model_tokenizer import with_model_tokenizer
-from fsdp.data.stream_cursor import StreamCursor
+from fsdp.data.registry import with_model_tokenizer
+from fsdp.data.stream import StreamCursor
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import BatchPlan, MeshSizes, plan_batch, resolve
 from fsdp.dist.shards import cut_of

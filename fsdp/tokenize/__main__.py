@@ -3,14 +3,15 @@
     python -m fsdp.tokenize 'corpus/*.jsonl.gz' tokens/ --tokenizer DIR --workers 8
     torchrun --nproc_per_node=8 train.py --data.name tokens/
 
-SOURCE is a .jsonl, .json (.gz or .zst), .parquet or .txt file, a folder of them, a pattern in quotes, the
-same in a store (s3://bucket/prefix), or hf:NAME, a data set in Hugging Face's cache of this machine.
+SOURCE is a file of rows (.jsonl, .json, .parquet, .csv, …), or of text (.txt), a folder of them, a pattern in
+quotes, the same in a store (s3://bucket/prefix), or hf:NAME, a data set in Hugging Face's cache here.
 Killed and started again, it keeps the finished shards of OUT. OUT's bytes are the same at any number of
 workers. Formats: docs/data.md.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,16 +19,15 @@ from pathlib import Path
 from fsdp.base.errors import ShardrunError
 from fsdp.base.streams import print_line
 from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
-from fsdp.tokenize.documents import DocumentOptions, template_text
-from fsdp.tokenize.locate import notes_on
-from fsdp.tokenize.progress import ProgressLine, cores
-from fsdp.tokenize.shard_plan import SHARD_BYTES, TokenizeJob
-from fsdp.tokenize.shards import tokenize
-from fsdp.tokenize.split_names import held_out_line
+from fsdp.tokenize.conversations import DocumentOptions, template_text
+from fsdp.tokenize.shards import SHARD_BYTES, ProgressLine, TokenizeJob, cores, run_job, tokenize
+from fsdp.tokenize.sources import held_out_line
 
 
 @prints_errors("fsdp.tokenize")
 def main(argv: Sequence[str]) -> int:
+    if argv[:1] == ["--job"]:
+        return run_job(argv[1:], json.load(sys.stdin))
     parser = CommandParser("fsdp.tokenize", __doc__)
     parser.add_argument("source", metavar="SOURCE", help="file, folder, pattern, s3://… or hf:NAME")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder of the token files")
@@ -38,47 +38,31 @@ def main(argv: Sequence[str]) -> int:
         ("split", str, "", "split of hf:NAME (default: train)"),
         ("loss", one_of("assistant", "all", "last"), "assistant", "targets: assistant, all or last"),
         ("chat-template", str, "", "file with a chat template, in place of the tokenizer's"),
-        (
-            "heldout",
-            number(0, 0.5),
-            0.01,
-            "part of the documents to hold out: every Nth, N its inverse rounded (default: 0.01)",
-        ),
+        ("heldout", number(0, 0.5), 0.01, "part of the documents to hold out, every Nth (default: 0.01)"),
         ("workers", whole_number(1), cores(), "processes (default: the cores)"),
         ("shard-mb", whole_number(1), SHARD_BYTES >> 20, "MiB of the source per shard (default: 64)"),
     ):
         parser.add_argument(f"--{name}", type=kind, default=default, help=text)
     try:
-        given = parser.parse(argv)
-        options = DocumentOptions(given.tokenizer, given.text, given.loss, template_text(given.chat_template))
-        shard_bytes = given.shard_mb << 20
-        job = TokenizeJob(given.source, options, given.heldout, shard_bytes, given.config, given.split)
-        line = ProgressLine()
-        found = tokenize(job, given.out, given.workers, line.show)
-        line.end()
+        flags = parser.parse(argv)
+        options = DocumentOptions(flags.tokenizer, flags.text, flags.loss, template_text(flags.chat_template))
+        shard_bytes = flags.shard_mb << 20
+        job = TokenizeJob(flags.source, options, flags.heldout, shard_bytes, flags.config, flags.split)
+        total = tokenize(job, flags.out, flags.workers, ProgressLine().show)
     except ShardrunError as error:
-        print_line(f"fsdp.tokenize: {_with_own_flags(str(error))}")
+        text = str(error).replace("--data.args.chat_template", "--chat-template")  # flags of train.py
+        print_line(
+            f"fsdp.tokenize: {text.replace('--data.args.', '--').replace('--data.tokenizer', '--tokenizer')}"
+        )
         return error.exit_code
     except KeyboardInterrupt:
         print("fsdp.tokenize: stopped. HINT: the same command continues", file=sys.stderr)
         return 130
-    empty = f", {found.empty:,} rows without a token to train on left out" if found.empty else ""
-    print_line(f"{given.out}: {found.tokens:,} tokens, {found.documents:,} documents{empty}", sys.stdout)
-    held = job.place.held_out()
-    for noted in [*notes_on(given.source), *([held_out_line(held)] if held else [])]:
-        print_line(f"fsdp.tokenize: {noted}")
+    empty = f", {total.empty:,} rows without a token to train on left out" if total.empty else ""
+    print_line(f"{flags.out}: {total.tokens:,} tokens, {total.documents:,} documents{empty}", sys.stdout)
+    if held := job.find().held_out():
+        print_line(f"fsdp.tokenize: {held_out_line(held)}")
     return 0
-
-
-def _with_own_flags(text: str) -> str:
-    """Messages name the flags of train.py."""
-    for theirs, ours in (
-        ("--data.args.chat_template", "--chat-template"),
-        ("--data.args.", "--"),
-        ("--data.tokenizer", "--tokenizer"),
-    ):
-        text = text.replace(theirs, ours)
-    return text
 
 
 if __name__ == "__main__":

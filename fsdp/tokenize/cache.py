@@ -18,7 +18,6 @@ from typing import Any
 
 from fsdp.base.cache_folder import cache_folder
 from fsdp.base.errors import ConfigError
-from fsdp.base.freed_memory import return_freed_memory
 
 
 def digest(key: Any) -> str:
@@ -27,11 +26,8 @@ def digest(key: Any) -> str:
 
 def identity(path: Path) -> list[Any]:
     """What a cached file of it is known by. Reading the contents would take as long as tokenizing them."""
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}).", f"ls -l {path}") from None
-    return [str(path.resolve()), found.st_size, found.st_mtime_ns]
+    status = path.stat()
+    return [str(path.resolve()), status.st_size, status.st_mtime_ns]
 
 
 def made_once(name: str, key: Any, make: Callable[[Path], None]) -> Path:
@@ -39,49 +35,48 @@ def made_once(name: str, key: Any, make: Callable[[Path], None]) -> Path:
 
     `make` gets the same path again after a killed start, and may continue what is there.
     """
-    place = cache_folder("data") / f"{name}-{digest(key)}"
-    if place.exists():
-        return place
+    cached = cache_folder("data") / f"{name}-{digest(key)}"
+    if cached.exists():
+        return cached
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(place.with_name(f"{place.name}.lock")) as alone:
-            if place.exists():
-                return place
-            aside = place.with_name(f"{place.name}.partial" + ("" if alone else f".{os.urandom(4).hex()}"))
-            make(aside)
-            _sync(aside)
-            return_freed_memory()
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with locked(cached.with_name(f"{cached.name}.lock")) as alone:
+            if cached.exists():
+                return cached
+            partial = cached.with_name(
+                f"{cached.name}.partial" + ("" if alone else f".{os.urandom(4).hex()}")
+            )
+            make(partial)
+            _sync(partial)
             try:
-                aside.rename(place)
+                partial.rename(cached)
             except OSError:
-                if not place.exists():  # another process was first, without a lock between them
+                if not cached.exists():  # another process was first, without a lock between them
                     raise
-            if aside.is_dir():
-                shutil.rmtree(aside, ignore_errors=True)
-            aside.unlink(missing_ok=True)
+                shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise ConfigError(
-            f"{place.parent} cannot be written ({error.strerror or error}).",
+            f"{cached.parent} cannot be written ({error.strerror or error}).",
             "XDG_CACHE_HOME=FOLDER before the command names another place for it",
         ) from None
-    return place
+    return cached
 
 
 def _sync(made: Path) -> None:
     """Or a power cut could keep the name and lose the bytes, and each later start would read zeros."""
-    for one in (made, *(made.rglob("*") if made.is_dir() else ())):
-        descriptor = os.open(one, os.O_RDONLY)
+    for path in (made, *made.rglob("*")):
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         except OSError:
-            if not one.is_dir():  # some shared file systems cannot sync a folder
+            if not path.is_dir():  # some shared file systems cannot sync a folder
                 raise
         finally:
             os.close(descriptor)
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[bool]:
+def locked(path: Path) -> Iterator[bool]:
     """Waits for the lock. Yields False on a file system without locks."""
     with path.open("w") as file:
         try:

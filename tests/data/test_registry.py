@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from PIL import Image
 
 from fsdp.base.errors import ConfigError, TrainingError
-from fsdp.config import DataSection, load
+from fsdp.config import DataSection
 from fsdp.data import Cursor, DataSet, Loader, build_dataset
 from fsdp.dist.mesh import DataRank
 
@@ -28,7 +27,7 @@ def build(name: str, facts: dict[str, Any] | None = None, seq_len: int = 256, **
     [
         ("digit", {}, r"--data.name digit is not digits, fashion_mnist, .*HINT: --data.name digits$"),
         ("imagenet", {}, r"HINT: --data.name package.module:factory"),
-        ("tests/absent*/**/*.jsonl", {}, r"absent\*/\*\*/\*.jsonl matches no file. HINT: ls tests$"),
+        ("tests/absent*/**/*.jsonl", {}, r"absent\*/\*\*/\*.jsonl is not digits, .* HINT: ls "),
         (
             "digits",
             {"size": 3},
@@ -42,14 +41,10 @@ def build(name: str, facts: dict[str, Any] | None = None, seq_len: int = 256, **
         (
             "synthetic",
             {"samples": "many"},
-            r"--data.args.samples many is not a whole number. HINT: --data.args.samples 1",
+            r"--data.args.samples many is not int. HINT: --data.args.samples 100000",
         ),
-        (
-            "synthetic",
-            {"samples": 0},
-            r"--data.args.samples 0 is not at least 1. HINT: --data.args.samples 1",
-        ),
-        ("synthetic", {"samples": True}, r"--data.args.samples True is not a whole number"),
+        ("synthetic", {"samples": 0}, r"--data.args.samples 0 is not .* HINT: --data.args.samples 1"),
+        ("synthetic", {"samples": True}, r"--data.args.samples True is not int"),
         ("synthetic", {"kind": "sounds"}, r"--data.args.kind sounds is not auto or images or tokens"),
         ("synthetic", {"kind": "tokens", "channels": 3}, r"--data.args.channels 3 has no effect on tokens"),
         (
@@ -58,25 +53,13 @@ def build(name: str, facts: dict[str, Any] | None = None, seq_len: int = 256, **
             r"--data.args.vocab_size 3 has no effect on images",
         ),
         ("tokens", {"heldout": 2}, r"--data.args.heldout 2.0 is not between 0 and 0.5"),
-        ("text", {"max_mb": "big"}, r"--data.args.max_mb big is not a number"),
+        ("text", {"max_mb": "big"}, r"--data.args.max_mb big is not float"),
     ],
 )
 def test_each_mistake_has_a_line_that_mends_it(name: str, args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         build(name, **args)
     assert "\n" not in str(caught.value)
-
-
-def test_a_missing_file_is_named_before_its_tokenizer() -> None:
-    with pytest.raises(ConfigError, match=r"--data.name absent.jsonl is not digits, .* HINT: ls \.$"):
-        build_dataset(DataSection(name="absent.jsonl", tokenizer="bytes"))
-
-
-def test_arguments_come_from_flags() -> None:
-    section = load(
-        ["--data.name", "synthetic", "--data.args.image_size", "32", "--data.args.channels", "3"]
-    ).data
-    assert build_dataset(section).train.batch(np.arange(2))["inputs"].shape == (2, 3, 32, 32)
 
 
 # ---------------------------------------------------------------- a file or folder by its path
@@ -98,8 +81,6 @@ def test_a_name_that_is_a_path_is_read_by_what_lies_there(
     assert build("ids", seq_len=8, vocab_size=700).info.facts["vocab_size"] == 700
     assert build(str(tmp_path / "ids" / "a.bin"), seq_len=8, vocab_size=700).info.facts["vocab_size"] == 700
     assert build("pictures", image_size=8).info.class_names == ("cat", "dog")
-    with pytest.raises(ConfigError, match=r"pictures/cat has no folder per class\. HINT: put images into "):
-        build("pictures/cat")
 
 
 def test_a_home_folder_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,12 +95,6 @@ def test_a_home_folder_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         build("~no-such-user/a.bin")
 
 
-def test_a_built_in_goes_before_a_folder_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "digits").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert build("digits").info.kind == "images"
-
-
 def test_two_paths_are_one_too_many(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"--data.name .* is a path, and --data.dir elsewhere is another. HINT: leave one"
@@ -130,7 +105,7 @@ def test_two_paths_are_one_too_many(tmp_path: Path) -> None:
 def test_a_path_with_nothing_to_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.gz").write_bytes(bytes(1000))
     with pytest.raises(
-        ConfigError, match=r"--data.name .*/a.gz is not text: byte \d+ is zero\. HINT: another file; "
+        ConfigError, match=r"/a.gz is not text in UTF-8 at byte 0, which is zero\. HINT: file "
     ):
         build(str(tmp_path / "a.gz"))
     with pytest.raises(ConfigError, match=r"a file or folder here, .* or .* HINT: ls /.*"):
@@ -139,9 +114,6 @@ def test_a_path_with_nothing_to_read_is_named(tmp_path: Path) -> None:
         build("corpus.txt")
     with pytest.raises(ConfigError, match=r"--data.name is not given: .* HINT: --data.name text"):
         build("")
-    os.mkfifo(tmp_path / "rows.jsonl")
-    with pytest.raises(ConfigError, match=r"rows.jsonl is neither a file nor a folder\. HINT: cat /"):
-        build(str(tmp_path / "rows.jsonl"))
 
 
 # ---------------------------------------------------------------- synthetic
@@ -171,7 +143,6 @@ MINE = """
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
-from fsdp.data import DataInfo, DataSet
 
 
 class Pairs(Dataset):
@@ -202,11 +173,6 @@ class Stream(IterableDataset):
 class Sized(Stream):
     def __len__(self):
         return 1
-
-
-class Reviews(Pairs):
-    def __getitem__(self, index):
-        return torch.arange(7), index % 2
 
 
 class Bad(Pairs):
@@ -243,8 +209,6 @@ def pairs(count=12): return Pairs(count)
 def with_heldout(count, test=3): return Pairs(count), Pairs(test)
 def tensors(): return TensorDataset(torch.arange(20.).view(10, 2), torch.arange(10))
 def dicts(seq_len): return Dicts(seq_len)
-def whole(): return DataSet(train=None, heldout=None, info=DataInfo(kind="other", default_steps=5))
-def reviews(): return Reviews()
 def stream(): return Stream()
 def sized(): return Sized()
 def named(): return {"train": Pairs(), "test": Pairs()}
@@ -254,7 +218,6 @@ def empty(): return Pairs(0)
 def arrays(dtype): return Arrays(dtype)
 def counted(): return Counted()
 def flat(): return Flat()
-def some(): return torch.utils.data.Subset(Pairs(), [1, 2, 3]), None
 def three(): return Pairs(), Pairs(), Pairs()
 def broken(): return 1 / 0
 def anything(**given): return Pairs(**given)
@@ -324,19 +287,6 @@ def test_targets_of_whole_numbers_are_int64(dtype: str) -> None:
     assert batch["weight"].dtype == torch.float32
 
 
-def test_a_subset_has_its_datasets_classes() -> None:
-    assert build("my_own_data:some").info.facts["num_classes"] == 2
-
-
-def test_a_text_with_one_class_is_no_text_to_go_on_with() -> None:
-    assert build("my_own_data:reviews").info.kind == "other"
-    assert build("my_own_data:dicts", seq_len=6).info.kind == "text"
-
-
-def test_a_whole_data_set_is_taken_as_it_is() -> None:
-    assert build("my_own_data:whole").info.default_steps == 5
-
-
 def test_the_factory_is_offered_what_it_has_parameters_for() -> None:
     assert len(build("my_own_data:dicts", seq_len=17).train) == 17
     assert len(build("my_own_data:anything", count=5).train) == 5
@@ -368,29 +318,17 @@ def test_the_factory_is_offered_what_it_has_parameters_for() -> None:
             {},
             r"a stream of type Sized, which has no items by index and no state_dict: .*HINT: give it",
         ),
-        (
-            "my_own_data:named",
-            {},
-            r"returned a dict with train, test, not a Dataset\. HINT: return one of them, or the pair",
-        ),
+        ("my_own_data:named", {}, r"returned a dict, not a Dataset with items by index\. HINT: return a D"),
         (
             "my_own_data:bad",
             {},
-            r"sample 0 cannot be read: TypeError: an item is a tuple, neither \(inputs, targets\) nor a dict",
+            r"sample 0 cannot be read: TypeError: an item is a tuple, neither ",
         ),
-        ("my_own_data:words", {}, r"inputs of an item is not a number, array or tensor"),
-        (
-            "my_own_data:counted",
-            {},
-            r"counted: classes is 10, not the names of the classes. HINT: classes = ",
-        ),
-        (
-            "my_own_data:flat",
-            {},
-            r"flat: scale of a batch is one number. HINT: a row for each item, from col",
-        ),
-        ("my_own_data:empty", {}, r"returned an empty Pairs"),
-        ("my_own_data:three", {}, r"returned a tuple of 3"),
+        ("my_own_data:words", {}, r"inputs of a batch is not a tensor with a row for each item"),
+        ("my_own_data:counted", {}, r"counted: classes is 10\. HINT: classes = "),
+        ("my_own_data:flat", {}, r"flat: scale of a batch is not a tensor with a row for each item\. HINT: "),
+        ("my_own_data:empty", {}, r"returned a Pairs, not a Dataset with items by index"),
+        ("my_own_data:three", {}, r"returned a tuple, not a Dataset with items by index"),
         ("my_own_data:broken", {}, r"failed: ZeroDivisionError: division by zero \(.*my_own_data.py:\d+\)"),
     ],
 )
@@ -400,37 +338,11 @@ def test_what_is_wrong_with_ones_own_is_said(factory: str, args: dict[str, Any],
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_is_refused_where_the_factory_takes_none(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"--data.dir .* has no effect on my_own_data:pairs: it has no parameter dir"
-    ):
-        build_dataset(DataSection(name="my_own_data:pairs", dir=str(tmp_path)))
-
-
-def test_an_item_that_fails_later_is_named() -> None:
-    data = build("my_own_data:pairs")
-    data.train.items.count = 3  # type: ignore[attr-defined]
-    loader = Loader(
-        data.train,
-        Cursor(seed=0, samples=12, global_batch=12),
-        micro_batch=12,
-        accumulation=1,
-        rank=DataRank(0, 1),
-        workers=0,
-        prefetch=1,
-        pin=False,
-    )
-    with pytest.raises(
-        TrainingError, match=r"samples 3, 4, 5, 6, 7, 8, 9, 10 and 1 more cannot be read: IndexError"
-    ):
-        loader.step(0)
-
-
 # ---------------------------------------------------------------- batches of one's own making
 
 RAGGED = """
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 
 class Ragged(Dataset):
@@ -448,10 +360,6 @@ class Padded(Ragged):
         return {"input_ids": pad(inputs, True), "targets": pad(targets, True, -100).numpy()}
 
 
-class Numbered(Ragged):
-    collate = 3
-
-
 class Dropping(Padded):
     def collate(self, items):
         return super().collate(items[1:] or items)
@@ -459,8 +367,6 @@ class Dropping(Padded):
 
 def ragged(): return Ragged()
 def padded(): return Padded()
-def subset(): return Subset(Padded(), [3, 0, 1]), Subset(Padded(), [2])
-def numbered(): return Numbered()
 def dropping(): return Dropping()
 """
 
@@ -489,13 +395,8 @@ def all_in_one(data: DataSet) -> Loader:
 
 @pytest.mark.usefixtures("ragged")
 def test_samples_of_unlike_lengths_are_named_and_the_hint_names_the_hook() -> None:
-    with pytest.raises(
-        TrainingError,
-        match=r"^rank 0, step 0: inputs of sample \d+ is \[\d\] and of sample \d+ \[\d\]: samples of one "
-        r"batch must have one "
-        r"shape. HINT: give your Dataset a method collate\(items\) that pads them to one length: "
-        r"docs/data.md$",
-    ):
+    message = r"^rank 0, step 0: samples .*: those of one batch must have one shape: .* HINT: give .* collate"
+    with pytest.raises(TrainingError, match=message):
         all_in_one(build("my_ragged_data:ragged")).step(0)
 
 
@@ -511,25 +412,13 @@ def test_a_datasets_own_collate_makes_the_batches() -> None:
 
 
 @pytest.mark.usefixtures("ragged")
-def test_a_subset_has_its_datasets_collate() -> None:
-    data = build("my_ragged_data:subset")
-    assert data.train.batch(np.arange(3))["inputs"].shape == (3, 5)
-
-
-@pytest.mark.usefixtures("ragged")
-def test_a_collate_that_is_wrong_is_named() -> None:
-    with pytest.raises(
-        ConfigError, match=r"my_ragged_data:numbered: collate is of type int, which cannot be called"
-    ):
-        build("my_ragged_data:numbered")
-    with pytest.raises(
-        TrainingError,
-        match=r"12 samples were requested, but \{'inputs': 11, 'targets': 11\} rows were returned",
-    ):
+def test_a_collate_that_drops_rows_is_named() -> None:
+    message = r"12 samples were requested, but \{'inputs': 11, 'targets': 11\} rows were returned"
+    with pytest.raises(TrainingError, match=message):
         all_in_one(build("my_ragged_data:dropping")).step(0)
 
 
-@pytest.mark.parametrize("name", ["text", "tokens", "folder", "documents", "fashion_mnist"])
+@pytest.mark.parametrize("name", ["text", "tokens", "folder", "documents"])
 def test_a_place_that_cannot_be_looked_at_is_one_line(name: str, tmp_path: Path) -> None:
     """As below a folder that may not be searched: pathlib raises where a missing place is False."""
     place = tmp_path / ("x" * 300)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import struct
 import subprocess
-import sysconfig
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.config import DataSection
@@ -37,19 +35,6 @@ def rows_of(samples: Any) -> tuple[np.ndarray, np.ndarray]:
 # ---------------------------------------------------------------- text
 
 
-def test_targets_are_the_inputs_one_on() -> None:
-    batch = text(seq_len=64).train.batch(np.array([0, 5, 999]))
-    assert batch["inputs"].shape == batch["targets"].shape == (3, 64)
-    assert batch["inputs"].dtype == torch.int64
-    assert torch.equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
-
-
-def test_it_is_pythons_own_sources() -> None:
-    first = bytes(text(seq_len=200).train.batch(np.array([0]))["inputs"][0].tolist())
-    library = Path(sysconfig.get_paths()["stdlib"])
-    assert first == min(library.glob("*.py")).read_bytes()[:200]
-
-
 def test_every_byte_of_a_split_is_an_input_once(tmp_path: Path) -> None:
     for n in range(10):
         (tmp_path / f"{n}.py").write_bytes(bytes([65 + n]) * 101)
@@ -70,20 +55,6 @@ def test_the_fingerprint_tells_other_sources_apart(tmp_path: Path) -> None:
     assert {**whole.info.facts, "fingerprint": ""} == {"vocab_size": 256, "seq_len": 256, "fingerprint": ""}
     assert whole.info.tokens_per_sample == 256
     assert whole.info.preprocess["tokenizer"] == "bytes"
-
-
-def test_text_is_bounded() -> None:
-    data = text(seq_len=100, args={"max_mb": 0.5})
-    assert data.heldout is not None
-    assert (len(data.train) + len(data.heldout)) * 100 <= 500_000
-
-
-def test_too_little_text_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").touch()
-    with pytest.raises(
-        ConfigError, match=r"has 0 bytes to train on, no sample of --data.seq_len 256.*HINT: .*--data.dir"
-    ):
-        text(dir=str(tmp_path))
 
 
 def test_a_folder_without_a_text_file_is_named(tmp_path: Path) -> None:
@@ -129,50 +100,16 @@ def test_a_byte_order_mark_is_understood(tmp_path: Path, encoding: str) -> None:
     assert most - 3 <= len(cut) <= most
 
 
-def test_bytes_that_are_no_utf_8_are_named_and_the_hint_mends_them(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"x" * 700 + "é".encode("latin-1") + b"y" * 700)
-    with pytest.raises(
-        ConfigError, match=r"a.txt is not UTF-8 at byte 700: .* HINT: iconv -f latin1"
-    ) as caught:
+@pytest.mark.parametrize("wrong", ["é".encode("latin-1"), "é".encode("utf-16-le"), b"\0"])
+def test_bytes_that_are_no_utf_8_are_named(wrong: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * 9000 + wrong + b"y" * 700)
+    with pytest.raises(ConfigError, match=r"a.txt is not text in UTF-8 at byte 900\d.* HINT: file .*a.txt"):
         text(dir=str(tmp_path))
-    command = str(caught.value.hint).partition(";")[0]
-    assert subprocess.run(["sh", "-c", command]).returncode == 0
-    assert whole(text(dir=str(tmp_path), seq_len=1))[700:702] == "é".encode()
-
-
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
-def test_text_of_another_encoding_is_named_and_the_hint_converts_it(tmp_path: Path, encoding: str) -> None:
-    path = tmp_path / "a b.txt"
-    path.write_text(PROSE, encoding=encoding)
-    with pytest.raises(ConfigError, match=rf"not UTF-8: byte .* looks like {encoding[:6].upper()}") as caught:
-        text(dir=str(path))
-    assert subprocess.run(["sh", "-c", str(caught.value.hint)]).returncode == 0
-    assert whole(text(dir=str(path), seq_len=1)) == PROSE.encode()
-
-
-def test_a_zero_byte_far_in_a_file_is_named_and_the_hint_drops_it(tmp_path: Path) -> None:
-    path = tmp_path / "a b.txt"
-    path.write_bytes(PROSE.encode() * 10 + b"\0" + PROSE.encode())
-    place = len(PROSE.encode()) * 10
-    for name in (path, tmp_path):
-        with pytest.raises(
-            ConfigError, match=rf"a b.txt is not text: byte {place} is zero\. HINT: "
-        ) as caught:
-            text(dir=str(name))
-    command = str(caught.value.hint).rpartition("stray zero bytes, ")[2]
-    assert subprocess.run(["sh", "-c", command]).returncode == 0
-    assert whole(text(dir=str(path), seq_len=1)) == 11 * PROSE.encode()
 
 
 def test_a_limit_may_cut_a_character_in_two(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("日" * 1000, encoding="utf-8")
     assert len(whole(text(dir=str(tmp_path), seq_len=1, args={"max_mb": 0.001}))) == 1000
-
-
-def test_files_are_chosen_by_a_pattern(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.csv"):
-        (tmp_path / name).write_text(name[0] * 1000, encoding="utf-8")
-    assert set(whole(text(dir=str(tmp_path), seq_len=1, args={"files": "*.csv"}))) == {ord("b")}
 
 
 def test_a_folder_of_sources_gives_what_it_gave(tmp_path: Path) -> None:
@@ -190,16 +127,6 @@ def test_a_folder_of_sources_gives_what_it_gave(tmp_path: Path) -> None:
         data.info.facts["fingerprint"]
         == hashlib.sha256(b"".join(bytes([0xE0 + n]) * 300 for n in range(10))).hexdigest()[:16]
     )
-
-
-def test_a_place_without_text_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--data.dir .*/none is neither a file nor a folder. HINT: ls "):
-        text(dir=str(tmp_path / "none"))
-    (tmp_path / "a").write_bytes(bytes(1000))
-    with pytest.raises(
-        ConfigError, match=r"--data.dir .*/a is not text: byte \d+ is zero\. HINT: another file; "
-    ):
-        text(dir=str(tmp_path / "a"))
 
 
 # ---------------------------------------------------------------- tokens
@@ -240,30 +167,16 @@ def test_each_way_that_tokens_are_written(tmp_path: Path, kind: str) -> None:
     assert {**data.info.facts, "fingerprint": ""} == {"vocab_size": 90, "seq_len": 8, "fingerprint": ""}
 
 
-@pytest.mark.parametrize("name", ["T.BIN", "T.Npy"])
-@pytest.mark.parametrize("whole_folder", [True, False])
-def test_suffixes_in_upper_case_are_those_of_token_files(
-    name: str, whole_folder: bool, tmp_path: Path
-) -> None:
-    """As some copies have them. They were text with zero bytes, which the HINT would have deleted."""
-    row = numbers().astype(np.uint16)
-    with (tmp_path / name).open("wb") as file:
-        if name.endswith("BIN"):
-            row.tofile(file)
-        else:
-            np.save(file, row)
-    place = str(tmp_path if whole_folder else tmp_path / name)
-    found = build_dataset(DataSection(name=place, seq_len=8, args={"vocab_size": 1000}))
-    assert np.array_equal(found.train.batch(np.array([1]))["inputs"][0].numpy(), row[8:16])
-
-
 def test_held_out_files_without_a_sample_are_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
     np.arange(8, dtype=np.uint16).tofile(tmp_path / "val.bin")
     assert tokens(tmp_path).heldout is None
-    assert "have 8 tokens, not one sample of --data.seq_len 8: nothing is evaluated. HINT: " in caplog.text
+    assert (
+        "8 tokens are held out, not one sample of --data.seq_len 8: nothing is evaluated. HINT: "
+        in caplog.text
+    )
 
 
 def test_token_files_of_other_splits_are_held_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -313,35 +226,20 @@ def test_the_models_vocabulary_is_taken_where_none_is_given(tmp_path: Path) -> N
         build_dataset(section)
 
 
-def test_without_files_the_message_says_what_to_put_where(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no token file to train on.*HINT: put \*\.bin"):
-        tokens(tmp_path)
-    with pytest.raises(ConfigError, match=r"--data.dir .*/none is neither a folder"):
-        tokens(tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"needs a folder.*HINT: --data.dir FOLDER"):
-        build_dataset(DataSection(name="tokens", args={"vocab_size": 9}))
-
-
-def test_a_vocabulary_too_small_is_seen_before_the_run(tmp_path: Path) -> None:
-    np.array([1, 2, 3, 1500] * 20, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    with pytest.raises(
-        ConfigError,
-        match=r"a.bin: the token at position 3 is 1500, beyond --data.args.vocab_size 1000. HINT: "
-        r"--data.args.vocab_size 1501",
-    ):
-        tokens(tmp_path)
-
-
-def test_a_token_beyond_the_vocabulary_deep_inside_is_seen_when_read(tmp_path: Path) -> None:
+def test_a_token_beyond_the_vocabulary_is_named_before_the_run_and_deep_inside_when_read(
+    tmp_path: Path,
+) -> None:
     row = np.zeros(300_000, dtype=np.uint16)
     row[150_000] = 1500
     row.tofile(tmp_path / "a.bin")
     data = tokens(tmp_path)
-    with pytest.raises(
-        TrainingError,
-        match=r"a.bin: the token at position 150000 is 1500, beyond --data.args.vocab_size 1000",
-    ):
+    beyond = "is 1500 as uint16, beyond a vocabulary of 1000"
+    with pytest.raises(TrainingError, match=rf"a.bin: the token at position 150000 {beyond}"):
         data.train.batch(np.array([150_000 // 8]))
+    row[3] = 1500
+    row.tofile(tmp_path / "a.bin")
+    with pytest.raises(ConfigError, match=rf"position 3 {beyond}.* HINT: --data.args.vocab_size 1501"):
+        tokens(tmp_path)
 
 
 @pytest.mark.parametrize("how", ["cut", "gone"])
@@ -370,15 +268,14 @@ def test_a_file_that_changes_during_the_run_is_one_line(how: str, tmp_path: Path
 def test_files_that_are_not_tokens_are_named(tmp_path: Path) -> None:
     (tmp_path / "odd.bin").write_bytes(b"123")
     with pytest.raises(
-        ConfigError, match=r"odd.bin has 3 bytes, not a multiple of 2 bytes per token. HINT: copy it again$"
+        ConfigError, match=r"odd.bin has 3 bytes, not those of .* uint16\. HINT: copy it again"
     ):
         tokens(tmp_path)
     (tmp_path / "odd.bin").unlink()
     np.save(tmp_path / "float.npy", np.zeros(100))
-    with pytest.raises(ConfigError, match=r"float.npy holds float64 \[100\]"):
-        tokens(tmp_path)
-    (tmp_path / "float.npy").write_bytes(b"no numpy file")
-    with pytest.raises(ConfigError, match=r"float.npy is not a complete .npy file"):
+    with pytest.raises(
+        ConfigError, match=r"float.npy is not a file of tokens: float64 \[100\] is not one row"
+    ):
         tokens(tmp_path)
 
 
@@ -412,14 +309,6 @@ def test_a_file_that_looks_wider_than_it_is_read_is_refused_and_the_hint_works(
     assert np.array_equal(inputs_of(data), row[: len(data.train) * 8])
 
 
-def test_large_tokens_read_too_narrow_are_refused_too(tmp_path: Path) -> None:
-    numbers(below=128_256).astype(np.uint32).tofile(tmp_path / "a.bin")
-    with pytest.raises(
-        ConfigError, match=r"a.bin is read as uint16 and looks like uint32: .*HINT: --data.args.dtype uint32"
-    ):
-        tokens(tmp_path, vocab_size=50_257)
-
-
 def test_tokens_that_only_look_wide_are_taken_after_the_hints_command(tmp_path: Path) -> None:
     row = np.stack([numbers(), np.zeros(5000, np.int64)], axis=1).reshape(-1)
     row.astype(np.uint16).tofile(tmp_path / "a.bin")
@@ -427,25 +316,6 @@ def test_tokens_that_only_look_wide_are_taken_after_the_hints_command(tmp_path: 
         tokens(tmp_path)
     assert subprocess.run(["sh", "-c", str(caught.value).partition("uint16, ")[2]]).returncode == 0
     data = tokens(tmp_path)
-    assert np.array_equal(inputs_of(data), row[: len(data.train) * 8])
-
-
-def test_a_vocabulary_that_uint16_does_not_hold_is_read_as_uint32(tmp_path: Path) -> None:
-    row = numbers(below=128_256)
-    row.astype(np.uint32).tofile(tmp_path / "a.bin")
-    data = tokens(tmp_path, vocab_size=128_256)
-    assert np.array_equal(inputs_of(data), row[: len(data.train) * 8])
-
-
-def test_a_narrow_file_of_a_large_vocabulary_has_a_hint_that_works(tmp_path: Path) -> None:
-    row = numbers(below=60_000)
-    row.astype(np.uint16).tofile(tmp_path / "a.bin")
-    with pytest.raises(
-        ConfigError,
-        match=r"position 0 is \d+ as uint32, outside the .* 128256. HINT: --data.args.dtype uint16$",
-    ):
-        tokens(tmp_path, vocab_size=128_256)
-    data = tokens(tmp_path, vocab_size=128_256, dtype="uint16")
     assert np.array_equal(inputs_of(data), row[: len(data.train) * 8])
 
 
@@ -466,14 +336,9 @@ def test_a_sidecar_says_the_width_and_the_vocabulary(tmp_path: Path, sidecar: st
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", r"a.bin.json cannot be read as JSON"),
-        ("[]", r"a.bin.json: dtype \[\] is not one of uint16, uint32"),
-        ('{"dtype": "float32"}', r"a.bin.json: dtype \"float32\" is not one of uint16, uint32"),
-        ('{"dtype": "uint16", "vocab_size": "big"}', r"a.bin.json: vocab_size \"big\" is not a whole number"),
-        (
-            '{"dtype": "uint16", "tokens": 4999}',
-            r"a.bin has 5000 tokens, but .*a.bin.json gives 4999. HINT: copy it again",
-        ),
+        ("{", r"a.bin.json does not describe tokens: "),
+        ('{"dtype": "float32"}', r"a.bin.json does not describe tokens: dtype float32"),
+        ('{"dtype": "uint16", "tokens": 4999}', r"a.bin has 10000 bytes, not those of 4999 tokens of uint16"),
     ],
 )
 def test_a_sidecar_that_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -495,7 +360,7 @@ def test_llm_cs_header_is_read_and_is_no_token(tmp_path: Path, magic: int, versi
     assert np.array_equal(inputs_of(data), row[: len(data.train) * 8])
     header[2] -= 1
     (tmp_path / "a.bin").write_bytes(header.tobytes() + row.astype(dtype).tobytes())
-    with pytest.raises(ConfigError, match=r"a.bin has 5000 tokens, but .*a.bin's header gives 4999"):
+    with pytest.raises(ConfigError, match=r"a.bin has \d+ bytes, not those of 4999 tokens"):
         tokens(tmp_path)
 
 
@@ -507,19 +372,6 @@ def test_megatrons_index_says_the_width(tmp_path: Path, code: int, dtype: str) -
     (tmp_path / "a.idx").write_bytes(index)
     data = tokens(tmp_path)
     assert np.array_equal(inputs_of(data), row[: len(data.train) * 8])
-
-
-def test_one_file_is_enough(tmp_path: Path) -> None:
-    numbers().astype(np.uint16).tofile(tmp_path / "val.bin")
-    data = tokens(tmp_path / "val.bin", heldout=0.1)
-    assert data.heldout is not None
-    assert (len(data.train), len(data.heldout)) == (561, 63)
-
-
-def test_a_row_too_short_for_one_sample_is_named(tmp_path: Path) -> None:
-    np.arange(20, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    with pytest.raises(ConfigError, match=r"has 20 tokens to train on: not one sample of --data.seq_len 64"):
-        tokens(tmp_path, seq_len=64)
 
 
 def test_more_files_than_may_be_open_at_once(tmp_path: Path) -> None:
@@ -538,7 +390,5 @@ def test_hidden_files_and_folders_are_no_token_files_and_a_link_to_nothing_is_na
     section = DataSection(name=str(tmp_path), seq_len=8, args={"vocab_size": 65536})
     assert rows_of(build_dataset(section).train)[0].reshape(-1).tolist() == list(range(61 * 8))
     (tmp_path / "more.bin").symlink_to("gone.bin")
-    with pytest.raises(
-        ConfigError, match=r"more\.bin is a link to gone\.bin, which does not exist\. HINT: rm"
-    ):
+    with pytest.raises(ConfigError, match=r"more\.bin is a link to a file that does not exist\. HINT: rm"):
         build_dataset(section)

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from fsdp.data import digits as real
-from fsdp.data.arguments import Where
+from fsdp.config import DataSection
+from fsdp.data import build_dataset
 from fsdp.data.types import DataSet, Samples
 
 
@@ -32,5 +32,5 @@ class Slowly:
 
 
 def digits(seconds: float = 0.1, bad_file: str = "") -> DataSet:
-    made = real.build(Where("", 256, {}))
+    made = build_dataset(DataSection(name="digits"))
     return dataclasses.replace(made, train=Slowly(made.train, seconds, bad_file))

@@ -17,8 +17,7 @@ finally:
 SPARED = {
     "fsdp.checkpoint.export": "--checkpoint.export",
     "fsdp.checkpoint.local_tier": "--checkpoint.local_dir",
-    "fsdp.data.mixture": "[[data.sources]]",
-    "fsdp.data.path_reader": "a path as --data.name",
+    "fsdp.data.documents": "rows of text",
     "fsdp.models.hf": "--model.name hf:",
     "fsdp.models.hf_weights": "--model.name hf:",
     "fsdp.models.llama_folder": "--checkpoint.export_format hf",
@@ -26,7 +25,7 @@ SPARED = {
     "fsdp.optim.small_states": "--optim.state",
     "fsdp.report": "the report",
     "fsdp.plan": "the planner",
-    "fsdp.tokenize.documents": "rows of text",
+    "fsdp.tokenize.conversations": "rows of text",
     "fsdp.tokenize.shards": "rows of text",
     "fsdp.tokenize.sources": "rows of text",
     "fsdp.watch.verdict": "a monitor",

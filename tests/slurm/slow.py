@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from fsdp.data import digits as real
-from fsdp.data.arguments import Where
+from fsdp.config import DataSection
+from fsdp.data import build_dataset
 from fsdp.data.types import DataSet, Samples
 
 
@@ -43,7 +43,7 @@ class Slowly:
 
 
 def digits() -> DataSet:
-    made = real.build(Where("", 256, {}))
+    made = build_dataset(DataSection(name="digits"))
     start, slow_starts, slow_from, raise_at = (
         int(os.environ.get(name, default))
         for name, default in (

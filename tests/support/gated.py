@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from fsdp.data import digits as real
-from fsdp.data.arguments import Where
+from fsdp.config import DataSection
+from fsdp.data import build_dataset
 from fsdp.data.types import DataSet, Samples
 from tests.support.user_code import Vectors
 
@@ -54,7 +54,7 @@ class GatedVectors(Vectors):
 
 
 def digits(last: int, gate: str) -> DataSet:
-    made = real.build(Where("", 256, {}))
+    made = build_dataset(DataSection(name="digits"))
     return dataclasses.replace(made, train=GatedSamples(made.train, Gate(last, gate)))
 
 

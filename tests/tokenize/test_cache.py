@@ -11,8 +11,8 @@ import pytest
 
 from fsdp.base.errors import ConfigError
 from fsdp.tokenize import cache
-from fsdp.tokenize.documents import Document
-from fsdp.tokenize.shard_files import SplitFiles
+from fsdp.tokenize.conversations import Document
+from fsdp.tokenize.shards import SplitFiles
 
 
 @pytest.fixture(autouse=True)
@@ -57,33 +57,14 @@ def test_a_name_that_the_disk_refuses_is_one_line(monkeypatch: pytest.MonkeyPatc
         cache.made_once("cut", ["a"], lambda aside: aside.touch())
 
 
-def test_an_array_that_does_not_fit_is_named_with_its_reason() -> None:
-    """numpy's error has no number: the line had `None`."""
-
-    def full(aside: Path) -> None:
-        raise OSError("4096 requested and 1024 written")
-
-    with pytest.raises(ConfigError, match=r"data cannot be written \(4096 requested and 1024 written\)"):
-        cache.made_once("files", ["a"], full)
-
-
-def test_files_of_a_shard_on_a_full_disk_are_closed(tmp_path: Path) -> None:
-    """The last bytes, which close writes again, replaced the line about the full disk by a traceback."""
-    (tmp_path / f".train-00000.bin.{os.getpid()}").symlink_to("/dev/full")
-    files = SplitFiles(tmp_path / "train-00000", masked=False)
-    files.add(Document(np.arange(4), None), np.dtype("<u2"))
-    files.close()
-    assert not list(tmp_path.glob(".train*"))
-
-
 def test_the_file_that_fills_the_disk_at_the_end_of_a_shard_is_removed(tmp_path: Path) -> None:
     """It stayed, hidden, beside the shards, and was open until the process ended."""
     open_before = len(list(Path("/proc/self/fd").iterdir()))
     (tmp_path / f".train-00000.bin.{os.getpid()}").symlink_to("/dev/full")
-    files = SplitFiles(tmp_path / "train-00000", masked=False)
-    files.add(Document(np.arange(4), None), np.dtype("<u2"))
+    files = SplitFiles(tmp_path / "train-00000", masked=False, dtype=np.dtype("<u2"))
+    files.add(Document(np.arange(4), None))
     with pytest.raises(OSError, match="No space left"):
-        files.finish(np.dtype("<u2"), 9)
+        files.finish(9)
     files.close()
     assert not list(tmp_path.glob(".train*"))
     assert len(list(Path("/proc/self/fd").iterdir())) == open_before

@@ -11,8 +11,7 @@ import pytest
 from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.config import DataSection
 from fsdp.data import build_dataset, documents
-from fsdp.tokenize.shard_plan import TokenizeJob
-from fsdp.tokenize.shards import tokenize
+from fsdp.tokenize.shards import TokenizeJob, tokenize
 from tests.tokenize.chat import STYLES, ChatStyle, said, save_tokenizer
 from tests.tokenize.rows import write_lines
 

