@@ -16,10 +16,10 @@ import logging
 import sys
 
 from fsdp import config as configuration
-from fsdp.base import garbage
-from fsdp.base.commands import as_typed
+from fsdp.base import proc
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.base.streams import flush_output, prepare_streams, print_answer
+from fsdp.base.text import as_typed
 from fsdp.config import Config, worker_range
 from fsdp.dist.env import prints_shared_errors, started_by
 from fsdp.watch.failure import ProcessExit
@@ -79,7 +79,7 @@ def run_here(config: Config) -> int:
 
     if (code := already_failed(marker_of(config), "train.py")) is not None:
         return code
-    with garbage.importing():
+    with proc.paused_for_imports():
         from fsdp.dist.env import from_environment
         from fsdp.run import loop  # noqa: F401
         from launch.guard import run_rank
@@ -88,7 +88,7 @@ def run_here(config: Config) -> int:
 
 
 def dry_run(config: Config) -> int:
-    with garbage.held():
+    with proc.collection_paused():
         from fsdp.dist.env import from_environment, unused_allocation
         from fsdp.run.job import dry_run as facts
 

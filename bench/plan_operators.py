@@ -27,7 +27,7 @@ from bench.plan_real import RETURNS_FREED_MEMORY
 from bench.processes import reset_peak_memory
 from fsdp.base import proc
 from fsdp.base.torch_private.core import TorchDispatchMode, schema
-from fsdp.dist.local_tensors import tensors_in
+from fsdp.dist.shards import tensors_in
 from fsdp.plan.scratch import PRIMITIVE_CODE, RULES, scratch_bytes
 from fsdp.rundir.atomic_write import write_atomically
 

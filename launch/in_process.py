@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp import config as configuration
-from fsdp.base.cache_folder import cache_folder
 from fsdp.base.errors import ConfigError
 from fsdp.base.object_client import is_url
+from fsdp.base.proc import cache_folder
 from fsdp.base.torch_private.core import forget_meshes
 from fsdp.config import Config
 from fsdp.dist.env import DistEnv, from_environment

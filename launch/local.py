@@ -27,9 +27,9 @@ from types import FrameType
 from typing import NoReturn
 
 from fsdp import config as configuration
-from fsdp.base import garbage
+from fsdp.base import proc
 from fsdp.base.errors import LaunchError, ShardrunError
-from fsdp.base.stop_signals import delayed, follow_parent, stop_signals
+from fsdp.base.phases import delayed, follow_parent, stop_signals
 from fsdp.base.streams import flush_output, print_answer
 from fsdp.config import Config
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, whole_number
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         run = paths.choose(config)
         config = configuration.replace(config, run__dir=str(run.path))
         # Frozen before the forks: a garbage collection in a fork would copy every shared page.
-        with garbage.importing():
+        with proc.paused_for_imports():
             os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # for imports that ask for GPUs
             import torch  # noqa: F401  before the fork that asks for devices
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fsdp.base.errors import LaunchError
-from fsdp.base.stop_signals import SIGNALS
+from fsdp.base.phases import SIGNALS
 from fsdp.config import RaySection
 from launch.ray_settings import set_defaults
 

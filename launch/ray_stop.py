@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from fsdp.base.errors import ShardrunError
-from fsdp.base.stop_signals import stop_signals
+from fsdp.base.phases import stop_signals
 from fsdp.rundir import history
 from fsdp.rundir.atomic_write import write_atomically
 from fsdp.rundir.paths import RunDir

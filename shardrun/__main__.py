@@ -20,8 +20,8 @@ import runpy
 import sys
 
 import shardrun
-from fsdp.base.commands import INSTALLED
 from fsdp.base.streams import print_answer
+from fsdp.base.text import INSTALLED
 
 MODULES = {
     "train": "train", "local": "launch.local", "submit": "launch.submit", "ray_predict": "launch.ray_predict",

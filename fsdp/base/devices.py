@@ -1,14 +1,19 @@
-"""The peak figures of devices (dense bf16, memory bandwidth), and the current device of a thread.
+"""Figures of devices (peak bf16, memory bandwidth), a thread's current device, a thread for an object's jobs.
 
 Sources: NVIDIA's data sheets of the A100, H100, H200, B200, L4, L40S, GH200, GB200 and B300, AMD's
-of the MI300X and MI250X, figures with sparsity halved.
-Not here: measured figures.
+of the MI300X and MI250X, figures with sparsity halved. A failed run does not stop a thread of a queue: its
+ranks may be gone. In a process that continues (a notebook, a trial of Ray Tune) a thread with a reference to
+its owner would keep it, its buffers and its process group for good. Not here: measured figures.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -98,3 +103,65 @@ def thread_device() -> torch.device | None:
     if not torch.cuda.is_initialized():
         return None
     return torch.device("cuda", torch.cuda.current_device())
+
+
+T = TypeVar("T")
+
+
+def without_owner(method: Callable[[T], None]) -> Callable[[T], None]:
+    """The bound method without a reference to its object; it does nothing when the object is gone.
+
+    The garbage collector does not see hooks of tensors: an object that they keep, and that keeps the
+    parameters, would stay for good, and with it their mesh. A thread that runs keeps what it refers to.
+    """
+    found = weakref.WeakMethod(method)
+
+    def call(argument: T) -> None:
+        if (alive := found()) is not None:
+            alive(argument)
+
+    return call
+
+
+Job = TypeVar("Job")
+
+
+class WorkerThread(Generic[Job]):
+    """`method` is bound to the owner. The thread's current device is `device`; `begin` is called there first,
+    and does not refer to the owner.
+    """
+
+    def __init__(
+        self,
+        method: Callable[[Job], None],
+        name: str,
+        device: torch.device,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Job] | None] = queue.SimpleQueue()
+        owner = method.__self__  # type: ignore[attr-defined]
+        weakref.finalize(owner, self._jobs.put, None).atexit = False
+        arguments = (without_owner(method), self._jobs, device, begin)
+        self._thread = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        self._jobs.put((job,))
+
+    def stop(self) -> None:
+        """Waits for the jobs that were put before."""
+        self._jobs.put(None)
+        self._thread.join()
+
+
+def _serve(
+    act: Callable[[Job], None],
+    jobs: queue.SimpleQueue[tuple[Job] | None],
+    device: torch.device,
+    begin: Callable[[], None],
+) -> None:
+    set_thread_device(device)
+    begin()
+    while (job := jobs.get()) is not None:
+        act(*job)
+        del job  # while it waits, the thread keeps nothing

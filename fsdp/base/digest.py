@@ -4,10 +4,13 @@
 bits·(2j+1) with its own j from 0; a shard that starts at element s adds 2s·Σ bits. So the sums of any
 sharding give the same digest, and equal shards on two ranks have equal sums. It detects accidents (a flipped
 bit, mixed or swapped values), not an adversary.
+
+Also the dtypes of --precision and --checkpoint.export_dtype by their names in flags.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -77,3 +80,13 @@ def as_int64(word: int) -> int:
 def combine(parts: list[int]) -> int:
     """The whole tensor's digest from its pieces' `at` values, in any order."""
     return sum(parts) % _WORD
+
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def widest_floating(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The widest floating-point one; float32 if there is none."""
+    floating = (dtype for dtype in dtypes if dtype.is_floating_point)
+    return max(floating, key=lambda dtype: dtype.itemsize, default=torch.float32)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fsdp.base.commands import as_typed
-from fsdp.base.text import printable_line
+from fsdp.base.text import as_typed, printable_line
 
 Scope = Literal["all", "node", "rank"]
 

@@ -1,4 +1,5 @@
-"""Reads Linux's /proc: state, processor time, memory and children of a process, in this one place.
+"""Reads Linux's /proc: state, processor time, memory and children of a process, and its cgroup's limit. And
+for this process: garbage collection paused, the folder of its cache.
 
 None or an empty value where /proc does not show a process: other systems, hidepid, a process that has ended.
 
@@ -14,13 +15,19 @@ threads:
 
 psutil also needs site-packages, which the monitor starts without: that and its import double the 0.13 s of a
 start.
+
+A memory limit may be set at any level of cgroups above the process's own (Slurm sets the job's), and a
+container sees its own tree alone, although its path may be the host's: levels that are not here are left out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,3 +153,92 @@ def boot_id() -> str:
 def pid_namespace(pid: int | str = "self") -> str:
     """`pid:[4026531836]`, equal for processes that share process ids. Raises OSError without /proc."""
     return str((PROC / str(pid) / "ns" / "pid").readlink())
+
+
+ROOT = Path("/sys/fs/cgroup")
+NO_LIMIT = 1 << 60
+"""Version 1 writes its largest number of pages where nothing is limited, version 2 `max`."""
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """`levels`: folders of the hierarchy, the process's own first."""
+
+    levels: tuple[Path, ...]
+
+    def limit(self, *, reached: bool = False) -> int | None:
+        """Bytes of the smallest limit at any level; with `reached`, of those that memory has come up to."""
+        limits = [
+            int(text)
+            for level in self.levels
+            for name in ("memory.max", "memory.limit_in_bytes")
+            if (text := _text_of(level / name).strip()).isdigit() and (not reached or _was_reached(level))
+        ]
+        return min((limit for limit in limits if limit < NO_LIMIT), default=None)
+
+    def oom_kills(self) -> int:
+        """Killed processes of the innermost level that counts them; without one, of the whole node."""
+        files = (level / name for level in self.levels for name in ("memory.events", "memory.oom_control"))
+        counts = (_count(file, "oom_kill") for file in (*files, PROC / "vmstat"))
+        return next((count for count in counts if count is not None), 0)
+
+
+def memory_group(pid: int | str = "self") -> MemoryGroup:
+    """Without levels where the system shows none."""
+    lines = [line.split(":", 2) for line in _text_of(PROC / str(pid) / "cgroup").splitlines()]
+    version_1 = [line[2] for line in lines if len(line) == 3 and "memory" in line[1].split(",")]
+    version_2 = [line[2] for line in lines if len(line) == 3 and line[:2] == ["0", ""]]
+    root, path = (ROOT / "memory", version_1[0]) if version_1 else (ROOT, version_2[0] if version_2 else "")
+    own = root / path.lstrip("/")
+    levels = [own, *own.parents] if path else []
+    return MemoryGroup(tuple(level for level in levels if level.is_relative_to(root) and _is_there(level)))
+
+
+def _is_there(level: Path) -> bool:
+    return os.path.isdir(level)  # noqa: PTH112  Path.is_dir raises where it may not look
+
+
+def _was_reached(level: Path) -> bool:
+    """Whether the kernel has refused memory beyond this level's limit, and not only the node's."""
+    refused = _text_of(level / "memory.failcnt").strip()
+    return bool(_count(level / "memory.events", "oom")) or refused not in ("", "0")
+
+
+def _count(file: Path, name: str) -> int | None:
+    rows = (line.split() for line in _text_of(file).splitlines())
+    return next((int(row[1]) for row in rows if row[:1] == [name] and len(row) == 2), None)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Disable the collector in this block. If two threads are inside, the first one enables it again."""
+    ran = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if ran:
+            gc.enable()
+
+
+@contextmanager
+def paused_for_imports() -> Iterator[None]:
+    """Disable the collector in this block, and then exclude all objects from later collections.
+
+    For a process that has just started, and has no garbage that would stay too.
+    """
+    with collection_paused():
+        yield
+        gc.freeze()
+
+
+def cache_folder(*names: str) -> Path:
+    """$XDG_CACHE_HOME/shardrun, or ~/.cache/shardrun. RuntimeError for a user without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "shardrun", *names)

@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from fsdp.base.units import byte_size
+from fsdp.base.text import byte_size
 
 SETTINGS = 16 << 20
 """Of a file of settings, such as config.json, which has some kilobytes."""

@@ -1,13 +1,19 @@
-"""Counts, lists and tables as text, for messages, logs and terminals; control characters escaped.
+"""Texts for messages, logs and terminals: counts, lists, units, commands as a person types them.
 
-Not here: numbers with a unit (units.py), tables of pages (html.py).
+Control characters are escaped. Messages name the commands of a clone, `python train.py` and
+`python -m fsdp.plan`; `as_typed` replaces them where `shardrun` started the run: it sets SHARDRUN_INSTALLED
+for itself and its children. Also checks of values of files that may come from anywhere.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import shlex
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 _CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F]
 _CONTROLS += [*range(0x2028, 0x202F), *range(0x2066, 0x206A)]
@@ -68,3 +74,92 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
         ).rstrip()
         for row in rows
     ]
+
+
+BELOW_1000 = 999.5
+"""From here on three digits are rounded to 1e+03."""
+
+
+def seconds(value: float) -> str:
+    """Three digits, in the unit that fits; `?` for NaN."""
+    if value != value:
+        return "?"
+    if value < 0.9995:
+        return f"{value * 1e3:.3g} ms"
+    if value < 120:
+        return f"{value:.3g} s"
+    minutes, hours = value / 60, value / 3600
+    if minutes < 120:
+        return f"{minutes:.0f} min"
+    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} days"
+
+
+def byte_size(count: float) -> str:
+    """Three significant digits, binary units."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < BELOW_1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB" if abs(count) < BELOW_1000 else f"{count / 1024:.3g} TiB"
+
+
+INSTALLED = "SHARDRUN_INSTALLED"
+_TOOL = re.compile(r"python -m (?:fsdp|launch)\.(\w+)")
+_UNDER_A_LAUNCHER = re.compile(r"((?:torchrun|srun)\b[^`]*? )(?:python )?train\.py")
+
+
+def quoted(word: object) -> str:
+    """A word of a shell's line; where characters do not print, as a line break, in bash's $'…'."""
+    text = str(word)
+    return shlex.quote(text) if text.isprintable() else f"$'{''.join(map(_escaped, text))}'"
+
+
+def _escaped(sign: str) -> str:
+    if sign.isprintable() and sign not in "\\'":
+        return sign
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(sign))
+
+
+def as_typed(text: str) -> str:
+    """The text with each command of a clone as `shardrun NAME`, if that is installed."""
+    if INSTALLED not in os.environ:
+        return text
+    text = _TOOL.sub(r"shardrun \1", text)
+    text = _UNDER_A_LAUNCHER.sub(lambda found: _ranks(found[1]), text)
+    return text.replace("python train.py", "shardrun train")
+
+
+def from_here(text: str) -> str:
+    """The commands of `as_typed` with the clone's place, if they are to be typed elsewhere."""
+    clone = Path(__file__).parents[2]
+    if INSTALLED in os.environ or not (clone / "train.py").is_file() or _is_here(clone):
+        return text
+    place, paths = shlex.quote(str(clone)), os.environ.get("PYTHONPATH", "")
+    if str(clone) not in paths.split(os.pathsep):
+        more = ":$PYTHONPATH" if paths else ""
+        text = re.sub(r"(?<!\S)(?=python -m (fsdp|launch)\.)", lambda _: f"PYTHONPATH={place}{more} ", text)
+    return re.sub(r"(?<= )(?=train\.py|slurm/\w+\.sbatch)", lambda _: f"{place}/", text)
+
+
+def _is_here(clone: Path) -> bool:
+    try:
+        return Path.cwd() == clone
+    except FileNotFoundError:  # it has been removed meanwhile
+        return True
+
+
+def _ranks(launcher: str) -> str:
+    return f"{launcher}{'-m shardrun' if launcher.startswith('torchrun') else 'shardrun'} train"
+
+
+def checked_count(value: Any) -> int:
+    """A whole number from 0 that fits in 64 bits; no bool."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!a:.40} is not a whole number from 0")
+    return value
+
+
+def checked_text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"a {type(value).__name__} instead of a string")
+    return value

@@ -19,8 +19,8 @@ from zlib import crc32
 
 import torch
 
+from fsdp.base.devices import WorkerThread
 from fsdp.base.errors import CheckpointError
-from fsdp.base.worker_thread import WorkerThread
 from fsdp.checkpoint import file_names, inspect, manifest
 from fsdp.checkpoint.inspect import CHUNK
 from fsdp.checkpoint.local_store import LocalStore

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Literal
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from fsdp.base.dtypes import DTYPES
+from fsdp.base.digest import DTYPES
 from fsdp.base.errors import CheckpointError, ConfigError
 from fsdp.base.regular_file import TABLE, read_regular
 from fsdp.checkpoint import adapter_weights, load

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from fsdp.base import garbage
+from fsdp.base import proc
 from fsdp.base.devices import set_thread_device
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import file_names, inspect, metadata, pieces, torch_file
@@ -145,7 +145,7 @@ def _read_mine(
     source: CheckpointSource, targets: list[LoadTarget], pending: PendingState | None
 ) -> tuple[dict[str, Any], Failure | None]:
     try:
-        with garbage.held():
+        with proc.collection_paused():
             tasks = [task for target in targets if target.reads for task in _tasks(source, target)]
         _run(source, tasks)
         keys = [key for _, _, key in pending.values] if pending is not None else []

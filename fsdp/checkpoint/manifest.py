@@ -12,8 +12,8 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 from zlib import crc32
 
-from fsdp.base.checked_values import checked_count
 from fsdp.base.errors import CheckpointError
+from fsdp.base.text import checked_count
 
 FORMAT = 1
 MOST_BYTES = 128 << 20

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from fsdp.base import garbage
-from fsdp.base.checked_values import checked_count, checked_text
+from fsdp.base import proc
+from fsdp.base.text import checked_count, checked_text
 from fsdp.base.torch_private.saving import (
     DCP_OLD_PROPERTIES,
     DCP_OLD_UNREAD,
@@ -84,7 +84,7 @@ def _stand_in(name: str) -> type:
 def read(data: bytes) -> dcp.Metadata:
     """The metadata; Broken if it is damaged or unsafe."""
     try:
-        with garbage.held():
+        with proc.collection_paused():
             reader = _Reader(data)
             found = _Converter(reader).made(reader.load())
             if not isinstance(found, dcp.Metadata):

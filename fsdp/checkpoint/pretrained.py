@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fsdp.base.digest import same_values
-from fsdp.base.dtypes import widest_floating
+from fsdp.base.digest import same_values, widest_floating
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import listed
 from fsdp.checkpoint.full_state import INDEX_FILE, SINGLE_FILE, StoredTensor, files_of_index, open_safetensors

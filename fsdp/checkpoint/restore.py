@@ -26,8 +26,8 @@ from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
-from fsdp.dist.local_tensors import local_tensor
 from fsdp.dist.mesh import MeshSizes
+from fsdp.dist.shards import local_tensor
 from fsdp.optim.ema import averages
 from fsdp.optim.optimizer import same_states
 from fsdp.optim.train_state import TrainState

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from fsdp.base import garbage
+from fsdp.base import proc
 from fsdp.base.torch_private.saving import StorageInfo
 from fsdp.checkpoint import file_names, torch_file
 from fsdp.checkpoint.state import KeyPath, Piece, Snapshot
@@ -65,7 +65,7 @@ def make_plan(snapshot: Snapshot, known: WritePlan | None, group: ObjectGroup) -
     changed = group.any_rank(known is None or known.fingerprint != digest)
     if not changed and known is not None:
         return known
-    with garbage.held():
+    with proc.collection_paused():
         plans = group.gather(_local_plan(snapshot.pieces, group.rank))
         metadata, end, keys = _global_plan(plans) if plans is not None else (None, 0, None)
         mine = group.broadcast(keys)[group.rank]
@@ -151,7 +151,7 @@ def metadata_bytes(plan: WritePlan, values: Values) -> bytes:
             entries[key], paths[key] = BytesStorageMetadata(), path
             storage[MetadataIndex(key)] = StorageInfo(file_names.data_file(0), begin, len(data))
             begin += len(data)
-        with garbage.held():
+        with proc.collection_paused():
             plan.last = (lengths, pickle.dumps(Metadata(entries, paths, storage, version=DCP_VERSION)))
     return plan.last[1]
 

@@ -18,8 +18,8 @@ from zlib import crc32
 
 import torch
 
+from fsdp.base.devices import WorkerThread
 from fsdp.base.errors import CheckpointError, RefusedError, error_number, without_hint
-from fsdp.base.worker_thread import WorkerThread
 from fsdp.checkpoint import file_names, inspect, manifest, pieces
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.checkpoint.rank_file import Image, Staging, StagingMemory, Written, write_file

@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 
-from fsdp.base.dtypes import NAMES
+from fsdp.base.digest import NAMES
 from fsdp.base.errors import CheckpointError
 from fsdp.base.torch_private.saving import global_offset
-from fsdp.dist.local_tensors import local_tensor
+from fsdp.dist.shards import local_tensor
 from fsdp.models.lora import base_names
 from fsdp.models.units import clean_name
 from fsdp.optim.ema import averages

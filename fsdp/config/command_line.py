@@ -21,10 +21,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from fsdp.base.commands import as_typed
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.base.streams import lost_output, prepare_streams, print_answer, print_line
-from fsdp.base.text import nearest
+from fsdp.base.text import as_typed, nearest
 from fsdp.config.help import help_asked
 from fsdp.config.sections import FIELDS
 

@@ -29,8 +29,7 @@ from typing import Any, Literal
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.regular_file import read_regular
-from fsdp.base.text import nearest
-from fsdp.base.units import byte_size
+from fsdp.base.text import byte_size, nearest
 from fsdp.config.aliases import hint_for, is_flags, sharding
 from fsdp.config.checks import check
 from fsdp.config.sections import (

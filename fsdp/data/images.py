@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp.base.cache_folder import cache_folder
-from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError, message_line
+from fsdp.base.proc import cache_folder
+from fsdp.base.text import quoted
 from fsdp.data.types import DataInfo, DataSet, Where, check_range
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError
-from fsdp.base.text import nearest
+from fsdp.base.text import nearest, quoted
 from fsdp.config import Args, DataSection, ModelSection
 from fsdp.config.sections import expanded, with_home
 from fsdp.data.types import DataSet, Where, source_section

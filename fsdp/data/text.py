@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError
+from fsdp.base.text import quoted
 from fsdp.data.types import DataInfo, DataSet, Where, check_range, shifted
 from fsdp.tokenize.rows import checked_text
 from fsdp.tokenize.sources import files_below, held_out, held_out_line

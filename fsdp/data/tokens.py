@@ -32,8 +32,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from torch import Tensor
 
-from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError, TrainingError
+from fsdp.base.text import quoted
 from fsdp.data.types import DataInfo, DataSet, Samples, Where, check_range, shifted
 from fsdp.tokenize.sources import ends_with, held_out_line, is_other
 

@@ -1,9 +1,8 @@
 """Ranks and what they exchange, from DistEnv to the decision to stop.
 
-    env, hostlist                 DistEnv from the launcher's variables; Slurm's lists of hosts
-    launcher_hints                what a person types under the launcher of a run
+    env, launcher_hints           DistEnv from the launcher's variables; what a person types under a launcher
     process_group, addresses      the default process group; this host's own addresses
-    mesh, shards, local_tensors   the DeviceMesh; rows of a shard; a DTensor's local part
+    mesh, shards                  the DeviceMesh; rows of a shard, a DTensor's local part
     collectives                   sums, and objects from rank 0 or of all ranks
     preflight                     checks before training
     stop                          stop requests: all ranks stop at the same step

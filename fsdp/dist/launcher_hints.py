@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp.base.commands import as_typed
+from fsdp.base.text import as_typed
 from fsdp.dist.env import DistEnv, fewer_ranks
 
 WITHOUT_NODES = {

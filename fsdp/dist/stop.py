@@ -32,8 +32,7 @@ from torch import Tensor
 
 from fsdp.base import proc
 from fsdp.base.errors import ConfigError, LaunchError
-from fsdp.base.phases import Activity, StopReason, announces
-from fsdp.base.stop_signals import SIGNALS, stop_signals
+from fsdp.base.phases import SIGNALS, Activity, StopReason, announces, stop_signals
 from fsdp.config import StopSection
 from fsdp.dist.collectives import Sum, call_after_backward
 from fsdp.dist.env import DistEnv

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.base import proc
+from fsdp.base.text import byte_size
 from fsdp.base.torch_private.core import TorchDispatchMode
 from fsdp.base.torch_private.fsdp import (
     Run,
@@ -29,10 +30,9 @@ from fsdp.base.torch_private.fsdp import (
     parameter_groups,
     tensors_by_kind,
 )
-from fsdp.base.units import byte_size
 from fsdp.config import OptimSection
 from fsdp.config.sections import MOMENTS
-from fsdp.dist.local_tensors import local_tensor, tensors_in
+from fsdp.dist.shards import local_tensor, tensors_in
 from fsdp.optim.custom_optimizer import is_custom
 
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "communication", "other")

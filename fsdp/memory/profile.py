@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from fsdp.base.phases import Activity, Phases, announces
+from fsdp.base.text import byte_size
 from fsdp.base.torch_private.core import (
     start_allocator_history,
     stop_allocator_history,
     write_allocator_snapshot,
 )
 from fsdp.base.torch_private.names import SNAPSHOT_VIEWER
-from fsdp.base.units import byte_size
 from fsdp.config import Config, ProfileSection, profile_steps
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.base.dtypes import widest_floating
+from fsdp.base.digest import widest_floating
 from fsdp.base.errors import ConfigError
 from fsdp.models.checks import IGNORED, check_one_number
 from fsdp.models.chunked_loss import ChunkedHead

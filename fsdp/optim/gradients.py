@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.base.torch_private.core import foreach_multiply_, foreach_norm
-from fsdp.dist.local_tensors import local_tensor
+from fsdp.dist.shards import local_tensor
 
 InTurn = Callable[[list[Tensor]], Iterable[list[Tensor]]]
 

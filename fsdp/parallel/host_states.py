@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fsdp.base.torch_private.core import like_shard
 from fsdp.config import MemorySection, OptimSection
 from fsdp.config.sections import MOMENTS
-from fsdp.dist.local_tensors import local_tensor
+from fsdp.dist.shards import local_tensor
 from fsdp.parallel.state_parts import (
     moments_of,
     parts_of,

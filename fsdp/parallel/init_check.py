@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from fsdp.base.digest import as_int64, combine, digest_shard
 from fsdp.base.errors import TrainingError
 from fsdp.dist.collectives import all_gather_objects
-from fsdp.dist.local_tensors import local_tensor
-from fsdp.dist.shards import cut_of, shard_count
+from fsdp.dist.shards import cut_of, local_tensor, shard_count
 from fsdp.models.init import Constant, Init
 
 

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.text import counted
-from fsdp.base.units import byte_size
+from fsdp.base.text import byte_size, counted
 from fsdp.dist import collectives
 
 log = logging.getLogger(__name__)

@@ -21,14 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp.base.devices import without_owner
+from fsdp.base.text import byte_size
 from fsdp.base.torch_private.core import like_shard
 from fsdp.base.torch_private.fsdp import move_padded_shard, padded_shard, parameter_groups
-from fsdp.base.units import byte_size
-from fsdp.base.weak_method import without_owner
 from fsdp.config import MemorySection, OptimSection
 from fsdp.config.sections import MOMENTS
-from fsdp.dist.local_tensors import local_tensor, tensors_in
-from fsdp.dist.shards import rows_of, shard_count
+from fsdp.dist.shards import local_tensor, rows_of, shard_count, tensors_in
 from fsdp.parallel.mapped_files import MappedFile, reserve, room_for
 from fsdp.parallel.state_parts import (
     cut_into_parts,

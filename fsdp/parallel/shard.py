@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp.base.dtypes import DTYPES
+from fsdp.base.digest import DTYPES
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.core import check_buckets_reduced, convert_tensors
 from fsdp.config import (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.dist.local_tensors import local_tensor
+from fsdp.dist.shards import local_tensor
 
 
 def trained_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

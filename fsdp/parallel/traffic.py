@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fsdp.base.units import byte_size
+from fsdp.base.text import byte_size
 from fsdp.config import MeshSection, reshard_policy
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models.units import find_units

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdp import config as configuration
-from fsdp.base.dtypes import NAMES
+from fsdp.base.digest import NAMES
 from fsdp.base.errors import ConfigError
 from fsdp.config import Config, PlanSection
 from fsdp.dist.mesh import MeshSizes, plan_batch, resolve

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp.base.cache_folder import cache_folder
 from fsdp.base.devices import DEVICES, find
 from fsdp.base.errors import ConfigError
+from fsdp.base.proc import cache_folder
 from fsdp.config import Config
 
 GIB = 2**30

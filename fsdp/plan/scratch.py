@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fsdp.base.torch_private.names import ATTENTION_OPERATORS
-from fsdp.dist.local_tensors import tensors_in
+from fsdp.dist.shards import tensors_in
 
 MIB = 1 << 20
 BLOCK = 16

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.base.weak_method import without_owner
+from fsdp.base.devices import without_owner
 from fsdp.data.types import Batch
 from fsdp.dist.collectives import Sum
-from fsdp.dist.local_tensors import tensors_in
+from fsdp.dist.shards import tensors_in
 from fsdp.models.units import blocks_of
 from fsdp.optim.small_states import SmallStateAdam, new_state
 from fsdp.parallel.shard import Sharded

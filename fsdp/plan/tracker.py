@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fsdp.base.torch_private.core import TorchDispatchMode, schema
 from fsdp.base.torch_private.names import COLLECTIVE_OPS, WRITE_ONLY_OPS
-from fsdp.dist.local_tensors import local_tensor, tensors_in
+from fsdp.dist.shards import local_tensor, tensors_in
 from fsdp.memory.account import LiveStorages
 from fsdp.plan.scratch import HEAP, RULES, Kept, lstm_workspace_bytes, scratch_bytes
 from fsdp.plan.trace import CODE, COLUMN, COLUMNS, KINDS, POOLS, Place, Segment, SegmentName, Trace, Work

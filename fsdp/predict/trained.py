@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import config as configuration
-from fsdp.base.dtypes import widest_floating
+from fsdp.base.digest import widest_floating
 from fsdp.base.errors import CheckpointError, ConfigError, TrainingError
 from fsdp.checkpoint import inspect, load
 from fsdp.checkpoint.full_state import INDEX_FILE, SINGLE_FILE, TORCH_FILE, newest_export, open_full_state

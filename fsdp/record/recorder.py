@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fsdp.base.units import byte_size
+from fsdp.base.text import byte_size
 from fsdp.dist.env import DistEnv
 from fsdp.record.console import Console
 from fsdp.record.custom_sinks import CustomSink

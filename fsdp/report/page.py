@@ -17,8 +17,7 @@ from math import ceil, floor, isfinite, sqrt
 import numpy as np
 from markupsafe import Markup
 
-from fsdp.base.text import counted, listed
-from fsdp.base.units import byte_size, seconds
+from fsdp.base.text import byte_size, counted, listed, seconds
 from fsdp.config import FIELDS, changed_flags, shown_value
 from fsdp.report.chart import chart
 from fsdp.report.html import bars, colour, document, first_ranks, memory_colour, part, render, section

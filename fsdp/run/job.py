@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from fsdp.base.errors import ConfigError, first_line
-from fsdp.base.text import columns
-from fsdp.base.units import byte_size
+from fsdp.base.text import byte_size, columns
 from fsdp.config import Config
 from fsdp.data import Cursor, DataSet, MixCursor, build_dataset
 from fsdp.data.registry import with_model_tokenizer

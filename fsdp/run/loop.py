@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp.base import garbage
+from fsdp.base import proc
 from fsdp.base.errors import exception_line
 from fsdp.base.object_client import last_request_failed
 from fsdp.base.phases import Ending, Phases
@@ -110,7 +110,7 @@ class _Start:
 def _train(start: _Start, watch: Watch, oom: OutOfMemoryHandler) -> Outcome:
     # A start that fails too closes what it has: a notebook's signal handlers and threads.
     with ExitStack() as parts:
-        with garbage.held():
+        with proc.collection_paused():
             loop = _set_up(start, oom, parts)
         # 1.5 MiB of source, read for traces of the fake tensors from which FSDP2 infers shapes
         linecache.clearcache()

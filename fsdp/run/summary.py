@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 
-from fsdp.base.commands import as_typed, from_here
+from fsdp.base.text import as_typed, from_here
 from fsdp.config import Config
 from fsdp.run.training_loop import Outcome
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp.base import proc
-from fsdp.base.stop_signals import follows_parent
+from fsdp.base.phases import follows_parent
 
 RELEASED: set[str] = set()
 """Tokens of this process's locks that are released while their files remain."""

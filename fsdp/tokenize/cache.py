@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fsdp.base.cache_folder import cache_folder
 from fsdp.base.errors import ConfigError
+from fsdp.base.proc import cache_folder
 
 
 def digest(key: Any) -> str:

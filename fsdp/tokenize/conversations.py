@@ -25,9 +25,8 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError, message_line
-from fsdp.base.units import byte_size
+from fsdp.base.text import byte_size, quoted
 from fsdp.config.sections import expanded
 from fsdp.tokenize.rows import SourceRow, grouped
 from fsdp.tokenize.tokenizer import HubTokenizer, Tokenizer, load_tokenizer

@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fsdp.base.cache_folder import cache_folder
-from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError, message_line
+from fsdp.base.proc import cache_folder
+from fsdp.base.text import quoted
 from fsdp.config.sections import expanded
 from fsdp.tokenize.cache import identity, made_once
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp.base.commands import quoted
 from fsdp.base.errors import ConfigError, message_line
+from fsdp.base.text import quoted
 from fsdp.config.sections import expanded
 
 BYTES = "bytes"

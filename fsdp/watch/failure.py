@@ -43,7 +43,7 @@ from fsdp.base.errors import (
     exception_line,
     first_line,
 )
-from fsdp.base.stop_signals import SIGNALS
+from fsdp.base.phases import SIGNALS
 from fsdp.dist.env import DistEnv
 from fsdp.dist.launcher_hints import without_device
 from fsdp.dist.lost_peer import is_peer_failure

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp.base.stop_signals import SIGNALS
+from fsdp.base.phases import SIGNALS
 from fsdp.dist.launcher_hints import launcher_hints
 from fsdp.watch.links import Head, Peer
 from fsdp.watch.node_ranks import ANSWER_S, NodeRanks

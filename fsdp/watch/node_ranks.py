@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fsdp.base import proc
-from fsdp.base.cgroup import memory_group
+from fsdp.base.proc import memory_group
 from fsdp.watch import status_page
 from fsdp.watch.links import Report
 from fsdp.watch.observation import UNNAMED, Frame, GroupCalls, Observation

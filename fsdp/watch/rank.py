@@ -28,8 +28,7 @@ from types import TracebackType
 from typing import Any
 
 from fsdp.base import proc
-from fsdp.base.phases import ACTIVITIES
-from fsdp.base.stop_signals import SIGNALS, delayed
+from fsdp.base.phases import ACTIVITIES, SIGNALS, delayed
 from fsdp.config import WatchSection
 from fsdp.dist import collectives
 from fsdp.dist.addresses import address_towards, is_loopback

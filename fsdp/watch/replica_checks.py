@@ -23,7 +23,7 @@ from fsdp.base.text import named_ranks
 from fsdp.config import WatchSection
 from fsdp.dist import collectives
 from fsdp.dist.env import set_variable
-from fsdp.dist.local_tensors import local_tensor
+from fsdp.dist.shards import local_tensor
 from fsdp.models.units import clean_name
 from fsdp.parallel.shard import Sharded
 from fsdp.rundir.line_files import Appender

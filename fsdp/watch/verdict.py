@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsdp.base.phases import PHASES, Activity
-from fsdp.base.text import named_ranks
-from fsdp.base.units import byte_size
+from fsdp.base.text import byte_size, named_ranks
 from fsdp.dist.launcher_hints import LauncherHints
 from fsdp.watch.observation import (
     BUSY_S,

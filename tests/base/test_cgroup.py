@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.base import cgroup, proc
-from fsdp.base.cgroup import memory_group
+from fsdp.base import proc
+from fsdp.base.proc import memory_group
 
 UNLIMITED = str(0x7FFFFFFFFFFFF000)
 """As version 1 writes it."""
@@ -16,7 +16,7 @@ UNLIMITED = str(0x7FFFFFFFFFFFF000)
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(cgroup, "ROOT", tmp_path / "cgroup")
+    monkeypatch.setattr(proc, "ROOT", tmp_path / "cgroup")
     monkeypatch.setattr(proc, "PROC", tmp_path / "proc")
     return tmp_path
 

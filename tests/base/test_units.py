@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp.base.units import byte_size, seconds
+from fsdp.base.text import byte_size, seconds
 
 
 @pytest.mark.parametrize(

@@ -117,11 +117,8 @@ def test_each_rank_reads_its_share_once(
 MEASURED = """
 import sys
 from pathlib import Path
-from fsdp.checkpoint.pretrained import PretrainedWeights
-from fsdp.dist.local_tensors import local_tensor
-from fsdp.dist.mesh import MeshSizes
+from fsdp.dist.shards import local_tensor
 from fsdp.models.init import to_empty
-from fsdp.parallel.materialize import _fill_rows
 from tests.checkpoint.test_bytes_read import peak_bytes, sharded_on_meta, spec_of
 
 spec, sizes = spec_of(Path(sys.argv[1])), MeshSizes("fsdp", 1, 64)

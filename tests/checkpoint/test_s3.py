@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from fsdp.base import garbage, object_client
+from fsdp.base import object_client
 from fsdp.base.errors import CheckpointError
+from fsdp.base.proc import collection_paused
 from fsdp.checkpoint import file_names, inspect, object_store
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.open_store import open_store
@@ -176,7 +177,7 @@ def test_an_upload_that_an_outage_cut_off_does_not_replace_the_whole_object(
     monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)
     outage = Outage(monkeypatch, upload_part=2, abort_multipart_upload=1)
     store, data = ObjectStore(f"{bucket}/run"), os.urandom(12 << 20)
-    with garbage.held():
+    with collection_paused():
         store.write("step-00000001-ab", "__0_0.distcp", [data])
     assert outage.seen["create_multipart_upload"] == 2
     gc.collect()

@@ -120,7 +120,7 @@ WITHOUT_TENSORS = {
 }  # fmt: skip
 """Threads that read files, sockets and signals, and touch no tensor: how many a file starts."""
 WITH_TENSORS = {
-    "fsdp/base/worker_thread.py": 1,
+    "fsdp/base/devices.py": 1,
     "fsdp/checkpoint/load.py": 1,
     "fsdp/data/loader.py": 1,
     "fsdp/watch/responder.py": 1,

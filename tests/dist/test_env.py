@@ -12,6 +12,7 @@ from fsdp.base.errors import LaunchError
 from fsdp.dist.env import (
     DistEnv,
     check_torch,
+    expand_hostlist,
     from_environment,
     init_method,
     prints_errors_of_node,
@@ -19,7 +20,6 @@ from fsdp.dist.env import (
     started_by,
     unused_allocation,
 )
-from fsdp.dist.hostlist import expand_hostlist
 from fsdp.dist.process_group import rendezvous_store
 
 TORCHRUN = {

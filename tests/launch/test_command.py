@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fsdp.base.commands import from_here
+from fsdp.base.text import from_here
 from fsdp.config import load
 from fsdp.dist.env import DistEnv
 from fsdp.run.summary import _shown

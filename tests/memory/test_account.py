@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from fsdp import config as configuration
-from fsdp.base.units import byte_size
+from fsdp.base.text import byte_size
 from fsdp.memory.account import by_size
 from fsdp.run.loop import _maybe_profile
 from tests.support import runs, user_code

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fsdp.dist.env import DistEnv
-from fsdp.dist.local_tensors import local_tensor
+from fsdp.dist.shards import local_tensor
 from fsdp.predict.__main__ import _answer, main, parse
 from fsdp.predict.trained import sharded_run
 from tests.support.runs import on_a_rank

@@ -11,8 +11,8 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.dist.env import DistEnv
-from fsdp.dist.local_tensors import local_tensor
 from fsdp.dist.mesh import MeshSizes
+from fsdp.dist.shards import local_tensor
 from fsdp.plan.step_trace import parameter_bytes
 from fsdp.run.job import prepare, trained_model
 from tests.support.runs import Finished, failures, flags, run

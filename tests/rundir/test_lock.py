@@ -29,7 +29,6 @@ ROOT = Path(__file__).parents[2]
 
 HOLD = """
 import sys
-from fsdp.rundir.lock import Folder, hold
 held = hold(Folder(sys.argv[1]), None, "torchrun", "job 7")
 print("held", flush=True)
 sys.stdin.read()
@@ -366,7 +365,6 @@ def test_a_start_that_was_killed_while_it_removed_a_dead_lock_holds_none_up_for_
 
 BOTH = """
 import sys
-from fsdp.rundir.lock import Folder, hold
 held = hold(Folder(sys.argv[1]), Folder(sys.argv[2]), "torchrun")
 print("held", flush=True)
 sys.stdin.read()
@@ -427,8 +425,7 @@ def test_a_suspended_holder_of_this_machine_is_named_as_such(tmp_path: Path) -> 
 ORPHAN = """
 import signal, sys, time
 from pathlib import Path
-from fsdp.base.stop_signals import follow_parent
-from fsdp.rundir.lock import Folder, hold
+from fsdp.base.phases import follow_parent
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 follow_parent()

@@ -13,7 +13,7 @@ import torch
 
 from fsdp.base.errors import LaunchError
 from fsdp.dist import env
-from fsdp.dist.hostlist import expand_hostlist
+from fsdp.dist.env import expand_hostlist
 from tests.slurm.cluster import REPOSITORY, Cluster
 
 TASK: Mapping[str, str] = {
@@ -95,7 +95,6 @@ def test_each_start_of_a_job_has_a_name() -> None:
 PRINTED = """
 import sys
 sys.path.insert(0, {home!r})
-from fsdp.dist.env import started_by
 print("AT", started_by())
 """
 

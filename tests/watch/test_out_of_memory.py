@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from fsdp.base.cgroup import ROOT, memory_group
+from fsdp.base.proc import ROOT, memory_group
 from tests.support import needs
 from tests.support.user_code import Uneven
 

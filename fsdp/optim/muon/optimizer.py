@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.dist import collectives
-from fsdp.dist.local_tensors import local_tensor
+from fsdp.dist.shards import local_tensor
 from fsdp.optim.muon.exchange import apply_to_whole, matrix_of, rounds
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.base.torch_private.core import like_shard
-from fsdp.dist.local_tensors import local_tensor
-from fsdp.dist.shards import first_row
+from fsdp.dist.shards import first_row, local_tensor
 from fsdp.optim.small_states.bits import Table, blocks_of, decode, encode, mixed, noise_at, round_at_random
 from fsdp.optim.small_states.compiled import Scalars, update_coded, update_plain
 from fsdp.optim.small_states.compiled import compiled as compiled_update
