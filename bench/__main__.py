@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 import time
 
 from bench.peers import setup
 from bench.peers.roster import ROSTER
 from bench.train import SHORT as WORKS
 
-SHORT = ("start_memory", "train", "start", "restart", "goodput", "scale", "save", "ray_tutorial")
-"""The first measures no time and needs no peer: those are set up beside it."""
+SHORT = ("train", "start", "restart", "save", "ray_tutorial")
 MINUTES, LAST_BEGIN = 10, 9
 
 
@@ -35,8 +33,8 @@ def main(argv: list[str]) -> int:
     began, took = time.monotonic(), dict[str, tuple[int, float]]()
     # Those that the short forms run beside, within a bound; the full forms know more.
     wanted = [ROSTER[name].peer for names in WORKS.values() for name in names if ROSTER[name].peer]
-    setting_up = threading.Thread(target=setup.set_up_all, args=(wanted,))
-    setting_up.start()
+    setup.set_up_all(wanted)
+    tell_peers()
     for name in SHORT:
         if time.monotonic() - began > 60 * LAST_BEGIN:
             break
@@ -44,9 +42,6 @@ def main(argv: list[str]) -> int:
         start = time.monotonic()
         code = subprocess.run([sys.executable, "-m", f"bench.{name}", "--short"], check=False).returncode
         took[name] = (code, time.monotonic() - start)
-        if name == SHORT[0]:
-            setting_up.join()
-            tell_peers()
     whole = time.monotonic() - began
     print("\n== which took: " + ", ".join(f"{name} {seconds:.0f} s" for name, (_, seconds) in took.items()))
     print(

@@ -1,10 +1,10 @@
-"""Tokens a second read and tokenized, beside Hugging Face datasets and Mosaic streaming.
+"""Tokens a second read, beside Hugging Face datasets and Mosaic streaming.
 
-    python -m bench.data [--short] [--part read|tokenize]
+    python -m bench.data [--short]
 
-Reading: shuffled batches of 16 windows of 1,024 tokens as int64 inputs and targets, from a corpus on disk,
+Shuffled batches of 16 windows of 1,024 tokens as int64 inputs and targets, from a corpus on disk,
 in one process without workers; datasets and streaming through torch's DataLoader. A ratio has an interval
-from six rounds on. Tokenizing: bench/data_tokenize.py.
+from six rounds on.
 """
 
 from __future__ import annotations
@@ -17,16 +17,12 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from bench import tables
-from bench.data_tokenize import speeds
 from bench.peers import setup
-from fsdp.tokenize.shards import cores
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = ("datasets", "streaming")
@@ -92,60 +88,35 @@ def speed_table(seen: Mapping[str, Sequence[float]]) -> str:
     return tables.table(["", "tokens a second", "shardrun over it [95%]"], rows)
 
 
-PARTS = {
-    "read": "Reading, one process without workers",
-    "tokenize": "Tokenizing .jsonl files, the whole command",
-}
-
-
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=list(PARTS))
-    parser.add_argument("--short", action="store_true", help="three rounds of smaller corpora")
-    parser.add_argument(
-        "--rounds", type=int, default=0, help="of reading and tokenizing (default: 12, short: 3)"
-    )
-    parser.add_argument(
-        "--workers", type=int, default=cores(), help="processes that tokenize (default: the cores)"
-    )
+    parser.add_argument("--short", action="store_true", help="three rounds of a smaller corpus")
+    parser.add_argument("--rounds", type=int, default=0, help="(default: 12, short: 3)")
     given = parser.parse_args(argv)
     rounds = given.rounds or (3 if given.short else 12)
     setup.set_up_all(PEERS)
-    for part in [given.part] if given.part else list(PARTS):
-        if part == "tokenize" and find_spec("transformers") is None:
-            print("bench.data: tokenizing is left out: it needs transformers. HINT: pip install transformers")
-            continue
-        about, command = tables.machine(), f"python -m bench.data --part {part}{' --short' * given.short}"
-        command += f" --rounds {rounds}" + f" --workers {given.workers}" * (part == "tokenize")
-        text, numbers = _beside_peers(part, rounds, given.short, given.workers)
-        tables.write_piece(
-            "data",
-            part,
-            short=given.short,
-            title="Data",
-            piece_title=PARTS[part],
-            about=f"{about}; load after {os.getloadavg()[0]:.1f}",
-            text=text,
-            notes="",
-            command=command,
-            numbers=numbers,
-        )
-        print(f"{PARTS[part]}\n\n{text}\n", flush=True)
-    return 0
-
-
-def _beside_peers(part: str, rounds: int, short: bool, workers: int) -> tuple[str, dict[str, Any]]:
+    about = tables.machine()
     absent = {name: reason for name in PEERS if (reason := setup.missing(name))}
     names = ["ours", *(name for name in PEERS if name not in absent)]
     with tempfile.TemporaryDirectory(prefix="bench-data-") as folder:
-        if part == "read":
-            seen = read(names, Path(folder), rounds, 50 if short else 200, 10**6 if short else 10**7)
-        else:
-            seen = speeds(names, Path(folder), rounds, 2 if short else 16, workers)
-    listed = "".join(f"\n\n{name} is left out: {reason}" for name, reason in absent.items())
-    return speed_table(seen) + listed, {"tokens_per_s": seen}
+        seen = read(names, Path(folder), rounds, 50 if given.short else 200, 10**6 if given.short else 10**7)
+    text = speed_table(seen) + "".join(f"\n\n{name} is left out: {why}" for name, why in absent.items())
+    tables.write_piece(
+        "data",
+        "read",
+        short=given.short,
+        title="Data",
+        piece_title="Reading, one process without workers",
+        about=f"{about}; load after {os.getloadavg()[0]:.1f}",
+        text=text,
+        notes="",
+        command=f"python -m bench.data{' --short' * given.short} --rounds {rounds}",
+        numbers={"tokens_per_s": seen},
+    )
+    print(text)
+    return 0
 
 
 if __name__ == "__main__":

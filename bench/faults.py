@@ -4,10 +4,6 @@
                                               each kind N times at a random step and rank
     python -m bench.faults --times N --keep [--minutes M]
                                               the same, added to bench/results/faults.{json,md}
-    python -m bench.faults --late N [--ranks R]
-                                              a rank slowed by a tenth, N times: the rank named, and when
-    python -m bench.faults --ordinary MINUTES [--ranks R]
-                                              training with evaluation, saves and compile: no verdict expected
 
 Each case is a real run of four rank processes, forked from this one to avoid import time. The partitioned
 node is a network namespace (needs root) whose link is taken down, or whose packets are lost on their way to
@@ -302,15 +298,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", type=Path, help="write the cases there")
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no case after so many minutes")
-    parser.add_argument("--ordinary", type=float, default=0.0, metavar="MINUTES")
-    parser.add_argument("--ranks", type=int, default=RANKS, help="of --ordinary and --late")
-    parser.add_argument("--late", type=int, default=0, metavar="N", help="slow a rank by a tenth, N times")
-    options = parser.parse_args(argv)
-    if options.late or options.ordinary:
-        from bench import fault_free
-
-        return fault_free.late(options) if options.late else fault_free.ordinary(options)
-    return faults(options)
+    return faults(parser.parse_args(argv))
 
 
 if __name__ == "__main__":

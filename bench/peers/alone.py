@@ -4,7 +4,7 @@ its newest save.
     torchrun --nproc_per_node 4 bench/peers/alone.py NAME --steps 20 [--every 5 --folder DIR]
 
 Prints `step N/M` after each step, as train.py does. Imports only what NAME needs, because its start is timed.
-bench/start.py and bench/goodput.py interleave runs of several such scripts.
+bench/start.py and bench/restart.py interleave runs of several such scripts.
 """
 
 from __future__ import annotations

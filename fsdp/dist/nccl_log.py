@@ -1,7 +1,7 @@
 """NCCL's transport between ranks, read from the log that NCCL_DEBUG=INFO writes, with a verdict in words.
 
 The formats are those of NCCL 2.18 to 2.28, from logs in public issues. Reading needs no device. Not here: who
-turns the log on (fsdp/doctor/transport.py).
+turns the log on (fsdp/doctor/measure.py).
 """
 
 from __future__ import annotations

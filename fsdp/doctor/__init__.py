@@ -6,10 +6,9 @@ exclude.
 
 Its modules:
 
-    __main__                          starts the ranks if no launcher did
-    rank, stages                      one of the ranks; its checks in order
-    network, device, links, storage   measure
-    transport                         reads NCCL's log on CUDA
-    findings                          judges the measurements, in pure functions
-    table                             the result as text
+    __main__   starts the ranks if no launcher did
+    rank       one of the ranks: its checks in order
+    measure    device, names and ports, links, storage, NCCL's transport
+    findings   judges the measurements, in pure functions
+    table      the result as text
 """

@@ -64,15 +64,15 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     if options.nccl_log:
         from fsdp.dist.nccl_log import NOTHING
-        from fsdp.doctor import transport
+        from fsdp.doctor import measure
 
-        seen = transport.about(options.nccl_log, 0, ())
+        seen = measure.transport_of(options.nccl_log, 0, ())
         if seen["summary"] == NOTHING:
             raise ConfigError(
                 f"{', '.join(map(str, options.nccl_log))} has no line of NCCL.",
                 "start the run with NCCL_DEBUG=INFO, and give the file of its output",
             )
-        print(transport.text(seen))
+        print(measure.transport_text(seen))
         return 0
     from fsdp.dist.env import from_environment
 

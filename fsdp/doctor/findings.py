@@ -30,8 +30,6 @@ SAME_PRODUCT = 1e-3
 CLOCK_S = 1.0
 FREE = 0.9
 GIB = 2**30
-CUDNN_PREFERRED = 91501
-"""From this version on torch takes cuDNN's attention by itself on compute capability 9.0 and 10.0."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,6 @@ def judge(reports: NodeReports, launcher: str = "torchrun") -> Diagnosis:
         _names,
         _ports,
         _devices,
-        _cudnn,
         _memory,
         _within,
         _between,
@@ -256,14 +253,6 @@ def _devices(reports: NodeReports) -> Iterator[Finding]:
             yield reports.of_rank(
                 rank, what, "check its power limit and clocks, and for another job on it", out=False
             )
-
-
-def _cudnn(reports: NodeReports) -> Iterator[Finding]:
-    for node, report in reports.heads():
-        version = report.get("device", {}).get("cudnn", 0)
-        if 0 < version < CUDNN_PREFERRED:
-            what = f"cuDNN {version} is below {CUDNN_PREFERRED}: torch prefers flash, 1.5 to 1.7 times slower"
-            yield reports.of_node(node, what, "--speed.attention cudnn, or a newer cuDNN", out=False)
 
 
 def _memory(reports: NodeReports) -> Iterator[Finding]:

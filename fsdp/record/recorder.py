@@ -11,9 +11,8 @@ import itertools
 import resource
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,9 +20,8 @@ from torch import Tensor
 from fsdp.base.text import byte_size
 from fsdp.dist.env import DistEnv
 from fsdp.record.console import Console
-from fsdp.record.custom_sinks import CustomSink
 from fsdp.record.metrics import Reporter, StepMetrics
-from fsdp.record.sender import CLOSE_S, Losses
+from fsdp.record.sinks import CLOSE_S, Losses, Sink
 from fsdp.record.tensorboard import EventWriter
 from fsdp.rundir.history import save_record
 from fsdp.rundir.line_files import Appender
@@ -55,36 +53,11 @@ class Pending:
     named: Callable[[list[float]], Mapping[str, float]] | None = None
     """From the fetched `more` to fields of the record."""
 
-    def fetched(
-        self, loss: float, more: list[float], norm: float, step_time_s: float, max_mem_gib: float
-    ) -> StepMetrics:
-        return StepMetrics(
-            step=self.step,
-            loss=loss,
-            grad_norm=norm,
-            lr=self.lr,
-            samples=self.samples,
-            tokens=self.tokens,
-            step_time_s=step_time_s,
-            data_wait_s=self.data_wait_s,
-            max_mem_gib=max_mem_gib,
-            epoch=self.epoch,
-            extra=self.named(more) if self.named is not None else {},
-        )
-
 
 def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts it in KiB
-
-
-class Sink(Protocol):
-    """An output that receives every number of rank 0."""
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Recorder:
@@ -105,9 +78,8 @@ class Recorder:
         self._env, self._reporter, self._console, self._mfu_of = env, reporter, console, mfu_of
         self._metrics, self._saves = Appender(run.metrics), Appender(run.saves)
         self._sinks: list[tuple[Sink, Losses]] = []
-        self._files: list[tuple[Sink, Losses]] = []
         if env.is_main:
-            self._files = [_with_losses(EventWriter(run.path / "tensorboard", purge_step=from_step + 1))]
+            self.add(EventWriter(run.path / "tensorboard", purge_step=from_step + 1))
         self._pending: list[Pending] = []
         self._asynchronous = env.device.type in ASYNCHRONOUS_DEVICES
         self.last: StepMetrics | None = None
@@ -115,7 +87,7 @@ class Recorder:
 
     def add(self, sink: Sink) -> None:
         """It is closed with the recorder."""
-        self._sinks.append(_with_losses(sink))
+        self._sinks.append((sink, Losses(getattr(sink, "label", type(sink).__name__))))
 
     def step(self, pending: Pending) -> None:
         self._pending.append(pending)
@@ -135,7 +107,7 @@ class Recorder:
             for metrics in fetched:
                 record = step_record(metrics)
                 self._metrics.append(record)  # unbuffered: a kill loses nothing that was printed
-                self._send([*self._files, *self._sinks], metrics.step, "train", record)
+                self._send(metrics.step, "train", record)
                 self._console.step(metrics, self.checkpoint_note)
         self.last = fetched[-1]
         for metrics in fetched:
@@ -158,7 +130,20 @@ class Recorder:
         memory = peak_memory_gib(self._env.device)
         numbers = zip(pending, losses, norms, times, strict=True)
         return [
-            one.fetched(loss, more, norm, seconds, memory) for one, (loss, *more), norm, seconds in numbers
+            StepMetrics(
+                step=step.step,
+                loss=loss,
+                grad_norm=norm,
+                lr=step.lr,
+                samples=step.samples,
+                tokens=step.tokens,
+                step_time_s=step_time_s,
+                data_wait_s=step.data_wait_s,
+                max_mem_gib=memory,
+                epoch=step.epoch,
+                extra=step.named(more) if step.named is not None else {},
+            )
+            for step, (loss, *more), norm, step_time_s in numbers
         ]
 
     def _read_rows(self, rows: list[tuple[Tensor, Tensor | None]]) -> list[list[float]]:
@@ -181,7 +166,7 @@ class Recorder:
         found = {"step": step, **values, **_epoch(epoch)}
         if self._env.is_main:
             self._metrics.append(found)
-            self._send([*self._files, *self._sinks], step, "eval", found)
+            self._send(step, "eval", found)
             shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items() if "/" not in name)
             at = "" if epoch is None else f", epoch {epoch:.2f}"
             self._console.print_line(f"{shown}  at step {step}{at}")
@@ -205,11 +190,9 @@ class Recorder:
             )
         self._reporter.report({"step": step}, checkpoint=path)
 
-    def _send(
-        self, sinks: Sequence[tuple[Sink, Losses]], step: int, group: str, record: Mapping[str, float]
-    ) -> None:
+    def _send(self, step: int, group: str, record: Mapping[str, float]) -> None:
         values = {f"{group}/{name}": float(value) for name, value in record.items() if name != "step"}
-        for sink, losses in sinks:
+        for sink, losses in self._sinks:
             try:
                 sink.scalars(step, values)
             except Exception as error:  # a full disk, a server that is away, an error in a user's sink
@@ -221,7 +204,7 @@ class Recorder:
         Console.clear_live()
         self._metrics.close()
         self._saves.close()
-        for sink, losses in (*self._files, *self._sinks):
+        for sink, losses in self._sinks:
             # After those that end their wait themselves.
             waits = threading.Timer(CLOSE_S + 1, losses.not_closed_yet)
             waits.daemon = True
@@ -232,10 +215,6 @@ class Recorder:
                 losses.not_closed(error)
             finally:
                 waits.cancel()
-
-
-def _with_losses(sink: Sink) -> tuple[Sink, Losses]:
-    return sink, Losses(sink.label if isinstance(sink, CustomSink) else type(sink).__name__)
 
 
 def step_record(metrics: StepMetrics) -> dict[str, float]:

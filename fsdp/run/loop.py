@@ -36,10 +36,8 @@ from fsdp.parallel.nvme import NvmeFiles, maybe_nvme_files
 from fsdp.parallel.shard import Sharded, shard_model
 from fsdp.parallel.update import StateStore, build_update
 from fsdp.record.console import set_up_logging, start_facts
-from fsdp.record.custom_sinks import load_sinks
 from fsdp.record.metrics import NoReporter, Reporter
-from fsdp.record.mlflow_sink import check_mlflow
-from fsdp.record.wandb_sink import check_wandb
+from fsdp.record.sinks import check_sinks
 from fsdp.run import setup, weights
 from fsdp.run.epochs import with_imported_epoch
 from fsdp.run.evaluate import as_evaluated, check_own_directory
@@ -70,9 +68,7 @@ def train(
     check_torch()
     set_up_logging(env)
     config = as_evaluated(config) if config.train.evaluate_only else config
-    check_wandb(config.run.wandb)
-    check_mlflow(config.run.mlflow)
-    load_sinks(config.run.sinks)
+    check_sinks(config)
     torch.set_float32_matmul_precision(config.run.matmul_precision)
     set_allocator(config.run.allocator, env.device)
     if config.watch.deterministic:

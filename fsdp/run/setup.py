@@ -38,11 +38,9 @@ from fsdp.parallel.materialize import materialize
 from fsdp.parallel.nvme import NvmeFiles
 from fsdp.parallel.shard import Sharded
 from fsdp.record.console import Console
-from fsdp.record.custom_sinks import build_sinks
 from fsdp.record.metrics import Reporter
-from fsdp.record.mlflow_sink import MlflowSink
 from fsdp.record.recorder import Recorder
-from fsdp.record.wandb_sink import WandbSink
+from fsdp.record.sinks import build_sinks
 from fsdp.run import weights
 from fsdp.run.flops import flops_per_sample, peak_flops
 from fsdp.run.job import Job, trained_model
@@ -233,10 +231,6 @@ def add_sinks(
         recorder.add(SpikeRecorder(config.watch.spike, run.path, job.cursor.indices))
         if planned is not None:
             recorder.add(planned)
-        if config.run.wandb:
-            recorder.add(WandbSink(config, run.path))
-        if config.run.mlflow:
-            recorder.add(MlflowSink(config, run.path))
         for sink in build_sinks(config, run.path, step):
             recorder.add(sink)
 

@@ -47,7 +47,7 @@ from fsdp.base.phases import SIGNALS
 from fsdp.dist.env import DistEnv
 from fsdp.dist.launcher_hints import without_device
 from fsdp.dist.lost_peer import is_peer_failure
-from fsdp.record.sender import any_stuck
+from fsdp.record.sinks import any_stuck
 from fsdp.watch.status_page import MONITOR, PRINTED, StatusPage
 
 TRACE_LINES = 30

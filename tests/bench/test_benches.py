@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -17,21 +16,17 @@ import bench.__main__ as whole
 from bench import (
     data,
     data_reader,
-    data_tokenize,
-    goodput,
     launched,
     overhead,
     ray_tutorial,
     restart,
     start,
-    start_memory,
     tables,
     train,
 )
 from bench.peers import setup
-from bench.peers.team import TeamError
 
-HERE = (*whole.SHORT, "simulated", "data", "overhead")
+HERE = (*whole.SHORT, "data", "overhead")
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -41,33 +36,12 @@ def test_help_of_each_shows_its_command(name: str, capsys: pytest.CaptureFixture
     assert ended.value.code == 0
     said = capsys.readouterr().out
     assert f"python -m bench.{name}" in said
-    assert name == "simulated" or "--short" in said
+    assert "--short" in said
 
 
 def test_make_bench_refuses_other_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert whole.main(["--long"]) == 2
     assert "python -m bench" in capsys.readouterr().err
-
-
-def test_make_bench_names_what_it_leaves_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    began: list[str] = []
-
-    def slow(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
-        began.append(command[2])
-        clock[0] += 200.0
-        return subprocess.CompletedProcess(command, int(command[2] == "bench.start"))
-
-    clock = [0.0]
-    monkeypatch.setattr(whole.setup, "set_up_all", began.extend)
-    monkeypatch.setattr(whole.subprocess, "run", slow)
-    monkeypatch.setattr(whole.time, "monotonic", lambda: clock[0])
-    assert whole.main(["--short"]) == 1
-    assert sorted(began) == ["accelerate", "bench.start", "bench.start_memory", "bench.train", "lightning"]
-    said = capsys.readouterr().out
-    assert "left out, 9 minutes were over: python -m bench.save --short" in said
-    assert "failed: start (exit 1)" in said
 
 
 # ---------------------------------------------------------------- what is made of measurements
@@ -119,39 +93,6 @@ def test_different_losses_end_the_bench_before_its_rounds(monkeypatch: pytest.Mo
         train.measure("tiny", 2, ["bare", "ours", "expert"], rounds=6, threads=1)
 
 
-class EndingTeam(LossTeam):
-    """Accelerate's does not start, and the expert's does other work; ours does if `ours_ends`."""
-
-    closed: ClassVar[list[str]] = []
-    ours_ends: ClassVar[bool] = False
-
-    def steps(self, count: int, untimed: int = 0) -> dict[str, Any]:
-        if self.name == "accelerate" or (self.name == "ours" and self.ours_ends):
-            raise TeamError(f"{self.name}, rank 0: ended\nTraceback\nImportError: no such name")
-        return {"losses": self.losses[self.name], "wall_s": 1.0, "cpu_s": 1.0, "faults": 0.0}
-
-    def close(self) -> None:
-        self.closed.append(self.name)
-
-
-def test_contenders_that_fail_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "Team", EndingTeam)
-    EndingTeam.closed.clear()
-    left_out: list[str] = []
-    names = ["ours", "expert", "bare", "accelerate"]
-    seen = train.measure("tiny", 2, names, rounds=2, threads=1, left_out=left_out)
-    assert {name: len(one.wall_s) for name, one in seen.items()} == {"ours": 2, "bare": 2}
-    assert sorted(left_out) == [
-        "Accelerate, FSDP2: left out, accelerate, rank 0: ended ImportError: no such name",
-        "bare loop with an expert's idioms: left out, expert has loss 1.01 at step 2, the bare loop 1.0: not "
-        "the same work.",
-    ]
-    assert sorted(EndingTeam.closed) == sorted(names)
-    monkeypatch.setattr(EndingTeam, "ours_ends", True)
-    with pytest.raises(TeamError, match="ours, rank 0: ended"):
-        train.measure("tiny", 2, names, rounds=2, threads=1, left_out=left_out)
-
-
 def test_overhead_is_against_each_hand_written_loop() -> None:
     def seen(wall_s: float) -> train.Seen:
         return train.Seen(wall_s=[wall_s] * 6, cpu_s=[wall_s / 2] * 6, faults=[1000.0] * 6)
@@ -183,38 +124,6 @@ def test_restart_is_judged_by_a_third_and_one_interval(ours_s: float, lost: int,
     assert f"{ours_s / 10:.3f}" in restart.shown(seen)
 
 
-def test_goodput_is_of_new_steps_at_the_undisturbed_rate_of_the_same_round() -> None:
-    slow = goodput.Ran(kills=1, new=60, done=75, seconds=30.0, quiet_per_s=4.0)
-    fast = goodput.Ran(kills=2, new=120, done=150, seconds=30.0, quiet_per_s=8.0)
-    told = goodput.shown({"local": [slow, fast] * 3})
-    assert "| 9 | 540 of 675 | 0.80 | 6 (4 to 8) | 3 (2 to 4) | 0.50 [0.50, 0.50] |" in told
-    assert "| 0.50 (no interval below 6 rounds) |" in goodput.shown({"local": [slow]})
-
-
-def test_the_undisturbed_rate_leaves_out_the_first_steps() -> None:
-    steps = [(10.0 * step, step) for step in range(1, 6)]
-    assert goodput.rate([*steps, *((50.0 + 0.5 * n, 5 + n) for n in range(1, 9))]) == 2.0
-    with pytest.raises(launched.Ended, match="no step came after step 5"):
-        goodput.rate(steps)
-
-
-def test_goodput_takes_rounds_of_each_and_adds_to_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    taken: list[tuple[str, int]] = []
-
-    def one(name: str, options: object, nth: int) -> goodput.Ran:
-        taken.append((name, nth))
-        return goodput.Ran(1, 50, 60, 30.0, 2.0)
-
-    monkeypatch.setattr(goodput, "one_round", one)
-    assert goodput.main(["--only", "local,bare", "--rounds", "2"]) == 0
-    assert goodput.main(["--only", "local,bare", "--rounds", "1", "--add"]) == 0
-    assert taken == [("local", 0), ("bare", 0), ("bare", 1), ("local", 1), ("local", 2), ("bare", 2)]
-    assert "--rounds 3`" in (tmp_path / "goodput.md").read_text()
-
-
 def test_rays_tutorial_is_the_lower_row_of_the_ratio() -> None:
     seen = {
         "tutorial": [ray_tutorial.Seen(20.0, 2.0, 1.0, 2.0)] * 2,
@@ -222,14 +131,6 @@ def test_rays_tutorial_is_the_lower_row_of_the_ratio() -> None:
     }
     last = ray_tutorial.table(seen).splitlines()[-1]
     assert [cell.split()[0] for cell in last.split("|")[2:6]] == ["0.500", "1.500", "0.500", "0.500"]
-
-
-def test_memory_at_start_is_bound_by_shard_block_and_150() -> None:
-    ranks = [
-        {"parameters": 1e8, "shard_mb": 100, "block_mb": 20, "peak_mb": 271, "rest_mb": 1, "seconds": 2}
-    ] * 2
-    assert start_memory.table({"ours, drawn": ranks}).endswith("| 271 | 271 | 1 | 2.0 | no |")
-    assert "150 = 270 MB" in start_memory.table({"ours, drawn": ranks})
 
 
 # ---------------------------------------------------------------- rounds in several sittings
@@ -272,26 +173,6 @@ def test_rounds_are_added_for_the_same_contenders_alone(
     assert "--rounds 3`" in (tmp_path / "restart.md").read_text()
 
 
-def test_a_contender_that_does_not_recover_is_left_out_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-
-    def kill(name: str, ranks: int, every: int, at: int, draw: object) -> restart.Back:
-        if name == "ours":
-            raise launched.Ended("step 24 never came: RuntimeError: no")
-        return restart.Back(1.0, 4.0, 3)
-
-    monkeypatch.setattr(restart, "one_kill", kill)
-    assert restart.main(["--only", "ours,bare", "--rounds", "2"]) == 0
-    assert (
-        "torchrun --max-restarts: left out, round 1: step 24 never came: RuntimeError: no"
-        in (tmp_path / "restart.md").read_text()
-    )
-    kills = json.loads((tmp_path / "restart.json").read_text())["kills"]
-    assert {name: len(one) for name, one in kills.items()} == {"bare": 2}
-
-
 def test_an_ended_command_is_reported_with_its_error_line(tmp_path: Path) -> None:
     words = "print('step 1/9', flush=True); raise ValueError('no such rank')"
     run = launched.Launched([sys.executable, "-c", words], tmp_path / "log")
@@ -316,31 +197,9 @@ def test_a_peer_that_takes_too_long_is_listed_and_not_retried(
     setup.set_up_all(["accelerate", "torchtitan"])
 
 
-def test_a_peer_beside_another_torch_is_not_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(setup, "HOME", tmp_path)
-    (tmp_path / "lightning").mkdir()
-    for name, text in (("READY", ""), ("BESIDE", setup._beside())):
-        (tmp_path / "lightning" / name).write_text(text)
-    assert setup.missing("lightning") == ""
-    (tmp_path / "lightning" / "BESIDE").write_text("/elsewhere/site-packages\n")
-    assert setup.missing("lightning").startswith("not installed here: python -m bench.peers.setup lightning")
-
-
 def test_an_unknown_peer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert setup.main(["lightnin"]) == 2
     assert "HINT: python -m bench.peers.setup accelerate lightning" in capsys.readouterr().err
-
-
-# ---------------------------------------------------------------- the cheap ones, in short
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_simulated_ranks_from_the_command_line() -> None:
-    said = subprocess.check_output(
-        [sys.executable, "-m", "bench.simulated", "256", "--preset", "toy"], text=True
-    )
-    assert json.loads(said)["ranks"] == 256
 
 
 # ---------------------------------------------------------------- data
@@ -350,13 +209,6 @@ def test_a_reader_without_enough_rounds_gets_no_interval() -> None:
     few, many = (data.speed_table({"ours": [2.0] * n, "datasets": [1.0] * n}) for n in (5, 6))
     assert "2.000 (no interval below 6 rounds)" in few
     assert "2.000 [2.000, 2.000] better" in many
-
-
-@pytest.mark.needs("transformers")
-@pytest.mark.long
-def test_our_command_tokenizes_the_corpus_in_rounds(tmp_path: Path) -> None:
-    seen = data_tokenize.speeds(["ours"], tmp_path, rounds=1, mib=1, workers=1)
-    assert min(seen["ours"]) > 0
 
 
 def test_the_contenders_windows_are_shardruns(tmp_path: Path) -> None:

@@ -12,13 +12,10 @@ import pytest
 import torch
 
 from bench import launched
-from bench.goodput import moments
 from bench.peers.base import cross_entropy
 from bench.peers.roster import ROSTER, absent, settings
 from bench.peers.team import Team, TeamError
 from bench.peers.worker import Orders
-from bench.scale import told
-from bench.simulated import simulate
 from tests.support.marks import sample_are
 
 STEPS = 2
@@ -88,19 +85,6 @@ def test_settings_of_each_are_listed() -> None:
     assert said[2].endswith("defaults, --mesh.strategy ddp")
 
 
-def test_a_save_holds_the_state_after_its_step() -> None:
-    ends = [1.0]
-    for step in range(1, 20):
-        ends.append(ends[-1] + (0.5 if step % 6 == 0 else 0.1))
-    found = told([(when, step) for step, when in enumerate(ends, start=1)])
-    assert found == pytest.approx({"first_s": 1.0, "step_s": 0.1, "save_s": 0.4})
-
-
-def test_the_same_seed_kills_at_the_same_moments() -> None:
-    assert moments(60, 10, 1) == moments(60, 10, 1) != moments(60, 10, 2)
-    assert 300 < len(moments(10_000, 25, 3)) < 500
-
-
 def test_a_launched_command_records_when_steps_end(tmp_path: object) -> None:
     from pathlib import Path
 
@@ -130,9 +114,3 @@ def test_a_rank_is_killed_and_no_other(tmp_path: object) -> None:
     finally:
         run.end()
     assert not run.ranks()
-
-
-def test_a_small_simulation_goes_through() -> None:
-    found = simulate(8, "toy")
-    assert found["pieces"] > 8
-    assert set(found["sums"]) == {"plan", "seal", "resume"}

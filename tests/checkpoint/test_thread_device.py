@@ -111,8 +111,8 @@ def test_the_loaders_threads_set_their_device(calls: Calls) -> None:
 
 WITHOUT_TENSORS = {
     "fsdp/rundir/lock.py": 1, "fsdp/watch/rank.py": 1,
-    "fsdp/watch/failure.py": 1, "fsdp/doctor/stages.py": 1, "fsdp/doctor/network.py": 2,
-    "fsdp/dist/stop.py": 1, "fsdp/watch/records.py": 1, "fsdp/record/sender.py": 1,
+    "fsdp/watch/failure.py": 1, "fsdp/doctor/rank.py": 1, "fsdp/doctor/measure.py": 2,
+    "fsdp/dist/stop.py": 1, "fsdp/watch/records.py": 1, "fsdp/record/sinks.py": 1,
     "fsdp/record/recorder.py": 1,
     "fsdp/checkpoint/inspect.py": 1,
     "fsdp/tokenize/sources.py": 1,

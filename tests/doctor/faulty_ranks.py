@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.dist.env import DistEnv
-from fsdp.doctor import device, stages
+from fsdp.doctor import measure, rank
 from fsdp.doctor.findings import NodeReports
 
 
@@ -76,12 +76,12 @@ FAULTS = {
 def examined(env: DistEnv, folder: str, fault: str, faulty: int) -> NodeReports | None:
     """One rank of a world that the doctor examines; rank 0 returns the reports."""
     store = dist.PrefixStore("doctor", dist.FileStore(str(Path(folder, "store")), env.world_size))
-    exam = stages.RankExam(env, store, Path(folder), time.monotonic() + 60)
+    exam = rank.RankExam(env, store, Path(folder), time.monotonic() + 60)
     with FAULTS[fault if env.rank == faulty else "well"]():
-        stages.examine(exam)
+        rank.examine(exam)
     exam.store.set(f"finished/{env.rank}", "true")
     exam.gather("finished")
-    return stages.reports_so_far(exam, store) if env.is_main else None
+    return rank.reports_so_far(exam, store) if env.is_main else None
 
 
 def never_done(*_: Any) -> None:
@@ -96,7 +96,7 @@ def main() -> int:
 
     env = from_environment()
     if env.rank == env.world_size - 1:
-        device.check = never_done  # type: ignore[assignment]
+        measure.check_device = never_done  # type: ignore[assignment]
     return doctor(sys.argv[1:])
 
 

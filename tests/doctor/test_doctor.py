@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fsdp.dist.addresses import resolves
-from fsdp.doctor import network, storage
+from fsdp.doctor import measure
 from fsdp.doctor.__main__ import main
 from fsdp.doctor.findings import Diagnosis, judge
 from tests.doctor.faulty_ranks import examined
@@ -109,19 +109,19 @@ def test_it_ends_within_its_limit_and_names_the_rank_that_hangs(tmp_path: Path) 
 
 
 def test_open_and_closed_ports() -> None:
-    with network.listener() as port:
+    with measure.listener() as port:
         with socket.create_server(("127.0.0.1", 0)) as server:
             dead = int(server.getsockname()[1])
-        found = network.reach(0, {0: ("127.0.0.1", port), 1: ("127.0.0.1", port), 2: ("127.0.0.1", dead)})
+        found = measure.reach(0, {0: ("127.0.0.1", port), 1: ("127.0.0.1", port), 2: ("127.0.0.1", dead)})
     assert found[1] == ""
     assert "refused" in found[2]
     assert 0 not in found
 
 
 def test_among_many_nodes_each_tries_its_neighbours() -> None:
-    assert network.partners(0, 3) == [1, 2]
-    some = network.partners(5, 1000)
-    assert len(some) == 2 * network.NEIGHBOURS
+    assert measure.partners(0, 3) == [1, 2]
+    some = measure.partners(5, 1000)
+    assert len(some) == 2 * measure.NEIGHBOURS
     assert 5 not in some
 
 
@@ -132,20 +132,22 @@ def test_a_name_that_does_not_resolve_is_empty() -> None:
 
 def test_a_folder_that_is_not_shared_shows_no_file(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
-    assert storage.write(here, "probe-0", storage.BLOCK)["write_mb_s"] > 0
+    assert measure.write_probe(here, "probe-0", measure.BLOCK)["write_mb_s"] > 0
     there.mkdir()
-    assert storage.unseen(here, {0: "probe-0"}) == []
-    assert storage.unseen(there, {0: "probe-0"}, patience_s=0.1) == [0]
-    assert storage.read(here / "probe-0")["read_mb_s"] > 0
-    assert "No such file" in storage.read(there / "probe-0")["error"]
+    assert measure.unseen(here, {0: "probe-0"}) == []
+    assert measure.unseen(there, {0: "probe-0"}, patience_s=0.1) == [0]
+    assert measure.read_probe(here / "probe-0")["read_mb_s"] > 0
+    assert "No such file" in measure.read_probe(there / "probe-0")["error"]
 
 
 def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert "cannot be written" in storage.write(tmp_path / "file" / "below", "x", storage.BLOCK)["error"]
+    assert (
+        "cannot be written" in measure.write_probe(tmp_path / "file" / "below", "x", measure.BLOCK)["error"]
+    )
     no_folder = tmp_path / ("x" * 300)  # as one above which this user may not look: Path.is_dir raises there
-    assert "cannot be written" in storage.write(no_folder, "x", storage.BLOCK)["error"]
-    assert storage.unseen(no_folder, {0: "x"}, patience_s=0.1) == [0]
+    assert "cannot be written" in measure.write_probe(no_folder, "x", measure.BLOCK)["error"]
+    assert measure.unseen(no_folder, {0: "x"}, patience_s=0.1) == [0]
 
 
 @pytest.mark.parametrize(

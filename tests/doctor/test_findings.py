@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from fsdp.dist.preflight import RankFacts
-from fsdp.doctor.device import complaints
 from fsdp.doctor.findings import NodeReports, can_form_group, judge, slow_ranks
+from fsdp.doctor.measure import complaints
 from fsdp.doctor.table import text
 
 HOSTS = ("n0", "n1", "n2", "n3")
@@ -34,7 +34,7 @@ def report(rank: int) -> dict[str, Any]:
         "facts": facts(rank),
         "device": {
             "tflops": 700.0, "product": 80.5, "peak_tflops": 989.4,
-            "memory_free": 79 << 30, "memory_total": 80 << 30, "health": [], "cudnn": 91501,
+            "memory_free": 79 << 30, "memory_total": 80 << 30, "health": [],
         },
         "links": {"clock_s": 0.001, "within": dict(LINK), "all": dict(LINK)},
         "done": True,
@@ -142,7 +142,6 @@ def test_only_the_node_with_the_fault_is_excluded(change: Any, excluded: str, sa
         (put(6, "links", "clock_s", value=-7.5), "its clock is 7.5 s behind the first node's"),
         (put(6, "storage", "write_mb_s", value=30.0), "writes 30 MB/s, where 500 is usual"),
         (put(2, "links", "between", "2", value=SLOW_LINK), "3 GB/s to n2, where 38 is usual"),
-        (put(2, "device", "cudnn", value=91002), "--speed.attention cudnn"),
         (
             both(*(put(rank, "device", "tflops", value=400.0) for rank in range(8))),
             "400 of the 989 TFLOP/s that the manufacturer specifies",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fsdp.dist.nccl_log import Transport, path_kind, read_log, summary, verdicts
-from fsdp.doctor import transport
+from fsdp.doctor import measure
 from fsdp.doctor.__main__ import main
 from fsdp.doctor.findings import judge
 from fsdp.doctor.table import text
@@ -138,7 +138,7 @@ def test_the_command_reads_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_doctor_names_it_once(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text(SOCKET)
-    seen = json.loads(json.dumps(transport.about([tmp_path / "a.log"], 2, ["mlx5_0"])))
+    seen = json.loads(json.dumps(measure.transport_of([tmp_path / "a.log"], 2, ["mlx5_0"])))
 
     def change(by_rank: dict[int, dict[str, Any]]) -> None:
         for one in by_rank.values():
@@ -155,13 +155,13 @@ def test_the_doctor_names_it_once(tmp_path: Path) -> None:
 
 
 def test_nothing_is_recorded_on_a_cpu_or_over_a_persons_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    with transport.recorded(False) as folder:
+    with measure.recorded_transport(False) as folder:
         assert folder is None
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    with transport.recorded(True) as folder:
+    with measure.recorded_transport(True) as folder:
         assert folder is None
     monkeypatch.delenv("NCCL_DEBUG")
-    with transport.recorded(True) as folder:
+    with measure.recorded_transport(True) as folder:
         assert os.environ["NCCL_DEBUG"] == "INFO"
         assert folder is not None
         assert os.environ["NCCL_DEBUG_FILE"].startswith(str(folder))

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from fsdp.config import load
-from fsdp.record import sender
-from fsdp.record.mlflow_sink import MlflowSink
-from fsdp.record.sender import Sender, TimedRecord
+from fsdp.record import sinks as sender
+from fsdp.record.sinks import MlflowSink, Sender, TimedRecord
 
 
 class Server:

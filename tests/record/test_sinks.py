@@ -18,9 +18,8 @@ import pytest
 from fsdp.base.errors import ConfigError
 from fsdp.config import config_hash, load
 from fsdp.dist.env import DistEnv
-from fsdp.record import mlflow_sink
-from fsdp.record.custom_sinks import build_sinks, load_sinks
-from fsdp.record.mlflow_sink import MlflowSink, check_mlflow
+from fsdp.record import sinks
+from fsdp.record.sinks import MlflowSink, build_sinks, check_sinks
 from tests.support.runs import failures, finished, flags, on_a_rank
 from tests.support.world import run_world
 
@@ -111,7 +110,7 @@ def test_a_sink_that_cannot_be_made_is_one_line_on_every_rank(tmp_path: Path) ->
 )
 def test_a_wrong_name_is_found_before_the_first_collective(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        load_sinks(name)
+        check_sinks(load(["--run.sinks", name]))
 
 
 def test_a_class_without_scalars_is_one_line(tmp_path: Path) -> None:
@@ -127,10 +126,10 @@ def test_they_change_nothing_that_is_trained() -> None:
 
 
 def test_mlflow_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlflow_sink.importlib.util, "find_spec", lambda _: None)
-    check_mlflow("")
+    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda _: None)
+    check_sinks(load([]))
     with pytest.raises(ConfigError, match=r"--run.mlflow e: mlflow is not installed. HINT: pip install mlfl"):
-        check_mlflow("e")
+        check_sinks(load(["--run.mlflow", "e"]))
 
 
 @pytest.fixture

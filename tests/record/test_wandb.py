@@ -12,8 +12,8 @@ import pytest
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import config_hash, load
-from fsdp.record import sender, wandb_sink
-from fsdp.record.wandb_sink import WandbSink, check_wandb
+from fsdp.record import sinks as sender
+from fsdp.record.sinks import WandbSink, check_sinks
 
 
 class MockRun:
@@ -105,10 +105,10 @@ def test_a_server_that_does_not_answer_does_not_hold_the_end(
 
 
 def test_asked_for_and_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb_sink.importlib.util, "find_spec", lambda _: None)
-    check_wandb("")
+    monkeypatch.setattr(sender.importlib.util, "find_spec", lambda _: None)
+    check_sinks(load([]))
     with pytest.raises(ConfigError, match=r"--run.wandb p: wandb is not installed. HINT: pip install wandb"):
-        check_wandb("p")
+        check_sinks(load(["--run.wandb", "p"]))
 
 
 def test_it_changes_nothing_that_is_trained() -> None:

@@ -1,0 +1,322 @@
+"""Trackers that rank 0's numbers go to: Weights & Biases, MLflow, and sinks of the user.
+
+A tracker is a row of TRACKERS and a class here. Servers get their records from a thread of their own: one
+that is slow or away does not slow the steps. While a call lasts, up to MOST_WAITING records wait, and the
+next call sends them together. Later ones are lost; the log says so when that begins and when it ends.
+
+A sink of the user is `--run.sinks package.module:Class`, several separated by commas:
+
+    Class(*, run_dir, config, from_step) → an object with scalars(step, values), and optionally close()
+
+Made on rank 0 before the first step, with those of the arguments that it accepts. An exception in one loses
+its records and is logged; the run continues.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from fsdp.base.errors import ConfigError, one_line
+from fsdp.config import Config, flatten
+
+log = logging.getLogger(__name__)
+
+TimedRecord = tuple[int, Mapping[str, float], float]
+"""Step, values, and when they were recorded."""
+FLAG = "--run.sinks"
+MOST_WAITING = 10_000
+TOGETHER = 64
+CLOSE_S = 20.0
+"""How long the end of a run waits for the server."""
+RUN_DIR_TAG = "shardrun.run_dir"
+"""The tag by which a later start finds its MLflow run."""
+LONGEST, BATCH, METRICS = 500, 100, 1000
+"""Characters of a parameter's value, parameters and metrics of one call: every MLflow server accepts these."""
+_stuck = threading.Event()
+
+
+class Sink(Protocol):
+    """An output that receives every number of rank 0."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def any_stuck() -> bool:
+    """Whether a server has not taken its last records in CLOSE_S: its library may wait again at exit."""
+    return _stuck.is_set()
+
+
+class Losses:
+    """Consecutive lost records of one sink, which the log names by `label`. The run continues."""
+
+    def __init__(self, label: str) -> None:
+        self._label, self._count = label, 0
+
+    def add(self, step: int, why: object, count: int = 1) -> None:
+        if not self._count:
+            log.warning("step %d: %s cannot write: %s. The run continues", step, self._label, why)
+        self._count += count
+
+    def end(self, step: int) -> None:
+        if self._count:
+            log.warning("step %d: %s writes again, %d records are lost", step, self._label, self._count)
+        self._count = 0
+
+    def not_closed(self, error: Exception) -> None:
+        log.warning("%s cannot be closed: %s. %d records are lost", self._label, error, self._count)
+
+    def not_closed_yet(self) -> None:
+        log.warning("%s is still closing; the run waits for it at its end", self._label)
+
+
+class Sender:
+    """`send` receives the entries that have come since its last call, `finish` comes last; on the thread."""
+
+    def __init__(
+        self, label: str, send: Callable[[Sequence[TimedRecord]], None], finish: Callable[[], None]
+    ) -> None:
+        self._send, self._finish, self._label = send, finish, label
+        self._losses = Losses(label)
+        self._waiting: queue.SimpleQueue[TimedRecord | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=label, daemon=True)
+        self._thread.start()
+
+    def put(self, step: int, values: Mapping[str, float]) -> None:
+        if self._waiting.qsize() < MOST_WAITING:
+            self._waiting.put((step, values, time.time()))
+        else:
+            self._losses.add(step, f"{MOST_WAITING:,} records wait for it")
+
+    def close(self) -> None:
+        """Waits CLOSE_S at most. In a process that lives on the thread still sends what is left."""
+        self._waiting.put(None)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            _stuck.set()
+            log.warning(
+                "%s has not taken its last records %g s after the last step: they may be lost",
+                self._label,
+                CLOSE_S,
+            )
+
+    def _serve(self) -> None:
+        ends = False
+        while not ends:
+            entries = [self._waiting.get()]
+            while len(entries) < TOGETHER and not self._waiting.empty():
+                entries.append(self._waiting.get())
+            sent = [one for one in entries if one is not None]
+            ends = len(sent) < len(entries)
+            if sent:
+                self._send_logged(sent)
+        try:
+            self._finish()
+        except Exception as error:
+            self._losses.not_closed(error)
+
+    def _send_logged(self, entries: Sequence[TimedRecord]) -> None:
+        step = entries[-1][0]
+        try:
+            self._send(entries)
+        except Exception as error:  # the server is away, or refuses a value
+            self._losses.add(step, error, len(entries))
+        else:
+            self._losses.end(step)
+
+
+# ---------------------------------------------------------------- trackers
+
+
+class Tracker:
+    """A server's run for a run directory: a later start of the same directory continues it."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        """Raises ConfigError if the server refuses, or is not there."""
+        flag, _, hint = TRACKERS[type(self)]
+        self._key = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
+        try:
+            self.open(config, run_dir)
+        except Exception as error:
+            value = getattr(config.run, flag)
+            raise ConfigError(
+                f"--run.{flag} {value}: {one_line(error)}", f"{hint}, or leave --run.{flag} out"
+            ) from error
+        self._sender = Sender(type(self).__name__, self.send, self.finish)
+
+    def open(self, config: Config, run_dir: Path) -> None:
+        raise NotImplementedError
+
+    def send(self, entries: Sequence[TimedRecord]) -> None:
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        raise NotImplementedError
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._sender.put(step, values)
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+class WandbSink(Tracker):
+    """Weights & Biases. Its own variables select mode, server and entity: WANDB_MODE, WANDB_BASE_URL,
+    WANDB_ENTITY.
+    """
+
+    def open(self, config: Config, run_dir: Path) -> None:
+        wandb: Any = importlib.import_module("wandb")
+        self._run = wandb.init(
+            project=config.run.wandb,
+            name=run_dir.name,
+            id=self._key,
+            resume="allow",
+            dir=str(run_dir),
+            config=flatten(config),
+        )
+        # An own step metric: a start that resumes from an earlier checkpoint repeats steps, which W&B's own
+        # counter rejects.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def send(self, entries: Sequence[TimedRecord]) -> None:
+        for step, values, _ in entries:
+            self._run.log({"step": step, **values})
+
+    def finish(self) -> None:
+        self._run.finish()  # waits for the server without a limit
+
+
+class MlflowSink(Tracker):
+    """MLflow logs no step of a metric twice. Its own variables select the server and the user:
+    MLFLOW_TRACKING_URI, MLFLOW_TRACKING_TOKEN.
+    """
+
+    def open(self, config: Config, run_dir: Path) -> None:
+        self._mlflow: Any = importlib.import_module("mlflow")
+        self._client = self._mlflow.MlflowClient()
+        self._last: dict[str, int] = {}
+        name = config.run.mlflow
+        known = self._client.get_experiment_by_name(name)
+        experiment = str(known.experiment_id if known else self._client.create_experiment(name))
+        earlier = self._client.search_runs(
+            [experiment], f"tags.`{RUN_DIR_TAG}` = '{self._key}'", max_results=1
+        )
+        self._continued = bool(earlier)
+        if earlier:
+            self._run = earlier[0].info.run_id
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        tags = {RUN_DIR_TAG: self._key}
+        self._run = self._client.create_run(experiment, run_name=run_dir.name, tags=tags).info.run_id
+        fields = flatten(config).items()
+        parameters = [self._mlflow.entities.Param(name, str(value)[:LONGEST]) for name, value in fields]
+        for first in range(0, len(parameters), BATCH):
+            self._client.log_batch(self._run, params=parameters[first : first + BATCH])
+
+    def send(self, entries: Sequence[TimedRecord]) -> None:
+        metrics = []
+        for step, values, moment in entries:
+            for name in [name for name in values if step > self._last_step(name)]:
+                self._last[name] = step
+                metrics.append(self._mlflow.entities.Metric(name, values[name], int(1000 * moment), step))
+        for first in range(0, len(metrics), METRICS):
+            self._client.log_batch(self._run, metrics=metrics[first : first + METRICS])
+
+    def _last_step(self, name: str) -> int:
+        """Of an earlier start too. Its repeated steps are left out: MLflow would keep both."""
+        if name not in self._last:
+            earlier = self._client.get_metric_history(self._run, name) if self._continued else []
+            self._last[name] = max((metric.step for metric in earlier), default=-1)
+        return self._last[name]
+
+    def finish(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+TRACKERS: Mapping[type[Tracker], tuple[str, str, str]] = {
+    # class: field of the run section, package, what helps if it cannot be opened
+    WandbSink: ("wandb", "wandb", "wandb login, or export WANDB_MODE=offline"),
+    MlflowSink: ("mlflow", "mlflow-skinny", "export MLFLOW_TRACKING_URI=http://HOST:PORT"),
+}
+
+
+def check_sinks(config: Config) -> None:
+    """ConfigError if a package or a class is missing; on every rank, before the first collective."""
+    for flag, package, _ in TRACKERS.values():
+        value = getattr(config.run, flag)
+        if value and importlib.util.find_spec(flag) is None:
+            reason = f"--run.{flag} {value}: {flag} is not installed."
+            raise ConfigError(reason, f"pip install {package}, or leave --run.{flag} out")
+    _classes(config)
+
+
+def build_sinks(config: Config, run_dir: Path, from_step: int) -> Iterator[Sink]:
+    """One after the other, on rank 0. Raises ConfigError."""
+    for tracker, (flag, _, _) in TRACKERS.items():
+        if getattr(config.run, flag):
+            yield tracker(config, run_dir)
+    arguments = {"run_dir": run_dir, "config": flatten(config), "from_step": from_step}
+    for path, factory in _classes(config).items():
+        yield CustomSink(path, factory, arguments)
+
+
+# ---------------------------------------------------------------- sinks of the user
+
+
+class SinkError(Exception):
+    """An exception in a user's sink, with its file and line."""
+
+
+class CustomSink:
+    """A user's sink whose errors name the file and line."""
+
+    def __init__(self, path: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        from fsdp.models.factory import blame, parameters_of
+
+        self.label = f"{FLAG} {path}"
+        accepted = parameters_of(factory)
+        names = arguments if accepted is None or accepted.any_name else accepted.named
+        try:
+            self._sink = factory(**{name: value for name, value in arguments.items() if name in names})
+        except Exception as error:
+            hint = "it is called with (*, run_dir, config, from_step)"
+            raise ConfigError(f"{self.label} failed: {blame(error)}.", hint) from error
+        if not callable(getattr(self._sink, "scalars", None)):
+            reason = f"{self.label}: {type(self._sink).__name__} has no method scalars."
+            raise ConfigError(reason, "def scalars(self, step, values): ...")
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._call(self._sink.scalars, step, dict(values))
+
+    def close(self) -> None:
+        if callable(close := getattr(self._sink, "close", None)):
+            self._call(close)
+
+    @staticmethod
+    def _call(function: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except Exception as error:
+            from fsdp.models.factory import blame
+
+            raise SinkError(blame(error)) from error
+
+
+def _classes(config: Config) -> dict[str, Callable[..., Any]]:
+    """The classes of --run.sinks by name, imported."""
+    from fsdp.models import load_attribute
+
+    paths = [part.strip() for part in config.run.sinks.split(",")]
+    return {path: load_attribute(path, FLAG) for path in paths if path}
