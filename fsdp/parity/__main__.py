@@ -25,8 +25,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, one_of, prints_errors, whole_number
-from fsdp.parity.compare import compare
-from fsdp.parity.measure import ParityDifference
+from fsdp.parity.compare import ParityDifference, compare
 from fsdp.parity.options import BOUNDS, Comparison, ParityOptions, Row
 from fsdp.watch.failure import ProcessExit
 

@@ -1,6 +1,6 @@
 """What is compared: meshes of a number of ranks, trainings of each, precisions, bounds, the run's flags.
 
-Not here: how either side trains (reference.py, ranks.py), or the size of a difference (measure.py).
+Not here: how either side trains (reference.py, ranks.py), or the size of a difference (compare.py).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ CLOSE_S = 20.0
 RUN_DIR_TAG = "shardrun.run_dir"
 """The tag by which a later start finds its MLflow run."""
 LONGEST, BATCH, METRICS = 500, 100, 1000
-"""Characters of a parameter's value, parameters and metrics of one call: every MLflow server accepts these."""
+"""Characters of a parameter's value, parameters and metrics of a call: all MLflow servers accept these."""
 _stuck = threading.Event()
 
 

@@ -11,8 +11,14 @@ import torch
 
 from fsdp.base.errors import ConfigError
 from fsdp.parity.__main__ import _show
-from fsdp.parity.compare import _refuse_random, compare, jobs_of, runs_on_cuda
-from fsdp.parity.measure import ParityDifference, relative_differences
+from fsdp.parity.compare import (
+    ParityDifference,
+    _refuse_random,
+    compare,
+    jobs_of,
+    relative_differences,
+    runs_on_cuda,
+)
 from fsdp.parity.options import Comparison, ParityOptions, Row, rows
 from fsdp.run.job import Job, prepare, trained_model
 from tests.models.small_hf import SIZES

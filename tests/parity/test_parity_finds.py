@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp.parity.compare import Reference, jobs_of
-from fsdp.parity.measure import ParityDifference
+from fsdp.parity.compare import ParityDifference, Reference, jobs_of
 from fsdp.parity.options import Comparison, ParityOptions, Row, rows
 from tests.parity.breaks import BREAKS, train_broken
 from tests.support import needs
