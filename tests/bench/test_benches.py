@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import sys
-import time
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,21 +24,6 @@ from bench import (
 from bench.peers import setup
 
 HERE = (*whole.SHORT, "data", "overhead")
-
-
-@pytest.mark.parametrize("name", HERE)
-def test_help_of_each_shows_its_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        importlib.import_module(f"bench.{name}").main(["--help"])
-    assert ended.value.code == 0
-    said = capsys.readouterr().out
-    assert f"python -m bench.{name}" in said
-    assert "--short" in said
-
-
-def test_make_bench_refuses_other_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    assert whole.main(["--long"]) == 2
-    assert "python -m bench" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- what is made of measurements
@@ -144,35 +126,6 @@ def test_added_rounds_keep_both_loads() -> None:
     )
 
 
-def test_rounds_are_added_for_the_same_contenders_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    back = vars(restart.Back(1.0, 2.0, 3))
-    tables.write(
-        "restart",
-        title="R",
-        command="c",
-        about="a",
-        text="t",
-        numbers={"machine": "load 1", "kills": {"local": [back], "bare": [back]}},
-    )
-    with pytest.raises(SystemExit):
-        restart.main(["--add", "--only", "bare"])
-    drawn = []
-
-    def kill(name: str, ranks: int, every: int, at: int, draw: object) -> restart.Back:
-        drawn.append((name, at))
-        return restart.Back(1.0, 4.0, 3)
-
-    monkeypatch.setattr(restart, "one_kill", kill)
-    assert restart.main(["--add", "--only", "local,bare", "--rounds", "2"]) == 0
-    kills = json.loads((tmp_path / "restart.json").read_text())["kills"]
-    assert [len(one) for one in kills.values()] == [3, 3]
-    assert len(drawn) == 4
-    assert "--rounds 3`" in (tmp_path / "restart.md").read_text()
-
-
 def test_an_ended_command_is_reported_with_its_error_line(tmp_path: Path) -> None:
     words = "print('step 1/9', flush=True); raise ValueError('no such rank')"
     run = launched.Launched([sys.executable, "-c", words], tmp_path / "log")
@@ -181,20 +134,6 @@ def test_an_ended_command_is_reported_with_its_error_line(tmp_path: Path) -> Non
 
 
 # ---------------------------------------------------------------- peers
-
-
-def test_a_peer_that_takes_too_long_is_listed_and_not_retried(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(setup, "HOME", tmp_path)
-    began = time.monotonic()
-    setup.set_up_all(["accelerate"], bound_s=0.0)
-    assert time.monotonic() - began < 20
-    said = setup.missing("accelerate")
-    assert said.startswith("not installed within")
-    assert said.endswith("python -m bench.peers.setup accelerate)")
-    monkeypatch.setattr(setup, "set_up", lambda *_: pytest.fail("tried again"))
-    setup.set_up_all(["accelerate", "torchtitan"])
 
 
 def test_an_unknown_peer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

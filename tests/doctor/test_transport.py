@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fsdp.dist.nccl_log import Transport, path_kind, read_log, summary, verdicts
+from fsdp.dist.nccl_log import read_log, summary, verdicts
 from fsdp.doctor import measure
 from fsdp.doctor.__main__ import main
 from fsdp.doctor.findings import judge
@@ -92,32 +92,6 @@ def test_a_variable_that_causes_it_is_named(more: str, what: str, hint: str) -> 
     log = f"{SOCKET}n0:571:571 [0] NCCL INFO {more}\n"
     found = [one for one in verdicts(read_log(log.splitlines()), nodes=2) if what in one.what]
     assert [one.hint for one in found] == [hint]
-
-
-def test_infiniband_through_host_memory_and_other_networks() -> None:
-    through = INFINIBAND.replace("/GDRDMA/Shared", "").replace("/GDRDMA", "")
-    assert of(through)[0] == (
-        "NET/IB between nodes (mlx5_0, mlx5_1) without GPUDirect RDMA: each byte goes through host memory",
-        True,
-    )
-    efa = [
-        "ip-10-0-0-1:1:2 [0] NCCL INFO Using network AWS Libfabric",
-        "ip-10-0-0-1:1:2 [0] NCCL INFO Channel 00/0 : 8[0] -> 0[0] [receive] via NET/AWS Libfabric/0/GDRDMA",
-    ]
-    assert [one.what for one in verdicts(read_log(efa), nodes=2)] == ["NET/AWS Libfabric between nodes"]
-
-
-def test_other_forms_of_a_line() -> None:
-    kinds = {
-        "P2P/direct pointer": "P2P", "P2P/CUMEM/read": "P2P", "SHM/direct/direct": "SHM",
-        "NET/Socket/3": "NET/Socket", "NET/IB/0": "NET/IB", "NET/IB/0(2)/GDRDMA": "NET/IB/GDRDMA",
-    }  # fmt: skip
-    assert {path: path_kind(path) for path in kinds} == kinds
-    stamped = ["[2025-08-19 10:00:00] [3] node:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"]
-    old = ["node:1:2 [0] NCCL INFO Channel 05 : 8[101c0] -> 9[101d0] via P2P/IPC/read", "not NCCL's"]
-    assert read_log(stamped).paths == read_log(old).paths == {"P2P": 1}
-    assert read_log([]) == Transport()
-    assert summary(Transport()) == "no line of NCCL"
 
 
 def test_the_command_reads_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,18 +43,6 @@ def parity(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("device", "gpus", "on_cuda"),
-    [("auto", 0, False), ("auto", 1, False), ("auto", 2, True), ("cpu", 2, False), ("cuda", 2, True)],
-)
-def test_it_runs_on_the_device_of_the_flag(
-    device: str, gpus: int, on_cuda: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert runs_on_cuda(ParityOptions(["--run.device", device], 2, "fp64", 2)) == on_cuda
-
-
 def test_a_gpu_for_each_rank_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -187,23 +175,6 @@ def test_batch_norm_is_refused_and_named_at_the_start_of_a_run(caplog: pytest.Lo
         _refuse_random(job)
 
 
-def test_settings_of_adam_are_left_out_where_sgd_is_compared() -> None:
-    words = ["--optim.weight_decay", "0.3", "--optim.beta2", "0.999", "--optim.eps", "1e-6"]
-    asked = ParityOptions(
-        ["--model.name", "mlp", "--data.name", "digits", *words], ranks=2, dtype="fp64", steps=2
-    )
-    for training in Comparison:
-        for row in rows(2):
-            found = asked.config(row, "run", training).optim
-            assert (found.beta2 == 0.999) is (training is Comparison.CONFIGURED)
-
-
-def test_every_mesh_has_as_many_ranks_as_given() -> None:
-    for ranks in range(1, 9):
-        assert all(row.replicate * row.shard == ranks for row in rows(ranks))
-    assert Row("hsdp", 2, 2, "true", 1) in rows(4)
-
-
 def test_a_difference_is_relative_to_the_change() -> None:
     """Relative to the model for a parameter with almost no gradient, else to itself; infinite for NaN."""
     b = {"large": torch.full((4,), 10.0), "small": torch.ones(1), "flat": torch.zeros(1)}
@@ -265,9 +236,3 @@ ranks.train_rows = lambda env, *_: devices.append(str(env.device))
 ranks._rank(1, types.SimpleNamespace(ranks=2), [], sys.argv[1], True, None)
 sys.exit(devices != ["cuda:1", "cuda:1"])
 """
-
-
-def test_its_ranks_make_their_group_where_a_device_is_set(tmp_path: Path) -> None:
-    """As a run does (tests/dist/test_devices.py): in one of their own, all would shard onto GPU 0."""
-    command = [sys.executable, "-c", RANK_ON_A_GPU, str(tmp_path)]
-    assert subprocess.run(command, cwd=ROOT, timeout=300, check=False).returncode == 0

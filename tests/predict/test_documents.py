@@ -6,10 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.base.errors import ConfigError
-from fsdp.config import DataSection, ModelSection
-from fsdp.data import build_dataset
-from fsdp.models import resolve
 from fsdp.predict.__main__ import main
 from tests.support.data_cache import on_a_rank
 from tests.support.data_cache import own_cache as own_cache
@@ -36,13 +32,3 @@ def test_a_prompt_and_its_continuation_are_text(
     assert capsys.readouterr().out.startswith("Document")
     assert main([str(tmp_path / "run"), "--tokens", "8"]) == 0
     assert "Document 99: once" in capsys.readouterr().out
-
-
-def test_a_model_with_fewer_embeddings_than_the_tokenizer_has_tokens(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", texts(100))
-    tokenizer = save_tokenizer(tmp_path / "tokenizer", None)
-    data = build_dataset(DataSection(name=str(path), tokenizer=str(tokenizer), seq_len=8))
-    with pytest.raises(
-        ConfigError, match=r"has embeddings for 31 tokens, but --data.tokenizer .* has 3\d\d\."
-    ):
-        resolve(ModelSection(name="tests.support.llama:llama"), data.info.facts)

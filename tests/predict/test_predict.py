@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fsdp import config as configuration
-from fsdp.base.text import printable
 from fsdp.config import Config
 from fsdp.data import build_dataset
 from fsdp.models import build_real, resolve
 from fsdp.predict.__main__ import main
-from fsdp.rundir import history
 
 ROOT = Path(__file__).parents[2]
 MLP: dict[str, Any] = {"model.name": "mlp", "model.args.hidden": 32}
@@ -105,28 +101,6 @@ def test_the_accuracy_is_that_of_the_heldout_digits(digits: Made, predict: Comma
     )
 
 
-def test_classes_that_were_renamed_after_training_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The accuracy counted a cat as a dog, since labels follow the order of the folders' names."""
-    pictures = tmp_path / "pictures"
-    for name in ("cat", "dog"):
-        (pictures / name).mkdir(parents=True)
-        for n in range(6):
-            Image.new("RGB", (8, 8), (n, 0, 0)).save(pictures / name / f"{n}.png")
-    fields = {**MLP, "data.name": "folder", "data.dir": str(pictures), "data.args.image_size": 8}
-    run, _, config = make_run(tmp_path / "run", fields)
-    data = {"samples": 10, history.CLASSES: build_dataset(config.data).info.classes}
-    record = {"event": "start", "from_step": 0, "data": data}
-    (run / "history.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
-    assert main([str(run)]) == 0
-    assert not capsys.readouterr().err
-    (pictures / "cat").rename(pictures / "zebra")
-    assert main([str(run)]) == 0
-    said = f"fsdp.predict: the classes of {pictures} have other names or another order than those of the run"
-    assert said in capsys.readouterr().err
-
-
 def test_samples_are_shown_with_their_classes_and_probabilities(digits: Made, predict: Command) -> None:
     run, model, config = digits
     heldout = build_dataset(config.data).heldout
@@ -157,10 +131,6 @@ def test_an_image_of_the_samples_is_drawn(digits: Made, predict: Command, tmp_pa
     predict(run, "--samples", 1, "--out", tmp_path / "new" / "one.jpg")
     with Image.open(tmp_path / "new" / "one.jpg") as sheet:
         assert sheet.format == "JPEG"
-
-
-def test_training_samples_can_be_predicted(digits: Made, predict: Command) -> None:
-    assert "of the train samples, " in predict(digits[0], "--split", "train", "--samples", 0)
 
 
 def test_image_files_are_preprocessed_as_in_training(digits: Made, predict: Command, tmp_path: Path) -> None:
@@ -204,20 +174,6 @@ def test_a_safetensors_export_has_the_same_predictions(
     assert predict(other).replace(str(other), "") == predict(run).replace(str(run), "")
 
 
-def test_a_float64_run_is_not_rounded(tmp_path: Path, predict: Command) -> None:
-    run, model, _ = make_run(tmp_path / "run", MLP | {"precision.master": "fp64"})
-    torch.save(
-        {name: value.double() for name, value in model.state_dict().items()},
-        run / "full_model" / "full-model.pt",
-    )
-    assert "accuracy" in predict(run)
-
-
-def test_a_vision_transformer_is_supported(tmp_path: Path, predict: Command) -> None:
-    run, _, _ = make_run(tmp_path / "run", {"model.name": "vit", "model.args.layers": 1})
-    assert "accuracy" in predict(run, "--samples", 2)
-
-
 # ---------------------------------------------------------------- language
 
 
@@ -238,11 +194,6 @@ def test_greedy_tokens_are_the_models_argmax(language: Made, predict: Command) -
     text = predict(run, "--prompt", "class Thing:", "--tokens", 45, "--temperature", 0)
     assert text == bytes(tokens).decode(errors="replace") + "\n"
     assert predict(run, "--prompt", "class Thing:", "--tokens", 45, "--top-k", 1) == text
-
-
-def test_text_can_go_to_a_file(language: Made, predict: Command, tmp_path: Path) -> None:
-    text = predict(language[0], "--tokens", 5, "--out", tmp_path / "text.txt")
-    assert printable((tmp_path / "text.txt").read_text(encoding="utf-8")) == text
 
 
 def test_token_numbers_where_training_read_numbers(
@@ -273,17 +224,6 @@ class Wrapped(nn.Module):
     def forward(self, input_ids, labels=None):
         return SimpleNamespace(loss=None, logits=self.head(self.embedding(input_ids)))
 """
-
-
-def test_outputs_with_logits_are_supported(
-    tmp_path: Path, predict: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "hf_like_model.py").write_text(MODEL_LIKE_HF, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    fields = {name: value for name, value in LANGUAGE.items() if not name.startswith("model.")}
-    run, _, _ = make_run(tmp_path / "run", fields | {"model.name": "hf_like_model:Wrapped"})
-    text = predict(run, "--prompt", "x = ", "--tokens", 8, "--trust-code", "hf_like_model:Wrapped")
-    assert text.startswith("x = ")
 
 
 # ---------------------------------------------------------------- errors
@@ -360,47 +300,6 @@ def test_wrong_flags_are_one_line(digits: Made, error_of: Command, argv: list[st
     assert message in error_of(digits[0], *argv)
 
 
-def test_image_flags_do_not_apply_to_a_language_model(language: Made, error_of: Command) -> None:
-    assert "--image does not apply to" in error_of(language[0], "--image", "x.png")
-    assert "--prompt is empty" in error_of(language[0], "--prompt", "")
-
-
-@pytest.mark.slow
-def test_the_command_reports_training_s_accuracy(tmp_path: Path) -> None:
-    run = str(tmp_path / "run")
-    flags = [
-        "--model.name",
-        "mlp",
-        "--train.steps",
-        "40",
-        "--train.global_batch",
-        "48",
-        "--checkpoint.mode",
-        "blocking",
-    ]
-    trained = command("train.py", "--run.dir", run, *flags)
-    told = re.search(r"held-out accuracy (\d+\.\d\d%)", trained)
-    assert told is not None, trained
-    assert f"accuracy  {told.group(1)} of the held-out samples" in command(
-        "-m", "fsdp.predict", run, "--samples", "2"
-    )
-
-
-def command(*argv: str) -> str:
-    done = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_the_command_without_a_run_exits_with_2() -> None:
-    missing = subprocess.run(
-        [sys.executable, "-m", "fsdp.predict", "runs/none"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
-
-
 # ---------------------------------------------------------------- what a run was, and is no more
 
 
@@ -415,18 +314,6 @@ def test_a_run_whose_first_weights_are_gone_is_read(digits: Made, predict: Comma
     assert predict(run) == expected
 
 
-def test_a_run_with_an_own_optimizer_and_best_checkpoints_by_the_average_can_be_predicted(
-    digits: Made, predict: Command, tmp_path: Path
-) -> None:
-    fields = {
-        **MLP, "optim.name": "tests.optim.test_custom_optimizer:lion", "optim.ema": 0.9,
-        "checkpoint.keep_best": 2, "checkpoint.keep_best_metric": "eval_ema_loss",
-        "train.eval_every_steps": 5,
-    }  # fmt: skip
-    run, *_ = make_run(tmp_path / "run", fields)
-    assert "accuracy" in predict(run)
-
-
 def test_samples_of_a_stream_are_refused_in_a_line(error_of: Command, tmp_path: Path) -> None:
     stream = {"data.name": "tests.support.data_ids:classified", "train.steps": 3}
     run, *_ = make_run(tmp_path / "run", {"model.name": "tests.support.user_code:Uneven", **stream})
@@ -434,14 +321,6 @@ def test_samples_of_a_stream_are_refused_in_a_line(error_of: Command, tmp_path: 
     trusted = [word for name in named for word in ("--trust-code", name)]
     for split in ("train", "heldout"):
         assert "HINT: --image FILE" in error_of(run, "--split", split, *trusted)
-
-
-def test_a_temperature_near_0_takes_the_likeliest(language: Made, predict: Command) -> None:
-    near, greedy = (
-        predict(str(language[0]), "--prompt", "def ", "--tokens", "5", "--temperature", value)
-        for value in ("1e-320", "0")
-    )
-    assert near == greedy
 
 
 def test_a_model_that_diverged_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

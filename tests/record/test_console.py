@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,9 +25,6 @@ from fsdp.record.console import (
     PLAIN,
     Console,
     _LiveHandler,
-    bar,
-    fit,
-    print_last,
     start_facts,
 )
 from fsdp.record.metrics import StepMetrics
@@ -98,24 +94,6 @@ def test_eighty_columns_show_all_that_matters(monkeypatch: pytest.MonkeyPatch) -
         assert expected in seen, seen
 
 
-def test_forty_columns_show_what_matters_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, seen = drawn(40, monkeypatch)
-    assert "loss 2.3457" in seen
-    assert "tok/s" in seen
-
-
-def test_two_hundred_show_the_rate_of_learning_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, seen = drawn(200, monkeypatch)
-    assert "lr 1.0e-03" in seen
-    assert "grad 1.23" in seen
-
-
-def test_colour_is_there_and_no_color_takes_it_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    coloured, plain = drawn(80, monkeypatch)[0], drawn(80, monkeypatch, no_color="1")[0]
-    assert "\x1b[1m" in coloured
-    assert not ESCAPE.search(plain)
-
-
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     terminal = Terminal(80)
@@ -177,14 +155,6 @@ def shown(text: str) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize(
-    ("share", "drawn"), [(0.0, "░" * 8), (0.5, "████░░░░"), (1.0, "█" * 8), (1.5, "█" * 8)]
-)
-def test_the_bar_is_full_at_the_last_step(share: float, drawn: str) -> None:
-    assert bar(share, "utf-8") == drawn
-    assert bar(share, "latin-1") == drawn.replace("█", "#").replace("░", "-")
-
-
 def test_the_facts_of_a_start_are_a_table_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "60")
@@ -223,29 +193,6 @@ def test_a_log_has_one_plain_line_a_record_in_columns_that_stand_still() -> None
     assert all("left" in line and "GiB" in line for line in lines)
 
 
-@pytest.mark.parametrize("loss", [float("nan"), float("inf"), 1e30, -3.0])
-def test_odd_numbers_stay_within_a_line(loss: float) -> None:
-    (line,) = logged([metrics(loss=loss)])
-    assert len(line) <= LOG_COLUMNS
-
-
-def test_time_left_is_said_as_people_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    said = []
-    for total in (10, 1000, 10_000, 1_000_000):
-        console = Console(total_steps=total, every=1, unit="tok", stream=io.StringIO())
-        console._started = (0, now[0] - 10.0)
-        said.append(console._left(1).strip())
-    assert said == ["1:30", "2:46:30", "27:46:30", "115d 17h"]
-
-
-@pytest.mark.parametrize("columns", range(0, 130, 7))
-def test_no_width_is_too_small(columns: int) -> None:
-    fields = {"step": "step 1/2", "loss": "loss 1.0000", "rate": "1 tok/s", "lr": "lr 1"}
-    assert len(fit(fields, ("step", "loss", "rate", "lr"), columns)) <= columns
-
-
 # ---------------------------------------------------------------- streams that fail
 
 
@@ -273,20 +220,6 @@ def test_lines_that_cannot_be_printed_are_told_once_and_counted(caplog: pytest.L
     ]
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8", "iso-8859-1"])
-def test_what_an_encoding_lacks_is_escaped(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run whose directory has such a name would fail at its last line, its summary."""
-    raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding=encoding)
-    monkeypatch.setattr(sys, "stdout", stream)
-    print_last("runs/\udcfc of größe \u2192")
-    Console(total_steps=9, every=1, unit="img", stream=stream).print_line("größe \u2192 \udcfc")
-    stream.flush()
-    said = raw.getvalue().decode(encoding)
-    assert said.startswith("runs/\\udcfc of gr")
-    assert said.endswith("\\udcfc\n")
-
-
 def test_a_log_that_cannot_be_written_has_no_tracebacks(capsys: pytest.CaptureFixture[str]) -> None:
     out = Fails()
     handler = _LiveHandler(out)
@@ -306,24 +239,6 @@ def test_a_log_that_cannot_be_written_has_no_tracebacks(capsys: pytest.CaptureFi
         "this log can be written again: 3 lines came late or are lost",
     ]
     assert capsys.readouterr().err == ""
-
-
-def buffered() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("code", [0, 4])
-def test_an_output_that_is_full_does_not_change_the_exit_code(code: int) -> None:
-    """Python's own flush at exit makes it 120."""
-    say = (
-        "import sys; from fsdp.base.streams import flush_output; from fsdp.record.console import print_last; "
-    )
-    say += "print_last('the end'); flush_output();"
-    with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-c", f"{say} sys.exit({code})"]
-        done = subprocess.run(command, cwd=ROOT, env=buffered(), stdout=full, stderr=full)
-    assert done.returncode == code
 
 
 # ---------------------------------------------------------------- real runs
@@ -384,55 +299,6 @@ def test_a_real_run_into_a_pipe_is_plain_lines(tmp_path: Path) -> None:
     assert all(len(line) <= LOG_COLUMNS for line in steps)
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_real_log_of_two_ranks_reads_down(tmp_path: Path) -> None:
-    """As a job of two nodes writes it: every rank's output in one file, with its number in front."""
-    environ = {**os.environ, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}: "}
-    ranks = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--tee=3", f"--log-dir={tmp_path / 'logs'}"]
-    said = subprocess.run(
-        [sys.executable, *ranks, *command(tmp_path / "run", "--run.log_every_steps", "1")],
-        cwd=ROOT,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert said.returncode == 0, said.stderr
-    lines = [line.removeprefix("0: ") for line in said.stdout.splitlines()]
-    assert not ESCAPE.search(said.stdout)
-    assert not [line for line in lines if re.match(r"1: step", line)], "only one rank tells the steps"
-    steps = [line for line in lines if line.startswith("step ")]
-    assert [line.split()[1] for line in steps] == [f"{n}/6" for n in range(1, 7)]
-    assert all(len(line) <= LOG_COLUMNS for line in steps)
-    assert any(line.startswith("checkpoint of step 3") for line in lines)
-
-
-def without_stdout(*words: str) -> subprocess.CompletedProcess[str]:
-    """As under `>&-` of a shell or a service."""
-    command = ["bash", "-c", 'exec "$0" "$@" >&-', sys.executable, *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("alone", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_a_run_without_standard_output_trains_to_its_end(alone: bool, tmp_path: Path) -> None:
-    program, *words = command(tmp_path / "run")
-    done = without_stdout(*([program] if alone else ["-m", "launch.local", "--ranks", "1"]), *words)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "run" / "DONE").exists()
-
-
-def test_what_c_code_prints_to_a_closed_output_reaches_no_file_that_is_opened_later(tmp_path: Path) -> None:
-    code = (
-        "import os, sys; from fsdp.base.streams import prepare_streams; prepare_streams()\n"
-        "file = open(sys.argv[1], 'w'); os.write(1, b'of C'); print('of Python', flush=True)"
-    )
-    done = without_stdout("-c", code, str(tmp_path / "file"))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "file").read_bytes() == b""
-
-
 def test_a_step_that_waits_for_its_data_says_so_in_the_line() -> None:
     little, some, all_of_it = logged([metrics(data_wait_s=waited) for waited in (0.005, 0.025, 0.105)])
     assert "data" not in little
@@ -448,23 +314,3 @@ def test_a_line_shows_means_of_the_steps_since_the_last_one() -> None:
     lines = logged(steps, every=5)
     assert len(lines) == 2
     assert all(" 280 tok/s" in line and " 34% MFU" in line for line in lines)
-
-
-def test_with_all_three_closed_each_has_its_own_descriptor(tmp_path: Path) -> None:
-    """As a daemon starts: stdin's descriptor is free, and would be taken for stdout's."""
-    code = (
-        "import os, sys; from fsdp.base.streams import prepare_streams; prepare_streams()\n"
-        "file = open(sys.argv[1], 'w'); os.write(1, b'of C'); os.write(2, b'of C'); print('of Python')\n"
-        "assert (sys.stdout.fileno(), sys.stderr.fileno()) == (1, 2)"
-    )
-    command = [
-        "bash",
-        "-c",
-        'exec "$0" "$@" <&- >&- 2>&-',
-        sys.executable,
-        "-c",
-        code,
-        str(tmp_path / "file"),
-    ]
-    assert subprocess.run(command, cwd=ROOT).returncode == 0
-    assert (tmp_path / "file").read_bytes() == b""

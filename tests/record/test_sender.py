@@ -68,21 +68,6 @@ def test_a_server_that_fails_loses_those_records_and_is_named_once(caplog: pytes
     ]
 
 
-def test_only_so_many_records_wait(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "MOST_WAITING", 2)
-    server = Server()
-    sends = Sender("S", server.send, server.finish)
-    sends.put(1, {})
-    assert server.asked.wait(30)
-    for step in (2, 3, 4, 5):
-        sends.put(step, {})
-    server.open.set()
-    sends.close()
-    assert server.calls == [[1], [2, 3]]
-    assert caplog.messages[0] == "step 4: S cannot write: 2 records wait for it. The run continues"
-    assert "2 records are lost" in caplog.messages[1]
-
-
 def test_the_end_of_a_run_waits_for_a_dead_server_so_long(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import config_hash, load
 from fsdp.dist.env import DistEnv
 from fsdp.record import sinks
-from fsdp.record.sinks import MlflowSink, build_sinks, check_sinks
+from fsdp.record.sinks import MlflowSink, check_sinks
 from tests.support.runs import failures, finished, flags, on_a_rank
 from tests.support.world import run_world
 
@@ -111,11 +111,6 @@ def test_a_sink_that_cannot_be_made_is_one_line_on_every_rank(tmp_path: Path) ->
 def test_a_wrong_name_is_found_before_the_first_collective(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_sinks(load(["--run.sinks", name]))
-
-
-def test_a_class_without_scalars_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"object has no method scalars. HINT: def scalars\(self, step"):
-        list(build_sinks(load(["--run.sinks", "builtins:object"]), tmp_path, 0))
 
 
 def test_they_change_nothing_that_is_trained() -> None:
