@@ -213,27 +213,6 @@ def nothing(where: Where, mine: bool) -> None:
     """Does nothing: faults of a node are injected from outside the ranks."""
 
 
-def slowed(where: Where, mine: bool, share: float = 0.1) -> None:
-    """From the step on, each forward takes a tenth more of its usual computing time."""
-    enter, clock = Phases.enter, time.thread_time
-    took: list[float] = []
-    began = [0.0]
-
-    def entered(self: Phases, name: str, step: int | None = None) -> None:
-        enter(self, name, step)
-        if name == "data":
-            took.append(clock() - began[0])
-            began[0] = clock()
-        if name == "backward" and self.step >= where.step:
-            where.now()
-            until = clock() + share * sorted(took[10 : where.step - 1])[(where.step - 11) // 2]
-            while clock() < until:
-                pass
-
-    if mine:
-        Phases.enter = entered  # type: ignore[method-assign]
-
-
 class NodeFault(enum.Enum):
     """What happens to the second of two nodes."""
 
@@ -283,4 +262,3 @@ KINDS = (
     Kind("killed node", nothing, "died", node=NodeFault.KILLED),
     Kind("flooded monitor", nothing, "stopped", ends=False, node=NodeFault.FLOODED),
 )
-SLOWED = Kind("slowed by 10%", slowed, "late")

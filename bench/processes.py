@@ -10,12 +10,6 @@ def pss_bytes(pid: int) -> int:
     return kib_lines(PROC / str(pid) / "smaps_rollup").get("Pss", 0)
 
 
-def private_bytes() -> int:
-    """Resident memory of this process that no other process shares (USS)."""
-    found = kib_lines(PROC / "self" / "smaps_rollup")
-    return found.get("Private_Clean", 0) + found.get("Private_Dirty", 0)
-
-
 def reset_peak_memory() -> None:
     """VmHWM of this process starts again from its VmRSS."""
     (PROC / "self" / "clear_refs").write_text("5")

@@ -113,23 +113,6 @@ def short(value: float, digits: int = 3) -> str:
     return f"{float(text):,.0f}" if "e+" in text or abs(value) >= 10**digits else text
 
 
-SLOPE = "slope"
-"""Of the logarithms: 0 is a cost that does not grow, 1 one that grows in proportion."""
-
-
-def slope(sizes: Sequence[float], costs: Sequence[float]) -> float:
-    """The exponent of the power of the size that fits the costs best."""
-    x, y = [math.log(size) for size in sizes], [math.log(max(cost, 1e-9)) for cost in costs]
-    return statistics.linear_regression(x, y).slope
-
-
-def slope_of(sizes: Sequence[float], found: Sequence[Sequence[Mapping[str, float]]], key: str) -> str:
-    """The slope of a number's median; empty for fewer than two sizes."""
-    if len(sizes) < 2:
-        return ""
-    return f"{slope(sizes, [statistics.median(one[key] for one in rounds) for rounds in found]):.2f}"
-
-
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])

@@ -138,7 +138,7 @@ class Sender:
 # ---------------------------------------------------------------- trackers
 
 
-class Tracker:
+class TrackerSink:
     """A server's run for a run directory: a later start of the same directory continues it."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
@@ -170,7 +170,7 @@ class Tracker:
         self._sender.close()
 
 
-class WandbSink(Tracker):
+class WandbSink(TrackerSink):
     """Weights & Biases. Its own variables select mode, server and entity: WANDB_MODE, WANDB_BASE_URL,
     WANDB_ENTITY.
     """
@@ -198,7 +198,7 @@ class WandbSink(Tracker):
         self._run.finish()  # waits for the server without a limit
 
 
-class MlflowSink(Tracker):
+class MlflowSink(TrackerSink):
     """MLflow logs no step of a metric twice. Its own variables select the server and the user:
     MLFLOW_TRACKING_URI, MLFLOW_TRACKING_TOKEN.
     """
@@ -245,7 +245,7 @@ class MlflowSink(Tracker):
         self._client.set_terminated(self._run)
 
 
-TRACKERS: Mapping[type[Tracker], tuple[str, str, str]] = {
+TRACKERS: Mapping[type[TrackerSink], tuple[str, str, str]] = {
     # class: field of the run section, package, what helps if it cannot be opened
     WandbSink: ("wandb", "wandb", "wandb login, or export WANDB_MODE=offline"),
     MlflowSink: ("mlflow", "mlflow-skinny", "export MLFLOW_TRACKING_URI=http://HOST:PORT"),

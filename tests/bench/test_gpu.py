@@ -79,53 +79,6 @@ def test_parts_that_did_not_start_are_not_passed_and_keep_their_row(
     assert page.count(f"| torch {torch.__version__}") == len(PARTS)
 
 
-BENCH_TRAIN = """
-Lightning Fabric, ModelParallel: not run, not installed here: python -m bench.peers.setup lightning
-
-decoder, preset 1b; 1 ranks
-Accelerate, FSDP2: left out, accelerate, rank 0: ended ImportError: no such name
-decoder, preset 1b; 6 rounds
-
-|  | tokens/s | step ms | processor ms a rank | ours/its throughput | ours/its processor |
-|---|---|---|---|---|---|
-| bare fully_shard loop | 60,000 (59,000 to 61,000), MFU 45.0% | 136.0 | 20.0 | {over} [0.9, 1.2] | |
-| shardrun | 66,000 (65,000 to 67,000), MFU 50.0% | 124.0 | 20.0 |  |  |
-"""
-
-
-SMALL_STATES = """
-fused AdamW        1.25 ms    1.00 × fused AdamW
-bf16 eager        33.10 ms   26.48 × fused AdamW
-bf16 compiled      1.30 ms    1.04 × fused AdamW
-8bit eager        60.00 ms   48.00 × fused AdamW
-8bit compiled  {took:8.2f} ms  {over:6.2f} × fused AdamW
-"""
-
-
-STARTS_A_SESSION = """
-import subprocess, sys, time
-child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-print(child.pid, flush=True)
-time.sleep(600)
-"""
-
-
-WITH_TORCH_ALONE = """
-import sys
-
-class Absent:
-    names = "ray", "submitit", "safetensors", "PIL", "s3fs"
-
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in self.names:
-            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
-
-sys.meta_path.insert(0, Absent())
-import pytest
-sys.exit(pytest.main(["tests", "-m", "cuda", "--collect-only", "-q", "-p", "no:cacheprovider"]))
-"""
-
-
 def battery(tmp_path: Path, only: str = "") -> dict[str, tuple[str, str]]:
     words = [
         sys.executable,

@@ -216,23 +216,3 @@ def test_the_plain_loop_shares_no_code_that_computes() -> None:
     assert {module for module in imported if module.startswith("fsdp.optim")} == {
         "fsdp.optim.muon.hidden_matrices"
     }
-
-
-RANK_ON_A_GPU = """
-import contextlib, sys, types, torch
-from fsdp.dist import env, process_group
-from fsdp.parity import ranks
-
-devices = []
-
-@contextlib.contextmanager
-def group(env, timeout_s, store):
-    devices.append(str(env.device))
-    yield
-
-env.pick_device = lambda rank, wanted: torch.device(wanted, rank)
-process_group.process_group = group
-ranks.train_rows = lambda env, *_: devices.append(str(env.device))
-ranks._rank(1, types.SimpleNamespace(ranks=2), [], sys.argv[1], True, None)
-sys.exit(devices != ["cuda:1", "cuda:1"])
-"""

@@ -212,20 +212,6 @@ def test_token_numbers_where_training_read_numbers(
     assert "token 50, beyond the vocabulary of 50" in error_of(run, "--prompt", "50")
 
 
-MODEL_LIKE_HF = """
-from types import SimpleNamespace
-from torch import nn
-
-class Wrapped(nn.Module):
-    def __init__(self, vocab_size):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size)
-
-    def forward(self, input_ids, labels=None):
-        return SimpleNamespace(loss=None, logits=self.head(self.embedding(input_ids)))
-"""
-
-
 # ---------------------------------------------------------------- errors
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections.abc import Sequence
@@ -34,11 +33,6 @@ class Server:
 
     def finish(self) -> None:
         self.finished = True
-
-
-@pytest.fixture(autouse=True)
-def _seen_by_caplog(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("fsdp"), "propagate", True)
 
 
 def test_records_wait_for_a_slow_server_and_go_together() -> None:
