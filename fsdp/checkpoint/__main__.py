@@ -28,7 +28,7 @@ from fsdp import config
 from fsdp.base.errors import CheckpointError, ConfigError, RefusedError, without_hint
 from fsdp.base.object_client import is_url
 from fsdp.base.streams import print_line
-from fsdp.base.text import byte_size, nearest, seconds
+from fsdp.base.text import byte_size, seconds
 from fsdp.checkpoint import file_names, inspect, load, retention
 from fsdp.checkpoint.adapter_weights import PEFT, Base
 from fsdp.checkpoint.discovery import READ_AT_ONCE, broken_folders, set_aside, why_not_whole
@@ -51,85 +51,63 @@ from fsdp.rundir.atomic_write import FULL
 from fsdp.rundir.lock import Folder, Locks, hold
 
 COMMANDS = ("list", "verify", "prune", "export")
-OF_ONE_COMMAND = {
-    "quick": "list", "keep_last": "prune", "keep_every_steps": "prune", "format": "export",
-    "dtype": "export", "shard_gib": "export", "out": "export", "ema": "export",
-}  # fmt: skip
-"""Options that the other commands would ignore."""
+FORMATS = ("torch", "safetensors", "both", "hf")
+DTYPES = ("auto", "fp64", "fp32", "bf16", "fp16")
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "--quick": ("list", {"action": "store_true", "help": "compare sizes only"}),
+    "--keep-last": ("prune", {"type": whole_number(), "help": "number of newest checkpoints to keep"}),
+    "--keep-every-steps": ("prune", {"type": whole_number(), "help": "also keep those of every n-th step"}),
+    "--format": ("export", {"type": one_of(*FORMATS), "help": f"{', '.join(FORMATS)} (for from_pretrained)"}),
+    "--dtype": ("export", {"type": one_of(*DTYPES), "help": f"dtype of the tensors: {', '.join(DTYPES)}"}),
+    "--shard-gib": ("export", {"type": number(0), "help": "maximum size of a safetensors file, in GiB"}),
+    "--out": ("export", {"help": "folder to write to; default: RUN/full_model, or full_model_ema"}),
+    "--ema": ("export", {"action": "store_true", "help": "the moving average of the weights"}),
+}
+"""Each with its command; the defaults are those of the run's config.toml."""
+DAMAGED = (Broken, EOFError, LookupError, ValueError, TypeError, RuntimeError, OSError, MemoryError)
+"""Files that do not fit together, or are larger than this machine's memory."""
 
 
 @prints_errors("fsdp.checkpoint")
 def main(argv: Sequence[str]) -> int:
     try:
         options = _parse(argv)
-        command = {"list": _list, "verify": _verify, "prune": _prune, "export": _export}[options.command]
         with _folder_of(options.run) as options.folder:
             options.section = _section(options)
-            return command(open_store(_place(options)), options)
+            store = open_store(_place(options))
+            if options.command == "prune":
+                return _prune(store, options)
+            return _export(store, options) if options.command == "export" else _list(store, options)
     except OSError as error:
         print_line(f"fsdp.checkpoint: {error}")
-        return CheckpointError.exit_code
     except Broken as broken:
         print_line(f"fsdp.checkpoint: {broken.detail}. HINT: python -m fsdp.checkpoint {options.run} verify")
-        return CheckpointError.exit_code
+    return CheckpointError.exit_code
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser("fsdp.checkpoint", __doc__)
     parser.add_argument("words", nargs="+", metavar="RUN [list|verify|prune|export]")
     parser.add_argument("--step", type=whole_number(), help="only the checkpoint of this step")
-    parser.add_argument("--quick", action="store_true", help="list: compare sizes only")
+    actions = {
+        parser.add_argument(name, **{**how, "help": f"{command}: {how['help']}"}): command
+        for name, (command, how) in OPTIONS.items()
+    }
     parser.add_argument(
-        "--keep-last",
-        type=whole_number(),
-        help="prune: number of newest checkpoints to keep; default: the run's config.toml",
-    )
-    parser.add_argument(
-        "--keep-every-steps", type=whole_number(), help="prune: also keep the checkpoints of every n-th step"
-    )
-    parser.add_argument(
-        "--format",
-        type=one_of("torch", "safetensors", "both", "hf"),
-        help="export: torch, safetensors, both, or hf for from_pretrained; default: the run's config.toml",
-    )
-    parser.add_argument(
-        "--dtype",
-        type=one_of("auto", "fp64", "fp32", "bf16", "fp16"),
-        help="export: dtype of the tensors; default: the run's config.toml",
-    )
-    parser.add_argument(
-        "--shard-gib", type=number(0), help="export: maximum size of a safetensors file, in GiB"
-    )
-    parser.add_argument("--out", help="export: folder to write to; default: RUN/full_model")
-    parser.add_argument(
-        "--ema",
-        action="store_true",
-        help="export: the moving average of the weights; default folder: RUN/full_model_ema",
-    )
-    parser.add_argument(
-        "--trust-code",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help=f"export of adapters: {config.TRUST_HELP}",
+        "--trust-code", action="append", default=[], metavar="NAME", help=f"export: {config.TRUST_HELP}"
     )
     options = parser.parse(argv)
     commands = [word for word in options.words if word in COMMANDS]
     runs = [word for word in options.words if word not in COMMANDS]
     if len(runs) != 1 or len(commands) > 1:
-        meant = {word: nearest(word, COMMANDS, "{}", "") for word in runs[:2]}
-        commands += filter(None, meant.values())
-        run = next((word for word in runs if not meant.get(word)), "RUN")
-        raise ConfigError(
-            f"{' '.join(options.words)}: expected one RUN and at most one command.",
-            f"python -m fsdp.checkpoint {run} {(commands or ['list'])[0]}",
-        )
+        words = " ".join(options.words)
+        hint = "python -m fsdp.checkpoint RUN, or RUN with list, verify, prune or export"
+        raise ConfigError(f"{words}: expected one RUN and at most one command.", hint)
     options.run, options.command = runs[0].rstrip("/"), (commands or ["list"])[0]
-    for name, command in OF_ONE_COMMAND.items():
-        if command != options.command and getattr(options, name) != parser.get_default(name):
-            flag = name.replace("_", "-")
+    for action, command in actions.items():
+        if command != options.command and getattr(options, action.dest) != action.default:
             hint = f"leave it out, or python -m fsdp.checkpoint {options.run} {command}"
-            raise ConfigError(f"--{flag} has no effect on {options.command}.", hint)
+            raise ConfigError(f"{action.option_strings[0]} has no effect on {options.command}.", hint)
     return options
 
 
@@ -201,32 +179,22 @@ def _where_they_are(store: Store, options: argparse.Namespace) -> str:
 
 
 def _list(store: Store, options: argparse.Namespace) -> int:
-    listings = _chosen(store, options)
-    whole = [found.manifest for found in listings if found.manifest is not None]
-    total = sum(size for manifest in whole for size, _ in manifest.files.values())
-    read = not options.quick and total <= READ_AT_ONCE
-    return _table(store, listings, read)
-
-
-def _verify(store: Store, options: argparse.Namespace) -> int:
-    return _table(store, _chosen(store, options), read=True)
-
-
-def _table(store: Store, listings: Sequence[CheckpointListing], read: bool) -> int:
     """Prints a line for each checkpoint, the newest first, then those set aside; returns the exit code."""
+    listings = _chosen(store, options)
+    manifests = [listing.manifest for listing in listings if listing.manifest is not None]
+    total = sum(size for manifest in manifests for size, _ in manifest.files.values())
+    reads = options.command == "verify" or (not options.quick and total <= READ_AT_ONCE)
     print(f"{'step':>10}  {'age':>9}  {'size':>10}  {'mesh':<12}  {'ranks':>5}  state")
     wrong = 0
-    for found in listings:
-        why = why_not_whole(store, found, read)
+    for listing in listings:
+        why = why_not_whole(store, listing, reads)
         wrong += why is not None
-        state = why or ("verified" if read else "sealed, sizes match; verify reads every byte")
-        about = found.manifest
-        if about is None:
-            print_line(f"{found.step:>10}  {'':>9}  {'':>10}  {'':<12}  {'':>5}  {state}", sys.stdout)
-        else:
+        about, (age, size, mesh, ranks) = listing.manifest, [""] * 4
+        if about is not None:
             age, size = seconds(max(0.0, time.time() - about.created)), byte_size(about.bytes)
-            row = f"{found.step:>10}  {age:>9}  {size:>10}  {about.mesh:<12}  {about.ranks:>5}  {state}"
-            print_line(row, sys.stdout)
+            mesh, ranks = about.mesh, str(about.ranks)
+        state = why or ("verified" if reads else "sealed, sizes match; verify reads every byte")
+        print_line(f"{listing.step:>10}  {age:>9}  {size:>10}  {mesh:<12}  {ranks:>5}  {state}", sys.stdout)
     for folder, why, restoring in set_aside(store):
         state = why or (f"whole; {restoring} restores it" if restoring else "whole")
         print_line(f"{'set aside':>10}  {folder}: {state}", sys.stdout)
@@ -265,45 +233,39 @@ def _hold(store: Store, options: argparse.Namespace) -> Locks:
 
 
 def _export(store: Store, options: argparse.Namespace) -> int:
-    found, damaged = _to_export(store, options)
-    assert found.manifest is not None
+    listing, damaged = _to_export(store, options)
     if is_url(options.run) and not options.out:
         raise ConfigError("an object store needs a local folder to export to.", "--out FOLDER")
     name = "full_model_ema" if options.ema else "full_model"
-    folder = Path(options.out) if options.out else _own_export(Path(options.run), name)
-    section, base = options.section, _base(options, found)
+    folder, section = Path(options.out or f"{options.run}/{name}"), options.section
+    for path in () if options.out else (folder, folder / PEFT):
+        if path.is_symlink():
+            hint = f"--out {shlex.quote(os.path.realpath(folder))} to export there"
+            raise ConfigError(f"{path} is a link; the export does not follow links in a run directory.", hint)
+    base, saved_as = _base(options, listing), _saved_as(options)
     try:
-        source = load.open_one(store, found.folder, found.manifest)
-        if options.ema:
-            source = _averages(source, options)
-        _make(folder)
-        files = export(
-            source,
-            folder,
-            section.export_format,
-            shard_gib=options.shard_gib,
-            base=base,
-            pretrained=_saved_as(options),
-            dtype=section.export_dtype,
-        )
-    except (EOFError, LookupError, ValueError, TypeError, RuntimeError, MemoryError) as error:
-        # files that do not fit together, or are larger than this machine's memory
-        failure = inspect.classify_failure(error, store.path(found.folder))
-        raise _not_exported(store, found, failure) from error
-    except Broken as broken:
-        raise _not_exported(store, found, broken) from None
-    except OSError as error:
-        if error.errno not in FULL and not str(error.filename or "").startswith(f"{folder}/"):
-            failure = inspect.classify_failure(error, store.path(found.folder))
-            raise _not_exported(store, found, failure) from None
-        hint = f"ls -ld {folder} and df -h {folder} show why; --out FOLDER is another place"
-        raise CheckpointError(f"{folder} cannot be written ({error.strerror}).", hint) from None
+        source: CheckpointSource | None = load.open_one(store, listing.folder, listing.manifest)
+        assert source is not None
+        source = of_averages(source) if options.ema else source
+        if source is None:
+            what = f"{listing.folder} holds no moving average of the weights."
+            raise ConfigError(what, f"python -m fsdp.checkpoint {options.run} export, without --ema")
+        shard_gib, dtype = options.shard_gib, section.export_dtype
+        files = export(source, folder, section.export_format, shard_gib, base, saved_as, dtype)
+    except DAMAGED as error:
+        if isinstance(error, OSError) and (
+            error.errno in FULL or str(error.filename or "").startswith(str(folder))
+        ):
+            hint = f"ls -ld {folder} and df -h {folder} show why; --out FOLDER is another place"
+            raise CheckpointError(f"{folder} cannot be written ({error.strerror}).", hint) from None
+        failure = inspect.classify_failure(error, store.path(listing.folder))
+        raise _not_exported(store, listing, failure) from error
     for file in files:
         print(f"{file}  {byte_size(file.stat().st_size)}")
-    for one in damaged:
+    for newer in damaged:
         print_line(
-            f"fsdp.checkpoint: {store.path(one.folder)} is not whole ({one.detail}): step {found.step} was "
-            f"exported. HINT: python -m fsdp.checkpoint {options.run} lists all"
+            f"fsdp.checkpoint: {store.path(newer.folder)} is not whole ({newer.detail}): step {listing.step} "
+            f"was exported. HINT: python -m fsdp.checkpoint {options.run} lists all"
         )
     return 0
 
@@ -313,55 +275,25 @@ def _to_export(
 ) -> tuple[CheckpointListing, list[CheckpointListing]]:
     """The newest whole checkpoint, and the newer ones, which are not whole."""
     damaged: list[CheckpointListing] = []
-    for found in _chosen(store, options):
-        if found.unread is not None:  # an older one is not what was asked for
-            raise found.unread
-        if found.manifest is not None:
-            return found, damaged
-        damaged.append(found)
-    raise CheckpointError(
-        f"{store.where} holds no whole checkpoint.", f"python -m fsdp.checkpoint {options.run} verify"
-    )
+    for listing in _chosen(store, options):
+        if listing.unread is not None:  # an older one is not what was asked for
+            raise listing.unread
+        if listing.manifest is not None:
+            return listing, damaged
+        damaged.append(listing)
+    hint = f"python -m fsdp.checkpoint {options.run} verify"
+    raise CheckpointError(f"{store.where} holds no whole checkpoint.", hint)
 
 
 def _not_exported(
-    store: Store, found: CheckpointListing, failure: Broken | CheckpointError
+    store: Store, listing: CheckpointListing, failure: Broken | CheckpointError
 ) -> CheckpointError:
     """The error with the checkpoint's name, and an older one to export in its place."""
     if isinstance(failure, CheckpointError):
         return failure
-    steps = [one.step for one in inspect.scan(store) if one.manifest is not None and one.step < found.step]
-    hint = f"--step {steps[0]} exports the one before" if steps else "put back a copy: no older one is whole"
-    return CheckpointError(f"{store.path(found.folder)} cannot be exported: {failure.detail}.", hint)
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written ({error.strerror}).", "--out FOLDER") from None
-
-
-def _averages(source: CheckpointSource, options: argparse.Namespace) -> CheckpointSource:
-    found = of_averages(source)
-    if found is None:
-        raise ConfigError(
-            f"{source.folder} holds no moving average of the weights.",
-            f"python -m fsdp.checkpoint {options.run} export, without --ema",
-        )
-    return found
-
-
-def _own_export(run: Path, name: str) -> Path:
-    """The folder in the run directory; ConfigError where it is a link."""
-    folder = run / name
-    for one in (folder, folder / PEFT):
-        if one.is_symlink():
-            raise ConfigError(
-                f"{one} is a link to {one.readlink()}; the export does not follow links in a run directory.",
-                f"--out {shlex.quote(os.path.realpath(folder))} to export there",
-            )
-    return folder
+    older = [one.step for one in inspect.scan(store) if one.manifest is not None and one.step < listing.step]
+    hint = f"--step {older[0]} exports the one before" if older else "put back a copy: no older one is whole"
+    return CheckpointError(f"{store.path(listing.folder)} cannot be exported: {failure.detail}.", hint)
 
 
 def _saved_as(options: argparse.Namespace) -> SourceFolder | None:

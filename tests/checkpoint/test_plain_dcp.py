@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -210,28 +207,6 @@ def test_counters_that_are_objects_are_left_out(tmp_path: Path) -> None:
     for step, notes in run_world(2, start_from_counters, place, str(tmp_path / "run")):
         assert step == 0
         assert "dropped, since they are not all numbers: train.step, train.samples, train.tokens, " in notes
-
-
-@pytest.mark.parametrize("damage", ["zeros", "end of the file"])
-def test_counters_that_are_damaged_are_named(damage: str, tmp_path: Path) -> None:
-    place = tmp_path / "theirs"
-    names = run_world(1, save_counters, str(place), 7)[0]
-    about = metadata.read((place / ".metadata").read_bytes())
-    for name in names:
-        index = MetadataIndex(f"train.{name}")
-        at = about.storage_data[index]
-        if damage == "zeros":
-            with (place / at.relative_path).open("r+b") as file:
-                file.seek(at.offset + at.length // 2)
-                file.write(bytes(at.length // 2))
-        else:
-            end = (place / at.relative_path).stat().st_size
-            about.storage_data[index] = replace(at, offset=end - 4)
-    (place / ".metadata").write_bytes(pickle.dumps(about))
-    (_, first), (_, second) = run_world(2, start_from_counters, str(place), str(tmp_path / "run"))
-    assert f"{place} is not whole: " in first
-    assert "HINT: give another, or --checkpoint.resume auto" in first
-    assert "rank 0 failed: Broken" in second
 
 
 def restart(env: DistEnv, place: str, run_dir: str) -> int:

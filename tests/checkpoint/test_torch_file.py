@@ -7,13 +7,10 @@ import os
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp.base import digest
 from fsdp.checkpoint import pieces, torch_file
@@ -84,30 +81,3 @@ def test_a_digest_is_the_same_on_a_cpu_and_on_a_device(dtype: torch.dtype, size:
     """numpy computes it on a CPU, torch elsewhere: one checkpoint is verified on both."""
     whole = torch.arange(int(np.prod(size, dtype=int))).reshape(size).to(dtype)
     assert pieces.digest(whole, (0,) * len(size), size) == digest.digest_shard(whole).at(0)
-
-
-class _Waits(TorchDispatchMode):
-    """Counts the numbers that the host reads: on a device it waits for each."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_host_waits_once_for_the_digest_of_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, lists = Tensor.tolist, 0
-
-    def counted(self: Tensor) -> Any:
-        nonlocal lists
-        lists += 1
-        return plain(self)
-
-    whole = torch.arange(1000)
-    expected = digest.digest_shard(whole)
-    monkeypatch.setattr(digest, "CHUNK", 10)
-    monkeypatch.setattr(Tensor, "tolist", counted)
-    with _Waits() as waits:
-        assert digest.digest_shard(whole) == expected
-    assert (lists, waits.count) == (1, 0)

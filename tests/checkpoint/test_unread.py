@@ -99,17 +99,6 @@ def test_a_newest_one_that_cannot_be_read_is_not_replaced_by_an_older_one(
         inspect.newest_whole(LocalStore(run_dir / "checkpoints"))
 
 
-def test_a_store_that_does_not_answer_is_asked_once(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each question to an object store takes more than a minute of retries."""
-    store = LocalStore(run_dir / "checkpoints")
-    refused(errno.ETIMEDOUT)(store.root / "step-00000002", monkeypatch)
-    with pytest.raises(CheckpointError, match="start again when the storage answers"):
-        inspect.scan(store)
-    with pytest.raises(CheckpointError, match="start again when the storage answers"):
-        retention.prune(store, CheckpointSection(keep_last=1), "aaaaaaaa")
-    assert len(store.folders()) == 4
-
-
 def test_a_file_that_may_not_be_read_is_not_called_damaged(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
