@@ -96,7 +96,8 @@ class HubTokenizer:
             folder = path.parent if path.is_file() else path
             raise ConfigError(
                 f"--data.tokenizer {name} has no token that ends a text.",
-                f'"eos_token": "TOKEN", one of its tokens, in {folder}/tokenizer_config.json',
+                f'"eos_token": "TOKEN", one of its tokens, in {folder}/tokenizer_config.json'
+                + (f"; then --data.tokenizer {folder}" if path.is_file() else ""),
             )
         self.end: int = end
 

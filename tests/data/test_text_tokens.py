@@ -173,10 +173,7 @@ def test_held_out_files_without_a_sample_are_a_warning(
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
     np.arange(8, dtype=np.uint16).tofile(tmp_path / "val.bin")
     assert tokens(tmp_path).heldout is None
-    assert (
-        "8 tokens are held out, not one sample of --data.seq_len 8: nothing is evaluated. HINT: "
-        in caplog.text
-    )
+    assert "8 tokens are held out, not one sample of --data.seq_len 8: nothing is evaluated" in caplog.text
 
 
 def test_token_files_of_other_splits_are_held_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
