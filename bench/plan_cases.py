@@ -1,4 +1,4 @@
-"""The runs of bench.plan: models, meshes and options drawn from a seed, and some large ones."""
+"""The runs of bench.plan: models, meshes and options drawn from a seed."""
 
 from __future__ import annotations
 
@@ -151,34 +151,3 @@ def _knobs(dice: random.Random, ranks: int, *, units: bool) -> list[str]:
     flags += ["--optim.name", dice.choice(["adamw", "adamw", "sgd"])]
     flags += ["--train.clip_grad_norm", "0"] if dice.random() < 0.2 else []
     return flags
-
-
-def large() -> list[Case]:
-    """Cases from 100M parameters on, where the process's memory beside tensors is small."""
-    words = ("--model.name", "transformer", "--data.name", "synthetic", "--data.args.kind", "tokens",
-    "--data.seq_len", "256",
-             "--data.args.vocab_size", "8192")  # fmt: skip
-    small = (*words, "--model.args.width", "1024", "--model.args.layers", "8", "--model.args.heads", "8")
-    wide = (*words, "--model.args.width", "1536", "--model.args.layers", "8", "--model.args.heads", "12")
-    batch = ("--train.global_batch", "2", "--train.micro_batch", "1")
-    return [
-        Case(2, (*small, *batch)),
-        Case(2, (*small, *batch, "--mesh.reshard_after_forward", "false")),
-        Case(2, (*small, *batch, "--precision.param", "bf16", "--memory.activation_checkpointing", "full")),
-        Case(2, (*small, *batch, "--mesh.strategy", "ddp")),
-        Case(
-            4,
-            (
-                *small,
-                "--train.global_batch",
-                "8",
-                "--train.micro_batch",
-                "1",
-                "--memory.activation_checkpointing",
-                "ops",
-            ),
-        ),
-        Case(2, (*wide, *batch)),
-        Case(4, (*small, "--train.global_batch", "4", "--mesh.strategy", "hsdp", "--mesh.replicate", "2")),
-        Case(1, (*small, "--train.global_batch", "2")),
-    ]

@@ -28,9 +28,8 @@ import torch.distributed as dist
 from bench.plan_cases import Case
 from bench.plan_real import build, plain_step
 from fsdp.config import load
-from fsdp.plan.estimate import ask_for
+from fsdp.plan.estimate import ask_for, memory_of
 from fsdp.plan.fake_runs import count
-from fsdp.plan.memory import memory_of
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = 3

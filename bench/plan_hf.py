@@ -1,7 +1,7 @@
 """Plans of `hf:` models beside real runs: peaks of models of transformers, with recomputation and adapters.
 
     python -m bench.plan_hf              5 models × none, full, ops, LoRA on two gloo ranks
-    python -m bench.plan_hf llama t5     some of them; the other rows stay
+    python -m bench.plan_hf llama t5     some of them; nothing is written
 
 Each model is a folder with a config.json of save_pretrained's, of 7 to 25 million parameters. Predictions,
 measurements and their precision are those of bench.plan. Results: bench/results/plan_hf.md.
@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from bench.plan import Row
+from bench.plan import Row, table
 from bench.plan_cases import Case
 from bench.plan_real import Ranks
-from bench.plan_table import KeptTable
 from fsdp.base.torchvision_import import prepare_torchvision
 
 RESULTS = Path(__file__).parent / "results" / "plan_hf.md"
@@ -91,22 +90,25 @@ def case_of(name: str, variant: str, folder: Path) -> Case:
     return Case(2, ("--model.name", f"hf:{folder / name}", *data, *COMMON, *VARIANTS[variant]))
 
 
-def run(names: Sequence[str], folder: Path) -> Iterator[tuple[str, str, Row]]:
+def run(names: Sequence[str], folder: Path) -> Iterator[Row]:
     with Ranks() as ranks:
         for name, variant in CASES:
             if name in names:
                 write_folder(name, folder / name)
                 case = case_of(name, variant, folder)
-                predicted, process = ranks.predict(case)
-                yield name, variant, Row(case, predicted, process, ranks.measure(case), None)
+                named = Case(case.ranks, (name, variant))
+                yield Row(named, ranks.predict(case), ranks.measure(case))
 
 
 def main(names: Sequence[str]) -> int:
     title = f"# Plans of hf: models beside real runs ({platform.machine()}, torch {torch.__version__}, gloo)"
     command = "`python -m bench.plan_hf`: two ranks, fp32, AdamW, micro-batches of 4."
-    kept = KeptTable(RESULTS, list(MODELS), [title, "", command])
     with tempfile.TemporaryDirectory(prefix="plan-hf-") as folder:
-        return kept.write(run(names or list(MODELS), Path(folder)))
+        text = "\n".join([title, "", command, "", *table(list(run(names or list(MODELS), Path(folder))))])
+    print(text)
+    if not names:
+        RESULTS.write_text(text + "\n", encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,12 +1,8 @@
-"""Real rank processes for bench.plan: a step measured by the planner's tracker and by the kernel's count of
-the process.
-"""
+"""Real rank processes for bench.plan: a step measured by the planner's tracker."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import importlib
 import multiprocessing
 import os
 import tempfile
@@ -21,9 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench import processes
 from bench.plan_cases import Case
-from fsdp.base import proc
 from fsdp.config import load
 from fsdp.data.types import Batch
 from fsdp.dist.collectives import Sum
@@ -35,8 +29,8 @@ from fsdp.parallel.ddp import replicate
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import shard_model
 from fsdp.parallel.update import Whole
+from fsdp.plan.estimate import memory_of
 from fsdp.plan.fake_runs import count, peak_of
-from fsdp.plan.memory import memory_of, process_peak
 from fsdp.plan.model_shapes import Subject, subject_of
 from fsdp.plan.step import TracedSetup
 from fsdp.plan.step_trace import FakeRun, batches, stage
@@ -50,27 +44,6 @@ LOOKS = 4
 about one step of a hundred, on a busy machine, that is after the next unit has made its own, and no two steps
 have it at the same place.
 """
-
-RETURNS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-"""Without these glibc keeps freed blocks, and the kernel's count shows nothing of a step."""
-
-PLAIN = 3
-"""Steps before them, not traced; the last one's peak is the process's."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Bytes of the rank with most."""
-
-    tensors: float
-    process: float
-    libraries: float = 0.0
-    """Of `process`, pages of libraries' files that were first read meanwhile."""
-
-    @property
-    def allocated(self) -> Measured:
-        """Without those pages, which the kernel takes back."""
-        return Measured(self.tensors, self.process - self.libraries)
 
 
 class Ranks:
@@ -87,22 +60,19 @@ class Ranks:
             pipe.close()
             process.join()
 
-    def predict(self, case: Case) -> tuple[float, float]:
-        """The worst of all ranks: tensor bytes, and the process's memory."""
-        found = self._ask(0, ("predict", case.flags, case.ranks))
-        return found[0], found[1]
+    def predict(self, case: Case) -> float:
+        """Tensor bytes of the rank with most."""
+        return float(self._ask(0, ("predict", case.flags, case.ranks)))
 
     def torchs(self, case: Case) -> float | None:
         return self._ask(0, ("torchs", case.flags, case.ranks))
 
-    def measure(self, case: Case) -> Measured:
+    def measure(self, case: Case) -> float:
         with tempfile.TemporaryDirectory(prefix="plan-") as folder:
             store = str(Path(folder, "store"))
             for rank in range(case.ranks):
                 self._send(rank + 1, ("measure", case.flags, case.ranks, rank, store))
-            found = [self._receive(rank + 1) for rank in range(case.ranks)]
-        most = max(found, key=lambda one: one[1])
-        return Measured(max(one[0] for one in found), *most[1:])
+            return max(float(self._receive(rank + 1)) for rank in range(case.ranks))
 
     def _ask(self, at: int, message: tuple[Any, ...]) -> Any:
         self._send(at, message)
@@ -121,7 +91,7 @@ class Ranks:
 
 
 def _start() -> tuple[Any, Any]:
-    os.environ |= {**RETURNS_FREED_MEMORY, "OMP_NUM_THREADS": "1"}
+    os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -157,9 +127,8 @@ def _asks(flags: tuple[str, ...], ranks: int) -> list[FakeRun]:
     ]
 
 
-def _predict(flags: tuple[str, ...], ranks: int) -> tuple[float, float]:
-    counted = [count(ask) for ask in _asks(flags, ranks)]
-    return max(memory_of(one).peak for one in counted), max(process_peak(one) for one in counted)
+def _predict(flags: tuple[str, ...], ranks: int) -> float:
+    return max(memory_of(count(ask)).peak for ask in _asks(flags, ranks))
 
 
 def _torchs(flags: tuple[str, ...], ranks: int) -> float | None:
@@ -187,7 +156,7 @@ def _torchs(flags: tuple[str, ...], ranks: int) -> float | None:
 # ---------------------------------------------------------------- measured
 
 
-def _measure(flags: tuple[str, ...], ranks: int, rank: int, store: str) -> tuple[float, float, float]:
+def _measure(flags: tuple[str, ...], ranks: int, rank: int, store: str) -> float:
     dist.init_process_group("cpu:gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     try:
         return _real_steps(flags, ranks, rank)
@@ -197,12 +166,11 @@ def _measure(flags: tuple[str, ...], ranks: int, rank: int, store: str) -> tuple
 
 @dataclass(frozen=True)
 class Built:
-    """A real run up to its first step. `idle` is the process before the model exists."""
+    """A real run up to its first step."""
 
     watched: TracedSetup
     subject: Subject
     batch: BatchPlan
-    idle: dict[str, int]
 
     def batches(self, device: str) -> Iterator[Batch]:
         return _real_batches(self.subject, self.batch.micro_batch, device)
@@ -219,8 +187,6 @@ def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -
     sizes, subject = resolve(config.mesh, ranks), subject_of(config.model, config.data)
     mesh = build_mesh(sizes, device)
     dist.barrier()
-    importlib.import_module("torch._dynamo")  # as each optimizer does in its first step: no part of a model
-    idle = _resting()
     model = model_of(config, subject.spec)
     loss_function = LossFunction(model)
     sharded = shard_model(
@@ -250,25 +216,19 @@ def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -
         scaler=None,
         clip_norm=config.train.clip_grad_norm,
     )
-    return Built(TracedSetup(parts, Tracker()), subject, plan_batch(config.train, ranks), idle)
+    return Built(TracedSetup(parts, Tracker()), subject, plan_batch(config.train, ranks))
 
 
-def _real_steps(flags: tuple[str, ...], ranks: int, rank: int) -> tuple[float, float, float]:
+def _real_steps(flags: tuple[str, ...], ranks: int, rank: int) -> float:
+    """Peak bytes of tensors."""
     built = build(flags, ranks, rank, torch.device("cpu"))
     watched, micro = built.watched, built.micro_batches
-    # The process first: a trace is made of objects, which would count.
-    for _ in range(PLAIN):
-        _reset_peak()
-        plain_step(watched.parts, built.batches("cpu"), micro)
-    now = proc.memory_bytes()
-    process, files = now["VmHWM"] - built.idle["VmRSS"], now["RssFile"] - built.idle["RssFile"]
     watched.hold_state()
     watched.step(built.batches("cpu"), micro)
     watched.hold_state()
     looks = [_segments_of_a_step(built) for _ in range(LOOKS)]
     # Of each segment the least: what gloo let go of late is only ever added.
-    tensors = max(min(peak_of(Trace((segment,), 0)) for segment in same) for same in zip(*looks, strict=True))
-    return tensors, float(process), float(files)
+    return max(min(peak_of(Trace((look,), 0)) for look in same) for same in zip(*looks, strict=True))
 
 
 def _segments_of_a_step(built: Built) -> tuple[Segment, ...]:
@@ -296,14 +256,3 @@ def _real_batches(subject: Subject, rows: int, device: str) -> Iterator[Batch]:
             for name, (shape, dtype) in subject.sample.items()
         }
         yield Batch(data, torch.ones(rows, dtype=torch.bool, device=device), rows)
-
-
-def _resting() -> dict[str, int]:
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    return proc.memory_bytes()
-
-
-def _reset_peak() -> None:
-    gc.collect()
-    processes.reset_peak_memory()

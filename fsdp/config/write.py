@@ -139,6 +139,7 @@ REMOVED: dict[str, Removed] = {
     "stop.file": Removed("", "touch RUN/STOP"),
     "profile.shapes": Removed(False, "--profile.trace true"),
     "profile.stacks": Removed(False, "--profile.trace true"),
+    "plan.calibrate": Removed(False, "--plan.tflops and --plan.memory_gb_s, as measured"),
     "plan.rank": Removed(0, "leave it out: rank 0 is counted, which holds most"),
     "plan.rows": Removed(12, "leave it out"),
     "plan.store_gb_s": Removed(2.0, "leave it out: python -m bench.save measures a store"),

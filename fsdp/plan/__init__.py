@@ -3,21 +3,16 @@
     python -m fsdp.plan --model.name transformer --model.preset llama-8b --data.seq_len 8192 \\
         --plan.gpus 64 --plan.gpu h100
 
-    fake_world     a fake process group of any size
     model_shapes   the model, and the shapes of one sample
     step           the step of fsdp/run/step.py with marks where phases and blocks begin
-    step_trace     the trace of one configuration's step on one rank
-    tracker        each allocation, operation and collective of a step
-    fsdp_events    FSDP's own gathers, waits and reductions
-    scratch        bytes that operators take beside tensors on a CPU
-    cuda_formulas  operators whose formulas differ on CUDA
-    allocator      CUDA's caching allocator, replayed
+    step_trace     the trace of one configuration's step on one rank, in a fake process group of any size
+    tracker        each allocation, operation and collective of a step, FSDP's own too
     trace          a trace as numbers; blocks repeat, so few are traced and any number is composed
     fake_runs      the fake runs that a plan needs, and their composition
-    memory         bytes by kind and phase, and what the caching allocator holds for them
-    rates          what devices and links sustain
+    cuda           CUDA's caching allocator, replayed; operators whose formulas differ on CUDA
+    rates          what devices and links sustain: a table
     step_time      seconds: a roofline for each operation, links for each collective, in FSDP's order
-    estimate       one configuration's plan: memory, step time, throughput
+    estimate       one configuration's plan: memory by kind and phase, step time, throughput
     search         the meshes and knobs worth trying, ranked
     report         the table, the best line, the recipe
     __main__       the command, python -m fsdp.plan

@@ -11,7 +11,6 @@ recipe for train.py.
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import warnings
@@ -36,15 +35,9 @@ def main(argv: list[str]) -> int:
 
 def _check_place(file: Path) -> None:
     """A search may take minutes: what it cannot write to is refused before."""
-    why = 0
-    if file.is_dir():
-        why = errno.EISDIR
-    elif not file.parent.is_dir():
-        why = errno.ENOENT
-    elif not os.access(file.parent, os.W_OK):
-        why = errno.EACCES
-    if why:
-        raise ConfigError(f"{file} cannot be written ({os.strerror(why)}).", "--plan.write plan.toml")
+    if file.is_dir() or not os.access(file.parent, os.W_OK):
+        reason = "a folder is there" if file.is_dir() else "its folder is not there, or may not be written"
+        raise ConfigError(f"{file} cannot be written ({reason}).", "--plan.write plan.toml")
 
 
 def fields_set(argv: list[str]) -> frozenset[str]:
@@ -69,10 +62,9 @@ def answer(config: Config, given: frozenset[str]) -> list[str]:
     warnings.filterwarnings("ignore", category=UserWarning)
     from fsdp.plan import report
     from fsdp.plan.estimate import plan_one
-    from fsdp.plan.rates import calibrate, rates_for
+    from fsdp.plan.rates import rates_for
     from fsdp.plan.search import search
 
-    lines = [calibrate(config.plan.gpu)] if config.plan.calibrate else []
     rates = rates_for(config)
     if config.plan.fix:
         plans, ranks = [plan_one(config)], 0
@@ -84,7 +76,7 @@ def answer(config: Config, given: frozenset[str]) -> list[str]:
         f"{ranks or best.sizes.ranks} × {rates.name}, {best.rates.memory / 2**30:.1f} GiB each, margin "
         f"{best.margin:.0%}"
     )
-    lines += [subject, "", *report.table(plans), ""]
+    lines = [subject, "", *report.table(plans), ""]
     lines += [f"  not modelled: {note}" for note in report.notes(best.config)]
     if not best.fits:
         return [*lines, f"  nothing fits. {_hint(config)}"]

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from fsdp import config as configuration
@@ -18,14 +19,107 @@ from fsdp.config import Config, PlanSection
 from fsdp.dist.mesh import MeshSizes, plan_batch, resolve
 from fsdp.parallel.shard import resolve_dtypes
 from fsdp.plan.fake_runs import TracedStep, count
-from fsdp.plan.memory import Memory, memory_of, process_peak
 from fsdp.plan.model_shapes import Subject, subject_of
 from fsdp.plan.rates import GIB, Rates, rates_for
 from fsdp.plan.step_time import Setting, Step, time_step
 from fsdp.plan.step_trace import FakeRun
+from fsdp.plan.trace import COLUMN, HOST_KINDS, KINDS, POOLS, Segment
 
 SCRATCH_MARGIN = 0.15
 """Of models of convolutions and recurrent layers on CUDA: docs/plan.md, "What is not counted"."""
+
+
+OFFLOADED = KINDS.index("offloaded")
+_NOTHING_BACK = (("before", 0), ("end", 1))
+"""Places of the head and of the last unit, which stayed on the device."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    peak: float
+    """Bytes of tensors alive at once on the device, with the allocator's rounding."""
+    reserved: float
+    """Bytes that the allocator reserves for them, approximately."""
+    kinds: Mapping[str, float]
+    """The peak's parts."""
+    phases: Mapping[str, float]
+    """The peak of each phase."""
+    where: str
+    resting: float
+    """Between steps."""
+    host: float
+    """Offloaded bytes in the host's memory."""
+    state: float
+    """Parameters and optimizer: what a checkpoint takes from this rank."""
+
+    def with_more(self, size: float) -> Memory:
+        """With `size` bytes of inputs that are always present."""
+        return replace(
+            self,
+            peak=self.peak + size,
+            reserved=self.reserved + size,
+            resting=self.resting + size,
+            kinds={**self.kinds, "buffers": self.kinds["buffers"] + size},
+            phases={name: highest + size for name, highest in self.phases.items()},
+        )
+
+
+def memory_of(counted: TracedStep, *, apart: bool = False, offload: bool = False) -> Memory:
+    """`apart`: host memory is not the device's; `offload`: states are on the host."""
+    host = ("offloaded", *(HOST_KINDS if offload else ())) if apart else ()
+    mask = np.array([name not in host for name in KINDS])
+    unit = max(float(s.curve[:, OFFLOADED].max()) for s in counted.trace.segments) / max(
+        1, counted.trace.blocks - 1
+    )
+    curves = [(_on_device(segment, mask, unit), segment) for segment in counted.trace.segments]
+    peaks = [(curve[curve.sum(1).argmax()], segment) for curve, segment in curves]
+    pools = [segment.curve[:, [COLUMN[name] for name in POOLS]] for _, segment in curves]
+    computation = max(
+        float((curve.sum(1) - pool.sum(1)).max()) for (curve, _), pool in zip(curves, pools, strict=True)
+    )
+    apart_pools = float(np.max([pool.max(0) for pool in pools], axis=0).sum())
+    at, segment = max(peaks, key=lambda pair: float(pair[0].sum()))
+    phases: dict[str, float] = {}
+    for kinds, one in peaks:
+        phases[one.name.phase] = max(phases.get(one.name.phase, 0.0), float(kinds.sum()))
+    last = counted.trace.segments[-1].curve[-1, : len(KINDS)]
+    peak = float(at.sum())
+    return Memory(
+        peak=peak,
+        reserved=max(peak, (computation + apart_pools) * counted.trace.packing),
+        kinds=dict(zip(KINDS, at.tolist(), strict=True)),
+        phases=phases,
+        where=describe(segment, counted.trace.blocks),
+        resting=float(last[mask].sum()),
+        host=max(float(s.curve[:, : len(KINDS)][:, ~mask].sum(1).max()) for s in counted.trace.segments),
+        state=float(last[[KINDS.index("parameters"), KINDS.index("optimizer")]].sum()),
+    )
+
+
+def _on_device(segment: Segment, mask: np.ndarray, unit: float) -> np.ndarray:
+    curve = segment.curve[:, : len(KINDS)] * mask
+    if not mask[OFFLOADED] and segment.name.phase == "backward" and segment.name.place not in _NOTHING_BACK:
+        # Two units' copies at most are back on the device: the one that is used, and the next.
+        curve[:, KINDS.index("activations")] += np.minimum(segment.curve[:, OFFLOADED], 2 * unit).astype(
+            curve.dtype
+        )
+    return np.asarray(curve)
+
+
+def describe(segment: Segment, blocks: int) -> str:
+    kind, at = segment.name.place
+    block = at if kind == "start" else blocks - at + 1
+    place = {"before": "before the blocks", "after": "after them"}.get(kind, f"block {block} of {blocks}")
+    if segment.name.phase == "backward" and kind == "before":
+        place = "what follows the blocks"
+    return (
+        f"{segment.name.phase}, {place}"
+        if segment.name.phase in ("forward", "backward")
+        else segment.name.phase
+    )
+
+
+# ---------------------------------------------------------------- a plan
 
 
 @dataclass(frozen=True)
@@ -40,7 +134,7 @@ class Plan:
     step: Step
     rates: Rates
     needed: float
-    """Bytes of a device: the allocator's reservation and what stands beside it. On CPU, of the process."""
+    """Bytes of a device: the allocator's reservation and what stands beside it. On CPU, of tensors."""
     samples: int
     """Of the global batch, without the rows that pad the shares of its ranks and micro-batches."""
     tokens_per_sample: int
@@ -146,7 +240,7 @@ def plan_of(ask: FakeRun, counted: TracedStep, subject: Subject, accumulation: i
     # A save copies the rank's part of the state: into pinned memory of the host, which on CPU is the
     # process's own.
     staged = memory.state * ask.sizes.shard / ask.sizes.ranks if _saves(config) else 0.0
-    needed = memory.reserved + rates.overhead if rates.has_allocator else process_peak(counted) + staged
+    needed = memory.reserved + rates.overhead if rates.has_allocator else memory.peak + staged
     return Plan(
         config=config,
         sizes=ask.sizes,
@@ -164,7 +258,7 @@ def plan_of(ask: FakeRun, counted: TracedStep, subject: Subject, accumulation: i
 
 
 def uncounted_scratch(config: Config, subject: Subject) -> str:
-    """Modules whose kernels take memory that no plan counts; on a CPU it is counted (scratch.py)."""
+    """Modules whose kernels take memory that no plan counts."""
     return "" if config.plan.gpu == "cpu" else subject.scratch
 
 
@@ -216,8 +310,8 @@ def not_modelled(config: Config) -> Iterator[str]:
     budget = config.memory.activation_budget
     if is_compiled(config) and budget < 1:
         yield f"--memory.activation_budget {budget:g}: kept as without a compiler"
-    if config.plan.gpu == "cpu" and config.precision.param == "fp16":
-        yield "--precision.param fp16 on a CPU: what products keep beside tensors, measured for bf16 alone"
+    if config.plan.gpu == "cpu":
+        yield "what the process and its libraries take beside tensors: some 0.3 GiB and more"
     if config.train.eval_batch > config.train.micro_batch > 0:
         yield f"--train.eval_batch {config.train.eval_batch}: an evaluation's own peak"
 

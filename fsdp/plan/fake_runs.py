@@ -8,15 +8,10 @@ are then traced for themselves. Not here: what the numbers mean.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch.distributed as dist
 
 from fsdp.config import Config
 from fsdp.plan.step_trace import FakeRun, TooFewBlocks, blocks_in, run_whole, trace_step
@@ -24,9 +19,6 @@ from fsdp.plan.trace import CODE, COLUMNS, Segment, Trace, blend, edges
 
 TOLERANCE = 0.005
 """The relative difference of a user's model from its composition from which on it is traced whole."""
-
-MANY, WORTH_A_PROCESS_S = 16, 10.0
-"""Number of runs, or their seconds, from which on a second process is started: it imports torch first."""
 
 Runs = dict[FakeRun, Trace]
 
@@ -60,36 +52,9 @@ def shape_of(config: Config) -> Shape:
     return Shape(blocks_in(config), keep=period + ahead, period=period)
 
 
-def run_all(asks: Iterable[FakeRun], known: Runs | None = None) -> Runs:
-    """Traces each distinct run once; in a second process too if that saves time, and never in a process
-    that is a rank.
-    """
-    done: Runs = dict(known or {})
-    missing = [ask for ask in dict.fromkeys(asks) if ask not in done]
-    alone = (os.cpu_count() or 1) == 1
-    if dist.is_initialized() or (len(missing) >= MANY and not alone):
-        return done | _in_second_process(missing, rank=dist.is_initialized())
-    for at, ask in enumerate(missing):
-        began = time.monotonic()
-        done[ask] = trace_step(ask)
-        left = missing[at + 1 :]
-        # The first one imports what all need.
-        if at and left and not alone and (time.monotonic() - began) * len(left) > WORTH_A_PROCESS_S:
-            return done | _in_second_process(left)
-    return done
-
-
-def _in_second_process(asks: Sequence[FakeRun], *, rank: bool = False) -> Runs:
-    """A second process takes them from the back, this one from the front unless it is a rank."""
-    done: Runs = {}
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {ask: pool.submit(trace_step, ask) for ask in reversed(asks)}
-        try:
-            done.update((ask, trace_step(ask)) for ask in asks if not rank and futures[ask].cancel())
-            done.update((ask, future.result()) for ask, future in futures.items() if not future.cancelled())
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-    return done
+def run_all(asks: Iterable[FakeRun]) -> Runs:
+    """Traces each distinct run once."""
+    return {ask: trace_step(ask) for ask in dict.fromkeys(asks)}
 
 
 # ---------------------------------------------------------------- one question

@@ -12,22 +12,17 @@ links        NVLink one way (the same repository, network/README.md: 300, 450, 9
              nccl-tests and pairwise copies reach about 80%. Between nodes: all adapters of a node, at their
              nominal rate
 
---plan.calibrate measures matmul and memory on the machine it runs on, and keeps them. Not here: how a step
-uses them (step_time.py).
+cpu          an order of magnitude of one core with AVX-512, not a measurement: its seconds are not reliable
+
+A flag of --plan overrides each figure. Not here: how a step uses them (step_time.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
-import math
 import os
-import platform
-import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from fsdp.base.devices import DEVICES, find
 from fsdp.base.errors import ConfigError
@@ -124,25 +119,35 @@ _CHANNELS = 16
 """Multiprocessors that a collective occupies: NCCL's channels on a node of eight."""
 
 
+_CPU = Rates(
+    name="cpu", memory=0.0, matmul=100e9, matmul_fp32=50e9, attention=25e9, attention_narrow=25e9,
+    peak=50e9, bandwidth=8e9, link=1e9, node_link=1e9, gpus_a_node=0, host_link=8e9, overhead=0.0,
+    launch_s=5e-6, issue_s=0.0, contention=0.0, shared=True,
+)  # fmt: skip
+
+
 def rates_for(config: Config) -> Rates:
     """The device that --plan.gpu names, with --plan's own figures over the table's."""
     plan = config.plan
-    base = calibrated(plan.gpu) or (_cpu() if plan.gpu == "cpu" else _from_table(plan.gpu))
-    given: dict[str, Any] = {
+    base = _from_table(plan.gpu) if plan.gpu != "cpu" else _cpu()
+    figures = {
         "memory": plan.memory_gib * GIB, "link": plan.link_gb_s * 1e9 * BUS,
         "node_link": plan.node_link_gb_s * 1e9 * BUS, "gpus_a_node": plan.gpus_per_node,
-        "bandwidth": plan.memory_gb_s * 1e9 * STREAMED,
-        "matmul": plan.tflops * 1e12 * SUSTAINED,
+        "bandwidth": plan.memory_gb_s * 1e9 * STREAMED, "matmul": plan.tflops * 1e12 * SUSTAINED,
     }  # fmt: skip
-    given = {name: value for name, value in given.items() if value}
-    return dataclasses.replace(base, **given, shared=base.shared and "memory" not in given)
+    typed = {name: value for name, value in figures.items() if value}
+    return dataclasses.replace(base, **typed, shared=base.shared and "memory" not in typed)  # type: ignore[arg-type]
+
+
+def _cpu() -> Rates:
+    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return dataclasses.replace(_CPU, memory=memory, gpus_a_node=os.cpu_count() or 1)
 
 
 def note_on_rates(gpu: str) -> str:
     """Says that a device's rates are unmeasured; empty of the others."""
-    if gpu.lower() not in _UNMEASURED or calibrated(gpu):
-        return ""
-    return f"{gpu}: its rates are unmeasured, those of the vendor's data sheet"
+    name = gpu.lower()
+    return f"{gpu}: its rates are unmeasured, those of the vendor's data sheet" if name in _UNMEASURED else ""
 
 
 def _from_table(name: str) -> Rates:
@@ -151,20 +156,17 @@ def _from_table(name: str) -> Rates:
         near = difflib.get_close_matches(name.lower(), SHORT_NAMES, n=2, cutoff=0.3)
         raise ConfigError(
             f"--plan.gpu {name} is not in the table: {', '.join(SHORT_NAMES)}.",
-            f"--plan.gpu {' or '.join(near) if near else 'h100'}; or --plan.calibrate true where that "
-            "device is",
+            f"--plan.gpu {' or '.join(near) if near else 'h100'}",
         )
     more = _MORE[device.name]
-    matmul = more.matmul_tflops * 1e12 * SUSTAINED
+    matmul, attention = more.matmul_tflops * 1e12 * SUSTAINED, more.attention_tflops * 1e12
     return Rates(
         name=device.name,
         memory=more.memory_gib * GIB,
         matmul=matmul,
         matmul_fp32=matmul / 2,
-        attention=more.attention_tflops * 1e12,
-        attention_narrow=min(
-            more.attention_tflops * 1e12, HOPPER_NARROW if device.name[0] == "H" else math.inf
-        ),
+        attention=attention,
+        attention_narrow=min(attention, HOPPER_NARROW) if device.name[0] == "H" else attention,
         peak=device.bf16_tflops * 1e12,
         bandwidth=device.memory_gb_s * 1e9 * STREAMED,
         link=more.link_gb_s * 1e9 * BUS,
@@ -179,99 +181,3 @@ def _from_table(name: str) -> Rates:
 
 
 assert {device.name for device in DEVICES} <= _MORE.keys()
-
-
-# ---------------------------------------------------------------- measured on the spot
-
-
-def _cpu() -> Rates:
-    matmul, fp32, bandwidth = measure_rates("cpu")
-    return _rates_of_cpu(matmul, fp32, bandwidth)
-
-
-def _rates_of_cpu(matmul: float, fp32: float, bandwidth: float) -> Rates:
-    return Rates(
-        name="cpu",
-        memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
-        matmul=matmul,
-        matmul_fp32=fp32,
-        attention=fp32 / 2,
-        attention_narrow=fp32 / 2,
-        peak=fp32,
-        bandwidth=bandwidth,
-        link=bandwidth / 8,
-        node_link=1e9,
-        gpus_a_node=os.cpu_count() or 1,
-        host_link=bandwidth,
-        overhead=0.0,
-        launch_s=5e-6,
-        issue_s=0.0,
-        contention=0.0,
-        shared=True,
-    )
-
-
-def measure_rates(device: str) -> tuple[float, float, float]:
-    """Measures bf16 and fp32 products a second, and bytes a second of copies, on this machine in a second
-    or two.
-    """
-    import torch
-
-    def best(work: Any, amount: float) -> float:
-        times = []
-        for _ in range(4):
-            began = time.perf_counter()
-            work()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-        return amount / min(times[1:])
-
-    side = 8192 if device == "cuda" else 768
-    found = []
-    for dtype in (torch.bfloat16, torch.float32):
-        a = torch.randn(side, side, device=device).to(dtype)
-        found.append(best(lambda a=a: a @ a, 2 * side**3))
-    big = torch.ones(1 << (28 if device == "cuda" else 24), device=device)
-    return found[0], found[1], best(lambda: big.mul_(1.0), 2 * big.numel() * 4)
-
-
-def _kept() -> Path:
-    return cache_folder("rates.json")
-
-
-def calibrated(name: str) -> Rates | None:
-    """The rates that --plan.calibrate stored for this device on this machine."""
-    try:
-        kept = json.loads(_kept().read_text(encoding="utf-8"))[_key(name)]
-    except (OSError, KeyError, ValueError, RecursionError):
-        return None
-    if name == "cpu":
-        return _rates_of_cpu(*kept)
-    return dataclasses.replace(_from_table(name), matmul=kept[0], matmul_fp32=kept[1], bandwidth=kept[2])
-
-
-def calibrate(name: str) -> str:
-    """Measures the present device and stores the rates under --plan.gpu's name; returns a line about them."""
-    import torch
-
-    device = "cpu" if name == "cpu" else "cuda"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"--plan.calibrate: no CUDA device is here to measure as {name}.",
-            "--plan.gpu cpu --plan.calibrate true",
-        )
-    found = measure_rates(device)
-    place = _kept()
-    place.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        kept = json.loads(place.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        kept = {}
-    place.write_text(json.dumps({**kept, _key(name): found}, indent=1) + "\n", encoding="utf-8")
-    bf16, fp32, copied = found[0] / 1e12, found[1] / 1e12, found[2] / 1e9
-    return f"{name} here: bf16 {bf16:.3g} and fp32 {fp32:.3g} TFLOP/s, {copied:.3g} GB/s; kept in {place}"
-
-
-def _key(name: str) -> str:
-    return f"{platform.node()} {name}"

@@ -13,7 +13,6 @@ from fsdp.config import Config
 from fsdp.plan.estimate import SCRATCH_MARGIN, Plan, gib, not_modelled, uncounted_scratch
 from fsdp.plan.model_shapes import subject_of
 from fsdp.plan.rates import note_on_rates
-from fsdp.plan.step_trace import checkpoint_bytes
 from fsdp.run.job import model_of, units_line
 from fsdp.rundir.atomic_write import write_atomically
 
@@ -24,14 +23,14 @@ ROWS = 12
 """Of the table of plans."""
 
 
-def table(plans: Sequence[Plan], rows: int = ROWS) -> list[str]:
+def table(plans: Sequence[Plan]) -> list[str]:
     if not plans:
         return []
     unit = "tok" if plans[0].tokens_per_sample else "sample"
     limit = gib(plans[0].rates.memory)
     head = ["mesh", "reshard", "checkpointing", "micro-batch", "peak GiB", f"fits {limit:.0f}", "step s"]
     head += [f"{unit}/s/GPU", "MFU", "bound by"]
-    return [f"  {line}" for line in columns([head, *(_row(plan) for plan in plans[:rows])])]
+    return [f"  {line}" for line in columns([head, *(_row(plan) for plan in plans[:ROWS])])]
 
 
 def _row(plan: Plan) -> list[str]:
@@ -117,7 +116,7 @@ def details(plan: Plan, config: Config) -> list[str]:
     spec = subject_of(plan.config.model, plan.config.data).spec
     units = units_line(model_of(plan.config, spec), plan.config.mesh.wrap)
     lines.append(f"units: {units}; python train.py --dry-run lists each with its shards")
-    lines += [_time(plan), *_links(plan), *_checkpoints(plan), *_goal(plan, config)]
+    lines += [_time(plan), *_links(plan), *_goal(plan, config)]
     return lines
 
 
@@ -148,17 +147,13 @@ def _links(plan: Plan) -> list[str]:
     ]
 
 
-def _checkpoints(plan: Plan) -> list[str]:
-    return [f"a checkpoint is {checkpoint_bytes(plan.config) / 1e9:.1f} GB, written behind the steps"]
-
-
 def _goal(plan: Plan, config: Config) -> list[str]:
     if not config.plan.tokens:
         return []
-    speed = plan.samples_s * (plan.tokens_per_sample or 1)
-    hours = config.plan.tokens / speed / 3600
-    what = "tokens" if plan.tokens_per_sample else "samples"
-    return [f"{config.plan.tokens:.3g} {what}: {hours:,.1f} hours, {hours * plan.sizes.ranks:,.0f} GPU-hours"]
+    hours = config.plan.tokens / (plan.samples_s * (plan.tokens_per_sample or 1)) / 3600
+    unit = "tokens" if plan.tokens_per_sample else "samples"
+    gpu_hours = hours * plan.sizes.ranks
+    return [f"{config.plan.tokens:.3g} {unit}: {hours:,.1f} hours, {gpu_hours:,.0f} GPU-hours"]
 
 
 def notes(config: Config) -> list[str]:

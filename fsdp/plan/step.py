@@ -22,8 +22,7 @@ from fsdp.models.units import blocks_of
 from fsdp.optim.small_states import SmallStateAdam, new_state
 from fsdp.parallel.shard import Sharded
 from fsdp.parallel.update import Update
-from fsdp.plan.fsdp_events import trace_fsdp_events
-from fsdp.plan.tracker import Tracker, kind
+from fsdp.plan.tracker import Tracker, kind, trace_fsdp_events
 from fsdp.run.step import StepHooks, StepParts, run_step
 
 OTHER_UNITS = 1_000_000

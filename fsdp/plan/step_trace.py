@@ -1,7 +1,10 @@
 """The trace of one step in a fake world, for a configuration, a mesh, a rank, a micro-batch and a number of
 blocks.
 
-Not here: which runs are traced (fake_runs.py), or what a trace means.
+The process group is fake: any number of ranks, any one of them traced, and no memory behind a tensor. The
+mesh is made outside FakeTensorMode (its ranks are read as numbers), fsdp/parallel/shard.py shards the model
+on the meta device, and only then its shards become fake tensors. Not here: which runs are traced
+(fake_runs.py), or what a trace means.
 """
 
 from __future__ import annotations
@@ -13,14 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import ConfigError, ShardrunError, first_line
-from fsdp.base.torch_private.core import READS_VALUES, fake_forward
+from fsdp.base.torch_private.core import READS_VALUES, fake_forward, init_fake_group
+from fsdp.base.torch_private.fsdp import chunks_by
 from fsdp.config import CommSection, Config, LoraSection
 from fsdp.data.types import Batch
-from fsdp.dist.mesh import MeshSizes
+from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.memory.account import RestingBytes, resting_bytes
 from fsdp.models import ModelSpec, to_empty
 from fsdp.models.chunked_loss import maybe_chunked
@@ -37,9 +43,7 @@ from fsdp.optim.small_states import dynamic_map
 from fsdp.optim.train_state import TrainState
 from fsdp.parallel.shard import Sharded, resolve_dtypes, shard_model
 from fsdp.parallel.update import Whole
-from fsdp.plan.allocator import packing
-from fsdp.plan.cuda_formulas import cuda_formulas, fused_entropy
-from fsdp.plan.fake_world import fake_world
+from fsdp.plan.cuda import cuda_formulas, fused_entropy, packing
 from fsdp.plan.model_shapes import Subject, subject_of
 from fsdp.plan.step import Buckets, TracedSetup, fill_optimizer
 from fsdp.plan.trace import HOST_KINDS, Trace
@@ -48,6 +52,44 @@ from fsdp.run.job import model_of
 from fsdp.run.step import StepParts, gradients_of
 
 CPU = torch.device("cpu")
+
+
+# ---------------------------------------------------------------- the fake world
+
+
+@contextlib.contextmanager
+def fake_world(sizes: MeshSizes, rank: int) -> Iterator[DeviceMesh]:
+    """The mesh as seen from `rank`. Requires that no process group exists: a process is in one world."""
+    assert not dist.is_initialized(), "a plan is made outside a run"
+    init_fake_group(rank, sizes.ranks)
+    try:
+        with chunks_by(_Chunks):
+            yield build_mesh(sizes, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+class _Chunks:
+    """torch.chunk's pieces, made on access: FSDP cuts a parameter into as many as there are ranks and
+    keeps one.
+    """
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        self._tensor, self._count, self._dim = tensor, count, dim
+        self._rows = -(-tensor.size(dim) // count)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index < 0 or index >= self._count:
+            raise IndexError(index)
+        size = self._tensor.size(self._dim)
+        start = min(index * self._rows, size)
+        return self._tensor.narrow(self._dim, start, min(self._rows, size - start))
+
+
+# ---------------------------------------------------------------- the run
 
 
 @dataclass(frozen=True)
@@ -286,11 +328,6 @@ def _key_of_blocks(config: Config, spec: ModelSpec) -> tuple[int, str, str, Lora
 
 def parameter_bytes(config: Config) -> float:
     """Parameters, gradients and optimizer of the whole model: what shards divide."""
-    return float(_resting(config).total)
-
-
-def checkpoint_bytes(config: Config) -> float:
-    """Parameters and states once, whatever the mesh; beside adapters without the frozen weights."""
     return float(_resting(config).total)
 
 

@@ -27,11 +27,7 @@ HOST_KINDS = ("parameters", "gradients", "optimizer")
 POOLS = ("gather pool", "reduce pool")
 """Of the tensors on a CUDA device, those that FSDP allocates on its streams, in pools of their own."""
 
-COLUMNS = (*KINDS, "workspace", "heap", "kept", *POOLS)
-"""Columns of a curve. The three after the kinds are of a CPU. workspace: what an operator, or gloo's
-all-gather, takes beside tensors until it ends. heap: the part of the tensors that glibc takes from its heap.
-kept: what libraries keep from the first use of a kernel on.
-"""
+COLUMNS = (*KINDS, *POOLS)
 COLUMN = {name: at for at, name in enumerate(COLUMNS)}
 
 Place = tuple[str, int]

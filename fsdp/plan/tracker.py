@@ -1,9 +1,9 @@
-"""Records every storage, operation and collective of a step, in the host's order.
+"""Records every storage, operation and collective of a step, FSDP's own too, in the host's order.
 
 Tracker is a dispatch mode: it sees fake tensors and real ones alike, so a plan and a real run are counted by
 the same code. It does for segments of a step what torch's own FSDPMemTracker does for modules, in a tenth of
-the time, by rank and with the order of communication. Not here: FSDP's own events (fsdp_events.py), what the
-numbers mean (memory.py, step_time.py), or the step (step.py).
+the time, by rank and with the order of communication. Not here: what the numbers
+mean (estimate.py, step_time.py), or the step (fake_step.py).
 """
 
 from __future__ import annotations
@@ -20,11 +20,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
-from fsdp.base.torch_private.core import TorchDispatchMode, schema
+from fsdp.base.torch_private.core import FakeTensor, TorchDispatchMode, schema
+from fsdp.base.torch_private.fsdp import (
+    Run,
+    accumulated_gradient,
+    after_resizes,
+    around_methods,
+    copies_of_offloaded,
+    gathered_gradient,
+    gathers,
+    reduces,
+    sharded_gradient,
+)
 from fsdp.base.torch_private.names import COLLECTIVE_OPS, WRITE_ONLY_OPS
 from fsdp.dist.shards import local_tensor, tensors_in
 from fsdp.memory.account import LiveStorages
-from fsdp.plan.scratch import HEAP, RULES, Kept, lstm_workspace_bytes, scratch_bytes
+from fsdp.parallel import offload
 from fsdp.plan.trace import CODE, COLUMN, COLUMNS, KINDS, POOLS, Place, Segment, SegmentName, Trace, Work
 
 KIND = {name: at for at, name in enumerate(KINDS)}
@@ -47,8 +58,7 @@ class _Held:
 
 class Tracker(TorchDispatchMode):
     """On "cuda" sizes are rounded to the caching allocator's 512 bytes. On "cpu" gloo's reduce-scatter
-    works on a copy of its input, and its all-gather lays the result out once more: a real run shows the
-    first by itself, for a fake one both are added, and what operators take beside tensors (scratch.py).
+    works on a copy of its input: a real run shows it by itself, for a fake one it is added.
     """
 
     def __init__(self, device: str = "", *, fake: bool = False, host: Collection[str] = ()) -> None:
@@ -66,7 +76,6 @@ class Tracker(TorchDispatchMode):
         self.pools: Iterator[int] = itertools.repeat(0)
         """The pool of each new storage: 0, or 1 + the place in POOLS."""
         self._alive = [0] * len(COLUMNS)
-        self._kept = Kept()
         self._live = LiveStorages(self._gone)
         self._serial = 0
         self._segments: list[Segment] = []
@@ -101,7 +110,6 @@ class Tracker(TorchDispatchMode):
         self._serial += 1
         held = _Held(self._rounded(storage.nbytes()), kind, self._serial, next(self.pools))
         self._live.add(storage, held)
-        self._alive[COLUMN["heap"]] += self._in_heap(held.size)
         if held.size:
             self._grow(held, held.size)
         return held, True
@@ -121,19 +129,9 @@ class Tracker(TorchDispatchMode):
 
     def _gone(self, held: _Held) -> None:
         held.exists = False
-        self._alive[COLUMN["heap"]] -= self._in_heap(held.size)
         if held.size:
             self._alive[held.kind] -= held.size
             self._in_allocator(held, -held.size)
-
-    def _in_heap(self, size: int) -> int:
-        return size if self._copies and size < HEAP else 0
-
-    def _beside(self, size: int) -> None:
-        """A point at which an operator has `size` bytes beside all tensors."""
-        point = list(self._alive)
-        point[COLUMN["workspace"]] = size
-        self._points.append(tuple(point))
 
     def _rounded(self, size: int) -> int:
         return -(-size // self._round) * self._round
@@ -145,13 +143,8 @@ class Tracker(TorchDispatchMode):
             if not held.size:
                 self._serial += 1
                 held.kind, held.serial = self.kind, self._serial  # a gathered parameter is allocated again
-            self._alive[COLUMN["heap"]] += self._in_heap(size) - self._in_heap(held.size)
             change, held.size = size - held.size, size
             self._grow(held, change)
-
-    @property
-    def alive(self) -> dict[str, int]:
-        return dict(zip(COLUMNS, self._alive, strict=True))
 
     # ------------------------------------------------------------ operations
 
@@ -162,10 +155,6 @@ class Tracker(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func.namespace == "prim" or func.namespace == "profiler":
             return out
-        name = schema(func).name.partition("::")[2]
-        if self._copies and name == "mkldnn_rnn_layer":
-            size = lstm_workspace_bytes(args)  # a fake one has none
-            out = (*out[:3], out[3].new_empty(size))
         outputs = list(tensors_in(out))
         new = 0
         for tensor in outputs:
@@ -173,11 +162,6 @@ class Tracker(TorchDispatchMode):
             if storage is not None and self._see(storage, self.kind)[1]:
                 new += tensor.nbytes
         self._count(func, args, kwargs, out, outputs, new)
-        if self._copies:
-            self._kept.use(name, args)
-            self._alive[COLUMN["kept"]] = self._kept.bytes
-            if name in RULES:
-                self._beside(scratch_bytes(name, args, out))
         return out
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[Tensor], new: int) -> None:
@@ -285,8 +269,6 @@ class Tracker(TorchDispatchMode):
             self._alive[self.kind] += size
             self._points.append(tuple(self._alive))
             self._alive[self.kind] -= size
-        if name == "all_gather" and self._copies:
-            self._beside(size)
         self._row(name, 0, size, 0, tensors[0].element_size() if tensors else 4, stream=1)
 
     def _row(
@@ -393,3 +375,66 @@ def counted_as(
 def kind(tracker: Tracker, name: str) -> Iterator[None]:
     with counted_as(tracker, name, tracker.stream, tracker.group):
         yield
+
+
+# ---------------------------------------------------------------- FSDP's own events
+
+
+@contextlib.contextmanager
+def trace_fsdp_events(tracker: Tracker) -> Iterator[None]:
+    """Context in which FSDP's methods, patched, mark gathers, waits, reductions and the owners of gradients,
+    and the offload of activations its copies.
+    """
+
+    def unshard(group: Any, run: Run) -> Any:
+        with counted_as(tracker, "communication", 1, tracker.groups(group), itertools.repeat(1)):
+            return run()
+
+    def wait_for_unshard(group: Any, run: Run) -> Any:
+        if not gathers(group):
+            return run()
+        tracker.wait("wait_gather", tracker.groups(group))
+        with counted_as(tracker, "gathered", 0, tracker.groups(group)):
+            return run()
+
+    def hold(tensor: Tensor | None, kind: str) -> None:
+        if tensor is not None:
+            tracker.hold(tensor, kind)
+
+    def post_backward(group: Any, run: Run) -> Any:
+        for parameter in group.fsdp_params:
+            hold(gathered_gradient(parameter), "whole_gradients")
+        if reduces(group):
+            tracker.wait("wait_reduce")
+        # the reduction's input is made on the stream of computation, its output on the reductions' own
+        pools = itertools.chain((0,), itertools.repeat(2))
+        with counted_as(tracker, "communication", 0, tracker.groups(group), pools):
+            result = run()
+        for parameter in group.fsdp_params:
+            hold(accumulated_gradient(parameter), "whole_gradients")
+            hold(sharded_gradient(parameter), "gradients")
+        return result
+
+    def finalize_backward(group: Any, run: Run) -> Any:
+        tracker.wait("wait_all")
+        return run()
+
+    methods = [unshard, wait_for_unshard, post_backward, finalize_backward]
+    copies: Any = offload._Kept
+    leave, plain = vars(copies)["leave"], vars(offload)["Tensor"]
+
+    def leaving(cls: Any, *args: Any) -> Any:
+        made = leave.__func__(cls, *args)
+        hold(None if made is None else made.host, "offloaded")
+        return made
+
+    around = around_methods([(method.__name__, method) for method in methods])
+    with around, after_resizes(tracker.resized), copies_of_offloaded(tracker.copies):
+        copies.leave = classmethod(leaving)
+        if tracker.fake:
+            offload.Tensor = FakeTensor  # type: ignore[misc, assignment]  # it asks for the very type
+        try:
+            with tracker:
+                yield
+        finally:
+            copies.leave, offload.Tensor = leave, plain  # type: ignore[misc]

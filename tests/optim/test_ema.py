@@ -20,8 +20,8 @@ from fsdp.checkpoint.__main__ import main as checkpoint_command
 from fsdp.config import OptimSection, config_hash, load
 from fsdp.dist.env import DistEnv
 from fsdp.memory.account import state_bytes
+from fsdp.plan.estimate import memory_of
 from fsdp.plan.fake_runs import count
-from fsdp.plan.memory import memory_of
 from tests.plan.test_measured import BATCH, SMALL, tensors
 from tests.support import plain_loop
 from tests.support.plain_loop import relative_difference, train_plainly

@@ -24,8 +24,8 @@ from fsdp.optim.muon import hidden_matrices
 from fsdp.optim.muon.exchange import Matrix, rounds
 from fsdp.optim.muon.optimizer import AdjustLr, lr_ratio
 from fsdp.optim.optimizer import build_optimizer, set_lr
+from fsdp.plan.estimate import memory_of
 from fsdp.plan.fake_runs import count
-from fsdp.plan.memory import memory_of
 from tests.plan.test_measured import BATCH, SMALL, tensors
 from tests.support.plain_loop import Trained, relative_difference, train_plainly
 from tests.support.runs import failures, run, settings

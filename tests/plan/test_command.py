@@ -80,12 +80,6 @@ def test_the_command_of_the_page_as_typed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_plan_is_deterministic(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(capsys, *QUICK) == said(capsys, *QUICK)
-
-
-@pytest.mark.slow
-@pytest.mark.long
 def test_the_best_line_planned_alone_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     """Pasted behind the question with --plan.fix, the best line gives the row that it was taken from."""
     table = said(capsys, *QUICK)
@@ -117,7 +111,7 @@ def test_help_lists_the_planners_own_flags(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert not ended.value.code
-    assert "--plan.predicted_step_s" in capsys.readouterr().out
+    assert "--plan.node_link_gb_s" in capsys.readouterr().out
 
 
 WRONG = [
@@ -172,16 +166,12 @@ WRONG = [
         r"the model's forward needs mask, and the data have only inputs, targets\. HINT: give mask a default",
     ),
     ("--plan.gpus 4 --model.name tests.plan.own:Nothing", "--model.name tests.plan.own:Nothing: .* HINT: "),
-    (
-        "--plan.calibrate true",
-        "--plan.calibrate: no CUDA device is here to measure as h100. HINT: --plan.gpu cpu",
-    ),
     ("--gpus 8", "--gpus is not a flag. HINT: did you mean --plan.gpus?"),
     ("--gpu h100", "--gpu is not a flag. HINT: did you mean --plan.gpu?"),
-    ("--plan.write tests", r"tests cannot be written \(Is a directory\). HINT: --plan.write plan.toml"),
+    ("--plan.write tests", r"tests cannot be written \(a folder is there\). HINT: --plan.write plan.toml"),
     (
         "--plan.write absent/plan.toml",
-        r"absent/plan.toml cannot be written \(No such file or directory\). HINT: --plan.write plan.toml",
+        r"absent/plan.toml cannot be written \(its folder is not there.*\). HINT: --plan.write plan.toml",
     ),
 ]
 
@@ -200,37 +190,7 @@ QUICK_KNOBS = ("--memory.activation_checkpointing", "none")
 
 
 @pytest.mark.slow
-def test_calibrated_rates_are_stored(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    fixed = (
-        *SMALL,
-        "--plan.fix",
-        "true",
-        "--plan.gpu",
-        "cpu",
-        "--plan.gpus",
-        "2",
-        "--train.global_batch",
-        "4",
-    )
-    first = said(capsys, *fixed, "--plan.calibrate", "true")
-    assert re.match(r"cpu here: bf16 \S+ and fp32 \S+ TFLOP/s, \S+ GB/s; kept in ", first)
-    assert (tmp_path / "shardrun" / "rates.json").exists()
-    assert said(capsys, *fixed) == said(capsys, *fixed) == first.partition("\n")[2]
-
-
-@pytest.mark.slow
 def test_if_nothing_fits_a_hint_names_flags(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, *QUICK, "--plan.memory_gib", "1.4")
     assert "nothing fits. HINT: --plan.gpus 8, a --plan.gpu with more memory, or --data.seq_len lower" in text
     assert "best:" not in text
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_users_model_is_planned_too(capsys: pytest.CaptureFixture[str]) -> None:
-    own = ("--model.name", "tests.plan.own:Words", "--data.name", "synthetic", "--data.args.kind", "tokens")
-    text = said(capsys, *own, *QUICK[len(SMALL) :], "--data.seq_len", "32")
-    assert "  best: --mesh.strategy" in text

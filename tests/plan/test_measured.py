@@ -13,8 +13,8 @@ from bench.plan_cases import Case, draw
 from bench.plan_real import _asks, _real_steps
 from fsdp.config import load
 from fsdp.dist.env import DistEnv
+from fsdp.plan.estimate import memory_of
 from fsdp.plan.fake_runs import count
-from fsdp.plan.memory import memory_of
 from tests.support.marks import sample_are
 from tests.support.world import run_world
 
@@ -40,7 +40,7 @@ CASES = (
 
 
 def tensors(env: DistEnv, flags: tuple[str, ...]) -> float:
-    return _real_steps(flags, env.world_size, env.rank)[0]
+    return _real_steps(flags, env.world_size, env.rank)
 
 
 @pytest.mark.parametrize("case", sample_are(CASES[1:2], CASES), ids=str)

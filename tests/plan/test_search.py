@@ -4,7 +4,6 @@ train.py refuses.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import pytest
@@ -12,10 +11,7 @@ import pytest
 from fsdp.base.errors import ConfigError
 from fsdp.config import load
 from fsdp.plan.__main__ import fields_set
-from fsdp.plan.estimate import ask_for
-from fsdp.plan.fake_runs import _in_second_process, peak_of
 from fsdp.plan.search import SearchResult, search
-from fsdp.plan.step_trace import trace_step
 from tests.plan.asked import SMALL
 
 KNOBS = ("--memory.activation_checkpointing", "none", "--mesh.reshard_after_forward", "true")
@@ -42,28 +38,6 @@ def test_flags_that_are_set_stay() -> None:
         assert plan.sizes.shard == 4
         assert plan.micro_batch * plan.accumulation * 8 == 32
         assert plan.config.memory.activation_checkpointing == "none"
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_strategy_that_is_set_stays() -> None:
-    assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--mesh.strategy", "fsdp").plans} == {
-        "fsdp"
-    }
-    assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--mesh.strategy", "ddp").plans} == {
-        "ddp"
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_train_py_accepts_every_proposal() -> None:
-    """DDP takes no factor of its own, so it is not among the choices."""
-    assert "ddp" in {plan.sizes.strategy for plan in found("--plan.gpus", "4").plans}
-    assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--comm.divide_by", "4").plans} == {
-        "fsdp",
-        "hsdp",
-    }
 
 
 @pytest.mark.slow
@@ -115,12 +89,6 @@ def test_the_fewest_ranks_that_fit() -> None:
 
 
 @pytest.mark.slow
-def test_without_a_number_of_ranks_the_mesh_gives_it() -> None:
-    assert found("--mesh.replicate", "2", "--mesh.shard", "2").ranks == 4
-    assert found("--mesh.shard", "2", "--train.micro_batch", "1").ranks == 2
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "ranks"),
     [
@@ -160,19 +128,6 @@ def test_a_batch_that_ends_the_search_is_named(flags: str, message: str) -> None
     whole = f"no number of H100 SXM up to 4096 holds this model. {message}.*, or --plan.gpu with more memory"
     with pytest.raises(ConfigError, match=whole):
         found(*tight, *flags.split())
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_second_process_finds_the_same() -> None:
-    asks = [
-        dataclasses.replace(ask_for(load([*SMALL, "--train.global_batch", "8"]), 4), rank=rank)
-        for rank in range(3)
-    ]
-    beside = _in_second_process(asks)
-    assert {ask: peak_of(trace) for ask, trace in beside.items()} == {
-        ask: peak_of(trace_step(ask)) for ask in asks
-    }
 
 
 @pytest.mark.slow

@@ -1,0 +1,187 @@
+"""CUDA, on a machine without: the replay of its caching allocator, and what its kernels keep for backward.
+
+The replay follows c10's rules with expandable segments. Each stream has two pools, for blocks up to 1 MiB and
+for larger ones, and each pool one segment that grows at its end by 2 or 20 MiB: 512-byte grains, best fit,
+blocks split from 512 bytes on, free neighbours joined.
+
+The stand-ins are for operators that keep other tensors on CUDA than on a CPU: a plan's fake tensors are a
+CPU's, whose rms_norm decomposes and keeps two copies in fp32, and whose dropout keeps its mask in the input's
+type. So does an eager cross entropy of the loss that a run compiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MIB = 1 << 20
+GRAIN = 512
+
+
+def packing(events: Iterable[tuple[int, int, int]]) -> float:
+    """What is reserved after all events, over the sum of the streams' peaks. An event: storage, bytes
+    (negative for a free), stream; a storage that shrinks or grows is allocated anew.
+    """
+    pools: dict[tuple[int, bool], Pool] = {}
+    held: dict[int, tuple[Pool, int, int, int]] = {}
+    alive: dict[int, int] = {}
+    peaks: dict[int, int] = {}
+    for storage, change, stream in events:
+        size = change
+        if storage in held:
+            pool, start, before, stream = held.pop(storage)
+            pool.free(start)
+            alive[stream] -= before
+            size += before
+        if size <= 0:
+            continue
+        pool = pools.setdefault((stream, size <= MIB), Pool(2 * MIB if size <= MIB else 20 * MIB))
+        held[storage] = (pool, pool.take(size), size, stream)
+        alive[stream] = alive.get(stream, 0) + size
+        peaks[stream] = max(peaks.get(stream, 0), alive[stream])
+    return sum(pool.reserved for pool in pools.values()) / max(1, sum(peaks.values()))
+
+
+class Pool:
+    """One growing segment: start → size of each block, and the free ones by size."""
+
+    def __init__(self, grows_by: int) -> None:
+        self.reserved = 0
+        self._grows_by = grows_by
+        self._taken: dict[int, int] = {}
+        self._free: list[tuple[int, int]] = []
+        self._starts: dict[int, int] = {}
+        """Start → size of each free block, and its end → start in `_ends`."""
+        self._ends: dict[int, int] = {}
+
+    def take(self, size: int) -> int:
+        size = -(-size // GRAIN) * GRAIN
+        # The last block can grow, and is taken only if no other fits.
+        at = bisect_left(self._free, (size, -1))
+        while at < len(self._free) and sum(self._free[at]) == self.reserved:
+            at += 1
+        if at < len(self._free):
+            whole, start = self._free[at]
+        else:
+            start = self._ends.get(self.reserved, self.reserved)
+            lacks = size - self._starts.get(start, 0)
+            if lacks > 0:
+                last = self._starts.get(start, 0)
+                if last:
+                    self._drop(start)
+                added = -(-lacks // self._grows_by) * self._grows_by
+                self.reserved += added
+                self._put(start, last + added)
+            whole = self._starts[start]
+        self._drop(start)
+        self._taken[start] = size
+        if whole > size:
+            self._put(start + size, whole - size)
+        return start
+
+    def free(self, start: int) -> None:
+        """Neighbours that are free become one block."""
+        size = self._taken.pop(start)
+        if (after := self._starts.get(start + size)) is not None:
+            self._drop(start + size)
+            size += after
+        if (before := self._ends.get(start)) is not None:
+            size += self._starts[before]
+            self._drop(before)
+            start = before
+        self._put(start, size)
+
+    def _put(self, start: int, size: int) -> None:
+        self._starts[start], self._ends[start + size] = size, start
+        insort(self._free, (size, start))
+
+    def _drop(self, start: int) -> None:
+        size = self._starts.pop(start)
+        del self._ends[start + size]
+        self._free.pop(bisect_left(self._free, (size, start)))
+
+
+# ---------------------------------------------------------------- stand-ins
+
+
+class _RmsNorm(torch.autograd.Function):
+    """_fused_rms_norm: the input, the weight, and a number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        rows = x.new_empty(x.shape[: x.dim() - dims], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rows)
+        return x * (1 if weight is None else weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
+        x, weight, _ = ctx.saved_tensors
+        return gradient * x, None if weight is None else torch.ones_like(weight), None
+
+
+class _Dropout(torch.autograd.Function):
+    """native_dropout: a mask of a byte an element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        mask = torch.empty_like(x, dtype=torch.bool)
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (mask,) = ctx.saved_tensors
+        return gradient * mask
+
+
+class _Entropy(torch.autograd.Function):
+    """The compiled summed_entropy: the logits as they are, and a number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        rows = logits.amax(-1).float()
+        ctx.save_for_backward(logits, rows)
+        return rows.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        logits, _ = ctx.saved_tensors
+        return logits * gradient.to(logits.dtype)
+
+
+def fused_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+    result: Tensor = _Entropy.apply(logits)
+    return result
+
+
+def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None) -> Tensor:
+    result: Tensor = _RmsNorm.apply(input, weight, len(normalized_shape))
+    return result
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    result: Tensor = _Dropout.apply(input) if training and 0 < p < 1 else input
+    return result
+
+
+STAND_INS = {"rms_norm": _rms_norm, "dropout": _dropout}
+"""Functions of torch.nn.functional, as modules and models call them."""
+
+
+@contextlib.contextmanager
+def cuda_formulas() -> Iterator[None]:
+    """Context in which these functions keep what CUDA's kernels keep."""
+    before = {name: getattr(F, name) for name in STAND_INS}
+    for name, function in STAND_INS.items():
+        setattr(F, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(F, name, function)
