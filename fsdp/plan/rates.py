@@ -120,8 +120,8 @@ _CHANNELS = 16
 
 
 _CPU = Rates(
-    name="cpu", memory=0.0, matmul=100e9, matmul_fp32=50e9, attention=25e9, attention_narrow=25e9,
-    peak=50e9, bandwidth=8e9, link=1e9, node_link=1e9, gpus_a_node=0, host_link=8e9, overhead=0.0,
+    name="cpu", memory=0.0, matmul=200e9, matmul_fp32=100e9, attention=50e9, attention_narrow=50e9,
+    peak=100e9, bandwidth=20e9, link=1e9, node_link=1e9, gpus_a_node=0, host_link=20e9, overhead=0.0,
     launch_s=5e-6, issue_s=0.0, contention=0.0, shared=True,
 )  # fmt: skip
 
