@@ -23,6 +23,7 @@ import dataclasses
 import difflib
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from fsdp.base.devices import DEVICES, find
 from fsdp.base.errors import ConfigError
@@ -119,13 +120,6 @@ _CHANNELS = 16
 """Multiprocessors that a collective occupies: NCCL's channels on a node of eight."""
 
 
-_CPU = Rates(
-    name="cpu", memory=0.0, matmul=200e9, matmul_fp32=100e9, attention=50e9, attention_narrow=50e9,
-    peak=100e9, bandwidth=20e9, link=1e9, node_link=1e9, gpus_a_node=0, host_link=20e9, overhead=0.0,
-    launch_s=5e-6, issue_s=0.0, contention=0.0, shared=True,
-)  # fmt: skip
-
-
 def rates_for(config: Config) -> Rates:
     """The device that --plan.gpu names, with --plan's own figures over the table's."""
     plan = config.plan
@@ -135,13 +129,30 @@ def rates_for(config: Config) -> Rates:
         "node_link": plan.node_link_gb_s * 1e9 * BUS, "gpus_a_node": plan.gpus_per_node,
         "bandwidth": plan.memory_gb_s * 1e9 * STREAMED, "matmul": plan.tflops * 1e12 * SUSTAINED,
     }  # fmt: skip
-    typed = {name: value for name, value in figures.items() if value}
-    return dataclasses.replace(base, **typed, shared=base.shared and "memory" not in typed)  # type: ignore[arg-type]
+    typed: dict[str, Any] = {name: value for name, value in figures.items() if value}
+    return dataclasses.replace(base, **typed, shared=base.shared and "memory" not in typed)
 
 
 def _cpu() -> Rates:
-    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return dataclasses.replace(_CPU, memory=memory, gpus_a_node=os.cpu_count() or 1)
+    return Rates(
+        name="cpu",
+        memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        matmul=200e9,
+        matmul_fp32=100e9,
+        attention=50e9,
+        attention_narrow=50e9,
+        peak=100e9,
+        bandwidth=20e9,
+        link=1e9,
+        node_link=1e9,
+        gpus_a_node=os.cpu_count() or 1,
+        host_link=20e9,
+        overhead=0.0,
+        launch_s=5e-6,
+        issue_s=0.0,
+        contention=0.0,
+        shared=True,
+    )
 
 
 def note_on_rates(gpu: str) -> str:
