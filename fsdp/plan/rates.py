@@ -27,7 +27,6 @@ from typing import Any
 
 from fsdp.base.devices import DEVICES, find
 from fsdp.base.errors import ConfigError
-from fsdp.base.proc import cache_folder
 from fsdp.config import Config
 
 GIB = 2**30
