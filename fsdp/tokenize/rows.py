@@ -14,7 +14,6 @@ import gzip
 import json
 import mmap
 import os
-import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import numpy as np
 
 from fsdp.base.errors import ConfigError, message_line
 from fsdp.base.proc import cache_folder
-from fsdp.base.text import quoted
+from fsdp.base.text import byte_size, quoted
 from fsdp.config.sections import expanded
 from fsdp.tokenize.cache import identity, made_once
 
@@ -38,6 +37,8 @@ BUILDERS = {
 """Suffixes that the package datasets reads, each with the name of its builder."""
 OFFSET = np.dtype(np.int64)
 BLOCK = 1 << 24
+UNPACKED, UNPACKED_TIMES = 1 << 30, 200
+"""What a compressed file may unpack to: so many bytes, or so many times its own size if that is more."""
 T = TypeVar("T")
 
 
@@ -109,11 +110,17 @@ def _uncompressed(path: Path, name: str) -> Path:
     """The file itself, or the contents of a .gz file in the cache."""
     if path.suffix.lower() != ".gz":
         return path
+    most = max(UNPACKED, UNPACKED_TIMES * path.stat().st_size)
 
     def write(aside: Path) -> None:
         try:
             with gzip.open(path, "rb") as packed, aside.open("wb") as out:
-                shutil.copyfileobj(packed, out, BLOCK)
+                while block := packed.read(BLOCK):
+                    if out.write(block) and out.tell() > most:
+                        raise ConfigError(
+                            f"{name} unpacks to more than {byte_size(most)}.",
+                            f"gunzip {quoted(path)} if that is meant",
+                        )
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ConfigError(
                 f"{name} is damaged or cut short: {error}.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -294,3 +295,30 @@ def test_a_running_median_is_unbiased_and_ignores_spikes() -> None:
     assert np.allclose(running_median(values, 5), values)
     values[25] = 1e9
     assert running_median(values, 5).max() <= 49
+
+
+PROBE = """<script>
+addEventListener("load", () => {
+  const figure = document.querySelector("figure.chart");
+  figure.focus();
+  figure.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight", bubbles: true}));
+  document.body.dataset.readout = document.querySelector(".readout").textContent;
+  document.body.dataset.loaded = performance.getEntriesByType("resource").length;
+  document.body.dataset.wider = document.documentElement.scrollWidth - innerWidth;
+});
+</script></body>"""
+
+
+@pytest.mark.needs("browser")
+def test_in_a_browser_an_arrow_key_reads_a_curve_and_nothing_is_loaded(run: Path, tmp_path: Path) -> None:
+    text = report(run, watched(made(tmp_path / "other")), out=tmp_path / "both.html")
+    page = tmp_path / "probed.html"
+    # without the policy of the page, which forbids the probe
+    page.write_text(re.sub("<meta http-equiv=[^>]*>", "", text).replace("</body>", PROBE))
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1200,900"]
+    command = ["chromium", *options, f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom", page.as_uri()]
+    seen = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    data = dict(re.findall(r'data-(readout|loaded|wider)="([^"]*)"', seen))
+    assert data["readout"].startswith("step 1 "), data
+    assert data["loaded"] == "0"
+    assert int(data["wider"]) <= 0

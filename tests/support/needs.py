@@ -53,6 +53,7 @@ ABSENT: dict[str, Callable[[], str]] = {
     "peft": functools.partial(_package, "peft"),
     "torchao": functools.partial(_package, "torchao"),
     "bindfs": lambda: "" if shutil.which("bindfs") else "bindfs is not installed (apt-get install bindfs)",
+    "browser": lambda: "" if shutil.which("chromium") else "no chromium (apt-get install chromium)",
     "cgroup": _cgroup,
     "fuse": faulty_file.missing,
     "s3": _s3,

@@ -15,6 +15,7 @@ import pytest
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
 from fsdp.data import build_dataset
+from fsdp.tokenize import rows
 from fsdp.tokenize.conversations import DocumentOptions, form_of
 from fsdp.tokenize.rows import open_rows
 from fsdp.tokenize.sources import Source, find_files
@@ -41,6 +42,13 @@ def test_compressed_lines(tmp_path: Path) -> None:
         ConfigError, match=r"c.jsonl.gz is damaged or cut short: .* HINT: copy it again; gzip -t"
     ):
         values_of(tmp_path / "c.jsonl.gz")
+
+
+def test_a_compressed_file_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "UNPACKED", 1 << 16)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(bytes(1 << 20)))
+    with pytest.raises(ConfigError, match=r"a.jsonl.gz unpacks to more than .* HINT: gunzip "):
+        values_of(tmp_path / "a.jsonl.gz")
 
 
 JSON = {
