@@ -6,7 +6,6 @@ imported by `run_rank` alone: `refuse` reports a wrong flag without waiting for 
 
 from __future__ import annotations
 
-import traceback
 from typing import TYPE_CHECKING
 
 from fsdp.base.errors import (
@@ -28,15 +27,9 @@ from fsdp.dist.env import (
 )
 from fsdp.dist.lost_peer import is_lost_peer
 from fsdp.record.console import print_last
+from fsdp.watch.failure import write_torchrun_error_file
 from launch.command import rank_command
-from launch.marker import (
-    Failure,
-    Marker,
-    failed_before_this_restart,
-    marker_of,
-    note_for_torchrun,
-    write_torchrun_error_file,
-)
+from launch.marker import Failure, Marker, failed_before_this_restart, marker_of, note_for_torchrun
 from launch.policy import EXIT_INTERRUPTED, Kind
 
 if TYPE_CHECKING:
@@ -103,29 +96,23 @@ def interrupted(program: str) -> int:
 
 def report(error: BaseException, env: DistEnv, program: str, marker: Marker | None) -> int:
     """Write RUN/FAILED, print the error unless the monitor has printed it, and return the exit code."""
-    from fsdp.watch.failure import failure_was_printed
+    from fsdp.watch.failure import failure_was_printed, printed
 
     failure = failure_of(error)
     if marker is not None:
         marker.write(failure, env.rank)
-    if env.local_rank == 0 and isinstance(error, ShardrunError) and error.scope == "all":
+    scope = error.scope if isinstance(error, ShardrunError) else "rank"
+    if env.local_rank == 0 and scope == "all":
         note_for_torchrun(failure)
     if failure_was_printed(error):
         return failure.code
-    if isinstance(error, OtherRankFailed):
+    is_first = env.is_main or scope == "rank" or (scope == "node" and env.local_rank == 0)
+    if isinstance(error, OtherRankFailed) or not is_first:
         wait_for_rank_0_to_print()
-        return failure.code
-    if isinstance(error, ShardrunError):
-        write_torchrun_error_file(str(error))
-        if env.is_main or error.scope == "rank" or (error.scope == "node" and env.local_rank == 0):
-            print_line(f"{program}{'' if env.is_main else f' (rank {env.rank})'}: {error}")
-        else:
-            wait_for_rank_0_to_print()
-    elif failure.echo:
-        print_line(f"[rank {env.rank}] ended because another rank did: {failure.message[:160]}")
     else:
-        trace = "".join(traceback.format_exception(error)).rstrip()
-        print_line(f"[rank {env.rank}] failed on {env.device}:\n{trace}")
+        print_line(printed(error, env, program))
+    if isinstance(error, ShardrunError) and not isinstance(error, OtherRankFailed):
+        write_torchrun_error_file(str(error))
     return failure.code
 
 

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import socket
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,15 +61,6 @@ class Marker:
         before_the_lock = not self.lock_checked and failure.code == ConfigError.exit_code
         if failure.echo or failure.kind is Kind.REFUSED or before_the_lock:
             return
-        try:
-            self._write(failure, rank)
-        except OSError as error:
-            line = f"[rank {rank}] {self.run.failed} cannot be written ({error.strerror}): the launcher"
-            print_line(f"{line} decides by exit code {failure.code} alone")
-
-    def _write(self, failure: Failure, rank: int) -> None:
-        if not self.run.path.is_dir():
-            return
         record = {
             **asdict(failure),
             "kind": failure.kind.name,
@@ -78,7 +68,12 @@ class Marker:
             "start": self.start,
             "time": history.now(),
         }
-        write_atomically(self.run.failed, json.dumps(record) + "\n")
+        try:
+            if self.run.path.is_dir():
+                write_atomically(self.run.failed, json.dumps(record) + "\n")
+        except OSError as error:
+            line = f"[rank {rank}] {self.run.failed} cannot be written ({error.strerror}): the launcher"
+            print_line(f"{line} decides by exit code {failure.code} alone")
 
     def read(self) -> Failure | None:
         """The failure of this start; None if no rank has written one, or if it has another form."""
@@ -88,21 +83,11 @@ class Marker:
 
 
 def _read_object(file: Path) -> Mapping[str, Any]:
-    """The JSON object of a file that any user may have written; empty if it holds another thing."""
+    """The JSON object of a file; empty if it holds another thing, or is longer than MOST_BYTES."""
     try:
-        if not file.is_file():  # reading a FIFO would block
-            return {}
         with file.open("rb") as opened:
-            return _parsed(opened.read(MOST_BYTES + 1))
-    except OSError:
-        return {}
-
-
-def _parsed(text: bytes) -> Mapping[str, Any]:
-    """The JSON object of this text; empty if it is another thing, or longer than MOST_BYTES."""
-    try:
-        record = json.loads(text) if len(text) <= MOST_BYTES else None
-    except (ValueError, RecursionError):
+            record = json.loads(opened.read(MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
 
@@ -162,13 +147,3 @@ def failed_before_this_restart(
         return noted
     before = marker.read() if marker is not None else None
     return before if before is not None and before.kind is Kind.FINAL else None
-
-
-def write_torchrun_error_file(message: str, environ: Mapping[str, str] = os.environ) -> None:
-    """torchrun's own summary then ends with this message in place of `error_file: <N/A>`."""
-    file = Path(environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
-    if not file.parent.is_dir() or file.exists():  # the watch has written the rank's failure
-        return
-    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-    with contextlib.suppress(OSError):  # the message itself is printed
-        file.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")

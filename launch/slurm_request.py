@@ -1,26 +1,30 @@
 """The resources of a job: nodes, GPUs, time and memory, in Slurm's notation, as submitit's parameters.
 
-Not here: the run itself, whose flags are train.py's, and the submission (submit.py).
+Options of sbatch that launch.submit does not have itself pass on: --dependency, --mail-type, --reservation …
+Their names are those of the installed `sbatch --help`; Slurm checks the values. Not here: the run, whose
+flags are train.py's, and the submission (submit.py).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp.base.errors import ConfigError, LaunchError
-from launch.sbatch_options import Options, check_gpus
 
+Options = Mapping[str, str | bool]
+"""By name without dashes in front; True for an option without a value."""
 LONGEST_S = 2**31 - 1
 """The seconds of Slurm's longest time limit."""
 
 
 def flag(default: int | str, help: str) -> Any:
     """A field with its text for --help."""
-    return dataclasses.field(default=default, metadata={"help": help})
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +70,6 @@ class Request:
             "tasks_per_node": self.ranks_per_node,
             "gpus_per_node": self.gpus or None,
             "cpus_per_task": self.cpus_per_task or None,
-            "mem_gb": gibibytes(self.mem) if self.mem else None,
             "stderr_to_stdout": True,
         }
         names = ("partition", "account", "qos", "constraint", "exclude")
@@ -80,6 +83,7 @@ class Request:
 
     def _further(self) -> Options:
         typed = {"gpus_per_node": self.gpus_per_node} if ":" in self.gpus_per_node else {}
+        typed |= {"mem": self.mem} if self.mem else {}
         requeue = {} if "no-requeue" in self.sbatch else {"requeue": True}
         return {**requeue, **typed, **self.sbatch}
 
@@ -106,30 +110,10 @@ def minutes(text: str) -> int:
     return -(-seconds // 60)
 
 
-def gibibytes(text: str) -> float:
-    """GiB of an amount of memory in Slurm's notation: 64G, 512M, 1T; a bare number is megabytes."""
-    found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
-    if found is None:
-        raise ConfigError(f"--mem {text} is not an amount of memory.", "--mem 64G")
-    return int(found[1]) * {"K": 2.0**-20, "M": 2.0**-10, "": 2.0**-10, "G": 1.0, "T": 1024.0}[found[2]]
-
-
 def check(request: Request) -> None:
     """Check what needs neither submitit nor sbatch."""
     if request.cluster not in ("slurm", "local", "debug"):
         raise ConfigError(f"--cluster {request.cluster} is not slurm, local or debug.", "--cluster slurm")
-    for name in (
-        "nodes",
-        "tasks_per_node",
-        "cpus_per_task",
-        "signal_s",
-        "array_parallelism",
-    ):
-        if getattr(request, name) < (name == "nodes"):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(request, name)} is too few.",
-                f"--{name.replace('_', '-')} 1",
-            )
     if not re.fullmatch(r"([\w.-]+:)?\d+|", request.gpus_per_node):
         raise ConfigError(
             f"--gpus-per-node {request.gpus_per_node} is not a number of GPUs, or TYPE:NUMBER.",
@@ -149,3 +133,60 @@ def check(request: Request) -> None:
         )
     if request.cluster == "debug" and request.ranks_per_node > 1:
         raise ConfigError(f"--cluster debug is one rank, not {request.ranks_per_node}.", "--cluster local")
+
+
+# ---------------------------------------------------------------- options of sbatch
+
+_LOGS = "leave it out: the log of each rank is RUN/logs/JOBID_RANK_log.out"
+_PRINTED = "leave it out: launch.submit prints the job, its run directory and its log"
+REPLACED = {
+    "ntasks-per-node": "--tasks-per-node {}", "job-name": "--name {}", "signal": "--signal-s 120",
+    "ntasks": "--nodes 1 --tasks-per-node {}", "wait": "--follow",
+    "requeue": "leave it out: jobs are requeued",
+    "output": _LOGS, "error": _LOGS, "input": "leave it out: ranks read no input",
+    "parsable": _PRINTED, "quiet": _PRINTED, "verbose": _PRINTED, "usage": "sbatch --usage",
+    "test-only": "--dry-run", "version": "sbatch --version",
+    "wrap": "slurm/fsdp.sbatch is a job script of shell: docs/slurm.md",
+}  # fmt: skip
+"""Options of sbatch that launch.submit sets itself, with what to type instead."""
+GPUS = ("gres", "gpus", "gpus-per-task", "gpus-per-socket")
+"""Requests for GPUs that do not determine the number of ranks."""
+
+
+def known_options() -> frozenset[str]:
+    """The long options of the installed sbatch; empty if it prints none."""
+    try:
+        text = subprocess.run(["sbatch", "--help"], capture_output=True, text=True).stdout
+    except OSError:
+        return frozenset()
+    return frozenset(re.findall(r"^ +(?:-\w,? +)?--([a-z][a-z-]*)", text, re.MULTILINE))
+
+
+def read_options(words: Sequence[str]) -> tuple[Options, list[str]]:
+    """The options among these words whose names are sbatch's, and the other words."""
+    options: dict[str, str | bool] = {}
+    others: list[str] = []
+    rest, names = list(words), known_options() if words else frozenset()
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if name not in names or not word.startswith("--"):
+            others.append(word)
+            continue
+        if not equals and rest and not rest[0].startswith("-"):
+            equals, value = "=", rest.pop(0)
+        if name in REPLACED:
+            raise ConfigError(f"--{name} is set by launch.submit.", REPLACED[name].format(value or "N"))
+        options[name] = value if equals else True
+    return options, others
+
+
+def check_gpus(options: Options, tasks_per_node: int) -> None:
+    """One rank would train on the first of several GPUs."""
+    asked = [f"--{name}={value}" for name, value in options.items() if name in GPUS]
+    gpus = [one for one in asked if "gpu" in one]
+    if gpus and not tasks_per_node:
+        raise ConfigError(
+            f"{gpus[0]} does not say how many ranks a node has.",
+            "--tasks-per-node 8, or --gpus-per-node 8 in its place",
+        )

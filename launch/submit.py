@@ -8,8 +8,8 @@
 
 The flags of train.py follow `--`; any other option of sbatch passes through, by its long name. --dry-run
 prints the sbatch file and submits nothing. The code is copied into the run directory, so that a job that
-waits in the queue runs the code that was submitted. The resources are in launch/slurm_request.py, sbatch's
-further options in launch/sbatch_options.py, the task of the job in launch/submit_task.py, its requeue in
+waits in the queue runs the code that was submitted. The resources and sbatch's
+further options are in launch/slurm_request.py, the task of the job in launch/submit_task.py, its requeue in
 slurm/lib.sh.
 """
 
@@ -41,9 +41,9 @@ from fsdp.config.command_line import CommandParser, prints_errors, whole_number
 from fsdp.rundir import paths
 from fsdp.rundir.atomic_write import writing
 from fsdp.rundir.paths import RunDir
-from launch import rendezvous, sbatch_options
+from launch import rendezvous
 from launch.ray_check import refuse_ray
-from launch.slurm_request import Request, check
+from launch.slurm_request import Request, check, read_options
 
 if TYPE_CHECKING:  # imported where a job is made: --help works without it
     import submitit
@@ -75,31 +75,24 @@ class JobArray:
 
 def plan(flags: Sequence[str], recipes: Sequence[str] = ()) -> JobArray:
     """The jobs of these flags and recipes. Errors in them are raised here, before anything is submitted."""
-    if not recipes:
-        config = configuration.load(flags)
-        refuse_ray(config, "launch.submit")
-        run = paths.choose(config)
-        return JobArray(run.path, (configuration.replace(config, run__dir=str(run.path)),))
-    configs = [configuration.load(["--config", recipe, *flags]) for recipe in recipes]
+    words = [["--config", recipe] for recipe in recipes] or [[]]
+    configs = [configuration.load([*recipe, *flags]) for recipe in words]
     for config in configs:
         refuse_ray(config, "launch.submit")
-    for place, count in Counter(config.run.dir for config in configs if config.run.dir).items():
+    for folder, count in Counter(config.run.dir for config in configs if config.run.dir).items():
         if count > 1:
-            raise ConfigError(f"--run.dir {place} cannot be {count} runs at once.", "leave --run.dir out")
-    folder = _new_folder(configs[0])
-    names = [f"{index}-{Path(recipe).stem}" for index, recipe in enumerate(recipes)]
-    placed = [
-        configuration.replace(
-            config, run__dir=str(paths.choose(config).path if config.run.dir else folder / name)
-        )
-        for config, name in zip(configs, names, strict=True)
+            raise ConfigError(f"--run.dir {folder} cannot be {count} runs at once.", "leave --run.dir out")
+    if not recipes:
+        run = paths.choose(configs[0]).path
+        return JobArray(run, (configuration.replace(configs[0], run__dir=str(run)),))
+    # under runs/, for the code and the logs of all
+    of_all = paths.choose(configuration.replace(configs[0], run__dir="")).path
+    runs = [
+        paths.choose(config).path if config.run.dir else of_all / f"{index}-{Path(recipe).stem}"
+        for index, (config, recipe) in enumerate(zip(configs, recipes, strict=True))
     ]
-    return JobArray(folder, tuple(placed))
-
-
-def _new_folder(config: Config) -> Path:
-    """A folder under runs/ for code and logs, where they have no place in one run directory."""
-    return paths.choose(configuration.replace(config, run__dir="")).path
+    placed = zip(configs, runs, strict=True)
+    return JobArray(of_all, tuple(configuration.replace(config, run__dir=str(run)) for config, run in placed))
 
 
 def snapshot(batch: JobArray) -> Path:
@@ -282,17 +275,13 @@ def _is_alive(job: submitit.Job[Any], cluster: str) -> bool:
     return unanswered or bool(queue.stdout.strip())
 
 
-def _has_ended_well(run: RunDir) -> bool:
-    return run.done.exists() or run.stopped.exists()
-
-
 def _parser() -> CommandParser:
     hint = "train.py's flags follow `--`: -- {} …"
     parser = CommandParser("launch.submit", __doc__, unknown_hint=hint)
     for field in dataclasses.fields(Request):
         if "help" not in field.metadata:
             continue
-        kind = whole_number() if isinstance(field.default, int) else str
+        kind = whole_number(int(field.name == "nodes")) if isinstance(field.default, int) else str
         shown = f"{field.metadata['help']} (default: {field.default or 'left to the cluster'})"
         parser.add_argument(
             f"--{field.name.replace('_', '-')}", type=kind, default=field.default, metavar="VALUE", help=shown
@@ -309,7 +298,7 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
     """The flags of this tool by name, and sbatch's under `sbatch`. Any other is an error."""
     parser = _parser()
     found, unknown = parser.parse_known_intermixed_args(list(words))
-    passed, others = sbatch_options.read(unknown, sbatch_options.known() if unknown else frozenset())
+    passed, others = read_options(unknown)
     if others:
         parser.parse(others)
     if passed and found.cluster != "slurm":
@@ -320,25 +309,16 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
     return {**vars(found), "sbatch": passed}
 
 
-def _check_installed() -> None:
-    if importlib.util.find_spec("submitit") is None:
-        raise LaunchError("launch.submit needs submitit, which is not installed.", "pip install submitit")
-
-
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our flags before `--`, train.py's after it."""
-    at = list(argv).index("--") if "--" in argv else len(argv)
-    return list(argv[:at]), list(argv[at + 1 :])
-
-
 @prints_errors("launch.submit")
 def main(argv: Sequence[str]) -> int:
-    ours, flags = split(argv)
+    end = list(argv).index("--") if "--" in argv else len(argv)
+    ours, flags = list(argv[:end]), list(argv[end + 1 :])
     options = _options(ours)
     recipes, watch, dry_run = options.pop("array"), options.pop("follow"), options.pop("dry_run")
     request = Request(**options)
     check(request)
-    _check_installed()
+    if importlib.util.find_spec("submitit") is None:
+        raise LaunchError("launch.submit needs submitit, which is not installed.", "pip install submitit")
     batch = plan(flags, recipes)
     if dry_run:
         print(sbatch_file(request, batch))
@@ -351,7 +331,7 @@ def main(argv: Sequence[str]) -> int:
         with contextlib.suppress(KeyboardInterrupt):  # ends the printing, not the jobs
             for job in jobs:
                 follow(job, request.cluster)
-        return 0 if all(_has_ended_well(run) for run in batch.runs) else 1
+        return 0 if all(run.done.exists() or run.stopped.exists() for run in batch.runs) else 1
     return 0
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,26 +115,3 @@ def test_commands_name_the_clone_where_they_are_typed_elsewhere(
     assert f"  PYTHONPATH={ROOT}:$PYTHONPATH python -m fsdp.report RUN" in from_here(LINES)
     monkeypatch.setenv("PYTHONPATH", f"/mine:{ROOT}")
     assert "\n  python -m fsdp.report RUN" in from_here(LINES)
-
-
-@pytest.mark.long
-def test_the_printed_commands_work_from_another_directory(tmp_path: Path) -> None:
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
-    words = [
-        sys.executable, str(ROOT / "train.py"), "--train.steps", "2", "--model.name", "mlp",
-        "--run.dir", "mine", "--run.device", "cpu",
-    ]  # fmt: skip
-
-    def typed(command: list[str] | str) -> str:
-        done = subprocess.run(
-            command, shell=isinstance(command, str), cwd=tmp_path, env=environ, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    said = typed(words)
-    commands = said.partition("next:\n")[2].splitlines()
-    assert len(commands) == 4, said
-    for command in commands:
-        typed(command.strip())

@@ -29,13 +29,12 @@ from fsdp.config import load
 from fsdp.dist.env import from_environment
 from fsdp.memory.oom import OutOfMemory
 from fsdp.run import loop
-from fsdp.rundir import line_files
 from fsdp.rundir.paths import RunDir
 from launch import local
 from launch.guard import already_failed, failure_of, report, run_rank
-from launch.marker import Failure, Marker, failed_before_this_restart, marker_of, note_of_torchrun
+from launch.marker import Failure, Marker, marker_of
 from launch.policy import Kind
-from tests.launch.test_local import ROOT, SMALL
+from tests.launch.test_local import ROOT
 from tests.support.env import env_of
 
 
@@ -157,38 +156,6 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("written", ODD.values(), ids=ODD.keys())
-def test_a_note_of_odd_content_is_left_out(tmp_path: Path, written: bytes) -> None:
-    environ = attempts(tmp_path, 1)
-    note = note_of_torchrun(environ)
-    assert note is not None
-    note.write_bytes(written)
-    assert failed_before_this_restart(None, environ) is None
-    marker = Marker(RunDir(tmp_path), "this")
-    marker.run.failed.write_bytes(written.replace(b"{", b'{"start": "this", "kind": "FINAL", ', 1))
-    assert marker.read() is None
-    note.write_bytes(b'{"code": 2, "message": "a wrong mesh"}')
-    assert failed_before_this_restart(marker, environ) == Failure(Kind.FINAL, 2, "a wrong mesh")
-
-
-def test_a_fifo_in_place_of_a_note_does_not_block(tmp_path: Path) -> None:
-    environ = attempts(tmp_path, 1)
-    note = note_of_torchrun(environ)
-    assert note is not None
-    os.mkfifo(note)
-    assert failed_before_this_restart(None, environ) is None
-
-
-def test_another_torchrun_does_not_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    env = from_environment({}, device="cpu")
-    for folder, restart in (("a", 0), ("b", 1)):
-        for name, value in attempts(tmp_path / folder, restart).items():
-            monkeypatch.setenv(name, value)
-        assert already_failed(None, "train.py") is None
-        if restart == 0:
-            report(ConfigError("a wrong mesh"), env, "train.py", None)
-
-
 @pytest.mark.slow
 @pytest.mark.long
 def test_torchruns_own_restarts_do_not_meet_a_wrong_mesh_twice(tmp_path: Path) -> None:
@@ -204,42 +171,6 @@ def test_torchruns_own_restarts_do_not_meet_a_wrong_mesh_twice(tmp_path: Path) -
     assert done.stderr.count("train.py: replicate 1 × shard 3 = 3 ranks, but 2 were started.") == 1
     assert done.stderr.count("train.py: not tried again, it would fail the same way: replicate 1") == 2
     assert "replicate 1 × shard 3" in done.stderr.partition("Root Cause")[2], "torchrun's own summary"
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_torchruns_own_restarts_do_not_train_to_the_same_error_again(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--max-restarts=2",
-    ]
-    flags = [
-        "--run.dir",
-        str(run),
-        *SMALL,
-        "--train.steps",
-        "9",
-        "--optim.lr",
-        "1e30",
-        "--train.clip_grad_norm",
-        "0",
-    ]
-    done = subprocess.run(
-        [*command, "train.py", *flags],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1, "torchrun's own code"
-    assert done.stderr.count("train.py: not tried again, it would fail the same way: step ") == 2
-    assert [event["event"] for event in line_files.read_records(RunDir(run).history)].count("start") == 1
-    assert json.loads(RunDir(run).failed.read_text())["code"] == 5
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "none"])

@@ -151,18 +151,3 @@ def test_the_code_of_the_library_page_runs_from_another_folder(installed: Path, 
         '''ls "$(python -c 'import shardrun; print(shardrun.CODE)')/slurm/fsdp.sbatch"''', installed, tmp_path
     )
     assert done.stdout.startswith(str(installed.parent)), done.stderr
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.ray
-def test_the_trial_of_the_library_page_continues_a_run(installed: Path, tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    _, trial = blocks("docs/library.md")
-    run = tmp_path / "mine"
-    (tmp_path / "trial.py").write_text(trial.replace("RUN", str(run)).replace('"30"', '"5"'))
-    first = typed(f"shardrun train --train.steps 6 --train.stop_after 2 --run.dir {run}", installed, tmp_path)
-    assert first.returncode == 0, first.stderr
-    done = typed("python trial.py", installed, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert (run / "STOPPED").read_text() == "--train.stop_after 5 at step 5\n"

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -121,14 +120,6 @@ def fail_thrice(env: DistEnv, run_dir: str) -> None:
 
 def test_a_run_that_fails_leaves_no_monitor_and_no_open_files(tmp_path: Path) -> None:
     assert run_world(1, fail_thrice, str(tmp_path)) == [None]
-
-
-def test_a_start_that_fails_leaves_the_signal_handlers_as_they_were(tmp_path: Path) -> None:
-    """Else Ctrl-C would do nothing in the notebook."""
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(shardrun.ShardrunError, match="has no method scalars"):
-        shardrun.train([*QUIET, "--run.sinks", "builtins:object", "--run.dir", str(tmp_path)])
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize(
@@ -245,13 +236,6 @@ def test_a_loop_of_ones_own_skips_it_if_asked(on_device: bool, tmp_path: Path) -
     assert ended == [("", True, 6)] * 2
 
 
-def test_a_loop_of_ones_own_that_saves_nothing_ends_too(tmp_path: Path) -> None:
-    ended = run_world(2, loop_with_a_bad_step, str(tmp_path), True, False)
-    assert [(said[:26], finite, done) for said, finite, done in ended] == [
-        ("step 3: gradient norm nan,", True, 5)
-    ] * 2
-
-
 def phases_of_a_loop(env: DistEnv, folder: str) -> list[tuple[str, int]]:
     seen: list[tuple[str, int]] = []
     with mock.patch.object(Watch, "phase", lambda _, name, step: seen.append((name, step))):
@@ -264,22 +248,6 @@ def test_each_step_of_a_loop_of_ones_own_begins_one_for_the_watch(tmp_path: Path
     [seen] = run_world(1, phases_of_a_loop, str(tmp_path))
     assert [step for name, step in seen if name == "data"] == [1, 2]
     assert seen[:5] == [("data", 1), ("forward", 1), ("reduce", 1), ("optimizer", 1), ("record", 1)]
-
-
-def kernels_in_a_loop(env: DistEnv) -> tuple[bool, bool, str]:
-    with shardrun.process(shardrun.load_config(speed__attention="math")):
-        inside = torch.backends.cuda.flash_sdp_enabled()
-    try:
-        with shardrun.process(shardrun.load_config(speed__attention="cudnn")):
-            return inside, torch.backends.cuda.flash_sdp_enabled(), "not refused"
-    except shardrun.ShardrunError as error:
-        return inside, torch.backends.cuda.flash_sdp_enabled(), str(error)
-
-
-def test_a_loop_of_ones_own_has_the_attention_of_its_flag() -> None:
-    inside, after, said = run_world(1, kernels_in_a_loop)[0]
-    assert (inside, after) == (False, True)
-    assert said.startswith("--speed.attention cudnn is a kernel of CUDA, and this is cpu. HINT: ")
 
 
 def test_a_loop_of_ones_own_resumes(tmp_path: Path) -> None:
@@ -472,11 +440,6 @@ def test_a_loop_of_ones_own_takes_the_models_that_a_run_takes() -> None:
     weight, said = run_world(2, sharded_weights)[0]
     assert torch.equal(weight, next(turned().parameters()))
     assert said.startswith("lazy: 0.weight has no shape before the first forward"), said
-
-
-def test_a_model_in_eval_mode_is_trained_in_train_mode() -> None:
-    """In eval mode DDP would average nothing."""
-    assert run_world(2, trains) == [True, True]
 
 
 def refused_loop(env: DistEnv, folder: str) -> str:

@@ -5,23 +5,19 @@ ranks.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from fsdp import config as configuration
 from fsdp.base import proc
 from fsdp.rundir import line_files
 from fsdp.rundir.paths import RunDir
-from launch import local
 from tests.support.faulty_file import always, faulty
 from tests.support.processes import eventually
 from tests.support.resumable import resumable_at
@@ -124,17 +120,6 @@ def test_a_signal_between_two_tries_ends_the_launcher_without_another_try(tmp_pa
     assert steps(tmp_path / "run") == []
 
 
-def test_a_signal_for_a_rank_that_has_just_ended_is_no_error(tmp_path: Path) -> None:
-    """The launcher has waited for it; its handler runs before the launcher forgets its number."""
-    ended = os.fork()
-    if ended == 0:
-        os._exit(0)
-    os.waitpid(ended, 0)
-    ranks = local._RankProcesses(configuration.load(["--run.dir", str(tmp_path)]), 1)
-    ranks._pids[ended] = 0
-    ranks._send(signal.SIGTERM)
-
-
 @pytest.mark.slow
 def test_the_end_of_a_process_that_is_no_rank_is_no_failure(tmp_path: Path) -> None:
     """As of an orphan in a container, whose process 1 the launcher is."""
@@ -151,35 +136,6 @@ def test_the_end_of_a_process_that_is_no_rank_is_no_failure(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert "restarting all ranks" not in done.stderr
     assert steps(run) == [1, 2, 3]
-
-
-def test_without_a_folder_for_temporary_files_the_store_is_in_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none() -> str:
-        raise FileNotFoundError("No usable temporary directory found")
-
-    monkeypatch.setattr(tempfile, "gettempdir", none)
-    assert local._tmp(RunDir(tmp_path)) == str(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_the_same_death_twice_is_not_tried_again(tmp_path: Path) -> None:
-    module = tmp_path / "dies.py"
-    module.write_text(
-        "import os, torch\n"
-        "class Dies(torch.nn.Linear):\n    def forward(self, x):\n        os._exit(9)\n"
-        "def build():\n    return Dies(784, 10)\n"
-    )
-    words = ["--ranks", "1", "--restarts", "9", "--run.dir", str(tmp_path / "run"), *SMALL]
-    words[words.index("mlp")] = "dies:build"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    command = [sys.executable, "-m", "launch.local", *words, "--train.steps", "3"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
-    assert done.returncode == 3, done.stderr
-    assert done.stderr.count("restarting all ranks") == 2
-    assert "a rank ended with exit code 9 after step 0: failed again after step 0: no restart" in done.stderr
 
 
 @pytest.mark.slow
@@ -201,22 +157,6 @@ def test_a_second_one_on_a_live_run_directory_is_refused_and_writes_nothing(tmp_
     first.terminate()
     said, _ = first.communicate(timeout=300)
     assert first.returncode == 0, said
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_numbers_that_are_not_finite_are_final_and_leave_a_marker(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = start(run, "--train.steps", "9", "--optim.lr", "1e30", "--train.clip_grad_norm", "0")
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 5, said
-    assert "restarting all ranks" not in said
-    failed = json.loads(RunDir(run).failed.read_text())
-    assert (failed["kind"], failed["code"]) == ("FINAL", 5)
-    again = start(run, "--train.steps", "9")
-    said, _ = again.communicate(timeout=300)
-    assert again.returncode == 0, said
-    assert not RunDir(run).failed.exists()
 
 
 def test_a_dry_run_prints_what_follows_for_its_ranks_and_makes_nothing(tmp_path: Path) -> None:

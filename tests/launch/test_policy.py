@@ -61,10 +61,6 @@ def test_the_page_says_what_follows_on_each_launcher(row: dict[str, str], launch
             assert kind not in OWN_CODES or decision.code == code
 
 
-def test_a_launcher_that_says_nothing_restarts_in_its_place_without_a_limit() -> None:
-    assert Allocation() == Allocation(requeue=False, again=True, tries_left=None)
-
-
 @pytest.mark.parametrize("reason", stop.REASONS)
 def test_every_reason_to_stop_is_a_persons_or_the_schedulers(reason: str) -> None:
     persons = reason in ("SIGINT", "SIGHUP", "the stop file")
@@ -149,13 +145,6 @@ def test_stops_without_a_step_have_one_bound(kind: Kind, launcher: str) -> None:
         decide(End(kind), Past(idle_stops=count), LAUNCHERS[launcher]).code for count in (bound - 1, bound)
     ]
     assert codes == [0, 1]
-
-
-def test_the_hint_after_stops_without_a_step_is_typed_alike_after_sbatch_and_launch_submit() -> None:
-    decision = decide(
-        End(Kind.PREEMPTED), Past(idle_stops=policy.STOPS_WITHOUT_A_STEP), Allocation(requeue=True)
-    )
-    assert decision.hint.startswith("a longer --time, ")
 
 
 def test_a_job_that_slurm_does_not_requeue_ends() -> None:

@@ -45,15 +45,6 @@ def test_up_runs_a_job_and_leaves_nothing(tmp_path: Path, mode: Mode) -> None:
     assert links() == before
 
 
-def test_two_side_by_side_do_not_meet(tmp_path: Path) -> None:
-    mode = best_mode()
-    with cluster(tmp_path / "a", mode) as one, cluster(tmp_path / "b", mode, nodes=1) as other:
-        one.sbatch("--output", "/dev/null", "--wrap", "sleep 60")
-        assert one.run("squeue", "-h").stdout.strip()
-        assert not other.run("squeue", "-h").stdout.strip()
-        assert other.run("srun", "-N1", "bash", "-c", "echo $SLURMD_NODENAME").stdout == "n1\n"
-
-
 def test_a_node_loses_its_power_and_comes_back(tmp_path: Path, netns: None) -> None:
     with cluster(tmp_path / "slurm", "netns") as slurm:
         job = slurm.sbatch("-N1", "-w", "n2", "--output", "/dev/null", "--wrap", "sleep 600")

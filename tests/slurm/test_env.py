@@ -137,10 +137,6 @@ def test_the_end_of_the_job(text: str, end: float | None) -> None:
     assert env.end_time({"SLURM_JOB_END_TIME": text}) == end
 
 
-def test_the_ranks_leave_what_follows_them_as_long_as_the_start_took() -> None:
-    assert env.end_time({"SLURM_JOB_END_TIME": "4102444800", "SHARDRUN_BEGIN_S": "30"}) == 4102444710.0
-
-
 @pytest.mark.slurm
 @pytest.mark.parametrize(
     "hosts", ["n1", "n[1-3]", "gpu[01-03,07],login", "rack[1-2]node[08-10]", "a,b[9-11],c7"]
