@@ -109,7 +109,7 @@ on_head() {
 
 # ---------------------------------------------------------------- before the ranks
 
-# Sets flags, dry_run, preflight, run and run_folder; prints the job and its nodes, once per start.
+# Sets flags, dry_run, preflight, and run; prints the job and its nodes, once per start.
 job_begin() {
     local word log began=$SECONDS
     trap : TERM
@@ -209,12 +209,12 @@ show_what_would_run() {
 # Instead of training: measure each rank's device, links and storage, and list the nodes to exclude. The verdict is the job's
 # exit status; it comes in a file, so that torchrun ends without an error of its own.
 examine_nodes() {
-    local verdict_file=$run_folder/doctor/verdict
+    local verdict_file=$run/doctor/verdict
     export SHARDRUN_PREFLIGHT=1
     srun_ranks
     on_head rm -f "$verdict_file"
-    "${by_srun[@]}" bash "$here/node.sh" ranks -m fsdp.doctor --dir "$run_folder" --verdict-to "$verdict_file" || say "its ranks ended with $?"
-    [ "$(on_head cat "$verdict_file")" = 0 ] || die "not fit to train: $run_folder/doctor/doctor.txt; nodes to exclude: $run_folder/doctor/exclude"
+    "${by_srun[@]}" bash "$here/node.sh" ranks -m fsdp.doctor --dir "$run" --verdict-to "$verdict_file" || say "its ranks ended with $?"
+    [ "$(on_head cat "$verdict_file")" = 0 ] || die "not fit to train: $run/doctor/doctor.txt; nodes to exclude: $run/doctor/exclude"
     exit 0
 }
 

@@ -233,7 +233,7 @@ def test_cluster_env_may_load_what_uses_variables_that_are_not_set(tmp_path: Pat
 def test_the_address_is_found_beside_lines_of_a_site_s_prolog(said: str, address: str) -> None:
     script = (
         'source slurm/lib.sh; say() { :; }; on_head() { echo 20000; }; each_node() { echo "$SAID"; }\n'
-        "nodes=(n1 n2) ranks_per_node=1 run_folder=r job=1 restart=0 SLURM_JOB_ID=1 RDZV_HOST=n1\n"
+        "nodes=(n1 n2) ranks_per_node=1 run=r job=1 restart=0 SLURM_JOB_ID=1 RDZV_HOST=n1\n"
         'meet 0; echo "$MASTER_ADDR"'
     )
     environ = {"PATH": os.environ["PATH"], "SAID": said}
