@@ -90,7 +90,7 @@ def run_here(config: Config) -> int:
 def dry_run(config: Config) -> int:
     with proc.collection_paused():
         from fsdp.dist.env import from_environment, unused_allocation
-        from fsdp.run.job import dry_run as facts
+        from fsdp.run.summary import dry_run as facts
 
         env = from_environment(device=config.run.device)
         if config.backend == "ray":

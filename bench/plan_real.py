@@ -15,20 +15,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from bench.plan_cases import Case
 from fsdp.config import load
 from fsdp.data.types import Batch
-from fsdp.dist.collectives import Sum
 from fsdp.dist.mesh import BatchPlan, build_mesh, plan_batch, resolve
 from fsdp.models.loss import LossFunction
-from fsdp.optim.ema import maybe_ema
-from fsdp.optim.optimizer import build_optimizer
-from fsdp.parallel.ddp import replicate
+from fsdp.optim.optimizer import build_optimizer, update_of
+from fsdp.optim.state import maybe_ema
 from fsdp.parallel.materialize import materialize
-from fsdp.parallel.shard import shard_model
-from fsdp.parallel.update import Whole
+from fsdp.parallel.shard import replicate, shard_model
 from fsdp.plan.estimate import memory_of
 from fsdp.plan.fake_runs import count, peak_of
 from fsdp.plan.model_shapes import Subject, subject_of
@@ -37,7 +33,7 @@ from fsdp.plan.step_trace import FakeRun, batches, stage
 from fsdp.plan.trace import Segment, Trace
 from fsdp.plan.tracker import Tracker
 from fsdp.run.job import model_of
-from fsdp.run.step import StepHooks, StepParts, gradients_of, run_step
+from fsdp.run.step import StepParts, Totals, gradients_of, train_step
 
 LOOKS = 4
 """Steps that are looked at. A thread of gloo's holds a finished collective's tensors until it runs again: in
@@ -212,7 +208,7 @@ def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -
         loss_function=loss_function,
         gradients=gradients_of(sharded),
         optimizer=optimizer,
-        update=Whole(optimizer),
+        update=update_of(optimizer, None),
         scaler=None,
         clip_norm=config.train.clip_grad_norm,
     )
@@ -237,14 +233,10 @@ def _segments_of_a_step(built: Built) -> tuple[Segment, ...]:
     return built.watched.tracker.trace(0).segments[before:]
 
 
-class _LossSum(StepHooks):
-    def reduce_loss(self, total: Tensor, scaled: Tensor) -> None:
-        Sum(total).wait()
-
-
 def plain_step(parts: StepParts, batches: Iterator[Batch], count: int) -> None:
     """The loop's step, not traced."""
-    run_step(parts, batches, count, lr=parts.optimizer.param_groups[0]["lr"], hooks=_LossSum())
+    lr = parts.optimizer.param_groups[0]["lr"]
+    train_step(parts, batches, count, step=1, lr=lr, totals=Totals())
 
 
 def _real_batches(subject: Subject, rows: int, device: str) -> Iterator[Batch]:

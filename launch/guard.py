@@ -33,7 +33,7 @@ from launch.marker import Failure, Marker, failed_before_this_restart, marker_of
 from launch.policy import EXIT_INTERRUPTED, Kind
 
 if TYPE_CHECKING:
-    from fsdp.run.training_loop import Outcome
+    from fsdp.run.evaluate import Outcome
 
 
 def run_rank(

@@ -25,8 +25,8 @@ from fsdp.dist.process_group import free_ended_groups
 from fsdp.parallel.shard import Sharded
 from fsdp.record.metrics import Reporter
 from fsdp.run import own_loop
+from fsdp.run.evaluate import Outcome
 from fsdp.run.loop import train as train_rank
-from fsdp.run.training_loop import Outcome
 
 if TYPE_CHECKING:
     from launch.ray_worker import LocalReporter, RayReporter

@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _dry_run(config: Config, ranks: int) -> int:
-    from fsdp.run.job import dry_run
+    from fsdp.run.summary import dry_run
 
     return print_answer(dry_run(config, _rank_env(config, 0, ranks)), "launch.local")
 

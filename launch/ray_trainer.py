@@ -26,9 +26,9 @@ from fsdp.base.phases import StopReason
 from fsdp.config import Config, worker_range
 from fsdp.config.trust import named_code
 from fsdp.dist.env import allocator_variable, job_start
+from fsdp.run.evaluate import Outcome
 from fsdp.run.job import prepare
 from fsdp.run.summary import summary
-from fsdp.run.training_loop import Outcome
 from fsdp.rundir import history, paths
 from fsdp.rundir.paths import RunDir
 from launch import ray_cluster, slurm_job

@@ -26,8 +26,8 @@ from fsdp.config import Config
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv
 from fsdp.dist.lost_peer import is_peer_failure
+from fsdp.run.evaluate import Outcome
 from fsdp.run.loop import train
-from fsdp.run.training_loop import Outcome
 from launch.guard import failure_of
 from launch.policy import Kind
 from launch.ray_failure import RankFailed

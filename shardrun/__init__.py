@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from fsdp.base.errors import ShardrunError
     from fsdp.config import Config
     from fsdp.dist.env import DistEnv
+    from fsdp.run.evaluate import Outcome
     from fsdp.run.own_loop import process, shard
-    from fsdp.run.training_loop import Outcome
     from launch.in_process import Training, load_config, record_of, train
 
 

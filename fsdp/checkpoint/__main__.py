@@ -44,9 +44,8 @@ from fsdp.config.sections import expanded
 from fsdp.models.hf import resolve_folder
 from fsdp.models.hub import PREFIX
 from fsdp.models.registry import SourceFolder
-from fsdp.run.frozen_base import base_of
 from fsdp.run.job import prepare
-from fsdp.run.weights import saved_as
+from fsdp.run.weights import base_of, saved_as
 from fsdp.rundir.atomic_write import FULL
 from fsdp.rundir.lock import Folder, Locks, hold
 

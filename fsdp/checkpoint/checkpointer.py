@@ -35,7 +35,7 @@ from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models.registry import SourceFolder
-from fsdp.optim.train_state import TrainState
+from fsdp.optim.state import TrainState
 from fsdp.rundir.atomic_write import WRITES_ALONE, storage_advice
 from fsdp.rundir.lock import Locks
 

@@ -28,9 +28,8 @@ from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
 from fsdp.dist.shards import local_tensor
-from fsdp.optim.ema import averages
 from fsdp.optim.optimizer import same_states
-from fsdp.optim.train_state import TrainState
+from fsdp.optim.state import TrainState, averages
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.adapter_weights import Base

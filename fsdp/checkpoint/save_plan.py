@@ -30,7 +30,7 @@ from fsdp.base.torch_private.saving import StorageInfo
 from fsdp.checkpoint import file_names, torch_file
 from fsdp.checkpoint.state import KeyPath, Piece, Snapshot
 from fsdp.dist.collectives import ObjectGroup
-from fsdp.optim.custom_optimizer import PLAIN
+from fsdp.optim.optimizer import PLAIN
 
 DCP_VERSION = "1.0.0"
 Values = list[tuple[str, KeyPath, bytes]]

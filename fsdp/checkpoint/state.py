@@ -32,8 +32,7 @@ from fsdp.base.torch_private.saving import global_offset
 from fsdp.dist.shards import local_tensor
 from fsdp.models.lora import base_names
 from fsdp.models.units import clean_name
-from fsdp.optim.ema import averages
-from fsdp.optim.train_state import TrainState
+from fsdp.optim.state import TrainState, averages
 
 SPLIT_BYTES = 1 << 18
 """Replicas of a larger piece write some of its rows each."""

@@ -3,7 +3,7 @@
 A row is (fields, message, hint, condition): the message is shown if the condition holds. In texts `{a.b}` is
 the value of that field, and `{flag a.b}` the flag with its value. Rows of `PAIRS` are fields that do not go
 together. Not here: checks that need the number of ranks (fsdp/dist/mesh.py) or the device
-(fsdp/parallel/device_check.py).
+(fsdp/parallel/checks.py).
 """
 
 from __future__ import annotations

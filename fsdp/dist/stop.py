@@ -1,11 +1,10 @@
 """Stop requests: a signal, a file, a deadline or the launcher; all ranks stop at the same step.
 
-A request is only recorded where it arrives. The ranks then agree by a sum of one number per rank, read after
-a step's update. With the loss on the host the number travels in the sum of the loss, which saves a reduction
-(it would cost a small model on few processors); with the loss on a device it is a sum over gloo, on the
-default group, and starts before the forward pass. A request that arrives during a step takes effect after the
-next step at the latest. An evaluation, in which no step ends for long, calls `check_now` between batches. A
-request that arrives while the loop waits for data or compiles takes effect at the end of that step.
+A request is only recorded where it arrives. The ranks then agree by an int64 sum over gloo, on the default
+group: it starts before the forward pass and is read after the step's update, so that a request that arrives
+during a step takes effect after the next step at the latest. An evaluation, in which no step ends for long,
+calls `check_now` between batches. A request that arrives while the loop waits for data or compiles takes
+effect at the end of that step.
 
 Exit codes: 0 for a run that stopped on request and sealed its checkpoint (RUN/STOPPED has the reason); 130
 for a second Ctrl-C, a second or more after the first, which ends the process at once and saves nothing.
@@ -28,13 +27,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fsdp.base import proc
 from fsdp.base.errors import ConfigError, LaunchError
 from fsdp.base.phases import SIGNALS, Activity, StopReason, announces, stop_signals
 from fsdp.config import StopSection
-from fsdp.dist.collectives import Sum, call_after_backward
+from fsdp.dist.collectives import Sum
 from fsdp.dist.env import DistEnv
 
 log = logging.getLogger(__name__)
@@ -46,14 +44,6 @@ REASONS = (
     StopReason.LAUNCHER,
 )
 """The reasons to stop a run; ranks exchange the index."""
-REQUEST, STEP, STEPS = 2, 2**18, 2**16
-"""Each rank contributes one number, and the sum over the ranks is read.
-
-The number is 1 if a save is due (rank 0 only), plus REQUEST if the rank has a stop request, plus STEP times
-its step modulo STEPS. Exact up to 131,072 ranks. One number: gloo cuts a sum into two pieces per rank and
-sends each around the ring, 0.2 ms of a processor for one number on 4 ranks, 0.9 ms for eleven.
-"""
-
 SECOND_SIGINT_S = 1.0
 """torchrun repeats the terminal's Ctrl-C to its workers: only a SIGINT this much later is a second request.
 """
@@ -73,8 +63,8 @@ class StopDecision:
 
 
 class Stopper:
-    """The stop requests of one run. The constructor, `agreed` and `check_now` are collective; `begin` and
-    `sum_with` start a reduction without waiting for it.
+    """The stop requests of one run. The constructor, `agreed` and `check_now` are collective; `begin` starts
+    a reduction without waiting for it.
 
     `process_ends`: after an exception too. The signal handlers then stay installed: a launcher sends SIGTERM
     to all ranks when one has ended, which would skip this one's atexit handlers.
@@ -101,12 +91,12 @@ class Stopper:
             raise ConfigError(
                 f"{self._file}, whose presence stops the run, is a folder.", f"rmdir {self._file}"
             )
-        self.on_host = env.device.type == "cpu"
         self._ends = _ends(section.deadline_s, end_time)
         self._every_s, self._last_save = every_minutes * 60, time.monotonic()
         self._checked, self._file_seen = 0.0, False
         self._pending: Sum | None = None
-        self._signature, self._sums = 0, [0.0, 0.0]
+        self.signatures = [0, 0]
+        """Sums over the ranks of the signatures that the last `agreed` received, and of their squares."""
         self._request: StopReason | None = None
         self._step, self._step_began, self._step_s = 0, 0.0, 0.0
         if env.is_main and self._sees_file() and self._remove_file():
@@ -114,55 +104,28 @@ class Stopper:
             log.info("removed %s, which stopped the run before this one", self._file)
         self._signals = _SignalRecorder()
 
-    def begin(self, step: int) -> None:
-        """Call before the forward pass, when its data are there.
+    def begin(self, step: int, signature: int = 0) -> None:
+        """Call before the forward pass, when its data are there. `signature` (fsdp/watch/branch_check.py) is
+        that of the previous step.
 
-        Requests that arrive before the sum starts, here or in `sum_with`, are decided after this step.
+        Requests that arrived before are decided after this step.
         """
         now = time.monotonic()
         if self._step_began:
             self._step_s = max(now - self._step_began, 0.5 * self._step_s)
         self._step, self._step_began = step, now
-        self._pending = None if self.on_host else Sum(self._numbers(self._signature, self._number()))
-
-    def sum_with(
-        self, loss: Tensor, behind: Tensor | None = None, signature: Callable[[], int] = lambda: 0
-    ) -> Sum:
-        """Sum a step's loss over the ranks, once a step: the first numbers of the result are those of `loss`.
-
-        On a device the sum runs during the backward, on the host it starts after the backward of `behind`.
-        `signature` (fsdp/watch/branch_check.py) is called after that backward too.
-        """
-        if not self.on_host:
-            if behind is not None:
-                call_after_backward(behind, lambda: self._sign(signature()))
-            return Sum(loss.view(-1))
-        number = self._number()
-        self._pending = Sum(
-            lambda: torch.cat([loss.view(-1), self._numbers(signature(), number)]), behind=behind
-        )
-        return self._pending
-
-    def _sign(self, signature: int) -> None:
-        self._signature = signature
-
-    def signatures(self) -> list[float]:
-        """Sums over the ranks of the newest signatures that all have sent, and of their squares.
-
-        They are this step's on the host, and the previous step's on a device, where `agreed` receives them.
-        """
-        return self._sums if self._pending is None else self._pending.wait()[-3:-1].tolist()
+        self._pending = self._vote(signature)
 
     def agreed(self) -> StopDecision:
         """The decision of this step, after its update."""
-        assert self._pending is not None, "agreed() before sum_with()"
+        assert self._pending is not None, "agreed() before begin()"
         pending, self._pending = self._pending, None
-        *_, self._sums[0], self._sums[1], number = pending.wait().tolist()
-        return self._decision(number)
+        decision, *self.signatures = self._decision(pending)
+        return decision
 
     def check_now(self) -> StopDecision:
         """Decide now, between the batches of an evaluation, in which no step ends for long."""
-        return self._decision(Sum(self._numbers(0, self._number())).wait()[-1])
+        return self._decision(self._vote(0))[0]
 
     def saved(self) -> None:
         """Restart the clock of `every_minutes`: a save has begun."""
@@ -174,28 +137,25 @@ class Stopper:
         if self._file_seen:
             self._remove_file()
 
-    @staticmethod
-    def _numbers(signature: int, word: int) -> Tensor:
-        """This rank's part of the sum, in the dtype of a loss."""
-        return torch.tensor([signature, signature * signature, word], dtype=torch.float64)
-
-    def _number(self) -> int:
-        """The step, whether this rank has a stop request and whether a save is due, as one number."""
+    def _vote(self, signature: int) -> Sum:
+        """Starts the sum of this rank's numbers: step, stop request, save due, signature and its square."""
         self._request = self._reason()
         due = self._env.is_main and self._every_s > 0 and time.monotonic() - self._last_save >= self._every_s
-        return due + REQUEST * (self._request is not None) + STEP * (self._step % STEPS)
+        numbers = [self._step, int(self._request is not None), int(due), signature, signature**2]
+        return Sum(torch.tensor(numbers, dtype=torch.int64))
 
-    def _decision(self, summed: Tensor | float) -> StopDecision:
-        steps, rest = divmod(int(summed), STEP)
-        requests, save = divmod(rest, REQUEST)
-        if steps != self._env.world_size * (self._step % STEPS):
+    def _decision(self, vote: Sum) -> tuple[StopDecision, int, int]:
+        """The decision, and the sums of the signatures and of their squares."""
+        steps, requests, save, signatures, squares = vote.wait().tolist()
+        if steps != self._env.world_size * self._step:
             raise LaunchError(
                 f"rank {self._env.rank} is at step {self._step}, others are not: they train different runs.",
                 "start all ranks with the same --run.dir, on a folder that they share",
             )
         if save:
             self.saved()
-        return StopDecision(self._agreed_reason() if requests else None, bool(save))
+        decision = StopDecision(self._agreed_reason() if requests else None, bool(save))
+        return decision, signatures, squares
 
     def _agreed_reason(self) -> StopReason:
         """One of the ranks' reasons, the same on all of them. Collective, once in a run."""

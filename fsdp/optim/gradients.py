@@ -3,21 +3,36 @@
 Each rank norms the shards it holds, one sum goes over dp_shard alone (replicas hold the same gradient), and
 gradients that are not sharded are added once. A NaN or an infinity on any rank shows in the norm of every
 rank. torch's own clip_grad_norm_ takes one mesh at a time, never DTensors beside plain tensors, and pays a
-DTensor dispatch for each parameter.
+DTensor dispatch for each parameter. Here too: fp16's loss scale, and the verdict on numbers that are not
+finite.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp.base.errors import NotFiniteError, TrainingError
+from fsdp.base.text import named_ranks
 from fsdp.base.torch_private.core import foreach_multiply_, foreach_norm
+from fsdp.config import TrainSection
+from fsdp.dist import collectives
 from fsdp.dist.shards import local_tensor
+from fsdp.optim.state import TrainState
 
+log = logging.getLogger(__name__)
+
+GROWS_AFTER = 2000
+"""Good steps after which the loss scale doubles."""
+DEVICES_THAT_SKIP = ("cuda",)
+LARGEST = 2.0**24
+"""Loss scale."""
 InTurn = Callable[[list[Tensor]], Iterable[list[Tensor]]]
 
 
@@ -78,15 +93,6 @@ class Gradients:
         holders = [p for p in (*self._sharded, *self._plain) if p.grad is not None]
         return holders, torch.cat(self._norms) if self._norms else torch.zeros(0)
 
-    def first_nonfinite(self, named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
-        """The first parameter whose gradient on this rank is not finite, for the error message."""
-        for name, parameter in named:
-            if parameter.grad is not None:
-                grad = parameter.grad
-                if not bool(local_tensor(grad).isfinite().all()):
-                    return name
-        return None
-
     @staticmethod
     def _locals(parameters: list[nn.Parameter]) -> list[Tensor]:
         return [local_tensor(p.grad) for p in parameters if p.grad is not None]
@@ -102,3 +108,145 @@ class Gradients:
 def _summed(dtype: torch.dtype) -> torch.dtype:
     """The dtype of a norm of gradients in `dtype`."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
+
+
+class LossScaler:
+    """Halves on overflow, doubles after 2000 good steps; its numbers are in TrainState, so they resume."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+
+    @property
+    def scale(self) -> float:
+        return self._state.loss_scale
+
+    def unscale(self, gradients: Gradients, norm: Tensor) -> Tensor:
+        gradients.scale(1.0 / self.scale)
+        return norm / self.scale
+
+    def good(self) -> None:
+        self._state.good_steps += 1
+        if self._state.good_steps >= GROWS_AFTER and self.scale < LARGEST:
+            self._state.loss_scale *= 2
+            self._state.good_steps = 0
+
+    def overflow(self) -> bool:
+        """Halves the scale; returns whether a smaller scale may help: below 1 the numbers themselves
+        overflow.
+        """
+        self._state.loss_scale /= 2
+        self._state.good_steps = 0
+        return self.scale >= 1
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Those of a step, which may still be computing; the norms of this rank's parts name a parameter."""
+
+    step: int
+    loss: Tensor | None
+    norm: Tensor
+    finite: Tensor
+    holders: list[nn.Parameter]
+    norms: Tensor
+    own_loss: Tensor
+
+    def __str__(self) -> str:
+        loss = "" if self.loss is None else f"loss {float(self.loss)}, "
+        return f"{loss}gradient norm {float(self.norm)}"
+
+
+class Verdicts:
+    """Verdicts on the numbers of steps: an update that is not finite is skipped, or the run ends
+    (--train.nonfinite). Loss and norm are sums over all ranks, so every rank has the same verdict at the same
+    step. In a loop of one's own the loss is not known.
+
+    On the host the verdict is known before the update. On CUDA reading it would make the host wait for the
+    device in every step: there the fused optimizer reads the verdict and leaves parameters and states
+    unchanged, and the host reads it when it reads the numbers anyway (`settle`). So no spoiled state is
+    printed or saved.
+    """
+
+    def __init__(
+        self,
+        section: TrainSection,
+        gradients: Gradients,
+        optimizer: torch.optim.Optimizer,
+        root: nn.Module,
+        *,
+        scaler: LossScaler | None,
+        whole_update: bool,
+    ) -> None:
+        self._section, self._gradients, self._optimizer = section, gradients, optimizer
+        self._scaler, self._root = scaler, root
+        self._pending: list[_Numbers] = []
+        self._skipped = 0
+        self.own_loss = torch.zeros(())
+        """This rank's share of the loss: if it is not finite, so are the sum and every rank's gradients."""
+        # fp16's scale is on the host, which must read an overflow before the next step.
+        self.device_decides = scaler is None and whole_update and _reads_verdicts(optimizer, root)
+
+    def may_update(self, step: int, loss: Tensor | None, norm: Tensor) -> bool:
+        """Whether to call the optimizer. Always true where the device decides: its kernel skips updates."""
+        finite = torch.isfinite(norm) if loss is None else torch.isfinite(norm) & torch.isfinite(loss)
+        numbers = _Numbers(step, loss, norm, finite, *self._gradients.parts(), self.own_loss)
+        if self.device_decides:
+            self._pending.append(numbers)
+            self._optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+            return True
+        return self._judge(numbers, bool(finite))
+
+    def settle(self) -> None:
+        """Reads the device's verdicts since the last call. Collective if one is bad, and every rank calls it
+        at the same step.
+        """
+        pending, self._pending = self._pending, []
+        if pending:
+            verdicts = torch.stack([numbers.finite for numbers in pending]).tolist()
+            for numbers, finite in zip(pending, verdicts, strict=True):
+                self._judge(numbers, finite)
+
+    def _judge(self, numbers: _Numbers, finite: bool) -> bool:
+        """Whether the numbers are finite; logs a skipped update, or raises."""
+        if finite:
+            self._skipped = 0
+            if self._scaler is not None:
+                self._scaler.good()
+            return True
+        self._skipped += 1
+        overflow = self._scaler is not None and self._scaler.overflow()
+        skips = self._section.nonfinite == "skip" and self._skipped <= self._section.max_skipped
+        if not overflow and not skips:
+            raise self._error(numbers)
+        log.warning("step %d: %s: the update is skipped", numbers.step, numbers)
+        return False
+
+    def _error(self, numbers: _Numbers) -> TrainingError:
+        """Names the first parameter, of any rank, and the ranks whose loss is not finite. Collective."""
+        bad = {numbers.holders[at] for at in (~numbers.norms.isfinite()).nonzero().flatten().tolist()}
+        first = next((name for name, p in self._root.named_parameters() if p in bad), None)
+        gathered = collectives.all_gather_objects((first, bool(numbers.own_loss.isfinite())))
+        ranks = [(rank, name) for rank, (name, _) in enumerate(gathered) if name]
+        losses = [rank for rank, (_, finite) in enumerate(gathered) if not finite]
+        origin = f", first in {ranks[0][1]} on {named_ranks([rank for rank, _ in ranks])}" if ranks else ""
+        origin += f", from the loss of {named_ranks(losses)}" if losses else ""
+        again = f" {self._skipped} times in a row" if self._skipped > 1 else ""
+        lower = "a lower rate of the optimizer" if numbers.loss is None else "--optim.lr lower"
+        return NotFiniteError(
+            f"step {numbers.step}: {numbers}{origin}: not finite{again}.",
+            f"{lower}, --train.clip_grad_norm 1, or --train.nonfinite skip to skip such updates",
+            ranks=tuple(losses or (rank for rank, _ in ranks)),
+        )
+
+
+def _reads_verdicts(optimizer: torch.optim.Optimizer, root: nn.Module) -> bool:
+    """Whether the optimizer's kernel can skip an update: torch's fused Adam only. SGD's first skipped update
+    would leave its momentum uninitialised; a subclass of a user may have another step.
+    """
+    device = next(root.parameters()).device
+    return (
+        device.type in DEVICES_THAT_SKIP
+        and isinstance(optimizer, torch.optim.Adam)
+        and type(optimizer).__module__.startswith(("torch.optim", "fsdp."))
+        and all(group.get("fused") for group in optimizer.param_groups)
+    )

@@ -2,24 +2,192 @@
 
 Matrices decay, vectors and scalars do not. Parameters that are not sharded (0-dim ones) stand in groups of
 their own: a grouped kernel takes DTensors or plain tensors, never both.
+
+An optimizer of the user, `--optim.name package.module:factory`:
+
+    factory(named_parameters, *, lr, betas, weight_decay) → torch.optim.Optimizer
+
+`named_parameters` are the trained parameters as (name, tensor): DTensors where they are sharded. Of lr,
+betas, eps, weight_decay and momentum, the flags of their names, the factory gets those that it accepts. A
+group with a rate of its own keeps its ratio to --optim.lr. Its states are checked after the first update and
+before each save, since a checkpoint can be resumed on other ranks only if it knows what each of them holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp.base.digest import digest_shard
+from fsdp.base.errors import ConfigError, first_line
 from fsdp.base.torch_private.core import LocalShardAdam
 from fsdp.config import OptimSection
 from fsdp.config.sections import ADAMS, DECAYING
-from fsdp.optim.custom_optimizer import LR_RATIO, build_custom, is_custom
+from fsdp.dist import collectives
+from fsdp.models import load_attribute
+from fsdp.models.factory import blame, parameters_of
+from fsdp.models.units import clean_name
 
-if TYPE_CHECKING:
-    from fsdp.optim.small_states import Kind
+FLAG = "--optim.name"
+LR_RATIO = "lr_ratio"
+"""The key of a group's rate over --optim.lr."""
+PLAIN = (int, float, bool, str, type(None))
+
+
+def is_custom(section: OptimSection) -> bool:
+    return ":" in section.name
+
+
+def load_factory(section: OptimSection) -> Callable[..., Any] | None:
+    """The user's factory, imported; None for a built-in name. Raises ConfigError."""
+    if not is_custom(section):
+        return None
+    factory = load_attribute(section.name, FLAG)
+    if factory is getattr(torch.optim, "Muon", None):
+        raise ConfigError(
+            f"{FLAG} {section.name} updates whole matrices alone: no shards, vectors or embeddings.",
+            f"{FLAG} muon",
+        )
+    return factory
+
+
+def build_custom(section: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that the factory returns, checked against the trained parameters of the model."""
+    factory = load_factory(section)
+    assert factory is not None
+    named = [(clean_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
+    try:
+        made = factory(named, **settings_for(section, factory))
+    except Exception as error:
+        raise ConfigError(
+            f"{FLAG} {section.name} failed: {blame(error)}.",
+            "it is called with (named_parameters, *, lr, betas, weight_decay)",
+        ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"{FLAG} {section.name} returned a {type(made).__name__}.", "return a torch.optim.Optimizer"
+        )
+    check_step(f"{FLAG} {section.name}", made)
+    _check_parameters(section.name, made, named)
+    for group in made.param_groups:
+        group[LR_RATIO] = float(group.setdefault("lr", section.lr)) / section.lr
+    return made
+
+
+def settings_for(section: OptimSection, factory: Callable[..., Any]) -> dict[str, Any]:
+    """The settings that a factory accepts; with **kwargs, also lr, betas and weight_decay."""
+    every = {
+        "lr": section.lr, "betas": (section.beta1, section.beta2), "weight_decay": section.weight_decay,
+        "eps": section.eps, "momentum": section.momentum,
+    }  # fmt: skip
+    accepted = parameters_of(factory)
+    usual = ("lr", "betas", "weight_decay")
+    if accepted is None:
+        return {name: every[name] for name in usual}
+    return {n: v for n, v in every.items() if n in accepted.named or (accepted.any_name and n in usual)}
+
+
+def check_step(whose: str, made: torch.optim.Optimizer) -> None:
+    """Refuses one that computes losses by itself, as LBFGS does. Messages begin with `whose`."""
+    try:
+        # The class's: a learning-rate scheduler puts a function without a signature of its own on the object.
+        inspect.signature(type(made).step).bind(made)
+    except TypeError:
+        raise ConfigError(
+            f"{whose}: step() of {type(made).__name__} needs a closure, which a run does not pass.",
+            "an optimizer that steps once for each gradient",
+        ) from None
+
+
+def _check_parameters(path: str, made: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]]) -> None:
+    held = {parameter for group in made.param_groups for parameter in group["params"]}
+    if held - {parameter for _, parameter in named}:
+        raise ConfigError(
+            f"{FLAG} {path}: the optimizer holds a tensor that is no trained parameter.",
+            "pass on the tensors of named_parameters themselves, not copies",
+        )
+    if missing := [name for name, parameter in named if parameter not in held]:
+        raise ConfigError(
+            f"{FLAG} {path}: the optimizer leaves out {missing[0]} ({len(missing)} in all).",
+            f"give it all parameters, or --model.frozen {missing[0]}",
+        )
+
+
+# ---------------------------------------------------------------- states of an optimizer of the user
+
+
+class StateCheck:
+    """Refuses states, by name, that a checkpoint cannot keep for another number of ranks. A state is a
+    number, a DTensor sharded as its parameter, or a plain tensor that is equal on every rank.
+    """
+
+    def __init__(self, owner: str, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        """Messages begin with `owner`."""
+        self._owner, self._optimizer = owner, optimizer
+        self._names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+        self._updated = False
+
+    def after_update(self) -> None:
+        """Checks once: the first update has created the states. Collective."""
+        if not self._updated:
+            self._updated = True
+            self.check()
+
+    def check(self) -> None:
+        """Collective: every rank raises the same ConfigError."""
+        fault, digests = "", {}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                for name, value in self._optimizer.state.get(parameter, {}).items():
+                    label = f"state {name} of {self._names[parameter]}"
+                    if problem := _state_fault(parameter, value):
+                        fault = fault or f"{label} is {problem}"
+                    elif _is_replicated(parameter, value):
+                        digest = digest_shard(value)
+                        digests[label] = (tuple(value.shape), digest.plain, digest.weighted)
+        faults, tables = zip(*collectives.all_gather_objects((fault, digests)), strict=True)
+        fault = next(filter(None, faults), "")
+        for rank, table in enumerate(tables if not fault else ()):
+            labels = [label for label in {**tables[0], **table} if tables[0].get(label) != table.get(label)]
+            if labels:
+                fault = f"{labels[0]} is a plain tensor that differs between rank 0 and rank {rank}"
+                break
+        if fault:
+            raise ConfigError(
+                f"{self._owner}: {fault}: a checkpoint of it cannot be resumed on other ranks.",
+                "keep torch.zeros_like(parameter), or a small tensor that is equal on every rank",
+            )
+
+
+def _is_replicated(parameter: Tensor, value: Any) -> bool:
+    """Whether it is a plain state of a sharded parameter: each rank keeps it whole."""
+    return isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor)
+
+
+def _state_fault(parameter: Tensor, value: Any) -> str:
+    if not isinstance(value, Tensor):
+        # exactly: numpy's float64 is a float, and no checkpoint's reader accepts it
+        return "" if type(value) in PLAIN else f"a {type(value).__name__}"
+    if isinstance(value, DTensor):
+        alike = isinstance(parameter, DTensor) and (
+            (value.shape, value.placements) == (parameter.shape, parameter.placements)
+        )
+        return "" if alike else f"a DTensor of {tuple(value.shape)}, sharded unlike its parameter"
+    if isinstance(parameter, DTensor) and value.dim() and value.shape == parameter.to_local().shape:
+        return f"a plain tensor of {tuple(value.shape)}, the shape of this rank's part"
+    if isinstance(parameter, DTensor) and value.dim() and value.shape == parameter.shape:
+        return f"a plain tensor of {tuple(value.shape)}, the whole shape of its sharded parameter"
+    return ""
+
+
+# ---------------------------------------------------------------- built-in optimizers
 
 
 class ShardedAdam(LocalShardAdam):
@@ -41,13 +209,13 @@ def build_optimizer(
     if section.name == "muon":
         return _build_muon(section, model)
     groups = parameter_groups(section, model.parameters())
-    kept = _small_states(section, groups)
-    if kept is not None:
+    halved = any(p.dtype == torch.bfloat16 for group in groups for p in group["params"])
+    if section.state != "master" or halved:  # no dtype of torch's Adam
         from fsdp.optim.small_states import SmallStateAdam
 
         return SmallStateAdam(
             groups,
-            kind=kept,
+            kind="bf16" if section.state == "master" else section.state,
             places={parameter: at for at, parameter in enumerate(model.parameters())},
             lr=section.lr,
             betas=(section.beta1, section.beta2),
@@ -61,14 +229,6 @@ def build_optimizer(
         return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum, fused=fused)
     kind = {"adamw": ShardedAdamW, "adam": ShardedAdam}[section.name]
     return kind(groups, lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps, fused=fused)
-
-
-def _small_states(section: OptimSection, groups: list[dict[str, Any]]) -> Kind | None:
-    """The form of Adam's moments if they, or the masters, are not in a dtype of torch's Adam."""
-    if section.state != "master":
-        return section.state
-    halved = any(p.dtype == torch.bfloat16 for group in groups for p in group["params"])
-    return "bf16" if halved else None
 
 
 def _build_muon(section: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
@@ -91,17 +251,15 @@ def _build_muon(section: OptimSection, model: nn.Module) -> torch.optim.Optimize
 
 def parameter_groups(section: OptimSection, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     """At most four groups, in a fixed order: decayed or not, sharded or not; without frozen parameters."""
-    sorted_out: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.requires_grad:
-            sorted_out.setdefault((parameter.dim() >= 2, isinstance(parameter, DTensor)), []).append(
-                parameter
-            )
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     decay = section.weight_decay if section.name in DECAYING else 0.0
-    return [
-        {"params": found, "weight_decay": decay if matrix else 0.0}
-        for (matrix, _), found in sorted(sorted_out.items(), key=lambda item: item[0], reverse=True)
-    ]
+    groups = []
+    for matrix in (True, False):
+        for sharded in (True, False):
+            members = [p for p in trained if (p.dim() >= 2, isinstance(p, DTensor)) == (matrix, sharded)]
+            if members:
+                groups.append({"params": members, "weight_decay": decay if matrix else 0.0})
+    return groups
 
 
 def apply_hyperparameters(section: OptimSection, optimizer: torch.optim.Optimizer) -> None:
@@ -135,3 +293,31 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Sets the rate of each group; those of a user's optimizer keep their ratio to it."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get(LR_RATIO, 1.0)
+
+
+# ---------------------------------------------------------------- an update
+
+
+class StateStore(Protocol):
+    """Where states are between updates, if not on the device: files or host memory."""
+
+    def preallocated(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]: ...
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+
+def update_of(optimizer: torch.optim.Optimizer, store: StateStore | None) -> Callable[[], None]:
+    """The optimizer's update: as a whole, or a part at a time. The numbers are the same to the bit."""
+    return partial(_step, optimizer) if store is None else partial(store.step, optimizer)
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        if not any(words in str(error) for words in ("DTensor", "Sharding propagation", "sharding strategy")):
+            raise
+        raise ConfigError(
+            f"step() of {type(optimizer).__name__} cannot update sharded parameters: {first_line(error)}",
+            "another optimizer, or --mesh.strategy ddp, which keeps whole parameters",
+        ) from error

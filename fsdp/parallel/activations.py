@@ -2,9 +2,12 @@
 budget.
 
 A unit's forward is replaced on the instance: no wrapper, so no name changes. Where units are compiled the
-compiler keeps the budget; elsewhere each unit is run once to measure its operations, and those worth most
-computation a byte are kept until the budget is spent. Not here: where kept activations are stored
-(offload.py).
+compiler keeps the budget; elsewhere the first forward in training runs twice, once to measure the unit's
+operations, and those worth most computation a byte are kept until the budget is spent. `ops` keeps the
+results of matrix products and attention. A result that a later operation writes into is computed again:
+backward would write into what is kept a second time, and the version counter does not show all writes
+(`torch.matmul` returns a batched product as a view that has a counter of its own). Not here: where kept
+activations are stored (offload.py).
 """
 
 from __future__ import annotations
@@ -33,15 +36,20 @@ from fsdp.base.torch_private.core import (
     TorchDispatchMode,
     attention_products,
     float8_product,
+    schema,
     set_compiler_activation_budget,
     tree_leaves,
     writes,
 )
 from fsdp.config import MemorySection
 from fsdp.models.units import blocks_of, wrap_hint
-from fsdp.parallel.written_tensors import WrittenResults, random_streams, storage_of, written_by
 
 NO_RECOMPUTATION = "--memory.activation_checkpointing none --memory.activation_budget 1"
+REPEATED = (
+    "backward but not found in storage",
+    "cached during selective activation checkpoint has been mutated",
+)
+"""Of torch's errors of selective recomputation, which have no class of their own."""
 
 Forward = Callable[..., Any]
 Key = tuple[Any, int]
@@ -50,7 +58,7 @@ Key = tuple[Any, int]
 
 @functools.cache
 def _products() -> frozenset[Any]:
-    """Operators whose results are kept. Not a constant: torch's varlen loads the compiler."""
+    """Operators whose results `ops` keeps. Not a constant: torch's varlen loads the compiler."""
     aten: Any = torch.ops.aten
     matrices = (aten.mm.default, aten.addmm.default, aten.bmm.default)
     return frozenset((*matrices, *attention_products(), float8_product()))
@@ -70,150 +78,60 @@ def apply_activation_checkpointing(
     blocks = blocks_of(units)
     flag = f"activation_checkpointing {kind}" if budget == 1 else f"activation_budget {budget:g}"
     if not blocks:
-        raise ConfigError(
-            f"--memory.{flag} works on units, and this model has none.",
-            wrap_hint(root),
-        )
+        raise ConfigError(f"--memory.{flag} works on units, and this model has none.", wrap_hint(root))
     if compiled and budget < 1:
         set_compiler_activation_budget(budget)
         return
     names = {module: name for name, module in root.named_modules()} if root is not None else {}
     for block in blocks[:: memory.activation_checkpointing_every]:
-        block.forward = _Stateless(block, names.get(block, ""), flag)  # type: ignore[method-assign]
-        wrapped = Budgeted(block, budget) if budget < 1 else _checkpointed(block, per_op=kind == "ops")
-        block.forward = wrapped  # type: ignore[method-assign]
-
-
-def _checkpointed(block: nn.Module, per_op: bool) -> Forward:
-    return (
-        KeptProducts(block) if per_op else functools.partial(checkpoint, block.forward, use_reentrant=False)
-    )
-
-
-class KeptProducts:
-    """A unit's forward that keeps its products. One that the unit writes into afterwards is computed again:
-    backward would write into what is kept a second time. The first forward in training finds them.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        self._forward = block.forward
-        self._written: frozenset[Key] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self._kept(frozenset(), self._forward, args, kwargs)
-        if self._written is None:
-            results, restore = WrittenResults(_products()), random_streams()
-            out = self._kept(frozenset(), functools.partial(results.during, self._forward), args, kwargs)
-            self._written = results.take()
-            if not self._written:
-                return out
-            del out
-            restore()
-        return self._kept(self._written, self._forward, args, kwargs)
-
-    @staticmethod
-    def _kept(
-        written: frozenset[Key], forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        contexts: Callable[[], Any] = (
-            functools.partial(_contexts, lambda key: key[0] in _products() and key not in written)
-            if written
-            else functools.partial(create_selective_checkpoint_contexts, _keep_products)
+        forward = _Stateless(block, names.get(block, ""), flag)
+        block.forward = (  # type: ignore[method-assign]
+            functools.partial(checkpoint, forward, use_reentrant=False)
+            if kind == "full" and budget == 1
+            else Selective(block, forward, budget if budget < 1 else None)
         )
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-def _keep_products(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _products() else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-# ---------------------------------------------------------------- what cannot be computed twice
 
 
 class _Stateless:
-    """A unit's forward. Its first call in training is refused if it changes a tensor of the unit in
-    place, a number that it counts, or a key-value cache that it gets: backward would change them a second
-    time. Compiled code and the planner's fake tensors are not checked.
+    """A unit's forward. Its first call in training is refused if it changes a tensor of the unit in place:
+    backward would change it a second time. Compiled code and the planner's fake tensors are not checked.
     """
 
     latest = ""
     """The unit of the last forward: in backward, the one that is repeated."""
 
     def __init__(self, block: nn.Module, name: str, flag: str) -> None:
-        self._block, self._forward, self._name, self._flag = block, block.forward, name, flag
+        self._block, self._forward, self._flag = block, block.forward, flag
+        self._name = name or type(block).__name__
         self._checked = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
-        _Stateless.latest = self._name or type(self._block).__name__
+        _Stateless.latest = self._name
         if self._checked or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         self._checked = True
-        before, caches = dict(self._state()), dict(_cache_sizes(args, kwargs))
+        before = [(name, tensor, writes(tensor)) for name, tensor in self._tensors()]
         out = self._forward(*args, **kwargs)
-        for cache, size in _cache_sizes(args, kwargs):
-            if caches[cache] != size:
-                raise self._refusal(f"writes into its argument {cache}")
-        after = dict(self._state())
-        changed = [name for name, value in before.items() if name in after and after[name] != value]
-        if changed:
-            raise self._refusal(f"changes its own state, {changed[0].partition('@')[0]}")
+        if changed := [name for name, tensor, count in before if writes(tensor) != count]:
+            raise ConfigError(
+                f"--memory.{self._flag}: the forward of {self._name} changes its own state, {changed[0]}, "
+                "and backward would change it a second time.",
+                NO_RECOMPUTATION,
+            )
         return out
 
-    def _state(self) -> Iterator[tuple[str, float]]:
-        """Each tensor by its identity and version, each number by itself. Replacing one by another is no
-        change: the old one is not read.
-        """
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, module in self._block.named_modules(prefix=self._name):
             buffers = module.named_buffers(recurse=False, remove_duplicate=False)
             for key, value in (*buffers, *vars(module).items()):
-                name = f"{prefix}.{key}".lstrip(".")
                 if (
                     isinstance(value, Tensor)
                     and not isinstance(value, FakeTensor)
                     and not value.is_inference()
                 ):
-                    yield f"{name}@{id(value)}", writes(value)
-                elif type(value) in (int, float):
-                    yield f"{name}@", value
-
-    def _refusal(self, what: str) -> ConfigError:
-        name = self._name or type(self._block).__name__
-        return ConfigError(
-            f"--memory.{self._flag}: the forward of {name} {what}, and backward would change it a second "
-            "time.",
-            NO_RECOMPUTATION,
-        )
-
-
-def _cache_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Each key-value cache among the arguments, by its name or place and its type, and its elements."""
-    for name, value in (*enumerate(args), *kwargs.items()):
-        if callable(getattr(value, "get_seq_length", None)):
-            yield f"{name} ({type(value).__name__})", _elements_in(value, set())
-
-
-def _elements_in(value: Any, seen: set[int]) -> int:
-    """Of all tensors that an object holds."""
-    if id(value) in seen:
-        return 0
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        return value.numel()
-    if isinstance(value, dict):
-        return sum(_elements_in(one, seen) for one in value.values())
-    if isinstance(value, (list, tuple)):
-        return sum(_elements_in(one, seen) for one in value)
-    return _elements_in(vars(value), seen) if hasattr(value, "__dict__") else 0
-
-
-REPEATED = (
-    "backward but not found in storage",
-    "cached during selective activation checkpoint has been mutated",
-)
-"""Of torch's errors of selective recomputation, which have no class of their own."""
+                    yield f"{prefix}.{key}", value
 
 
 def refused_recomputation(error: Exception) -> ConfigError | None:
@@ -230,7 +148,7 @@ def refused_recomputation(error: Exception) -> ConfigError | None:
     )
 
 
-# ---------------------------------------------------------------- a budget, without a compiler
+# ---------------------------------------------------------------- some operations are kept
 
 
 @dataclass(frozen=True)
@@ -255,60 +173,65 @@ class Measured:
     produced: Sequence[Produced]
 
 
-@dataclass(frozen=True)
-class RecomputePlan:
-    """`keep` is kept besides the inputs; None recomputes nothing."""
-
-    keep: frozenset[Key] | None
-    nbytes: int
-
-
-def choose(measured: Measured, budget: float) -> RecomputePlan:
-    """Chooses within `budget` of what the unit keeps by itself. Inputs are kept whatever the budget:
-    recomputation starts from them.
+def choose(measured: Measured, budget: float | None) -> frozenset[Key] | None:
+    """The operations that are kept besides the inputs, from which recomputation starts; None recomputes
+    nothing. Without a budget the products, else within `budget` of what the unit keeps by itself.
     """
-    limit = budget * measured.kept
+    if budget is None:
+        return frozenset(made.key for made in measured.produced if made.key[0] in _products())
     spent, keep = measured.inputs, set()
-    for one in sorted(measured.produced, key=lambda one: -one.flops / one.nbytes):
-        if spent + one.nbytes <= limit:
-            spent += one.nbytes
-            keep.add(one.key)
-    return (
-        RecomputePlan(frozenset(keep), spent) if spent < measured.kept else RecomputePlan(None, measured.kept)
-    )
+    for made in sorted(measured.produced, key=lambda made: -made.flops / made.nbytes):
+        if spent + made.nbytes <= budget * measured.kept:
+            spent += made.nbytes
+            keep.add(made.key)
+    return frozenset(keep) if spent < measured.kept else None
 
 
-class Budgeted:
-    """A unit's forward within its budget; the first in training runs twice, once to measure it."""
+class Selective:
+    """A unit's forward that keeps the results of some operations."""
 
-    def __init__(self, block: nn.Module, budget: float) -> None:
-        self._block, self._forward, self._budget = block, block.forward, budget
-        self.plan: RecomputePlan | None = None
+    def __init__(self, block: nn.Module, forward: Forward, budget: float | None) -> None:
+        self._block, self._forward, self._budget = block, forward, budget
+        self.measured = False
+        self.keep: frozenset[Key] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # with `ops` alone: the compiler keeps a budget by itself
+            contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+            return checkpoint(self._forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        if self.plan is None:
-            self.plan = choose(measure(self._block, self._forward, args, kwargs), self._budget)
-        keep = self.plan.keep
-        if keep is None:
+        if not self.measured:
+            self.keep = choose(measure(self._block, self._forward, args, kwargs), self._budget)
+            self.measured = True
+        if self.keep is None:
             return self._forward(*args, **kwargs)
-        if not keep:
+        if not self.keep:
             return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
-        contexts = functools.partial(_contexts, keep.__contains__)
+        contexts = functools.partial(_contexts, self.keep)
         return checkpoint(self._forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _contexts(keep: Callable[[Key], bool]) -> Any:
+def _keep_products(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _products() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _contexts(keep: frozenset[Key]) -> Any:
     """Built for each forward, so that its calls are counted from the first."""
     counts: tuple[Counter[Any], Counter[Any]] = (Counter(), Counter())
 
     def policy(context: Any, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
         count = counts[bool(context.is_recompute)]
         count[op] += 1
-        return CheckpointPolicy.MUST_SAVE if keep((op, count[op] - 1)) else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE if (op, count[op] - 1) in keep else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def storage_of(tensor: Tensor) -> int:
+    return id(tensor.untyped_storage())
 
 
 def measure(block: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Measured:
@@ -325,9 +248,8 @@ def measure(block: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: d
     inputs = {
         storage_of(t): t.untyped_storage().nbytes()
         for t in tree_leaves((args, kwargs))
-        if isinstance(t, Tensor)
+        if isinstance(t, Tensor) and storage_of(t) not in own
     }
-    inputs = {storage: nbytes for storage, nbytes in inputs.items() if storage not in own}
     recorder = _Recorder()
     with _unwritten(block), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), recorder:
         forward(*args, **kwargs)
@@ -358,7 +280,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._written += written_by(func, args, kwargs)
+        self._written += _written_by(func, args, kwargs)
         if func in SAC_IGNORED_OPS:
             return out
         key = (func, self._counts[func])
@@ -383,6 +305,16 @@ class _Recorder(TorchDispatchMode):
             if storages and not changed and not storages.keys() & (taken | known) and sum(storages.values()):
                 found.append(Produced(key, sum(storages.values()), flops))
         return found
+
+
+def _written_by(operator: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an operator writes into."""
+    values = [
+        args[at] if at < len(args) else (kwargs or {}).get(argument.name)
+        for at, argument in enumerate(schema(operator).arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,14 +27,16 @@ from fsdp.models import ModelSpec, to_empty
 from fsdp.models.init import Init, draw, draw_into, persistent, seeded
 from fsdp.models.lora import lora_inits
 from fsdp.models.units import all_names
-from fsdp.parallel.init_check import (
+from fsdp.parallel.checks import (
     check_initialised,
     check_unsaved,
     fill_with_poison,
     poison,
 )
-from fsdp.parallel.nvme import NvmeFiles
 from fsdp.parallel.shard import Sharded
+
+if TYPE_CHECKING:
+    from fsdp.parallel.nvme import NvmeFiles
 
 
 class WeightSource(Protocol):

@@ -1,10 +1,11 @@
 """Tensors kept in files between uses: the optimizer's states, and with `all` the sharded parameters and
 gradients too.
 
-They are ordinary tensors whose memory is a mapped file (mapped_files.py): kernels, checkpoints and digests
-read them as any other. The update goes part by part, and a part's pages leave the process as soon as it is
-done, so that one part is resident and not the whole. The numbers are those of an update in memory, to the
-bit: it is elementwise.
+They are ordinary tensors whose memory is a mapped file: kernels, checkpoints and digests read them as any
+other. A file is unlinked as soon as it is open, so however a run ends, kill -9 included, the kernel frees the
+space. Pages are loaded when they are touched and dropped on `forget`; what was written is in the file then.
+The update goes part by part, and a part's pages leave the process as soon as it is done, so that one part is
+resident and not the whole. The numbers are those of an update in memory, to the bit: it is elementwise.
 
 Not here: gathered parameters, activations, and gradients before their reduction, which belong to a unit.
 """
@@ -13,7 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+import errno
+import logging
+import mmap
+import os
+import secrets
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +30,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.base.devices import without_owner
-from fsdp.base.text import byte_size
+from fsdp.base.errors import ConfigError
+from fsdp.base.text import byte_size, counted
 from fsdp.base.torch_private.core import like_shard
 from fsdp.base.torch_private.fsdp import move_padded_shard, padded_shard, parameter_groups
 from fsdp.config import MemorySection, OptimSection
 from fsdp.config.sections import MOMENTS
+from fsdp.dist import collectives
 from fsdp.dist.shards import local_tensor, rows_of, shard_count, tensors_in
-from fsdp.parallel.mapped_files import MappedFile, reserve, room_for
-from fsdp.parallel.state_parts import (
+from fsdp.parallel.offload import (
     cut_into_parts,
     moments_of,
     parts_of,
@@ -38,6 +47,128 @@ from fsdp.parallel.state_parts import (
     trained_parameters,
 )
 
+log = logging.getLogger(__name__)
+
+ALIGN = 64  # as torch aligns what it allocates
+
+
+class MappedFile:
+    """`size` bytes of disk as memory, allocated from front to back."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.size = max(size, mmap.PAGESIZE)
+        descriptor = _open_nameless(folder)
+        try:
+            # Blocks are allocated now: a disk that fills up later would end the process with SIGBUS.
+            os.posix_fallocate(descriptor, 0, self.size)
+            self._memory = mmap.mmap(descriptor, self.size)
+        finally:
+            os.close(descriptor)
+        self._base: int = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
+        self._next = 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The next piece, zeroed; its storage is its own, which FSDP compares by address."""
+        numel = torch.Size(shape).numel()
+        start, self._next = self._next, self._next + room_for(numel * dtype.itemsize)
+        assert self._next <= self.size, f"{self._next} bytes of a file of {self.size}"
+        if not numel:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start).view(torch.Size(shape))
+
+    def restart(self) -> None:
+        """Allocates from the front again: earlier pieces are no longer used."""
+        self._next = 0
+
+    def holds(self, tensor: Tensor) -> bool:
+        return bool(tensor.numel()) and self._base <= tensor.data_ptr() < self._base + self.size
+
+    def forget(self, tensor: Tensor) -> None:
+        """Drops the tensor's pages from this process; a touch loads them again. Neighbours in the
+        outermost pages only fault again.
+        """
+        self._advise(tensor, mmap.MADV_DONTNEED)
+
+    def fetch(self, tensor: Tensor) -> None:
+        """Starts loading its pages ahead of their use."""
+        self._advise(tensor, mmap.MADV_WILLNEED)
+
+    def _advise(self, tensor: Tensor, advice: int) -> None:
+        first = tensor.data_ptr() - self._base
+        start = first // mmap.PAGESIZE * mmap.PAGESIZE
+        self._memory.madvise(advice, start, first + tensor.nbytes - start)
+
+
+def room_for(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def _open_nameless(folder: Path) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f".shardrun-{secrets.token_hex(8)}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    path.unlink()
+    return descriptor
+
+
+@dataclass(frozen=True)
+class _DiskNeed:
+    """The bytes that one rank needs, and those free on its disk. `disk` is equal for ranks that share it."""
+
+    host: str
+    disk: int
+    needed: int
+    free: int
+    trouble: str
+
+
+def reserve(folder: Path, sizes: Mapping[str, int]) -> list[MappedFile]:
+    """A file of each size on every rank, or one ConfigError on all of them and nothing left behind.
+    Collective.
+    """
+    shown = ", ".join(f"{name} {byte_size(size)}" for name, size in sizes.items())
+    shown = collectives.broadcast_object(f"What --memory.nvme puts there ({shown})")
+    needs = collectives.all_gather_objects(_disk_need(folder, sum(sizes.values())))
+    for rank, need in enumerate(needs):
+        if need.trouble:
+            raise ConfigError(
+                f"--memory.nvme_dir {folder} cannot be used on rank {rank} ({need.trouble}).",
+                "--memory.nvme_dir DIR on a local disk",
+            )
+        sharers = [other for other in needs if (other.host, other.disk) == (need.host, need.disk)]
+        total, free = sum(other.needed for other in sharers), min(other.free for other in sharers)
+        if total > free:
+            raise ConfigError(
+                f"{shown} takes {byte_size(total)} for {counted(len(sharers), 'rank')}, but {folder} on "
+                f"{need.host} has {byte_size(free)} free.",
+                "--memory.nvme_dir a folder on a larger disk",
+            )
+    files: list[MappedFile] = []
+    trouble = ""
+    try:
+        files = [MappedFile(folder, size) for size in sizes.values()]
+    except OSError as error:
+        trouble = f"{socket.gethostname()}: {errno.errorcode.get(error.errno or 0, '')}, {error.strerror}"
+    troubles = [text for text in collectives.all_gather_objects(trouble) if text]
+    if troubles:
+        files.clear()
+        raise ConfigError(
+            f"--memory.nvme_dir {folder}: {shown} could not be reserved ({troubles[0]}).",
+            "--memory.nvme_dir a larger disk",
+        )
+    return files
+
+
+def _disk_need(folder: Path, needed: int) -> _DiskNeed:
+    host = socket.gethostname()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        state = os.statvfs(folder)
+        return _DiskNeed(host, folder.stat().st_dev, needed, state.f_bavail * state.f_frsize, "")
+    except OSError as error:
+        return _DiskNeed(host, 0, needed, 0, error.strerror or str(error))
+
+
 PART_BYTES = 64 << 20
 """Bytes of states in a part: resident at once, and updated by one call of the optimizer."""
 RETURNED_BYTES = 1 << 20
@@ -45,49 +176,26 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 FRAME = 4096  # more than head, tail and alignment of a tensor in a checkpoint's file
 
 
-def maybe_nvme_files(
-    memory: MemorySection,
-    optim: OptimSection,
-    root: nn.Module,
-    units: Sequence[Sequence[nn.Module]],
-    state_dtype: torch.dtype,
-) -> NvmeFiles | None:
-    """The run's files, or None without --memory.nvme. Collective if there are any. The model may be on
-    meta.
-    """
-    if memory.nvme == "off":
-        return None
-    kept = torch.bfloat16 if optim.state == "bf16" else state_dtype
-    return NvmeFiles(
-        Path(memory.nvme_dir), root, units, optim=optim, state_dtype=kept, everything=memory.nvme == "all"
-    )
-
-
 class NvmeFiles:
     """One rank's files. The constructor is collective: all ranks have room, or all raise."""
 
     def __init__(
         self,
-        folder: Path,
+        memory: MemorySection,
+        optim: OptimSection,
         root: nn.Module,
         units: Sequence[Sequence[nn.Module]],
         *,
-        optim: OptimSection,
         state_dtype: torch.dtype,
-        everything: bool,
     ) -> None:
+        """The model may be on meta."""
         free_at_once()
-        self._root, self._units, self._dtype, self._everything = root, units, state_dtype, everything
+        self._root, self._units, self._everything = root, units, memory.nvme == "all"
+        self._dtype = torch.bfloat16 if optim.state == "bf16" else state_dtype
         self._moments = MOMENTS[optim.name] if optim.name != "sgd" or optim.momentum else ()
         self._slots: dict[tuple[nn.Parameter, str], Tensor] = {}
         sizes = self._sizes(root)
-        shown = ", ".join(f"{name} {byte_size(size)}" for name, size in sizes.items())
-        files = reserve(
-            folder,
-            sizes.values(),
-            flag="memory.nvme_dir",
-            what=f"What --memory.nvme puts there ({shown})",
-        )
+        files = reserve(Path(memory.nvme_dir), sizes)
         self._files: dict[str, MappedFile] = dict(zip(sizes, files, strict=True))
 
     def _sizes(self, root: nn.Module) -> dict[str, int]:

@@ -1,37 +1,186 @@
-"""Offload of activations: pinned host memory, copied out behind the next unit, and back ahead of its use.
+"""Host memory in place of the device's: activations between forward and backward, optimizer states between
+updates.
 
-Everything that a unit keeps is copied, or with recomputation its inputs, which are all that checkpointing
-keeps. The last unit's stay: backward begins with them. At most two units' are on the device, on their way out
-or back. Parameters and buffers are never copied: gathered ones are gathered again. On a CPU the same code
-copies from host memory to host memory. Not here: what is kept and what is recomputed (activations.py).
+Activations: everything that a unit keeps is copied to pinned host memory behind the next unit, and back ahead
+of its use; with recomputation its inputs, which are all that checkpointing keeps. The last unit's stay:
+backward begins with them. At most two units' are on the device, on their way out or back. Parameters and
+buffers are never copied: gathered ones are gathered again.
+
+Optimizer states: the update goes part by part. A part's states are copied to the device, updated there by the
+optimizer's own kernel, and copied back. The numbers are those of an update on the device, to the bit: it is
+elementwise. The host waits for the copies at the end of the update, so that a checkpoint reads whole states.
+
+On a CPU the same code copies within host memory. Not here: what is kept and what is recomputed
+(activations.py), states in files (nvme.py), parameters on the host too (--memory.cpu_offload).
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.core import compiled_call, set_compiled_call, viewed
-from fsdp.config import MemorySection
+from fsdp.base.torch_private.core import compiled_call, like_shard, set_compiled_call, viewed
+from fsdp.config import OptimSection
+from fsdp.config.sections import MOMENTS
+from fsdp.dist.shards import local_tensor
 from fsdp.models.units import blocks_of
+
+
+def trained_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def parts_of(optimizer: torch.optim.Optimizer, itemsize: int, limit: int) -> Iterator[list[nn.Parameter]]:
+    """Parameters in their order, cut where their states of `itemsize` bytes an element reach `limit`. One
+    parameter is never cut.
+    """
+    sized = [(p, local_tensor(p).numel() * itemsize) for p in trained_parameters(optimizer)]
+    yield from cut_into_parts(sized, limit)
+
+
+def cut_into_parts(sized: Iterable[tuple[Any, int]], limit: int) -> Iterator[list[Any]]:
+    part: list[Any] = []
+    total = 0
+    for one, size in sized:
+        if part and total + size > limit:
+            yield part
+            part, total = [], 0
+        part.append(one)
+        total += size
+    if part:
+        yield part
+
+
+def step_some(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """The optimizer's step on these parameters alone."""
+    wanted, whole = set(parameters), optimizer.param_groups
+    few = [{**group, "params": [p for p in group["params"] if p in wanted]} for group in whole]
+    try:
+        optimizer.param_groups = [group for group in few if group["params"]]
+        optimizer.step()
+    finally:
+        optimizer.param_groups = whole
+
+
+@contextlib.contextmanager
+def preallocated_states(
+    optimizer: torch.optim.Optimizer, states: Mapping[Any, dict[str, Tensor]]
+) -> Iterator[None]:
+    """Context in which a checkpoint is read: it fills `states`, whose memory exists. Those that it does not
+    fill are dropped after.
+    """
+    optimizer.state.update(states)
+    try:
+        yield
+    finally:
+        for parameter, state in states.items():
+            if optimizer.state.get(parameter) is state:
+                del optimizer.state[parameter]
+
+
+def moments_of(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]
+) -> list[tuple[nn.Parameter, str, Tensor]]:
+    """States of their parameter's shape: not the count of steps, which stays where torch has it."""
+    return [
+        (parameter, name, value)
+        for parameter in parameters
+        for name, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"
+    ]
+
+
+PART_BYTES = 256 << 20
+"""Bytes of states on the device at once; one parameter is never cut."""
+
+Rooms = dict[tuple[Tensor, str], Tensor]
+"""Host memory by parameter and moment."""
+
+
+class HostStates:
+    """States of one rank: a tensor in host memory for each moment of each parameter."""
+
+    def __init__(self, optim: OptimSection, dtype: torch.dtype, device: torch.device) -> None:
+        self._moments, self._device = MOMENTS[optim.name], device
+        self._dtype = torch.bfloat16 if optim.state == "bf16" else dtype
+        self.copied = 0
+        """Bytes copied to the device so far."""
+
+    @contextlib.contextmanager
+    def preallocated(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Context in which a checkpoint is read: it fills states in host memory."""
+        parameters = trained_parameters(optimizer)
+        states = {p: {moment: self._room(p, self._dtype) for moment in self._moments} for p in parameters}
+        try:
+            with preallocated_states(optimizer, states):
+                yield
+        finally:
+            kept: Rooms = {(p, name): room for p, moments in states.items() for name, room in moments.items()}
+            self._to_host(optimizer, parameters, kept)
+            self._wait()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's own step, part by part."""
+        for part in parts_of(optimizer, self._dtype.itemsize * len(self._moments), PART_BYTES):
+            rooms = self._to_device(optimizer, part)
+            step_some(optimizer, part)
+            self._to_host(optimizer, part, rooms)
+        self._wait()
+
+    @torch.no_grad()
+    def _to_device(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> Rooms:
+        """Puts copies on the device in place of the states; returns the states in host memory."""
+        rooms: Rooms = {}
+        for parameter, name, value in moments_of(optimizer, parameters):
+            rooms[parameter, name] = value
+            local = local_tensor(value)
+            moved = torch.empty_like(local, device=self._device).copy_(local, non_blocking=True)
+            optimizer.state[parameter][name] = like_shard(parameter, moved)
+            self.copied += moved.nbytes
+        return rooms
+
+    @torch.no_grad()
+    def _to_host(
+        self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], rooms: Rooms
+    ) -> None:
+        """Copies states back into their rooms; one that is new, or of another dtype, gets a room."""
+        for parameter, name, value in moments_of(optimizer, parameters):
+            room = rooms.get((parameter, name))
+            if room is value:
+                continue
+            if room is None or room.dtype != value.dtype:
+                room = self._room(parameter, value.dtype)
+            local_tensor(room).copy_(local_tensor(value), non_blocking=True)
+            optimizer.state[parameter][name] = room
+
+    def _room(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """Host memory for one moment, pinned if it is copied to CUDA."""
+        pinned = self._device.type == "cuda"
+        return like_shard(
+            parameter, torch.empty(local_tensor(parameter).shape, dtype=dtype, pin_memory=pinned)
+        )
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
 
 SMALLEST = 1 << 16
 """Bytes from which on a copy over the bus is worth its overhead."""
 
 
 def apply_activation_offload(
-    units: Sequence[list[nn.Module]], memory: MemorySection, device: torch.device, *, compiled: bool
+    units: Sequence[list[nn.Module]], device: torch.device, *, compiled: bool
 ) -> None:
     """Applied after the units are compiled and before they are sharded: a hook within compiled code would
     break its graph.
     """
-    if not memory.activation_offload:
-        return
     blocks = blocks_of(units)
     if not blocks:
         raise ConfigError(

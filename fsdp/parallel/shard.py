@@ -1,5 +1,5 @@
 """Shards a plain module, in the one order that works: float8 → checkpointing → compile → activations' offload
-→ fully_shard (or DDP).
+→ fully_shard; or DDP around a model whose weights are real.
 
 The units are data from the model (fsdp/models/units.py); the groups are the mesh's. Weights are not touched:
 the model may be on the meta device.
@@ -38,14 +38,20 @@ from fsdp.config import (
 )
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models.hf_settings import has_separate_experts
+from fsdp.models.init import persistent
 from fsdp.models.units import blocks_of, find_units
 from fsdp.parallel.activations import apply_activation_checkpointing
-from fsdp.parallel.comm_hooks import Hooks, apply_comm, load_hooks
-from fsdp.parallel.compiler import compiles, set_kernel_folders
-from fsdp.parallel.float8 import apply_float8
-from fsdp.parallel.forward_errors import explained
-from fsdp.parallel.offload import apply_activation_offload
-from fsdp.parallel.whole_parameters import apply_casts, average_gradients, average_scalars, whole_names
+from fsdp.parallel.checks import explained
+from fsdp.parallel.comm import (
+    Hooks,
+    apply_casts,
+    apply_comm,
+    average_gradients,
+    average_scalars,
+    load_hooks,
+    whole_names,
+)
+from fsdp.parallel.compute import apply_float8, compiles, set_kernel_folders
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,8 @@ class Sharded:
     divides_by: float = 0.0
     whole: frozenset[str] = frozenset()
     """Names of the parameters of --mesh.unsharded."""
+    compiled: Sequence[nn.Module] = ()
+    """The modules that are compiled."""
     reduced: bool = field(default=False, init=False)
     """Whether a last micro-batch has ended since the caller of the model set it to False."""
     runs: nn.Module = field(init=False)
@@ -104,13 +112,9 @@ class Sharded:
         self.runs = self.root
 
     @property
-    def ranks(self) -> int:
-        return self.sizes.ranks
-
-    @property
     def divisor(self) -> float:
         """The divisor of a reduction's sum over ranks: the loss is multiplied by it."""
-        return self.divides_by or self.ranks
+        return self.divides_by or self.sizes.ranks
 
     @functools.cached_property
     def replicated(self) -> list[nn.Parameter]:
@@ -169,12 +173,10 @@ class Sharded:
             check_buckets_reduced(runs)
         except RuntimeError as error:
             unused = [name for name, p in self.root.named_parameters() if p.requires_grad and p.grad is None]
-            more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
             raise ConfigError(
                 f"the loss of rank {dist.get_rank()} does not depend on "
-                f"{unused[0] if unused else 'a parameter'}{more}, and "
-                "--mesh.strategy ddp reduces every gradient.",
-                "--mesh.strategy fsdp" + (f", or --model.frozen {','.join(unused[:4])}" if unused else ""),
+                f"{', '.join(unused[:4]) or 'a parameter'}, and --mesh.strategy ddp reduces every gradient.",
+                f"--mesh.strategy fsdp, or --model.frozen {','.join(unused[:4])}",
                 scope="rank",
             ) from error
 
@@ -211,7 +213,7 @@ class Sharded:
         return self.runs if self.root.training else self.root
 
     def _average_replicated(self) -> None:
-        if self.ranks > 1:
+        if self.sizes.ranks > 1:
             average_scalars(self.replicated, self.divisor)
             average_gradients(self.named_whole, self.divisor)
 
@@ -229,13 +231,21 @@ def shard_model(
     on meta. For DDP call `replicate` once they are real.
     """
     memory, speed = config.memory, config.speed
-    dtypes = resolve_dtypes(config.precision, device)
+    dtypes, compiled = resolve_dtypes(config.precision, device), compiles(speed, device)
     _apply_dtypes(model, dtypes)
     units = find_units(model, config.mesh.wrap)
     apply_float8(units, speed, sharded=sizes.strategy != "ddp")
-    apply_activation_checkpointing(units, memory, compiled=compiles(speed, device), root=model)
-    apply_compile(units, model, speed, device)
-    apply_activation_offload(units, memory, device, compiled=compiles(speed, device))
+    apply_activation_checkpointing(units, memory, compiled=compiled, root=model)
+    compiled_modules = (blocks_of(units) or [model]) if compiled else []
+    if compiled:
+        set_kernel_folders()
+    for module in compiled_modules:
+        # In place, so names stay; per unit: equal blocks are compiled once, and the graph has no gather.
+        module.compile()
+    if memory.activation_offload:
+        from fsdp.parallel.offload import apply_activation_offload
+
+        apply_activation_offload(units, device, compiled=compiled)
     policy = reshard_policy(config.mesh.reshard_after_forward)
     sharded = Sharded(
         root=model,
@@ -248,6 +258,7 @@ def shard_model(
         keep_gathered=policy == "step",
         divides_by=config.comm.divide_by,
         whole=whole_names(model, config.mesh.unsharded),
+        compiled=compiled_modules,
     )
     if sizes.strategy != "ddp":
         _apply_fully_shard(sharded, policy, memory)
@@ -317,12 +328,10 @@ def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: Memor
     within = dataclasses.replace(mixed, output_dtype=None)
     # Backward begins with the last unit and the root's own parameters: once freed, they would be gathered
     # again at once.
-    for at, unit in enumerate(sharded.units, start=1):
-        wrap(
-            unit if len(unit) > 1 else unit[0],
-            mp_policy=within,
-            reshard_after_forward=reshard if at < len(sharded.units) else False,
-        )
+    for unit in sharded.units:
+        modules = unit if len(unit) > 1 else unit[0]
+        last = unit is sharded.units[-1]
+        wrap(modules, mp_policy=within, reshard_after_forward=False if last else reshard)
     wrap(sharded.root, mp_policy=mixed, reshard_after_forward=False)
 
 
@@ -347,13 +356,58 @@ def _apply_prefetch(units: Sequence[list[nn.Module]], speed: SpeedSection) -> No
             unit.set_modules_to_backward_prefetch(heads[max(0, at - speed.prefetch_backward) : at][::-1])
 
 
-def apply_compile(
-    units: Sequence[list[nn.Module]], root: nn.Module, speed: SpeedSection, device: torch.device
-) -> None:
-    """Compiles in place, so names stay; per unit, since equal blocks are compiled once and the graph has
-    no gather in it.
+def replicate(sharded: Sharded) -> None:
+    """Applies DDP after the weights are real and equal, without its own broadcast at the start."""
+    if sharded.sizes.strategy != "ddp":
+        return
+    for parameter in sharded.root.parameters():
+        if not parameter.numel():
+            parameter.requires_grad_(False)  # DDP would wait for a gradient of nothing
+    trains = any(p.requires_grad for p in sharded.root.parameters())
+    assert trains, "DDP refuses a model with nothing to train"
+    runs = DistributedDataParallel(
+        sharded.root,
+        device_ids=[sharded.device.index] if sharded.device.type == "cuda" else None,
+        process_group=sharded.mesh.get_group("dp_replicate"),
+        init_sync=False,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=False,
+        static_graph=False,
+    )
+    # Rank 0's go to all before each forward, which costs a small model as much as its gradients: constants
+    # need it not. Set here: as an argument it has one name in torch 2.11 and another in 2.13, which warns of
+    # the first.
+    buffers = {name for name, _ in sharded.root.named_buffers()}
+    runs.broadcast_buffers = not buffers.isdisjoint(persistent(sharded.root))
+    if sharded.sizes.ranks > 2:  # the sum of two has one order
+        _settle_buckets(runs)
+    sharded.runs = runs
+
+
+class _ParameterSums(nn.Module):
+    """Forward returns a sum of each parameter, whose gradient is what the caller gives."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._listed = tuple(parameters)  # not registered: they are the model's
+
+    def forward(self, _: None) -> tuple[torch.Tensor, ...]:
+        return tuple(parameter.sum() for parameter in self._listed)
+
+
+def _settle_buckets(runs: DistributedDataParallel) -> None:
+    """A backward of zeros, in the reverse order of definition. Collective.
+
+    DDP divides the gradients into other buckets after a process's first backward, in the order in which they
+    came. A sum over three ranks or more is rounded by its place in a bucket: without this, the first step of
+    a resumed run had other bits than that step of the run that went on.
     """
-    if compiles(speed, device):
-        set_kernel_folders()
-        for module in blocks_of(units) or [root]:
-            module.compile()
+    trained = [parameter for parameter in runs.module.parameters() if parameter.requires_grad]
+    model, runs.module = runs.module, _ParameterSums(trained)
+    try:
+        sums = runs(None)  # with a device, DDP's forward needs an argument
+        torch.autograd.backward(sums, [torch.zeros_like(one) for one in sums])
+    finally:
+        runs.module = model
+    for parameter in trained:
+        parameter.grad = None

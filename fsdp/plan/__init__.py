@@ -17,5 +17,5 @@
     report         the table, the best line, the recipe
     __main__       the command, python -m fsdp.plan
 
-Nothing here runs on a GPU or trains; fsdp/run/planned.py compares a plan with what its run measured.
+Nothing here runs on a GPU or trains; fsdp/run/summary.py compares a plan with what its run measured.
 """

@@ -13,7 +13,8 @@ from fsdp.config import Config
 from fsdp.plan.estimate import SCRATCH_MARGIN, Plan, gib, not_modelled, uncounted_scratch
 from fsdp.plan.model_shapes import subject_of
 from fsdp.plan.rates import note_on_rates
-from fsdp.run.job import model_of, units_line
+from fsdp.run.job import model_of
+from fsdp.run.summary import units_line
 from fsdp.rundir.atomic_write import write_atomically
 
 _CHECKPOINTING = {"none": "none", "ops": "per operation", "full": "full"}

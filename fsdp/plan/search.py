@@ -16,7 +16,7 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError, without_hint
 from fsdp.config import Config
 from fsdp.dist.mesh import MeshSizes, Strategy, resolve
-from fsdp.parallel.comm_hooks import check_divide
+from fsdp.parallel.comm import check_divide
 from fsdp.plan.estimate import Plan, check_device, fake_run, for_target, plan_of, plan_one
 from fsdp.plan.fake_runs import Family, Runs, run_all
 from fsdp.plan.model_shapes import Subject, subject_of

@@ -16,32 +16,19 @@ from torch import Tensor, nn
 
 from fsdp.base.devices import without_owner
 from fsdp.data.types import Batch
-from fsdp.dist.collectives import Sum
 from fsdp.dist.shards import tensors_in
 from fsdp.models.units import blocks_of
 from fsdp.optim.small_states import SmallStateAdam, new_state
 from fsdp.parallel.shard import Sharded
-from fsdp.parallel.update import Update
 from fsdp.plan.tracker import Tracker, kind, trace_fsdp_events
-from fsdp.run.step import StepHooks, StepParts, run_step
+from fsdp.run.step import StepParts, Totals, train_step
 
 OTHER_UNITS = 1_000_000
 """Groups of units that are not blocks are numbered from here; 0 is the root's."""
 
 
-class _TracedUpdate:
-    """An optimizer's step, whose temporaries count as the optimizer's."""
-
-    def __init__(self, update: Update, tracker: Tracker) -> None:
-        self._update, self._tracker = update, tracker
-
-    def step(self) -> None:
-        with kind(self._tracker, "optimizer"):
-            self._update.step()
-
-
 @dataclass
-class TracedSetup(StepHooks):
+class TracedSetup:
     """The state of a run before its first step, and the tracker that records its steps."""
 
     parts: StepParts
@@ -56,7 +43,9 @@ class TracedSetup(StepHooks):
     def __post_init__(self) -> None:
         self.sharded = self.parts.sharded
         self.blocks = blocks_of(self.sharded.units)
-        self.parts = replace(self.parts, update=_TracedUpdate(self.parts.update, self.tracker))
+        self.parts = replace(
+            self.parts, update=kind(self.tracker, "optimizer")(self.parts.update), enter=self._enter
+        )
         self._name_groups()
 
     def hold_state(self) -> None:
@@ -77,7 +66,8 @@ class TracedSetup(StepHooks):
         """A traced step of `count` micro-batches, at the rate that the optimizer has."""
         lr = self.parts.optimizer.param_groups[0]["lr"]
         with trace_fsdp_events(self.tracker), self._marked():
-            run_step(self.parts, self._traced(batches, count), count, lr=lr, hooks=self)
+            traced = self._traced(batches, count)
+            train_step(self.parts, traced, count, step=1, lr=lr, totals=Totals())
 
     def _traced(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
         for self.micro in range(count):
@@ -91,15 +81,10 @@ class TracedSetup(StepHooks):
             if parameter.grad is not None:
                 self.tracker.hold(parameter.grad, "gradients")
 
-    # ------------------------------------------------------------ hooks of the step
-
-    def enter(self, phase: str) -> None:
+    def _enter(self, phase: str) -> None:
         if phase == "reduce":
             self._hold_gradients()
         self.tracker.mark(self.micro if phase in ("forward", "backward") else 0, phase)
-
-    def reduce_loss(self, total: Tensor, scaled: Tensor) -> None:
-        Sum(total)
 
     # ------------------------------------------------------------ marks
 

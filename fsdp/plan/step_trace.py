@@ -35,14 +35,11 @@ from fsdp.models.factory import blame
 from fsdp.models.hf_settings import group_experts
 from fsdp.models.loss import LossFunction, load_loss
 from fsdp.models.units import blocks_of, find_units
-from fsdp.optim.custom_optimizer import is_custom
-from fsdp.optim.ema import maybe_ema
-from fsdp.optim.loss_scale import LossScaler
-from fsdp.optim.optimizer import build_optimizer
+from fsdp.optim.gradients import LossScaler
+from fsdp.optim.optimizer import build_optimizer, is_custom, update_of
 from fsdp.optim.small_states import dynamic_map
-from fsdp.optim.train_state import TrainState
+from fsdp.optim.state import TrainState, maybe_ema
 from fsdp.parallel.shard import Sharded, resolve_dtypes, shard_model
-from fsdp.parallel.update import Whole
 from fsdp.plan.cuda import cuda_formulas, fused_entropy, packing
 from fsdp.plan.model_shapes import Subject, subject_of
 from fsdp.plan.step import Buckets, TracedSetup, fill_optimizer
@@ -135,7 +132,7 @@ class Stage:
             loss_function=self.loss_function,
             gradients=gradients_of(self.sharded),
             optimizer=self.optimizer,
-            update=Whole(self.optimizer),
+            update=update_of(self.optimizer, None),
             scaler=scaler,
             clip_norm=config.train.clip_grad_norm,
         )
@@ -235,7 +232,8 @@ def _watch(ask: FakeRun) -> Trace:
         setup = TracedSetup(made.parts(ask.config), tracker, made.buckets, is_compiled(ask))
         setup.hold_state()
         samples = batches(made.subject, ask.micro_batch)
-        if ask.config.memory.activation_budget == 1:
+        memory = ask.config.memory
+        if memory.activation_budget == 1 and memory.activation_checkpointing != "ops":
             setup.step(samples, ask.accumulation)
             return _packed(tracker, tracker.trace(len(setup.blocks)))
         # In the first step each unit is run once more, to be measured: the second is like all that follow.

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import config as configuration
-from fsdp.base.errors import ConfigError
 from fsdp.base.phases import Activity, announces
-from fsdp.config import Config, TrainSection
+from fsdp.config import Config, DataSection, TrainSection
 from fsdp.data import DataSet, heldout_batches
 from fsdp.data.types import Batch, Samples
 from fsdp.dist.collectives import ranks, sum_over_ranks
 from fsdp.dist.mesh import BatchPlan, DataRank
 from fsdp.models.init import persistent
 from fsdp.models.loss import LossFunction
-from fsdp.optim.ema import Ema
+from fsdp.optim.state import Ema
 from fsdp.parallel.shard import Sharded
-from fsdp.run.source_losses import sums_by_source
+from fsdp.run.step import sums_by_source
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,16 @@ class Evaluation:
         return found | {name.replace("eval_", "eval_ema_", 1): value for name, value in more.items()}
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a start ended. `stopped` is why it ended before its last step; None if it reached it."""
+
+    run_dir: Path
+    step: int
+    stopped: str | None
+    evaluation: Evaluation | None
+
+
 def as_evaluated(config: Config) -> Config:
     """The configuration of an evaluation alone: the run that it may come from keeps its checkpoints."""
     return configuration.replace(
@@ -51,38 +61,11 @@ def as_evaluated(config: Config) -> Config:
     )
 
 
-def check_own_directory(has_checkpoint: bool, run: str) -> None:
-    """Refuses an evaluation alone in the directory of a run."""
-    if has_checkpoint:
-        raise ConfigError(
-            f"--train.evaluate_only true in --run.dir {run}, which has checkpoints of its own: "
-            "its configuration and records would be replaced.",
-            f"--checkpoint.resume {run} --run.dir {run}-evaluated",
-        )
-
-
-def check_heldout(train: TrainSection, name: str, data: DataSet) -> None:
-    """Refuses evaluations that have no data. That at the end of a run is made only where there is some."""
-    if data.heldout is not None:
-        return
-    if train.evaluate_only:
-        raise ConfigError(
-            f"--train.evaluate_only true, but --data.name {name} has no held-out data.",
-            "--data.name of a data set that has some: docs/data.md",
-        )
-    for field_name in ("eval_every_steps", "eval_every_epochs"):
-        if every := getattr(train, field_name):
-            raise ConfigError(
-                f"--train.{field_name} {every:g}, but --data.name {name} has no held-out data.",
-                f"--train.{field_name} 0, or a data set that has some: docs/data.md",
-            )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
     """The evaluations of a run: with its weights and, where it keeps one, with their moving average."""
 
-    config: Config
+    sections: tuple[TrainSection, DataSection]
     sharded: Sharded
     loss_function: LossFunction
     data: DataSet
@@ -127,12 +110,12 @@ class Evaluator:
         return sums.over_ranks(stopped)
 
     def _batches(self, heldout: Samples) -> Iterator[Batch]:
-        reading, device = self.config.data, self.sharded.device
+        (train, reading), device = self.sections, self.sharded.device
         return heldout_batches(
             heldout,
-            batch=self.config.train.eval_batch or self.batch.micro_batch,
+            batch=train.eval_batch or self.batch.micro_batch,
             rank=self.rank,
-            limit=self.config.train.eval_samples,
+            limit=train.eval_samples,
             workers=reading.workers,
             prefetch=reading.prefetch,
             pin=device.type == "cuda",

@@ -31,23 +31,19 @@ from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.full_state import open_full_state
 from fsdp.config import Config, config_hash
 from fsdp.dist.collectives import on_main, sum_over_ranks
-from fsdp.dist.env import DistEnv, check_torch, from_environment, set_allocator
+from fsdp.dist.env import DistEnv, from_environment
 from fsdp.dist.mesh import build_mesh, resolve
-from fsdp.dist.process_group import process_group
 from fsdp.models import ModelSpec
 from fsdp.models.lora import freeze
-from fsdp.optim.custom_optimizer import StateCheck, check_step
-from fsdp.optim.nonfinite import Verdicts
-from fsdp.optim.train_state import TrainState
-from fsdp.parallel.attention import attention_kernel, check_attention
-from fsdp.parallel.ddp import replicate
-from fsdp.parallel.forward_check import check_first_forward
+from fsdp.optim.gradients import Verdicts
+from fsdp.optim.optimizer import StateCheck, check_step, update_of
+from fsdp.optim.state import TrainState
+from fsdp.parallel.checks import check_first_forward
+from fsdp.parallel.compute import check_attention
 from fsdp.parallel.materialize import materialize
-from fsdp.parallel.shard import Sharded, resolve_dtypes, shard_model
-from fsdp.parallel.update import Whole
-from fsdp.record.console import set_up_logging
+from fsdp.parallel.shard import Sharded, replicate, resolve_dtypes, shard_model
 from fsdp.record.metrics import NoReporter, Reporter
-from fsdp.run import setup, weights
+from fsdp.run import build, weights
 from fsdp.run.job import trainable_model, warn_of_extra_states
 from fsdp.run.step import check_trained, gradients_of
 from fsdp.rundir import history
@@ -64,40 +60,34 @@ them makes the host wait for the device, and those not yet read take its memory.
 
 @contextmanager
 def process(config: Config) -> Iterator[DistEnv]:
-    """This process as a rank of torchrun or srun, or alone, with its process group and the settings of
-    the process: of the allocator and of attention.
+    """This process as a rank of torchrun or srun, or alone, with its process group and the settings of the
+    process: of the allocator and of attention.
     """
-    check_torch()
     env = from_environment(device=config.run.device)
-    set_up_logging(env)
+    build.set_up_process(config, env)
     check_attention(config.speed, env.device)
-    set_allocator(config.run.allocator, env.device)
-    with attention_kernel(config.speed), process_group(env, config.run.process_group_timeout_s):
+    with build.process(config, env):
         yield env
 
 
-def shard(build: Callable[[], nn.Module], config: Config, env: DistEnv) -> Sharded:
+def shard(builder: Callable[[], nn.Module], config: Config, env: DistEnv) -> Sharded:
     """Builds the module on meta, shards it, and draws its weights from `config.run.seed`. Collective.
 
     The sections mesh, precision, memory, speed and comm apply, and of model `init`, `weights` and `frozen`.
     `root` of what it returns holds the parameters, `called` is the module to call.
     """
-    _check_sections(config)
+    for flag, value in (("lora.rank", config.lora.rank or "off"), ("memory.nvme", config.memory.nvme)):
+        if value != "off":
+            raise ConfigError(f"--{flag} {value} has no effect in a loop of your own.", f"leave --{flag} out")
     sizes = resolve(config.mesh, env.world_size, env.num_nodes)
-    spec = _spec_of(build)
+    spec = _spec_of(builder)
     dtypes = resolve_dtypes(config.precision, env.device)
     model = trainable_model(spec, config.run.seed, dtypes.master if sizes.strategy == "ddp" else dtypes.param)
     if config.model.frozen:
         freeze(model, config.model.frozen)
     warn_of_extra_states(model)
-    sharded = shard_model(
-        model,
-        config,
-        sizes=sizes,
-        mesh=build_mesh(sizes, env.device, config.run.process_group_timeout_s),
-        device=env.device,
-    )
-    host = torch.device("cpu") if config.memory.cpu_offload else None
+    mesh = build_mesh(sizes, env.device, config.run.process_group_timeout_s)
+    sharded = shard_model(model, config, sizes=sizes, mesh=mesh, device=env.device)
     state_named = config.model.weights not in ("", weights.NONE)
     materialize(
         sharded,
@@ -106,28 +96,18 @@ def shard(build: Callable[[], nn.Module], config: Config, env: DistEnv) -> Shard
         init=config.model.init,
         rank=env.rank,
         weights=(lambda: open_full_state(config.model.weights)) if state_named else None,
-        rest_device=host,
+        rest_device=torch.device("cpu") if config.memory.cpu_offload else None,
     )
-    check_first_forward(sharded, config, later_too=True)
+    check_first_forward(sharded.root, sharded.compiled, gathers_own=bool(config.comm.all_gather))
     replicate(sharded)
     return sharded
 
 
-def _check_sections(config: Config) -> None:
-    """Refuses what only the loop of train.py does."""
-    for flag, value, given in (
-        ("lora.rank", config.lora.rank, bool(config.lora.rank)),
-        ("memory.nvme", config.memory.nvme, config.memory.nvme != "off"),
-    ):
-        if given:
-            raise ConfigError(f"--{flag} {value} has no effect in a loop of your own.", f"leave --{flag} out")
-
-
-def _spec_of(build: Callable[[], nn.Module]) -> ModelSpec:
-    name = getattr(build, "__name__", "model")
+def _spec_of(builder: Callable[[], nn.Module]) -> ModelSpec:
+    name = getattr(builder, "__name__", "model")
 
     def built() -> nn.Module:
-        model: object = build()
+        model: object = builder()
         if isinstance(model, nn.Module):
             return model
         raise ConfigError(
@@ -141,7 +121,7 @@ def _spec_of(build: Callable[[], nn.Module]) -> ModelSpec:
 def _check_optimizer(model: Sharded, optimizer: torch.optim.Optimizer) -> None:
     check_step("the optimizer", optimizer)
     own = set(model.root.parameters())
-    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+    for parameter in (member for group in optimizer.param_groups for member in group["params"]):
         if parameter not in own:
             raise ConfigError(
                 f"the optimizer holds a tensor of the shape {tuple(parameter.shape)} that is no parameter of "
@@ -169,7 +149,7 @@ class Training:
         self._config, self._env, self._model = config, env, model
         self._reporter = reporter or NoReporter()
         self._state = TrainState(model=model.root, optimizer=optimizer)
-        self._gradients, self._update = gradients_of(model), Whole(optimizer)
+        self._gradients, self._update = gradients_of(model), update_of(optimizer, None)
         self._verdicts = Verdicts(
             config.train, self._gradients, optimizer, model.root, scaler=None, whole_update=True
         )
@@ -185,7 +165,7 @@ class Training:
 
     def __enter__(self) -> Training:
         with self._stack as stack:
-            self._run, locks = stack.enter_context(setup.locked_run(self._config, self._env))
+            self._run, locks = stack.enter_context(build.locked_run(self._config, self._env))
             watch = stack.enter_context(Watch(self._config.watch, self._env, self._run.path))
             self._phases.listen(watch.phase)
             self._checkpointer = Checkpointer(
@@ -197,7 +177,7 @@ class Training:
                 locks=locks,
             )
             restored = self._checkpointer.restore(self._state)
-            setup.check_saves_are_there(self._config, self._env, self._run, self._checkpointer, self.step)
+            build.check_saves_are_there(self._config, self._env, self._run, self._checkpointer, self.step)
             on_main(self._env.rank, self._truncate_records)
             if self._env.is_main:
                 resumed = f", resumes from step {restored.step}" if restored is not None else ""
@@ -241,7 +221,7 @@ class Training:
             self._gradients.clip(self._config.train.clip_grad_norm, norm)
         self._phases.enter("optimizer")
         self._checkpointer.before_update()
-        self._update.step()
+        self._update()
         self._states.after_update()
 
     def record(self, **metrics: Tensor | float) -> None:
@@ -275,22 +255,22 @@ class Training:
         if error is not None:
             try:
                 if isinstance(error, NotFiniteError):  # on every rank at the same step
-                    self._end_save_in_flight()
+                    with suppress(CheckpointError):  # the log names it
+                        self._end_saves()
             finally:
                 self._stack.__exit__(kind, error, trace)
             return
         with self._stack:
             if self._saved != self.step:
                 self.save("the end", wait=True)
-            self._phases.enter("end")
-            self._checkpointer.close()
-            self._record_sealed()
+            self._end_saves()
 
-    def _end_save_in_flight(self) -> None:
+    def _end_saves(self) -> None:
         self._phases.enter("end")
-        with suppress(CheckpointError):  # the log names it
+        try:
             self._checkpointer.close()
-        self._record_sealed()
+        finally:
+            self._record_sealed()
 
     def _truncate_records(self) -> None:
         history.truncate_metrics(self._run, self.step)

@@ -1,13 +1,222 @@
-"""The closing lines of a run: its accuracy, its directory, and the commands that may follow."""
+"""What a run says about itself: its derived facts at the start and in a dry run, a plan's figures beside its
+own, and the closing lines with the commands that may follow.
+"""
 
 from __future__ import annotations
 
+import importlib
+import itertools
+import logging
 import os
 import shlex
+import statistics
+from collections.abc import Collection, Mapping
 
-from fsdp.base.text import as_typed, from_here
-from fsdp.config import Config
-from fsdp.run.training_loop import Outcome
+import torch
+from torch import nn
+
+from fsdp.base.text import as_typed, byte_size, columns, from_here
+from fsdp.base.torch_private.names import OPTIMIZER_IMPORT
+from fsdp.config import Config, PlanSection
+from fsdp.data import MixCursor
+from fsdp.dist.env import DistEnv
+from fsdp.dist.shards import cut_of
+from fsdp.memory.account import process_bytes, resting_bytes
+from fsdp.models.chunked_loss import output_layer
+from fsdp.models.lora import adapted
+from fsdp.models.units import find_units
+from fsdp.optim.optimizer import is_custom
+from fsdp.parallel.comm import whole_parameters
+from fsdp.run.evaluate import Outcome
+from fsdp.run.job import Job, prepare, trained_model
+
+log = logging.getLogger(__name__)
+
+WARM_UP = 2
+"""First steps, in which kernels are compiled and memory is allocated; left out of a plan's comparison if
+later ones ran."""
+
+
+def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
+    """The derived facts by name, as --dry-run and the last start-up line show them."""
+    sizes, batch, dtypes = job.sizes, job.batch, job.dtypes
+    padded = batch.micro_batch * batch.accumulation * sizes.ranks != batch.global_batch
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in model.parameters())
+    tokens = job.data.info.tokens_per_sample * job.batch.global_batch
+    facts = {
+        "mesh": f"{sizes.strategy}, replicate {sizes.replicate} × shard {sizes.shard} = {sizes.ranks} ranks",
+        "model": f"{job.spec.name} {config.model.preset}".strip() + f", {total:,} parameters"
+        + ("" if trained == total else f", {trained:,} trained"),
+        "data": _data_name(job, config)
+        + (f", {len(job.data.heldout):,} held out" if job.data.heldout is not None else ""),
+        "global batch": f"{batch.global_batch} samples = micro-batch {batch.micro_batch} × "
+        f"{batch.accumulation} × {sizes.ranks} ranks" + (", padded" if padded else ""),
+        "steps": steps_line(job),
+        "precision": f"{_name(dtypes.param)} on {_name(dtypes.master)}, reduced in {_name(dtypes.reduce)}"
+        + ("" if dtypes.frozen is None else f", frozen in {_name(dtypes.frozen)}"),
+        "bytes a rank": _bytes_a_rank(config, job, model),
+        "units": units_line(model, config.mesh.wrap),
+    }  # fmt: skip
+    layers = sum(1 for _ in adapted(model))
+    if chunk := config.memory.loss_chunk:
+        facts["loss"] = f"in chunks of {chunk:,} tokens, from the inputs of {output_layer(model)[0]}"
+    if layers:
+        facts["adapters"] = f"rank {config.lora.rank} beside {layers} layers; checkpoints hold them alone"
+    if tokens:
+        facts["tokens a step"] = f"{tokens:,}"
+    return facts
+
+
+def steps_line(job: Job) -> str:
+    if job.data.stream is not None:
+        return f"{job.total_steps:,}"
+    return f"{job.total_steps:,}, {job.cursor.steps_per_epoch:,} an epoch"
+
+
+def _data_name(job: Job, config: Config) -> str:
+    """The data set, or each source of a mixture with its share of the samples; and how many there are."""
+    if job.data.stream is not None:
+        return f"{config.data.name}, a stream of {len(job.data.stream.shards)} shards"
+    samples = f", {len(job.data.train):,} samples"
+    if not isinstance(job.cursor, MixCursor):
+        return config.data.name + samples
+    segment = job.cursor.now
+    shares = zip(segment.samples, segment.shares, strict=True)
+    return " + ".join(f"{label} {share / sum(segment.shares):.1%}" for label, share in shares) + samples
+
+
+def _units(model: nn.Module, wrap: str) -> list[tuple[str, list[nn.Parameter]]]:
+    """Each communication unit as its modules' names and the parameters that it gathers; the root's own come
+    last.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    taken: set[nn.Parameter] = set()
+    found = []
+    for unit in find_units(model, wrap):
+        own = list(dict.fromkeys(p for module in unit for p in module.parameters() if p not in taken))
+        taken.update(own)
+        found.append((", ".join(names[module] for module in unit), own))
+    return [*found, ("the root", [p for p in model.parameters() if p not in taken])]
+
+
+def units_line(model: nn.Module, wrap: str) -> str:
+    """The units in one line, or the reason why there are none."""
+    *units, (_, rest) = _units(model, wrap)
+    own = sum(p.numel() for p in rest)
+    if units:
+        sizes = [sum(p.numel() for p in parameters) for _, parameters in units]
+        most = f"{min(sizes):,} to {max(sizes):,}" if min(sizes) < max(sizes) else f"{max(sizes):,}"
+        return f"{len(units)} of {most} parameters, {own:,} in the root's"
+    return (
+        f"none: --mesh.wrap {wrap} finds no part of the model, and the root's group holds {own:,} parameters"
+    )
+
+
+def unit_table(model: nn.Module, wrap: str, shards: int, whole: Collection[nn.Parameter] = ()) -> list[str]:
+    """A line for each unit: its parameters, and how many of them each rank of a replica keeps."""
+    rows = [("unit", "parameters", "a rank's shard")]
+    for name, parameters in _units(model, wrap):
+        # FSDP shards no 0-dim parameter
+        kept = [
+            sum(
+                p.numel() if p in whole or not p.dim() else cut_of(p.shape, rank, shards).numel
+                for p in parameters
+            )
+            for rank in range(shards)
+        ]
+        rows.append((name, f"{sum(p.numel() for p in parameters):,}", _by_rank(kept)))
+    return columns(rows, right=(1,))
+
+
+def _by_rank(kept: list[int]) -> str:
+    """Ranks with equal shards are one entry: the first ranks have the longer shards."""
+    if len(set(kept)) == 1:
+        return f"{kept[0]:,}"
+    entries, first = [], 0
+    for numel, ranks in itertools.groupby(kept):
+        last = first + len(list(ranks)) - 1
+        entries.append(f"{numel:,} on " + (f"ranks {first} to {last}" if last > first else f"rank {last}"))
+        first = last + 1
+    return "; ".join(entries)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes_a_rank(config: Config, job: Job, model: nn.Module) -> str:
+    """Parameters, gradients and optimizer states. A plan adds what a step takes."""
+    dtypes, whole = job.dtypes, whole_parameters(model, config.mesh.unsharded)
+    held = resting_bytes(config.optim, model, dtypes.master, dtypes.frozen).total
+    kept = resting_bytes(config.optim, model, dtypes.master, dtypes.frozen, only=whole).total
+    resting = kept + (held - kept) / job.sizes.shard
+    counted = " (its states counted as Adam's)" if is_custom(config.optim) else ""
+    return f"{byte_size(resting)} of parameters, gradients and optimizer{counted}"
+
+
+def dry_run(config: Config, env: DistEnv) -> str:
+    """For the ranks that were started; for one process, for as many as the mesh flags name."""
+    named = max(1, config.mesh.replicate) * max(1, config.mesh.shard)
+    ranks = named if env.world_size == 1 else env.world_size
+    job = prepare(config, world_size=ranks, num_nodes=env.num_nodes, device=env.device)
+    model = trained_model(config, job)
+    whole = whole_parameters(model, config.mesh.unsharded)
+    table = unit_table(model, config.mesh.wrap, job.sizes.shard, whole)
+    return "\n".join([*columns(list(describe(config, job, model).items())), "", *table])
+
+
+# ---------------------------------------------------------------- a plan's figures
+
+
+class Planned:
+    """A plan's figures, which it wrote into the run's recipe, beside the run's own: a sink of the recorder on
+    rank 0. Created before the model, while the process is idle.
+    """
+
+    def __init__(self, plan: PlanSection, device: str) -> None:
+        self._plan = plan
+        if device == "cpu":
+            importlib.import_module(OPTIMIZER_IMPORT)
+        self._idle = process_bytes().get("rss", 0) / 2**30 if device == "cpu" else 0.0
+        self._times: list[float] = []
+        self._peak = 0.0
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        if "train/step_time_s" in values:
+            self._times.append(values["train/step_time_s"])
+            self._peak = max(self._peak, values["train/max_mem_gib"])
+
+    def close(self) -> None:
+        return None
+
+    def compared(self) -> dict[str, float]:
+        """Logs and returns the figures; empty before any step. A peak on CPU is the process's above its size
+        at the start, saves included.
+        """
+        if not self._times:
+            return {}
+        planned_gib, planned_s = self._plan.predicted_peak_gib, self._plan.predicted_step_s
+        step_s, peak_gib = statistics.median(self._times[WARM_UP:] or self._times), self._peak - self._idle
+        off, late = 100 * (peak_gib / planned_gib - 1), 100 * (step_s / planned_s - 1)
+        line = "planned %.3f GiB and %.4g s a step; measured %.3f GiB (%+.1f%%) and %.4g s (%+.1f%%)"
+        log.info(line, planned_gib, planned_s, peak_gib, off, step_s, late)
+        return {
+            "planned_peak_gib": planned_gib,
+            "peak_gib": peak_gib,
+            "planned_step_s": planned_s,
+            "step_s": step_s,
+        }
+
+
+def maybe_planned(plan: PlanSection, device: str) -> Planned | None:
+    """None for a run without a plan, or with a plan for another kind of device."""
+    if not plan.predicted_step_s or not plan.predicted_peak_gib or (plan.gpu == "cpu") != (device == "cpu"):
+        return None
+    return Planned(plan, device)
+
+
+# ---------------------------------------------------------------- closing lines
 
 
 def summary(outcome: Outcome, config: Config, command: str) -> str:

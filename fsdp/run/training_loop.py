@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,26 +25,20 @@ from fsdp.data.types import Batch
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import data_rank
 from fsdp.dist.stop import Stopper
+from fsdp.models.cross_entropy import read_output
 from fsdp.models.init import seed_streams
 from fsdp.models.loss import LossFunction
-from fsdp.optim.custom_optimizer import StateCheck, is_custom
-from fsdp.optim.ema import Ema
-from fsdp.optim.gradients import InTurn
-from fsdp.optim.loss_scale import LossScaler
-from fsdp.optim.nonfinite import Verdicts
-from fsdp.optim.train_state import TrainState
-from fsdp.parallel.float8 import maybe_scales
+from fsdp.models.packed import POSITIONS
+from fsdp.optim.gradients import InTurn, LossScaler, Verdicts
+from fsdp.optim.optimizer import StateCheck, is_custom
+from fsdp.optim.state import Ema, TrainState
+from fsdp.parallel.compute import refresh_of_scales
 from fsdp.parallel.shard import Sharded
-from fsdp.parallel.update import Update, Whole
 from fsdp.record.recorder import Pending, Recorder
-from fsdp.run.epochs import Epochs
-from fsdp.run.evaluate import Evaluation, Evaluator
+from fsdp.run.evaluate import Evaluation, Evaluator, Outcome
 from fsdp.run.job import Job
-from fsdp.run.packed_rows import check_packed_rows
-from fsdp.run.planned import Planned
-from fsdp.run.source_losses import NOT_KNOWN, SourceLosses
-from fsdp.run.step import StepParts, gradients_of, run_step
-from fsdp.run.step_hooks import RunHooks
+from fsdp.run.step import BatchTotals, StepParts, gradients_of, train_step
+from fsdp.run.summary import Planned
 from fsdp.rundir import history
 from fsdp.rundir.line_files import append_if_possible
 from fsdp.rundir.lock import Locks
@@ -57,30 +50,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a start ended. `stopped` is why it ended before its last step; None if it reached it."""
-
-    run_dir: Path
-    step: int
-    stopped: str | None
-    evaluation: Evaluation | None
-
-
-@dataclass(frozen=True)
 class StepResult:
     """Tensors may still be computing on the device."""
 
     loss: Tensor
     grad_norm: Tensor
-    tokens: int
-    sources: SourceLosses | None = None
-    auxiliary: Tensor | None = None
-
-
-def _named(result: StepResult, unit: str, more: list[float]) -> dict[str, float]:
-    """The further numbers of a step as fields of its record."""
-    found = {} if result.auxiliary is None else {"aux_loss": more.pop(0)}
-    return found if result.sources is None else {**found, **result.sources.named(more, unit)}
+    totals: BatchTotals
 
 
 @dataclass(kw_only=True)
@@ -98,76 +73,61 @@ class TrainingLoop:
     recorder: Recorder
     phases: Phases
     locks: Locks | None
-    update: Update
+    update: Callable[[], None]
+    whole_update: bool
+    """Whether one call of the optimizer updates everything: it may then skip an update on the device."""
     in_turn: InTurn | None
     replica_checks: ReplicaChecks
     planned: Planned | None
     ema: Ema | None
+    stopped: str | None = None
+    evaluation: Evaluation | None = None
+    states: StateCheck | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         mixed = self.job.data.sources
         self.labels = () if mixed is None else mixed.labels
         self.loss_function.per_row = mixed is not None
         self.sources_missing = False
-        self.parts = self._step_parts()
-        self.verdicts = self._verdicts()
         self.branches = BranchCheck(self.sharded)
-        self.states: StateCheck | None = None
-        if is_custom(self.config.optim):
-            self.states = StateCheck(
-                f"--optim.name {self.config.optim.name}", self.state.optimizer, self.sharded.root
-            )
-        self.hooks = self._hooks()
-        self.evaluator = self._evaluator()
-        self.epochs = Epochs(self.job.cursor)
-        self.stopped: str | None = None
-        self.evaluation: Evaluation | None = None
         self.last_saved = self.checkpointer.resumed_step
-
-    def _step_parts(self) -> StepParts:
-        return StepParts(
+        name, root = self.config.optim.name, self.sharded.root
+        if is_custom(self.config.optim):
+            self.states = StateCheck(f"--optim.name {name}", self.state.optimizer, root)
+        sharded = self.job.sizes.strategy != "ddp"
+        refresh = refresh_of_scales(root, self.config.speed, sharded=sharded)
+        gradients = gradients_of(self.sharded, self.in_turn)
+        scaler = LossScaler(self.state) if self.job.dtypes.needs_loss_scale else None
+        # the update of the moving average cannot be skipped on the device
+        averages = self.ema is not None and self.config.train.nonfinite != "stop"
+        self.verdicts = Verdicts(
+            self.config.train,
+            gradients,
+            self.state.optimizer,
+            root,
+            scaler=scaler,
+            whole_update=self.whole_update and not averages,
+        )
+        updated = (
+            None if self.ema is None else self.ema.update,
+            refresh,
+            None if self.states is None else self.states.after_update,
+        )
+        self.parts = StepParts(
             sharded=self.sharded,
             loss_function=self.loss_function,
-            gradients=gradients_of(self.sharded, self.in_turn),
+            gradients=gradients,
             optimizer=self.state.optimizer,
             update=self.update,
-            scaler=LossScaler(self.state) if self.job.dtypes.needs_loss_scale else None,
+            scaler=scaler,
             clip_norm=self.config.train.clip_grad_norm,
-            sources=len(self.labels),
-        )
-
-    def _verdicts(self) -> Verdicts:
-        return Verdicts(
-            self.config.train,
-            self.parts.gradients,
-            self.state.optimizer,
-            self.sharded.root,
-            scaler=self.parts.scaler,
-            # the update of the moving average cannot be skipped on the device
-            whole_update=isinstance(self.update, Whole)
-            and (self.ema is None or self.config.train.nonfinite == "stop"),
-        )
-
-    def _hooks(self) -> RunHooks:
-        return RunHooks(
-            loss_function=self.loss_function,
-            info=self.job.data.info,
-            phases=self.phases,
-            stopper=self.stopper,
-            branches=self.branches,
             verdicts=self.verdicts,
-            checkpointer=self.checkpointer,
-            scales=maybe_scales(
-                self.sharded.root, self.config.speed, sharded=self.job.sizes.strategy != "ddp"
-            ),
-            states=self.states,
-            ema=self.ema,
-            labels=self.labels,
+            enter=self.phases.enter,
+            before_update=(self.checkpointer.before_update,),
+            after_update=tuple(act for act in updated if act is not None),
         )
-
-    def _evaluator(self) -> Evaluator:
-        return Evaluator(
-            config=self.config,
+        self.evaluator = Evaluator(
+            sections=(self.config.train, self.config.data),
             sharded=self.sharded,
             loss_function=self.loss_function,
             data=self.job.data,
@@ -175,7 +135,7 @@ class TrainingLoop:
             rank=data_rank(self.env),
             ema=self.ema,
             before_swap=self.checkpointer.before_update,
-            after_swap=self.hooks.refresh_scales,
+            after_swap=refresh or (lambda: None),
             asked_to_stop=self._stop_reason,
         )
 
@@ -183,31 +143,31 @@ class TrainingLoop:
         try:
             return self._evaluate_only() if self.config.train.evaluate_only else self._train_to_end()
         except NotFiniteError:
-            self._end_save_in_flight()
+            # Seals a save of an earlier step. Only after an error that every rank has at the same step: after
+            # another, ranks may be gone.
+            with contextlib.suppress(CheckpointError):  # the log names it
+                self._end_saves()
             raise
 
-    def _end_save_in_flight(self) -> None:
-        """Seals a save of an earlier step. Only after an error that every rank has at the same step: after
-        another, ranks may be gone.
-        """
+    def _end_saves(self) -> None:
         self.phases.enter("end")
-        with contextlib.suppress(CheckpointError):  # the log names it
+        try:
             self.checkpointer.close()
-        self._record_sealed()
+        finally:
+            self._record_sealed()
 
     def _evaluate_only(self) -> Outcome:
         self._try_custom_loss(0)
         self._evaluate()
         self._settle()
-        self.phases.enter("end")
-        self.checkpointer.close()
+        self._end_saves()
         return self._finish()
 
     def _train_to_end(self) -> Outcome:
         last = min(self.config.train.stop_after or self.job.total_steps, self.job.total_steps)
-        self._try_custom_loss(self.state.step)
         first = self.state.step
-        check_packed_rows(self.config, self.job, self.sharded, self.state.step, self.env.rank)
+        self._try_custom_loss(first)
+        self._check_packed_rows()
         while self.state.step < last and not self.stopped:
             self._one_step()
             if self.state.step == first + 1:
@@ -218,17 +178,11 @@ class TrainingLoop:
         evaluated = self._evaluates_at(self.state.step) and self.evaluation is not None
         if self.stopped is None and self.job.data.heldout is not None and not evaluated:
             self._evaluate()
-        wanted = (
-            self.config.checkpoint.every_steps
-            or self.config.checkpoint.every_minutes
-            or self.config.checkpoint.every_epochs
-            or self.config.checkpoint.export
-        )
+        section = self.config.checkpoint
+        wanted = section.every_steps or section.every_minutes or section.every_epochs or section.export
         if self.last_saved != self.state.step and (wanted or self.stopped):
             self._save(self.stopped or "the end", wait=True)
-        self.phases.enter("end")
-        self.checkpointer.close()
-        self._record_sealed()
+        self._end_saves()
         return self._finish()
 
     def _try_custom_loss(self, at: int) -> None:
@@ -239,9 +193,30 @@ class TrainingLoop:
             return
         rows = self.job.cursor.indices(at)[:2]
         data = read_batch(self.job.data.train, rows, f"rank {self.env.rank}, before the first step")
-        one = Batch(data, torch.ones(len(rows), dtype=torch.bool), len(rows)).to(self.env.device)
+        batch = Batch(data, torch.ones(len(rows), dtype=torch.bool), len(rows)).to(self.env.device)
         with self.sharded.evaluating():
-            self.loss_function.trial(self.sharded.called, one.data)
+            self.loss_function.trial(self.sharded.called, batch.data)
+
+    def _check_packed_rows(self) -> None:
+        """Whether attention stays within the documents of packed rows: two forwards of one or two samples,
+        the same on every rank. Collective. Not with float8: its scales depend on every token.
+        """
+        from fsdp.models.checks import PACKED, check_chunks, check_documents_apart
+
+        info, name, sharded = self.job.data.info, self.job.spec.name, self.sharded
+        if not info.facts.get(PACKED):
+            return
+        check_chunks(sharded.root, name, info.tokens_per_sample)
+        if self.config.speed.float8 != "off":
+            return
+        rows = self.job.cursor.indices(self.state.step)[: min(2, self.job.batch.micro_batch)]
+        data = read_batch(self.job.data.train, rows, f"rank {self.env.rank}, before the first step")
+
+        def logits_of(tokens: Tensor, positions: Tensor) -> Tensor | None:
+            return read_output(sharded.called(tokens, **{POSITIONS: positions})).logits
+
+        with sharded.evaluating():
+            check_documents_apart(logits_of, data["inputs"].to(sharded.device), sharded.root, name)
 
     def _one_step(self) -> None:
         step = self.state.step + 1
@@ -252,12 +227,13 @@ class TrainingLoop:
         waited = time.perf_counter() - began
         if self.locks is not None and self.locks.lost is not None:
             raise RefusedError(f"step {step}: {self.locks.lost}.", self.locks.advice())
-        self.stopper.begin(step)
+        self.stopper.begin(step, self.branches.signature)
         lr = self.job.schedule.lr(step)
         result = self.train_step(batch, lr)
-        sums = None if result.sources is None else result.sources.sums
-        more = [numbers for numbers in (result.auxiliary, sums) if numbers is not None]
-        self._count(batch, result)
+        tokens = result.totals.tokens
+        self.state.step += 1
+        self.state.samples += batch.samples
+        self.state.tokens += tokens
         self.replica_checks.compare(step)
         self.phases.enter("record")
         self.recorder.step(
@@ -267,44 +243,43 @@ class TrainingLoop:
                 grad_norm=result.grad_norm,
                 lr=lr,
                 samples=batch.samples,
-                tokens=result.tokens,
-                epoch=self.epochs.at(step),
+                tokens=tokens,
+                epoch=self.job.epoch_at(step),
                 began=began,
                 step_time_s=time.perf_counter() - began,
                 data_wait_s=waited,
-                more=torch.cat(more) if more else None,
-                named=partial(_named, result, self.loss_function.unit),
+                more=result.totals.more,
+                named=result.totals.named,
             )
         )
         if self.recorder.fetches(step):
             self._settle()
         agreed = self.stopper.agreed()
-        if not self.stopper.on_host:
-            self.branches.check(step - 1, self.stopper.signatures(), last=False)
+        self.branches.check(step - 1, self.stopper.signatures)
         self.stopped = agreed.stop
         if self._evaluates_at(step) and not self.stopped:
             self._evaluate()
-        every, epochs = self.config.checkpoint.every_steps, self.config.checkpoint.every_epochs
-        if (every and step % every == 0) or self.epochs.due(step, epochs) or agreed.save:
+        section = self.config.checkpoint
+        due = section.every_steps and step % section.every_steps == 0
+        if due or self.job.epoch_ends(step, section.every_epochs) or agreed.save:
             self._save("the interval", wait=False)
         self._record_sealed()
 
     def train_step(self, batch: StepBatch, lr: float) -> StepResult:
         """Forward and backward over the micro-batches, one verdict of all ranks, one update."""
-        self.hooks.start(self.state.step + 1, batch)
+        info = self.job.data.info
+        totals = BatchTotals(self.loss_function, info, batch, self.labels, self.branches.sign)
         micro = (host.to(self.env.device) for host in batch.micro)
-        norm = run_step(self.parts, micro, len(batch.micro), lr=lr, hooks=self.hooks)
-        sources = self.hooks.source_losses
-        if self.labels and sources is None and not self.sources_missing:
+        norm = train_step(self.parts, micro, len(batch.micro), step=self.state.step + 1, lr=lr, totals=totals)
+        if totals.lacks_sources and not self.sources_missing:
             self.sources_missing = True
             if self.env.is_main:
-                log.warning("%s", NOT_KNOWN)
-        return StepResult(self.hooks.loss, norm, self.hooks.tokens, sources, self.hooks.auxiliary)
-
-    def _count(self, batch: StepBatch, result: StepResult) -> None:
-        self.state.step += 1
-        self.state.samples += batch.samples
-        self.state.tokens += result.tokens
+                log.warning(
+                    "the model returns its own loss and none for each row: losses of the sources of the "
+                    "mixture are left out. HINT: return the logits"
+                )
+        assert totals.loss is not None
+        return StepResult(totals.loss, norm, totals)
 
     # ------------------------------------------------------------ between steps
 
@@ -315,18 +290,18 @@ class TrainingLoop:
 
     def _evaluates_at(self, step: int) -> bool:
         every, epochs = self.config.train.eval_every_steps, self.config.train.eval_every_epochs
-        return (every > 0 and step % every == 0) or self.epochs.due(step, epochs)
+        return (every > 0 and step % every == 0) or self.job.epoch_ends(step, epochs)
 
     def _evaluate(self) -> None:
         self._settle()  # the time of the steps before ends here
         self.phases.enter("evaluate")
-        found = self.evaluator.evaluate()
-        if found.stopped:
-            self.stopped = found.stopped
+        evaluation = self.evaluator.evaluate()
+        if evaluation.stopped:
+            self.stopped = evaluation.stopped
             return
-        self.evaluation = found
+        self.evaluation = evaluation
         step = self.state.step
-        self.recorder.evaluation(step, found.values(), self.epochs.at(step))
+        self.recorder.evaluation(step, evaluation.values(), self.job.epoch_at(step))
 
     def _stop_reason(self) -> str | None:
         self.phases.enter("evaluate")
@@ -337,13 +312,14 @@ class TrainingLoop:
         self._settle()
         if self.states is not None:
             self.states.check()
+        step, epoch = self.state.step, self.job.epoch_at(self.state.step)
         metrics = {} if self.recorder.last is None else {"loss": self.recorder.last.loss}
         metrics |= self.evaluation.values() if self.evaluation is not None else {}
-        metrics |= self.epochs.fields(self.state.step)
-        self.recorder.saving(self.state.step)
-        self.state.data = self.job.cursor.saved(self.state.step)
+        metrics |= {} if epoch is None else {"epoch": epoch}
+        self.recorder.saving(step)
+        self.state.data = self.job.cursor.saved(step)
         self.checkpointer.save(self.state, metrics=metrics, reason=reason, wait=wait)
-        self.last_saved = self.state.step
+        self.last_saved = step
         self.stopper.saved()
 
     def _record_sealed(self) -> None:
@@ -364,9 +340,6 @@ class TrainingLoop:
             history.write_marker(marker, f"{why} at step {self.state.step}\n")
             how = Ending.STOPPED if self.stopped else Ending.FINISHED
             history.record_end(self.run, step=self.state.step, why=why, how=how)
-            if self.planned is not None and (compared := self.planned.compared()) is not None:
-                log.info("%s", compared)
-                append_if_possible(
-                    self.run.history, {"event": "planned", "step": self.state.step, **compared.record()}
-                )
+            if self.planned is not None and (figures := self.planned.compared()):
+                append_if_possible(self.run.history, {"event": "planned", "step": self.state.step, **figures})
         return Outcome(self.run.path, self.state.step, self.stopped, self.evaluation)

@@ -5,12 +5,29 @@ Not here: how ranks read or receive them (fsdp/parallel/materialize.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
 from fsdp.base.errors import ConfigError
 from fsdp.checkpoint.full_state import FullState, open_full_state
 from fsdp.checkpoint.pretrained import PretrainedWeights
 from fsdp.config import Config
-from fsdp.models import ModelSpec
+from fsdp.models import ModelSpec, build_real
+from fsdp.models.lora import adapted, base_names
 from fsdp.models.registry import SourceFolder
+from fsdp.models.units import names_in_state
+from fsdp.parallel.checks import state_digest
+from fsdp.parallel.materialize import build_on_host
+from fsdp.parallel.shard import Dtypes
+from fsdp.run import weights
+
+if TYPE_CHECKING:
+    from fsdp.checkpoint.adapter_weights import Base
+
 
 NONE = "none"
 """--model.weights none: random weights where --model.name has its own."""
@@ -54,3 +71,64 @@ def origin(config: Config, spec: ModelSpec) -> str:
         return spec.pretrained.flag
     weights = config.model.weights
     return f"--model.weights {weights}" if weights not in ("", NONE) else f"--run.seed {config.run.seed}"
+
+
+class _Renamed(Mapping[str, Tensor]):
+    """A state dict in which a tied weight may have any of its names."""
+
+    def __init__(self, state: Mapping[str, Tensor], names: Mapping[str, list[str]]) -> None:
+        self._state, self._names = state, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._state[next(known for known in self._names[name] if known in self._state)]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, known in self._names.items() if any(one in self._state for one in known))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def base_of(config: Config, spec: ModelSpec, dtypes: Dtypes, digest: str) -> Base:
+    """The source of the weights by the flags, whatever their digest."""
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return spec.build()
+
+    def read() -> Mapping[str, Tensor]:
+        if weights.reads_folder(config, spec):
+            return weights.open_folder(config, spec)
+        state = weights.maybe_state(config)
+        if state is not None:
+            return _Renamed(state, names_in_state(build()))
+        seed = config.run.seed
+        if spec.knows_inits:
+            return build_real(spec, seed).state_dict()
+        whole = partial(build_on_host, spec, seed)
+        draws = spec.draws(seed, whole)
+        return whole().state_dict() if draws is None else draws
+
+    from fsdp.checkpoint.adapter_weights import Base
+
+    origin = weights.origin(config, spec)
+    return Base(
+        digest=digest,
+        origin=origin,
+        lora=config.lora,
+        dtype=dtypes.master,
+        stored=dtypes.frozen or dtypes.master,
+        build=build,
+        open=read,
+    )
+
+
+def maybe_base(config: Config, spec: ModelSpec, dtypes: Dtypes, root: nn.Module) -> Base | None:
+    """The frozen weights of this run; None for a run without adapters. Collective."""
+    if next(adapted(root), None) is None:
+        return None
+    from fsdp.checkpoint.adapter_weights import digest_of
+
+    frozen = base_names(root)
+    digests = {name: value for name, value in state_digest(root).items() if name in frozen}
+    return base_of(config, spec, dtypes, digest_of(digests))

@@ -5,11 +5,11 @@ stream of its own on each rank, an expert that one rank alone uses) reduce the g
 another, without an error where shapes agree.
 
 A step's forward order of units and the parameters of its reductions make one number, the signature. It
-travels with the sum of the step's loss. Ranks that differ are found before the update on CPU, and one step
-later on a device, whose loss the host does not wait for. Measured on CPU for 58 parameters in 7 groups (292
-in 33): 1.2 (1.7) µs with warm caches, 17 (32) µs within a step. Ranks that issue a different number of
-collectives hang, and gloo aborts a rank that receives a reduction of another size: fsdp/watch/verdict.py
-reports that, with the parameters that a rank has left out of its reduction.
+travels with the next step's vote on stopping (fsdp/dist/stop.py), after which a difference ends the run.
+Measured on CPU for 58 parameters in 7 groups (292 in 33): 1.2 (1.7) µs with warm caches, 17 (32) µs within a
+step. Ranks that issue a different number of collectives hang, and gloo aborts a rank that receives a
+reduction of another size: fsdp/watch/verdict.py reports that, with the parameters that a rank has left out of
+its reduction.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fsdp.dist import collectives
 from fsdp.parallel.shard import Sharded
 
 BITS = 20
-"""Of a signature: the sum of its square over 4,096 ranks is still exact in float64."""
+"""Of a signature: the sum of its square over a million ranks is exact in int64."""
 
 _Seen = tuple[list[Any], list[list[Any]], list[tuple[int, list[bool]]]]
 """Groups in the order of their forwards; parameters of each reduction; of groups that are not reduced yet,
@@ -54,12 +54,12 @@ class BranchCheck:
     """
 
     def __init__(self, sharded: Sharded) -> None:
-        self._ranks = sharded.ranks
+        self._ranks = sharded.sizes.ranks
         self._groups: list[Any] = list(parameter_groups(sharded.root)) if self._ranks > 1 else []
         self._reductions: list[list[Any]] = []
         self._now: _Seen = [], [], []
         self._before = self._now
-        self._signature = 0
+        self.signature = 0
         self._patches = contextlib.ExitStack()
         if self._groups:
             self._patches.enter_context(before_reductions(self._reductions.append))
@@ -67,35 +67,33 @@ class BranchCheck:
     def close(self) -> None:
         self._patches.close()
 
-    def signature(self) -> int:
-        """Call it when the backward has computed all gradients and before FSDP ends it.
+    def sign(self) -> None:
+        """Computes this step's signature. Call it when the backward has computed all gradients and before
+        FSDP ends it.
 
         At that point the root's group is not reduced yet, nor a group whose inputs need no gradient, and FSDP
         still holds the order of the forwards.
         """
         if not self._groups:
-            return 0
+            return
         seen = forward_order(self._groups[0]), self._reductions, unreduced_groups(self._groups)
         # Lists of the same objects compare by address and touch no parameter, which takes a microsecond each
         # when it is not in a cache.
         self._before = self._now
         if seen != self._now:
             self._now = list(seen[0]), list(seen[1]), seen[2]
-            self._signature = zlib.crc32(repr(self._ran(self._now)).encode()) >> (32 - BITS)
+            self.signature = zlib.crc32(repr(self._ran(self._now)).encode()) >> (32 - BITS)
         self._reductions.clear()
-        return self._signature
 
-    def check(self, step: int, sums: Sequence[float], *, last: bool = True) -> None:
+    def check(self, step: int, sums: Sequence[int]) -> None:
         """Raises TrainingError on every rank if the signatures differ. Collective only then.
 
-        `sums`: over all ranks, of the signatures and of their squares, of the last step or of the one before
-        it. They match only if all signatures are equal, so every rank decides alike.
+        `sums`: over all ranks, of the signatures and of their squares, of the step before the last.
+        They match only if all signatures are equal, so every rank decides alike.
         """
-        first, second = (int(number) for number in sums)
+        first, second = sums
         if self._ranks * second != first**2:
-            raise _difference(
-                step, collectives.all_gather_objects(self._ran(self._now if last else self._before))
-            )
+            raise _difference(step, collectives.all_gather_objects(self._ran(self._before)))
 
     def _ran(self, seen: _Seen) -> _Ran:
         order, reductions, late = seen

@@ -32,7 +32,7 @@ from fsdp.checkpoint.manifest import Broken
 from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
-from fsdp.optim.train_state import TrainState
+from fsdp.optim.state import TrainState
 from tests.checkpoint.crashes import Change, Left, Recorder, Tree, states
 from tests.checkpoint.test_crashes import ENV, no_fsync_of, violations
 from tests.support.processes import eventually

@@ -16,7 +16,7 @@ from fsdp.checkpoint.state import Piece, Snapshot, take_snapshot
 from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
-from fsdp.optim.train_state import TrainState
+from fsdp.optim.state import TrainState
 from tests.checkpoint.small import build_state
 from tests.support.env import env_of
 from tests.support.world import run_world

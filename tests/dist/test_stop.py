@@ -10,12 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
-import torch
 
 from fsdp.base import proc
 from fsdp.base.errors import ConfigError
@@ -35,7 +33,6 @@ def steps_until_stop(
     """Run empty steps; the function of `before_step` for a step is called during it."""
     for step in range(most):
         stopper.begin(step)
-        stopper.sum_with(torch.zeros((), dtype=torch.float64))
         action = before_step.get(step)
         if callable(action):
             action()
@@ -240,7 +237,6 @@ def saves_by_the_clock(env: DistEnv, run_dir: str) -> list[StopDecision]:
     seen = []
     for step in range(2):
         stopper.begin(step)
-        stopper.sum_with(torch.zeros((), dtype=torch.float64))
         seen.append(stopper.agreed())
     stopper.close()
     return seen
@@ -268,7 +264,6 @@ def test_a_request_is_seen_between_two_batches_of_an_evaluation(tmp_path: Path) 
 def at_other_steps(env: DistEnv, run_dir: str) -> str:
     stopper = Stopper(StopSection(), env, Path(run_dir), lambda: None)
     stopper.begin(4 + env.rank)
-    stopper.sum_with(torch.zeros((), dtype=torch.float64))
     try:
         stopper.agreed()
     except Exception as error:
@@ -325,19 +320,3 @@ def test_a_second_ctrl_c_exits_at_once_even_while_the_main_thread_hangs_in_c(tmp
 
 def test_the_ctrl_c_that_torchrun_forwards_is_not_a_second_one(tmp_path: Path) -> None:
     assert interrupt_twice(tmp_path, 1000.0, "free") == (0, "marked SIGINT\n")
-
-
-def loss_of_a_device(env: DistEnv, run_dir: str) -> list[float]:
-    """As with the loss on a GPU: a sum of its own, here of a tensor in memory."""
-    stopper = Stopper(StopSection(), replace(env, device=torch.device("cuda")), Path(run_dir), lambda: None)
-    try:
-        stopper.begin(1)
-        summed = stopper.sum_with(torch.tensor(env.rank + 1.0)).wait()
-        assert stopper.agreed().stop is None
-        return summed.tolist()
-    finally:
-        stopper.close()
-
-
-def test_on_a_device_the_loss_is_summed_apart(tmp_path: Path) -> None:
-    assert run_world(2, loss_of_a_device, str(tmp_path)) == [[3.0]] * 2

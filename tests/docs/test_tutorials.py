@@ -14,7 +14,7 @@ import pytest
 
 from fsdp import config as configuration
 from fsdp.dist.env import DistEnv
-from fsdp.run.job import dry_run
+from fsdp.run.summary import dry_run
 from tests.docs.pages import ROOT
 from tests.docs.test_commands import LONG, NOT_RUN, RUN
 from tests.support.runs import on_a_rank

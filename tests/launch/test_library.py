@@ -25,7 +25,7 @@ import shardrun
 from fsdp.base import proc
 from fsdp.base.errors import ConfigError, NotFiniteError
 from fsdp.dist.env import DistEnv
-from fsdp.optim import nonfinite
+from fsdp.optim import gradients as nonfinite
 from fsdp.run import own_loop as own_loop_module
 from fsdp.watch.rank import Watch
 from tests.launch.test_local import ROOT

@@ -19,7 +19,7 @@ from fsdp.models import resolve as resolve_model
 from fsdp.optim.optimizer import build_optimizer
 from fsdp.parallel import nvme
 from fsdp.parallel.materialize import materialize
-from fsdp.parallel.nvme import NvmeFiles, maybe_nvme_files
+from fsdp.parallel.nvme import NvmeFiles
 from fsdp.parallel.shard import Sharded, shard_model
 from tests.support.runs import flags, on_a_rank
 from tests.support.world import run_world
@@ -59,8 +59,7 @@ def made(env: DistEnv, name: str, folder: Path, everything: bool) -> Trained:
         mesh=build_mesh(sizes, env.device),
         device=env.device,
     )
-    nvme_files = maybe_nvme_files(memory, OptimSection(), sharded.root, sharded.units, torch.float32)
-    assert nvme_files is not None
+    nvme_files = NvmeFiles(memory, OptimSection(), sharded.root, sharded.units, state_dtype=torch.float32)
     materialize(sharded, spec=spec, seed=0, init="shard", rank=env.rank, nvme_files=nvme_files)
     nvme_files.watch()
     return Trained(sharded, build_optimizer(OptimSection(), sharded.root), nvme_files)

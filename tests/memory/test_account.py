@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 
-from fsdp import config as configuration
 from fsdp.base.text import byte_size
 from fsdp.memory.account import by_size
-from fsdp.run.loop import _maybe_profile
 from tests.support import runs, user_code
 
 RANKS = 2
@@ -116,12 +113,6 @@ def test_profiling_does_not_change_losses(tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / "seen" / "profile").iterdir()}
     each = ("memory.json", "trace.json.gz", "operators.txt")
     assert names == {f"rank{rank}_{name}" for rank in range(RANKS) for name in each}
-
-
-def test_off_costs_nothing() -> None:
-    """Without the flag there is no listener on the phases."""
-    run: Any = SimpleNamespace(config=configuration.load([]))
-    assert _maybe_profile(run) is None
 
 
 # ---------------------------------------------------------------- without ranks

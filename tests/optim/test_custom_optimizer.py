@@ -24,8 +24,7 @@ from fsdp.config import OptimSection, load
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
 from fsdp.memory.account import state_bytes
-from fsdp.optim.custom_optimizer import check_step
-from fsdp.optim.optimizer import build_optimizer, set_lr
+from fsdp.optim.optimizer import build_optimizer, check_step, set_lr
 from fsdp.parity.reference import _optimizer
 from fsdp.plan.step_trace import FakeRun, trace_step
 from tests.support import plain_loop
@@ -180,7 +179,7 @@ def test_a_small_state_that_is_equal_on_all_ranks_is_resumed(tmp_path: Path) -> 
         ("by_rank", "state extra of stem.weight is a plain tensor that differs between rank 0 and rank 1"),
         ("nested", "state extra of stem.weight is a dict"),
         ("of_numpy", "state extra of stem.weight is a float64"),
-        ("rows", "state extra of stem.weight is a DTensor of (13,), S(0), unlike its parameter of (13, 12)"),
+        ("rows", "state extra of stem.weight is a DTensor of (13,), sharded unlike its parameter"),
     ],
 )
 def test_states_that_other_ranks_could_not_resume_are_refused_after_the_first_update(
@@ -196,7 +195,7 @@ def test_states_that_other_ranks_could_not_resume_are_refused_after_the_first_up
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (OWN + "without_head", "the optimizer leaves out head.bias. HINT: "),
+        (OWN + "without_head", "the optimizer leaves out head.bias"),
         (OWN + "of_copies", "the optimizer holds a tensor that is no trained parameter"),
         (OWN + "a_list", "returned a list. HINT: return a torch.optim.Optimizer"),
         (OWN + "failing", "failed: ValueError: no such thing ("),

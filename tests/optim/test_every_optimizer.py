@@ -16,7 +16,7 @@ from fsdp.config.checks import check
 from fsdp.config.sections import ADAMS, FUSED, IN_PARTS, MOMENTS, OPTIMIZERS, READS
 from fsdp.memory.account import resting_bytes
 from fsdp.optim.optimizer import build_optimizer
-from fsdp.parallel.state_parts import moments_of
+from fsdp.parallel.offload import moments_of
 from fsdp.parity.reference import _optimizer
 
 

@@ -72,12 +72,3 @@ def test_a_norm_below_the_bound_changes_nothing() -> None:
 
 def test_no_gradient_at_all_is_a_norm_of_zero() -> None:
     assert float(Gradients([nn.Parameter(torch.zeros(2))], None).norm()) == 0
-
-
-def test_the_first_bad_gradient_is_named() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    dict(model.named_parameters())["1.bias"].grad = torch.full((2,), float("nan"))
-    gradients = Gradients(model.parameters(), None)
-    assert gradients.first_nonfinite(model.named_parameters()) == "1.bias"

@@ -13,9 +13,9 @@ from torch import nn
 
 from fsdp import config as configuration
 from fsdp.dist.env import DistEnv
-from fsdp.optim import loss_scale
-from fsdp.optim.loss_scale import GROWS_AFTER, LARGEST, LossScaler
-from fsdp.optim.train_state import TrainState
+from fsdp.optim import gradients as loss_scale
+from fsdp.optim.gradients import GROWS_AFTER, LARGEST, LossScaler
+from fsdp.optim.state import TrainState
 from fsdp.run.loop import train
 from tests.support.runs import flags
 from tests.support.world import run_world

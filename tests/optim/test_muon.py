@@ -20,9 +20,7 @@ from fsdp.data import build_dataset
 from fsdp.dist.env import DistEnv
 from fsdp.memory.account import muon_matrices, state_bytes
 from fsdp.models import resolve
-from fsdp.optim.muon import hidden_matrices
-from fsdp.optim.muon.exchange import Matrix, rounds
-from fsdp.optim.muon.optimizer import AdjustLr, lr_ratio
+from fsdp.optim.muon import AdjustLr, Matrix, hidden_matrices, lr_ratio, rounds
 from fsdp.optim.optimizer import build_optimizer, set_lr
 from fsdp.plan.estimate import memory_of
 from fsdp.plan.fake_runs import count

@@ -21,11 +21,11 @@ from fsdp import config as configuration
 from fsdp.config import TrainSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.stop import Stopper
-from fsdp.optim import nonfinite
+from fsdp.optim import gradients as nonfinite
 from fsdp.optim.gradients import Gradients
 from fsdp.record import recorder
 from fsdp.run.loop import train
-from fsdp.run.step_hooks import TokenSum
+from fsdp.run.step import BatchTotals
 from fsdp.run.training_loop import TrainingLoop
 from tests.optim.test_nonfinite_runs import DDP, HSDP, SPOILT, step_of
 from tests.support.marks import quick_are
@@ -141,7 +141,7 @@ class _Fetches(TorchDispatchMode):
             return tolist(tensor)
 
         patch.setattr(torch.Tensor, "tolist", counted)
-        for owner, name in ((Stopper, "agreed"), (Stopper, "signatures"), (TokenSum, "__call__")):
+        for owner, name in ((Stopper, "agreed"), (BatchTotals, "weight")):
             patch.setattr(owner, name, self._aside(getattr(owner, name)))
 
     def _count(self) -> None:

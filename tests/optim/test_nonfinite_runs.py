@@ -20,8 +20,7 @@ from fsdp.base.errors import NotFiniteError, TrainingError
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.data import Cursor
 from fsdp.dist.env import DistEnv
-from fsdp.optim.gradients import Gradients
-from fsdp.optim.nonfinite import Verdicts
+from fsdp.optim.gradients import Gradients, Verdicts
 from fsdp.run.loop import train
 from tests.support.marks import quick_are
 from tests.support.runs import failures, flags, run

@@ -24,9 +24,17 @@ from fsdp.base.torch_private.core import like_shard
 from fsdp.config import OptimSection
 from fsdp.dist.env import DistEnv
 from fsdp.memory.account import state_bytes
+from fsdp.optim import small_states as adam
+from fsdp.optim import small_states as bits
 from fsdp.optim.optimizer import build_optimizer
-from fsdp.optim.small_states import SmallStateAdam, adam, bits
-from fsdp.optim.small_states.bits import Table, decode, encode, noise_at, round_at_random
+from fsdp.optim.small_states import (
+    SmallStateAdam,
+    Table,
+    decode,
+    encode,
+    noise_at,
+    round_at_random,
+)
 from tests.support.marks import quick_are
 from tests.support.plain_loop import relative_difference
 from tests.support.runs import Finished, flags, on_a_rank, run
@@ -355,7 +363,9 @@ def test_a_fresh_state_is_the_code_of_zeros() -> None:
     parameter = nn.Parameter(torch.ones(3, 300))
     state = adam.new_state(parameter, "8bit")
     for name in adam.MOMENTS:
-        found, scale = encode(torch.zeros(3, 300), adam._Tables().of(name, torch.device("cpu")))
+        found, scale = encode(
+            torch.zeros(3, 300), adam.Table.on(torch.device("cpu"), signed=name == "exp_avg")
+        )
         assert torch.equal(state[name], found)
         assert torch.equal(state[f"{name}_scale"], scale)
 
@@ -381,7 +391,7 @@ def test_where_it_is_compiled_each_matrix_is_one_call_and_later_steps_read_no_nu
         called.append(function.__name__)
         return function
 
-    monkeypatch.setattr(adam, "compiled_update", as_it_is)
+    monkeypatch.setattr(adam, "compiled", as_it_is)
     monkeypatch.setattr(adam, "_update_rows", None)
     optimizer = stepped(nn.Linear(300, 7, bias=False), OptimSection(state=state), 1, compiled=True)
     assert called == [update]

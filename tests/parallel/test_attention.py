@@ -14,8 +14,8 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.config import SpeedSection
 from fsdp.dist.env import DistEnv
-from fsdp.parallel import attention
-from fsdp.parallel.attention import attention_kernel, check_attention, refused_attention
+from fsdp.parallel import compute as attention
+from fsdp.parallel.compute import attention_kernel, check_attention, refused_attention
 from fsdp.run.loop import train
 from tests.support.runs import failures, flags
 from tests.support.world import run_world

@@ -16,7 +16,7 @@ import torch
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import SpeedSection
-from fsdp.parallel import compiler
+from fsdp.parallel import compute as compiler
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 

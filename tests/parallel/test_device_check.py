@@ -9,7 +9,7 @@ import torch
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import MemorySection
-from fsdp.parallel.device_check import check_device
+from fsdp.parallel.checks import check_device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -32,4 +32,4 @@ def test_an_offload_without_effect_is_logged(caplog: pytest.LogCaptureFixture) -
         check_device(MemorySection(cpu_offload=True), CPU)
         check_device(MemorySection(activation_offload=True), CPU)
     assert "--memory.activation_offload true gains nothing on a CPU" in caplog.text
-    assert "--memory.cpu_offload true changes nothing on a CPU" in caplog.text
+    assert "--memory.cpu_offload true gains nothing on a CPU" in caplog.text

@@ -4,24 +4,18 @@ refused.
 
 from __future__ import annotations
 
-import importlib
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.config import SpeedSection
 from fsdp.dist.env import DistEnv
-from fsdp.parallel import float8
-from fsdp.parallel.float8 import check_float8, check_float8_tokens
-from fsdp.run.job import prepare
+from fsdp.parallel import compute as float8
+from fsdp.parallel.compute import check_float8, check_float8_tokens
 from fsdp.run.loop import train
 from tests.support import comm_hooks
 from tests.support.plain_loop import relative_difference
@@ -69,19 +63,6 @@ def test_a_checkpoint_holds_each_layers_own_weights(ranks: int, tmp_path: Path) 
     assert all(
         torch.allclose(found.parameters[name], value, atol=1e-6) for name, value in plain.parameters.items()
     )
-
-
-@with_torchao
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh", ["--mesh.strategy ddp", "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 1"]
-)
-def test_replicas_train_in_it_too(mesh: str, tmp_path: Path) -> None:
-    bf16, found = (
-        run(2, tmp_path / name, WIDE, mesh, more)
-        for name, more in (("a", ""), ("b", f"{EMULATED} tensorwise"))
-    )
-    assert 1e-6 < relative_difference(found.parameters, bf16.parameters) < 5e-2
 
 
 @with_torchao
@@ -152,21 +133,6 @@ def test_unsupported_hardware_is_refused(
     assert "HINT: --speed.float8 off" in str(caught.value)
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(
-        ConfigError, match=r"needs torchao, which is not installed. HINT: pip install torchao"
-    ):
-        check_float8(SpeedSection(float8="tensorwise", float8_emulate=True), CPU)
-
-
-def test_a_model_without_such_sizes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"no nn.Linear within the model's blocks has sizes that are multiples of 16"
-    ):
-        float8.apply_float8([], SpeedSection(float8="rowwise", float8_emulate=True), sharded=True)
-
-
 @pytest.mark.parametrize(
     "more",
     ["--lora.rank 2", "--memory.cpu_offload true", "--precision.master fp64", "--precision.param fp16"],
@@ -175,11 +141,6 @@ def test_incompatible_flags_are_refused_by_name(more: str) -> None:
     with pytest.raises(ConfigError) as caught:
         configuration.load(["--speed.float8", "tensorwise", *more.split()])
     assert f"--speed.float8 tensorwise and {more} do not go together" in str(caught.value)
-
-
-def test_emulation_alone_logs_nothing() -> None:
-    with pytest.raises(ConfigError, match=r"--speed.float8_emulate true has no effect alone"):
-        configuration.load(["--speed.float8_emulate", "true"])
 
 
 @dataclass(frozen=True)
@@ -194,37 +155,3 @@ class Recipe:
     @classmethod
     def from_recipe_name(cls, name: str) -> Recipe:
         return cls(name)
-
-
-def test_rows_that_are_no_multiple_of_16_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of images, and of an expert's tokens: nothing counts them at the start."""
-    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
-    monkeypatch.setitem(sys.modules, "torchao.float8", SimpleNamespace(Float8LinearConfig=Recipe))
-    kinds: list[Any] = ["tensorwise", "rowwise"]
-    found = [float8._recipe(SpeedSection(float8=kind), True) for kind in kinds]
-    assert found == [Recipe("tensorwise", False, True, True), Recipe("rowwise", False, False, True)]
-
-
-@with_torchao
-@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
-def test_padding_changes_no_product(kind: Any) -> None:
-    """In torchao, whose CPU products take any size: those of 17 rows padded to 32 are those without."""
-    found = []
-    for pads in (True, False):
-        torch.manual_seed(0)
-        block = nn.Sequential(nn.Linear(16, 32))
-        convert = importlib.import_module("torchao.float8").convert_to_float8_training
-        recipe = float8._recipe(SpeedSection(float8=kind, float8_emulate=not pads), False)
-        convert(block, config=replace(recipe, pad_inner_dim=pads))
-        block(torch.randn(17, 16)).square().sum().backward()
-        found.append({name: p.grad for name, p in block.named_parameters() if p.grad is not None})
-    assert relative_difference(*found) < 1e-2
-
-
-def test_a_run_counts_the_tokens_of_its_micro_batches() -> None:
-    words = (
-        "--data.name synthetic --data.args.kind tokens --data.seq_len 33 --model.name transformer "
-        "--train.global_batch 3 --train.steps 1 --speed.float8 rowwise"
-    )
-    with pytest.raises(ConfigError, match=r"multiple of 16 tokens, .* is 99\. HINT: --data\.seq_len 48"):
-        prepare(configuration.load(words.split()), world_size=1, num_nodes=1, device=None)

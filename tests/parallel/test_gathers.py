@@ -11,7 +11,7 @@ from fsdp import config as configuration
 from fsdp.config import Config
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import build_mesh, resolve
-from fsdp.parallel.comm_hooks import load_hooks
+from fsdp.parallel.comm import load_hooks
 from fsdp.parallel.shard import shard_model
 from fsdp.run.loop import train
 from tests.support import comm_hooks, user_code

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.config import MemorySection, OptimSection, load
+from fsdp.config import OptimSection, load
 from fsdp.optim.optimizer import build_optimizer
-from fsdp.parallel import host_states
-from fsdp.parallel.host_states import HostStates, maybe_host_states
+from fsdp.parallel import offload as host_states
+from fsdp.parallel.offload import HostStates
 from tests.memory import small
 from tests.support.marks import quick_are
 from tests.support.runs import check_same_numbers, failures, run
@@ -64,10 +64,7 @@ def test_one_part_is_copied_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_states, "PART_BYTES", 1)
     models = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    store = maybe_host_states(
-        MemorySection(optimizer_offload=True), OptimSection(), torch.float32, torch.device("cpu")
-    )
-    assert store is not None
+    store = HostStates(OptimSection(), torch.float32, torch.device("cpu"))
     whole, parts = stepped(models[0], None), stepped(models[1], store)
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
     moments = 2 * sum(p.numel() * p.element_size() for p in models[1].parameters())
@@ -114,7 +111,7 @@ def test_on_a_device_memory_is_pinned_and_the_host_waits_once_an_update(
     stream = SimpleNamespace(synchronize=lambda: said.append("the host waits"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     model = nn.Linear(8, 8)
-    store = HostStates(("exp_avg", "exp_avg_sq"), torch.float32, torch.device("cuda", 0))
+    store = HostStates(OptimSection(), torch.float32, torch.device("cuda", 0))
     optimizer = build_optimizer(OptimSection(), model)
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda t, device=None, **more: empty_like(t, **more))

@@ -15,7 +15,7 @@ from fsdp.config import ModelSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import build_mesh
 from fsdp.models import build_real
-from fsdp.parallel.init_check import state_digest
+from fsdp.parallel.checks import state_digest
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import shard_model
 from fsdp.run.job import meta_model, prepare

@@ -21,7 +21,7 @@ from fsdp.dist.mesh import Strategy, build_mesh, resolve
 from fsdp.dist.shards import local_tensor
 from fsdp.models import ModelSpec
 from fsdp.models.init import Init, Normal
-from fsdp.parallel.init_check import check_initialised
+from fsdp.parallel.checks import check_initialised
 from fsdp.parallel.materialize import _in_checkpoint, materialize
 from fsdp.parallel.shard import Sharded, shard_model
 from fsdp.run.job import meta_model

@@ -13,7 +13,6 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import load
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes, build_mesh
-from fsdp.parallel import mapped_files
 from fsdp.parallel.nvme import _padded
 from tests.memory import small
 from tests.support.marks import quick_are, sample_are
@@ -167,10 +166,6 @@ def test_an_unusable_folder_is_named_with_the_rank(tmp_path: Path) -> None:
 def test_impossible_flags_are_refused(words: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(words.split())
-
-
-def test_a_folder_in_memory_is_named() -> None:
-    assert mapped_files.file_system(Path("/proc")) == "proc"
 
 
 def padded_shapes(env: DistEnv) -> list[tuple[int, ...]]:

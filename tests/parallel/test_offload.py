@@ -12,14 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.core import compiled_call
-from fsdp.config import MemorySection, SpeedSection, load
+from fsdp.config import MemorySection
 from fsdp.parallel.activations import apply_activation_checkpointing
 from fsdp.parallel.offload import OffloadStreams, _Kept, apply_activation_offload
-from fsdp.parallel.shard import apply_compile
 from tests.support.marks import quick_are
-from tests.support.runs import check_same_numbers, failures, run
+from tests.support.runs import check_same_numbers, failures
 from tests.support.user_code import Uneven
 
 OFFLOAD = "--memory.activation_offload true"
@@ -47,24 +45,12 @@ def test_the_numbers_are_those_of_a_run_without(case: str, tmp_path: Path) -> No
     check_same_numbers(ranks, tmp_path, words, OFFLOAD)
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_compiled_units_too(tmp_path: Path) -> None:
-    words = "--speed.compile true --train.steps 4"
-    here, there = (run(1, tmp_path / name, words, more) for name, more in (("here", ""), ("there", OFFLOAD)))
-    assert [r.get("loss") for r in there.records] == [r.get("loss") for r in here.records]
-    model, carrier = made(MemorySection(activation_offload=True), compiled=True)
-    model(torch.randn(6, 12)).square().sum().backward()
-    assert carrier.copied >= 2 * 6 * 4 * 13
-
-
-def made(memory: MemorySection, compiled: bool = False) -> tuple[Uneven, OffloadStreams]:
+def made(memory: MemorySection) -> tuple[Uneven, OffloadStreams]:
     torch.manual_seed(0)
     model = Uneven()
     units: list[list[nn.Module]] = [[block] for block in model.blocks]
     apply_activation_checkpointing(units, memory)
-    apply_compile(units, model, SpeedSection(compile="true" if compiled else "false"), CPU)
-    apply_activation_offload(units, memory, CPU, compiled=compiled)
+    apply_activation_offload(units, CPU, compiled=False)
     assert carrier_of(model.blocks[-1]) is None
     return model, carrier_of(model.blocks[0])
 
@@ -154,47 +140,10 @@ def test_stream_dependencies_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Non
     assert said == [*second, *first, "main waits for back2"]
 
 
-def test_a_second_backward_over_the_same_graph() -> None:
-    model, _ = made(MemorySection(activation_offload=True))
-    loss = model(torch.randn(6, 12)).square().sum()
-    loss.backward(retain_graph=True)
-    first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    loss.backward()
-    assert all(
-        torch.allclose(p.grad, 2 * g)
-        for p, g in zip(model.parameters(), first, strict=True)
-        if p.grad is not None
-    )
-
-
 def test_a_model_without_units_is_refused_by_name(tmp_path: Path) -> None:
     said = failures(1, tmp_path / "run", OFFLOAD, "--mesh.wrap root")
     assert said[0] is not None
     assert "--memory.activation_offload true works on units, and this model has none" in said[0]
-
-
-@pytest.mark.parametrize("words", ["--memory.activation_checkpointing ops", "--memory.activation_budget 0.5"])
-def test_units_outside_the_hooks_are_refused(words: str) -> None:
-    flag, value = words.split()
-    with pytest.raises(
-        ConfigError, match=f"--memory.activation_offload true and {flag} {value} do not go together"
-    ):
-        load([*OFFLOAD.split(), *words.split()])
-
-
-def test_memory_that_the_other_stream_allocated_is_kept_until_it_is_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Without record_stream the allocator would give it to the next copy while a backward still reads it."""
-    used: list[str] = []
-    carrier = SimpleNamespace(device=torch.device("cuda", 0), streams=lambda: (None, None))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "computing")
-    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: used.append(stream))
-    kept = _Kept(SimpleNamespace(fetch=lambda: None), torch.ones(2), torch.ones(2))  # type: ignore[arg-type]
-    kept.uses = 1
-    kept.fetch(carrier, None)  # type: ignore[arg-type]
-    kept.take(carrier)  # type: ignore[arg-type]
-    assert used == ["computing"]
 
 
 def test_copies_over_the_bus_are_pinned_and_queued(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp.config import Config, MeshSection, PrecisionSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import build_mesh, resolve
-from fsdp.parallel.ddp import replicate
-from fsdp.parallel.shard import Sharded, resolve_dtypes, shard_model
+from fsdp.parallel.shard import Sharded, replicate, resolve_dtypes, shard_model
 from tests.parallel.test_materialize import made
 from tests.support import user_code
 from tests.support.world import run_world

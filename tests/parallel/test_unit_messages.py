@@ -11,7 +11,8 @@ import torch
 
 from fsdp.config import load
 from fsdp.models import ModelSpec
-from fsdp.run.job import dry_run, model_of, unit_table
+from fsdp.run.job import model_of
+from fsdp.run.summary import dry_run, unit_table
 from tests.parallel.test_shard import look
 from tests.support import user_code
 from tests.support.env import env_of

@@ -15,12 +15,8 @@ from torch.distributed.tensor import DTensor
 from fsdp.config import Config, MeshSection, PrecisionSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import build_mesh, resolve
-from fsdp.models.units import blocks_of, find_units
+from fsdp.parallel.comm import average_gradients, average_scalars
 from fsdp.parallel.shard import shard_model
-from fsdp.parallel.traffic import traffic
-from fsdp.parallel.whole_parameters import average_gradients, average_scalars
-from tests.parallel.test_unit_messages import said
-from tests.plan.test_memory import kinds
 from tests.support import user_code
 from tests.support.marks import quick_are
 from tests.support.plain_loop import relative_difference, train_plainly
@@ -114,57 +110,6 @@ def test_what_cannot_stay_whole_is_refused(words: str, told: str, tmp_path: Path
 
 
 # ---------------------------------------------------------------- units
-
-
-def test_pairs_are_made_of_blocks_alone() -> None:
-    model = user_code.Uneven()
-    names = {module: name for name, module in model.named_modules()}
-    units = [[names[module] for module in unit] for unit in find_units(model, "every:2")]
-    assert units == [["blocks.0", "blocks.1"], ["blocks.2"]]
-    blocks = [names[block] for block in blocks_of(find_units(model, "every:2"))]
-    assert blocks == [f"blocks.{n}" for n in range(3)]
-    assert [len(unit) for unit in find_units(model, "every:9")] == [3]
-    assert find_units(model, "every:1") == find_units(model)
-
-
-# ---------------------------------------------------------------- bytes
-
-
-def test_whole_parameters_are_counted_whole() -> None:
-    """In the dry run's table and in a step's traffic. The root's 239 are a stem of 169 and a head of 70."""
-    assert said(f"{WHOLE} --mesh.shard 2")[-1] == "the root         239  161 on rank 0; 148 on rank 1"
-    model = user_code.Uneven()
-    whole = sum(p.numel() for n, p in model.named_parameters() if ".norm." in n or n.startswith("head"))
-    sizes = resolve(MeshSection(), 2)
-    sent = [
-        traffic(
-            model,
-            sizes=sizes,
-            section=MeshSection(unsharded=text),
-            accumulation=1,
-            gathered=torch.float32,
-            reduced=torch.float32,
-        )
-        for text in ("", "blocks.*.norm.*,head.*")
-    ]
-    assert sent[1].all_reduce == whole * 4  # 2 (n-1)/n of its bytes on 2 ranks
-    assert sent[1].all_gather < sent[0].all_gather
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_plan_counts_whole_parameters_and_pairs() -> None:
-    """A decoder on 4 ranks: an embedding kept whole is 4 shards of it; two blocks are gathered at once."""
-    plain, whole = (
-        kinds("--mesh.strategy", "fsdp"),
-        kinds("--mesh.strategy", "fsdp", "--mesh.unsharded", "embedding.weight"),
-    )
-    numel = 256 * 64
-    assert whole["parameters"] - plain["parameters"] == pytest.approx(numel * 4 * 3 / 4, rel=0.02)
-    deep = ("--mesh.strategy", "fsdp", "--model.args.layers", "8")
-    single, pairs = kinds(*deep), kinds(*deep, "--mesh.wrap", "every:2")
-    assert pairs["parameters"] == pytest.approx(single["parameters"], rel=0.02)
-    assert pairs["gathered"] > single["gathered"]
 
 
 def averaged(env: DistEnv, scalars: bool) -> list[list[float] | None]:

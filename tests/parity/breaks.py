@@ -63,7 +63,7 @@ def rank_left_out(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
 def divided_by_micro_batches(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
     def make(train_step: Any) -> Any:
         def broken(self: TrainingLoop, batch: Any, lr: float) -> Any:
-            self.sharded.divides_by = self.sharded.ranks / len(batch.micro)
+            self.sharded.divides_by = self.sharded.sizes.ranks / len(batch.micro)
             return train_step(self, batch, lr)
 
         return broken

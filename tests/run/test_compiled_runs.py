@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdp import config as configuration
 from fsdp.dist.env import DistEnv
-from fsdp.optim.small_states.compiled import compiled as compiled_update
+from fsdp.optim.small_states import compiled as compiled_update
 from fsdp.run.loop import train
 from fsdp.run.training_loop import TrainingLoop
 from tests.support.marks import quick_are

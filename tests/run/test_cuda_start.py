@@ -16,9 +16,8 @@ from fsdp import config as configuration
 from fsdp.config import Config
 from fsdp.dist.env import DistEnv
 from fsdp.models import loss
-from fsdp.parallel import compiler
-from fsdp.record.console import Console
-from fsdp.run import evaluate, loop, setup
+from fsdp.parallel import compute as compiler
+from fsdp.run import build, evaluate, loop
 from tests.support.env import env_of
 from tests.support.runs import flags, settings
 from tests.support.world import run_world
@@ -39,15 +38,15 @@ def order_of_a_start(env: DistEnv) -> list[Any]:
         raise Reached
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loop, "set_allocator", lambda text, device: said.append((text, device)))
+        patched.setattr(build, "set_allocator", lambda text, device: said.append((text, device)))
         patched.setattr(loop, "prepare", prepare)
         with pytest.raises(Reached):
             loop.train(settings(), replace(env, device=GPU))
     return said
 
 
-def test_the_allocator_is_set_before_anything_asks_the_gpu() -> None:
-    """torch reads the allocator's variable when CUDA starts."""
+def test_the_allocator_and_the_processors_are_set_before_anything_asks_the_gpu() -> None:
+    """torch reads the allocator's variable when CUDA starts, and threads inherit processors from then on."""
     (said,) = run_world(1, order_of_a_start)
     assert said == [("expandable_segments:True", GPU), ("flags", GPU)]
 
@@ -63,15 +62,14 @@ def given_to_parts(env: DistEnv, words: list[str]) -> dict[str, Any]:
 
         return noted
 
-    mesh, group, build = loop.build_mesh, loop.process_group, loop.build_optimizer
+    mesh, group, optimizer = build.build_mesh, build.process_group, build.build_optimizer
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loop, "build_mesh", noting("mesh", lambda sizes, device, timeout: timeout, mesh))
-        patched.setattr(loop, "process_group", noting("group", lambda env, timeout: timeout, group))
-        patched.setattr(loop.setup, "compiles_update", lambda config, env: True)
+        patched.setattr(build, "build_mesh", noting("mesh", lambda sizes, device, timeout: timeout, mesh))
+        patched.setattr(build, "process_group", noting("group", lambda env, timeout: timeout, group))
         patched.setattr(
-            loop,
+            build,
             "build_optimizer",
-            lambda section, root, compiled: found.update(compiled=compiled) or build(section, root),
+            lambda section, root, compiled: found.update(compiled=compiled) or optimizer(section, root),
         )
         loop.train(configuration.load(words), env)
     return found
@@ -79,7 +77,7 @@ def given_to_parts(env: DistEnv, words: list[str]) -> dict[str, Any]:
 
 def test_flags_of_a_run_reach_its_groups_and_its_update(tmp_path: Path) -> None:
     words = flags(f"--run.dir {tmp_path} --train.steps 1 --run.process_group_timeout_s 77")
-    assert run_world(1, given_to_parts, words) == [{"group": 77.0, "mesh": 77.0, "compiled": True}]
+    assert run_world(1, given_to_parts, words) == [{"group": 77.0, "mesh": 77.0, "compiled": False}]
 
 
 @pytest.mark.parametrize(
@@ -102,11 +100,19 @@ def test_on_cuda_the_cross_entropy_and_the_update_are_compiled_by_default(
         return function
 
     monkeypatch.setattr(torch, "compile", compiling)
-    env, config = replace(env_of(), device=device), settings(words)
-    assert setup.compiles_update(config, env) is update
-    job: Any = SimpleNamespace(loss=None)
-    setup.loss_function(config, env, job, nn.Linear(2, 2))
+    config, built = settings(words), list[bool]()
+    monkeypatch.setattr(build, "build_optimizer", lambda section, root, compiled: built.append(compiled))
+    job: Any = SimpleNamespace(loss=None, compiled=compiler.compiles(config.speed, device))
+    start = started(config, device, job)
+    build.optimizer(start, SimpleNamespace(root=None))  # type: ignore[arg-type]
+    assert built == [update]
+    build.loss_function(start, nn.Linear(2, 2))
     assert compiled == [loss.summed_entropy] * entropy
+
+
+def started(config: Config, device: torch.device, job: Any) -> build.RunStart:
+    absent: Any = None
+    return build.RunStart(config, replace(env_of(), device=device), absent, job, absent, None, False)
 
 
 def test_batches_come_from_pinned_memory_and_on_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +121,7 @@ def test_batches_come_from_pinned_memory_and_on_to_the_gpu(monkeypatch: pytest.M
     def reader(*args: Any, pin: bool, device: Any, **_: Any) -> None:
         given.append((pin, device))
 
-    monkeypatch.setattr(setup, "Loader", reader)
+    monkeypatch.setattr(build, "Loader", reader)
     monkeypatch.setattr(evaluate, "heldout_batches", reader)
     nothing: Any = SimpleNamespace(train=None, sources=None)
     batch: Any = SimpleNamespace(micro_batch=1, accumulation=1)
@@ -126,11 +132,11 @@ def test_batches_come_from_pinned_memory_and_on_to_the_gpu(monkeypatch: pytest.M
     ):
         given.clear()
         config = settings(words)
-        setup.loader(config, replace(env_of(), device=device), job)
+        build.loader(started(config, device, job), job)
         sharded: Any = SimpleNamespace(device=device)
         absent: Any = None
         evaluator = evaluate.Evaluator(
-            config=config,
+            sections=(config.train, config.data),
             sharded=sharded,
             loss_function=absent,
             data=nothing,
@@ -143,15 +149,3 @@ def test_batches_come_from_pinned_memory_and_on_to_the_gpu(monkeypatch: pytest.M
         )
         evaluator._batches(absent)
         assert given == [expected] * 2
-
-
-def test_the_numbers_of_a_gpu_are_read_every_tenth_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    printed: list[Console] = []
-    monkeypatch.setattr(setup, "Recorder", lambda run, env, reporter, console, **_: printed.append(console))
-    job: Any = SimpleNamespace(total_steps=1000, unit="tok")
-    for words in ("", "--run.log_every_steps 7"):
-        setup.recorder(settings(words), ON_GPU, None, None, job, mfu_of=0.0, step=0)  # type: ignore[arg-type]
-    assert [[step for step in range(1, 31) if one.prints(step)] for one in printed] == [
-        [10, 20, 30],
-        [7, 14, 21, 28],
-    ]

@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import config as configuration
 from fsdp.dist.env import DistEnv
-from fsdp.dist.stop import Stopper
-from fsdp.optim import nonfinite
+from fsdp.optim import gradients as nonfinite
 from fsdp.record import recorder
 from fsdp.run.loop import train
 from fsdp.run.training_loop import TrainingLoop
@@ -29,9 +28,9 @@ from tests.support.world import run_world
 
 ROOT = str(Path(configuration.__file__).parents[1])
 PRINTED = 3
-ON_THE_HOST = {"dist/stop.py:agreed", "run/step_hooks.py:__call__"}
+ON_THE_HOST = {"dist/stop.py:_decision", "run/step.py:tokens"}
 """Sums over ranks of numbers that each rank made on the host, over gloo: stop requests, counts of tokens."""
-AT_A_LINE = {"record/recorder.py:_read", "optim/nonfinite.py:settle"}
+AT_A_LINE = {"record/recorder.py:_read", "optim/gradients.py:settle"}
 
 SENTENCES = (
     "--data.name tests.support.user_code:sentences --model.name transformer --model.args.vocab_size 31 "
@@ -89,7 +88,7 @@ def _counted(reads: _Reads, name: str) -> Any:
 def reads_of_a_run(env: DistEnv, words: list[str]) -> dict[int, set[str]]:
     """Reads by step of a run whose CPU rank takes a device's paths; 0 is outside of steps."""
     reads = _Reads()
-    one_step, begin = TrainingLoop._one_step, Stopper.__init__
+    one_step = TrainingLoop._one_step
 
     def step(self: TrainingLoop) -> None:
         reads.step = self.state.step + 1
@@ -97,15 +96,10 @@ def reads_of_a_run(env: DistEnv, words: list[str]) -> dict[int, set[str]]:
             one_step(self)
         reads.step = 0
 
-    def on_a_device(self: Stopper, *args: Any, **kwargs: Any) -> None:
-        begin(self, *args, **kwargs)
-        self.on_host = False
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nonfinite, "DEVICES_THAT_SKIP", ("cuda", "cpu"))
         patch.setattr(recorder, "ASYNCHRONOUS_DEVICES", ("cuda", "cpu"))
         patch.setattr(TrainingLoop, "_one_step", step)
-        patch.setattr(Stopper, "__init__", on_a_device)
         for name in ("tolist", "cpu", "numpy"):
             patch.setattr(Tensor, name, _counted(reads, name))
         train(configuration.load(words), env)
@@ -121,5 +115,5 @@ def test_the_host_reads_at_printed_lines_alone(case: str, tmp_path: Path) -> Non
     for places in run_world(2, reads_of_a_run, words):
         ordinary = set().union(*(places.get(step, set()) for step in (2, 4, 5)))
         assert ordinary <= ON_THE_HOST
-        assert "dist/stop.py:agreed" in ordinary, "the count sees reads"
+        assert "dist/stop.py:_decision" in ordinary, "the count sees reads"
         assert places[2 * PRINTED] >= AT_A_LINE

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp.run.job import describe, prepare, trained_model
+from fsdp.run.job import prepare, trained_model
+from fsdp.run.summary import describe
 from tests.support.marks import quick_are
 from tests.support.plain_loop import worst_parameter
 from tests.support.runs import run, settings

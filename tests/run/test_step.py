@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -16,7 +16,7 @@ from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
 from fsdp.plan.step_trace import FakeRun, trace_step
 from fsdp.run import step
-from fsdp.run.step import StepHooks, run_step
+from fsdp.run.step import Totals, train_step
 from tests.support.world import run_world
 
 WORDS = (
@@ -26,34 +26,36 @@ WORDS = (
 PHASES = ["forward", "backward", "forward", "backward", "reduce", "optimizer"]
 
 
-@dataclass
-class Recorded(StepHooks):
-    update: bool
-    phases: list[str] = field(default_factory=list)
-    total: Tensor | None = None
+class Refusing:
+    """Verdicts that refuse each update."""
 
-    def enter(self, phase: str) -> None:
-        self.phases.append(phase)
+    own_loss: Tensor
+
+    def may_update(self, step: int, loss: Tensor | None, norm: Tensor) -> bool:
+        return False
+
+
+@dataclass
+class Recorded(Totals):
+    total: Tensor | None = None
 
     def weight(self) -> float:
         return 6.0
 
-    def reduce_loss(self, total: Tensor, scaled: Tensor) -> None:
-        self.total = total.detach()
-
-    def may_update(self, norm: Tensor) -> bool:
-        return self.update
+    def reduce(self, numbers: Tensor, scaled: Tensor) -> None:
+        self.total = numbers.detach()
 
 
 def stepped(env: DistEnv, update: bool) -> tuple[list[str], bool, bool]:
     """Phases of a step of two micro-batches, whether parameters changed, and whether gradients are left."""
-    built = build(tuple(WORDS.split()), 1, 0, env.device)
-    parts, hooks = built.watched.parts, Recorded(update)
+    built, phases = build(tuple(WORDS.split()), 1, 0, env.device), list[str]()
+    verdicts: Any = None if update else Refusing()
+    parts = replace(built.watched.parts, verdicts=verdicts, enter=phases.append)
     parameters = list(parts.sharded.root.parameters())
     before = [p.detach().clone() for p in parameters]
-    run_step(parts, built.batches("cpu"), 2, lr=0.1, hooks=hooks)
+    train_step(parts, built.batches("cpu"), 2, step=1, lr=0.1, totals=Recorded())
     changed = any(not torch.equal(a, b.detach()) for a, b in zip(before, parameters, strict=True))
-    return hooks.phases, changed, any(p.grad is not None for p in parameters)
+    return phases, changed, any(p.grad is not None for p in parameters)
 
 
 @pytest.mark.parametrize(("update", "phases"), [(True, PHASES), (False, PHASES[:-1])])
@@ -64,7 +66,7 @@ def test_a_skipped_update_changes_nothing(update: bool, phases: list[str]) -> No
 def totals(env: DistEnv) -> list[Tensor]:
     """The losses of two micro-batches, and what is reduced of them."""
     built = build(tuple(WORDS.split()), 1, 0, env.device)
-    parts, hooks, losses = built.watched.parts, Recorded(False), list[Tensor]()
+    parts, sums, losses = built.watched.parts, Recorded(), list[Tensor]()
     numbers_of = step.numbers_of
 
     def recorded(*given: Any) -> Tensor:
@@ -73,9 +75,9 @@ def totals(env: DistEnv) -> list[Tensor]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "numbers_of", recorded)
-        run_step(parts, built.batches("cpu"), 2, lr=0.1, hooks=hooks)
-    assert hooks.total is not None
-    return [*(loss.detach() for loss in losses), hooks.total]
+        train_step(parts, built.batches("cpu"), 2, step=1, lr=0.1, totals=sums)
+    assert sums.total is not None
+    return [*(loss.detach() for loss in losses), sums.total]
 
 
 def test_the_losses_of_all_micro_batches_are_reduced() -> None:

@@ -1,14 +1,15 @@
-"""An exponential moving average of the trained parameters, kept on their shards (--optim.ema).
+"""TrainState: everything that a resume restores, and nothing else.
 
-Its tensors are an entry of the optimizer's `state`, as torch allows beside those of parameters: saves, the
-account of memory and the planner read them there. A checkpoint keeps them as `ema.<parameter>`. Not here: the
-evaluation with them (fsdp/run/loop.py) and their export (fsdp/checkpoint/export.py).
+Random streams are derived from (seed, step, stream) and the data's order from (seed, step), so neither is
+here. The learning rate is a function of the step. Beside parameters and optimizer a restored run needs four
+numbers; a mixture and a stream also have a position of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,36 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from fsdp.config import OptimSection
 from fsdp.dist.shards import local_tensor
 from fsdp.models.units import clean_name
+
+
+@dataclass
+class TrainState:
+    """model is what fsdp/parallel/shard.py returned: the FSDP root, or the module inside
+    DistributedDataParallel.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    loss_scale: float = 1.0
+    good_steps: int = 0
+    optimizer_name: str = ""
+    """--optim.name, which a checkpoint keeps; empty where it is not known."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """The data's position where (seed, step) does not give it: a mixture's segments, a stream's states."""
+
+    def counters(self) -> dict[str, float | int]:
+        """The numbers beside the tensors, as a checkpoint keeps them."""
+        return {
+            name: getattr(self, name) for name in ("step", "samples", "tokens", "loss_scale", "good_steps")
+        }
+
+    def set_counters(self, values: dict[str, float | int]) -> None:
+        for name in self.counters():
+            setattr(self, name, type(getattr(self, name))(values[name]))
+
 
 KEY: Any = "ema"
 """Of the averages in the optimizer's `state`."""

@@ -1,0 +1,375 @@
+"""The parameters that Muon updates, by name and shape alone: the same ones however the model is wrapped.
+
+Keller Jordan's rule (github.com/KellerJordan/Muon): matrices of the body, without embeddings, head, norms and
+biases. The body is what repeats: a numbered module is in it if another number in its place has a matrix of
+the same name and shape.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp.base.errors import ConfigError
+from fsdp.dist import collectives
+from fsdp.dist.shards import local_tensor, rows_of, shard_axis, shard_count
+from fsdp.models.lora import matching, patterns
+from fsdp.models.units import clean_name
+
+FLAG = "--optim.muon_parameters"
+
+Place = tuple[str, str]
+"""A numbered module: the name of what holds it, and its number."""
+
+
+def hidden_matrices(model: nn.Module, wanted: str = "") -> list[nn.Parameter]:
+    """The trained matrices for Muon, in the model's order. `wanted`: patterns in place of the rule."""
+    named = {clean_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    if wanted:
+        return _named(named, wanted)
+    repeated = set(_repeated(named))
+    embedded = {m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    found = [
+        parameter
+        for name, parameter in named.items()
+        if parameter.dim() == 2
+        and parameter.requires_grad
+        and parameter not in embedded
+        and any(place in repeated for place, _ in _places(name))
+    ]
+    if not found:
+        raise ConfigError(
+            "--optim.name muon finds no matrix inside repeated blocks of this model.",
+            f"{FLAG} '{_example(named)}' names them, or --optim.name adamw",
+        )
+    return list(dict.fromkeys(found))
+
+
+def _named(named: dict[str, nn.Parameter], wanted: str) -> list[nn.Parameter]:
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    matrices = [name for name, parameter in trained.items() if parameter.dim() == 2]
+    unknown = [one for one in patterns(wanted) if not any(fnmatchcase(name, one) for name in trained)]
+    matching(unknown, matrices, FLAG, "trained matrix")  # its hint names a matrix
+    names = matching(patterns(wanted), list(trained), FLAG, "trained parameter")
+    for name in names:
+        if trained[name].dim() != 2:
+            matrix = next(iter(matrices), name)
+            raise ConfigError(
+                f"{FLAG} {wanted}: {name} is {tuple(trained[name].shape)}, and Muon updates matrices only.",
+                f"{FLAG} {matrix}",
+            )
+    return list(dict.fromkeys(trained[name] for name in names))
+
+
+def _places(name: str) -> Iterator[tuple[Place, str]]:
+    """The numbered modules around a parameter, each with the parameter's name inside it."""
+    parts = name.split(".")
+    for at, part in enumerate(parts[:-1]):
+        if part.isdigit():
+            yield (".".join(parts[:at]), part), ".".join(parts[at + 1 :])
+
+
+def _repeated(named: dict[str, nn.Parameter]) -> Iterator[Place]:
+    alike: dict[tuple[str, str, tuple[int, ...]], set[Place]] = defaultdict(set)
+    for name, parameter in named.items():
+        for place, inside in _places(name) if parameter.dim() == 2 else ():
+            alike[place[0], inside, tuple(parameter.shape)].add(place)
+    for places in alike.values():
+        if len(places) > 1:
+            yield from places
+
+
+def _example(named: dict[str, nn.Parameter]) -> str:
+    return next((n for n, p in named.items() if p.dim() == 2 and p.requires_grad), "*.weight")
+
+
+OWNED = 1 << 26
+"""Elements of a rank's own matrices in one round: 128 MiB of bf16 for each of its buffers."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The shape of a whole matrix, and the number of shards it is divided into: 1 if it is whole on each
+    rank.
+    """
+
+    rows: int
+    columns: int
+    shards: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def cost(self) -> int:
+        """Operations of a Newton–Schulz step, up to a factor."""
+        short, long = sorted((self.rows, self.columns))
+        return short * short * (2 * long + short)
+
+    def rows_of(self, rank: int) -> slice:
+        kept = rows_of(self.rows, rank % self.shards, self.shards)
+        return slice(kept.start, kept.stop)
+
+    def size_on(self, rank: int) -> int:
+        return len(rows_of(self.rows, rank % self.shards, self.shards)) * self.columns
+
+    def same_replica(self, rank: int, other: int) -> bool:
+        return rank // self.shards == other // self.shards
+
+
+def matrix_of(parameter: Tensor) -> Matrix:
+    if isinstance(parameter, DTensor):
+        last = parameter.device_mesh.ndim - 1
+        assert shard_axis(parameter) in (None, last), "sharded along the last axis of the mesh"
+    rows, columns = parameter.shape
+    return Matrix(rows, columns, shard_count(parameter))
+
+
+Round = list[list[int]]
+"""The matrices that each rank owns, by rank."""
+
+
+def rounds(matrices: Sequence[Matrix], ranks: int, owned: int = OWNED) -> list[Round]:
+    """Every matrix in one round and with one owner; within a round the owners' costs are even."""
+    order = sorted(range(len(matrices)), key=lambda at: (-matrices[at].cost, at))
+    return [_shared(matrices, some, ranks) for some in _divided(matrices, order, ranks, owned * ranks)]
+
+
+def _divided(matrices: Sequence[Matrix], order: Sequence[int], ranks: int, most: int) -> Iterator[list[int]]:
+    """Rounds of at most that many elements, with at least one matrix for each rank."""
+    current: list[int] = []
+    size = 0
+    for at in order:
+        if len(current) >= ranks and size + matrices[at].numel > most:
+            yield current
+            current, size = [], 0
+        current.append(at)
+        size += matrices[at].numel
+    if current:
+        yield current
+
+
+def _shared(matrices: Sequence[Matrix], some: Sequence[int], ranks: int) -> Round:
+    """Costliest first, each to the rank that has least."""
+    found: Round = [[] for _ in range(ranks)]
+    cost = [0] * ranks
+    for at in some:
+        owner = cost.index(min(cost))
+        found[owner].append(at)
+        cost[owner] += matrices[at].cost
+    return found
+
+
+def apply_to_whole(
+    matrices: Sequence[Matrix],
+    owned: Round,
+    rows: Callable[[int], Tensor],
+    change: Callable[[Tensor], Tensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[tuple[int, Tensor]]:
+    """(matrix, this rank's rows of `change` of the whole matrix) for each matrix of a round. Collective.
+
+    `rows` returns this rank's rows, which are sent in `dtype`, the dtype of the result.
+    """
+    rank, ranks = collectives.this_rank(), len(owned)
+    mine = owned[rank]
+
+    def sends(at: int, sender: int, receiver: int) -> bool:
+        return matrices[at].same_replica(sender, receiver)
+
+    to = [[at for at in owned[other] if sends(at, rank, other)] for other in range(ranks)]
+    sent = torch.cat(
+        [rows(at).reshape(-1).to(device, dtype) for some in to for at in some]
+        or [torch.empty(0, dtype=dtype, device=device)]
+    )
+    received = collectives.all_to_all(
+        sent,
+        [sum(matrices[at].size_on(rank) for at in some) for some in to],
+        [sum(matrices[at].size_on(other) for at in mine if sends(at, other, rank)) for other in range(ranks)],
+    )
+    del sent
+    pieces: dict[int, list[Tensor]] = {at: [] for at in mine}
+    came = [(at, other) for other in range(ranks) for at in mine if sends(at, other, rank)]
+    sizes = [matrices[at].size_on(other) for at, other in came]
+    for (at, _), piece in zip(came, received.split(sizes), strict=True):
+        pieces[at].append(piece)
+    results = {}
+    for at in mine:
+        whole = torch.cat(pieces.pop(at)).view(matrices[at].rows, matrices[at].columns)
+        results[at] = change(whole)
+        del whole
+    del received
+    yield from _returned(matrices, owned, results, rank, dtype, device)
+
+
+def _returned(
+    matrices: Sequence[Matrix],
+    owned: Round,
+    results: dict[int, Tensor],
+    rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[tuple[int, Tensor]]:
+    """Sends each rank its rows of the results, and yields this rank's rows of all."""
+    ranks = len(owned)
+    sent = torch.cat(
+        [results[at][matrices[at].rows_of(other)].reshape(-1) for other in range(ranks) for at in owned[rank]]
+        or [torch.empty(0, dtype=dtype, device=device)]
+    )
+    results.clear()
+    came = [at for some in owned for at in some]
+    received = collectives.all_to_all(
+        sent,
+        [sum(matrices[at].size_on(other) for at in owned[rank]) for other in range(ranks)],
+        [sum(matrices[at].size_on(rank) for at in some) for some in owned],
+    )
+    del sent
+    sizes = [matrices[at].size_on(rank) for at in came]
+    for at, piece in zip(came, received.split(sizes), strict=True):
+        yield at, piece.view(-1, matrices[at].columns)
+
+
+log = logging.getLogger(__name__)
+
+AdjustLr = Literal["match_rms_adamw", "original"]
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic iteration (kellerjordan.github.io/posts/muon), as in torch.optim.Muon."""
+EPS = 1e-7
+DTYPE = torch.bfloat16
+"""Of the iteration, as in torch.optim.Muon. Rows are sent in it: the owner would cast them anyway."""
+MOMENTUM = "momentum_buffer"
+
+
+class ShardedMuon(torch.optim.Optimizer):
+    """`matrices` is the group that Muon updates, `others` the optimizer of all other parameters, if there are
+    any; its groups and states are part of this one's.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[nn.Parameter],
+        others: torch.optim.Optimizer | None,
+        *,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
+        ns_steps: int = 5,
+        adjust_lr: AdjustLr = "match_rms_adamw",
+    ) -> None:
+        group: dict[str, Any] = {
+            "params": list(matrices), "lr": lr, "weight_decay": weight_decay, "momentum": momentum,
+            "ns_steps": ns_steps, "adjust_lr": adjust_lr,
+        }  # fmt: skip
+        super().__init__([group, *(others.param_groups if others is not None else ())], {})
+        self._others = others
+        if others is not None:
+            others.state = self.state
+        self._shapes = [matrix_of(parameter) for parameter in matrices]
+        self._rounds = rounds(self._shapes, collectives.ranks())
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        for parameter in group["params"]:
+            self._advance_momentum(group, parameter)
+        for owned in self._rounds:
+            self._update(group, owned)
+        if self._others is not None:
+            self._others.step()
+
+    def drop_other_states(self) -> None:
+        """After a restore: states of parameters that changed between Muon and AdamW start anew."""
+        moved = [
+            parameter
+            for at, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+            if self.state.get(parameter) and (MOMENTUM in self.state[parameter]) != (at == 0)
+        ]
+        for parameter in moved:
+            del self.state[parameter]
+        if moved:
+            log.info("%d parameters start with fresh states: --optim.muon_parameters changed", len(moved))
+
+    def _update(self, group: dict[str, Any], owned: list[list[int]]) -> None:
+        parameters = group["params"]
+        found = apply_to_whole(
+            self._shapes,
+            owned,
+            lambda at: self._direction(group, parameters[at]),
+            functools.partial(orthogonalized, steps=group["ns_steps"]),
+            dtype=DTYPE,
+            device=_compute_device(parameters[0]),
+        )
+        for at, update in found:
+            parameter = parameters[at]
+            if parameter.grad is not None:
+                local, ratio = local_tensor(parameter), lr_ratio(parameter.shape, group["adjust_lr"])
+                local.mul_(1 - group["lr"] * group["weight_decay"])
+                local.add_(update.to(local.device), alpha=-group["lr"] * ratio)
+
+    def _advance_momentum(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
+        """On every replica, also on those that do not send this matrix: any of them may write it into a
+        checkpoint.
+        """
+        if parameter.grad is None:
+            return
+        state = self.state[parameter]
+        if not state:
+            state[MOMENTUM] = torch.zeros_like(parameter, requires_grad=False)
+        local_tensor(state[MOMENTUM]).lerp_(local_tensor(parameter.grad), 1 - group["momentum"])
+
+    def _direction(self, group: dict[str, Any], parameter: nn.Parameter) -> Tensor:
+        """This rank's rows of the gradient with Nesterov momentum. Zeros for a parameter without a gradient:
+        the exchange is the same at every step.
+        """
+        if parameter.grad is None:
+            return torch.zeros_like(local_tensor(parameter))
+        momentum = local_tensor(self.state[parameter][MOMENTUM])
+        return local_tensor(parameter.grad).lerp(momentum, group["momentum"])
+
+
+def orthogonalized(matrix: Tensor, *, steps: int) -> Tensor:
+    """About U Vᵀ of the matrix's singular value decomposition U S Vᵀ, by the Newton–Schulz iteration.
+    Overwrites the matrix.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrix.size(0) > matrix.size(1)
+    found = matrix.T if tall else matrix
+    found.div_(found.norm().clamp(min=EPS))
+    for _ in range(steps):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.T if tall else found
+
+
+def lr_ratio(shape: torch.Size, adjust_lr: AdjustLr) -> float:
+    """match_rms_adamw gives updates of AdamW's size (arXiv 2502.16982); original is Keller Jordan's."""
+    rows, columns = shape
+    if adjust_lr == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
+
+
+def _compute_device(parameter: Tensor) -> torch.device:
+    """The device of the collectives: offloaded shards are on the host."""
+    if isinstance(parameter, DTensor) and parameter.device.type != parameter.device_mesh.device_type:
+        kind = parameter.device_mesh.device_type
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+    return parameter.device
+
+
+__all__ = ["ShardedMuon", "hidden_matrices"]

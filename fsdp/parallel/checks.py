@@ -1,0 +1,346 @@
+"""Checks of a model as it is sharded: the device's support, initial values, the first forward, and errors of
+a forward in a line with a HINT.
+
+Initial values: memory is poisoned before it is filled and searched after, and digests of all ranks are
+compared.
+
+The first forward: what FSDP does not see there is lost, or ends the process. A gathered parameter is a copy
+for one step: what a forward writes there (weights that are clipped; a momentum encoder, as MoCo's) is lost. A
+unit that is freed after its forward is gathered again when the gradient of its output arrives. No such
+gradient is seen in an object that is no container, nor in a view that is written in place after the forward:
+backward would read freed memory.
+
+Not here: what fills the memory (materialize.py), buffers, which each rank keeps whole, and checks that need
+no device (fsdp/config/checks_memory.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp.base.digest import as_int64, combine, digest_shard
+from fsdp.base.errors import ConfigError, TrainingError
+from fsdp.base.torch_private.core import tree_leaves, viewed, writes
+from fsdp.base.torch_private.fsdp import (
+    frees_after_forward,
+    is_written,
+    parameter_groups,
+    parameter_name,
+    seen_tensors,
+)
+from fsdp.config import MemorySection
+from fsdp.dist.collectives import all_gather_objects
+from fsdp.dist.shards import cut_of, local_tensor, shard_count
+from fsdp.models.checks import frames, kept_tensors, misfit, stale_reference
+from fsdp.models.init import Constant, Init
+from fsdp.models.units import clean_name
+from fsdp.parallel.activations import refused_recomputation
+from fsdp.parallel.compute import refused_attention
+
+log = logging.getLogger(__name__)
+
+GATHERED = "--mesh.reshard_after_forward false"
+PLAIN = (Tensor, str, bytes, int, float, complex, type(None))
+
+
+def check_device(memory: MemorySection, device: torch.device) -> None:
+    """Refuses --memory.* flags that the device does not support. ConfigError, on every rank the same."""
+    if memory.nvme != "off" and device.type != "cpu" and not memory.cpu_offload:
+        raise ConfigError(
+            f"--memory.nvme {memory.nvme} keeps the optimizer on the host, parameters are on {device.type}.",
+            "--memory.cpu_offload true",
+        )
+    for name in ("cpu_offload", "optimizer_offload", "activation_offload"):
+        if getattr(memory, name) and device.type == "cpu":
+            log.warning("--memory.%s true gains nothing on a CPU, whose memory is the host's", name)
+
+
+# ---------------------------------------------------------------- initial values
+
+
+def poison(root: nn.Module) -> None:
+    """NaN in floats, a rare value in integers: a value that is still there at the end was never
+    initialised.
+    """
+    with torch.no_grad():
+        for tensor in [*root.parameters(), *root.buffers()]:
+            fill_with_poison(local_tensor(tensor))
+
+
+def fill_with_poison(part: Tensor) -> None:
+    if part.is_floating_point() or part.is_complex():
+        part.fill_(float("nan"))
+    else:
+        part.view(_plain(part.dtype)).fill_(_rare(part.dtype))
+
+
+def _plain(dtype: torch.dtype) -> torch.dtype:
+    """A bool's byte can hold a value that is neither True nor False."""
+    return torch.uint8 if dtype == torch.bool else dtype
+
+
+def _rare(dtype: torch.dtype) -> int:
+    return torch.iinfo(_plain(dtype)).max - 41
+
+
+@torch.no_grad()
+def check_initialised(
+    root: nn.Module, *, drawn: Mapping[str, Init], loaded: Collection[str] = frozenset()
+) -> None:
+    """Stops the run by name for a value left uninitialised, a buffer nobody filled, equal shards, or
+    replicas that differ. `loaded` are the tensors that were read from weights, which may have NaN.
+    """
+    problems = _everyones([*_unfilled(root, known=(), loaded=loaded)])
+    if problems and loaded:
+        _refuse(problems, "give weights without NaN, and with everything that the model does not fill")
+    if not problems:
+        problems = [(text, ()) for text in _compare(root, drawn)]
+    _refuse(problems)
+
+
+def check_unsaved(root: nn.Module) -> None:
+    """The same for values that no checkpoint holds, before one fills the rest. Collective."""
+    _refuse(_everyones([*_unfilled(root, known=root.state_dict().keys())]))
+
+
+def _everyones(findings: list[str]) -> list[tuple[str, tuple[int, ...]]]:
+    """Every rank's findings, each with that rank."""
+    return [
+        (f"rank {rank}: {text}", (rank,))
+        for rank, texts in enumerate(all_gather_objects(findings))
+        for text in texts
+    ]
+
+
+def _refuse(
+    problems: list[tuple[str, tuple[int, ...]]],
+    hint: str = "the model's initialisation must fill every parameter and buffer on each rank",
+) -> None:
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        text, ranks = problems[0]
+        raise TrainingError(f"{text}{more}.", hint, ranks=ranks)
+
+
+def _unfilled(root: nn.Module, known: Container[str], loaded: Container[str] = frozenset()) -> Iterator[str]:
+    for kind, named in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
+        for name, tensor in named:
+            if name in known:
+                continue
+            part = local_tensor(tensor)
+            if part.is_meta:
+                yield f"{kind} {name} is still on the meta device"
+            elif part.numel() and _is_poisoned(part):
+                what = "has NaN in the weights" if name in loaded else "was never initialised"
+                yield f"{kind} {name} {what}"
+    for name, module in root.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                owner = name or type(root).__name__
+                yield (
+                    f"{owner}.{key} is a tensor that no register_buffer made, and is still on the meta device"
+                )
+
+
+def _is_poisoned(part: Tensor) -> bool:
+    if part.is_floating_point() or part.is_complex():
+        return bool(part.isnan().any())
+    return bool((part.view(_plain(part.dtype)) == _rare(part.dtype)).all())
+
+
+def _digests(root: nn.Module) -> list[Tensor]:
+    """Every rank's table, with a row for each tensor: numel, plain sum, weighted sum, constant."""
+    rows = []
+    for tensor in [*root.parameters(), *root.buffers()]:
+        d = digest_shard(local_tensor(tensor))
+        rows.append([d.numel, as_int64(d.plain), as_int64(d.weighted), int(d.constant)])
+    table = torch.tensor(rows, dtype=torch.int64).view(-1, 4)
+    tables = [torch.empty_like(table) for _ in range(dist.get_world_size())]
+    dist.all_gather(tables, table)
+    return tables
+
+
+def _compare(root: nn.Module, drawn: Mapping[str, Init]) -> list[str]:
+    """Compares every rank's digests. Equal shards are an error where values are random; elsewhere they
+    may be intended.
+    """
+    tables = _digests(root)
+    named = [*root.named_parameters(), *root.named_buffers()]
+    found: list[str] = []
+    equal: dict[str, list[str]] = {}
+    for row, (name, tensor) in enumerate(named):
+        count = shard_count(tensor)
+        digests = [tuple(t[row].tolist()) for t in tables]
+        found += _differing_replicas(name, digests, count)
+        if _varied(digests, count):
+            equal[name] = _equal_shards(name, digests, count)
+    at_random = {n for n in equal if n in drawn and not isinstance(drawn[n], Constant)}
+    # One parameter may have equal shards on purpose, but never all of them.
+    suspects = at_random or (set(equal) if all(equal.values()) else set())
+    return found + [text for name in equal if name in suspects for text in equal[name]]
+
+
+def _varied(digests: list[tuple[int, ...]], count: int) -> bool:
+    """Several non-empty shards, and not one value throughout."""
+    return sum(numel > 0 and not constant for numel, _, _, constant in digests[:count]) > 1
+
+
+def _differing_replicas(name: str, digests: list[tuple[int, ...]], count: int) -> list[str]:
+    return [
+        f"{name} differs between ranks {rank % count} and {rank}, which hold the same shard"
+        for rank in range(count, len(digests))
+        if digests[rank] != digests[rank % count]
+    ][:1]
+
+
+def _equal_shards(name: str, digests: list[tuple[int, ...]], count: int) -> list[str]:
+    seen: dict[tuple[int, ...], int] = {}
+    for rank in range(count):
+        numel, _, _, constant = digests[rank]
+        if numel and not constant:
+            if digests[rank] in seen:
+                return [
+                    f"{name} is the same on ranks {seen[digests[rank]]} and {rank}, which hold different "
+                    "shards"
+                ]
+            seen[digests[rank]] = rank
+    return []
+
+
+def state_digest(root: nn.Module) -> dict[str, int]:
+    """One number a tensor for the whole model, equal at any number of ranks. Collective."""
+    tables = _digests(root)
+    whole: dict[str, int] = {}
+    for row, (name, tensor) in enumerate([*root.named_parameters(), *root.named_buffers()]):
+        count = shard_count(tensor)
+        parts = []
+        for index in range(count):
+            _, plain, weighted, _ = (int(v) for v in tables[index][row])
+            parts.append(weighted + 2 * cut_of(tensor.shape, index, count).start * plain)
+        whole[name] = combine(parts)
+    return whole
+
+
+# ---------------------------------------------------------------- the first forward
+
+
+def check_first_forward(root: nn.Module, compiled: Collection[nn.Module], *, gathers_own: bool) -> None:
+    """Called when the weights are real. `compiled` modules are left out: a hook would break their graph.
+    `gathers_own`: an all-gather of the user may change the values.
+    """
+    views: list[tuple[str, Tensor, int]] = []
+    names = {module: clean_name(name) for name, module in root.named_modules()}
+    for group in parameter_groups(root):
+        for module in group.modules:
+            if module not in compiled:
+                _once(module, partial(_check_unit, names[module], group, views, gathers_own))
+    if root not in compiled:
+        _once(root, partial(_check_views, views))
+
+
+def _once(module: nn.Module, check: Callable[[object], None]) -> None:
+    """Calls `check` with the output of the module's first forward in training."""
+
+    def hook(module: nn.Module, inputs: object, output: object) -> None:
+        if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            handle.remove()
+            check(output)
+
+    handle = module.register_forward_hook(hook, prepend=True)  # before FSDP's own, which frees the parameters
+
+
+def _check_unit(
+    name: str, group: Any, views: list[tuple[str, Tensor, int]], gathers_own: bool, output: object
+) -> None:
+    written = [p for p in group.fsdp_params if is_written(p)] if not gathers_own else []
+    if written:
+        raise ConfigError(
+            f"the forward writes into {clean_name(parameter_name(written[0]))}, which is gathered for this "
+            "step alone: its shards do not change.",
+            # A save copies parameters during the next forward.
+            "register_buffer for what forward changes, or --mesh.strategy ddp --checkpoint.mode blocking",
+            scope="rank",
+        )
+    if not frees_after_forward(group):
+        return
+    seen = seen_tensors(output)
+    views += [(name, tensor, writes(tensor)) for tensor in seen if viewed(tensor) is not None]
+    hidden = [leaf for leaf in tree_leaves(output) if not isinstance(leaf, PLAIN)]
+    if hidden and not seen:
+        raise ConfigError(
+            f"{name} returns a {type(hidden[0]).__name__}, in which FSDP finds no tensors: it would not "
+            f"gather {name} for its backward.",
+            f"return tensors, or a tuple, list, dictionary or dataclass of them; or {GATHERED}",
+        )
+
+
+def _check_views(views: list[tuple[str, Tensor, int]], output: object) -> None:
+    name = next((name for name, tensor, before in views if writes(tensor) != before), None)
+    views.clear()
+    if name is not None:
+        raise ConfigError(
+            f"the output of {name} is a view, and the forward writes into it afterwards (x += y): "
+            f"FSDP would not gather {name} for its backward.",
+            f"x = x + y in place of x += y, or {GATHERED}",
+        )
+
+
+# ---------------------------------------------------------------- errors of a forward
+
+
+@contextlib.contextmanager
+def explained(root: nn.Module) -> Iterator[None]:
+    """Context in which a forward that does not fit its data, or cannot be recomputed, raises a
+    ConfigError.
+    """
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        refused = refused_recomputation(error) or refused_attention(error) or misfit(error, root)
+        refused = refused or _refused_parameter(error, root)
+        if refused is None:
+            raise
+        raise refused from error
+
+
+def _refused_parameter(error: Exception, root: nn.Module) -> ConfigError | None:
+    """The ConfigError for a forward or backward that reads a parameter where FSDP has not gathered it: in
+    another method of a unit than its forward, in a second backward, or by a list or dictionary of a module,
+    which keeps those of the model before sharding. None for other errors.
+    """
+    if "DTensor" not in str(error):
+        stale = (
+            [name for name, tensor in kept_tensors(root) if tensor.is_meta] if "meta" in str(error) else []
+        )
+        if stale:
+            return stale_reference(stale[0])
+        if "out of bounds for storage of size 0" not in str(error):
+            return None
+        return ConfigError(
+            "backward reads a parameter that FSDP has freed, as after autograd.grad or a first backward.",
+            "take that gradient inside of the model's forward, with --mesh.wrap root; or --mesh.strategy ddp",
+        )
+    names = {module: name for name, module in root.named_modules()}
+    owners = [frame.f_locals.get("self") for frame in frames(error)]
+    found = [
+        f"{names[owner]}.{key}".lstrip(".")
+        for owner in reversed(owners)
+        if isinstance(owner, nn.Module) and owner in names
+        for key, parameter in owner.named_parameters(recurse=False)
+        if isinstance(parameter, DTensor)
+    ]
+    return ConfigError(
+        f"the forward computes with {clean_name(found[0]) if found else 'a parameter'} where this rank has a "
+        "shard of it alone: outside of the forward of its unit, or after torch.autograd.grad.",
+        "--mesh.wrap root gathers all parameters at once; --mesh.wrap class:NAME makes a unit of the class "
+        "whose forward computes with it",
+    )

@@ -1,0 +1,250 @@
+"""How units compute: --speed.compile, --speed.float8, --speed.attention.
+
+Compilation: on a GPU torch's compiler needs Triton, and Triton a C compiler, once for its launcher.
+Containers made for running, not for building, often have none; without a compiler the default trains eager.
+
+float8, by torchao: weights, inputs and gradients are scaled and rounded on the way into each product.
+tensorwise has one scale a tensor and gathers sharded weights in float8, a byte an element; rowwise has a
+scale a row, is closer to bf16, and gathers weights as they are computed in. Layers are converted within the
+model's blocks, where sizes are multiples of 16: a head and an embedding keep their precision. What is kept
+and updated stays fp32. It needs compute capability 8.9 (rowwise 9.0). --speed.float8_emulate does the
+rounding anywhere, in slow products: for tests.
+
+Attention: auto leaves the kernel to torch, call by call. One that is named is used everywhere or the run
+ends: a slower one never takes its place in silence. fa3 and fa4 are FlashAttention's own packages, which
+torch calls in place of its flash kernel. Not here: what is compiled (shard.py), and models that call other
+kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import logging
+import math
+import os
+import shutil
+import stat
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
+
+from fsdp.base.errors import ConfigError, first_line
+from fsdp.config import SpeedSection
+from fsdp.dist.env import set_variable
+from fsdp.models.units import blocks_of
+
+log = logging.getLogger(__name__)
+
+COMPILERS = ("gcc", "clang")
+FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+def compiles(speed: SpeedSection, device: torch.device) -> bool:
+    """auto compiles on CUDA, where that is possible."""
+    if speed.compile != "auto":
+        return speed.compile == "true"
+    return device.type == "cuda" and not missing()
+
+
+@functools.cache
+def missing() -> str:
+    """What Triton needs and this machine lacks; empty if nothing. Logs it, once a process."""
+    lacks = ""
+    if importlib.util.find_spec("triton") is None:
+        lacks = "the package triton"
+    elif not (os.environ.get("CC") or any(map(shutil.which, COMPILERS))):
+        lacks = "a C compiler (gcc, clang, or CC)"
+    elif not _header().exists():
+        lacks = f"{_header()} (the package python3-dev)"
+    if lacks:
+        log.warning(
+            "--speed.compile auto: units are not compiled, which is slower: Triton needs %s. "
+            "HINT: install it, or --speed.compile false",
+            lacks,
+        )
+    return lacks
+
+
+def _header() -> Path:
+    return Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+
+
+def set_kernel_folders() -> None:
+    """Where torch and Triton keep kernels, if the environment does not say: on the node's disk. Triton's own
+    place is the home, which may be read-only, full, or shared by nodes that meet each other's locks.
+    """
+    torchs, tritons = FOLDERS
+    if not os.environ.get(torchs):
+        set_variable(torchs, str(_own_folder()))
+    if not os.environ.get(tritons):
+        set_variable(tritons, str(Path(os.environ[torchs], "triton").absolute()))
+
+
+def _own_folder() -> Path:
+    """Under a name that anybody could have taken, and what lies there is executed."""
+    folder = Path(tempfile.gettempdir(), f"shardrun-compile-{os.getuid()}")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.lstat()
+        ours = about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        wrong = "" if ours and folder.is_dir() else "others can write to it, and what lies there is executed"
+    except OSError as error:
+        wrong = str(error.strerror)
+    if wrong:
+        hint = f"export {FOLDERS[0]}=FOLDER, one of your own on the node's disk; or --speed.compile false"
+        raise ConfigError(f"--speed.compile: no kernels can lie in {folder}: {wrong}.", hint, scope="node")
+    return folder
+
+
+NEEDED = {"tensorwise": (8, 9), "rowwise": (9, 0)}
+
+
+def check_float8(speed: SpeedSection, device: torch.device) -> None:
+    """Checks that this machine supports the flags, before any process group exists."""
+    if speed.float8 == "off":
+        return
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            f"--speed.float8 {speed.float8} needs torchao, which is not installed.", "pip install torchao"
+        )
+    if speed.float8_emulate:
+        return
+    if device.type != "cuda":
+        raise ConfigError(
+            f"--speed.float8 {speed.float8} needs a GPU that multiplies in float8, and this is "
+            f"{device.type}.",
+            "--speed.float8 off, or --speed.float8_emulate true to try the rounding",
+        )
+    has, needed = torch.cuda.get_device_capability(device), NEEDED[speed.float8]
+    if has < needed:
+        raise ConfigError(
+            f"--speed.float8 {speed.float8} needs compute capability {needed[0]}.{needed[1]}, and "
+            f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}.",
+            "--speed.float8 off",
+        )
+
+
+def check_float8_tokens(speed: SpeedSection, samples: int, seq_len: int) -> None:
+    """Checks the tokens of a micro-batch: products for weights' gradients sum over them in steps of 16, and
+    padding would copy them. `seq_len` is 0 for data that are not tokens.
+    """
+    tokens = samples * seq_len
+    if speed.float8 == "off" or speed.float8_emulate or tokens % 16 == 0:
+        return
+    raise ConfigError(
+        f"--speed.float8 {speed.float8} needs micro-batches of a multiple of 16 tokens, and "
+        f"--train.micro_batch times --data.seq_len is {tokens:,}.",
+        f"--data.seq_len {math.ceil(seq_len / 16) * 16}, or --speed.float8 off",
+    )
+
+
+def convertible(units: Sequence[Sequence[nn.Module]]) -> list[nn.Linear]:
+    """The layers that a float8 product takes: the hardware requires sizes that are multiples of 16."""
+    blocks = blocks_of([list(unit) for unit in units])
+    layers = dict.fromkeys(m for block in blocks for m in block.modules() if type(m) is nn.Linear)
+    return [m for m in layers if m.in_features % 16 == 0 and m.out_features % 16 == 0]
+
+
+def apply_float8(units: Sequence[Sequence[nn.Module]], speed: SpeedSection, *, sharded: bool) -> None:
+    """Applied before checkpointing, compile and sharding."""
+    if speed.float8 == "off":
+        return
+    chosen = {id(layer) for layer in convertible(units)}
+    if not chosen:
+        raise ConfigError(
+            f"--speed.float8 {speed.float8}: no nn.Linear within the model's blocks has sizes that are "
+            "multiples of 16.",
+            "--speed.float8 off, or --model.args with such widths",
+        )
+    torchao: Any = importlib.import_module("torchao.float8")
+    recipe = dataclasses.replace(
+        torchao.Float8LinearConfig.from_recipe_name(speed.float8),
+        emulate=speed.float8_emulate,
+        enable_fsdp_float8_all_gather=sharded and speed.float8 == "tensorwise",
+        # Rows of images, and of the tokens that an expert gets, are no multiple of 16: zeros are added to
+        # the products that sum over them. Others are computed as they are.
+        pad_inner_dim=True,
+    )
+    for block in blocks_of([list(unit) for unit in units]):
+        torchao.convert_to_float8_training(
+            block, config=recipe, module_filter_fn=lambda layer, _: id(layer) in chosen
+        )
+
+
+def refresh_of_scales(root: nn.Module, speed: SpeedSection, *, sharded: bool) -> Callable[[], None] | None:
+    """Computes the scales of all sharded float8 weights at once, after an update, instead of one sum over
+    ranks a weight later.
+    """
+    if not sharded or speed.float8 != "tensorwise":
+        return None
+    compute: Any = importlib.import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp
+    return functools.partial(compute, root)
+
+
+# ---------------------------------------------------------------- attention
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+ON_CUDA_ONLY = ("cudnn", "efficient", "fa3", "fa4")
+PACKAGES = ("fa3", "fa4")
+"""FlashAttention's own, which torch imports when they are activated."""
+AUTO = "--speed.attention auto"
+
+
+def check_attention(speed: SpeedSection, device: torch.device) -> None:
+    """Checks that the device has the kernel, before any process group exists."""
+    if speed.attention in ON_CUDA_ONLY and device.type != "cuda":
+        raise ConfigError(
+            f"--speed.attention {speed.attention} is a kernel of CUDA, and this is {device.type}.", AUTO
+        )
+
+
+def attention_kernel(speed: SpeedSection) -> contextlib.AbstractContextManager[None]:
+    """Context of a run. The setting is the process's: recomputation on autograd's thread has it too."""
+    if speed.attention in PACKAGES:
+        return _flash_of_a_package(speed.attention)
+    return contextlib.nullcontext() if speed.attention == "auto" else sdpa_kernel(KERNELS[speed.attention])
+
+
+@contextlib.contextmanager
+def _flash_of_a_package(name: str) -> Iterator[None]:
+    """torch's flash operators are the package's; it refuses what it does not compute by itself."""
+    try:
+        activate_flash_attention_impl(name.upper())
+    except (ImportError, RuntimeError, ValueError) as error:
+        what = f"--speed.attention {name} cannot be activated ({first_line(error)})."
+        raise ConfigError(what, AUTO) from error
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            yield
+    finally:
+        restore_flash_attention_impl()
+
+
+def refused_attention(error: Exception) -> ConfigError | None:
+    """The ConfigError for an attention that the named kernel does not compute; None for other errors."""
+    if "No available kernel" not in str(error):
+        return None
+    return ConfigError(
+        "--speed.attention: the kernel does not compute this attention (its dtype, head size or mask).",
+        AUTO,
+    )
