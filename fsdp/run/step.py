@@ -213,9 +213,10 @@ class BatchTotals(Totals):
         return self._tokens
 
     def weight(self) -> float:
-        counted = self.tokens if self._loss_function.counts_tokens else self.rows
+        tokens = self.tokens
+        counted = tokens if self._loss_function.counts_tokens else self.rows
         if self._loss_function.custom is not None:
-            counted = max(self.tokens, self.rows)  # until all weights are known: see correction
+            counted = max(tokens, self.rows)  # until all weights are known: see correction
         self._weight = float(max(1, counted))
         return self._weight
 
