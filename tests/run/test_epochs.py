@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from fsdp.report.page import page as report_of
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -21,6 +20,7 @@ from fsdp.checkpoint.inspect import scan
 from fsdp.checkpoint.open_store import open_store
 from fsdp.dist.env import DistEnv
 from fsdp.optim.state import TrainState
+from fsdp.report.page import page as report_of
 from fsdp.report.run_data import read_run
 from fsdp.run.job import Job
 from tests.support import user_code
