@@ -430,10 +430,10 @@ def _unread(config: Config) -> Problems:
             continue  # its factory says what it accepts
         if name == "weight_decay" and value and optim.name not in DECAYING:
             yield unread.format(name, value), "--optim.name adamw, or --optim.weight_decay 0"
-        if name == "momentum" and name not in READS[optim.name]:
+        if name == "momentum" and name not in READS.get(optim.name, ()):
             other = "muon_momentum" if optim.name == "muon" else "beta1"
             yield unread.format(name, value), f"leave it out, and give --optim.{other} {value:g}"
-        if name in ("beta1", "beta2", "eps") and name not in READS[optim.name]:
+        if name in ("beta1", "beta2", "eps") and name not in READS.get(optim.name, ()):
             yield unread.format(name, value), "--optim.name adamw, or leave it out"
 
 

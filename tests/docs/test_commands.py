@@ -25,7 +25,6 @@ from tests.docs.pages import FOLDERS, JOB_SCRIPT, ROOT, all_commands
 RUN = {
     "python train.py --help": 0,
     "python train.py --batch_size 32": 2,
-    "python -m fsdp.plan --help": 0,
     "python -m fsdp.checkpoint RUN": 0,
     "python -m fsdp.checkpoint RUN verify": 0,
     "python -m fsdp.predict RUN": 0,
@@ -87,6 +86,7 @@ NOT_RUN = {
     r"torchrun .*--model\.name hf:FOLDER": "needs a folder of transformers: tests/run/test_pretrained.py",
     r"torchrun --nproc_per_node=2 -m fsdp\.predict RUN --(prompt|samples)": "tests/predict/test_sharded.py",
     r"torchrun .*--checkpoint\.dir s3://": "needs a server: tests/checkpoint/test_s3.py",
+    r"python -m fsdp\.checkpoint s3://": "needs a server: tests/checkpoint/test_store_alone.py",
     r"python -m fsdp\.predict RUN --prompt \"text\"": "needs its tokenizer: tests/run/test_pretrained.py",
     r"python -m fsdp\.doctor --nccl-log FILE": "tests/doctor/test_transport.py",
     r"(torchrun --nproc_per_node=2|python) examples/": "tests/launch/test_library.py",

@@ -392,7 +392,7 @@ def test_where_it_is_compiled_each_matrix_is_one_call_and_later_steps_read_no_nu
         return function
 
     monkeypatch.setattr(adam, "compiled", as_it_is)
-    monkeypatch.setattr(adam, "_update_rows", None)
+    monkeypatch.setattr(adam.SmallStateAdam, "_update_eager", None)
     optimizer = stepped(nn.Linear(300, 7, bias=False), OptimSection(state=state), 1, compiled=True)
     assert called == [update]
     with _Waits():

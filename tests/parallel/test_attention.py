@@ -63,13 +63,9 @@ def test_a_package_of_flash_attention_takes_flashs_place_for_the_run(
     assert calls == [name.upper(), "restored"]
 
 
-@pytest.mark.parametrize(("name", "module"), [("fa3", "flash_attn_interface"), ("fa4", "flash_attn.cute")])
-def test_an_absent_package_of_flash_attention_is_refused(name: str, module: str) -> None:
+@pytest.mark.parametrize("name", ["fa3", "fa4"])
+def test_an_absent_package_of_flash_attention_is_refused(name: str) -> None:
     speed = SpeedSection(attention=name)  # type: ignore[arg-type]
-    with pytest.raises(
-        ConfigError, match=f"needs the module {module}, which is not installed. HINT: --speed"
-    ):
-        check_attention(speed, torch.device("cuda"))
     with (
         pytest.raises(ConfigError, match=f"--speed.attention {name} cannot be activated"),
         attention_kernel(speed),

@@ -90,12 +90,12 @@ def test_an_uncallable_object_is_refused_before_any_process_group(flag: str, pat
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--mesh.strategy ddp --comm.divide_by 2", "--comm.divide_by 2.0 applies to FSDP"),
+        ("--mesh.strategy ddp --comm.divide_by 2", "--comm.divide_by 2 applies to shards"),
         (
             f"--mesh.strategy ddp --comm.all_gather {HERE}:gather",
-            "applies to FSDP, not to --mesh.strategy ddp",
+            "and --mesh.strategy ddp has none",
         ),
-        ("--mesh.strategy ddp --mesh.accumulate shard", "HINT: --mesh.accumulate every"),
+        ("--mesh.strategy ddp --mesh.accumulate shard", "HINT: --mesh.strategy fsdp"),
     ],
 )
 def test_ddp_refuses_them(words: str, said: str) -> None:

@@ -134,7 +134,7 @@ def test_a_full_disk_is_refused_before_training(tmp_path: Path) -> None:
     assert len(set(said)) == 1
     assert said[0] is not None
     assert "ConfigError: What --memory.nvme puts there" in said[0]
-    assert "of 2 ranks take" in said[0]
+    assert "for 2 ranks" in said[0]
     assert "iB free. HINT: --memory.nvme_dir" in said[0]
     assert not any((tmp_path / "disk").iterdir())
 

@@ -60,11 +60,9 @@ def _of_rank(row: str, rank: int) -> int:
 
 @pytest.mark.parametrize(
     ("wrap", "hint"),
-    [("size:3000000", "HINT: --mesh.wrap size:444"), ("root", "the root's group holds 1,571 parameters")],
+    [(wrap, "the root's group holds 1,571 parameters") for wrap in ("size:3000000", "root")],
 )
 def test_a_wrap_without_a_match_has_a_hint(wrap: str, hint: str) -> None:
     line = fact(said(f"--mesh.wrap {wrap}"), "units")
     assert line.startswith(f"none: --mesh.wrap {wrap}")
     assert line.endswith(hint)
-    if "HINT" in line:
-        assert fact(said(hint.removeprefix("HINT: ")), "units").startswith("3 of 444 parameters")

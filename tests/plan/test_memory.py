@@ -178,8 +178,8 @@ def test_kernels_with_memory_of_their_own_have_a_wider_margin(model: str, scratc
     assert plan(*own, "--plan.margin", "0.05").margin == 0.05
     on_cpu = plan(*own, "--plan.gpu", "cpu")
     assert on_cpu.margin == 0.03
-    assert not [note for note in notes(on_cpu.config) if "beside tensors" in note]
-    noted = [note for note in notes(made.config) if "beside tensors" in note]
+    assert not [note for note in notes(on_cpu.config) if "kernels take beside tensors" in note]
+    noted = [note for note in notes(made.config) if "kernels take beside tensors" in note]
     assert len(noted) == bool(scratch)
     assert not noted or noted[0].startswith(f"{scratch}: ")
 

@@ -109,7 +109,7 @@ def test_its_bytes_are_those_of_the_plan() -> None:
     ("words", "said"),
     [
         ("", "--precision.frozen bf16 has no effect: every parameter is trained. HINT: --lora.rank 8"),
-        ("--lora.rank 2 --mesh.strategy ddp", "--precision.frozen bf16 and --mesh.strategy ddp"),
+        ("--lora.rank 2 --mesh.strategy ddp", "--precision.frozen bf16 applies to shards"),
         (
             "--lora.rank 2 --memory.nvme all --memory.nvme_dir x",
             "--precision.frozen bf16 and --memory.nvme all",

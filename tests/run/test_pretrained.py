@@ -111,17 +111,15 @@ def test_a_trained_model_returns_to_transformers(
     assert all(torch.equal(saved[key], again[key]) for key in saved)
 
 
-def test_a_run_continues_on_other_ranks_and_is_exported_in_parts(
-    folders: dict[str, tuple[str, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_continues_on_other_ranks_and_is_exported(
+    folders: dict[str, tuple[str, str, str]], tmp_path: Path
 ) -> None:
     case, exact = folders["tied"], "--train.steps 4 --precision.master fp64"
-    monkeypatch.setattr("fsdp.checkpoint.export.SHARD_GIB", 1e-5)  # ranks are forked
     train(2, case, tmp_path / "straight", exact)
     train(2, case, tmp_path / "parts", f"{exact} --train.stop_after 2")
     train(3, case, tmp_path / "parts", exact)
     found = []
     for place in (tmp_path / "straight", tmp_path / "parts"):
-        assert (place / "full_model" / "model.safetensors.index.json").is_file()
         assert json.loads((place / "full_model" / "config.json").read_text())["dtype"] == "float32"
         found.append(reference(place / "full_model", case[2]))
     for one, other in zip(*(model.parameters() for model in found), strict=True):
