@@ -101,7 +101,6 @@ NOT_RUN = {
     r"python -m bench\.": "minutes to an hour; tests/bench runs the short parts",
     r"torchrun --nproc_per_node=2 train.py --data.name chats": "needs a tokenizer: tests/tokenize",
     r"torchrun --nproc_per_node=2 train.py --data.name pictures": "needs pictures: tests/data/test_folder.py",
-    r"torchrun --nproc_per_node=2 train.py --data.name (hf:|'s3://)": "tests/tokenize/test_remote_sources.py",
     r"python -m fsdp\.tokenize": "needs a tokenizer and a corpus: tests/tokenize/test_shards.py runs it",
     r"python -m fsdp\.plan --model\.name ": "tests/plan/test_command.py runs it as typed",
     r"python -m fsdp\.plan --config recipes/llama": "tests/plan/test_recipes.py plans every recipe",
@@ -109,12 +108,10 @@ NOT_RUN = {
     r"python -m fsdp\.report RUN --trust-code": "names a person's package; tests/security/test_named_code.py",
     r"python -m fsdp\.(plan|parity|predict|report)$": "names the tool; other commands run it",
     r"python -m torch\.cuda\._memory_viz trace_plot": "needs a snapshot that a GPU wrote",
-    r"python -m launch\.agent$": "the job scripts' torchrun: tests/slurm",
     r"python -m tests\.memory\.bound$": "minutes; .ci/run runs it",
     r"python -m tests\.golden": "minutes; tests/golden/test_golden.py runs its parts",
     r"python -m tests\.fuzz ": "minutes; tests/fuzz/test_fuzz.py runs its parts",
     r"python -m tests\.models\.foreign$": "minutes: tests/models/test_foreign.py runs a row",
-    r"python -m tests\.slurm\.cluster ": "needs Slurm: tests/slurm/test_cluster.py",
     r"python -m$": "names the option",
 }
 

@@ -94,7 +94,7 @@ def with_state(state_of: Any) -> Any:
 
 local_part = with_state(lambda p: torch.zeros(p.to_local().shape if isinstance(p, DTensor) else p.shape))
 whole = with_state(lambda p: torch.zeros(p.shape))
-by_rank = with_state(lambda p: torch.full((5,), float(dist.get_rank())))
+by_rank = with_state(lambda p: torch.full((4,), float(dist.get_rank())))
 nested = with_state(lambda p: {"rows": 0})
 of_numpy = with_state(lambda p: np.sqrt(np.float64(p.dim())))
 rows = with_state(lambda p: (p * 1).sum(-1) if p.dim() > 1 else torch.zeros_like(p))
