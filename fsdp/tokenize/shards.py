@@ -213,7 +213,7 @@ def _write_manifest(out: Path, plan: TokenizePlan, key: dict[str, Any], total: T
 def _finished(out: Path, shard: Shard) -> Tokenized | None:
     try:
         return Tokenized(**json.loads((out / f"{shard.number:05d}.done").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

@@ -115,7 +115,7 @@ OF_THE_JOB = {
     "--model.args.width -1": "is less than 1. HINT: --model.args.width 128",
     "--model.args.heads 3": "is not a multiple of --model.args.heads 3. HINT: --model.args.heads 2",
     "--data.name digit": "HINT: --data.name digits",
-    "--data.name folder --data.dir ~nobody_has_this_name": "is not a folder",
+    "--data.name folder --data.dir ~nobody_has_this_name": "needs a folder of images",
     "--model.name hf:~nobody_has_this_name/m --data.name digits": "does not exist",
     "--model.name transformer": "--data.name is not given",
     "--model.name transformer --data.name digits": "reads tokens, but the data holds images",

@@ -29,6 +29,8 @@ ROOT = Path(__file__).parents[2]
 
 HOLD = """
 import sys
+from fsdp.rundir.lock import Folder, hold
+
 held = hold(Folder(sys.argv[1]), None, "torchrun", "job 7")
 print("held", flush=True)
 sys.stdin.read()
@@ -365,6 +367,8 @@ def test_a_start_that_was_killed_while_it_removed_a_dead_lock_holds_none_up_for_
 
 BOTH = """
 import sys
+from fsdp.rundir.lock import Folder, hold
+
 held = hold(Folder(sys.argv[1]), Folder(sys.argv[2]), "torchrun")
 print("held", flush=True)
 sys.stdin.read()
@@ -429,6 +433,8 @@ from fsdp.base.phases import follow_parent
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 follow_parent()
+from fsdp.rundir.lock import Folder, hold
+
 held = hold(Folder(sys.argv[1]), None, "torchrun")
 print("held", flush=True)
 while not (asked and Path(sys.argv[1], "saved").exists()):

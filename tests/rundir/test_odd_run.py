@@ -1,4 +1,4 @@
-"""Folders, FIFOs and links in the place of a run directory's files: a decision or a line, no write outside.
+"""Folders and links in the place of a run directory's files: a decision or a line, no write outside.
 
 tests/fuzz has odd contents, tests/report/test_odd_files.py the tools that read a run.
 """
@@ -50,15 +50,11 @@ def as_folder(path: Path, _: Path) -> None:
     path.mkdir()
 
 
-def as_fifo(path: Path, _: Path) -> None:
-    os.mkfifo(path)
-
-
 def as_link(path: Path, outside: Path) -> None:
     path.symlink_to(outside)
 
 
-@pytest.mark.parametrize("form", [as_folder, as_fifo, as_link])
+@pytest.mark.parametrize("form", [as_folder, as_link])
 @pytest.mark.parametrize("name", ["metrics.jsonl", "FAILED", "STOPPED", "DONE"])
 def test_another_thing_in_the_place_of_a_file_is_a_decision_or_a_line(
     form: Callable[[Path, Path], None],
@@ -78,7 +74,7 @@ def test_another_thing_in_the_place_of_a_file_is_a_decision_or_a_line(
     assert outside.read_text() == '{"step": 9}\n{"step": 10}\n'
 
 
-@pytest.mark.parametrize("form", [as_fifo, as_link])
+@pytest.mark.parametrize("form", [as_link])
 def test_a_lock_that_is_no_file_is_taken_over(
     form: Callable[[Path, Path], None], run: RunDir, tmp_path: Path
 ) -> None:

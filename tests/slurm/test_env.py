@@ -95,6 +95,7 @@ def test_each_start_of_a_job_has_a_name() -> None:
 PRINTED = """
 import sys
 sys.path.insert(0, {home!r})
+from fsdp.dist.env import started_by
 print("AT", started_by())
 """
 
