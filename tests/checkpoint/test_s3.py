@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_is_marked_and_the_one_before_loaded(
     data[2400] ^= 1
     store.write(newest, "__1_0.distcp", [bytes(data)])
     assert {step for step, _ in run_world(2, train, server, place, str(tmp_path), {}, 1)} == {1}
-    assert f"{newest}.broken-checksum" in store.folders()
+    assert f"{newest}.broken-digest" in store.folders()
 
 
 @pytest.mark.slow
