@@ -246,7 +246,7 @@ class _NewFiles:
         file.parent.mkdir(parents=True, exist_ok=True)
         staged = self._staged[file] = file.with_name(f".{file.name}.tmp")
         staged.unlink(missing_ok=True)
-        with staged.open("xb") as stream:  # an existing link is not written through
+        with staged.open("x+b") as stream:  # an existing link is not written through
             write(stream)
             stream.flush()
             os.fsync(stream.fileno())

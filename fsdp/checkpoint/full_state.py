@@ -71,7 +71,8 @@ def write_torch(stream: BinaryIO, entries: Sequence[Entry], fetch: Fetch) -> Non
     with torch.serialization.skip_data():
         torch.save(tensors, stream)
     stream.flush()
-    os.posix_fallocate(stream.fileno(), 0, stream.tell())  # a full disk is an error here, and a SIGBUS below
+    # A full disk is an error here, and a SIGBUS below. Without fallocate (FUSE, NFS) glibc reads the file.
+    os.posix_fallocate(stream.fileno(), 0, stream.tell())
     del tensors
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         mapped = torch.load(stream.name, mmap=True, weights_only=True)

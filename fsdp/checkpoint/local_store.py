@@ -46,13 +46,6 @@ class LocalStore:
             return []
         return sorted(entry.name for entry in os.scandir(self.root) if _is_folder(entry))
 
-    def broken_links(self) -> list[str]:
-        """Links with the name of a checkpoint whose target is not there, as on a disk that is not mounted."""
-        if not self.root.is_dir():
-            return []
-        links = [entry for entry in os.scandir(self.root) if entry.is_symlink() and not _is_folder(entry)]
-        return sorted(entry.name for entry in links if file_names.parse(entry.name) is not None)
-
     def sizes(self, folder: str) -> dict[str, int]:
         return {
             entry.name: entry.stat().st_size for entry in os.scandir(self.root / folder) if entry.is_file()

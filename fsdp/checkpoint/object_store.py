@@ -77,9 +77,6 @@ class ObjectStore:
                 files.add(file_names.MANIFEST)
         return sorted(_listed_name(folder, files) for folder, files in found.items())
 
-    def broken_links(self) -> list[str]:
-        return []
-
     def sizes(self, folder: str) -> dict[str, int]:
         listing = self._listing(_prefix(folder))
         return {path: size for path, size in listing.items() if "/" not in path and not path.startswith(MARK)}

@@ -8,7 +8,8 @@ The first forward: what FSDP does not see there is lost, or ends the process. A 
 for one step: what a forward writes there (weights that are clipped; a momentum encoder, as MoCo's) is lost. A
 unit that is freed after its forward is gathered again when the gradient of its output arrives. No such
 gradient is seen in an object that is no container, nor in a view that is written in place after the forward:
-backward would read freed memory.
+backward would read freed memory. A unit that torch.func.functional_call calls with other weights gathers its
+own ones in their place.
 
 Not here: what fills the memory (materialize.py), buffers, which each rank keeps whole, and checks that need
 no device (fsdp/config/checks_memory.py).
@@ -35,6 +36,7 @@ from fsdp.base.torch_private.fsdp import (
     is_written,
     parameter_groups,
     parameter_name,
+    replaced_parameter,
     seen_tensors,
 )
 from fsdp.config import MemorySection
@@ -233,9 +235,12 @@ def state_digest(root: nn.Module) -> dict[str, int]:
 # ---------------------------------------------------------------- the first forward
 
 
-def check_first_forward(root: nn.Module, compiled: Collection[nn.Module], *, gathers_own: bool) -> None:
+def check_first_forward(
+    root: nn.Module, compiled: Collection[nn.Module], *, gathers_own: bool, later_too: bool = False
+) -> None:
     """Called when the weights are real. `compiled` modules are left out: a hook would break their graph.
-    `gathers_own`: an all-gather of the user may change the values.
+    `gathers_own`: an all-gather of the user may change the values. `later_too`: the caller of the model is a
+    loop of the user, which may replace weights in any forward.
     """
     views: list[tuple[str, Tensor, int]] = []
     names = {module: clean_name(name) for name, module in root.named_modules()}
@@ -243,6 +248,7 @@ def check_first_forward(root: nn.Module, compiled: Collection[nn.Module], *, gat
         for module in group.modules:
             if module not in compiled:
                 _once(module, partial(_check_unit, names[module], group, views, gathers_own))
+                _check_replaced(root, module, group, later_too)
     if root not in compiled:
         _once(root, partial(_check_views, views))
 
@@ -256,6 +262,28 @@ def _once(module: nn.Module, check: Callable[[object], None]) -> None:
             check(output)
 
     handle = module.register_forward_hook(hook, prepend=True)  # before FSDP's own, which frees the parameters
+
+
+def _check_replaced(root: nn.Module, module: nn.Module, group: Any, later_too: bool) -> None:
+    """Refuses weights in the place of the group's, before the module's first forward in training."""
+
+    def hook(module: nn.Module, inputs: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if module.training and torch.is_grad_enabled() and not later_too:
+            handle.remove()
+        replaced = replaced_parameter(group)
+        if replaced is not None:
+            name = next((name for name, held in root.named_parameters() if held is replaced), "a parameter")
+            raise ConfigError(
+                f"torch.func.functional_call replaces {clean_name(name)}, in whose place FSDP gathers the "
+                "model's own: the weights that it is called with would be ignored.",
+                "functional_call on a module inside of a unit, or --mesh.strategy ddp",
+                scope="rank",
+            )
+
+    # before FSDP's own hook, which puts the gathered parameters there
+    handle = module.register_forward_pre_hook(hook, prepend=True)
 
 
 def _check_unit(

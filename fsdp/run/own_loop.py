@@ -98,7 +98,9 @@ def shard(builder: Callable[[], nn.Module], config: Config, env: DistEnv) -> Sha
         weights=(lambda: open_full_state(config.model.weights)) if state_named else None,
         rest_device=torch.device("cpu") if config.memory.cpu_offload else None,
     )
-    check_first_forward(sharded.root, sharded.compiled, gathers_own=bool(config.comm.all_gather))
+    check_first_forward(
+        sharded.root, sharded.compiled, gathers_own=bool(config.comm.all_gather), later_too=True
+    )
     replicate(sharded)
     return sharded
 

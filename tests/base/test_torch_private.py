@@ -397,6 +397,36 @@ def test_a_forward_that_writes_into_a_gathered_parameter_is_found(ranks: int) ->
         holds([n for n, seen in one.items() if seen] == ["1.weight"], "fsdp.is_written", f"it finds {one}")
 
 
+def replaced_in_forwards(env: DistEnv) -> list[tuple[str, list[bool]]]:
+    """Each module, and which of its groups have a replaced parameter before its forward: in a call of its own
+    weights, of others, and of its own again.
+    """
+    model = sharded()
+    found: list[tuple[str, list[bool]]] = []
+
+    def look(module: nn.Module, inputs: Any) -> None:
+        groups = [group for group in fsdp.parameter_groups(model) if module in group.modules]
+        seen = [fsdp.replaced_parameter(group) is not None for group in groups]
+        found.append((next(n for n, one in model.named_modules() if one is module), seen))
+
+    for module in (*model, model):
+        module.register_forward_pre_hook(look, prepend=True)
+    others = {"1.weight": torch.zeros(2, 3)}
+    model(torch.ones(2, 3))
+    found.clear()
+    torch.func.functional_call(model, others, torch.ones(2, 3))
+    model(torch.ones(2, 3))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_weight_that_functional_call_replaces_is_found(ranks: int) -> None:
+    with works("fsdp.replaced_parameter", "FSDPParam has other attributes"):
+        found = run_world(ranks, replaced_in_forwards)[0]
+    seen = [name for name, some in found if any(some)]
+    holds(seen == ["1"], "fsdp.replaced_parameter", f"it finds {found}")
+
+
 def test_the_key_of_a_modules_extra_state() -> None:
     class Stateful(nn.Module):
         def get_extra_state(self) -> int:
@@ -627,19 +657,6 @@ def test_a_shard_in_other_memory() -> None:
         stays, whole, wide = run_world(2, a_shard_elsewhere)[0]
     holds(stays, "core.like_shard", "the shard moves to the mesh's device")
     holds(whole and wide, "core.like_shard", "the whole tensor is another")
-
-
-def test_the_profiler_keeps_callers() -> None:
-    with works("core.verbose_profiler", "the profiler has another configuration"):
-        verbose = core.verbose_profiler()
-        with torch.profiler.profile(with_stack=True, experimental_config=verbose) as profiler:
-            torch.ones(3) + 1
-    callers = [frame for one in profiler.key_averages(group_by_stack_n=3) for frame in one.stack]
-    holds(
-        any("test_torch_private.py" in frame for frame in callers),
-        "core.verbose_profiler",
-        "no caller is kept",
-    )
 
 
 def test_the_compiled_call_is_replaced() -> None:

@@ -52,15 +52,17 @@ def test_a_sealed_step_is_never_written_over(tmp_path: Path) -> None:
 # ---- 2: an error while writing, in another thread, is lost and the metadata is written all the same
 
 
-def fail_then_mend(env: DistEnv, run_dir: str, rank: int, failures: int, mode: str) -> tuple[list[int], str]:
-    """Rank `rank` cannot write large files during the first saves."""
+def fail_then_mend(
+    env: DistEnv, run_dir: str, rank: int, failures: tuple[int, ...], mode: str
+) -> tuple[list[int], str]:
+    """Rank `rank` cannot write large files during the saves of these numbers."""
     run, said = build(env, "fsdp", run_dir, width=4000, section={"mode": mode}), ""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     sealed: list[int] = []
     try:
         for nth in range(4):
             if env.rank == rank:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if nth < failures else hard, hard))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if nth in failures else hard, hard))
             run.step()
             run.save()
             run.step()
@@ -80,7 +82,7 @@ def fail_then_mend(env: DistEnv, run_dir: str, rank: int, failures: int, mode: s
 def test_a_failed_write_on_one_rank_seals_nothing_and_the_run_continues(
     tmp_path: Path, rank: int, mode: str
 ) -> None:
-    assert run_world(2, fail_then_mend, str(tmp_path), rank, 1, mode) == [([3, 5, 7], "")] * 2
+    assert run_world(2, fail_then_mend, str(tmp_path), rank, (0,), mode) == [([3, 5, 7], "")] * 2
     assert folders(tmp_path) == ["step-00000003", "step-00000005", "step-00000007"]
 
 
@@ -107,11 +109,15 @@ def test_a_failed_last_save_raises(tmp_path: Path) -> None:
 
 
 def test_the_second_failure_in_a_row_ends_the_run_and_names_rank_and_reason(tmp_path: Path) -> None:
-    for sealed, said in run_world(2, fail_then_mend, str(tmp_path), 1, 9, "async"):
+    for sealed, said in run_world(2, fail_then_mend, str(tmp_path), 1, (0, 1), "async"):
         assert sealed == []
         assert "the save of step 3 failed, as did the one before: rank 1: " in said
         assert "__1_0.distcp: EFBIG, File too large" in said
     assert folders(tmp_path) == []
+
+
+def test_failures_with_a_whole_save_between_them_end_nothing(tmp_path: Path) -> None:
+    assert run_world(2, fail_then_mend, str(tmp_path), 1, (0, 2), "async") == [([3, 7], "")] * 2
 
 
 # ---- 3: an object of each rank under one key: all get the last rank's; statistics of ranks are mixed

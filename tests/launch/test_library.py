@@ -391,7 +391,8 @@ BESIDE = {
     "an update of no shards": "step() of Rprop cannot update sharded parameters: aten.index_put_.default: ",
     "no last micro-batch": "update() without a micro_batch(last=True) before it: gradients are not "
         "averaged over the ranks. HINT: with model.micro_batch(last=True) around the last forward",
-    "other weights": "the forward computes with 0.weight where this rank has a shard of it alone",
+    "other weights": "torch.func.functional_call replaces 0.weight, in whose place FSDP gathers the "
+        "model's own",
     "a penalty": "backward reads a parameter that FSDP has freed, as after autograd.grad or a first backward",
     "adapters": "--lora.rank 2 has no effect in a loop of your own. HINT: leave --lora.rank out",
     "states of a rank": "the optimizer OfARank: state seen of 0.weight is a plain tensor of",

@@ -136,6 +136,7 @@ def test_a_part_in_eval_mode_stays_so_over_an_evaluation(strategy: str, tmp_path
 REFUSED = {
     "Follows": "the forward writes into slow.weight",
     "Clipping": "the forward writes into blocks.0.up.weight",
+    "FastWeights": "torch.func.functional_call replaces blocks.1.up.weight",
     "ByMethod": "the forward computes with blocks.0.up.weight where this rank has a shard of it alone",
     "InPlace": "the output of blocks.0 is a view, and the forward writes into it afterwards (x += y)",
     "Hiding": "blocks.0 returns a Hidden, in which FSDP finds no tensors",

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import fsdp.models.loss
 import fsdp.optim.optimizer
-import fsdp.run.loop
+import fsdp.run.build
 import fsdp.run.step
 from fsdp.dist.env import DistEnv
 from fsdp.models.cross_entropy import LossParts
@@ -147,7 +147,7 @@ def one_unit_by(scatter: Callable[[], Scatter]) -> Break:
 
         return broken
 
-    return lambda env: instead(fsdp.run.loop, "shard_model", make)
+    return lambda env: instead(fsdp.run.build, "shard_model", make)
 
 
 class Gather(Scatter):
@@ -172,7 +172,7 @@ def gathered_in_float32(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
 
         return broken
 
-    return instead(fsdp.run.loop, "shard_model", make)
+    return instead(fsdp.run.build, "shard_model", make)
 
 
 def targets_of_others(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -244,7 +244,7 @@ def sum_for_mean(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
 
         return broken
 
-    return instead(fsdp.run.loop, "shard_model", make)
+    return instead(fsdp.run.build, "shard_model", make)
 
 
 def replicas_not_averaged(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -269,7 +269,7 @@ def replicas_not_averaged(env: DistEnv) -> contextlib.AbstractContextManager[Any
         return broken
 
     stack = contextlib.ExitStack()
-    stack.enter_context(instead(fsdp.run.loop, "shard_model", marked))
+    stack.enter_context(instead(fsdp.run.build, "shard_model", marked))
     stack.enter_context(instead(dist, "all_reduce", make))
     return stack
 
@@ -327,7 +327,7 @@ def vectors_decayed(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
 
     stack = contextlib.ExitStack()
     stack.enter_context(instead(fsdp.optim.optimizer, "parameter_groups", make))
-    stack.enter_context(mock.patch.object(fsdp.run.loop, "apply_hyperparameters"))
+    stack.enter_context(mock.patch.object(fsdp.run.build, "apply_hyperparameters"))
     return stack
 
 

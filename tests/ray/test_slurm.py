@@ -44,7 +44,14 @@ def test_begun_under_torchrun_gone_on_under_ray_ended_under_sbatch(tmp_path: Pat
     torchrun(place, 2, "--train.stop_after", "7")
     Driver(place, "--train.stop_after", "15").finish()
     with Cluster(tmp_path / "slurm") as cluster:
-        job = sbatch(cluster, tmp_path / "job", "--nodes=1", ranks=2, flags=[*FLAGS, "--run.dir", str(place)])
+        flags = [
+            *FLAGS,
+            "--run.dir",
+            str(place),
+            "--run.device",
+            "cpu",
+        ]  # the nodes have GPUs of Slurm's alone
+        job = sbatch(cluster, tmp_path / "job", "--nodes=1", ranks=2, flags=flags)
         assert job.wait(240) == "COMPLETED", job.log()
     run = Run(place)
     assert run.losses == undisturbed.losses

@@ -59,7 +59,7 @@ def both_modes(folder: Path) -> dict[str, Left]:
 
 def replicas(folder: Path) -> Left:
     with Cluster(folder / "slurm") as cluster:
-        return left(sbatch(cluster, folder, script="ddp"))
+        return left(sbatch(cluster, folder, flags=["ddp", *FLAGS]))
 
 
 def loopback(folder: Path) -> Left:

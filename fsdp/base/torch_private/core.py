@@ -169,13 +169,6 @@ def like_shard(shard: Tensor, local: Tensor, shape: torch.Size | None = None) ->
     return DTensor(local, spec, requires_grad=False)
 
 
-def verbose_profiler() -> Any:
-    """torch's profiler keeps the callers of each operation only so; otherwise its table has none."""
-    from torch._C._profiler import _ExperimentalConfig
-
-    return _ExperimentalConfig(verbose=True)
-
-
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """What Module.compile puts before forward; None if the module is not compiled."""
     found: Callable[..., Any] | None = module._compiled_call_impl

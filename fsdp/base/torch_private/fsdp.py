@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 COLLECTIVE_FUNCTIONS = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
@@ -131,6 +132,24 @@ def is_written(parameter: FSDPParam) -> bool:
     # Bytes, so that a NaN is equal to itself.
     as_gathered = own.to(gathered.device, gathered.dtype)
     return not torch.equal(as_gathered.view(torch.uint8), gathered.view(torch.uint8))
+
+
+def replaced_parameter(group: FSDPParamGroup) -> Tensor | None:
+    """The first tensor that a module has in the place of its parameter, as torch.func.functional_call puts it
+    there; to be called before the group's forward.
+
+    Without it, FSDP gathers the parameter into the module, and the other tensor is ignored in silence.
+    """
+    for parameter in group.fsdp_params:
+        info = parameter._module_info
+        held = info.module._parameters.get(info.param_name)
+        if held is None or any(
+            held is mine for mine in (parameter.sharded_param, getattr(parameter, "_unsharded_param", None))
+        ):
+            continue
+        if not (isinstance(held, DTensor) and isinstance(held, nn.Parameter)):  # a shard, loaded anew
+            return held
+    return None
 
 
 def frees_after_forward(group: FSDPParamGroup) -> bool:
