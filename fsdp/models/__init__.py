@@ -15,7 +15,7 @@ A module that has none of them still trains. The modules here:
     chunked_loss, packed          the output layer in chunks of tokens; attention within documents
     checks                        parameters, indices, losses and packed rows
     hub, hf, hf_weights           folders of save_pretrained: found, built as a model, tensor names and draws
-    hf_settings, llama_folder     experts' kernels and caches; the transformer written in Llama's format
+    hf_settings                   experts' kernels and caches
 """
 
 from fsdp.models.factory import load_attribute

@@ -1,15 +1,16 @@
 """A decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, embeddings tied or not.
 
-It runs alone on one device. Positions are plain, or scaled for longer sequences as linear, llama3 or yarn, by
-the formulas of the publications in float64. Rotary tables are non-persistent buffers: `init_buffers` computes
-them, and they are in no checkpoint. Half-split rotation and the order of the projections are those of Hugging
-Face's Llama. Not here: the loss.
+It runs alone on one device. Rotary tables are non-persistent buffers: `init_buffers` computes them, and they
+are in no checkpoint. Half-split rotation and the order of the projections are those of Hugging Face's Llama,
+in whose format `--checkpoint.export_format hf` writes it: as the class of Llama's family that computes the
+same. Not here: the loss; reading such a folder, which `--model.name hf:FOLDER` does.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,9 @@ from torch import Tensor, nn
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.core import ConvertedModule
 from fsdp.models.factory import BuiltIn, Fact, check_multiple, check_ranges, size
-from fsdp.models.init import Constant, Init, Normal, fill_from_global
+from fsdp.models.init import Constant, Init, Normal, draw_parameters
 from fsdp.models.packed import Documents, documents_of
 from fsdp.models.units import LARGE_LAYER
-
-SCALINGS = ("linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +34,6 @@ class TransformerSizes:
 
     head_dim: int = size(0, low=0)
     rope_theta: float = size(10_000.0)
-    rope_scaling: str = ""
-    rope_factor: float = size(1.0)
-    rope_original_len: int = size(0, low=0)
-    """Longest sequence before scaling."""
-    rope_low_freq: float = size(1.0, low=0)
-    rope_high_freq: float = size(4.0, low=0)
-    rope_beta_fast: float = size(32.0)
-    rope_beta_slow: float = size(1.0, low=0)
-    rope_attention: float = size(0.0, low=0)
-    """yarn's factor of cosines and sines; 0: from rope_factor."""
     vocab_size: int = size(256)
     width: int = size(128)
     layers: int = size(2)
@@ -62,7 +51,6 @@ class TransformerSizes:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        _check_scaling(self.rope_scaling, self.rope_original_len)
         if not self.head_dim:
             check_multiple(self, "width", "heads")
         object.__setattr__(self, "head_dim", self.head_dim or self.width // self.heads)
@@ -70,71 +58,14 @@ class TransformerSizes:
         object.__setattr__(self, "ffn", self.ffn or 64 * math.ceil(self.width * 8 / 3 / 64))
         check_multiple(self, "heads", "kv_heads")
         if self.head_dim % 2:
-            by_width = self.head_dim == self.width // self.heads
             raise ConfigError(
-                f"heads of --model.args.head_dim {self.head_dim}, by default width {self.width} over heads "
-                f"{self.heads}, are odd: rotary positions turn pairs.",
-                f"--model.args.width {self.width + self.heads}"
-                if by_width
-                else f"--model.args.head_dim {self.head_dim + 1}",
+                f"--model.args.head_dim {self.head_dim}, by default width {self.width} over heads "
+                f"{self.heads}, is odd: rotary positions turn pairs.",
+                f"--model.args.head_dim {self.head_dim + 1}",
             )
 
 
-# ---------------------------------------------------------------- rotary positions
-
-
-def _check_scaling(scaling: str, original_len: int) -> None:
-    if scaling not in ("", *SCALINGS):
-        raise ConfigError(
-            f"--model.args.rope_scaling {scaling} is not one of {', '.join(SCALINGS)}.",
-            "--model.args.rope_scaling llama3",
-        )
-    if scaling in ("llama3", "yarn") and not original_len:
-        raise ConfigError(
-            f"--model.args.rope_scaling {scaling} needs the sequence length before scaling.",
-            "--model.args.rope_original_len 8192",
-        )
-
-
-def frequencies(sizes: TransformerSizes) -> tuple[Tensor, float]:
-    """The angle a position for each pair of a head, and the factor of cosines and sines."""
-    half = sizes.head_dim // 2
-    plain = sizes.rope_theta ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
-    if sizes.rope_scaling == "linear":
-        return plain / sizes.rope_factor, 1.0
-    if sizes.rope_scaling == "llama3":
-        return _llama3(plain, sizes), 1.0
-    if sizes.rope_scaling == "yarn":
-        return _yarn(plain, sizes), sizes.rope_attention or _yarn_attention(sizes.rope_factor)
-    return plain, 1.0
-
-
-def _yarn_attention(factor: float) -> float:
-    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-
-
-def _llama3(plain: Tensor, sizes: TransformerSizes) -> Tensor:
-    """Pairs that turn often in the original length stay, those that turn rarely are slowed by the factor."""
-    turns = sizes.rope_original_len * plain / (2 * math.pi)
-    kept = (turns - sizes.rope_low_freq) / (sizes.rope_high_freq - sizes.rope_low_freq)
-    return _mixed(plain, sizes.rope_factor, kept.clamp(0, 1))
-
-
-def _yarn(plain: Tensor, sizes: TransformerSizes) -> Tensor:
-    """As llama3, with a ramp over the index of the pair."""
-
-    def pair_with(turns: float) -> float:
-        ratio = sizes.rope_original_len / (2 * math.pi * turns)
-        return sizes.head_dim * math.log(ratio) / (2 * math.log(sizes.rope_theta))
-
-    first = max(math.floor(pair_with(sizes.rope_beta_fast)), 0)
-    last = min(math.ceil(pair_with(sizes.rope_beta_slow)), sizes.head_dim - 1)
-    ramp = (torch.arange(len(plain), dtype=torch.float64) - first) / (last - first or 1e-3)
-    return _mixed(plain, sizes.rope_factor, 1 - ramp.clamp(0, 1))
-
-
-def _mixed(plain: Tensor, factor: float, kept: Tensor) -> Tensor:
-    return plain / factor * (1 - kept) + plain * kept
+# ---------------------------------------------------------------- modules
 
 
 class Rotary:
@@ -150,9 +81,6 @@ class Rotary:
         first, second = x.chunk(2, dim=-1)
         turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
         return torch.cat(turned, dim=-1).to(x.dtype)
-
-
-# ---------------------------------------------------------------- modules
 
 
 class Attention(nn.Module):
@@ -237,7 +165,8 @@ class Transformer(ConvertedModule):
             table = torch.empty(sizes.max_seq_len, sizes.head_dim // 2)
             self.register_buffer(name, table, persistent=False)
         if not self.embedding.weight.is_meta:
-            self._start_alone()
+            draw_parameters(self, int(torch.randint(1 << 31, ())))
+            self.init_buffers(self.embedding.weight.device)
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         length = tokens.shape[1]
@@ -272,30 +201,22 @@ class Transformer(ConvertedModule):
     def param_inits(self) -> dict[str, Init]:
         """0.02; projections into the residual stream divide it by the root of their number."""
         residual = Normal(0.02 / math.sqrt(2 * self.sizes.layers))
-        inits: dict[str, Init] = {}
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                inits[name] = Constant(0.0 if name.endswith(".bias") else 1.0)
-            else:
-                inits[name] = (
-                    residual if name.endswith(("attention.o.weight", "ffn.down.weight")) else Normal(0.02)
-                )
-        return inits
+
+        def init_of(name: str, dims: int) -> Init:
+            if dims == 1:
+                return Constant(0.0 if name.endswith(".bias") else 1.0)
+            return residual if name.endswith(("attention.o.weight", "ffn.down.weight")) else Normal(0.02)
+
+        return {name: init_of(name, parameter.dim()) for name, parameter in self.named_parameters()}
 
     def init_buffers(self, device: torch.device | str) -> None:
         """Computes angles in float64 on the host, tables in float32: the same bits on every device and in
         every precision.
         """
-        turns, factor = frequencies(self.sizes)
+        half = self.sizes.head_dim // 2
+        turns = self.sizes.rope_theta ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
         angles = torch.outer(torch.arange(self.sizes.max_seq_len, dtype=torch.float64, device="cpu"), turns)
-        self.rotary_cos = (angles.cos() * factor).float().to(device)
-        self.rotary_sin = (angles.sin() * factor).float().to(device)
-
-    def _start_alone(self) -> None:
-        inits = self.param_inits()
-        for name, parameter in self.named_parameters():
-            fill_from_global(parameter, inits[name])
-        self.init_buffers(self.embedding.weight.device)
+        self.rotary_cos, self.rotary_sin = angles.cos().float().to(device), angles.sin().float().to(device)
 
     def after_conversion(self) -> None:
         # model.to(torch.bfloat16) casts buffers too, and rounded tables are wrong.
@@ -340,3 +261,82 @@ BUILT_IN = BuiltIn(
     },
     build=Transformer,
 )
+
+
+# ---------------------------------------------------------------- in transformers' format
+
+CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+SIZES = {
+    "vocab_size": "vocab_size", "width": "hidden_size", "layers": "num_hidden_layers",
+    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "ffn": "intermediate_size",
+    "head_dim": "head_dim", "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings",
+}  # fmt: skip
+"""Size of the transformer → field of config.json."""
+_BLOCK = {
+    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attention.q": "self_attn.q_proj", "attention.k": "self_attn.k_proj", "attention.v": "self_attn.v_proj",
+    "attention.o": "self_attn.o_proj", "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm", "ffn.gate": "mlp.gate_proj", "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+}  # fmt: skip
+_OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaFormat:
+    """A transformer of these sizes as a folder of save_pretrained."""
+
+    fields: Mapping[str, Any]
+    build: Callable[[], nn.Module]
+    folder: None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def class_name(self) -> str:
+        return CLASSES[self.fields["model_type"]]
+
+    def saved_pieces(self, model: Any) -> dict[str, dict[str, Tensor]]:
+        return {name: self.reverted(model, name, tensor) for name, tensor in model.named_parameters()}
+
+    def reverted(self, model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        layer, _, kind = name.rpartition(".")
+        return {f"{self.saved_layer(layer)}.{kind}": tensor}
+
+    def saved_layer(self, name: str) -> str:
+        if name in _OUTSIDE:
+            return _OUTSIDE[name]
+        _, number, part = name.split(".", 2)
+        return f"model.layers.{number}.{_BLOCK[part]}"
+
+    def config_json(self, dtype: torch.dtype) -> str:
+        named = {"architectures": [self.class_name], "dtype": str(dtype).removeprefix("torch.")}
+        return json.dumps({**self.fields, **named}, indent=2, sort_keys=True) + "\n"
+
+
+def from_sizes(sizes: Mapping[str, Any], build: Callable[[], nn.Module]) -> LlamaFormat:
+    """The format of a transformer with these sizes; ConfigError if no class computes the same."""
+    rope = {"rope_type": "default", "rope_theta": sizes["rope_theta"]}
+    fields = {
+        "model_type": _class_of(sizes), "hidden_act": "silu",
+        **{field: sizes[name] for name, field in SIZES.items()},
+        "max_position_embeddings": sizes["max_seq_len"], "rope_parameters": rope,
+        # The older names of the same, which other programs read
+        "rope_theta": rope["rope_theta"], "rope_scaling": None,
+        "attention_bias": sizes["qkv_bias"], "mlp_bias": sizes["ffn_bias"], "attention_dropout": 0.0,
+        "use_sliding_window": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    return LlamaFormat(fields=fields, build=build)
+
+
+def _class_of(sizes: Mapping[str, Any]) -> str:
+    """Llama has biases of all projections and of the feed-forward, Qwen2 of q, k and v; Qwen3 has norms."""
+    qkv, out, norm, ffn = (sizes[name] for name in ("qkv_bias", "out_bias", "qk_norm", "ffn_bias"))
+    if qkv == out and not (norm and ffn):
+        return "qwen3" if norm else "llama"
+    if qkv and not out and not norm and not ffn:
+        return "qwen2"
+    chosen = ", ".join(name for name in ("qk_norm", "qkv_bias", "out_bias", "ffn_bias") if sizes[name])
+    raise ConfigError(
+        f"--checkpoint.export_format hf: no class of transformers has {chosen} and no more.",
+        "--checkpoint.export_format safetensors",
+    )

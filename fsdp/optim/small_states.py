@@ -220,7 +220,7 @@ def _converted(
         {name: _rowed(_local(value)) for name, value in tensors.items() if name != "step"}
         for tensors in (state, fresh)
     )
-    for name in [name for name in saved if name.endswith("_scale")]:
+    for name in [name for name in saved if name.endswith("scale")]:
         if saved[name].shape[0] != local.shape[0]:  # a checkpoint restored it whole
             saved[name] = saved[name].narrow(0, first, local.shape[0])
     table = functools.cache(Table.on)

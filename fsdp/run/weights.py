@@ -54,7 +54,7 @@ def saved_as(config: Config, spec: ModelSpec) -> SourceFolder | None:
             f"--checkpoint.export_format hf: {spec.name} is no model of transformers.",
             "--checkpoint.export_format safetensors",
         )
-    from fsdp.models.llama_folder import from_sizes
+    from fsdp.models.transformer import from_sizes
 
     return from_sizes(spec.sizes, spec.build)
 

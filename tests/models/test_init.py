@@ -9,23 +9,23 @@ import subprocess
 import sys
 import zlib
 
-import numpy as np
 import pytest
 import torch
 
-from fsdp.models.init import BLOCK, Constant, Init, Normal, Uniform, draw, draw_into
+from fsdp.models import init
+from fsdp.models.init import BLOCK, Constant, Init, Normal, Uniform, draw
 
 NAME = "blocks.0.attention.q.weight"
 LENGTH = 3 * BLOCK + 777
 
 
-@pytest.mark.parametrize("init", [Normal(0.02), Normal(1.0, clip=2.0), Uniform(0.5), Constant(1.5)])
+@pytest.mark.parametrize("kind", [Normal(0.02), Normal(1.0, clip=2.0), Uniform(0.5), Constant(1.5)])
 @pytest.mark.parametrize("parts", [2, 3, 7])
-def test_same_bits_however_cut(init: Init, parts: int) -> None:
-    whole = draw(init, 3, NAME, 0, LENGTH)
+def test_same_bits_however_cut(kind: Init, parts: int) -> None:
+    whole = draw(kind, 3, NAME, 0, LENGTH)
     edges = [round(i * LENGTH / parts) | 1 for i in range(parts)]
     edges = [0, *edges[1:], LENGTH]
-    pieces = [draw(init, 3, NAME, low, high - low) for low, high in itertools.pairwise(edges)]
+    pieces = [draw(kind, 3, NAME, low, high - low) for low, high in itertools.pairwise(edges)]
     assert torch.equal(torch.cat(pieces), whole)
 
 
@@ -33,10 +33,6 @@ def test_same_bits_however_cut(init: Init, parts: int) -> None:
 def test_one_element_is_that_element_of_the_stream(start: int) -> None:
     around = draw(Normal(1.0), 0, NAME, start, 5)
     assert torch.equal(draw(Normal(1.0), 0, NAME, start + 3, 1), around[3:4])
-
-
-def test_nothing_asked_for_is_nothing() -> None:
-    assert draw(Normal(1.0), 0, NAME, 5, 0).shape == (0,)
 
 
 def test_each_seed_and_name_has_its_own_stream() -> None:
@@ -85,12 +81,6 @@ def test_other_dtypes_are_casts_of_the_same_numbers() -> None:
     assert torch.equal(draw(Normal(0.02), 0, NAME, 5, 1000, dtype=torch.bfloat16), single.bfloat16())
 
 
-def test_draw_into_fills_a_shaped_tensor_in_place() -> None:
-    weight = torch.nn.Parameter(torch.full((7, 11), math.nan))
-    assert draw_into(weight, Normal(1.0), 0, NAME, 22) is weight
-    assert torch.equal(weight.detach().view(-1), draw(Normal(1.0), 0, NAME, 22, 77))
-
-
 CHECKSUM = 0x44B5B5CF
 SCRIPT = f"""
 import zlib
@@ -105,12 +95,22 @@ def test_bits_are_the_ones_of_every_other_machine_and_version() -> None:
 
 @pytest.mark.slow
 def test_bits_do_not_depend_on_the_vector_instructions() -> None:
-    features = np._core._multiarray_umath.__cpu_features__  # type: ignore[attr-defined]
-    levels = [name for name in ("X86_V3", "X86_V4") if features.get(name)]
-    env = {
-        **os.environ,
-        "NPY_DISABLE_CPU_FEATURES": " ".join(levels),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
+    env = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=True)
     assert int(done.stdout) == CHECKSUM, done.stderr
+
+
+@pytest.mark.parametrize("kind", [Normal(0.5, clip=1.0), Uniform(0.1)], ids=str)
+@pytest.mark.parametrize(("start", "numel"), [(0, BLOCK), (5, 10), (BLOCK - 3, 2 * BLOCK + 9)])
+def test_words_drawn_on_a_device_are_the_hosts(kind: Normal | Uniform, start: int, numel: int) -> None:
+    key = init.name_seed(7, NAME, 16)
+    values = init._fill(torch.empty(numel), kind, key, start, init._device_words, 2)
+    assert torch.equal(values, draw(kind, 7, NAME, start, numel))
+
+
+def test_a_device_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    assert init.draws_as_the_host.__wrapped__(device)
+    right = init._product
+    monkeypatch.setattr(init, "_product", lambda a, m: tuple(part ^ 1 for part in right(a, m)))
+    assert not init.draws_as_the_host.__wrapped__(device)

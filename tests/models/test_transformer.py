@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.config import ModelSection
 from fsdp.dist.env import DistEnv
 from fsdp.models import build_real, resolve, to_empty
-from fsdp.models.transformer import PRESETS, Attention, FeedForward, Rotary, Transformer, TransformerSizes
+from fsdp.models.transformer import (
+    PRESETS,
+    Attention,
+    FeedForward,
+    Rotary,
+    Transformer,
+    TransformerSizes,
+    from_sizes,
+)
 from tests.support.world import run_world
 
 
@@ -194,3 +205,59 @@ def test_units_hold_each_parameter_at_most_once(tied: bool) -> None:
 def test_a_sequence_that_is_too_long_says_which_size_to_change() -> None:
     with pytest.raises(ConfigError, match=r"65 tokens .*max_seq_len 64.*HINT: --model.args.max_seq_len 65"):
         small()(tokens(65))
+
+
+WRITTEN = {"vocab_size": 97, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "max_seq_len": 256}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("Llama", {"tied": True, "ffn_bias": True}),
+    "biases": ("Llama", {"qkv_bias": True, "out_bias": True}),
+    "qwen2": ("Qwen2", {"qkv_bias": True, "rope_theta": 1e6}),
+    "qwen3": ("Qwen3", {"qk_norm": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Biases and scales differ from their initial constants: a tensor in a wrong place changes the logits."""
+    prepare_torchvision()
+    import transformers
+
+    family, sizes = CASES[name]
+    spec = resolve(ModelSection(name="transformer", args=WRITTEN | sizes), {})
+    own = build_real(spec, 0).eval()
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    written = from_sizes(spec.sizes, spec.build)
+    (tmp_path / "config.json").write_text(written.config_json(torch.float32))
+    assert written.class_name == f"{family}ForCausalLM"
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"] == 256
+    theirs: Any = getattr(transformers, written.class_name)(config).eval()
+    state = {
+        k: t for key, one in own.state_dict().items() for k, t in written.reverted(own, key, one).items()
+    }
+    theirs.load_state_dict(state)
+    data = torch.randint(0, 97, (2, 120), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, logits = theirs(data).logits, own(data)
+    assert torch.allclose(logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_sizes_that_no_class_computes_are_refused() -> None:
+    spec = resolve(ModelSection(name="transformer", args={"out_bias": True}), {})
+    with pytest.raises(ConfigError, match="no class of transformers has out_bias and no more"):
+        from_sizes(spec.sizes, spec.build)
+
+
+@pytest.mark.parametrize("weights", ["{}", "{}/run", "hf:{}"])
+def test_a_folder_is_refused_with_the_flag_that_reads_it(weights: str, tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "run" / "full_model"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text("{}")
+    with pytest.raises(ConfigError) as caught:
+        resolve(ModelSection(name="transformer", weights=weights.format(tmp_path)), {})
+    full = tmp_path / "run" / "full_model" if weights.endswith("run") else tmp_path
+    assert f"HINT: --model.name hf:{full} without --model.weights" in str(caught.value)

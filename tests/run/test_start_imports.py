@@ -20,7 +20,6 @@ SPARED = {
     "fsdp.data.documents": "rows of text",
     "fsdp.models.hf": "--model.name hf:",
     "fsdp.models.hf_weights": "--model.name hf:",
-    "fsdp.models.llama_folder": "--checkpoint.export_format hf",
     "fsdp.optim.muon": "--optim.name muon",
     "fsdp.optim.small_states": "--optim.state",
     "fsdp.report": "the report",
