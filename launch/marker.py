@@ -21,8 +21,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.streams import print_line
 from fsdp.config import Config
 from fsdp.rundir import history
-from fsdp.rundir.atomic_write import write_atomically
-from fsdp.rundir.paths import RunDir, open_run
+from fsdp.rundir.paths import RunDir, open_run, write_atomically
 from launch.policy import Kind
 
 TOKEN = "SHARDRUN_TOKEN"

@@ -19,8 +19,7 @@ from typing import Any
 from fsdp.base.errors import ShardrunError
 from fsdp.base.phases import stop_signals
 from fsdp.rundir import history
-from fsdp.rundir.atomic_write import write_atomically
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir.paths import RunDir, write_atomically
 from launch.policy import EXIT_INTERRUPTED
 
 POLL_S = 0.2

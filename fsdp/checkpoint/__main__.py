@@ -48,6 +48,7 @@ from fsdp.run.job import prepare
 from fsdp.run.weights import base_of, saved_as
 from fsdp.rundir.atomic_write import FULL
 from fsdp.rundir.lock import Folder, Locks, hold
+from fsdp.rundir.paths import FULL
 
 COMMANDS = ("list", "verify", "prune", "export")
 FORMATS = ("torch", "safetensors", "both", "hf")

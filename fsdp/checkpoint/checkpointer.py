@@ -38,6 +38,7 @@ from fsdp.models.registry import SourceFolder
 from fsdp.optim.state import TrainState
 from fsdp.rundir.atomic_write import WRITES_ALONE, storage_advice
 from fsdp.rundir.lock import Locks
+from fsdp.rundir.paths import WRITES_ALONE, storage_advice
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.adapter_weights import Base

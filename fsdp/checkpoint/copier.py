@@ -27,7 +27,7 @@ from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.store import Store
 from fsdp.dist.collectives import ObjectGroup
-from fsdp.rundir.atomic_write import storage_shown
+from fsdp.rundir.paths import storage_shown
 
 log = logging.getLogger(__name__)
 

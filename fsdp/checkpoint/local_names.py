@@ -20,7 +20,7 @@ from fsdp.base.errors import CheckpointError, error_number
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.store import Store
-from fsdp.rundir.atomic_write import write_atomically, writing
+from fsdp.rundir.paths import write_atomically, writing
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.checkpoint import file_names
 from fsdp.checkpoint.store import Buffer
-from fsdp.rundir.atomic_write import rename
+from fsdp.rundir.paths import rename
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 from fsdp.base.errors import CheckpointError
 from fsdp.base.object_client import (
-    check_worth_trying,
     error_code,
     is_s3,
     open_url,
@@ -32,8 +31,8 @@ from fsdp.base.object_client import (
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.checkpoint import file_names
 from fsdp.checkpoint.store import Buffer
-from fsdp.rundir.atomic_write import replace_with
-from fsdp.rundir.lock import VersionedObject
+from fsdp.rundir.lock import RELEASED, VersionedObject
+from fsdp.rundir.paths import replace_with
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +40,8 @@ PART_BYTES = 16 << 20
 MOST_PARTS = 10_000
 """Of one object in S3. A larger object than 156 GiB is written in larger parts."""
 MARK = ".broken-"
+REFUSED = ("PreconditionFailed", "412", "NoSuchKey")
+"""Codes of a conditional write to an object of another version, or to none."""
 HISTORY = "history.jsonl"
 RECORDS = ("config.toml", "metrics.jsonl", "saves.jsonl", HISTORY)
 T = TypeVar("T")
@@ -232,18 +233,20 @@ class ObjectStore:
     # ------------------------------------------------------------ the lock's object, which several jobs write
 
     def get(self, name: str) -> VersionedObject | None:
-        """A small object beside the folders, and S3's ETag or a digest; None if it does not exist."""
+        """A small object beside the folders, and S3's ETag or a digest; None if it does not exist.
+
+        The ETag is read first: where the object is written between the two requests, a swap is refused.
+        """
         return self._retried(lambda: self._get(f"{self._root}/{name}"), f"reading {self.path(name)}")
 
     def _get(self, path: str) -> VersionedObject | None:
+        self._fs.invalidate_cache()
         try:
-            if self._conditional:
-                return VersionedObject(*_with_etag(self._fs, path))
-            self._fs.invalidate_cache()
+            version = self._fs.info(path).get("ETag") if self._conditional else None
             data = bytes(self._fs.cat_file(path))
         except FileNotFoundError:
             return None
-        return VersionedObject(data, hashlib.sha256(data).hexdigest())
+        return VersionedObject(data, version or hashlib.sha256(data).hexdigest())
 
     def swap(self, name: str, data: bytes, version: str | None) -> str | None:
         """Writes the object if it has this version (None: if it does not exist); the new version, or None.
@@ -261,9 +264,12 @@ class ObjectStore:
             try:
                 return str(self._fs.pipe_file(path, data, **condition)["ETag"])
             except Exception as error:  # s3fs has a class for each code
-                if _refused(error):
+                if isinstance(error, FileExistsError) or error_code(error) in REFUSED:
                     return None
-                self._or_raise(error)
+                if error_code(error) != "NotImplemented":
+                    raise
+                self._conditional = False
+                log.warning("%s has no conditional writes: two jobs may both take its lock", self.where)
         now = self._get(path)
         if (None if now is None else now.version) != version:
             return None
@@ -272,58 +278,10 @@ class ObjectStore:
         return again.version if again is not None and again.data == data else None
 
     def drop(self, name: str, version: str) -> bool:
-        """Deletes the object if it has this version; whether it had. Without retries: the process is about to
-        end.
-        """
-        path = f"{self._root}/{name}"
-        check_worth_trying(f"deleting {self.path(name)}")
-        if self._conditional:
-            bucket, key, _ = self._fs.split_path(path)
-            try:
-                self._fs.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=version)
-                return True
-            except Exception as error:  # s3fs has a class for each code
-                if _refused(error):
-                    return False
-                self._or_raise(error)
-        now = self._get(path)
-        if now is None or now.version != version:
-            return False
-        self._fs.rm_file(path)
-        return True
-
-    def _or_raise(self, error: Exception) -> None:
-        """Some S3 servers have no conditional writes: from then on the store reads, compares and writes."""
-        if error_code(error) != "NotImplemented":
-            raise error
-        self._conditional = False
-        log.warning(
-            "%s has no conditional writes: two jobs that start at the same moment may both take the lock",
-            self.where,
-        )
+        return self.swap(name, RELEASED, version) is not None
 
     def _path(self, folder: str, file: str) -> str:
         return f"{self._root}/{_prefix(folder)}/{file}"
-
-
-def _with_etag(fs: Any, path: str) -> tuple[bytes, str]:
-    """An object and its ETag from one response: between two requests it may be written."""
-    from fsspec.asyn import sync
-
-    async def fetch() -> tuple[bytes, str]:
-        bucket, key, _ = fs.split_path(path)
-        answer = await fs._call_s3("get_object", Bucket=bucket, Key=key)
-        async with answer["Body"] as body:
-            return bytes(await body.read()), str(answer["ETag"])
-
-    found: tuple[bytes, str] = sync(fs.loop, fetch)
-    return found
-
-
-def _refused(error: Exception) -> bool:
-    """Whether a conditional write failed because the object has another version or does not exist."""
-    refused = ("PreconditionFailed", "412", "NoSuchKey")
-    return isinstance(error, FileExistsError) or error_code(error) in refused
 
 
 def _is_unsealed(folder: str, files: set[str]) -> bool:

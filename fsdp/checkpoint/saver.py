@@ -28,8 +28,8 @@ from fsdp.checkpoint.state import KeyPath, Snapshot
 from fsdp.checkpoint.store import Store
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.lost_peer import is_lost_peer
-from fsdp.rundir.atomic_write import storage_advice, storage_shown
 from fsdp.rundir.lock import TWO_RUNS
+from fsdp.rundir.paths import storage_advice, storage_shown
 
 log = logging.getLogger(__name__)
 

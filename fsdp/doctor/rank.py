@@ -28,7 +28,7 @@ from fsdp.dist.preflight import facts_of
 from fsdp.dist.process_group import process_group, rendezvous_store
 from fsdp.doctor import measure, table
 from fsdp.doctor.findings import NodeReports, can_form_group, judge, slow_ranks
-from fsdp.rundir.atomic_write import write_atomically
+from fsdp.rundir.paths import write_atomically
 
 NOT_FIT = LaunchError.exit_code
 REPEATS = 2

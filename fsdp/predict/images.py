@@ -21,7 +21,7 @@ from fsdp.data import Samples, heldout_batches
 from fsdp.data.images import prepare, to_picture, upright
 from fsdp.dist.mesh import DataRank
 from fsdp.predict.trained import TrainedModel
-from fsdp.rundir.atomic_write import replace_with
+from fsdp.rundir.paths import replace_with
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -23,8 +23,7 @@ from fsdp.record.console import Console
 from fsdp.record.metrics import Reporter, StepMetrics
 from fsdp.record.sinks import CLOSE_S, Losses, Sink
 from fsdp.record.tensorboard import EventWriter
-from fsdp.rundir.history import save_record
-from fsdp.rundir.line_files import Appender
+from fsdp.rundir.history import Appender, save_record
 from fsdp.rundir.paths import RunDir
 
 RECORDED = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "step_time_s", "data_wait_s")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdp.rundir.line_files import Appender
+from fsdp.rundir.history import Appender
 
 BUFFER_BYTES = 8192
 NAME = "events.out.tfevents."

@@ -22,7 +22,7 @@ from fsdp.record.console import print_last
 from fsdp.report.page import Sample, page
 from fsdp.report.run_data import RunData, read_run
 from fsdp.rundir import paths
-from fsdp.rundir.atomic_write import write_atomically
+from fsdp.rundir.paths import write_atomically
 
 LARGEST_EXPORT = 2 << 30
 """A larger export is not loaded for a page."""

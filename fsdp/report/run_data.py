@@ -25,7 +25,7 @@ from fsdp.base.text import counted
 from fsdp.checkpoint.inspect import CheckpointListing, scan
 from fsdp.checkpoint.open_store import open_store
 from fsdp.config import FIELDS, check_store, parse_value, read_recipe
-from fsdp.rundir.line_files import read_lines
+from fsdp.rundir.history import read_lines
 from fsdp.rundir.paths import RunDir
 from fsdp.watch.verdict import RECOVERABLE
 

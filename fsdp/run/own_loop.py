@@ -47,7 +47,7 @@ from fsdp.run import build, weights
 from fsdp.run.job import trainable_model, warn_of_extra_states
 from fsdp.run.step import check_trained, gradients_of
 from fsdp.rundir import history
-from fsdp.rundir.line_files import append_if_possible
+from fsdp.rundir.history import append_if_possible
 from fsdp.watch.rank import Watch
 
 log = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ from fsdp.run.job import Job
 from fsdp.run.step import BatchTotals, StepParts, gradients_of, train_step
 from fsdp.run.summary import Planned
 from fsdp.rundir import history
-from fsdp.rundir.line_files import append_if_possible
+from fsdp.rundir.history import append_if_possible
 from fsdp.rundir.lock import Locks
 from fsdp.rundir.paths import RunDir
 from fsdp.watch.branch_check import BranchCheck

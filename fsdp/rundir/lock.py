@@ -1,12 +1,10 @@
-"""The lock of a run directory and all in it: one live job writes there, and another job's start is refused.
+"""The lock: one live job writes to a run directory and all in it, and another job's start is refused.
 
 A lock is a text named CLAIM in a place: a folder, or a prefix of an object store. It has its holder and a
-count that the holder raises every few seconds. A dead holder on this machine is recognised by its process,
-which may be suspended and is alive then; one on another machine by a count that does not change while this
-process watches, so no clocks are compared. "This machine" means the same machine id, boot id and PID
-namespace. Where /proc does not show these (macOS, a container that masks it) or hides the holder's process
-(hidepid), the count decides. A holder that was cut off and returns finds another one and stops writing. A run
-whose checkpoints are elsewhere locks that place too, after its run directory: who loses that one loses both.
+count that the holder raises every few seconds. A holder of this machine (the same boot and PID namespace) is
+dead when its process is; a suspended one is alive. One elsewhere is dead when its count does not change while
+this process watches, so no clocks are compared. A holder that was cut off and returns finds another one and
+stops writing. A store of checkpoints outside of the run directory is locked too, after it.
 
 In a folder only O_EXCL and unlink are used, which every shared folder has; in a store each write is
 conditional on the version before it.
@@ -19,48 +17,116 @@ import json
 import logging
 import os
 import re
+import secrets
 import shlex
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from os.path import realpath
 from pathlib import Path
 from typing import Protocol
 
+from fsdp.base import proc
 from fsdp.base.errors import CheckpointError, RefusedError, error_number
 from fsdp.base.phases import ACTIVITIES
-from fsdp.rundir.atomic_write import writing
-from fsdp.rundir.lock_holder import (
-    RELEASED,
-    Holder,
-    is_alive,
-    is_later_start,
-    is_orphan,
-    is_suspended,
-    read_holder,
-    this_holder,
-    this_place,
-)
+from fsdp.base.stop_signals import follows_parent
+from fsdp.rundir.paths import writing
 
 log = logging.getLogger(__name__)
 
 FILE = "CLAIM"
-MOST_BYTES = 1 << 16
-_PROBE = r"\.(writable|seen-by-all|shared)-[0-9a-f]{8}"
-_REPLACED = rf"config\.toml|(metrics|saves|history)\.jsonl|STOPPED|DONE|FAILED|report\.html|{_PROBE}"
-LEFTOVER = re.compile(rf"\.CLAIM-(dead-)?[0-9a-f]{{16}}|{_PROBE}|\.({_REPLACED})\.[0-9a-f]{{8}}")
-"""Temporary files of a start: of the lock, of paths.py, of dist/preflight.py and of a store's check, and what
-atomic_write.py has not renamed to one of the run directory's files.
-"""
-OLD_S = 3600.0
-"""A start uses such a file for seconds: one this old belongs to none that lives."""
+RELEASED = b"released\n"
+"""The text of a lock that nobody holds, in a store."""
 REMOVAL_S = 5.0
 """A process removes a dead lock within milliseconds, unless it was stopped or killed meanwhile."""
-TWO_RUNS = "squeue or ps shows both runs: end one of them"
 ORPHAN_S = 900.0
 """The time that a run whose launcher was killed has for its last save."""
+TWO_RUNS = "squeue or ps shows both runs: end one of them"
+
+
+# ---------------------------------------------------------------- the holder
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that holds a lock. Process ids are comparable within one `place`, if it is not empty."""
+
+    token: str
+    host: str
+    place: str
+    pid: int
+    born: str
+    launcher: str
+    job: str
+    since: float
+    parent: int = 0
+    """The launcher's process, if this one saves and ends when that dies; else 0."""
+
+    def __str__(self) -> str:
+        job = f" ({self.job})" if self.job else ""
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"process {self.pid} on {self.host}, started by {self.launcher}{job}, since {since}"
+
+    def is_alive(self) -> bool:
+        """Of a holder of this place. A zombie is dead."""
+        seen = proc.stat(self.pid)
+        return seen is not None and seen.alive and seen.start_ticks == self.born
+
+    def is_orphan(self) -> bool:
+        """Whether its launcher is dead: it saves and ends."""
+        seen = proc.stat(self.pid)
+        return self.parent > 0 and seen is not None and seen.parent != self.parent
+
+    def is_suspended(self) -> bool:
+        seen = proc.stat(self.pid)
+        return seen is not None and seen.state in "Tt"
+
+
+_FORM = Holder("", "", "", 1, "", "", "", 0.0)
+
+
+def this_holder(launcher: str, job: str = "") -> Holder:
+    """This process as the holder of a lock."""
+    pid, place = os.getpid(), this_place()
+    seen = proc.stat(pid) if place else None
+    born, parent = ("" if seen is None else seen.start_ticks), (os.getppid() if follows_parent() else 0)
+    token, host = secrets.token_hex(8), socket.gethostname()
+    return Holder(token, host, place, pid, born, launcher, job, time.time(), parent)
+
+
+def this_place() -> str:
+    """One value for all processes that share process ids; empty where the system does not show it."""
+    try:
+        return f"{socket.gethostname()} {proc.boot_id()} {proc.pid_namespace()}"
+    except OSError:
+        return ""
+
+
+def read_holder(data: bytes) -> Holder | None:
+    """The holder in a lock's first line; None for another form, which any user may write."""
+    try:
+        holder = Holder(**json.loads(data.partition(b"\n")[0]))
+        str(holder)  # a time that is none
+        is_whole = all(type(value) is type(getattr(_FORM, name)) for name, value in vars(holder).items())
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return None
+    return holder if is_whole and 0 < holder.pid < 2**31 else None
+
+
+def is_later_start(job: str, other: str) -> bool:
+    """Whether `job` is a later start of the same job: `Slurm job 12, start 3, try 2`. The scheduler has then
+    ended the other one, even if its processes outlive their slurmd.
+    """
+    form = r"(\w+ job [^\s,]+), start (\d+)(?:, try (\d+))?"
+    ours, theirs = re.fullmatch(form, job, re.ASCII), re.fullmatch(form, other, re.ASCII)
+    if ours is None or theirs is None or ours[1] != theirs[1]:
+        return False
+    return (int(ours[2]), int(ours[3] or 1)) > (int(theirs[2]), int(theirs[3] or 1))
+
+
+# ---------------------------------------------------------------- the place
 
 
 @dataclass(frozen=True)
@@ -73,7 +139,7 @@ class VersionedObject:
 
 class Place(Protocol):
     """`swap` writes the text if it has this version (None: if there is none) and returns the new version, or
-    None; `drop` deletes it if it has this version. fsdp/checkpoint/object_store.py is one.
+    None; `drop` releases it if it has this version. fsdp/checkpoint/object_store.py is one.
     """
 
     where: str
@@ -97,16 +163,10 @@ class Folder:
         self._descriptor: int | None = None
 
     def get(self, name: str) -> VersionedObject | None:
-        """A FIFO or a device in its place neither blocks nor fills the memory."""
         try:
-            descriptor = os.open(self.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            data = (self.path / name).read_bytes()
         except FileNotFoundError:
-            # a link that leads nowhere: nobody renews it
-            return VersionedObject(b"", _version(b"")) if (self.path / name).is_symlink() else None
-        try:
-            data = os.read(descriptor, MOST_BYTES)
-        finally:
-            os.close(descriptor)
+            return None
         return VersionedObject(data, _version(data))
 
     def swap(self, name: str, data: bytes, version: str | None) -> str | None:
@@ -117,9 +177,8 @@ class Folder:
             os.fsync(self._descriptor)
             found = self.get(name)
             return version if found is not None and found.version == version else None
-        return self._create(name, data) if version is None or self.drop(name, version) else None
-
-    def _create(self, name: str, data: bytes) -> str | None:
+        if version is not None and not self.drop(name, version):
+            return None
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -134,7 +193,6 @@ class Folder:
             (self.path / name).unlink()
             raise
         self._descriptor = descriptor
-        _remove_leftovers(self.path, os.fstat(descriptor).st_mtime)
         return _version(data)
 
     def drop(self, name: str, version: str) -> bool:
@@ -143,7 +201,7 @@ class Folder:
         try:
             os.close(os.open(second, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
         except FileExistsError:
-            if _vanishes(second):
+            if not second.exists() or time.time() - second.stat().st_mtime < REMOVAL_S:
                 return False
         except FileNotFoundError:  # the folder was renamed or removed
             return False
@@ -166,24 +224,7 @@ def _version(data: bytes) -> str:
     return hashlib.sha256(data.partition(b"\n")[0]).hexdigest()[:16]
 
 
-def _vanishes(file: Path) -> bool:
-    """Whether the process that removes the lock has ended with it, within REMOVAL_S."""
-    deadline = time.monotonic() + REMOVAL_S
-    while file.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def _remove_leftovers(folder: Path, now: float) -> None:
-    """Remove temporary files that killed starts have left. `now` is by the clock that dates the files."""
-    try:
-        for file in folder.iterdir():
-            if LEFTOVER.fullmatch(file.name) and now - file.lstat().st_mtime > OLD_S:
-                file.unlink(missing_ok=True)
-    except OSError as error:
-        log.warning("temporary files of killed starts in %s cannot be removed: %s", folder, error)
+# ---------------------------------------------------------------- the held lock
 
 
 class Lock:
@@ -203,7 +244,7 @@ class Lock:
         """None while this process holds the lock; else why not. Called before every seal and pruning."""
         where, found = self._place.where, self._place.get(FILE)
         if found is None:
-            if isinstance(self._place, Folder) and not self._place.path.is_dir():
+            if self._is_renamed():
                 return f"{where} is gone: it was renamed or removed"
             return f"the lock of {where} is gone: {FILE} was removed, and another job may write there"
         now = read_holder(found.data)
@@ -212,28 +253,27 @@ class Lock:
         late = "this process did not renew its lock in time and must not write there"
         return f"{where} was taken over by {now}: {late}"
 
+    def _is_renamed(self) -> bool:
+        return isinstance(self._place, Folder) and not self._place.path.is_dir()
+
     def advice(self) -> str:
         """The hint of an error about a lost lock."""
-        if isinstance(self._place, Folder) and not self._place.path.is_dir():
+        if self._is_renamed():
             back = f"mv it back to {shlex.quote(self._place.where)} if it was renamed"
             return f"{back}: the same command then resumes from its checkpoints"
         return TWO_RUNS
 
     def release(self) -> None:
-        """Release the lock, unless another holder has it by now. One line if it cannot be removed: it counts
-        as a dead holder's then.
-        """
+        """Releases the lock, if this holder still has it. A failure is logged: an error may be on its way."""
         self._over.set()
-        # a request to a store may be between retries; written after the deletion it would leave the lock
+        # a request to a store may be between retries; written after the release it would leave the lock
         self._thread.join(10.0)
         try:
-            dropped = self._place.drop(FILE, self._version)
-            if not dropped and (version := _version_of(self._place, self._holder)) is not None:
-                self._place.drop(FILE, version)  # the last renewal was written, and its response lost
+            found = self._place.get(FILE)  # its last renewal may have been written, and its response lost
+            if found is not None and _is_of(found, self._holder):
+                self._place.drop(FILE, found.version)
         except Exception as error:  # each client of a store has its own classes
-            RELEASED.add(self._holder.token)
-            message = "the lock %s/%s cannot be removed (%s): the next start here takes it over"
-            log.warning(message, self._place.where, FILE, getattr(error, "strerror", None) or error)
+            log.warning("the lock %s/%s cannot be removed: %s", self._place.where, FILE, error)
         if isinstance(self._place, Folder):
             self._place.close()
 
@@ -252,9 +292,7 @@ class Lock:
                 missed = 0
 
     def _renew(self, count: int) -> OSError | None:
-        """Looks who holds the lock where the count cannot be written: NFS gives ESTALE for the file of a
-        holder that was replaced.
-        """
+        """Reads who holds the lock where the count cannot be written: NFS gives a replaced holder ESTALE."""
         failed, version = None, None
         try:
             version = _write(self._place, self._holder, count, self._version)
@@ -269,19 +307,19 @@ class Lock:
 
 
 def _write(place: Place, holder: Holder, count: int, version: str | None) -> str | None:
-    """The new version, or None if another job has the lock.
-
-    A write whose response was lost, this one or the one before it, has left another version with this token.
+    """The new version, or None if another job has the lock. A write whose response was lost has left another
+    version with this token.
     """
     data = json.dumps(asdict(holder)).encode() + f"\n{count:020d}\n".encode()
-    return place.swap(FILE, data, version) or _version_of(place, holder)
-
-
-def _version_of(place: Place, holder: Holder) -> str | None:
-    """The version of the lock that this holder has; None if it does not have it."""
+    if (written := place.swap(FILE, data, version)) is not None:
+        return written
     found = place.get(FILE)
-    now = None if found is None else read_holder(found.data)
-    return found.version if found is not None and now is not None and now.token == holder.token else None
+    return found.version if found is not None and _is_of(found, holder) else None
+
+
+def _is_of(found: VersionedObject, holder: Holder) -> bool:
+    now = read_holder(found.data)
+    return now is not None and now.token == holder.token
 
 
 class Locks:
@@ -309,11 +347,13 @@ class Locks:
         return why
 
     def release(self) -> None:
-        """Releases each lock. Each logs a failure: another error may be on its way."""
         if self._copy_records is not None and self.lost is None:
             self._copy_records()
         for one in reversed(self.held):
             one.release()
+
+
+# ---------------------------------------------------------------- taking it
 
 
 def hold(
@@ -341,44 +381,30 @@ def _places(run: Place | None, store: Place | None) -> Iterator[tuple[Place, str
     """The places to lock, each with the flag that names it."""
     if run is not None:
         yield run, "--run.dir"
-    if store is None:
-        return
-    with _storing(store, "--checkpoint.dir"):
-        place: Place | None = store
-        if run is None or not _key(store).startswith(_key(run)):
-            place = _around(store)
-        elif _key(store) == _key(run) or store.get(FILE) is None:
-            place = None  # one in the run directory is another run's, or of a version that locked both
-    if place is not None:
-        yield place, "--checkpoint.dir"
-
-
-def _key(place: Place) -> str:
-    return (realpath(place.path) if isinstance(place, Folder) else place.where).rstrip("/") + "/"
-
-
-def _around(store: Place) -> Place:
-    """The run directory that these checkpoints are in: its lock covers them."""
-    folder, _, name = store.where.rpartition("/")
-    if name == "checkpoints":
-        run: Place = type(store)(folder)  # type: ignore[call-arg]
-        with suppress(PermissionError):  # another user's: no run of this one
-            if run.get(FILE) is not None or run.get("config.toml") is not None:
-                return run
-    return store
+    if isinstance(store, Folder):
+        path = store.path.resolve()
+        around = path.parent
+        if path.name == "checkpoints" and any((around / name).exists() for name in (FILE, "config.toml")):
+            path = around  # a run directory: its lock covers its checkpoints
+        if not isinstance(run, Folder) or not path.is_relative_to(run.path.resolve()):
+            yield Folder(path), "--checkpoint.dir"
+    elif store is not None:
+        yield store, "--checkpoint.dir"
 
 
 def _acquire(place: Place, holder: Holder, ousted: set[str], flag: str) -> Lock:
     with writing(place.path / FILE) if isinstance(place, Folder) else _storing(place, flag):
         while True:
             found, line = place.get(FILE), ""
-            if found is not None and not (line := _clear(place, found, holder, ousted, flag)):
-                continue
-            version = _write(place, holder, 0, None if found is None else found.version)
-            if version is not None:
-                if line:
-                    log.warning("%s", line)
-                return Lock(place, holder, version, line)
+            if found is not None and found.data != RELEASED:
+                line = _take_over(place, found, holder, ousted, flag)
+            if found is None or found.data == RELEASED or line:
+                version = _write(place, holder, 0, None if found is None else found.version)
+                if version is not None:
+                    if line:
+                        log.warning("%s", line)
+                    return Lock(place, holder, version, line)
+            time.sleep(0.01)
 
 
 @contextmanager
@@ -386,57 +412,49 @@ def _storing(place: Place, flag: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = f"{flag} FOLDER that is writable"
-        what = f"{place.where} cannot be written: {error}."
+        hint, what = f"{flag} FOLDER that is writable", f"{place.where} cannot be written: {error}."
         raise CheckpointError(what, hint, error_number=error_number(error)) from None
 
 
-def _clear(place: Place, found: VersionedObject, holder: Holder, ousted: set[str], flag: str) -> str:
+def _take_over(place: Place, found: VersionedObject, holder: Holder, ousted: set[str], flag: str) -> str:
     """A line about the dead holder; empty to look again; RefusedError if the holder is alive."""
     other = read_holder(found.data)
-    who = other or "a holder without a name"
-    ours = other is not None and other.place != "" and other.place == this_place()
-    alive: bool | None = False
+    who, hint = other or "a holder without a name", ""
     if other is not None and other.token in ousted:
-        return f"{place.where}: took over from {who}: it has lost its run directory"
-    if other is not None and is_later_start(holder.job, other.job):
-        how = f"{other.job} is over"
-    else:
-        how, alive = "it is dead", is_alive(other) if ours and other is not None else None
-        if alive and other is not None and is_orphan(other):
+        how, alive = "it has lost its run directory", False
+    elif other is not None and is_later_start(holder.job, other.job):
+        how, alive = f"{other.job} is over", False
+    elif other is not None and other.place and other.place == this_place():
+        if other.is_alive() and other.is_orphan():
             log.warning("%s: the launcher of %s was killed: waiting until it has saved", place.where, who)
-            alive = not _ends(other)
-        if alive is None:
-            why = "its process is hidden from this one: " if ours else ""
-            message = "%s is locked by %s: %swatching for %.0f s whether it is alive"
-            log.warning(message, place.where, who, why, place.stale_s)
-            how, now = f"it gave no sign for {place.stale_s:g} s", _change(place, found)
-            if other is None and now is not None and read_holder(now.data) is not None:
-                return ""
-            alive = now is not None
-    if not alive:
-        if other is not None:
-            ousted.add(other.token)
-        return f"{place.where}: took over from {who}: {how}"
-    ends = f"end that job (remove {place.where}/{FILE} only if you know it is gone)"
-    if other is not None and ours and is_suspended(other):
-        who, ends = f"{other}, which is suspended", f"kill -CONT {other.pid} resumes it, kill -9 ends it"
-    raise RefusedError(f"{place.where} is being written by {who}.", f"another {flag}, or {ends}")
-
-
-def _ends(holder: Holder) -> bool:
-    deadline = time.monotonic() + ORPHAN_S
-    while is_alive(holder) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return not is_alive(holder)
+            deadline = time.monotonic() + ORPHAN_S
+            while other.is_alive() and time.monotonic() < deadline:
+                time.sleep(0.1)
+        how, alive = "it is dead", other.is_alive()
+        if other.is_suspended():
+            who = f"{other}, which is suspended"
+            hint = f"kill -CONT {other.pid} resumes it, kill -9 ends it"
+    else:
+        message = "%s is locked by %s: watching for %.0f s whether it is alive"
+        log.warning(message, place.where, who, place.stale_s)
+        now = _change(place, found)
+        if other is None and now is not None and read_holder(now.data) is not None:
+            return ""  # it was being written
+        how, alive = f"it gave no sign for {place.stale_s:g} s", now is not None
+    if alive:
+        hint = hint or f"end that job (remove {place.where}/{FILE} only if you know it is gone)"
+        raise RefusedError(f"{place.where} is being written by {who}.", f"another {flag}, or {hint}")
+    if other is not None:
+        ousted.add(other.token)
+    return f"{place.where}: took over from {who}: {how}"
 
 
 def _change(place: Place, found: VersionedObject) -> VersionedObject | None:
-    """The next text within `stale_s`, a beat or a new holder's; None if there is none, or it is deleted."""
+    """The next text within `stale_s`, a beat or a new holder's; None if there is none, or it is released."""
     deadline = time.monotonic() + place.stale_s
     while time.monotonic() < deadline:
         time.sleep(min(1.0, place.beat_s / 8, place.stale_s / 10))
         now = place.get(FILE)
         if now is None or now.data != found.data:
-            return now
+            return None if now is None or now.data == RELEASED else now
     return None

@@ -39,7 +39,7 @@ import numpy as np
 
 import fsdp
 from fsdp.base.errors import ConfigError, ShardrunError, without_hint
-from fsdp.rundir.atomic_write import write_atomically
+from fsdp.rundir.paths import write_atomically
 from fsdp.tokenize.conversations import Document, DocumentOptions, DocumentReader, Form, form_of, masks
 from fsdp.tokenize.rows import SourceRows
 from fsdp.tokenize.sources import MANIFEST, Source, is_remote

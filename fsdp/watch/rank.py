@@ -34,7 +34,7 @@ from fsdp.dist import collectives
 from fsdp.dist.addresses import address_towards, is_loopback
 from fsdp.dist.env import DistEnv, rendezvous_host
 from fsdp.dist.stop import LAST_ACTS
-from fsdp.rundir.lock_holder import this_place
+from fsdp.rundir.lock import this_place
 from fsdp.watch import status_page
 from fsdp.watch.counters import CollectiveCounter, DeviceClock
 from fsdp.watch.failure import failure_report, wake, write_torchrun_error_file

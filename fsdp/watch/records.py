@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp.rundir.line_files import Appender, read_records
+from fsdp.rundir.history import Appender, read_records
 
 log = logging.getLogger(__name__)
 

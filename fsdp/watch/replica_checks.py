@@ -26,7 +26,7 @@ from fsdp.dist.env import set_variable
 from fsdp.dist.shards import local_tensor
 from fsdp.models.units import clean_name
 from fsdp.parallel.shard import Sharded
-from fsdp.rundir.line_files import Appender
+from fsdp.rundir.history import Appender
 
 USUAL = 64
 """Steps whose median is the usual norm; the first FEWEST are never a spike."""

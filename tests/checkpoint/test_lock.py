@@ -23,8 +23,7 @@ from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.open_store import open_store
 from fsdp.dist.env import DistEnv
 from fsdp.rundir import lock
-from fsdp.rundir.lock import FILE, Folder, Lock, VersionedObject, hold
-from fsdp.rundir.lock_holder import this_holder
+from fsdp.rundir.lock import FILE, Folder, Lock, VersionedObject, hold, this_holder
 from tests.checkpoint import s3_server
 from tests.checkpoint.small import build
 from tests.support.locks import acquire

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.rundir import line_files, paths
+from fsdp.rundir import history, paths
 from fsdp.rundir.paths import RunDir
 from launch.policy import Act
 from launch.rendezvous import free_port
@@ -82,7 +82,7 @@ def started(command: list[str], name: str, run: Path) -> subprocess.Popen[str]:
 
 
 def until_a_step(run: Path) -> None:
-    eventually("a step", lambda: bool(list(line_files.read_records(RunDir(run).metrics))), 120)
+    eventually("a step", lambda: bool(list(history.read_records(RunDir(run).metrics))), 120)
 
 
 def end_of(launcher: str, name: str, run: Path) -> tuple[int, str]:
@@ -121,7 +121,7 @@ def test_what_follows(launcher: str, name: str, tmp_path: Path) -> None:
         code, said = end_of(launcher, name, run)
     assert code == int(cell(ENDS[name], launcher).split("end ")[1].split(",")[0]), said
     acts, _ = sequence(ENDS[name], LAUNCHERS[launcher])
-    starts = [one for one in line_files.read_records(RunDir(run).history) if one["event"] == "start"]
+    starts = [one for one in history.read_records(RunDir(run).history) if one["event"] == "start"]
     never = name in (REFUSED, "a wrong flag or mesh")
     assert len(starts) == (0 if never else 1 + acts.count(Act.AGAIN)), said
     if name in (STOPPED, PREEMPTED, DEADLINE):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fsdp.base import proc
-from fsdp.rundir import line_files
+from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir
 from tests.support.faulty_file import always, faulty
 from tests.support.processes import eventually
@@ -55,9 +55,7 @@ def gated(file: Path, last: int) -> list[str]:
 
 
 def steps(run: Path) -> list[int]:
-    return [
-        int(record["step"]) for record in line_files.read_records(RunDir(run).metrics) if "loss" in record
-    ]
+    return [int(record["step"]) for record in history.read_records(RunDir(run).metrics) if "loss" in record]
 
 
 @pytest.mark.slow
@@ -72,7 +70,7 @@ def test_a_killed_rank_brings_all_back_and_loses_no_more_than_an_interval(tmp_pa
     assert process.returncode == 0, said
     assert "a rank ended with SIGKILL after step" in said
     assert steps(run) == list(range(1, 61))
-    starts = [event for event in line_files.read_records(RunDir(run).history) if event["event"] == "start"]
+    starts = [event for event in history.read_records(RunDir(run).history) if event["event"] == "start"]
     assert [event["from_step"] >= reached - EVERY for event in starts] == [False, True]
 
 

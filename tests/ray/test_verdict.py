@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdp.base.errors import ConfigError, OtherRankFailed, RefusedError, TrainingError
-from fsdp.rundir import line_files
+from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir
 from launch.policy import Kind
 
@@ -53,8 +53,8 @@ def test_equal_failures_end_the_run_and_deaths_at_new_steps_do_not(tmp_path: Pat
     from launch.ray_worker import rank_failure
 
     def reach(step: int) -> None:
-        line_files.append(RunDir(tmp_path).history, {"event": "start", "from_step": 0})
-        line_files.append(RunDir(tmp_path).metrics, {"step": step})
+        history.append(RunDir(tmp_path).history, {"event": "start", "from_step": 0})
+        history.append(RunDir(tmp_path).metrics, {"step": step})
 
     failed = {0: rank_failure(0, ValueError("bad sample"))}
     policy = FailurePolicy(tmp_path, tmp_path, max_failures=5)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from fsdp.base.errors import ConfigError
-from fsdp.rundir import atomic_write
+from fsdp.rundir import paths
 
 
 def test_the_bytes_are_synced_before_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power cut could otherwise leave a config.toml or a marker of NULs."""
-    done, fsync, rename = list[object](), os.fsync, atomic_write.rename
+    done, fsync, rename = list[object](), os.fsync, paths.rename
 
     def synced(descriptor: int) -> None:
         done.append(os.fstat(descriptor).st_size)
@@ -25,21 +25,21 @@ def test_the_bytes_are_synced_before_the_name(tmp_path: Path, monkeypatch: pytes
         rename(source, target)
 
     monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(atomic_write, "rename", renamed)
-    atomic_write.write_atomically(tmp_path / "config.toml", "seed = 7")
+    monkeypatch.setattr(paths, "rename", renamed)
+    paths.write_atomically(tmp_path / "config.toml", "seed = 7")
     assert done == [len("seed = 7"), "config.toml"]
 
 
 def test_a_failure_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "config.toml"
-    atomic_write.write_atomically(file, "old")
+    paths.write_atomically(file, "old")
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        atomic_write.write_atomically(file, "new")
+        paths.write_atomically(file, "new")
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("config.toml", "old")]
 
 
@@ -64,7 +64,7 @@ def test_a_file_that_a_start_cannot_write_has_the_hint_of_its_error(
     """The folder's owner and rights, which the line asked for, show none of these."""
     file = tmp_path / "a.jsonl"
     file.touch()
-    with pytest.raises(ConfigError) as found, atomic_write.writing(file):
+    with pytest.raises(ConfigError) as found, paths.writing(file):
         raise OSError(number, os.strerror(number), str(file))
     said = f"{file} cannot be written ({os.strerror(number)}). HINT: {hint.format(tmp_path)}"
     assert str(found.value) == said

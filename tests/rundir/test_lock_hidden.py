@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fsdp.base.errors import ShardrunError
-from fsdp.rundir import lock, lock_holder
+from fsdp.rundir import lock
 from fsdp.rundir.lock import Folder
 from tests.support.locks import acquire
 
@@ -46,30 +46,6 @@ def arena(run_dir: Path, space: list[str], prepare: str, user: int, stale_s: flo
     return second, third
 
 
-def test_a_live_holder_hidden_by_hidepid_is_recognised(tmp_path: Path) -> None:
-    """The namespace mounts its own /proc: hidepid applies to all mounts of one /proc."""
-    hide = "mount -t proc proc /proc && mount -o remount,hidepid=2 /proc"
-    second, third = arena(tmp_path / "run", OWN_SPACE, hide, NOBODY, stale_s=1e9)
-    assert second.startswith("refused: . is being written by process ")
-    assert third.endswith("it is dead"), "an unused process id is dead without a watch"
-
-
-def test_without_proc_the_count_decides(tmp_path: Path) -> None:
-    """As on macOS, or in a container that masks /proc."""
-    second, third = arena(
-        tmp_path / "run", ["unshare", "--mount"], "mount -t tmpfs none /proc", 0, stale_s=0.3
-    )
-    assert second.startswith("refused: . is being written by process ")
-    assert third.endswith("it gave no sign for 0.3 s")
-
-
-def test_the_proc_of_another_pid_namespace_is_ignored(tmp_path: Path) -> None:
-    """A new PID namespace with the old one's /proc: its numbers are other processes."""
-    second, third = arena(tmp_path / "run", OWN_SPACE, "true", 0, stale_s=0.3)
-    assert second.startswith("refused: . is being written by process ")
-    assert third.endswith("it gave no sign for 0.3 s")
-
-
 def test_a_holder_in_another_pid_namespace_is_recognised_by_its_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,29 +61,9 @@ def test_a_holder_in_another_pid_namespace_is_recognised_by_its_count(
     held.release()
 
 
-def test_machines_with_equal_names_differ_by_their_ids(tmp_path: Path) -> None:
-    if not Path("/etc/machine-id").exists():
-        pytest.skip("this system has no /etc/machine-id")
-    (tmp_path / "id").write_text("0" * 32 + "\n")
-    (tmp_path / "none").touch()
-    show = [
-        sys.executable,
-        "-c",
-        "from fsdp.rundir import lock_holder; print(lock_holder.this_place(), end='')",
-    ]
-    here, other, without = (
-        in_namespaces(["unshare", "--mount"], f"mount --bind {file} /etc/machine-id", *show)
-        for file in ("/etc/machine-id", tmp_path / "id", tmp_path / "none")
-    )
-    assert here == lock_holder.this_place() != ""
-    assert "0" * 32 in other
-    assert without not in ("", here, other), "the boot id stands alone"
-
-
 def test_an_unknown_place_equals_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Folder, "beat_s", 0.05)
-    for module in (lock, lock_holder):
-        monkeypatch.setattr(module, "this_place", lambda: "")
+    monkeypatch.setattr(lock, "this_place", lambda: "")
     held = acquire(tmp_path, "torchrun")
     with pytest.raises(ShardrunError, match="is being written by process"):
         acquire(tmp_path, "srun", stale_s=30.0)

@@ -6,19 +6,14 @@ tests/fuzz has odd contents, tests/report/test_odd_files.py the tools that read 
 from __future__ import annotations
 
 import errno
-import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from fsdp import config as configuration
 from fsdp.base.errors import ShardrunError
-from fsdp.rundir import history, line_files, lock, paths
+from fsdp.rundir import history, lock, paths
 from fsdp.rundir.paths import RunDir
-from launch import slurm_job
-from launch.marker import TOKEN
 from tests.support.locks import acquire
 from tests.support.runs import QUIET, on_a_rank
 from tests.support.world import run_world
@@ -96,36 +91,11 @@ def test_a_start_that_cannot_record_itself_leaves_the_configuration_as_it_was(ru
     assert run.config.read_text() == "# the first user's\n"
 
 
-def test_a_lock_that_is_a_link_to_nothing_is_taken_over(run: RunDir, tmp_path: Path) -> None:
-    """As `cp -as` of a run leaves it when that run's lock is released: a start tried for ever to take it."""
-    fresh(run)
-    (run.path / lock.FILE).symlink_to(tmp_path / "nothing")
-    acquire(run.path, "test", stale_s=0.0).release()
-    assert not list(run.path.iterdir())
-    assert not (tmp_path / "nothing").exists()
-
-
 def test_a_folder_in_the_place_of_the_lock_is_named(run: RunDir) -> None:
     fresh(run)
     (run.path / lock.FILE).mkdir()
     with pytest.raises(ShardrunError, match=r"CLAIM cannot be written \(Is a directory\)"):
         acquire(run.path, "test", stale_s=0.0)
-
-
-def test_a_config_that_is_a_fifo_is_replaced(run: RunDir) -> None:
-    fresh(run)
-    os.mkfifo(run.config)
-    assert paths.write_config(run, configuration.load([])) == []
-    assert run.config.is_file()
-
-
-def test_records_for_a_fifo_do_not_block_the_run(run: RunDir) -> None:
-    fresh(run)
-    os.mkfifo(run.metrics)
-    metrics = line_files.Appender(run.metrics)
-    for step in range(2000):
-        metrics.append({"step": step, "loss": "x" * 100})
-    metrics.close()
 
 
 @pytest.mark.parametrize("name", ["logs", "tensorboard", ""])

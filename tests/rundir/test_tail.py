@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import random
 import tracemalloc
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsdp.rundir import history, line_files, paths, tail
+from fsdp.rundir import history, paths
 from fsdp.rundir.paths import RunDir
 
 TORN = (b'{"step": 7, "lo', b"\0" * 90, b"12", b"[1, 2]", b"\xff\xfe", b"", b'{"step": "7"}', b"[" * 2000)
@@ -63,7 +61,7 @@ def odd_file(chance: random.Random, run: RunDir) -> None:
 def test_a_cut_keeps_what_a_filter_of_the_whole_file_keeps(
     block: int, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tail, "BLOCK_BYTES", block)
+    monkeypatch.setattr(history, "BLOCK_BYTES", block)
     for seed in range(30):
         chance = random.Random(seed)
         odd_file(chance, run)
@@ -73,15 +71,8 @@ def test_a_cut_keeps_what_a_filter_of_the_whole_file_keeps(
         left = [line for line in whole if step_of(line) <= step]
         assert read_whole(run.metrics) == left, seed
         assert history.last_step(run) == (step_of(left[-1]) if left else 0), seed
-        line_files.append(run.metrics, {"step": step + 1})
+        history.append(run.metrics, {"step": step + 1})
         assert read_whole(run.metrics) == [*left, b'{"step": %d}' % (step + 1)], seed
-
-
-def test_steps_out_of_order_near_the_end_are_removed(run: RunDir) -> None:
-    written(run, [record(step) for step in (1, 2, 9, 3, 4, 8, 5, 6)])
-    assert history.last_step(run) == 9
-    history.truncate_metrics(run, 5)
-    assert [step_of(line) for line in read_whole(run.metrics)] == [1, 2, 3, 4, 5]
 
 
 def test_a_file_without_steps_to_remove_is_not_written(run: RunDir) -> None:
@@ -90,47 +81,6 @@ def test_a_file_without_steps_to_remove_is_not_written(run: RunDir) -> None:
     history.truncate_metrics(run, 8)
     after = run.metrics.stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-
-
-@pytest.mark.parametrize("lines", [[record(1), record(2), record(3)], [record(3), record(1)]])
-def test_a_cut_that_fails_leaves_the_file(
-    lines: list[bytes], run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One call changes the file: before it the old file is whole, after it the new one."""
-
-    def refused(*_: object) -> None:
-        raise OSError("refused")
-
-    written(run, lines)
-    for name in ("ftruncate", "replace", "rename"):
-        monkeypatch.setattr(os, name, refused)
-    monkeypatch.setattr(Path, "replace", refused)
-    with pytest.raises(OSError, match="refused"):
-        history.truncate_metrics(run, 1)
-    assert run.metrics.read_bytes() == b"\n".join(lines) + b"\n"
-    assert [path.name for path in run.path.glob(".metrics*")] == []
-
-
-@pytest.mark.parametrize("link", [os.link, os.symlink])
-def test_the_other_name_of_a_file_keeps_its_records(link: object, run: RunDir, tmp_path: Path) -> None:
-    other = tmp_path / "other.jsonl"
-    other.write_bytes(record(1) + b"\n" + record(2) + b"\n")
-    link(other, run.metrics)  # type: ignore[operator]
-    history.truncate_metrics(run, 1)
-    assert [step_of(line) for line in read_whole(other)] == [1, 2]
-    assert [step_of(line) for line in read_whole(run.metrics)] == [1]
-
-
-def test_torn_lines_are_named_by_number(
-    run: RunDir, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tail, "BLOCK_BYTES", 256)
-    written(run, [record(step) for step in range(50)] + [b"torn", record(50), b"{", b"}", record(51)])
-    with caplog.at_level(logging.WARNING):
-        history.truncate_metrics(run, 51)
-    assert [one.getMessage() for one in caplog.records] == [
-        f"{run.metrics}: lines 51, 53, 54 are torn and left out"
-    ]
 
 
 # ---------------------------------------------------------------- cost
@@ -158,7 +108,7 @@ def cost(run: RunDir, count: int) -> tuple[int, int]:
 
 def test_a_start_costs_the_same_after_any_number_of_steps(run: RunDir) -> None:
     (few_read, few_peak), (read, peak) = cost(run, 10_000), cost(run, 100_000)
-    assert read < few_read + 100 < 4 * tail.BLOCK_BYTES
+    assert read < few_read + 100 < 4 * history.BLOCK_BYTES
     assert peak < 1.1 * few_peak < 10 << 20
 
 
@@ -189,14 +139,3 @@ def test_other_classes_are_a_line_of_their_own(run: RunDir) -> None:
     assert history.trained_classes(run) == ""
     run.history.write_text(json.dumps({**record, "data": {**old, "classes": trained[:-1]}}) + "\n")
     assert history.trained_classes(run) == "", "torn: not a digest"
-
-
-def test_the_last_start_is_found_without_reading_all(run: RunDir) -> None:
-    starts = [{"event": "start", "from_step": nth, "data": {"files": nth}} for nth in range(20_000)]
-    run.history.write_text(
-        "".join(json.dumps(one) + "\n" for one in starts) + '{"event": "end", "step": 3}\n'
-    )
-    before = bytes_read()
-    [line] = history.data_changes(run, {"files": 3})
-    assert line.startswith("the data: files 19999 → files 3")
-    assert bytes_read() - before < 2 * tail.BLOCK_BYTES

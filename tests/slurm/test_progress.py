@@ -13,7 +13,7 @@ from typing import NoReturn
 import pytest
 
 from fsdp.base.errors import ConfigError, RefusedError
-from fsdp.rundir import history, line_files, lock, paths
+from fsdp.rundir import history, lock, paths
 from fsdp.rundir.paths import RunDir
 from launch import policy, slurm_job
 from launch.marker import TOKEN, Failure, Marker
@@ -28,12 +28,12 @@ def run(tmp_path: Path) -> RunDir:
 
 def reach(run: RunDir, step: int, from_step: int = 0) -> None:
     """A start that got as far as `step`."""
-    line_files.append(run.history, {"event": "start", "from_step": from_step})
-    line_files.append(run.metrics, {"step": step, "loss": 1.0})
+    history.append(run.history, {"event": "start", "from_step": from_step})
+    history.append(run.metrics, {"step": step, "loss": 1.0})
 
 
 def stopped(run: RunDir, step: int, reason: str) -> None:
-    line_files.append(run.history, {"event": "end", "step": step, "why": reason, "how": "stopped"})
+    history.append(run.history, {"event": "end", "step": step, "why": reason, "how": "stopped"})
     run.stopped.write_text(f"{reason} at step {step}\n")
 
 
@@ -221,7 +221,7 @@ def test_a_step_in_between_starts_the_count_anew(run: RunDir) -> None:
     for step in (10, 10, 10, 10, 11, 11):
         reach(run, step, from_step=10 if step == 10 else 11)
         stopped(run, step, "SIGTERM")
-    line_files.append(run.history, {"event": "start", "from_step": 11})
+    history.append(run.history, {"event": "start", "from_step": 11})
     stopped(run, 12, "SIGTERM")
     assert judge(run).act is Act.REQUEUE
 
@@ -265,7 +265,7 @@ def test_a_crash_while_starting_after_a_preemption_is_no_crash_at_the_step_of_th
     assert decision.why == "failed before the first step of a start"
     # the next start fails in its first step: the first crash there
     reach(run, 20, from_step=20)
-    line_files.append(run.history, {"event": "end", "step": 20, "why": "OSError: away", "how": "failed"})
+    history.append(run.history, {"event": "end", "step": 20, "why": "OSError: away", "how": "failed"})
     decision = judge(run, restart=1)
     assert (decision.act, decision.why) == (Act.AGAIN, "failed after step 20")
 
@@ -299,8 +299,8 @@ def test_the_same_command_again_is_a_new_job_with_new_chances(
 
 def test_a_history_from_before_the_kinds_were_written_is_read(run: RunDir) -> None:
     for _ in range(2):
-        line_files.append(run.history, {"event": "start", "from_step": 0})
-        line_files.append(run.history, {"event": "crash", "job": "7", "restart": 0, "step": 20, "code": 1})
+        history.append(run.history, {"event": "start", "from_step": 0})
+        history.append(run.history, {"event": "crash", "job": "7", "restart": 0, "step": 20, "code": 1})
     reach(run, 20)
     assert judge(run).act is Act.END
 
@@ -349,8 +349,8 @@ def test_begin_says_a_wrong_flag_before_anything_starts(capsys: pytest.CaptureFi
 def test_a_planned_run_whose_marker_is_missing_has_ended_all_the_same(run: RunDir) -> None:
     """The comparison with the plan is the last line of its history."""
     reach(run, 20)
-    line_files.append(run.history, {"event": "end", "step": 20, "why": "the last step", "how": "finished"})
-    line_files.append(run.history, {"event": "planned", "step": 20})
+    history.append(run.history, {"event": "end", "step": 20, "why": "the last step", "how": "finished"})
+    history.append(run.history, {"event": "planned", "step": 20})
     assert (
         slurm_job.judge(run, job="7", restart=0, code=0, allocation=Allocation(requeue=True)).act is Act.END
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fsdp.checkpoint import file_names
-from fsdp.rundir import line_files
+from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir
 
 
@@ -16,7 +16,7 @@ def resumable_at(run: Path, step: int, every: int) -> int:
     else 0.
     """
     reached = max(
-        (int(record["step"]) for record in line_files.read_records(RunDir(run).metrics) if "loss" in record),
+        (int(record["step"]) for record in history.read_records(RunDir(run).metrics) if "loss" in record),
         default=0,
     )
     return reached if reached >= step and reached - newest_sealed(run) <= every else 0

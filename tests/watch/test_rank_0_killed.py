@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fsdp.base.phases import PHASES
-from fsdp.rundir.line_files import read_records
+from fsdp.rundir.history import read_records
 from fsdp.watch.records import ENDED
 from tests.golden.chain import Chain, Reference, wide
 from tests.support.forked import FORKED
