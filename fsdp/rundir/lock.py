@@ -382,11 +382,11 @@ def _places(run: Place | None, store: Place | None) -> Iterator[tuple[Place, str
     if run is not None:
         yield run, "--run.dir"
     if isinstance(store, Folder):
-        path = store.path.resolve()
+        path = Path(os.path.realpath(store.path))
         around = path.parent
         if path.name == "checkpoints" and any((around / name).exists() for name in (FILE, "config.toml")):
             path = around  # a run directory: its lock covers its checkpoints
-        if not isinstance(run, Folder) or not path.is_relative_to(run.path.resolve()):
+        if not isinstance(run, Folder) or not path.is_relative_to(os.path.realpath(run.path)):
             yield Folder(path), "--checkpoint.dir"
     elif store is not None:
         yield store, "--checkpoint.dir"
