@@ -30,8 +30,7 @@ from typing import Protocol
 
 from fsdp.base import proc
 from fsdp.base.errors import CheckpointError, RefusedError, error_number
-from fsdp.base.phases import ACTIVITIES
-from fsdp.base.stop_signals import follows_parent
+from fsdp.base.phases import ACTIVITIES, follows_parent
 from fsdp.rundir.paths import writing
 
 log = logging.getLogger(__name__)
