@@ -363,6 +363,7 @@ ORPHAN = """
 import signal, sys, time
 from pathlib import Path
 from fsdp.base.phases import follow_parent
+from fsdp.rundir.lock import Folder, hold
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 follow_parent()
