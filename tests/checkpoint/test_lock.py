@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.base.errors import CheckpointError, RefusedError, ShardrunError
+from fsdp.base.errors import CheckpointError, RefusedError
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect
 from fsdp.checkpoint.local_store import LocalStore
@@ -125,14 +125,6 @@ def test_a_run_directory_that_is_the_store_itself_is_held_once(tmp_path: Path) -
     assert locks.lost_now() is None
     locks.release()
     assert not (tmp_path / FILE).exists()
-
-
-def test_a_store_that_is_a_link_to_itself_is_one_line(tmp_path: Path) -> None:
-    """It was a traceback of pathlib, at each start."""
-    (tmp_path / "checkpoints").symlink_to("checkpoints")
-    with pytest.raises(ShardrunError, match=r"cannot be written .*symbolic links"):
-        hold(Folder(tmp_path), Folder(tmp_path / "checkpoints"), "torchrun")
-    assert [one.name for one in tmp_path.iterdir()] == ["checkpoints"]
 
 
 def test_a_lost_store_is_a_lost_run(tmp_path: Path) -> None:
