@@ -39,8 +39,7 @@ from fsdp.base.errors import ConfigError, LaunchError
 from fsdp.config import Config
 from fsdp.config.command_line import CommandParser, prints_errors, whole_number
 from fsdp.rundir import paths
-from fsdp.rundir.atomic_write import writing
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir.paths import RunDir, writing
 from launch import rendezvous
 from launch.ray_check import refuse_ray
 from launch.slurm_request import Request, check, read_options

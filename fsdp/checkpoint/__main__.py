@@ -46,7 +46,6 @@ from fsdp.models.hub import PREFIX
 from fsdp.models.registry import SourceFolder
 from fsdp.run.job import prepare
 from fsdp.run.weights import base_of, saved_as
-from fsdp.rundir.atomic_write import FULL
 from fsdp.rundir.lock import Folder, Locks, hold
 from fsdp.rundir.paths import FULL
 

@@ -36,7 +36,6 @@ from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models.registry import SourceFolder
 from fsdp.optim.state import TrainState
-from fsdp.rundir.atomic_write import WRITES_ALONE, storage_advice
 from fsdp.rundir.lock import Locks
 from fsdp.rundir.paths import WRITES_ALONE, storage_advice
 

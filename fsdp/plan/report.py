@@ -15,7 +15,7 @@ from fsdp.plan.model_shapes import subject_of
 from fsdp.plan.rates import note_on_rates
 from fsdp.run.job import model_of
 from fsdp.run.summary import units_line
-from fsdp.rundir.atomic_write import write_atomically
+from fsdp.rundir.paths import write_atomically
 
 _CHECKPOINTING = {"none": "none", "ops": "per operation", "full": "full"}
 

@@ -55,10 +55,9 @@ from fsdp.run import weights
 from fsdp.run.job import Job, trained_model
 from fsdp.run.summary import Planned, steps_line
 from fsdp.rundir import history, paths
-from fsdp.rundir.atomic_write import writing
-from fsdp.rundir.line_files import check_appendable
+from fsdp.rundir.history import check_appendable
 from fsdp.rundir.lock import Folder, Locks, hold
-from fsdp.rundir.paths import RunDir
+from fsdp.rundir.paths import RunDir, writing
 from fsdp.watch.replica_checks import SpikeRecorder, make_deterministic
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp.base.phases import Activity, Ending, announces
 from fsdp.base.text import counted, listed
-from fsdp.rundir.paths import RunDir, write_atomically, writing
+from fsdp.rundir.paths import RunDir, replace_with, write_atomically, writing
 
 if TYPE_CHECKING:
     from fsdp.dist.env import DistEnv
@@ -98,7 +98,9 @@ def _from_end(path: Path) -> Iterator[tuple[int, Record]]:
             file.seek(start)
             data = file.read(size) + begun
             lines, end = data.splitlines(keepends=True), start + len(data)
-            begun = lines.pop(0) if start else b""  # it may have begun in the block before
+            if start:  # the first one may have begun in the block before; a line that is too long is torn
+                begun = lines.pop(0)
+                begun = begun if len(begun) <= MOST_LINE else b"!"
             for line in reversed(lines):
                 if (record := _record(line, path.name)) is not None:
                     yield end, record
@@ -109,8 +111,10 @@ def _cut(path: Path, keeps: Callable[[Record], bool]) -> None:
     """Removes the records at the end that `keeps` rejects, and torn lines among them. Raises OSError."""
     if not path.is_file():
         return
-    end = next((end for end, record in _from_end(path) if keeps(record)), 0)
-    if end < path.stat().st_size:
+    end, status = next((end for end, record in _from_end(path) if keeps(record)), 0), path.stat()
+    if status.st_nlink > 1 or path.is_symlink():  # as of `cp -al`: the other run keeps its records
+        replace_with(path, [path.read_bytes()[:end]])
+    elif end < status.st_size:
         with path.open("rb+") as file:
             file.truncate(end)
             os.fsync(file.fileno())
@@ -327,6 +331,9 @@ class Appender:
             return
         try:
             begun = b""
+            if self._descriptor is not None and _is_removed(self._descriptor, self.path):
+                log.warning("%s was removed with its records: a new one is begun", self.path)
+                self._release()
             if self._descriptor is None:
                 self.path.parent.mkdir(exist_ok=True)
                 self._descriptor = _open_for_append(self.path)
@@ -369,6 +376,11 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 def _open_for_append(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+
+
+def _is_removed(descriptor: int, path: Path) -> bool:
+    """And not replaced, as by the job that took over the run directory."""
+    return os.fstat(descriptor).st_nlink == 0 and not path.exists()
 
 
 def _ends_torn_line(descriptor: int) -> bytes:

@@ -12,6 +12,7 @@ conditional on the version before it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -42,6 +43,8 @@ REMOVAL_S = 5.0
 """A process removes a dead lock within milliseconds, unless it was stopped or killed meanwhile."""
 ORPHAN_S = 900.0
 """The time that a run whose launcher was killed has for its last save."""
+_UNREMOVED: set[str] = set()
+"""Tokens of this process's locks that are released while their files remain."""
 TWO_RUNS = "squeue or ps shows both runs: end one of them"
 
 
@@ -69,9 +72,17 @@ class Holder:
         return f"process {self.pid} on {self.host}, started by {self.launcher}{job}, since {since}"
 
     def is_alive(self) -> bool:
-        """Of a holder of this place. A zombie is dead."""
+        """Of a holder of this place. A zombie is dead; a process that /proc hides is alive."""
+        if self.token in _UNREMOVED:
+            return False
         seen = proc.stat(self.pid)
-        return seen is not None and seen.alive and seen.start_ticks == self.born
+        if seen is not None:
+            return seen.alive and seen.start_ticks == self.born
+        try:
+            os.kill(self.pid, 0)
+        except OSError as error:
+            return error.errno == errno.EPERM
+        return True
 
     def is_orphan(self) -> bool:
         """Whether its launcher is dead: it saves and ends."""
@@ -272,6 +283,7 @@ class Lock:
             if found is not None and _is_of(found, self._holder):
                 self._place.drop(FILE, found.version)
         except Exception as error:  # each client of a store has its own classes
+            _UNREMOVED.add(self._holder.token)
             log.warning("the lock %s/%s cannot be removed: %s", self._place.where, FILE, error)
         if isinstance(self._place, Folder):
             self._place.close()

@@ -247,3 +247,22 @@ def test_a_stale_handle_is_opened_anew(tmp_path: Path, monkeypatch: pytest.Monke
     file.close()
     assert opens == [file.path] * 2
     assert [json.loads(line)["step"] for line in file.path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_file_that_is_removed_is_begun_anew_and_one_in_its_place_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`rm metrics.jsonl` in mid-run lost all later records in silence."""
+    path = tmp_path / "metrics.jsonl"
+    file = Appender(path)
+    for step in (1, 2):
+        file.append({"step": step})
+        path.unlink()
+    file.append({"step": 3})
+    assert caplog.text.count("metrics.jsonl was removed with its records: a new one is begun") == 2
+    assert path.read_text() == '{"step": 3}\n'
+    path.unlink()
+    path.write_text("of a job that took over")
+    file.append({"step": 4})
+    file.close()
+    assert path.read_text() == "of a job that took over"

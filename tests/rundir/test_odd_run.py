@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 from fsdp.base.errors import ShardrunError
 from fsdp.rundir import history, lock, paths
 from fsdp.rundir.paths import RunDir
+from launch import slurm_job
+from launch.marker import TOKEN
 from tests.support.locks import acquire
 from tests.support.runs import QUIET, on_a_rank
 from tests.support.world import run_world
@@ -67,15 +70,6 @@ def test_another_thing_in_the_place_of_a_file_is_a_decision_or_a_line(
     assert slurm_job.main(["begin", "--default-run-dir", str(run.path)]) in (0, 2)
     history.truncate_metrics(run, 9)
     assert outside.read_text() == '{"step": 9}\n{"step": 10}\n'
-
-
-@pytest.mark.parametrize("form", [as_link])
-def test_a_lock_that_is_no_file_is_taken_over(
-    form: Callable[[Path, Path], None], run: RunDir, tmp_path: Path
-) -> None:
-    fresh(run)
-    form(run.path / lock.FILE, Path("/dev/zero"))
-    acquire(run.path, "test", stale_s=0.0).release()
 
 
 @pytest.mark.slow

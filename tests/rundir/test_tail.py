@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import tracemalloc
 from pathlib import Path
@@ -81,6 +82,16 @@ def test_a_file_without_steps_to_remove_is_not_written(run: RunDir) -> None:
     history.truncate_metrics(run, 8)
     after = run.metrics.stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_the_other_name_of_a_file_keeps_its_records(link: object, run: RunDir, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(record(1) + b"\n" + record(2) + b"\n")
+    link(other, run.metrics)  # type: ignore[operator]
+    history.truncate_metrics(run, 1)
+    assert [step_of(line) for line in read_whole(other)] == [1, 2]
+    assert [step_of(line) for line in read_whole(run.metrics)] == [1]
 
 
 # ---------------------------------------------------------------- cost

@@ -1,0 +1,233 @@
+"""A file that is no regular file, or far larger than an honest one, ends in a line: no wait, no memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp.base.errors import ConfigError
+from fsdp.base.regular_file import read_regular
+from fsdp.checkpoint import __main__ as checkpoints
+from fsdp.checkpoint import inspect, manifest
+from fsdp.checkpoint.file_names import MANIFEST, METADATA
+from fsdp.checkpoint.full_state import open_full_state
+from fsdp.checkpoint.local_store import LocalStore
+from fsdp.models.hf import resolve_folder
+from fsdp.rundir import history, paths
+from fsdp.rundir.paths import RunDir
+from launch import slurm_job
+from tests.checkpoint.small import save_once
+from tests.security.test_files import resealed
+from tests.support.world import run_world
+
+LARGE = 8 << 30
+ENOUGH = 200 << 20
+"""Memory for what is not read."""
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < ENOUGH
+    finally:
+        tracemalloc.stop()
+
+
+def sparse(file: Path, size: int = LARGE) -> Path:
+    """Zeros that take no disk, after what the file has."""
+    file.touch()
+    os.truncate(file, size)
+    return file
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("saved")
+    for _ in range(2):
+        run_world(1, save_once, "ddp", str(run), 1)
+    return run
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """A run directory with whole checkpoints of steps 1 and 2."""
+    shutil.copytree(saved, tmp_path / "run")
+    return tmp_path / "run"
+
+
+# ---------------------------------------------------------------- no regular file
+
+
+@pytest.fixture(params=["a FIFO", "a device"])
+def no_file(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    file = tmp_path / "weights.pt"
+    if request.param == "a FIFO":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero")
+    return file
+
+
+def test_what_is_no_regular_file_is_not_read(no_file: Path) -> None:
+    with pytest.raises(ValueError, match="not a regular file"):
+        read_regular(no_file, 10)
+
+
+def test_a_file_of_settings_has_a_limit(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    assert read_regular(tmp_path / "a", 5) == b"12345"
+    with pytest.raises(ValueError, match="more than 4 B"):
+        read_regular(tmp_path / "a", 4)
+
+
+def config_json_is_a_fifo(folder: Path, read: Callable[[str], object]) -> None:
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read: it is not a regular file"):
+        read(f"hf:{folder}")
+
+
+@pytest.mark.needs("transformers")
+def test_a_config_json_that_is_a_fifo_is_a_line(tmp_path: Path) -> None:
+    config_json_is_a_fifo(tmp_path, lambda name: resolve_folder(name, {}, {}))
+
+
+# ---------------------------------------------------------------- line files
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> RunDir:
+    return paths.create(tmp_path / "run")
+
+
+def test_a_line_without_end_is_one_torn_line(
+    records: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(history, "MOST_LINE", 1 << 20)
+    lines = [json.dumps({"step": step}) for step in (1, 2)]
+    records.metrics.write_text(lines[0] + "\n")
+    sparse(records.metrics, 300 << 20)
+    with records.metrics.open("a") as file:
+        file.write("\n" + lines[1] + "\n")
+    with little_memory():
+        assert [record["step"] for record in history.read_records(records.metrics)] == [1, 2]
+        assert history.last_step(records) == 2
+        history.truncate_metrics(records, 1)
+    assert "torn and left out: line 2" in caplog.text
+    assert records.metrics.read_text() == lines[0] + "\n"
+
+
+def test_a_reason_to_stop_is_read_to_its_first_characters(records: RunDir) -> None:
+    records.stopped.write_text("SIGTERM at step 3\n")
+    sparse(records.stopped)
+    with little_memory():
+        end = slurm_job._requested_end(records)
+    assert end is not None
+    assert end.why == "SIGTERM"
+
+
+# ---------------------------------------------------------------- a checkpoint
+
+
+def test_a_manifest_of_gigabytes_is_not_read(run: Path) -> None:
+    sparse(run / "checkpoints" / "step-00000002" / MANIFEST)
+    with little_memory():
+        found = inspect.listing_of(LocalStore(run / "checkpoints"), "step-00000002")
+    assert found.detail == f"its manifest has {LARGE} bytes"
+
+
+def test_metadata_of_gigabytes_is_not_read(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = run / "checkpoints" / "step-00000002"
+    sparse(checkpoint / METADATA)
+    resealed(checkpoint, lambda body: body["files"].update({METADATA: [LARGE, 7]}))
+    with little_memory():
+        assert checkpoints.main([str(run), "export", "--out", str(run / "out")]) == 4
+    said = capsys.readouterr().err
+    assert str(checkpoint) in said
+    assert "HINT: --step 1 exports the one before" in said
+
+
+def test_a_list_reads_no_gigabytes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the manifest's own total says."""
+    checkpoint = run / "checkpoints" / "step-00000002"
+    sparse(checkpoint / METADATA)
+    resealed(checkpoint, lambda body: body["files"].update({METADATA: [LARGE, 7]}))
+    assert checkpoints.main([str(run)]) == 0
+    assert "sizes match; verify reads every byte" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["step-٠٠٠٠٠٠٠٨", "step-0000000٨"])
+def test_digits_of_another_script_are_no_step(run: Path, name: str) -> None:
+    (run / "checkpoints" / name).mkdir()
+    assert [found.step for found in inspect.scan(LocalStore(run / "checkpoints"))] == [2, 1]
+
+
+ODD_FIELDS: dict[str, dict[str, Any]] = {
+    "created": {"created": float("-inf")},
+    "created ": {"created": -1e308},
+    "created is not a time": {"created": float("nan")},
+    "strategy is not a string of up to": {"strategy": "x" * 100_000},
+    "base.digest is not": {"base": {"digest": ["x"], "origin": "", "rank": 1, "alpha": 1.0}},
+    "base.origin is not": {"base": {"digest": "0", "origin": "x" * 9999, "rank": 1, "alpha": 1.0}},
+    "'surplus' is no field": {"surplus": 1},
+}
+
+
+@pytest.mark.parametrize("what", ODD_FIELDS)
+def test_an_odd_field_is_named_in_our_words(run: Path, what: str) -> None:
+    resealed(run / "checkpoints" / "step-00000002", lambda body: body.update(ODD_FIELDS[what]))
+    found = inspect.listing_of(LocalStore(run / "checkpoints"), "step-00000002")
+    assert found.why == "manifest"
+    assert what.partition(" is not a time")[0].strip() in found.detail
+    assert "__init__" not in found.detail
+    assert len(found.detail) < 300
+
+
+@pytest.mark.parametrize("digests", [{"x": [1, "00"]}, {}])
+def test_verify_finds_what_an_export_refuses(
+    run: Path, digests: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = run / "checkpoints" / "step-00000002"
+    resealed(checkpoint, lambda body: body.update(digests=digests))
+    assert checkpoints.main([str(run), "verify"]) == 1
+    assert "NOT whole: the manifest has no digest of" in capsys.readouterr().out
+    assert checkpoints.main([str(run), "export", "--out", str(run / "out")]) == 4
+    said = capsys.readouterr().err
+    assert f"{checkpoint} cannot be exported: the manifest has no digest of" in said
+    assert said.endswith("HINT: --step 1 exports the one before\n")
+    assert checkpoints.main([str(run), "export", "--out", str(run / "out"), "--step", "1"]) == 0
+
+
+def test_an_export_of_an_older_checkpoint_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints" / "step-00000002" / MANIFEST).unlink()
+    assert checkpoints.main([str(run), "export", "--out", str(run / "out")]) == 0
+    [said] = capsys.readouterr().err.splitlines()
+    assert f"{run}/checkpoints/step-00000002 is not whole (it has no manifest" in said
+    assert "step 1 was exported. HINT: python -m fsdp.checkpoint" in said
+
+
+def test_a_time_of_a_save_may_be_any_of_this_age(run: Path) -> None:
+    resealed(run / "checkpoints" / "step-00000002", lambda body: body.update(created=0))
+    store = LocalStore(run / "checkpoints")
+    assert inspect.examine(store, "step-00000002").created == 0
+    assert manifest.LATEST > 4e9
+
+
+# ---------------------------------------------------------------- weights
+
+
+def test_a_header_of_gigabytes_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes((7 << 30).to_bytes(8, "little"))
+    sparse(file)
+    with little_memory(), pytest.raises(ConfigError, match="its header has 7516192768 bytes"):
+        open_full_state(file)
