@@ -1,9 +1,8 @@
 """Fields that conflict, as a table, before anything starts. Needs neither the number of ranks nor a device.
 
-A row is (fields, message, hint, condition): the message is shown if the condition holds. In texts `{a.b}` is
-the value of that field, and `{flag a.b}` the flag with its value. Rows of `PAIRS` are fields that do not go
-together. Not here: checks that need the number of ranks (fsdp/dist/mesh.py) or the device
-(fsdp/parallel/checks.py).
+A row is (field, another, condition, hint, reason): if the condition holds, the two as they are given do not
+go together. In hints `{a.b}` is the value of that field. Not here: checks that need the number of ranks
+(fsdp/dist/mesh.py) or the device (fsdp/parallel/checks.py).
 """
 
 from __future__ import annotations
@@ -35,36 +34,24 @@ from fsdp.config.sections import (
 )
 
 Condition = Callable[[Config], Any]
+Row = tuple[str, str, Condition, str, str]
 
 
 def check(config: Config) -> None:
     """Raises ConfigError for the first conflict between two fields."""
-    for row in ROWS:
-        message, hint, condition = row
+    for field, other, condition, hint, reason in ROWS:
         if condition(config):
-            raise ConfigError(_filled(message, config), _filled(hint, config))
-    for first, applies, others, hint in PAIRS:
-        if applies(config):
-            _refuse_beside(config, first, others, hint)
-    for check_more in (_unread, _sources, _wrap, _weights, _ray):
+            pair = f"{_flag(config, field)} and {_flag(config, other)} do not go together"
+            hint = re.sub(r"\{(\w+\.\w+)\}", lambda name: shown_value(value_of(config, name[1])), hint)
+            raise ConfigError(f"{pair}{reason and f': {reason}'}.", hint)
+    for check_more in (_unread, _sources, _texts, _weights, _ray):
         for message, hint in check_more(config):
             raise ConfigError(message, hint)
 
 
-def _filled(text: str, config: Config) -> str:
-    def value(found: re.Match[str]) -> str:
-        field = value_of(config, found[2])
-        text = f"{field:g}" if isinstance(field, float) else shown_value(field)
-        return f"--{found[2]} {text}" if found[1] else text
-
-    return re.sub(r"\{(flag )?([a-z_]+\.[a-z_0-9]+)\}", value, text)
-
-
-def _refuse_beside(config: Config, first: str, others: dict[str, Condition], hint: str) -> None:
-    for name, condition in others.items():
-        if condition(config):
-            pair = f"{{flag {first}}} and {{flag {name}}} do not go together."
-            raise ConfigError(_filled(pair, config), hint)
+def _flag(config: Config, name: str) -> str:
+    value = value_of(config, name)
+    return f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {shown_value(value)}"
 
 
 def _changed(name: str) -> Condition:
@@ -76,329 +63,175 @@ def _is(name: str, *values: object) -> Condition:
     return lambda config: value_of(config, name) in values
 
 
-def _ddp(config: Config) -> bool:
-    return config.mesh.strategy == "ddp"
+def _both(first: Condition, second: Condition) -> Condition:
+    return lambda config: first(config) and second(config)
 
 
-def _user_optimizer(config: Config) -> bool:
-    return ":" in config.optim.name
+def _beside(field: str, applies: Condition, hint: str, others: dict[str, Condition]) -> Iterator[Row]:
+    """A field that does not go together with several others."""
+    for other, condition in others.items():
+        yield field, other, _both(applies, condition), hint, ""
+
+
+def _of(name: str, *values: object) -> dict[str, Condition]:
+    """Another field: if it has one of these values, or differs from its default."""
+    return {name: _is(name, *values) if values else _changed(name)}
+
+
+_ddp = _is("mesh.strategy", "ddp")
+_nvme = _is("memory.nvme", "optimizer", "all")
+_RECOMPUTED = "memory.activation_checkpointing"
+_NO_EFFECT = "the first has no effect"
+
+
+def _no_adam(config: Config) -> bool:
+    return config.optim.name not in ADAMS
+
+
+def _whole(config: Config) -> bool:
+    """An optimizer whose update does not go part by part."""
+    return config.optim.name not in IN_PARTS
 
 
 def _no_states(config: Config) -> bool:
     return config.optim.name == "sgd" and not config.optim.momentum
 
 
-# ---------------------------------------------------------------- (message, hint, condition)
-
-_LENGTH: tuple[tuple[str, str, Condition], ...] = (
-    (
-        "{flag train.steps} and {flag train.epochs} both set the length of the run.",
-        "give one of the two",
-        lambda c: c.train.steps and c.train.epochs,
-    ),
-    (
-        "{flag train.micro_batch} is more than {flag train.global_batch}.",
-        "--train.micro_batch {train.global_batch}",
-        lambda c: c.train.micro_batch > c.train.global_batch,
-    ),
-    (
-        "{flag train.stop_after} is after the last step, {flag train.steps}.",
-        "--train.stop_after {train.steps}",
-        lambda c: 0 < c.train.steps < c.train.stop_after,
-    ),
-    (
-        "--train.evaluate_only true with {flag checkpoint.resume} names no weights.",
-        "--checkpoint.resume RUN, or the folder of one checkpoint",
-        lambda c: c.train.evaluate_only and c.checkpoint.resume in ("auto", "never") and not c.model.weights,
-    ),
-    (
-        "{flag optim.warmup_steps} is longer than {flag train.steps}.",
-        "--optim.warmup_steps 1",
-        lambda c: 0 < c.train.steps < c.optim.warmup_steps,
-    ),
-    (
-        "{flag profile.steps} has no effect alone.",
-        "--profile.memory true, or --profile.trace true",
-        lambda c: _changed("profile.steps")(c) and not (c.profile.memory or c.profile.trace),
-    ),
-    (
-        "{flag profile.steps} starts after the last step.",
-        "--profile.steps 1",
-        lambda c: (
-            (c.profile.memory or c.profile.trace)
-            and 0 < (c.train.stop_after or c.train.steps) < profile_steps(c.profile.steps)[0]
-        ),
-    ),
-)
-
-_MESH: tuple[tuple[str, str, Condition], ...] = (
-    (
-        "--mesh.strategy fsdp has no replicas, but --mesh.replicate is {mesh.replicate}.",
-        "--mesh.strategy hsdp",
-        lambda c: c.mesh.strategy == "fsdp" and c.mesh.replicate > 1,
-    ),
-    (
-        "--mesh.strategy ddp has no shards, but --mesh.shard is {mesh.shard}.",
-        "--mesh.strategy hsdp",
-        lambda c: _ddp(c) and c.mesh.shard > 1,
-    ),
-    (
-        "{flag precision.reduce}: --mesh.strategy ddp reduces gradients in the master dtype.",
-        "--precision.reduce {precision.master}",
-        lambda c: _ddp(c) and c.precision.reduce not in ("auto", c.precision.master),
-    ),
-    (
-        "{flag precision.param} is finer than the stored {flag precision.master}.",
-        "--precision.master fp64",
-        lambda c: c.precision.param == "fp64" and c.precision.master != "fp64",
-    ),
-    (
-        "{flag watch.divergence} compares replicas, but --mesh.strategy fsdp has only one.",
-        "--watch.divergence 0, or --mesh.strategy hsdp",
-        lambda c: c.watch.divergence and c.mesh.strategy == "fsdp",
-    ),
-    (
-        "--memory.nvme {memory.nvme} needs a folder for its files.",
-        "--memory.nvme_dir /tmp/nvme",
-        lambda c: c.memory.nvme != "off" and not c.memory.nvme_dir,
-    ),
-    (
-        "{flag memory.nvme_dir} has no effect alone.",
-        "--memory.nvme optimizer",
-        lambda c: c.memory.nvme == "off" and c.memory.nvme_dir,
-    ),
-    (
-        "--memory.nvme optimizer: --optim.name sgd has no states without momentum.",
-        "--memory.nvme off",
-        lambda c: c.memory.nvme == "optimizer" and _no_states(c),
-    ),
-    (
-        "--memory.optimizer_offload true: --optim.name sgd has no states without momentum.",
-        "--memory.optimizer_offload false",
-        lambda c: c.memory.optimizer_offload and _no_states(c),
-    ),
-    (
-        "--optim.fused true: torch has no fused SGD for sharded parameters ({flag mesh.strategy}).",
-        "--optim.fused auto",
-        lambda c: c.optim.name == "sgd" and c.optim.fused == "true" and not _ddp(c),
-    ),
-    (
-        "{flag memory.activation_budget} and {flag memory.activation_checkpointing} both select what stays.",
-        "--memory.activation_checkpointing none",
-        lambda c: c.memory.activation_budget < 1 and c.memory.activation_checkpointing != "none",
-    ),
-    (
-        "{flag memory.activation_checkpointing_every} has no effect under "
-        "--memory.activation_checkpointing none.",
-        "--memory.activation_checkpointing full",
-        lambda c: c.memory.activation_checkpointing_every > 1 and c.memory.activation_checkpointing == "none",
-    ),
-    (
-        "--speed.float8_emulate true has no effect alone.",
-        "--speed.float8 tensorwise",
-        lambda c: c.speed.float8_emulate and c.speed.float8 == "off",
-    ),
-    (
-        "{flag data.prefetch} is read by threads, but --data.workers is 0.",
-        "--data.workers 1",
-        lambda c: not c.data.workers and _changed("data.prefetch")(c),
-    ),
-    (
-        "{flag model.frozen} has no effect beside {flag lora.rank}: LoRA freezes the whole model.",
-        "give one of the two",
-        lambda c: c.lora.rank and c.model.frozen,
-    ),
-    (
-        "{flag precision.frozen} has no effect: every parameter is trained.",
-        "--lora.rank 8",
-        lambda c: c.precision.frozen != "auto" and not c.lora.rank and not c.model.frozen,
-    ),
-)
-
-_WATCH: tuple[tuple[str, str, Condition], ...] = (
-    (
-        "--watch.deterministic needs a fixed number of ranks, but --ray.num_workers is {ray.num_workers}.",
-        "--ray.num_workers 2",
-        # Sums over another number of ranks are rounded differently.
-        lambda c: (
-            c.watch.deterministic and c.backend == "ray" and len({*worker_range(c.ray.num_workers)}) > 1
-        ),
-    ),
-    (
-        "{flag watch.hang_s} is neither -1, 0 nor a time.",
-        "--watch.hang_s -1",
-        lambda c: -1 < c.watch.hang_s < 0,
-    ),
-    (
-        "{flag watch.hang_s} has no effect under --watch.enabled false.",
-        "--watch.enabled true",
-        lambda c: c.watch.hang_s > 0 and not c.watch.enabled,
-    ),
-    (
-        "--checkpoint.keep_best_metric is empty.",
-        "--checkpoint.keep_best_metric eval_loss",
-        lambda c: c.checkpoint.keep_best and not c.checkpoint.keep_best_metric.lstrip("-"),
-    ),
-    (
-        "{flag checkpoint.keep_best_metric} is that of a moving average, and --optim.ema is 0.",
-        "--optim.ema 0.999",
-        lambda c: c.checkpoint.keep_best and "eval_ema_" in c.checkpoint.keep_best_metric and not c.optim.ema,
-    ),
-    (
-        "{flag checkpoint.keep_best} by {checkpoint.keep_best_metric} needs evaluations during the run.",
-        "--train.eval_every_steps 100",
-        lambda c: (
-            c.checkpoint.keep_best
-            and "eval" in c.checkpoint.keep_best_metric
-            and not (c.train.eval_every_steps or c.train.eval_every_epochs)
-        ),
-    ),
-    (
-        "{flag checkpoint.resume} does not exist.",
-        "--checkpoint.resume auto, never, or the folder of a checkpoint",
-        lambda c: (
-            c.checkpoint.resume not in ("auto", "never")
-            and "://" not in c.checkpoint.resume
-            and not exists(c.checkpoint.resume)
-        ),
-    ),
-)
-_OF_FSDP = ("all_reduce_hook", "all_gather", "reduce_scatter", "divide_by")
-_UNDER_DDP: tuple[tuple[str, Condition], ...] = (
-    *((f"comm.{name}", _changed(f"comm.{name}")) for name in _OF_FSDP),
-    ("mesh.reshard_after_forward", _changed("mesh.reshard_after_forward")),
-    ("mesh.accumulate", _is("mesh.accumulate", "shard")),
-    ("mesh.unsharded", _changed("mesh.unsharded")),
-    ("precision.output", _changed("precision.output")),
-    ("precision.frozen", _changed("precision.frozen")),
-    ("memory.cpu_offload", _changed("memory.cpu_offload")),
-    ("memory.nvme", _is("memory.nvme", "all")),
-    ("speed.prefetch_forward", lambda c: c.speed.prefetch_forward > 1),
-    ("speed.prefetch_backward", lambda c: c.speed.prefetch_backward > 1),
-)
-ROWS: tuple[tuple[str, str, Condition], ...] = (
-    *_LENGTH,
-    *_MESH,
-    *(
-        (
-            f"{{flag {name}}} applies to shards, and --mesh.strategy ddp has none.",
-            "--mesh.strategy fsdp",
-            lambda c, applies=applies: _ddp(c) and applies(c),
-        )
-        for name, applies in _UNDER_DDP
-    ),
-    *_WATCH,
-)
-
-# ---------------------------------------------------------------- fields that do not go together
+def _names_no_weights(config: Config) -> bool:
+    return config.checkpoint.resume in ("auto", "never") and not config.model.weights
 
 
-def _nvme(config: Config) -> bool:
-    return config.memory.nvme != "off"
+def _profiled(config: Config) -> bool:
+    return config.profile.memory or config.profile.trace
 
 
-def _on_user_loss(config: Config) -> bool:
-    return bool(config.train.loss)
+def _late_profile(config: Config) -> bool:
+    last = config.train.stop_after or config.train.steps
+    return _profiled(config) and 0 < last < profile_steps(config.profile.steps)[0]
 
 
-PAIRS: tuple[tuple[str, Condition, dict[str, Condition], str], ...] = (
-    (
-        "memory.activation_offload",
-        _is("memory.activation_offload", True),  # torch passes what these keep to no hook
-        {
-            "memory.activation_checkpointing": _is("memory.activation_checkpointing", "ops"),
-            "memory.activation_budget": lambda c: c.memory.activation_budget < 1,
-        },
-        "--memory.activation_checkpointing full",
-    ),
-    (
-        "memory.loss_chunk",
-        _changed("memory.loss_chunk"),
-        {"train.loss": _on_user_loss, "precision.output": _changed("precision.output")},
-        "--memory.loss_chunk 0",
-    ),
-    ("train.z_loss", _changed("train.z_loss"), {"train.loss": _on_user_loss}, "--train.z_loss 0"),
-    ("optim.ema", _changed("optim.ema"), {"memory.nvme": _nvme}, "--memory.nvme off"),
-    (
-        "memory.optimizer_offload",  # its update goes part by part; an average follows whole updates
-        _changed("memory.optimizer_offload"),
-        {
-            "memory.cpu_offload": _changed("memory.cpu_offload"),
-            "memory.nvme": _nvme,
-            "optim.name": lambda c: c.optim.name not in IN_PARTS,
-            "optim.state": _is("optim.state", "8bit"),
-            "optim.ema": _changed("optim.ema"),
-        },
-        "--memory.optimizer_offload false",
-    ),
-    (
-        "optim.name",
-        lambda c: True,
-        {
-            "memory.nvme": lambda c: _nvme(c) and c.optim.name not in IN_PARTS,
-            "optim.fused": lambda c: c.optim.fused != "auto" and c.optim.name not in FUSED,
-        },
-        "--optim.name adamw",
-    ),
-    (
-        "mesh.unsharded",
-        _changed("mesh.unsharded"),
-        {
-            "memory.cpu_offload": _changed("memory.cpu_offload"),
-            "memory.nvme": _nvme,
-            "optim.name": lambda c: not _user_optimizer(c) and c.optim.name not in IN_PARTS,
-        },
-        "leave out --mesh.unsharded",
-    ),
-    (
-        "precision.frozen",
-        _changed("precision.frozen"),
-        {"memory.nvme": _is("memory.nvme", "all"), "speed.float8": _changed("speed.float8")},
-        "--precision.frozen auto",
-    ),
-    (
-        "precision.master",  # bf16 needs an update that rounds stochastically: Adam's
-        _is("precision.master", "bf16"),
-        {
-            "optim.name": lambda c: c.optim.name not in ADAMS,
-            "optim.fused": _is("optim.fused", "true"),
-            "optim.ema": _changed("optim.ema"),
-            "precision.param": _is("precision.param", "fp16"),
-            "mesh.strategy": _ddp,  # it reduces gradients in the dtype of the parameters
-            "memory.nvme": _is("memory.nvme", "all"),
-            "speed.float8": _changed("speed.float8"),
-        },
-        "--precision.master fp32",
-    ),
-    (
-        "speed.float8",
-        _changed("speed.float8"),
-        {
-            "lora.rank": _changed("lora.rank"),
-            "memory.cpu_offload": _changed("memory.cpu_offload"),
-            "memory.nvme": _is("memory.nvme", "all"),
-            "precision.master": _is("precision.master", "fp64"),
-            "precision.param": _is("precision.param", "fp16"),
-            # torch gathers a float8 weight again only from all of its shards
-            "mesh.reshard_after_forward": lambda c: (
-                c.speed.float8 == "tensorwise"
-                and reshard_policy(c.mesh.reshard_after_forward) not in (True, False, "step")
-            ),
-        },
-        "--speed.float8 off",
-    ),
-    (
-        "optim.state",
-        _changed("optim.state"),
-        {
-            "optim.name": lambda c: c.optim.name not in ADAMS,
-            "optim.fused": _is("optim.fused", "true"),
-            "precision.master": _is("precision.master", "fp64"),
-            "memory.nvme": lambda c: c.optim.state == "8bit" and _nvme(c),
-        },
-        "--optim.state master",
-    ),
-)
+def _best_of_evaluations(config: Config) -> bool:
+    return bool(config.checkpoint.keep_best) and "eval" in config.checkpoint.keep_best_metric
+
+
+def _elastic(config: Config) -> bool:
+    return config.backend == "ray" and len({*worker_range(config.ray.num_workers)}) > 1
+
+
+def _part_resharded(config: Config) -> bool:
+    """torch gathers a float8 weight again only from all of its shards."""
+    policy = reshard_policy(config.mesh.reshard_after_forward)
+    return config.speed.float8 == "tensorwise" and policy not in (True, False, "step")
+
+
+ROWS: tuple[Row, ...] = (
+    ("train.steps", "train.epochs", lambda c: c.train.steps and c.train.epochs, "give one of the two", ""),
+    ("train.micro_batch", "train.global_batch", lambda c: c.train.micro_batch > c.train.global_batch,
+     "--train.micro_batch {train.global_batch}", "the first is larger"),
+    ("train.stop_after", "train.steps", lambda c: 0 < c.train.steps < c.train.stop_after,
+     "--train.stop_after {train.steps}", "the first is after the last step"),
+    ("train.evaluate_only", "checkpoint.resume", lambda c: c.train.evaluate_only and _names_no_weights(c),
+     "--checkpoint.resume RUN, or the folder of one checkpoint", "no weights are named"),
+    ("optim.warmup_steps", "train.steps", lambda c: 0 < c.train.steps < c.optim.warmup_steps,
+     "--optim.warmup_steps 1", "the warm-up is longer"),
+    ("profile.steps", "profile.trace", lambda c: _changed("profile.steps")(c) and not _profiled(c),
+     "--profile.memory true, or --profile.trace true", _NO_EFFECT),
+    ("profile.steps", "train.steps", _late_profile, "--profile.steps 1", "it starts after the last step"),
+    ("mesh.strategy", "mesh.replicate", lambda c: c.mesh.strategy == "fsdp" and c.mesh.replicate > 1,
+     "--mesh.strategy hsdp", "fsdp has no replicas"),
+    ("mesh.strategy", "mesh.shard", lambda c: _ddp(c) and c.mesh.shard > 1,
+     "--mesh.strategy hsdp", "ddp has no shards"),
+    ("precision.reduce", "mesh.strategy",
+     lambda c: _ddp(c) and c.precision.reduce not in ("auto", c.precision.master),
+     "--precision.reduce {precision.master}", "ddp reduces gradients in the master dtype"),
+    ("precision.param", "precision.master",
+     lambda c: c.precision.param == "fp64" and c.precision.master != "fp64",
+     "--precision.master fp64", "the first is finer than what is stored"),
+    ("watch.divergence", "mesh.strategy", lambda c: c.watch.divergence and c.mesh.strategy == "fsdp",
+     "--watch.divergence 0, or --mesh.strategy hsdp", "fsdp has only one replica to compare"),
+    ("memory.nvme", "memory.nvme_dir", lambda c: _nvme(c) and not c.memory.nvme_dir,
+     "--memory.nvme_dir /tmp/nvme", "its files need a folder"),
+    ("memory.nvme_dir", "memory.nvme", lambda c: c.memory.nvme_dir and not _nvme(c),
+     "--memory.nvme optimizer", _NO_EFFECT),
+    ("memory.nvme", "optim.momentum", lambda c: c.memory.nvme == "optimizer" and _no_states(c),
+     "--memory.nvme off", "sgd has no states without momentum"),
+    ("memory.optimizer_offload", "optim.momentum", lambda c: c.memory.optimizer_offload and _no_states(c),
+     "--memory.optimizer_offload false", "sgd has no states without momentum"),
+    ("optim.fused", "mesh.strategy",
+     lambda c: c.optim.name == "sgd" and c.optim.fused == "true" and not _ddp(c),
+     "--optim.fused auto", "torch has no fused SGD for sharded parameters"),
+    ("memory.activation_budget", _RECOMPUTED,
+     lambda c: c.memory.activation_budget < 1 and c.memory.activation_checkpointing != "none",
+     "--memory.activation_checkpointing none", "both select what stays"),
+    ("memory.activation_checkpointing_every", _RECOMPUTED,
+     lambda c: c.memory.activation_checkpointing_every > 1 and c.memory.activation_checkpointing == "none",
+     "--memory.activation_checkpointing full", _NO_EFFECT),
+    ("speed.float8_emulate", "speed.float8", lambda c: c.speed.float8_emulate and c.speed.float8 == "off",
+     "--speed.float8 tensorwise", _NO_EFFECT),
+    ("data.prefetch", "data.workers", lambda c: not c.data.workers and _changed("data.prefetch")(c),
+     "--data.workers 1", "threads read ahead"),
+    ("model.frozen", "lora.rank", lambda c: c.lora.rank and c.model.frozen,
+     "give one of the two", "LoRA freezes the whole model"),
+    ("precision.frozen", "lora.rank",
+     lambda c: c.precision.frozen != "auto" and not c.lora.rank and not c.model.frozen,
+     "--lora.rank 8", "every parameter is trained"),
+    ("watch.deterministic", "ray.num_workers", lambda c: c.watch.deterministic and _elastic(c),
+     "--ray.num_workers 2", "sums over another number of ranks are rounded differently"),
+    ("watch.hang_s", "watch.enabled", lambda c: c.watch.hang_s > 0 and not c.watch.enabled,
+     "--watch.enabled true", _NO_EFFECT),
+    ("checkpoint.keep_best", "checkpoint.keep_best_metric",
+     lambda c: c.checkpoint.keep_best and not c.checkpoint.keep_best_metric.lstrip("-"),
+     "--checkpoint.keep_best_metric eval_loss", "no metric is named"),
+    ("checkpoint.keep_best_metric", "optim.ema",
+     lambda c: c.checkpoint.keep_best and "eval_ema_" in c.checkpoint.keep_best_metric and not c.optim.ema,
+     "--optim.ema 0.999", "it is that of a moving average"),
+    ("checkpoint.keep_best_metric", "train.eval_every_steps",
+     lambda c: _best_of_evaluations(c) and not (c.train.eval_every_steps or c.train.eval_every_epochs),
+     "--train.eval_every_steps 100", "it needs evaluations during the run"),
+    *_beside("mesh.strategy", _ddp, "--mesh.strategy fsdp", {
+        **_of("comm.all_reduce_hook"), **_of("comm.all_gather"), **_of("comm.reduce_scatter"),
+        **_of("comm.divide_by"), **_of("mesh.reshard_after_forward"), **_of("mesh.accumulate", "shard"),
+        **_of("mesh.unsharded"), **_of("precision.output"), **_of("precision.frozen"),
+        **_of("memory.cpu_offload"), **_of("memory.nvme", "all"), **_of("speed.prefetch_forward"),
+        **_of("speed.prefetch_backward"),
+    }),
+    # torch passes what these keep to no hook
+    *_beside("memory.activation_offload", _changed("memory.activation_offload"), f"--{_RECOMPUTED} full",
+             _of(_RECOMPUTED, "ops") | _of("memory.activation_budget")),
+    *_beside("memory.loss_chunk", _changed("memory.loss_chunk"), "--memory.loss_chunk 0",
+             _of("train.loss") | _of("precision.output")),
+    *_beside("train.z_loss", _changed("train.z_loss"), "--train.z_loss 0", _of("train.loss")),
+    *_beside("optim.ema", _changed("optim.ema"), "--memory.nvme off", _of("memory.nvme")),
+    # its update goes part by part; an average follows whole updates
+    *_beside("memory.optimizer_offload", _changed("memory.optimizer_offload"),
+             "--memory.optimizer_offload false", {
+                 **_of("memory.cpu_offload"), **_of("memory.nvme"), "optim.name": _whole,
+                 **_of("optim.state", "8bit"), **_of("optim.ema"),
+             }),
+    *_beside("optim.name", _whole, "--optim.name adamw", _of("memory.nvme")),
+    *_beside("optim.name", lambda c: c.optim.name not in FUSED, "--optim.name adamw", _of("optim.fused")),
+    *_beside("mesh.unsharded", _changed("mesh.unsharded"), "leave out --mesh.unsharded", {
+        **_of("memory.cpu_offload"), **_of("memory.nvme"),
+        "optim.name": lambda c: _whole(c) and ":" not in c.optim.name,
+    }),
+    *_beside("precision.frozen", _changed("precision.frozen"), "--precision.frozen auto",
+             _of("memory.nvme", "all") | _of("speed.float8")),
+    # an update that rounds stochastically, which is Adam's; ddp reduces gradients in the parameters' dtype
+    *_beside("precision.master", _is("precision.master", "bf16"), "--precision.master fp32", {
+        "optim.name": _no_adam, **_of("optim.fused", "true"), **_of("optim.ema"),
+        **_of("precision.param", "fp16"), **_of("mesh.strategy", "ddp"), **_of("memory.nvme", "all"),
+        **_of("speed.float8"),
+    }),
+    *_beside("speed.float8", _changed("speed.float8"), "--speed.float8 off", {
+        **_of("lora.rank"), **_of("memory.cpu_offload"), **_of("memory.nvme", "all"),
+        **_of("precision.master", "fp64"), **_of("precision.param", "fp16"),
+        "mesh.reshard_after_forward": _part_resharded,
+    }),
+    *_beside("optim.state", _changed("optim.state"), "--optim.state master", {
+        "optim.name": _no_adam, **_of("optim.fused", "true"), **_of("precision.master", "fp64"),
+    }),
+    *_beside("optim.state", _is("optim.state", "8bit"), "--optim.state master", _of("memory.nvme")),
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------- what is no row
@@ -426,7 +259,7 @@ def _unread(config: Config) -> Problems:
             continue
         if owner in OPTIMIZERS and optim.name != owner:
             yield unread.format(name, value), f"--optim.name {owner}"
-        if _user_optimizer(config):
+        if ":" in optim.name:
             continue  # its factory says what it accepts
         if name == "weight_decay" and value and optim.name not in DECAYING:
             yield unread.format(name, value), "--optim.name adamw, or --optim.weight_decay 0"
@@ -470,7 +303,7 @@ def _sources(config: Config) -> Problems:
         )
 
 
-def _wrap(config: Config) -> Problems:
+def _texts(config: Config) -> Problems:
     reshard_policy(config.mesh.reshard_after_forward)
     wrap = config.mesh.wrap
     kind, _, value = wrap.partition(":")
@@ -482,6 +315,14 @@ def _wrap(config: Config) -> Problems:
         yield (
             f"--mesh.wrap {wrap} is not auto, every:N, class:NAME, size:PARAMETERS or root.",
             "--mesh.wrap auto",
+        )
+    if -1 < config.watch.hang_s < 0:
+        yield f"--watch.hang_s {config.watch.hang_s:g} is neither -1, 0 nor a time.", "--watch.hang_s -1"
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and "://" not in resume and not exists(resume):
+        yield (
+            f"--checkpoint.resume {resume} does not exist.",
+            "--checkpoint.resume auto, never, or the folder of a checkpoint",
         )
 
 

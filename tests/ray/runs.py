@@ -19,8 +19,9 @@ from tests.support.resumable import resumable_at
 STEPS, EVERY = 24, 4
 FLAGS = (
     "--model.name", "mlp", "--train.steps", str(STEPS), "--train.global_batch", "16",
-    "--checkpoint.every_steps", str(EVERY), "--run.log_every_steps", "1",
+    "--checkpoint.every_steps", str(EVERY), "--run.log_every_steps", "1", "--run.device", "cpu",
 )  # fmt: skip
+"""The nodes of tests/slurm have GPUs that only Slurm sees."""
 SLOWLY = ("--data.name", "tests.ray.slow:digits", "--data.args.seconds", "0.25")
 HSDP = ("--mesh.strategy", "hsdp", "--mesh.replicate", "2", "--mesh.shard", "2")
 

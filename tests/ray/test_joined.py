@@ -101,7 +101,15 @@ def test_variables_reach_the_workers_alone(tmp_path: Path, joined: Cluster) -> N
     given = {"SHARDRUN_GIVEN": "two words", "OMP_NUM_THREADS": "2"}
     flags = [word for name, value in given.items() for word in ("--ray.env", f"{name}={value}")]
     expected = [f"--model.args.{name}={value!r}" for name, value in given.items()]
-    model = ("--model.name", "tests.ray.variables:build", *expected, "--train.steps", "1")
+    model = (
+        "--model.name",
+        "tests.ray.variables:build",
+        "--data.name",
+        "digits",
+        *expected,
+        "--train.steps",
+        "1",
+    )
     run = Driver(tmp_path / "run", *model, *flags, cluster=joined).finish()
     assert run.steps == [1]
     assert "SHARDRUN_GIVEN" not in os.environ
