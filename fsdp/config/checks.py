@@ -67,10 +67,12 @@ def _both(first: Condition, second: Condition) -> Condition:
     return lambda config: first(config) and second(config)
 
 
-def _beside(field: str, applies: Condition, hint: str, others: dict[str, Condition]) -> Iterator[Row]:
+def _beside(
+    field: str, applies: Condition, hint: str, others: dict[str, Condition], reason: str = ""
+) -> Iterator[Row]:
     """A field that does not go together with several others."""
     for other, condition in others.items():
-        yield field, other, _both(applies, condition), hint, ""
+        yield field, other, _both(applies, condition), hint, reason
 
 
 def _of(name: str, *values: object) -> dict[str, Condition]:
@@ -194,7 +196,7 @@ ROWS: tuple[Row, ...] = (
         **_of("mesh.unsharded"), **_of("precision.output"), **_of("precision.frozen"),
         **_of("memory.cpu_offload"), **_of("memory.nvme", "all"), **_of("speed.prefetch_forward"),
         **_of("speed.prefetch_backward"),
-    }),
+    }, "it applies to shards"),
     # torch passes what these keep to no hook
     *_beside("memory.activation_offload", _changed("memory.activation_offload"), f"--{_RECOMPUTED} full",
              _of(_RECOMPUTED, "ops") | _of("memory.activation_budget")),

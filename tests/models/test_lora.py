@@ -137,7 +137,7 @@ def test_alpha_rank_and_dropout_do_what_they_say() -> None:
         (["--lora.targets", "up"], "--lora.targets up has no effect without adapters. HINT: --lora.rank 8"),
         (
             ["--lora.rank", "8", "--model.frozen", "stem.*"],
-            "--model.frozen stem.* has no effect beside --lora.rank 8",
+            "--model.frozen stem.* and --lora.rank 8 do not go together",
         ),
     ],
 )

@@ -90,10 +90,10 @@ def test_an_uncallable_object_is_refused_before_any_process_group(flag: str, pat
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--mesh.strategy ddp --comm.divide_by 2", "--comm.divide_by 2 applies to shards"),
+        ("--mesh.strategy ddp --comm.divide_by 2", "--comm.divide_by 2 do not go together"),
         (
             f"--mesh.strategy ddp --comm.all_gather {HERE}:gather",
-            "and --mesh.strategy ddp has none",
+            "it applies to shards",
         ),
         ("--mesh.strategy ddp --mesh.accumulate shard", "HINT: --mesh.strategy fsdp"),
     ],

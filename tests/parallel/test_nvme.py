@@ -151,11 +151,11 @@ def test_an_unusable_folder_is_named_with_the_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--memory.nvme optimizer", "needs a folder for its files. HINT: --memory.nvme_dir"),
-        ("--memory.nvme_dir /tmp", "has no effect alone"),
+        ("--memory.nvme optimizer", "its files need a folder. HINT: --memory.nvme_dir"),
+        ("--memory.nvme_dir /tmp", "has no effect"),
         (
             "--memory.nvme all --memory.nvme_dir /tmp --mesh.strategy ddp",
-            "and --mesh.strategy ddp has none",
+            "it applies to shards",
         ),
         (
             "--memory.nvme optimizer --memory.nvme_dir /tmp --optim.name sgd --optim.momentum 0",

@@ -108,8 +108,8 @@ def test_its_bytes_are_those_of_the_plan() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "--precision.frozen bf16 has no effect: every parameter is trained. HINT: --lora.rank 8"),
-        ("--lora.rank 2 --mesh.strategy ddp", "--precision.frozen bf16 applies to shards"),
+        ("", "every parameter is trained. HINT: --lora.rank 8"),
+        ("--lora.rank 2 --mesh.strategy ddp", "--precision.frozen bf16 do not go together"),
         (
             "--lora.rank 2 --memory.nvme all --memory.nvme_dir x",
             "--precision.frozen bf16 and --memory.nvme all",
