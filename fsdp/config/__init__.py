@@ -13,7 +13,7 @@ Not here: what a field does, and checks that need the number of ranks (fsdp/dist
 """
 
 from fsdp.config.checks import check
-from fsdp.config.help import all_fields, common_fields, help_asked
+from fsdp.config.help import all_fields, help_asked
 from fsdp.config.read import (
     accepts,
     check_labels,
@@ -32,7 +32,6 @@ from fsdp.config.sections import (
     CommSection,
     Config,
     DataSection,
-    FieldSpec,
     LoraSection,
     MemorySection,
     MeshSection,
@@ -43,7 +42,6 @@ from fsdp.config.sections import (
     PrecisionSection,
     ProfileSection,
     RaySection,
-    RunSection,
     SpeedSection,
     StopSection,
     TrainSection,
@@ -59,58 +57,3 @@ from fsdp.config.sections import (
 )
 from fsdp.config.trust import TRUST_HELP, CodeRefused, check_store, load_run_config
 from fsdp.config.write import as_tables, changed_flags, config_hash, run_toml, to_toml
-
-__all__ = [
-    "FIELDS",
-    "LAUNCHERS_OWN",
-    "TRUST_HELP",
-    "Args",
-    "CheckpointSection",
-    "CodeRefused",
-    "CommSection",
-    "Config",
-    "DataSection",
-    "FieldSpec",
-    "LoraSection",
-    "MemorySection",
-    "MeshSection",
-    "MixedSource",
-    "ModelSection",
-    "OptimSection",
-    "PlanSection",
-    "PrecisionSection",
-    "ProfileSection",
-    "RaySection",
-    "RunSection",
-    "SpeedSection",
-    "StopSection",
-    "TrainSection",
-    "WatchSection",
-    "accepts",
-    "all_fields",
-    "as_tables",
-    "changed_flags",
-    "check",
-    "check_labels",
-    "check_store",
-    "common_fields",
-    "config_hash",
-    "exists",
-    "expanded",
-    "flatten",
-    "help_asked",
-    "load",
-    "load_run_config",
-    "pair_flags",
-    "parse_free_value",
-    "parse_value",
-    "profile_steps",
-    "read_recipe",
-    "replace",
-    "reshard_policy",
-    "run_toml",
-    "shown_value",
-    "to_toml",
-    "with_home",
-    "worker_range",
-]  # fmt: skip
