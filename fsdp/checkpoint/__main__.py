@@ -40,7 +40,7 @@ from fsdp.checkpoint.open_store import lock_place, open_store
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
 from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
-from fsdp.config.sections import expanded
+from fsdp.config.fields import expanded
 from fsdp.models.hf import resolve_folder
 from fsdp.models.hub import PREFIX
 from fsdp.models.registry import SourceFolder

@@ -16,15 +16,8 @@ from typing import Any
 from fsdp.base.errors import ConfigError
 from fsdp.base.object_client import OBJECT_STORES
 from fsdp.base.text import parse_count
-from fsdp.config.sections import (
-    ADAMS,
-    DECAYING,
+from fsdp.config.fields import (
     FIELDS,
-    FUSED,
-    IN_PARTS,
-    OPTIMIZERS,
-    READS,
-    Config,
     exists,
     profile_steps,
     reshard_policy,
@@ -32,6 +25,7 @@ from fsdp.config.sections import (
     value_of,
     worker_range,
 )
+from fsdp.config.sections import ADAMS, DECAYING, FUSED, IN_PARTS, OPTIMIZERS, READS, Config
 
 Condition = Callable[[Config], Any]
 Row = tuple[str, str, Condition, str, str]

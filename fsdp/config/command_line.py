@@ -24,8 +24,8 @@ from typing import Any, NoReturn, TypeVar
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.base.streams import lost_output, prepare_streams, print_answer, print_line
 from fsdp.base.text import as_typed, nearest
+from fsdp.config.fields import FIELDS
 from fsdp.config.help import help_asked
-from fsdp.config.sections import FIELDS
 
 RUN_FLAGS = "Flags of train.py are accepted too: --help-all lists them."
 

@@ -22,7 +22,8 @@ from typing import Literal
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import nearest
 from fsdp.config import sections
-from fsdp.config.sections import FIELDS, Config, FieldSpec
+from fsdp.config.fields import FIELDS, FieldSpec
+from fsdp.config.sections import Config
 
 WIDTH = 100
 _FLAG_WIDTH, _DEFAULT_WIDTH = 36, 10

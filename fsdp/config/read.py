@@ -32,16 +32,8 @@ from fsdp.base.regular_file import read_regular
 from fsdp.base.text import byte_size, nearest
 from fsdp.config.aliases import hint_for, is_flags, sharding
 from fsdp.config.checks import check
-from fsdp.config.sections import (
-    FIELDS,
-    LAUNCHERS_OWN,
-    Config,
-    FieldSpec,
-    MixedSource,
-    default_label,
-    exists,
-    flatten,
-)
+from fsdp.config.fields import FIELDS, FieldSpec, exists, flatten
+from fsdp.config.sections import LAUNCHERS_OWN, Config, MixedSource, default_label
 from fsdp.config.write import REMOVED
 
 log = logging.getLogger(__name__)

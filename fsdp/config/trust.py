@@ -16,8 +16,9 @@ from typing import Any
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.object_client import OBJECT_STORES
+from fsdp.config.fields import exists, expanded, flatten
 from fsdp.config.read import load, pair_flags, read_recipe
-from fsdp.config.sections import Config, exists, expanded, flatten
+from fsdp.config.sections import Config
 
 TRAINING_CODE = (
     "comm.all_reduce_hook",

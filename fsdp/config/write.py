@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp.config.sections import FIELDS, LAUNCHERS_OWN, Config, MixedSource, flatten, shown_value
+from fsdp.config.fields import FIELDS, flatten, shown_value
+from fsdp.config.sections import LAUNCHERS_OWN, Config, MixedSource
 
 
 def to_toml(config: Config) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import nearest, quoted
 from fsdp.config import Args, DataSection, ModelSection
-from fsdp.config.sections import expanded, with_home
+from fsdp.config.fields import expanded, with_home
 from fsdp.data.types import DataSet, Where, source_section
 from fsdp.models.factory import unknown_argument
 from fsdp.models.hub import PREFIX, find_folder

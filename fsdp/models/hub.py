@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.regular_file import SETTINGS, regular_text
-from fsdp.config.sections import expanded
+from fsdp.config.fields import expanded
 
 PREFIX = "hf:"
 ADAPTER = "adapter_config.json"

@@ -21,7 +21,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.text import nearest
 from fsdp.base.torch_private.core import uncompiled
 from fsdp.config import ModelSection
-from fsdp.config.sections import expanded
+from fsdp.config.fields import expanded
 from fsdp.models.checks import check_model
 from fsdp.models.factory import BuiltIn, Facts, blame, load_attribute, make_sizes, parameters_of
 from fsdp.models.hub import PREFIX

@@ -25,7 +25,7 @@ import numpy as np
 from fsdp.base.errors import ConfigError, message_line
 from fsdp.base.proc import cache_folder
 from fsdp.base.text import byte_size, quoted
-from fsdp.config.sections import expanded
+from fsdp.config.fields import expanded
 from fsdp.tokenize.cache import identity, made_once
 
 LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")

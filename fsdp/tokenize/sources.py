@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from fsdp.base.errors import ConfigError
 from fsdp.base.object_client import OBJECT_STORES, is_url, open_url, retried, without_secrets
 from fsdp.base.text import quoted
-from fsdp.config.sections import expanded
+from fsdp.config.fields import expanded
 from fsdp.tokenize.cache import identity, made_once
 from fsdp.tokenize.rows import BUILDERS, JSON, LINES, DatasetRows, SourceRows, ends_with, hub_rows, open_rows
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from fsdp.base.errors import ConfigError, message_line
 from fsdp.base.text import quoted
-from fsdp.config.sections import expanded
+from fsdp.config.fields import expanded
 
 BYTES = "bytes"
 END_OF_BYTES = 0

@@ -186,7 +186,7 @@ def test_a_field_that_is_no_more_leaves_hashes_of_older_checkpoints(monkeypatch:
 
 def test_replace_checks_again() -> None:
     assert configuration.replace(Config(), train__steps=4).train.steps == 4
-    with pytest.raises(ConfigError, match="--train.steps .* and --train.epochs"):
+    with pytest.raises(ConfigError, match=r"--train.steps .* and --train.epochs"):
         configuration.replace(Config(), train__steps=4, train__epochs=2)
 
 
