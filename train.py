@@ -48,10 +48,8 @@ def main(argv: list[str]) -> int:
 
 def under_ray(config: Config) -> int:
     """This process is the driver. A local Ray starts while it imports torch."""
-    from launch.ray_check import check_installed, check_ranks
-    from launch.ray_own import own_ray
-    from launch.ray_settings import with_address
-    from launch.ray_stop import Stopping
+    from launch.ray_driver import Stopping
+    from launch.ray_own import check_installed, check_ranks, own_ray, with_address
 
     config = with_address(config)
     maker = started_by()

@@ -29,7 +29,7 @@ from fsdp.run.evaluate import Outcome
 from fsdp.run.loop import train as train_rank
 
 if TYPE_CHECKING:
-    from launch.ray_worker import LocalReporter, RayReporter
+    from launch.ray_worker import RayReporter
 
 
 def load_config(flags: Sequence[str] = (), **values: Any) -> Config:
@@ -81,12 +81,10 @@ def _is_ray_worker() -> bool:
     import ray.train
 
     try:
-        return bool(ray.train.get_context().get_world_size())
-    except (
-        RuntimeError,
-        DeprecationWarning,
-    ):  # a driver or an actor; Ray raises the latter in a trial of Tune
-        return False
+        ray.train.get_context().get_storage()
+    except (RuntimeError, DeprecationWarning, NotImplementedError):
+        return False  # a driver or an actor, a trial of Tune, Ray's local mode
+    return True
 
 
 class ReportedTraining(own_loop.Training):
@@ -95,40 +93,33 @@ class ReportedTraining(own_loop.Training):
     def __init__(
         self, config: Config, env: DistEnv, model: Sharded, optimizer: torch.optim.Optimizer
     ) -> None:
-        self._ray = _ray_reporter(env) if _is_ray_worker() else None
-        config = _with_storage(config) if self._ray is not None else config
+        self._ray: RayReporter | None = None
+        if _is_ray_worker():
+            from launch.ray_worker import RayReporter
+
+            self._ray, config = RayReporter(env.rank), _with_storage(config)
         super().__init__(config, env, model, optimizer, self._ray)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        from launch.ray_worker import checkpoints_of
-
         super().__exit__(kind, error, trace)
         if self._ray is not None and error is None:
-            self._ray.close(checkpoints_of(self._config, self._run.path))
+            self._ray.close(self._config, self._run.path)
 
 
 Training = ReportedTraining
 
 
 def _train_in_ray(config: Config, reporter: Reporter | None) -> Outcome:
-    from launch.ray_worker import checkpoints_of, dist_env, is_local_mode
+    from launch.ray_worker import RayReporter, dist_env
 
-    env = from_environment(device=config.run.device) if is_local_mode() else dist_env()
-    config = _with_storage(config)
-    if reporter is not None:
-        return train_rank(config, env, reporter, process_ends=True)
-    own = _ray_reporter(env)
-    outcome = train_rank(config, env, own, process_ends=not is_local_mode())
-    own.close(checkpoints_of(config, outcome.run_dir))
+    env, config = dist_env(), _with_storage(config)
+    ray_reporter = RayReporter(env.rank) if reporter is None else None
+    outcome = train_rank(config, env, reporter or ray_reporter, process_ends=True)
+    if ray_reporter is not None:
+        ray_reporter.close(config, outcome.run_dir)
     return outcome
-
-
-def _ray_reporter(env: DistEnv) -> RayReporter | LocalReporter:
-    from launch.ray_worker import LocalReporter, RayReporter, is_local_mode
-
-    return LocalReporter() if is_local_mode() else RayReporter(env.rank)
 
 
 def _with_storage(config: Config) -> Config:
@@ -137,9 +128,9 @@ def _with_storage(config: Config) -> Config:
     """
     import ray.train
 
-    from launch.ray_worker import is_local_mode, storage_place
+    from launch.ray_worker import storage_place
 
-    if config.run.dir or is_local_mode():
+    if config.run.dir:
         return config
     place = storage_place(ray.train.get_context().get_storage())
     if not is_url(place):

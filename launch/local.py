@@ -39,7 +39,7 @@ from fsdp.rundir.paths import RunDir
 from launch import guard, slurm_job
 from launch.marker import Marker
 from launch.policy import EXIT_INTERRUPTED, Act, Allocation, End, Kind, Past, decide
-from launch.ray_check import refuse_ray
+from launch.ray_own import refuse_ray
 
 GRACE_S = 0.5
 """After a rank's death most others end by themselves, on a broken connection; one that waits for a device is

@@ -1,4 +1,4 @@
-"""One Ray worker as one rank: its DistEnv, its Reporter, and its errors in a picklable form.
+"""One Ray worker as one rank that trains or predicts: its DistEnv, its Reporter, and its errors, picklable.
 
 Ray has created the process group and runs the function on another thread than the main one: the driver
 handles signals.
@@ -6,12 +6,15 @@ handles signals.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import os
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ import torch
 
 from fsdp.base.errors import LaunchError, ShardrunError
 from fsdp.base.object_client import is_url
+from fsdp.base.streams import PrintableFormatter
 from fsdp.checkpoint.inspect import scan
 from fsdp.checkpoint.open_store import open_store
 from fsdp.config import Config
@@ -29,10 +33,10 @@ from fsdp.dist.lost_peer import is_peer_failure
 from fsdp.run.evaluate import Outcome
 from fsdp.run.loop import train
 from launch.guard import failure_of
+from launch.marker import Failure
 from launch.policy import Kind
 from launch.ray_failure import RankFailed
-from launch.ray_output import redirect_output
-from launch.ray_settings import threads_of
+from launch.ray_own import threads_of
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 BEAT_S = 1.0
@@ -50,30 +54,54 @@ class WorkerTask:
     """The driver's working directory: relative paths in flags refer to it."""
 
 
-def work(given: Mapping[str, Any]) -> Outcome:
-    """train_loop_per_worker."""
-    import ray.train
-
-    task = WorkerTask(**given)
-    rank = ray.train.get_context().get_world_rank()
-    redirect_output(task.logs, rank, f"{time.time():.0f}-{os.getpid()}")
-    # Ray has imported torch before it sets the variable
-    torch.set_num_threads(threads_of(os.environ["OMP_NUM_THREADS"]) or 1)
-    if task.folder.is_dir():
-        os.chdir(task.folder)
+def work(task: Mapping[str, Any]) -> Outcome:
+    """train_loop_per_worker: WorkerTask's fields."""
+    rank = _begin(task)
     try:
         env = dist_env()
         reporter = RayReporter(env.rank)
-        outcome = train(task.config, env, reporter, process_ends=True)
-        reporter.close(checkpoints_of(task.config, task.run))
+        outcome = train(task["config"], env, reporter, process_ends=True)
+        reporter.close(task["config"], task["run"])
     except Exception as error:
         raise rank_failure(rank, error) from None
     return outcome
 
 
-def checkpoints_of(config: Config, run: Path) -> str:
-    place = config.checkpoint.dir or str(run / "checkpoints")
-    return place.rstrip("/") if is_url(place) else str(Path(place).absolute())
+def predict(task: Mapping[str, Any]) -> str:
+    """train_loop_per_worker of a prediction: what this rank prints; rank 0's is the answer."""
+    from fsdp.predict.__main__ import answer_as_rank
+
+    rank = _begin(task)
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            answer_as_rank(task["argv"], dist_env())
+    except Exception as error:
+        raise rank_failure(rank, error) from None
+    return printed.getvalue()
+
+
+def _begin(task: Mapping[str, Any]) -> int:
+    """This worker's rank. Its output and log go to files, line by line, which the driver follows."""
+    import ray.train
+
+    rank: int = ray.train.get_context().get_world_rank()
+    task["logs"].mkdir(parents=True, exist_ok=True)
+    name = f"rank-{rank}.{time.time():.0f}-{os.getpid()}"
+    sys.stdout, sys.stderr = (
+        (task["logs"] / f"{name}.{ending}").open("a", buffering=1, encoding="utf-8")
+        for ending in ("out", "err")
+    )
+    # Ray's errors reach the driver as an exception
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
+    logging.lastResort = logging.StreamHandler(sys.stderr)
+    logging.lastResort.setFormatter(PrintableFormatter())
+    logging.lastResort.setLevel(logging.WARNING)
+    # Ray has imported torch before it sets the variable
+    torch.set_num_threads(threads_of(os.environ["OMP_NUM_THREADS"]) or 1)
+    if task["folder"].is_dir():
+        os.chdir(task["folder"])
+    return rank
 
 
 SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "az"}
@@ -91,23 +119,10 @@ def storage_place(storage: Any) -> str:
 def rank_failure(rank: int, error: Exception) -> RankFailed:
     """The error of a rank, as the driver receives it."""
     if is_peer_failure(error):
-        return RankFailed(rank, "another rank is gone", LaunchError.exit_code, Kind.DIED, True, "")
-    failure = failure_of(error)
+        gone = Failure(Kind.DIED, LaunchError.exit_code, "another rank is gone", echo=True)
+        return RankFailed(rank, gone, "")
     trace = "" if isinstance(error, ShardrunError) else traceback.format_exc()
-    return RankFailed(rank, failure.message, failure.code, failure.kind, failure.echo, trace)
-
-
-def is_local_mode() -> bool:
-    """Whether this is no worker: with ScalingConfig(num_workers=0) Ray calls the function in the driver's
-    process, or in the processes of torchrun.
-    """
-    import ray.train
-
-    try:
-        ray.train.get_context().get_storage()
-    except NotImplementedError:
-        return True
-    return False
+    return RankFailed(rank, failure_of(error), trace)
 
 
 def dist_env() -> DistEnv:
@@ -187,17 +202,19 @@ class RayReporter:
     def should_stop(self) -> str | None:
         return self._reason
 
-    def close(self, checkpoints: str) -> None:
-        """Make the last reports; call it on every rank after the last step. `checkpoints`: their folder or
-        URL. Ray takes none outside its storage.
+    def close(self, config: Config, run: Path) -> None:
+        """Make the last reports; call it on every rank after the last step. Ray takes no checkpoints outside
+        its storage.
         """
+        place = config.checkpoint.dir or str(run / "checkpoints")
+        place = place.rstrip("/") if is_url(place) else str(Path(place).absolute())
         kept: list[tuple[str, dict[str, Any]]] = []
-        if self._rank == 0 and checkpoints.startswith(f"{self._place}/"):
-            folder = self._path + checkpoints.removeprefix(self._place)
+        if self._rank == 0 and place.startswith(f"{self._place}/"):
+            folder = self._path + place.removeprefix(self._place)
             kept = [
-                (f"{folder}/{one.folder}", dict(one.manifest.metrics))
-                for one in scan(open_store(checkpoints))
-                if one.manifest is not None
+                (f"{folder}/{checkpoint.folder}", dict(checkpoint.manifest.metrics))
+                for checkpoint in scan(open_store(place))
+                if checkpoint.manifest is not None
             ]
         with self._lock:
             self._kept = kept[:MOST_CHECKPOINTS]  # the newest first
@@ -231,15 +248,13 @@ class RayReporter:
         """Rank 0: wait for BEAT_S or the end."""
         self._news.wait(BEAT_S)
         with self._lock:
-            if not self._over:
-                metrics_or_none = None if self._reported else dict(self._latest)
-                self._reported = True
-                return metrics_or_none, None, False
-            if not self._kept:
-                return (None if self._reported else dict(self._latest)), None, True
+            news = None if self._reported else dict(self._latest)
+            self._reported = True
+            if not self._over or not self._kept:
+                return news, None, self._over
             checkpoint, metrics = self._kept.pop()
             if not self._kept:  # the newest
-                metrics, self._reported = {**metrics, **self._latest}, True
+                metrics = {**metrics, **self._latest}
             return metrics, checkpoint, not self._kept
 
     def _report_to_ray(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
@@ -257,24 +272,5 @@ class RayReporter:
     def _forget_list(self) -> None:
         """Rank 0: remove Ray's list, which Ray writes at each report of a checkpoint."""
         if self._rank == 0:
-            with suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):
                 self._filesystem.delete_file(f"{self._path}/{SNAPSHOT}")
-
-
-class LocalReporter:
-    """For Ray's local mode, which keeps the newest report of each process for its Result."""
-
-    def __init__(self) -> None:
-        self._latest: dict[str, Any] = {}
-
-    def report(self, metrics: Mapping[str, float], checkpoint: str | None = None) -> None:
-        import ray.train
-
-        self._latest |= metrics
-        ray.train.report(self._latest | ({"checkpoint": checkpoint} if checkpoint else {}))
-
-    def should_stop(self) -> str | None:
-        return None
-
-    def close(self, checkpoints: str) -> None:
-        return None

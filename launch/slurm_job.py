@@ -47,6 +47,8 @@ from launch.policy import (
 
 REQUEUE, AGAIN = 85, 86
 """The exit statuses of these decisions; any other is the job's own exit code."""
+SAVED = End(Kind.PREEMPTED, why="its ranks have ended with 0")
+"""Where no marker says why."""
 _SEE_ABOVE = "see the error above"
 LONGEST_REASON = 4096
 """Characters read of RUN/STOPPED."""
@@ -71,41 +73,25 @@ def judge(
     """Decide what follows the last start. A crash or a missed rendezvous is recorded in the history.
 
     A start that was refused wrote nothing: the records are those of the job that refused it, which may have
-    finished or stopped since.
+    finished or stopped since. Where the run directory cannot be read, ranks that end with 0 have saved and
+    the job is requeued: a run that is done ends again at once, and `scancel` is final in Slurm itself.
     """
-    if code == EXIT_REFUSED and _marker(run).read() is None:
+    marker = Marker(run, os.environ.get(TOKEN, ""))
+    if code == EXIT_REFUSED and marker.read() is None:
         return decide(End(Kind.REFUSED, why=_SEE_ABOVE), Past(), allocation)
-    after_this_try = job_start(
-        {**os.environ, "SHARDRUN_TRY": str(int(os.environ.get("SHARDRUN_TRY", "0")) + 1)}
-    )
+    next_try = {"SHARDRUN_TRY": str(int(os.environ.get("SHARDRUN_TRY", "0")) + 1)}
     decision = None
     try:
-        with holding(run, after_this_try):
-            decision = _judge(run, job, restart, code, allocation, unmet)
+        with holding(run, job_start({**os.environ, **next_try})):
+            end, past = _end(run, marker, job, restart, code, unmet)
+            decision = decide(end, past, allocation)
     except RefusedError as error:
         return decide(End(Kind.REFUSED, why=str(error)), Past(), allocation)
     except (ShardrunError, OSError) as error:
-        decision = decision or (None if unmet else _judge_without_records(run, code, allocation))
-        if decision is None:
+        if decision is None and (code or unmet):
             raise as_error(run, error) from None
         print_line(f"{without_hint(as_error(run, error))} What follows does not depend on it.")
-    return decision
-
-
-def _judge_without_records(run: RunDir, code: int, allocation: Allocation) -> Decision | None:
-    """The decision where the run directory, or the store that has it, cannot be locked or read; None for a
-    failure, whose repetition the records would show.
-
-    Ranks that end with 0 have saved. Where their marker cannot be read either, the job is requeued: a run
-    that is done ends again at once, and `scancel` is final in Slurm itself.
-    """
-    try:
-        end = _requested_end(run)
-    except OSError:
-        end = None
-    if end is None and code == 0:
-        end = End(Kind.PREEMPTED, why="its ranks have ended with 0")
-    return None if end is None else decide(end, Past(), allocation)
+    return decision or decide(SAVED, Past(), allocation)
 
 
 def as_error(run: RunDir, error: Exception) -> ShardrunError:
@@ -115,26 +101,25 @@ def as_error(run: RunDir, error: Exception) -> ShardrunError:
     return CheckpointError(f"{run.path} cannot be read or written: {error}.", hint)
 
 
-def _judge(run: RunDir, job: str, restart: int, code: int, allocation: Allocation, unmet: bool) -> Decision:
+def _end(run: RunDir, marker: Marker, job: str, restart: int, code: int, unmet: bool) -> tuple[End, Past]:
     events = history.events(run)
     past = past_of(events, job, restart)
     if unmet:
         history.record_unmet(run, job=job)
-        return decide(End(Kind.UNMET), past, allocation)
-    requested = _requested_end(run) or (_recorded_end(events) if code == 0 else None)
-    if requested is not None:
-        return decide(requested, past, allocation)
-    end = end_of(run, _marker(run), code, starting=_failed_while_starting(events))
-    history.record_crash(
-        run,
-        job=job,
-        restart=restart,
-        step=end.step,
-        code=end.code,
-        kind=end.kind.name,
-        starting=end.starting,
-    )
-    return decide(end, past, allocation)
+        return End(Kind.UNMET), past
+    end = _requested_end(run) or (SAVED if code == 0 else None)
+    if end is None:
+        end = end_of(run, marker, code, starting=_failed_while_starting(events))
+        history.record_crash(
+            run,
+            job=job,
+            restart=restart,
+            step=end.step,
+            code=end.code,
+            kind=end.kind.name,
+            starting=end.starting,
+        )
+    return end, past
 
 
 def _requested_end(run: RunDir) -> End | None:
@@ -147,19 +132,6 @@ def _requested_end(run: RunDir) -> End | None:
         text = file.read(LONGEST_REASON)
     reason = text.partition(" at step ")[0].strip()
     return End(kind_of_stop(reason), why=reason)
-
-
-def _recorded_end(events: Sequence[Event]) -> End | None:
-    """The same from the history, for a start whose marker could not be written."""
-    last = next((one for one in reversed(events) if one["event"] != "planned"), {})
-    if last.get("how") == Ending.FINISHED:
-        return End(Kind.DONE)
-    reason = str(last.get("why"))
-    return End(kind_of_stop(reason), why=reason) if last.get("how") == Ending.STOPPED else None
-
-
-def _marker(run: RunDir) -> Marker:
-    return Marker(run, os.environ.get(TOKEN, ""))
 
 
 def end_of(run: RunDir, marker: Marker, code: int, *, starting: bool) -> End:
@@ -182,15 +154,10 @@ def hang_ended_newest_start(run: RunDir) -> bool:
 def past_of(events: Sequence[Event], job: str, restart: int) -> Past:
     """The past of this job alone: the same command submitted again has new restarts."""
     crashes = [event for event in events if event["event"] == "crash" and event["job"] == job]
+    kinds = [Kind.__members__.get(str(event.get("kind")), Kind.DIED) for event in crashes]
     ends = [
-        # histories of older versions lack these two fields
-        End(
-            Kind.__members__.get(str(event.get("kind")), Kind.DIED),
-            event["step"],
-            bool(event.get("starting", False)),
-            event["code"],
-        )
-        for event in crashes
+        End(kind, event["step"], bool(event.get("starting")), event["code"])
+        for kind, event in zip(kinds, crashes, strict=True)
     ]
     unmet = 1
     while unmet <= len(events) and events[-unmet]["event"] == "unmet":
@@ -201,10 +168,9 @@ def past_of(events: Sequence[Event], job: str, restart: int) -> Past:
 
 def _failed_while_starting(events: Sequence[Event]) -> bool:
     """Whether the newest try has not recorded a start: the last one has its end, and that is no failure."""
+    ends = ("start", "crash", "lost", "unmet")
     for event in reversed(events):
-        if event["event"] == "end" and event.get("how") != Ending.FAILED:
-            return True
-        if event["event"] in ("start", "crash", "lost", "unmet"):
+        if event["event"] in ends or (event["event"] == "end" and event.get("how") != Ending.FAILED):
             return bool(event["event"] != "start")
     return True
 
@@ -280,25 +246,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, flags = _parser().parse_known_args(argv)
     try:
         if options.command == "begin":
-            run = begin(
-                flags,
-                options.default_run_dir,
-                log=options.log,
-                idle_gpus=int(options.idle_gpus or 0),
-                dry_run=options.dry_run,
-            )
-            print(run.path)
+            gpus, folder = int(options.idle_gpus or 0), options.default_run_dir
+            print(begin(flags, folder, log=options.log, idle_gpus=gpus, dry_run=options.dry_run).path)
             return 0
-        run = open_run(options.run)
+        run, start = open_run(options.run), {name: vars(options)[name] for name in ("job", "restart", "code")}
         allocation = Allocation(requeue=not options.no_requeue, again=not options.no_again)
-        decision = judge(
-            run,
-            job=options.job,
-            restart=options.restart,
-            code=options.code,
-            allocation=allocation,
-            unmet=options.unmet,
-        )
+        decision = judge(run, **start, allocation=allocation, unmet=options.unmet)
     except ShardrunError as error:
         print_line(str(error))
         return error.exit_code

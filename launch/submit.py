@@ -41,7 +41,7 @@ from fsdp.config.command_line import CommandParser, prints_errors, whole_number
 from fsdp.rundir import paths
 from fsdp.rundir.paths import RunDir, writing
 from launch import rendezvous
-from launch.ray_check import refuse_ray
+from launch.ray_own import refuse_ray
 from launch.slurm_request import Request, check, read_options
 
 if TYPE_CHECKING:  # imported where a job is made: --help works without it

@@ -21,7 +21,7 @@ meet)
         --port "$MASTER_PORT" --token "$SHARDRUN_TOKEN" --timeout-s "$SHARDRUN_TIMEOUT_S"
     ;;
 check)
-    exec python -m launch.check_node --node "$SLURMD_NODENAME" --run "$SHARDRUN_RUN" --ranks "$SHARDRUN_RANKS_PER_NODE"
+    exec python -m launch.node check "$SLURMD_NODENAME" "$SHARDRUN_RUN" "$SHARDRUN_RANKS_PER_NODE"
     ;;
 ranks)
     shift
@@ -35,7 +35,7 @@ ranks)
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: '
     logs=(--tee=3 --log-dir="$SHARDRUN_RUN/logs/ranks")
     [ -z "${SHARDRUN_DRY_RUN:-}${SHARDRUN_PREFLIGHT:-}" ] || logs=()
-    exec python -m launch.agent \
+    exec python -m launch.node ranks \
         --nnodes="$SLURM_STEP_NUM_NODES" --nproc-per-node="$SHARDRUN_RANKS_PER_NODE" --max-restarts=0 \
         --rdzv-backend=c10d --rdzv-id="$SHARDRUN_TOKEN" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
         --rdzv-conf="is_host=$((SLURM_NODEID == 0)),join_timeout=$SHARDRUN_TIMEOUT_S" --local-addr="$address" \

@@ -116,7 +116,7 @@ WITHOUT_TENSORS = {
     "fsdp/record/recorder.py": 1,
     "fsdp/checkpoint/inspect.py": 1,
     "fsdp/tokenize/sources.py": 1,
-    "launch/ray_output.py": 1, "launch/ray_stop.py": 2, "launch/ray_worker.py": 1,
+    "launch/ray_driver.py": 3, "launch/ray_worker.py": 1,
 }  # fmt: skip
 """Threads that read files, sockets and signals, and touch no tensor: how many a file starts."""
 WITH_TENSORS = {

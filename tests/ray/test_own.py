@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 import subprocess
 import sys
@@ -13,9 +14,8 @@ from fsdp.base.errors import ConfigError, LaunchError
 from fsdp.config import load
 from fsdp.rundir.paths import choose
 from launch import ray_cluster, ray_own
-from launch.ray_own import _own_folder
-from launch.ray_resources import Workers, _room_hint
-from launch.ray_settings import with_address
+from launch.ray_cluster import Workers
+from launch.ray_own import with_address
 from tests.ray.cluster import REPOSITORY, clean_environment
 
 pytestmark = pytest.mark.ray
@@ -66,10 +66,21 @@ def test_one_that_fails_twice_is_told_in_a_line_with_its_logs_kept(tmp_path: Pat
     line = r"train\.py: Ray did not start here, 2 times: .* HINT: .*ulimit -n.*"
     found = re.fullmatch(line + r"its logs are in (\S+) until the next start", last)
     assert found is not None, done.stderr
-    logs = Path(found[1])
-    assert any(logs.glob("gcs_server.*"))
-    with _own_folder(logs.parent.parent):  # what a next start begins with
-        assert not logs.exists()
+    folder = Path(found[1])
+    assert any(folder.glob("session_latest/logs/gcs_server.*"))
+    ray_own._remove_folders_of_killed_drivers(folder.parent)  # what a next start begins with
+    assert not folder.exists()
+
+
+def test_what_a_killed_driver_left_is_removed_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    for name in ("ray-killed", "ray-living"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ray_own.HELD).touch()
+    (tmp_path / "ray-of-somebody").mkdir()
+    with (tmp_path / "ray-living" / ray_own.HELD).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ray_own._remove_folders_of_killed_drivers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ray-living", "ray-of-somebody"]
 
 
 def test_ray_s_folder_is_the_first_that_can_be_written_and_is_short(
@@ -79,7 +90,7 @@ def test_ray_s_folder_is_the_first_that_can_be_written_and_is_short(
     writable = {"/dev/shm"}
     monkeypatch.setattr(ray_own.os, "access", lambda place, _: place in writable)
     monkeypatch.setattr(ray_own.tempfile, "gettempdir", lambda: str(tmp_path / ("long" * 10)))
-    assert ray_own._short_tmp() == "/dev/shm"
+    assert ray_own._short_tmp() == Path("/dev/shm")
     writable.clear()
     with pytest.raises(LaunchError, match=r"Ray's sockets need a folder .* HINT: TMPDIR=/FOLDER python"):
         ray_own._short_tmp()
@@ -110,23 +121,7 @@ def test_the_address_is_that_of_the_flag_or_of_the_environment(
 def test_a_worker_s_threads(given: str, cpus: float, threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenMP takes a list, one number for each level of nested regions."""
     monkeypatch.setenv("OMP_NUM_THREADS", given)
-    assert Workers(2, 2, cpus, 0.0).threads == threads
-
-
-@pytest.mark.parametrize(
-    ("address", "places", "hint"),
-    [
-        ("", 2, "--ray.num_workers 2, or --ray.cpus_per_worker 0.6666"),
-        ("", 0, "--ray.cpus_per_worker 0.6666"),
-        ("head:6379", 2, "--ray.num_workers 2, or add nodes"),
-    ],
-)
-def test_a_machine_with_fewer_cpus_than_workers_takes_shares_of_them(
-    address: str, places: int, hint: str
-) -> None:
-    """Nodes can be added to a cluster, and not to a Ray of one's own."""
-    section = load(["--ray.address", address, "--ray.num_workers", "3"]).ray
-    assert _room_hint(section, [{"CPU": 2.0}], places, low=3, gpus=0.0) == hint
+    assert Workers(2, 2, cpus, 0.0).environment == {"OMP_NUM_THREADS": threads}
 
 
 def test_a_run_in_the_folder_that_a_job_of_ray_deletes_is_refused(

@@ -22,16 +22,16 @@ def test_a_rank_s_own_error_is_reported_before_secondary_ones() -> None:
     lost = rank_failure(0, RuntimeError("gloo/transport/tcp/pair.cc: Connection reset by peer"))
     heard = rank_failure(1, OtherRankFailed(2, "no", 5))
     knows = rank_failure(2, TrainingError("step 3: loss nan.", "--optim.lr lower"))
-    failure = first_failure({0: lost, 1: heard, 2: knows})
+    failure, _ = first_failure({0: lost, 1: heard, 2: knows})
     assert failure.message == "rank 2: step 3: loss nan. HINT: --optim.lr lower"
-    assert (failure.exit_code, failure.kind) == (5, Kind.FINAL)
+    assert (failure.code, failure.kind) == (5, Kind.FINAL)
 
 
 def test_a_death_is_reported_before_secondary_errors_and_restarted() -> None:
     from launch.ray_failure import first_failure
     from launch.ray_worker import rank_failure
 
-    failure = first_failure(
+    failure, _ = first_failure(
         {
             0: rank_failure(0, RuntimeError("NCCL communicator was aborted")),
             1: OSError("The actor died.\nlong"),
@@ -79,4 +79,5 @@ def test_a_refusal_is_final(tmp_path: Path) -> None:
     }
     with pytest.raises(RunEnded) as given_up:
         FailurePolicy(tmp_path, tmp_path, max_failures=5).after_exception(None, dict(refused))
-    assert given_up.value.args[1:3] == (4, Kind.REFUSED)
+    failure = given_up.value.failure
+    assert (failure.code, failure.kind) == (4, Kind.REFUSED)

@@ -287,7 +287,7 @@ def rank_pid(job: Job, node: str, rank: int) -> int:
         for name in ("RANK", "SLURM_PROCID")
         for pid in job.cluster.pids(node, f"{name}={rank}")
         if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        and b"launch.agent" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        and b"launch.node" not in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     assert found, f"rank {rank} of job {job.id} is not on {node}\n{job.log()}"
     return found[0]

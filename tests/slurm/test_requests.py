@@ -30,7 +30,7 @@ PYTHON = """#!/bin/sh
 # The clone's .venv. The ranks of a job are printed instead of started, if RANKS=printed.
 if [ "$RANKS" = printed ]; then
     case " $* " in
-    *" launch.agent "*) echo "ranks: $*"; mkdir -p "$SHARDRUN_RUN"; : >"$SHARDRUN_RUN/DONE"; exit ;;
+    *" launch.node ranks "*) echo "ranks: $*"; mkdir -p "$SHARDRUN_RUN"; : >"$SHARDRUN_RUN/DONE"; exit ;;
     esac
 fi
 echo "the clone's python: $*" >&2
@@ -197,7 +197,7 @@ def test_a_printed_sbatch_starts_a_rank_for_each_gpu(large: dict[str, Ended], na
     job = large[name]
     assert job.state == "COMPLETED", job.log
     assert "4 nodes × 8 ranks on n1 n2 n3 n4" in job.log
-    started = re.findall(r"^ranks: -m launch\.agent --nnodes=4 --nproc-per-node=8 .*", job.log, re.MULTILINE)
+    started = re.findall(r"^ranks: -m launch\.node ranks --nnodes=4 --nproc-per-node=8 .*", job.log, re.MULTILINE)
     assert len(started) == 4
     assert all(f"--config recipes/text.toml{flags}" in line for line in started)
 

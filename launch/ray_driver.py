@@ -1,20 +1,24 @@
-"""The driver's stop signals: they become the ranks' stop file, or end a driver whose ranks have not started.
+"""The driver's terminal: stop signals become the ranks' stop file, and the ranks' output is printed.
 
 When a process connects, Ray's core replaces the handler of SIGTERM by one that prints a trace and aborts. So
 the signals are blocked, in every thread, from the driver's start until its handlers are installed after that;
-a thread waits for them meanwhile.
+a thread waits for them meanwhile, and ends a driver whose ranks have not started.
+
+Each rank writes files of its own in RUN/logs, which a thread follows: Ray's own forwarding (every worker's
+lines, prefixed, sometimes twice) is switched off. All nodes share the run directory.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from fsdp.base.errors import ShardrunError
 from fsdp.base.phases import stop_signals
@@ -22,7 +26,7 @@ from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir, write_atomically
 from launch.policy import EXIT_INTERRUPTED
 
-POLL_S = 0.2
+POLL_S, FOLLOW_S = 0.2, 0.1
 SECOND_SIGINT_S = 1.0
 
 
@@ -52,8 +56,8 @@ class Stopping:
     def _await(self) -> None:
         """End the process, which may import or wait in Ray's core for minutes."""
         while not self._connected:
-            if (found := signal.sigtimedwait(stop_signals(), POLL_S)) is not None:
-                error = self._early(found.si_signo)
+            if (received := signal.sigtimedwait(stop_signals(), POLL_S)) is not None:
+                error = self._early(received.si_signo)
                 os.write(2, f"train.py: {error}\n".encode())
                 os._exit(error.exit_code)
 
@@ -61,8 +65,8 @@ class Stopping:
         """Call it when Ray has connected."""
         self._connected = True
         self._thread.join()
-        for one in stop_signals():
-            signal.signal(one, self._record)
+        for number in stop_signals():
+            signal.signal(number, self._record)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
 
     def _record(self, number: int, frame: FrameType | None) -> None:
@@ -107,3 +111,56 @@ class Stopping:
         if errors:
             raise errors[0]
         return values[0]
+
+
+class Follower:
+    """Copies new whole lines of the folder's files to this process's stdout and stderr, until `close`."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._read = folder, dict[Path, int]()
+        self._live = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="output", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Print all that has been written by now, and stop."""
+        self._over.set()
+        self._thread.join()
+        self._print_new(to_the_end=True)
+        if self._live:
+            print(flush=True)
+
+    def _follow(self) -> None:
+        while not self._over.wait(FOLLOW_S):
+            self._print_new()
+
+    def _print_new(self, to_the_end: bool = False) -> None:
+        # .err before .out: the log of a start precedes its first step
+        for ending, stream in ((".err", sys.stderr), (".out", sys.stdout)):
+            for path in sorted(self._folder.glob(f"*{ending}")):
+                if text := self._new_text(path, to_the_end):
+                    self._show(text, stream)
+
+    def _show(self, text: str, stream: TextIO) -> None:
+        """Print the text; on a terminal a progress line replaces the previous one."""
+        if not sys.stdout.isatty():
+            stream.write(text)
+            stream.flush()
+            return
+        for line in text.splitlines():
+            live = line.startswith("step ")
+            start = "\r\x1b[2K" if live else "\n" * self._live
+            stream.write(start + line + "\n" * (not live))
+            self._live = live
+        stream.flush()
+
+    def _new_text(self, path: Path, to_the_end: bool) -> str:
+        with path.open("rb") as file:
+            file.seek(self._read.get(path, 0))
+            data = file.read()
+        if not to_the_end:
+            data = data[: data.rfind(b"\n") + 1]
+        self._read[path] = self._read.get(path, 0) + len(data)
+        return data.decode("utf-8", errors="replace")
