@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -69,17 +68,6 @@ def test_a_controller_that_dies_before_the_ranks_start_is_started_again(
     assert "Traceback" not in driver.err
 
 
-@pytest.mark.long
-def test_a_controller_that_dies_later_ends_the_driver_in_a_line(tmp_path: Path, undisturbed: Run) -> None:
-    driver = Driver(tmp_path / "run", *SLOWLY)
-    driver.until_resumable(6)
-    kill_controller(driver)
-    assert driver.wait() == 3, driver.said()
-    assert "train.py: Ray's TrainController died: " in driver.err.splitlines()[-1]
-    assert "Traceback" not in driver.err
-    check_whole(Driver(tmp_path / "run", *SLOWLY).finish(), undisturbed)
-
-
 def test_a_signal_to_the_process_group_saves_with_a_ray_of_its_own(tmp_path: Path) -> None:
     """As `timeout` and a closed terminal send it. Ray's processes are in a session of their own."""
     home = tmp_path / "home"
@@ -114,20 +102,6 @@ def test_a_signal_before_the_ranks_start_ends_the_driver_in_a_line(tmp_path: Pat
     stopped = RunDir(tmp_path / "joined").stopped.read_text()
     assert stopped == "SIGTERM at step 0\n", "a Slurm job is requeued"
     eventually("no process left", lambda: not pids_with(own.marker), 60)
-
-
-@pytest.mark.long
-def test_ctrl_c_again_leaves_at_once(tmp_path: Path) -> None:
-    driver = Driver(tmp_path / "run", *SLOWLY, "--data.args.seconds", "5")
-    driver.until(1)
-    driver.signal(signal.SIGINT)
-    asked = time.monotonic()
-    eventually("the stop file", (driver.run.path / "STOP").exists, 60)
-    while time.monotonic() < asked + 1.2:  # what comes within a second is taken for the same key
-        time.sleep(0.1)
-    driver.signal(signal.SIGINT)
-    assert driver.wait(60) == 130, driver.said()
-    eventually("no process left", lambda: not pids_with(driver.marker), 60)
 
 
 def test_a_mistake_is_found_before_any_ray_starts(tmp_path: Path) -> None:

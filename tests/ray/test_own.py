@@ -139,11 +139,6 @@ def test_a_run_in_the_folder_that_a_job_of_ray_deletes_is_refused(
     assert choose(load(["--run.dir", str(tmp_path)])).path == tmp_path
 
 
-def test_the_dashboard_s_address_is_not_taken_for_a_ray_of_ones_own() -> None:
-    with pytest.raises(ConfigError, match=r"^--ray\.address http://h:8265 is the address of Ray's dashboard"):
-        with_address(load(["--backend", "ray", "--ray.address", "http://h:8265"]))
-
-
 def test_a_cluster_that_wants_a_token_and_a_client_that_is_not_installed_are_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-from fsdp.base.errors import ConfigError, RefusedError
+from fsdp.base.errors import RefusedError
 from fsdp.rundir import history, lock, paths
 from fsdp.rundir.paths import RunDir
 from launch import policy, slurm_job
@@ -54,24 +54,6 @@ def away(*words: object, **more: object) -> NoReturn:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_a_run_that_has_saved_is_requeued_where_its_directory_cannot_be_locked(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reach(run, 10)
-    stopped(run, 10, "SIGTERM")
-    monkeypatch.setattr(lock, "_write", away)
-    assert judge(run).act is Act.REQUEUE
-    said = capsys.readouterr().err
-    assert said == (
-        f"{run.path / 'CLAIM'} cannot be written (Input/output error). What follows does not depend on it.\n"
-    )
-    run.stopped.write_text("the stop file at step 10\n")
-    assert (judge(run).act, judge(run).code) == (Act.END, 0), "a person asked"
-    run.stopped.unlink()
-    with pytest.raises(ConfigError, match="CLAIM cannot be written"):
-        judge(run)
-
-
 def test_a_run_that_has_saved_is_requeued_where_its_directory_cannot_be_read(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,27 +70,6 @@ def test_a_run_that_has_saved_is_requeued_where_its_directory_cannot_be_read(
     run.stopped.unlink()
     assert slurm_job.main([*words, "1"]) == 4
     assert f"{run.path} cannot be read or written: [Errno 5]" in capsys.readouterr().err
-
-
-def test_a_decision_stands_where_the_lock_cannot_be_released(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As of a run directory in a store that is away by now: the crash is in the folder's history."""
-    reach(run, 10)
-    monkeypatch.setattr(lock.Locks, "release", away)
-    assert judge(run).act is Act.AGAIN
-    assert json.loads(run.history.read_text().splitlines()[-1])["event"] == "crash"
-
-
-@pytest.mark.parametrize(("reason", "act"), [("SIGTERM", Act.REQUEUE), ("the stop file", Act.END)])
-def test_a_stop_whose_marker_could_not_be_written_is_read_from_the_history(
-    run: RunDir, reason: str, act: Act
-) -> None:
-    reach(run, 10)
-    stopped(run, 10, reason)
-    run.stopped.unlink()
-    decision = slurm_job.judge(run, job="7", restart=0, code=0, allocation=Allocation(requeue=True))
-    assert decision.act is act
 
 
 def test_done_is_done(run: RunDir) -> None:
@@ -129,12 +90,6 @@ def test_a_job_without_requeue_says_that_it_is_not(run: RunDir) -> None:
     stopped(run, 10, "SIGUSR1")
     said = slurm_job.message(run, judge(run, requeue=False))
     assert said.startswith("stopped: SIGUSR1; this launcher does not requeue. Not requeued;")
-
-
-def test_the_command_that_continues_has_a_folder_with_a_space_in_quotes(tmp_path: Path) -> None:
-    run = paths.create(tmp_path / "my run")
-    stopped(run, 10, "SIGUSR1")
-    assert f"--run.dir '{run.path}' continues" in slurm_job.message(run, judge(run, requeue=False))
 
 
 def test_an_error_that_would_come_again_is_final_with_its_own_code(
@@ -217,15 +172,6 @@ def test_a_limit_too_short_for_one_step_is_not_requeued_for_ever(run: RunDir) ->
     assert acts == [Act.REQUEUE] * (policy.STOPS_WITHOUT_A_STEP - 1) + [Act.END]
 
 
-def test_a_step_in_between_starts_the_count_anew(run: RunDir) -> None:
-    for step in (10, 10, 10, 10, 11, 11):
-        reach(run, step, from_step=10 if step == 10 else 11)
-        stopped(run, step, "SIGTERM")
-    history.append(run.history, {"event": "start", "from_step": 11})
-    stopped(run, 12, "SIGTERM")
-    assert judge(run).act is Act.REQUEUE
-
-
 def test_an_error_is_tried_again_and_at_the_same_step_not_twice(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,23 +199,6 @@ def test_a_crash_while_starting_is_no_second_one_at_the_last_step(
     assert "before the first step of a start" in decision.why
 
 
-def test_a_crash_while_starting_after_a_preemption_is_no_crash_at_the_step_of_the_stop(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reach(run, 20)
-    stopped(run, 20, "SIGTERM")
-    assert judge(run).act is Act.REQUEUE
-    run.stopped.unlink()  # as `begin` does
-    fail(run, monkeypatch, Kind.ERROR, 1)
-    decision = judge(run, restart=1)
-    assert decision.why == "failed before the first step of a start"
-    # the next start fails in its first step: the first crash there
-    reach(run, 20, from_step=20)
-    history.append(run.history, {"event": "end", "step": 20, "why": "OSError: away", "how": "failed"})
-    decision = judge(run, restart=1)
-    assert (decision.act, decision.why) == (Act.AGAIN, "failed after step 20")
-
-
 def test_a_rank_that_dies_without_a_message_has_one_more_start(run: RunDir) -> None:
     acts = []
     for _ in range(3):
@@ -295,14 +224,6 @@ def test_the_same_command_again_is_a_new_job_with_new_chances(
     judge(run)
     reach(run, 20)
     assert judge(run, job="8").act is Act.AGAIN
-
-
-def test_a_history_from_before_the_kinds_were_written_is_read(run: RunDir) -> None:
-    for _ in range(2):
-        history.append(run.history, {"event": "start", "from_step": 0})
-        history.append(run.history, {"event": "crash", "job": "7", "restart": 0, "step": 20, "code": 1})
-    reach(run, 20)
-    assert judge(run).act is Act.END
 
 
 def test_nodes_that_met_once_and_do_not_now_are_requeued_a_few_times(run: RunDir) -> None:
@@ -333,24 +254,6 @@ def test_begin_takes_the_default_and_a_dry_run_touches_nothing(
     assert not Path(where).exists()
 
 
-def test_begin_takes_no_help_for_a_run_directory(capsys: pytest.CaptureFixture[str]) -> None:
-    """`sbatch slurm/fsdp.sbatch --help`: what begin prints is where the job runs."""
-    assert slurm_job.main(["begin", "--default-run-dir", "unused", "--help"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("--help is not a flag. HINT: ")
-
-
 def test_begin_says_a_wrong_flag_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert slurm_job.main(["begin", "--default-run-dir", "unused", "--train.stepps", "3"]) == 2
     assert "did you mean --train.steps" in capsys.readouterr().err
-
-
-def test_a_planned_run_whose_marker_is_missing_has_ended_all_the_same(run: RunDir) -> None:
-    """The comparison with the plan is the last line of its history."""
-    reach(run, 20)
-    history.append(run.history, {"event": "end", "step": 20, "why": "the last step", "how": "finished"})
-    history.append(run.history, {"event": "planned", "step": 20})
-    assert (
-        slurm_job.judge(run, job="7", restart=0, code=0, allocation=Allocation(requeue=True)).act is Act.END
-    )

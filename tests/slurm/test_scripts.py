@@ -204,22 +204,6 @@ def test_a_heterogeneous_job_is_refused(tmp_path: Path) -> None:
     assert facts_of(tmp_path, "JobId=20 Requeue=1 Restarts=0", SLURM_HET_SIZE="2").stdout.startswith("20 0 1")
 
 
-@pytest.mark.parametrize("ranks", ["gpu", "0", "-1", "8 "])
-def test_a_number_of_ranks_that_is_none_is_refused(ranks: str, tmp_path: Path) -> None:
-    found = facts_of(tmp_path, "", NPROC_PER_NODE=ranks)
-    assert found.returncode == 1
-    assert f"NPROC_PER_NODE={ranks} is not a number of ranks. HINT: NPROC_PER_NODE=8 sbatch" in found.stderr
-
-
-def test_cluster_env_may_load_what_uses_variables_that_are_not_set(tmp_path: Path) -> None:
-    """As `module load` and conda's activation do."""
-    (tmp_path / "cluster.env").write_text(
-        'false; : "$NOT_SET_ANYWHERE"; grep -q x /dev/null; NPROC_PER_NODE=3'
-    )
-    found = facts_of(tmp_path, "", CLUSTER_ENV=str(tmp_path / "cluster.env"))
-    assert found.stdout.startswith("20 0 3"), found.stderr
-
-
 @pytest.mark.parametrize(
     ("said", "address"),
     [
@@ -250,12 +234,6 @@ def test_another_word_in_front_is_refused_with_the_names() -> None:
     assert "dpp is not a strategy (ddp, fsdp, hsdp) or a recipe (" in said.stderr
     assert "llama-8b" in said.stderr
     assert "HINT: sbatch slurm/fsdp.sbatch ddp" in said.stderr
-
-
-def test_the_clusters_own_facts_are_all_commented() -> None:
-    """A fresh clone must run on any cluster; what each variable is for is said beside it."""
-    lines = (REPOSITORY / "slurm" / "cluster.env").read_text().splitlines()
-    assert all(line.startswith("#") or not line for line in lines)
 
 
 RECORD = "JobId=5 JobState={state} Requeue={requeue} BatchFlag=1 Command={home}/slurm/fsdp.sbatch"
@@ -296,15 +274,6 @@ def test_a_job_is_judged_by_its_record_and_without_one_as_if_it_runs(
         assert found.stdout.splitlines()[-1].endswith("--code 9")
 
 
-def test_a_controller_that_answers_late_is_asked_again(tmp_path: Path) -> None:
-    record = RECORD.format(state="RUNNING", requeue=1, home="/x")
-    found = judged(
-        tmp_path, f"[ -e {tmp_path}/asked ] && echo '{record}' && exit; touch {tmp_path}/asked; exit 1"
-    )
-    assert found.stdout.strip().endswith("--code 9")
-    assert "does not answer" not in found.stdout
-
-
 CANCELLED_WHILE_ASKED = "kill -TERM $PPID $$\necho '{record}'"
 """scancel's TERM comes to each process of a job: here to scontrol and to the subshell that started it."""
 
@@ -313,13 +282,6 @@ def test_a_job_cancelled_while_its_record_is_read_is_not_judged(tmp_path: Path) 
     record = RECORD.format(state="CANCELLED", requeue=1, home="/x")
     found = judged(tmp_path, CANCELLED_WHILE_ASKED.format(record=record))
     assert (found.returncode, found.stdout) == (9, "the job is CANCELLED: nothing more to do here\n")
-
-
-def test_signals_are_survived_again_after_the_judgement(tmp_path: Path) -> None:
-    record = RECORD.format(state="RUNNING", requeue=1, home="/x")
-    found = judged(tmp_path, CANCELLED_WHILE_ASKED.format(record=record), verdict=86)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.splitlines()[1:] == ["trap -- ':' SIGTERM", "trap -- ':' SIGUSR1"]
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name.endswith(".sbatch")])
