@@ -5,15 +5,14 @@ manifest: the size and checksum of every file, the digest of every tensor. The m
 folder without one does not count as a checkpoint.
 
     checkpointer                        what the training loop calls: saves beside the steps, restores
-    saver, local_saver                  one save: copy, write, gather, seal, prune; one on the node's own disk
+    saver, sealing                      one save beside the steps; all ranks' files sealed, or nothing
     state, pieces                       TrainState as named pieces, and what a load fills; boxes in a tensor
     save_plan                           which rank writes which tensors, by DCP's planner; `.metadata`
     rank_file, torch_file               one rank's file: in memory, with the frames of torch.save, written
     manifest, metadata, file_names      the seal; `.metadata`, read without executing its code; names
     store, open_store                   where checkpoints lie: the interface, and the store of a folder or URL
     local_store, object_store           a folder, s3://bucket/prefix
-    local_tier, local_names             checkpoints on the nodes' own disks, and the name of their folders
-    near_store, copier                  reads from a node's own copy; copies to the shared store
+    local_tier                          checkpoints on the nodes' own disks, and their copies
     discovery, restore, load            what rank 0 finds; which checkpoint is restored; how it is read
     pretrained, full_state              folders of safetensors by rows; one state dict, read lazily
     adapter_weights                     checkpoints of adapters alone, and the weights under them

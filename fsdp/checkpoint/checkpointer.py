@@ -28,6 +28,7 @@ from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.rank_file import StagingMemory
 from fsdp.checkpoint.restore import Restore, Restored
 from fsdp.checkpoint.saver import SaveJob, Saver, not_saved, repeated
+from fsdp.checkpoint.sealing import SaveOutcome, Sealing
 from fsdp.checkpoint.state import take_snapshot
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
@@ -41,7 +42,6 @@ from fsdp.rundir.paths import WRITES_ALONE, storage_advice
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.adapter_weights import Base
-    from fsdp.checkpoint.copier import Copier
     from fsdp.checkpoint.local_tier import LocalTier
 
 log = logging.getLogger(__name__)
@@ -90,8 +90,7 @@ class Checkpointer:
         self._locks = locks
         self._shared_checked = False
         self._tier: LocalTier | None = None
-        self._copier: Copier | None = None
-        self._saver = self._build_saver(staging_memory)
+        self._saver = Saver(self._build_sealing(), env.device, staging_memory)
         self._flight: SaveJob | None = None
         self._ended: list[Sealed] = []
         self._failed_before = False
@@ -101,32 +100,17 @@ class Checkpointer:
         self._undeleted: dict[int, str] = {}
         self._closed = False
 
-    def _build_saver(self, staging_memory: StagingMemory | None) -> Saver:
+    def _build_sealing(self) -> Sealing:
         """Collective."""
-        store, group, device = self._store, self._group, self._env.device
-        if not self._section.local_dir:
-            return Saver(store, group, device, self._attempt, self._before_seal, self._prune, staging_memory)
-        from fsdp.checkpoint.copier import Copier
-        from fsdp.checkpoint.local_saver import LocalSaver
+        store, group, env, folder = self._store, self._group, self._env, self._section.local_dir
+        common = self._attempt, self._before_seal, self._after_seal
+        if not folder:
+            return Sealing(store, group, *common, leads=env.is_main)
         from fsdp.checkpoint.local_tier import LocalTier
 
         self._check_shared()
-        self._tier = LocalTier(
-            Path(self._section.local_dir), store, self._run_dir, group, self._env, self._attempt
-        )
-        local = self._tier.store
-        self._copier = Copier(store, local, device, self._attempt, self._before_seal, self._prune)
-        return LocalSaver(
-            store,
-            local,
-            group,
-            device,
-            self._attempt,
-            self._before_seal,
-            self._copier,
-            leads=self._tier.leads,
-            memory=staging_memory,
-        )
+        self._tier = LocalTier(Path(folder), store, env, group, *common)
+        return self._tier.sealing
 
     # ------------------------------------------------------------ saving
 
@@ -176,7 +160,7 @@ class Checkpointer:
         """The duration of a save from its call to its seal in the shared store: the last one's, or a guess
         before the first.
         """
-        copying = 0.0 if self._copier is None else self._copier.copy_seconds
+        copying = 0.0 if self._tier is None else self._tier.copy_seconds
         return (self._save_seconds or 5.0) + copying
 
     def close(self) -> None:
@@ -198,8 +182,8 @@ class Checkpointer:
         self._end_copies()
 
     def _end_copies(self) -> None:
-        if self._copier is not None:
-            self._copier.close()
+        if self._tier is not None:
+            self._tier.close()
 
     def _finish(self, must: bool = False) -> None:
         """Waits for the save in flight. All ranks are at the same step, so all of them raise or none does."""
@@ -275,8 +259,10 @@ class Checkpointer:
     def _before_seal(self) -> str | None:
         return self._locks.before_seal() if self._locks is not None else None
 
-    def _prune(self) -> None:
-        """After a seal, on rank 0's background thread. What cannot be deleted is logged, once, and left."""
+    def _after_seal(self, outcome: SaveOutcome) -> None:
+        """Rank 0 prunes the shared store, in the background. What cannot be deleted is logged, once."""
+        if outcome.doubt or not self._env.is_main:
+            return
         before = set(self._undeleted)
         try:
             if self._locks is not None and (why := self._locks.lost_now()) is not None:
@@ -294,7 +280,7 @@ class Checkpointer:
         if self._folders is None:
             self._check_shared()
             if self._tier is not None:
-                self._tier.catch_up(self._before_seal)
+                self._tier.catch_up()
             self._folders = self._group.on_main(
                 lambda: discovery.list_checkpoints(self._store, self._section, self._attempt)
             )

@@ -170,7 +170,8 @@ def check_shared(store: Store, group: ObjectGroup, attempt: str) -> None:
 def _sees_marker(store: Store, attempt: str) -> str:
     """Empty if this rank sees what rank 0 wrote, else why not."""
     try:
-        return "" if store.has_marker(attempt) else "cannot see what rank 0 wrote there"
+        seen = store.read_small(f".shared-{attempt}") is not None
+        return "" if seen else "cannot see what rank 0 wrote there"
     except OSError as error:
         return f"cannot read it: {error}"
 
@@ -178,14 +179,14 @@ def _sees_marker(store: Store, attempt: str) -> str:
 def _remove_marker(store: Store, attempt: str) -> None:
     """Where nothing may be deleted, as by a bucket's policy, a few bytes stay."""
     try:
-        store.remove_marker(attempt)
+        store.delete_small(f".shared-{attempt}")
     except OSError as error:
         log.warning("%s: a marker of a few bytes stays there", error)
 
 
 def _put_marker(store: Store, attempt: str) -> None:
     try:
-        store.put_marker(attempt)
+        store.write_small(f".shared-{attempt}", b"shared")
     except OSError as error:
         raise CheckpointError(
             f"{store.where} cannot be written: {error}.", "--checkpoint.dir FOLDER that is writable"

@@ -19,7 +19,7 @@ from pathlib import Path
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.checkpoint import file_names
 from fsdp.checkpoint.store import Buffer
-from fsdp.rundir.paths import rename
+from fsdp.rundir.paths import rename, replace_with
 
 log = logging.getLogger(__name__)
 
@@ -151,16 +151,16 @@ class LocalStore:
         for one in reversed(missing):
             sync_folder(one.parent)
 
-    def put_marker(self, name: str) -> None:
-        """Writes a file that every rank sees where the storage is shared."""
+    def read_small(self, name: str) -> bytes | None:
+        file = self.root / name
+        return file.read_bytes() if file.exists() else None
+
+    def write_small(self, name: str, data: bytes) -> None:
         self.make()
-        (self.root / f".shared-{name}").write_text(name)
+        replace_with(self.root / name, [data])
 
-    def has_marker(self, name: str) -> bool:
-        return (self.root / f".shared-{name}").exists()
-
-    def remove_marker(self, name: str) -> None:
-        (self.root / f".shared-{name}").unlink(missing_ok=True)
+    def delete_small(self, name: str) -> None:
+        (self.root / name).unlink(missing_ok=True)
 
     def fetch_records(self, run: Path) -> None:
         """The run directory has them."""

@@ -4,44 +4,65 @@ A save, in this order; a kill between any two steps leaves the checkpoint before
 
     1. every rank writes its file into DIR/NAME/step-N.tmp-… on its node, and syncs it
     2. every node's folder receives the manifest of all files, rank 0's also `.metadata`, and its name step-N
-    3. training continues; a thread copies each file to the shared store's staging folder
-    4. rank 0 writes the manifest there and renames: the shared checkpoint is sealed
-    5. older shared checkpoints are pruned; older local folders were, once all nodes had sealed the newest
+    3. training continues; older local folders are deleted, but for one that is being copied
+    4. a thread copies each file to the shared store, in rounds of all ranks, and rank 0 seals the copy there
 
 A start, in this order:
 
     1. rank 0 receives what each node's folders hold, and chooses the newest step whose files are all there
-    2. if the shared store does not have that step, the nodes finish its copy (3 and 4), checked byte for byte
+    2. if the shared store does not have that step, the nodes finish its copy, checked byte for byte
     3. all ranks restore the newest whole checkpoint of the shared store, as without local copies; each file
        that lies on a rank's node is read there
 
 So the shared store alone decides which step all ranks resume: a node that was lost takes its part of newer
-local steps with it, and the step before them is whole. Not here: the saves (local_saver.py), the thread
-(copier.py) and the names of the local folders (local_names.py).
+local steps with it, and the step before them is whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import logging
+import mmap
+import re
+import secrets
 import socket
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
-from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import copier, file_names, inspect, manifest, retention
+from fsdp.base.devices import WorkerThread
+from fsdp.base.errors import CheckpointError, error_number
+from fsdp.checkpoint import file_names, inspect, manifest, retention
 from fsdp.checkpoint.inspect import CheckpointListing
-from fsdp.checkpoint.local_names import local_folder_name
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.manifest import Broken
-from fsdp.checkpoint.near_store import NearStore
+from fsdp.checkpoint.sealing import Contents, SaveOutcome, Sealing
 from fsdp.checkpoint.store import Store
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
+from fsdp.rundir.paths import storage_shown
 
 log = logging.getLogger(__name__)
+
+TOKEN = ".local-checkpoints"
+"""A file beside the shared checkpoints, deleted with them: the name of the run's local folders."""
+
+
+class NodeStore(LocalStore):
+    """A node's own folder: each node holds the files of its ranks alone."""
+
+    def begin(self, folder: str) -> None:
+        """Deletes the step's folder of an earlier start too: not every node sealed it."""
+        step = file_names.parse(folder)
+        if step is not None and file_names.final(step.step) in self.folders():
+            self.remove(file_names.final(step.step), step.attempt)
+        super().begin(folder)
 
 
 @dataclass(frozen=True)
@@ -67,94 +88,87 @@ class LocalChoice:
 
 
 class LocalTier:
-    """This node's folder of checkpoints. Constructor, `catch_up` and `near` are collective."""
+    """This node's folder of checkpoints, and the thread that copies. Constructor, `catch_up`, `near` and
+    `close` are collective.
+    """
 
     def __init__(
-        self, folder: Path, shared: Store, run_dir: Path, group: ObjectGroup, env: DistEnv, attempt: str
+        self,
+        folder: Path,
+        shared: Store,
+        env: DistEnv,
+        group: ObjectGroup,
+        attempt: str,
+        lock_lost: Callable[[], str | None],
+        after_copy: Callable[[SaveOutcome], None],
     ) -> None:
-        self.leads = env.local_rank == 0
-        self._shared, self._group, self._env, self._attempt = shared, group, env, attempt
-        name: str = group.on_main(lambda: local_folder_name(shared, run_dir))
-        self.store = LocalStore(folder / name)
-        self._check()
+        self.copy_seconds = 0.0
+        """The duration of the last copy."""
+        self._shared, self._env, self._group, self._attempt = shared, env, group, attempt
+        self._leads, self._lock_lost, self._after_copy = env.local_rank == 0, lock_lost, after_copy
+        self.store = NodeStore(folder / group.on_main(lambda: local_folder_name(shared)))
+        self._check_folder()
+        self.sealing = Sealing(
+            self.store, group, attempt, lock_lost, self._after_seal, leads=self._leads, shared=shared
+        )
+        self._copy_group = ObjectGroup()
+        self._lock = threading.Lock()
+        self._waiting = self._copying = self._failure = ""
+        self._disconnected = False
+        self._thread: WorkerThread[None] = WorkerThread(self._copy_next, "checkpoint-copy", env.device)
 
-    def _check(self) -> None:
+    def _check_folder(self) -> None:
         """CheckpointError on all ranks: a node cannot write its folder, or two nodes have the same one."""
-        host, name = socket.gethostname(), f"{self._attempt}-{self._env.node_rank}"
+        place, host, node = self.store.root.parent, socket.gethostname(), self._env.node_rank
         problem = ""
-        if self.leads:
-            try:
-                self.store.put_marker(name)
-            except OSError as error:
-                problem = f"{self.store.root.parent} cannot be written on {host}: {error.strerror}"
+        try:
+            if self._leads:
+                self.store.write_small(f".node-{self._attempt}-{node}", b"")
+        except OSError as error:
+            problem = f"{place} cannot be written on {host}: {error.strerror}"
         self._raise_any(problem)
-        if self.leads:
-            seen = [
-                node
-                for node in range(self._env.num_nodes)
-                if node != self._env.node_rank and self.store.has_marker(f"{self._attempt}-{node}")
-            ]
-            problem = f"{self.store.root.parent} on {host} is the folder of nodes {seen} too" if seen else ""
+        if self._leads:
+            nodes = [n for n in range(self._env.num_nodes) if n != node]
+            marks = [n for n in nodes if self.store.read_small(f".node-{self._attempt}-{n}") is not None]
+            problem = f"{place} on {host} is the folder of nodes {marks} too" if marks else ""
         try:
             self._raise_any(problem)
         finally:
             self._group.gather(None)  # every node has looked
-            if self.leads:
-                self.store.remove_marker(name)
+            if self._leads:
+                self.store.delete_small(f".node-{self._attempt}-{node}")
                 retention.sweep(self.store, self._attempt)
 
     def _raise_any(self, problem: str) -> None:
-        found = [one for one in self._group.gather(problem) or [] if one]
-        said = self._group.broadcast(found[0] if found else "")
-        if said:
-            raise CheckpointError(
-                f"--checkpoint.local_dir {said}.",
-                "--checkpoint.local_dir a folder on each node's own disk; leave it out to save to "
-                "--checkpoint.dir alone",
-            )
+        problems = [text for text in self._group.gather(problem) or [] if text]
+        if text := self._group.broadcast(problems[0] if problems else ""):
+            hint = "--checkpoint.local_dir a folder on each node's own disk; leave it out to save to"
+            raise CheckpointError(f"--checkpoint.local_dir {text}.", f"{hint} --checkpoint.dir alone")
 
     # ------------------------------------------------------------ a start
 
-    def catch_up(self, may_write: Callable[[], str | None]) -> None:
+    def catch_up(self) -> None:
         """Copies the newest step that is whole over the nodes' folders to the shared store, if newer."""
-        gathered = self._group.gather(offers_of(self.store) if self.leads else [])
+        gathered = self._group.gather(offers_of(self.store) if self._leads else [])
         choices = self._group.on_main(lambda: self._choices(gathered or []))
         for choice in choices:
             if self._group.rank == 0:
-                log.info(
-                    "step %d is on the nodes' own disks: copying it to %s", choice.step, self._shared.where
-                )
-            failure = copier.copy_step(
-                self._shared,
-                self.store,
-                self._group,
-                folder=choice.folder,
-                attempt=self._attempt,
-                mine=choice.files.get(self._group.rank, ()),
-                seals=self._group.rank == min(choice.files),
-                may_write=may_write,
-            )
-            if failure is None:
+                log.info("step %d is on the nodes' own disks: copying it", choice.step)
+            files, first = choice.files.get(self._group.rank, ()), min(choice.files)
+            outcome = self._copy(self._group, choice.folder, files, self._group.rank == first)
+            if outcome.path:
                 return
-            if failure.sealed:
-                if self._group.rank == 0:
-                    log.warning(copier.SEALED_IN_DOUBT, choice.folder, self._shared.where, failure.text)
-                return
-            if not failure.damaged:
+            if not outcome.damaged:
                 raise CheckpointError(
                     f"step {choice.step} is whole on the nodes' own disks, and could not be copied to "
-                    f"{self._shared.where}: {failure.text}.",
+                    f"{self._shared.where}: {outcome.failure}.",
                     "start again when the storage answers; nothing local was changed",
                 )
-            if self._group.rank == 0:
-                log.error("step %d of the nodes' own disks is NOT whole: %s", choice.step, failure.text)
 
     def _choices(self, gathered: Sequence[Sequence[Offer]]) -> list[LocalChoice]:
         """Rank 0: the local checkpoints that are newer than the shared store's newest, newest first."""
         newest = inspect.newest_whole(self._shared)
         return [one for one in whole_over_nodes(gathered) if newest is None or one.step > newest.step]
-
-    # ------------------------------------------------------------ reading
 
     def near(self, found: CheckpointListing) -> Store:
         """The shared store, with the files of this node's copy of the checkpoint read here."""
@@ -162,9 +176,100 @@ class LocalTier:
 
     def drop(self, step: int) -> None:
         """Deletes this node's copy of a step, which is damaged."""
-        folder = self.store.final(step, self._attempt)
-        if self.leads and folder in self.store.folders():
+        folder = file_names.final(step)
+        if self._leads and folder in self.store.folders():
             self.store.remove(folder, self._attempt)
+
+    # ------------------------------------------------------------ after a save
+
+    def _after_seal(self, outcome: SaveOutcome) -> None:
+        """Every node has sealed the newest: it is copied next, in place of one that still waits, and the
+        others are deleted, unless a power cut may still lose the newest.
+        """
+        keep = self._group.broadcast(self._next(outcome.step) if self._group.rank == 0 else None)
+        if self._leads and not outcome.doubt:
+            others = [folder for folder in inspect.finals(self.store) if folder not in keep]
+            left: dict[int, str] = {}
+            retention.delete(self.store, others, self._attempt, left)
+            for why in left.values():
+                log.warning("%s: not deleted: %s", self.store.root, why)
+        self._thread.put(None)
+
+    def _next(self, step: int) -> set[str]:
+        with self._lock:
+            self._waiting = file_names.final(step)
+            return {self._waiting, self._copying}
+
+    def _copy_next(self, _: None) -> None:
+        """A round of all ranks: rank 0 chooses the newest folder that waits, if an earlier one did not."""
+        group = self._copy_group
+        if self._disconnected:
+            return
+        try:
+            folder: str = group.broadcast(self._take() if group.rank == 0 else None)
+            if not folder:
+                return
+            started = time.perf_counter()
+            files = [file_names.data_file(group.rank), *[file_names.METADATA] * (group.rank == 0)]
+            self._failure = self._copy(group, folder, files, group.rank == 0).failure
+            self.copy_seconds = time.perf_counter() - started
+            if group.rank == 0 and not self._failure:
+                log.info("%s copied to %s in %.1f s", folder, self._shared.where, self.copy_seconds)
+        except Exception as error:  # the ranks are disconnected: a peer has died
+            self._disconnected, self._failure = True, f"{type(error).__name__}: {error}"
+        with self._lock:
+            self._copying = ""
+
+    def _take(self) -> str:
+        with self._lock:
+            self._copying, self._waiting = self._waiting, ""
+            return self._copying
+
+    def close(self) -> None:
+        """CheckpointError on every rank if the last copy failed: the shared store lacks the last state."""
+        self._thread.stop()
+        if self._failure:
+            raise CheckpointError(
+                f"the last checkpoint is on the nodes' own disks alone: {self._failure}.",
+                f"{storage_shown(self._shared.where)}; the same command on the same nodes copies and resumes",
+            )
+
+    # ------------------------------------------------------------ a copy
+
+    def _copy(self, group: ObjectGroup, folder: str, files: Sequence[str], sends: bool) -> SaveOutcome:
+        """Copies a locally sealed checkpoint: `files` are this rank's, one rank `sends` the manifest."""
+        name = file_names.parse(folder)
+        assert name is not None
+        leads = group.rank == 0
+        sealing = Sealing(self._shared, group, self._attempt, self._lock_lost, self._after_copy, leads=leads)
+        write = partial(self._copy_files, folder, files, sends)
+        outcome = sealing.run(name.step, write, lambda sent: Contents({}, next(filter(None, sent)), 0))
+        if leads and outcome.doubt:
+            message = "%s is whole in %s, but %s: a power cut may still lose it. Older checkpoints are kept."
+            log.warning(message, folder, self._shared.where, outcome.doubt)
+        if leads and outcome.failure:
+            log.error("%s was NOT copied to %s: %s.", folder, self._shared.where, outcome.failure)
+        return outcome
+
+    def _copy_files(self, folder: str, files: Sequence[str], sends: bool, staged: str) -> bytes:
+        if not files and not sends:
+            return b""
+        data = self.store.read(folder, file_names.MANIFEST)
+        sealed = manifest.decode(data)
+        for file in files:
+            copy_file(self.store, folder, self._shared, staged, file, *sealed.files[file])
+        return data if sends else b""
+
+
+def copy_file(
+    local: LocalStore, folder: str, store: Store, staged: str, file: str, size: int, crc: int
+) -> None:
+    """Copies one file through a mapping; Broken if it is not what was sealed."""
+    inspect.check_file(local, folder, file, size, crc)
+    with Path(local.path(folder), file).open("rb") as stream:
+        # not closed: a failed write's traceback still refers to parts of it, and closing would raise
+        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    store.write(staged, file, [memoryview(mapped)])
 
 
 def offers_of(store: LocalStore) -> list[Offer]:
@@ -187,19 +292,74 @@ def whole_over_nodes(gathered: Sequence[Sequence[Offer]]) -> list[LocalChoice]:
     """By rank, the folders of its node: the checkpoints whose files are all on some node, newest first."""
     together: dict[tuple[int, str], dict[int, Offer]] = {}
     for rank, offers in enumerate(gathered):
-        for one in offers:
-            together.setdefault((one.step, one.seal), {})[rank] = one
-    found = []
+        for offer in offers:
+            together.setdefault((offer.step, offer.seal), {})[rank] = offer
+    choices = []
     for (step, _), by_rank in sorted(together.items(), key=lambda item: -item[0][0]):
         first = next(iter(by_rank.values()))
-        holders: dict[str, int] = {}
-        for rank, one in by_rank.items():
-            for file in one.held:
-                holders.setdefault(file, rank)
+        holders = {file: rank for rank in reversed(by_rank) for file in by_rank[rank].held}
         if holders.keys() == first.total:
             files = {
                 rank: tuple(sorted(file for file, holder in holders.items() if holder == rank))
                 for rank in set(holders.values())
             }
-            found.append(LocalChoice(first.folder, step, files))
-    return found
+            choices.append(LocalChoice(first.folder, step, files))
+    return choices
+
+
+class NearStore:
+    """A Store for reading `found`; what is not on this node's disk comes from the shared store."""
+
+    def __init__(self, shared: Store, local: LocalStore, found: CheckpointListing) -> None:
+        self._shared, self._local, self.where = shared, local, shared.where
+        self._folder, self._near = file_names.final(found.step), frozenset[str]()
+        files = {} if found.manifest is None else found.manifest.files
+        with contextlib.suppress(OSError, Broken, CheckpointError):  # those of this checkpoint, if it is here
+            if manifest.decode(local.read(self._folder, file_names.MANIFEST)).files == files:
+                sizes = local.sizes(self._folder)
+                self._near = frozenset(name for name, (size, _) in files.items() if sizes.get(name) == size)
+
+    def read(self, folder: str, file: str) -> bytes:
+        near = file in self._near
+        return self._local.read(self._folder, file) if near else self._shared.read(folder, file)
+
+    def read_into(self, folder: str, file: str, offset: int, buffers: list[memoryview]) -> None:
+        store, folder = (self._local, self._folder) if file in self._near else (self._shared, folder)
+        store.read_into(folder, file, offset, buffers)
+
+    def __getattr__(self, name: str) -> object:
+        """Whatever else a Store has is the shared one's."""
+        return getattr(self._shared, name)
+
+
+def local_folder_name(shared: Store) -> str:
+    """The name of the local folders of the run with these checkpoints. Called under the store's lock.
+
+    A new run in the place of a deleted one must not resume the old one's local checkpoints, and neither must
+    a copy of its folder. A link or a rename leaves the inode, and a file system may number its inodes anew
+    when it is mounted.
+    """
+    place, inode = shared.where, 0
+    try:
+        if isinstance(shared, LocalStore):
+            shared.make()
+            place, inode = str(shared.root.resolve()), shared.root.stat().st_ino
+        name, *known = _known(shared.read_small(TOKEN) or b"")
+        if known != [place, inode]:
+            if known[0] != place and (not inode or known[1] != inode):
+                name = f"shardrun-{secrets.token_hex(8)}"
+            text = json.dumps({"name": name, "place": place, "inode": inode})
+            shared.write_small(TOKEN, f"{text}\n".encode())
+    except OSError as error:
+        what, hint = f"{place} cannot be written: {error}.", "--checkpoint.dir FOLDER that is writable"
+        raise CheckpointError(what, hint, error_number=error_number(error)) from None
+    return name
+
+
+def _known(data: bytes) -> tuple[str, str, int]:
+    """Name, place and inode; empty for another form: the name may be a stranger's, and becomes a folder's."""
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+        known = json.loads(data)
+        if re.fullmatch("shardrun-[0-9a-f]{16}", known["name"]):
+            return known["name"], known["place"], known["inode"]
+    return "", "", -1

@@ -197,16 +197,16 @@ class ObjectStore:
         self._retried(lambda: self._fs.pipe_file(path, b""), f"marking {self.path(folder)}")
         return f"{folder}.broken-{why}"
 
-    def put_marker(self, name: str) -> None:
-        self._retried(
-            lambda: self._fs.pipe_file(f"{self._root}/.shared-{name}", b"shared"), f"writing to {self.where}"
-        )
+    def read_small(self, name: str) -> bytes | None:
+        found = self.get(name)
+        return None if found is None else found.data
 
-    def has_marker(self, name: str) -> bool:
-        return self._size(f"{self._root}/.shared-{name}") is not None
+    def write_small(self, name: str, data: bytes) -> None:
+        path = f"{self._root}/{name}"
+        self._retried(lambda: self._fs.pipe_file(path, data), f"writing to {self.where}")
 
-    def remove_marker(self, name: str) -> None:
-        self._retried(lambda: self._fs.rm_file(f"{self._root}/.shared-{name}"), f"deleting from {self.where}")
+    def delete_small(self, name: str) -> None:
+        self._retried(lambda: self._fs.rm_file(f"{self._root}/{name}"), f"deleting from {self.where}")
 
     # ------------------------------------------------------------ the records of the run that saves here
 
@@ -215,8 +215,8 @@ class ObjectStore:
         if (run / HISTORY).exists():
             return
         for name in RECORDS:
-            if (found := self.get(name)) is not None:
-                replace_with(run / name, [found.data])
+            if (data := self.read_small(name)) is not None:
+                replace_with(run / name, [data])
 
     def put_records(self, run: Path) -> None:
         """Copies the records that have changed. A failure is logged: the save itself counts."""
@@ -224,8 +224,7 @@ class ObjectStore:
             for file in (run / name for name in RECORDS if (run / name).is_file()):
                 state = (file.stat().st_size, file.stat().st_mtime_ns)
                 if self._copied.get(file.name) != state:
-                    put = partial(self._fs.pipe_file, f"{self._root}/{file.name}", file.read_bytes())
-                    self._retried(put, f"writing {self.path(file.name)}")
+                    self.write_small(file.name, file.read_bytes())
                     self._copied[file.name] = state
         except OSError as error:
             log.warning("the records of %s are not all in %s: %s", run, self.where, error)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from fsdp.base.errors import without_hint
 from fsdp.checkpoint import file_names
 from fsdp.checkpoint.inspect import CheckpointListing, finals_of, listing_or_reason
-from fsdp.checkpoint.saver import one_line
+from fsdp.checkpoint.sealing import one_line
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
 

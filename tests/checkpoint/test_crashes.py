@@ -11,7 +11,7 @@ import pytest
 from fsdp.checkpoint import file_names, inspect
 from fsdp.checkpoint.local_store import LocalStore, sync_folder
 from fsdp.checkpoint.manifest import Broken
-from fsdp.checkpoint.saver import Saver
+from fsdp.checkpoint.sealing import Sealing
 from tests.checkpoint.crashes import Change, Left, Recorder, Tree, states
 from tests.checkpoint.small import build
 from tests.support.env import env_of
@@ -168,15 +168,14 @@ def delete_sealed(patch: pytest.MonkeyPatch) -> None:
 
 def prune_first(patch: pytest.MonkeyPatch) -> None:
     """Deletes the older ones while the new one is staged."""
-    seal = Saver._seal
+    seal = Sealing._seal
 
-    def late(self: Saver, job: Any, folder: str, written: Any) -> Any:
-        store = LocalStore(Path(self._store.where))
-        for old in inspect.finals(store):
-            store.remove(old, "00000000")
-        return seal(self, job, folder, written)
+    def late(self: Sealing, *args: Any) -> Any:
+        for old in inspect.finals(self.store):
+            self.store.remove(old, "00000000")
+        return seal(self, *args)
 
-    patch.setattr(Saver, "_seal", late)
+    patch.setattr(Sealing, "_seal", late)
 
 
 @pytest.mark.parametrize(

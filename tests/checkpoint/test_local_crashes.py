@@ -22,13 +22,11 @@ import torch
 from torch import nn
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import Checkpointer, checkpointer, copier, file_names, inspect, manifest
-from fsdp.checkpoint.copier import CopyFailure
-from fsdp.checkpoint.local_names import local_folder_name
-from fsdp.checkpoint.local_saver import LocalSaver
+from fsdp.checkpoint import Checkpointer, checkpointer, file_names, inspect, local_tier, manifest
 from fsdp.checkpoint.local_store import LocalStore
-from fsdp.checkpoint.local_tier import Offer, offers_of, whole_over_nodes
+from fsdp.checkpoint.local_tier import LocalTier, Offer, local_folder_name, offers_of, whole_over_nodes
 from fsdp.checkpoint.manifest import Broken
+from fsdp.checkpoint.sealing import SaveOutcome, Sealing
 from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
@@ -125,7 +123,7 @@ class Recording:
 @contextmanager
 def recording(folder: Path, forgets: Forgets) -> Iterator[Recording]:
     shared = folder / "checkpoints"
-    name = local_folder_name(LocalStore(shared), folder)
+    name = local_folder_name(LocalStore(shared))
     nodes = [Recorder(folder / f"node{node}" / name, forgets) for node in range(NODES)]
     found, seal = Recording(nodes, Recorder(shared, forgets)), LocalStore.seal
 
@@ -138,7 +136,7 @@ def recording(folder: Path, forgets: Forgets) -> Iterator[Recording]:
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         groups = Groups()
-        for module in (checkpointer, copier):
+        for module in (checkpointer, local_tier):
             patch.setattr(module, "ObjectGroup", groups)
         patch.setattr(LocalStore, "seal", noting)
         for recorder in (*nodes, found.shared):
@@ -147,8 +145,8 @@ def recording(folder: Path, forgets: Forgets) -> Iterator[Recording]:
 
 
 def copied(run: Checkpointer) -> bool:
-    assert run._copier is not None
-    return not (run._copier._waiting or run._copier._copying)
+    assert run._tier is not None
+    return not (run._tier._waiting or run._tier._copying)
 
 
 def train(env: DistEnv, folder: Path, steps: list[int], fails: bool) -> None:
@@ -180,11 +178,12 @@ def train(env: DistEnv, folder: Path, steps: list[int], fails: bool) -> None:
 def record(folder: Path, forgets: Forgets = lambda change: False) -> Recording:
     """Saves 1 to 4, 3 not copied, 4 sealed on node 0 alone; then a start that copies 3 and saves 4, 5."""
     with recording(folder, forgets) as found:
-        copy, write = copier.copy_step, LocalStore.write
+        copy, write = LocalTier._copy, LocalStore.write
 
-        def lossy(*args: Any, **more: Any) -> CopyFailure | None:
-            late = more["folder"] >= file_names.final(3)
-            return CopyFailure("the store does not answer") if late else copy(*args, **more)
+        def lossy(self: LocalTier, group: Any, folder: str, *args: Any) -> SaveOutcome:
+            if folder >= file_names.final(3):
+                return SaveOutcome(3, "", "the store does not answer")
+            return copy(self, group, folder, *args)
 
         def failing(self: LocalStore, staged: str, file: str, buffers: Any) -> None:
             late = file == file_names.MANIFEST and staged >= file_names.final(4)
@@ -193,7 +192,7 @@ def record(folder: Path, forgets: Forgets = lambda change: False) -> Recording:
             write(self, staged, file, buffers)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(copier, "copy_step", lossy)
+            patch.setattr(LocalTier, "_copy", lossy)
             patch.setattr(LocalStore, "write", failing)
             on_ranks(lambda env: train(env, folder, [1, 2, 3, 4], fails=True))
         on_ranks(lambda env: train(env, folder, [4, 5], fails=False))
@@ -300,26 +299,34 @@ def test_a_missing_fsync_on_a_nodes_disk_is_found(tmp_path: Path, what: str) -> 
     assert losses(record(tmp_path, forgets))[1]
 
 
+def prune(store: Any, keep: str) -> None:
+    if "/node" in store.where:
+        for folder in inspect.finals(store):
+            if folder != keep:
+                store.remove(folder, "00000000")
+
+
 def prune_before_the_seal(patch: pytest.MonkeyPatch) -> None:
     """Deletes a node's older folders while the new one is staged."""
-    seal = LocalSaver._seal_here
+    seal = Sealing._seal
 
-    def late(self: LocalSaver, folder: str, final: str, contents: Any, about: bytes) -> None:
-        self._prune_here(set())
-        seal(self, folder, final, contents, about)
+    def late(self: Sealing, *args: Any) -> Any:
+        prune(self.store, "")
+        return seal(self, *args)
 
-    patch.setattr(LocalSaver, "_seal_here", late)
+    patch.setattr(Sealing, "_seal", late)
 
 
 def prune_before_all_nodes_sealed(patch: pytest.MonkeyPatch) -> None:
     """Deletes a node's older folders when this node has sealed, whatever the others have."""
-    seal = LocalSaver._seal_here
+    seal = Sealing._seal
 
-    def early(self: LocalSaver, folder: str, final: str, contents: Any, about: bytes) -> None:
-        seal(self, folder, final, contents, about)
-        self._prune_here({final})
+    def early(self: Sealing, folder: str, final: str, manifest: bytes) -> Any:
+        failure = seal(self, folder, final, manifest)
+        prune(self.store, final)
+        return failure
 
-    patch.setattr(LocalSaver, "_seal_here", early)
+    patch.setattr(Sealing, "_seal", early)
 
 
 @pytest.mark.parametrize(

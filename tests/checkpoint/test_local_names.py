@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -10,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.checkpoint.local_names import TOKEN, local_folder_name
 from fsdp.checkpoint.local_store import LocalStore
+from fsdp.checkpoint.local_tier import TOKEN, local_folder_name
 from fsdp.checkpoint.object_store import ObjectStore
 
 
-def name_of(place: Path, run_dir: Path | None = None) -> str:
-    return local_folder_name(LocalStore(place), run_dir or place.parent)
+def name_of(place: Path) -> str:
+    return local_folder_name(LocalStore(place))
 
 
 def test_a_run_that_is_linked_or_moved_keeps_its_local_checkpoints(tmp_path: Path) -> None:
@@ -57,20 +56,6 @@ def test_a_folder_restored_to_its_place_keeps_its_name(tmp_path: Path) -> None:
     assert name_of(run) == name
 
 
-def of_earlier_versions(where: str, token: str) -> str:
-    return f"shardrun-{hashlib.sha256(f'{where} {token}'.encode()).hexdigest()[:16]}"
-
-
-def test_a_run_of_an_earlier_version_finds_its_local_folders(tmp_path: Path) -> None:
-    run = tmp_path / "run" / "checkpoints"
-    run.mkdir(parents=True)
-    (run / TOKEN).write_text("0123456789abcdef\n")
-    name = of_earlier_versions(str(run), "0123456789abcdef")
-    assert name_of(run) == name
-    (tmp_path / "run").rename(tmp_path / "moved")
-    assert name_of(tmp_path / "moved" / "checkpoints") == name
-
-
 @pytest.mark.parametrize("foreign", ["../../elsewhere", "", "shardrun-../x", 7])
 def test_a_foreign_name_leads_nowhere(foreign: object, tmp_path: Path) -> None:
     (tmp_path / TOKEN).write_text(json.dumps({"name": foreign, "place": str(tmp_path), "inode": 1}))
@@ -88,21 +73,9 @@ def store(request: pytest.FixtureRequest) -> Iterator[ObjectStore]:
     fsspec.filesystem("memory").store.clear()
 
 
-def test_a_run_in_an_object_store_has_one_name_on_all_machines(store: ObjectStore, tmp_path: Path) -> None:
-    """The folder of its files is on rank 0's node, and is emptied where another node was rank 0 meanwhile."""
-    name = local_folder_name(store, tmp_path / "here")
-    assert local_folder_name(store, tmp_path / "there") == name
+def test_a_run_in_an_object_store_has_one_name_on_all_machines(store: ObjectStore) -> None:
+    name = local_folder_name(store)
+    assert local_folder_name(store) == name
     assert store.folders() == []
     store._fs.rm(f"{store._root}/{TOKEN}")
-    assert local_folder_name(store, tmp_path / "here") != name, "of a deleted run"
-
-
-def test_a_run_in_an_object_store_of_an_earlier_version_finds_its_local_folders(
-    store: ObjectStore, tmp_path: Path
-) -> None:
-    (tmp_path / TOKEN).write_text("0123456789abcdef\n")
-    name = of_earlier_versions(store.where, "0123456789abcdef")
-    assert local_folder_name(store, tmp_path) == name
-    assert local_folder_name(store, tmp_path / "on another node") == name
-    store._fs.rm(f"{store._root}/{TOKEN}")
-    assert local_folder_name(store, tmp_path) != name, "of a deleted run"
+    assert local_folder_name(store) != name, "of a deleted run"

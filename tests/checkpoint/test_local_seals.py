@@ -126,7 +126,7 @@ def test_a_copy_whose_fsync_fails_after_the_rename_counts(
         patch.setattr(local_store, "sync_folder", failing_fsync("/checkpoints", "step-00000002"))
         save(run)
         run.checkpointer.close()
-    assert f"step-00000002 is whole in {tmp_path}/checkpoints, but rank 0: OSError" in caplog.text
+    assert f"step-00000002 is whole in {tmp_path}/checkpoints, but rank 0: " in caplog.text
     assert folders(tmp_path / "checkpoints") == ["step-00000001", "step-00000002"]
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000002")
     caplog.clear()
@@ -135,5 +135,5 @@ def test_a_copy_whose_fsync_fails_after_the_rename_counts(
         patch.setattr(local_store, "sync_folder", failing_fsync("/checkpoints", "step-00000002"))
         assert again.checkpointer.restore(again.state) is not None
     assert again.state.step == 2
-    assert f"step-00000002 is whole in {tmp_path}/checkpoints, but rank 0: OSError" in caplog.text
+    assert f"step-00000002 is whole in {tmp_path}/checkpoints, but rank 0: " in caplog.text
     again.checkpointer.close()

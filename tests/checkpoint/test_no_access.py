@@ -56,7 +56,7 @@ def test_a_checkpoint_to_resume_that_cannot_be_reached_is_one_line(
 def test_a_bucket_in_which_nothing_may_be_deleted_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ObjectStore, "remove_marker", denied)
+    monkeypatch.setattr(ObjectStore, "delete_small", denied)
     run = a_run(tmp_path)
     run.checkpointer.restore(run.state)
     run.step()
@@ -98,7 +98,7 @@ def test_a_save_that_waits_for_the_one_before_names_its_store_and_its_age(
 
 
 def test_a_rank_that_may_not_read_the_store_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ObjectStore, "has_marker", denied)
+    monkeypatch.setattr(ObjectStore, "read_small", denied)
     run = a_run(tmp_path)
     with pytest.raises(CheckpointError, match=rf"{URL} is not shared: rank 0 on .* cannot read it: .*Denied"):
         run.checkpointer.restore(run.state)
@@ -111,16 +111,16 @@ def test_a_sealed_checkpoint_whose_ranks_are_disconnected_is_not_called_unsaved(
     """ "step 1 was NOT saved", and the next start resumed from it."""
     run = build(ENV, "ddp", str(tmp_path))
     run.checkpointer.restore(run.state)
-    broadcast = ObjectGroup.broadcast
+    gather = ObjectGroup.gather
 
     def disconnected(self: ObjectGroup, value: Any) -> Any:
-        if getattr(value, "path", ""):
+        if (tmp_path / "checkpoints" / "step-00000001").exists():
             raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
-        return broadcast(self, value)
+        return gather(self, value)
 
     run.step()
     with monkeypatch.context() as patched:
-        patched.setattr(ObjectGroup, "broadcast", disconnected)
+        patched.setattr(ObjectGroup, "gather", disconnected)
         with pytest.raises(CheckpointError, match="step 1 is saved"):
             run.save(wait=True)
     run.checkpointer.close()

@@ -16,6 +16,7 @@ import torch
 from fsdp.checkpoint import load
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.saver import SaveJob, Saver
+from fsdp.checkpoint.sealing import Sealing
 from fsdp.checkpoint.state import Snapshot
 from fsdp.data.loader import Loader
 from fsdp.dist.collectives import ObjectGroup
@@ -59,7 +60,8 @@ def test_the_savers_thread_sets_its_device(
         copy=calls.noting("copy", lambda *_: SimpleNamespace(data=b"", staged=[])), event=lambda: None
     )
     monkeypatch.setattr("fsdp.checkpoint.saver.Staging", lambda device, memory: staging)
-    saver = Saver(LocalStore(tmp_path), ObjectGroup(), GPU, "00000000", lambda: None, lambda: None)
+    store, group = LocalStore(tmp_path), ObjectGroup()
+    saver = Saver(Sealing(store, group, "0" * 8, lambda: None, lambda _: None, leads=True), GPU)
     saver.put(SaveJob(1, Snapshot([], {}), a_manifest()))
     saver.stop()
     assert calls.of == {"checkpoint": [GPU, "copy"]}

@@ -1,0 +1,237 @@
+"""One checkpoint that all ranks write and the leaders seal, or nothing: the order of a save and of a copy.
+
+    1. rank 0 checks the lock, and whether the step is sealed already
+    2. each leader makes an empty staging folder: rank 0 in a shared store, one rank of each node on its disk
+    3. every rank writes its files; one that cannot reports it, and nothing is sealed
+    4. rank 0 checks the lock again; each leader writes the manifest and gives the folder its name
+
+What a failure has left is deleted, unless the checkpoint exists all the same: an fsync may fail after the
+rename, and a server's response may be lost after it stored the manifest. It counts then, with a warning.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from fsdp.base.errors import error_number, without_hint
+from fsdp.checkpoint import file_names, inspect
+from fsdp.checkpoint.manifest import Broken
+from fsdp.checkpoint.store import Store
+from fsdp.dist.collectives import ObjectGroup
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """How a save ended, the same on every rank."""
+
+    step: int
+    path: str
+    failure: str = ""
+    fatal: bool = False
+    """No later save can succeed: another job has the run directory, or the ranks are disconnected."""
+    unseen: bool = False
+    """Whether the checkpoint exists is unknown: the store did not answer after the failure, or rank 0."""
+    damaged: bool = False
+    """What was to be copied is not what was sealed."""
+    doubt: str = ""
+    """What failed in a save whose checkpoint exists all the same: a power cut may still lose it."""
+    write_s: float = 0.0
+    bytes: int = 0
+    ranks: tuple[int, ...] = ()
+    """The ranks whose part failed."""
+    error_number: int = 0
+    """`errno` of the first failure that has one."""
+    cause: Exception | None = None
+    """The error that ended the save outside of a part, on this rank: as a rule that of a collective."""
+
+    @property
+    def verdict(self) -> str:
+        if self.path:
+            return "is saved, but the run ends"
+        return "may NOT be saved" if self.unseen else "was NOT saved"
+
+
+@dataclass(frozen=True)
+class PartFailure:
+    """Why the part of one rank failed."""
+
+    rank: int
+    line: str
+    error_number: int
+    damaged: bool = False
+    sealed: bool | None = False
+    """Whether the checkpoint is there all the same; None if its store does not answer."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.line}"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What rank 0 adds to the ranks' files: files of its own, and the manifest of all."""
+
+    files: Mapping[str, bytes]
+    manifest: bytes
+    bytes: int
+
+
+class Sealing:
+    """`leads`: this rank makes and seals the folder of `store`. `shared`: the store behind the nodes' own."""
+
+    def __init__(
+        self,
+        store: Store,
+        group: ObjectGroup,
+        attempt: str,
+        lock_lost: Callable[[], str | None],
+        after_seal: Callable[[SaveOutcome], None],
+        *,
+        leads: bool,
+        shared: Store | None = None,
+    ) -> None:
+        self.store, self.group = store, group
+        self.sealed_path = ""
+        """Rank 0: the checkpoint of the last `run` in a shared store, once it is sealed."""
+        self._attempt, self._lock_lost, self._after_seal = attempt, lock_lost, after_seal
+        self._leads, self._shared = leads, shared or store
+
+    def run(
+        self, step: int, write: Callable[[str], Any], contents: Callable[[list[Any]], Contents]
+    ) -> SaveOutcome:
+        """`write` gets the staging folder and returns this rank's report; rank 0's `contents` all reports.
+        Collective.
+        """
+        self.sealed_path, rank = "", self.group.rank
+        folder, final = self.store.staging(step, self._attempt), self.store.final(step, self._attempt)
+        refused: SaveOutcome | None = self.group.broadcast(self._refusal(step) if rank == 0 else None)
+        if refused is not None:
+            return refused
+        if failures := self._on_leaders(partial(self.store.begin, folder)):
+            self._on_leaders(partial(self._remove, folder))
+            return failed(step, failures)
+        reports = self.group.gather(self._attempted(partial(write, folder), folder))
+        mine = self._decide(step, folder, reports, contents) if reports else None
+        if isinstance(mine, Contents) and self._shared is self.store:
+            received = self.group.broadcast(replace(mine, manifest=b""))
+        else:
+            received = self.group.broadcast(mine)
+        decided: SaveOutcome | Contents = mine or received
+        if isinstance(decided, SaveOutcome):
+            if not decided.fatal:
+                self._on_leaders(partial(self._remove, folder))
+            return decided
+        failures = self._on_leaders(partial(self._seal, folder, final, decided.manifest))
+        outcome = SaveOutcome(step, self.store.path(final), bytes=decided.bytes)
+        lines = "; ".join(map(str, failures))
+        if any(failure.sealed is None for failure in failures):
+            return replace(outcome, path="", failure=lines, unseen=True)
+        if not all(failure.sealed for failure in failures):
+            return failed(step, failures)
+        outcome = replace(outcome, doubt=lines)
+        self._after_seal(outcome)
+        return outcome
+
+    def _refusal(self, step: int) -> SaveOutcome | None:
+        """Rank 0: the outcome of a save that needs or gets none.
+
+        A run that resumes and stops at once saves the step that it started from: the existing one stays.
+        """
+        try:
+            if (why := self._lock_lost()) is not None:
+                return SaveOutcome(step, "", why, fatal=True)
+            if (whole := inspect.sealed_step(self._shared, step)) is not None:
+                return SaveOutcome(step, self._shared.path(whole.folder))
+        except Exception as error:  # the other ranks wait for it, whatever it is
+            return failed(step, [self.failure(error)])
+        return None
+
+    def _attempted(self, write: Callable[[], Any], folder: str) -> Any:
+        try:
+            return write()
+        except Exception as error:  # the other ranks wait for it, whatever it is
+            return self.failure(error, f"{self.store.path(folder)}/{file_names.data_file(self.group.rank)}")
+
+    def _decide(
+        self, step: int, folder: str, reports: list[Any], contents: Callable[[list[Any]], Contents]
+    ) -> SaveOutcome | Contents:
+        """Rank 0: what is sealed if every rank has written its files, else the outcome."""
+        failures = [report for report in reports if isinstance(report, PartFailure)]
+        try:
+            if not failures:
+                added = contents(reports)
+                for file, data in added.files.items():
+                    self.store.write(folder, file, [data])
+                # an attempt that lost its connection for a while must not seal where another job took over
+                if (why := self._lock_lost()) is not None:
+                    return SaveOutcome(step, "", why, fatal=True)
+                return replace(added, files={})
+        except Exception as error:  # the other ranks wait for it, whatever it is
+            failures.append(self.failure(error))
+        return failed(step, failures)
+
+    def _seal(self, folder: str, final: str, manifest: bytes) -> PartFailure | None:
+        try:
+            self.store.write(folder, file_names.MANIFEST, [manifest])
+            self.store.seal(folder, final)
+            if self.group.rank == 0 and self._shared is self.store:
+                self.sealed_path = self.store.path(final)
+            return None
+        except Exception as error:  # the other ranks wait for it, whatever it is
+            failure = self.failure(error)
+        try:
+            if self.store.read(final, file_names.MANIFEST) == manifest:
+                return replace(failure, sealed=True)
+        except FileNotFoundError:
+            pass
+        except OSError as error:  # the checkpoint may exist: nothing is deleted
+            return replace(failure, line=f"{failure.line}; then {without_hint(error)}", sealed=None)
+        self._remove(folder)
+        return failure
+
+    def _remove(self, folder: str) -> None:
+        try:
+            self.store.remove(folder, self._attempt)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            log.warning("%s could not be deleted: %s", self.store.path(folder), one_line(error))
+
+    def _on_leaders(self, act: Callable[[], PartFailure | None]) -> list[PartFailure]:
+        """The failures of all leaders, on every rank. Collective."""
+        try:
+            failure = act() if self._leads else None
+        except Exception as error:  # the other ranks wait for it, whatever it is
+            failure = self.failure(error)
+        failures: list[PartFailure]
+        failures = self.group.broadcast([one for one in self.group.gather(failure) or [] if one is not None])
+        return failures
+
+    def failure(self, error: BaseException, file: str = "") -> PartFailure:
+        number, damaged = error_number(error), isinstance(error, Broken)
+        return PartFailure(self.group.rank, one_line(error, file), number, damaged)
+
+
+def failed(step: int, failures: Sequence[PartFailure]) -> SaveOutcome:
+    return SaveOutcome(
+        step,
+        "",
+        "; ".join(map(str, failures)),
+        damaged=all(failure.damaged for failure in failures),
+        ranks=tuple(sorted({failure.rank for failure in failures})),
+        error_number=next((failure.error_number for failure in failures if failure.error_number), 0),
+    )
+
+
+def one_line(error: BaseException, file: str = "") -> str:
+    """File, error code and message of a failure, as far as it has them."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return f"{file}: {type(error).__name__}: {str(error).partition(chr(10))[0]}".removeprefix(": ")
+    number = errno.errorcode.get(error.errno, str(error.errno))
+    return f"{error.filename or file}: {number}, {error.strerror}".removeprefix(": ")
