@@ -30,7 +30,7 @@ from fsdp.models.checks import IGNORED
 
 FLAG = "--memory.loss_chunk"
 WHOLE = f"{FLAG} 0"
-ChunkPart = Callable[[Tensor, Tensor, str, float], tuple[Tensor, Tensor | None, Tensor]]
+ChunkPart = Callable[[Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor | None, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,17 @@ class ChunkedSums:
 
 def output_layer(model: nn.Module) -> tuple[str, nn.Linear]:
     """Returns the layer whose output is the logits: get_output_embeddings(), or `head`, or `lm_head`."""
-    getter: Any = getattr(model, "get_output_embeddings", None)
-    named: list[Any] = [getter()] if callable(getter) else []
-    found = next(
-        (m for m in [*named, *(getattr(model, n, None) for n in ("head", "lm_head"))] if m is not None), None
+    getter: Any = getattr(model, "get_output_embeddings", lambda: None)
+    layers = [getter(), getattr(model, "head", None), getattr(model, "lm_head", None)]
+    layer = next((layer for layer in layers if layer is not None), None)
+    name = next((name for name, module in model.named_modules() if module is layer), "")
+    if type(layer) is nn.Linear and name:
+        return name, layer
+    raise ConfigError(
+        f"{FLAG} needs a model whose output layer (head, lm_head, get_output_embeddings()) is an nn.Linear: "
+        f"{name or 'it'} is {type(layer).__name__}.",
+        WHOLE,
     )
-    name = next((name for name, module in model.named_modules() if module is found), "")
-    if type(found) is nn.Linear and name:
-        return name, found
-    what = (
-        f"{name} is a {type(found).__name__}"
-        if name
-        else "it has no head, lm_head or get_output_embeddings()"
-    )
-    raise ConfigError(f"{FLAG} needs a model whose output layer is an nn.Linear: {what}.", WHOLE)
 
 
 class ChunkedHead:
@@ -107,15 +104,13 @@ class ChunkedHead:
         return self._uncompiled(hidden, self._targets)
 
     def _summed(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        if self._sums is not None or hidden.shape[:-1] != targets.shape:
-            why = (
-                "is called twice in a forward"
-                if self._sums is not None
-                else f"receives {tuple(hidden.shape[:-1])} positions for targets of {tuple(targets.shape)}"
-            )
-            raise self.refusal(f"{self.name} {why}")
-        rows, weight, bias = hidden.reshape(-1, hidden.shape[-1]), self._layer.weight, self._layer.bias
-        rows, weight, bias = (_autocast(one, hidden.device.type) for one in (rows, weight, bias))
+        if self._sums is not None:
+            raise self.refusal(f"{self.name} is called twice in a forward")
+        if hidden.shape[:-1] != targets.shape:
+            shapes = f"{tuple(hidden.shape[:-1])} positions for targets of {tuple(targets.shape)}"
+            raise self.refusal(f"{self.name} receives {shapes}")
+        operands = (hidden.reshape(-1, hidden.shape[-1]), self._layer.weight, self._layer.bias)
+        rows, weight, bias = (_autocast(operand, hidden.device.type) for operand in operands)
         sizes, flat = _chunk_sizes(targets.numel(), self._chunk), targets.reshape(-1)
         losses: Tensor | None = None
         if self._per_target:
@@ -154,6 +149,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _chunks(
+    hidden: Tensor, targets: Tensor, each: Tensor | None, sizes: list[int]
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    pieces: Sequence[Any] = [None] * len(sizes) if each is None else each.view(-1).split(sizes)
+    return zip(hidden.split(sizes), targets.split(sizes), pieces, strict=True)
+
+
 def _evaluated(
     hidden: Tensor,
     weight: Tensor,
@@ -163,38 +165,26 @@ def _evaluated(
     each: Tensor | None,
 ) -> ChunkedSums:
     losses, right = [], []
-    for part, wanted, into in zip(
-        hidden.split(sizes), targets.split(sizes), _pieces(each, sizes), strict=True
-    ):
+    for part, wanted, into in _chunks(hidden, targets, each, sizes):
         logits = F.linear(part, weight, bias)
         logits = logits.to(_wide(logits.dtype))
-        losses.append(_noted(F.cross_entropy(logits, wanted, reduction=_reduction(into)), into))
+        reduction = "sum" if into is None else "none"
+        loss = F.cross_entropy(logits, wanted, reduction=reduction, ignore_index=IGNORED)
+        losses.append(loss if into is None else into.copy_(loss).sum())
         right.append((logits.argmax(-1) == wanted).sum())
     return ChunkedSums(torch.stack(losses).sum(), torch.stack(right).sum(), each)
 
 
-def _pieces(each: Tensor | None, sizes: list[int]) -> Sequence[Tensor | None]:
-    if each is None:
-        return [None] * len(sizes)
-    pieces: Sequence[Tensor] = each.view(-1).split(sizes)
-    return pieces
-
-
-def _reduction(into: Tensor | None) -> str:
-    return "sum" if into is None else "none"
-
-
-def _noted(losses: Tensor, into: Tensor | None) -> Tensor:
-    """The sum of a chunk's losses, which `into` keeps one by one."""
-    return losses if into is None else into.copy_(losses).sum()
-
-
 def _part(
-    logits: Tensor, targets: Tensor, reduction: str, z_loss: float
+    logits: Tensor, targets: Tensor, into: Tensor | None, z_loss: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The losses of a chunk, or their sum; what `z_loss` adds to it; and its gradient by the logits."""
+    """The loss of a chunk, whose targets' losses `into` keeps; what `z_loss` adds to it; and its gradient by
+    the logits.
+    """
     scores = F.log_softmax(logits, dim=-1, dtype=_wide(logits.dtype))
+    reduction = "sum" if into is None else "none"
     loss = F.nll_loss(scores, targets, reduction=reduction, ignore_index=IGNORED)
+    loss = loss if into is None else into.copy_(loss).sum()
     kept = (targets != IGNORED).unsqueeze(-1)
     place = targets.unsqueeze(-1).clamp(min=0)
     # Before the scores are overwritten.
@@ -229,13 +219,9 @@ class _Summed(torch.autograd.Function):
         by_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants_weight else None
         by_bias = torch.zeros(len(weight), dtype=wide, device=weight.device) if wants_bias else None
         losses, at = [], 0
-        for rows, wanted, into in zip(
-            hidden.split(sizes), targets.split(sizes), _pieces(each, sizes), strict=True
-        ):
-            loss, extra, gradient = part(F.linear(rows, weight, bias), wanted, _reduction(into), z_loss)
-            losses.append(_noted(loss, into))
-            if extra is not None:
-                losses.append(extra)
+        for rows, wanted, into in _chunks(hidden, targets, each, sizes):
+            loss, extra, gradient = part(F.linear(rows, weight, bias), wanted, into, z_loss)
+            losses += [loss] if extra is None else [loss, extra]
             if by_hidden is not None:
                 torch.mm(gradient, weight, out=by_hidden[at : at + len(rows)])
             if by_weight is not None:
@@ -251,9 +237,9 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        found, ctx.gradients = ctx.gradients, None
-        assert found is not None, "a second backward through the same loss"
-        by_input = [None if one is None else one.mul_(gradient).to(ctx.dtype) for one in found]
+        gradients, ctx.gradients = ctx.gradients, None
+        assert gradients is not None, "a second backward through the same loss"
+        by_input = [None if own is None else own.mul_(gradient).to(ctx.dtype) for own in gradients]
         return (*by_input, None, None, None, None, None)
 
 

@@ -83,22 +83,21 @@ def cross_entropy_parts(
     `z_loss` is added in training alone, and is in no row.
     """
     logits, targets = classes_last(logits, targets), mask_padding(targets, valid)
-    rows = None
-    if torch.is_grad_enabled() and not per_row:
+    training = torch.is_grad_enabled()
+    if training and not per_row:
         return LossParts((summed or summed_entropy)(logits, targets, z_loss), None)
     flat, wanted = flat_logits(logits), targets.reshape(-1)
-    if per_row:
-        # One log-softmax for both terms: backward keeps it.
-        scores = F.log_softmax(flat, dim=-1)
-        losses = F.nll_loss(scores, wanted, reduction="none", ignore_index=IGNORED).view(targets.shape)
-        loss_sum, rows = losses.sum(), (row_sums(losses), row_sums(targets != IGNORED))
-        if z_loss and torch.is_grad_enabled():
-            loss_sum = loss_sum + z_loss * squared_normalizers(flat, scores, wanted)
-    else:
-        loss_sum = F.cross_entropy(flat, wanted, reduction="sum", ignore_index=IGNORED)
     # A pass over all logits, skipped in training.
-    correct = None if torch.is_grad_enabled() else (flat.argmax(-1) == wanted).sum()
-    return LossParts(loss_sum, correct, rows=rows)
+    correct = None if training else (flat.argmax(-1) == wanted).sum()
+    if not per_row:
+        return LossParts(summed_entropy(logits, targets), correct)
+    # One log-softmax for both terms: backward keeps it.
+    scores = F.log_softmax(flat, dim=-1)
+    losses = F.nll_loss(scores, wanted, reduction="none", ignore_index=IGNORED).view(targets.shape)
+    loss_sum = losses.sum()
+    if z_loss and training:
+        loss_sum = loss_sum + z_loss * squared_normalizers(flat, scores, wanted)
+    return LossParts(loss_sum, correct, rows=(row_sums(losses), row_sums(targets != IGNORED)))
 
 
 def class_dimension(logits: Tensor, targets: Tensor) -> int | None:
@@ -176,11 +175,6 @@ def read_output(output: Any, *, labelled: bool = False) -> Output:
     get = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)
     loss, logits = get("loss"), get("logits")
     if loss is not None or logits is not None:
-        name, needed = ("logits", logits) if loss is None else ("loss", loss)
-        if not isinstance(needed, Tensor):
-            raise ConfigError(
-                f"the model returned a {type(needed).__name__} as {name}.", f"return {name} as a tensor"
-            )
         return Output(loss, logits if isinstance(logits, Tensor) else None)
     if isinstance(output, (tuple, list)) and output:
         first = read_output(output[0])
@@ -197,12 +191,6 @@ def read_output(output: Any, *, labelled: bool = False) -> Output:
     )
 
 
-def loss_or_logits(output: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the model's own loss if there is one, else its logits."""
-    found = read_output(output)
-    return (found.loss, None) if found.loss is not None else (None, found.logits)
-
-
 # ---------------------------------------------------------------- transformers' own
 
 _SHIFTS = {
@@ -212,8 +200,6 @@ _SHIFTS = {
     "ForSequenceClassificationLoss": False,
 }
 """transformers' functions that are the mean cross entropy of logits; whether each predicts the next label."""
-_CHANGES = ("shift_labels", "ignore_index")
-"""Arguments that make it another one."""
 
 
 class HfEntropy:
@@ -221,14 +207,12 @@ class HfEntropy:
 
     def __init__(self, model: nn.Module, *, shifted: bool) -> None:
         self._model, self.shifted = model, shifted
-        self.routes = bool(getattr(text_config(model), "output_router_logits", False))
-        """Whether the configuration asks for a router's loss."""
-        self._plain = self._calls = 0
+        self._calls: list[bool] = []
+        """For each call of a forward, whether it is the plain cross entropy."""
         self._stand_in = self._nothing  # one object: compiled code has a guard on it
 
     def _nothing(self, *args: Any, **more: Any) -> Tensor:
-        self._calls += 1
-        self._plain += all(more.get(name) is None for name in _CHANGES)
+        self._calls.append(more.get("shift_labels") is None and more.get("ignore_index") is None)
         logits = next(x for x in (*args, *more.values()) if isinstance(x, Tensor) and x.is_floating_point())
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         return torch.zeros((), dtype=wide, device=logits.device)
@@ -236,13 +220,13 @@ class HfEntropy:
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
         """Context of one forward with labels, whose loss is what the model adds to its cross entropy."""
-        self._plain = self._calls = 0
+        self._calls.clear()
         self._model._loss_function = self._stand_in  # type: ignore[assignment]
         try:
             yield
         finally:
             del self._model._loss_function
-        if (self._calls, self._plain) != (1, 1):
+        if self._calls != [True]:
             raise ConfigError(
                 f"{type(self._model).__name__} does not compute one cross entropy of its logits and labels.",
                 "--train.loss mine:function computes the losses from its output: docs/training.md",

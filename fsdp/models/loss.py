@@ -68,21 +68,8 @@ class CustomLoss:
 
     def weighted(self, output: Any, batch: Mapping[str, Tensor], valid: Tensor) -> tuple[Tensor, Tensor]:
         """The weighted losses, in at least fp32, and the weights; 0 in rows that are not valid."""
-        losses, weights = self._read(self.function(output, batch), len(valid))
-        weights = torch.where(valid.view(-1, *[1] * (losses.dim() - 1)), weights.detach(), 0)
-        losses = losses if losses.dtype == torch.float64 else losses.float()
-        if torch.is_grad_enabled() and not losses.requires_grad:
-            raise ConfigError(
-                f"{FLAG} {self.path} returned losses without a gradient.",
-                "compute them from the output, without .detach(), .item() or torch.no_grad()",
-            )
-        # Not a product alone: 0 times an infinity is NaN.
-        return torch.where(weights != 0, losses, 0) * weights, weights
-
-    def trial(self, output: Any, batch: Mapping[str, Tensor], valid: Tensor) -> None:
-        """As `weighted`, before the first step: an error of the function becomes one line that names it."""
         try:
-            self.weighted(output, batch, valid)
+            returned = self.function(output, batch)
         except (ConfigError, torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
@@ -91,24 +78,30 @@ class CustomLoss:
                 f"it is called with (output, batch); output is {_described(output)}, batch has "
                 f"{', '.join(batch)}",
             ) from error
+        losses, weights = self._checked(returned, len(valid))
+        weights = torch.where(valid.view(-1, *[1] * (losses.dim() - 1)), weights.detach(), 0)
+        losses = losses if losses.dtype == torch.float64 else losses.float()
+        # Not a product alone: 0 times an infinity is NaN.
+        return torch.where(weights != 0, losses, 0) * weights, weights
 
-    def _read(self, found: Any, rows: int) -> tuple[Tensor, Tensor]:
-        losses, weights = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    def _checked(self, returned: Any, rows: int) -> tuple[Tensor, Tensor]:
+        pair = isinstance(returned, tuple) and len(returned) == 2
+        losses, weights = returned if pair else (returned, None)
+        fault = ""
         if not isinstance(losses, Tensor) or not losses.is_floating_point():
-            raise self._wrong(f"returned {_described(found)}")
-        if not losses.dim() or len(losses) != rows:
-            raise self._wrong(f"returned losses of the shape {tuple(losses.shape)} for {rows} samples")
+            fault = f"returned {_described(returned)}"
+        elif not losses.dim() or len(losses) != rows:
+            fault = f"returned losses of the shape {tuple(losses.shape)} for {rows} samples"
+        elif weights is not None and getattr(weights, "shape", None) != losses.shape:
+            fault = f"returned losses of the shape {tuple(losses.shape)} and {_described(weights)} as weights"
+        elif torch.is_grad_enabled() and not losses.requires_grad:
+            fault = "returned losses without a gradient"
+        if fault:
+            hint = f"return a loss for each sample or token, with its gradient: {EXAMPLE}"
+            raise ConfigError(f"{FLAG} {self.path} {fault}.", hint)
         if weights is None:
             return losses, torch.ones_like(losses, requires_grad=False)
-        if not isinstance(weights, Tensor) or weights.shape != losses.shape:
-            shown = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-            raise self._wrong(f"returned losses of the shape {tuple(losses.shape)} and weights of {shown}")
         return losses, weights.to(losses.dtype if losses.dtype == torch.float64 else torch.float32)
-
-    def _wrong(self, what: str) -> ConfigError:
-        return ConfigError(
-            f"{FLAG} {self.path} {what}.", f"return a loss for each sample or token: {EXAMPLE}"
-        )
 
 
 def load_loss(path: str) -> CustomLoss | None:
@@ -116,12 +109,6 @@ def load_loss(path: str) -> CustomLoss | None:
     if not path:
         return None
     function: Any = load_attribute(path, FLAG)
-    try:
-        inspect.signature(function).bind("output", {})
-    except TypeError as error:
-        raise ConfigError(f"{FLAG} {path}: {error}.", "it is called with (output, batch)") from None
-    except ValueError:  # a builtin without a signature
-        pass
     parameters = function.named_parameters() if isinstance(function, nn.Module) else iter(())
     if (parameter := next(parameters, None)) is not None:  # as metric learning has them
         raise ConfigError(
@@ -158,23 +145,18 @@ class LossFunction:
         keeps neither their fp32 copy nor their log-softmax for backward.
         `z_loss`: --train.z_loss, which `head` knows too.
         """
-        self._summed = summed
-        self.custom = custom
+        self._summed, self.custom = summed, custom
         self._head, self._z_loss = head, z_loss
-        parameters = inspect.signature(model.forward).parameters
+        self._signature = inspect.signature(model.forward)
+        parameters = self._signature.parameters
         self._accepts = set(parameters)
-        self._optional = {name for name, one in parameters.items() if one.default is not one.empty}
-        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        listed = list(parameters.values())
-        first, after_inputs = (listed[0] if listed else None), listed[1:]
-        self._keyword = first.name if first is not None and first.kind is first.KEYWORD_ONLY else ""
-        self._needed = [
-            p.name for p in after_inputs if p.kind in named and p.default is p.empty and p.name != ITEMS
-        ]
+        self._optional = {name for name, p in parameters.items() if p.default is not p.empty}
         self._accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._dtype: torch.dtype | None = None
         self._decodes_labels = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self._entropy = None if custom is not None else maybe_entropy(model)
+        self._masks: set[bool] = set()
+        """Whether training, or evaluation, takes a loss from logits alone, in which padding is masked."""
         self.counts_tokens = False
         """Known after the first call: whether a batch is weighted by unmasked tokens, not by samples."""
         self.per_row = False
@@ -212,41 +194,32 @@ class LossFunction:
         items: Callable[[], float] | None = None,
     ) -> LossParts:
         """`valid` marks the first `valid_rows` rows. The others are padding and add nothing: their targets
-        are masked, or they are cut off where the model computes a loss of its own or adds one. `items`: the
-        weight of the global batch, in training.
+        are masked, or they are cut off where the model computes a loss of its own or adds one, as the first
+        call shows. `items`: the weight of the global batch, in training.
         """
-        received = self.gives_labels(data)
-        own = self._entropy is None and bool(received or "targets" not in data)
-        if self.custom is None and (own or (self._entropy is not None and self._entropy.routes)):
-            data, valid = _without_padding(data, valid, valid_rows)
         if self.custom is not None:
             output = self._call(model, data, withheld=self._unread)
             losses, weights = self.custom.weighted(output, data, valid)
             rows = (row_sums(losses), row_sums(weights)) if self.per_row else None
             return LossParts(losses.sum(), None, weights.sum(dtype=torch.float64), rows)
-        name = self._label_name(data)
+        rows_kept = max(valid_rows, 1)  # one row without weight, where there is no other
+        if len(valid) > rows_kept and torch.is_grad_enabled() not in self._masks:
+            data, valid = {name: value[:rows_kept] for name, value in data.items()}, valid[:rows_kept]
+        received, name = self.gives_labels(data), self._label_name(data)
         if self._entropy is not None and name and not data[name].is_floating_point():
-            parts = self._of_transformers(self._entropy, model, data, name, valid)
-            if parts.auxiliary is None or len(valid) <= max(valid_rows, 1):
-                return parts
-            # What it adds has no row that could be masked.
-            data, valid = _without_padding(data, valid, valid_rows)
             return self._of_transformers(self._entropy, model, data, name, valid)
         if self._head is not None:
             if received:
                 raise self._head.refusal(f"the model computes a loss of its own from {received}")
+            self._masks.add(torch.is_grad_enabled())
             return self._from_logits(model, data, _targets(data), valid)[0]
         labels = data[received] if received else None
-        self.counts_tokens = labels is not None and _are_tokens(labels)
+        self.counts_tokens = labels is not None and labels.dim() > 1 and not labels.is_floating_point()
         whole = self._items(labels, valid, items) if ITEMS in self._accepts else None
         output = read_output(self._call(model, data, whole), labelled=bool(received))
-        if (loss := output.loss) is not None:
-            if len(valid) > max(valid_rows, 1):  # it does not take the targets, and has a loss of its own
-                data, valid = _without_padding(data, valid, valid_rows)
-                output = read_output(self._call(model, data, whole))
-                loss = output.loss
-                assert loss is not None
-            return self._own(output, loss, labels, valid, whole)
+        if output.loss is not None:
+            return self._own(output, output.loss, labels, valid, whole)
+        self._masks.add(torch.is_grad_enabled())
         return self._parts(output, _targets(data), valid)
 
     def _of_transformers(
@@ -258,6 +231,7 @@ class LossFunction:
             parts, output = self._from_logits(model, {**data, "labels": labels}, targets, valid)
         # Without a gradient it is the 0 that stands for the cross entropy.
         if output.loss is None or not output.loss.requires_grad:
+            self._masks.add(torch.is_grad_enabled())
             return parts
         self.adds = True
         return replace(parts, auxiliary=output.loss * valid.sum())
@@ -280,20 +254,13 @@ class LossFunction:
         assert output.logits is not None
         second = class_dimension(output.logits, targets) == 1
         self._note_logits(targets, f"classes {'in dimension 1' if second else 'last'}")
-        return cross_entropy_parts(
-            output.logits,
-            targets,
-            valid,
-            per_row=self.per_row,
-            summed=self._summed,
-            z_loss=self._z_loss,
-        )
+        more: Any = {"per_row": self.per_row, "summed": self._summed, "z_loss": self._z_loss}
+        return cross_entropy_parts(output.logits, targets, valid, **more)
 
     def _note_logits(self, targets: Tensor, where: str) -> None:
         self.counts_tokens, self.classifies = targets.dim() > 1, True
-        self._trained = (
-            f"the cross entropy of the logits ({where}), the mean over the global batch's {self.unit}"
-        )
+        mean = f"the mean over the global batch's {self.unit}"
+        self._trained = f"the cross entropy of the logits ({where}), {mean}"
 
     def _own(
         self, output: Output, loss: Tensor, labels: Tensor | None, valid: Tensor, whole: Tensor | None
@@ -310,7 +277,7 @@ class LossFunction:
             where = class_dimension(output.logits, labels)
         if whole is None:
             self.counts_tokens = self.counts_tokens and where is not None
-            weight = _count(labels, valid) if labels is not None and self.counts_tokens else valid.sum()
+            weight = self._weight(labels, valid)
             how = f"weighed by {'labels' if self.counts_tokens else 'rows'}"
         else:
             weight, how = valid.any() * whole, f"divided by {ITEMS}, added up"
@@ -331,15 +298,13 @@ class LossFunction:
         """num_items_in_batch: the weight of the global batch, or of this one outside of training."""
         if items is not None:
             return torch.full((), int(items()), device=valid.device)
-        return (_count(labels, valid) if labels is not None and self.counts_tokens else valid.sum()).clamp(
-            min=1
-        )
+        return self._weight(labels, valid).clamp(min=1)
 
-    def trial(self, model: nn.Module, data: Mapping[str, Tensor]) -> None:
-        """Calls a user's loss once, before the first step: an error of the function becomes one line."""
-        assert self.custom is not None
-        rows = torch.ones(len(data["inputs"]), dtype=torch.bool, device=data["inputs"].device)
-        self.custom.trial(self._call(model, data, withheld=self._unread), data, rows)
+    def _weight(self, labels: Tensor | None, valid: Tensor) -> Tensor:
+        if labels is None or not self.counts_tokens:
+            return valid.sum()
+        # Not labels[valid]: the host would wait for a device to learn how many rows are valid.
+        return (mask_padding(labels, valid) != IGNORED).sum()
 
     def gives_labels(self, data: Mapping[str, object]) -> str:
         """Returns the name under which the model receives its labels; empty if it receives none."""
@@ -375,30 +340,23 @@ class LossFunction:
         whole: Tensor | None = None,
         withheld: Collection[str] = (),
     ) -> Any:
-        if self._dtype is None:
-            self._check_needed(data)
-            # At the first call, before any group is gathered in the dtype of computation.
-            self._dtype = _stored_dtype(model)
-        extra = {
-            name: self._cast(value)
-            for name, value in data.items()
-            if name not in ("inputs", self._keyword) and name not in withheld and self._passes(name)
-        }
-        if whole is not None:
-            extra[ITEMS] = whole
-        inputs = self._cast(data["inputs"])
-        return model(**{self._keyword: inputs}, **extra) if self._keyword else model(inputs, **extra)
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-
-    def _check_needed(self, data: Mapping[str, Tensor]) -> None:
-        missing = next((name for name in self._needed if name not in data), None)
-        if missing is not None:
-            raise ConfigError(
-                f"the model's forward needs {missing}, and the data have only {', '.join(data)}.",
-                f"give {missing} a default in forward, or return it from the data set: docs/data.md",
-            )
+        known = self._dtype is not None
+        if not known:
+            # At the first call, before any group is gathered in the dtype of computation. FSDP casts inputs
+            # only if it computes in another dtype than is stored; of frozen parameters in bf16 the widest is.
+            self._dtype = widest_floating(p.dtype for p in model.parameters())
+        cast = {n: x.to(self._dtype) if x.is_floating_point() else x for n, x in data.items()}
+        extra = {n: x for n, x in cast.items() if n != "inputs" and n not in withheld and self._passes(n)}
+        extra |= {} if whole is None else {ITEMS: whole}
+        if not known:
+            try:
+                self._signature.bind(cast["inputs"], **extra)
+            except TypeError as error:
+                raise ConfigError(
+                    f"the model's forward: {error}, and the data have only {', '.join(data)}.",
+                    "give it a default in forward, or return it from the data set: docs/data.md",
+                ) from None
+        return model(cast["inputs"], **extra)
 
 
 def _targets(data: Mapping[str, Tensor]) -> Tensor:
@@ -409,27 +367,3 @@ def _targets(data: Mapping[str, Tensor]) -> Tensor:
             "targets, the token after each of inputs; labels are for a model whose forward takes them",
         )
     return data["targets"]
-
-
-def _without_padding(
-    data: Mapping[str, Tensor], valid: Tensor, valid_rows: int
-) -> tuple[Mapping[str, Tensor], Tensor]:
-    """One row without weight is left where there is no other."""
-    rows = max(valid_rows, 1)
-    return {name: value[:rows] for name, value in data.items()}, valid[:rows]
-
-
-def _are_tokens(labels: Tensor) -> bool:
-    return labels.dim() > 1 and not labels.is_floating_point()
-
-
-def _count(labels: Tensor, valid: Tensor) -> Tensor:
-    # Not labels[valid]: the host would wait for a device to learn how many rows are valid.
-    return (mask_padding(labels, valid) != IGNORED).sum()
-
-
-def _stored_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of floating-point inputs: FSDP casts them only if it computes in another dtype. The widest of
-    the parameters: frozen ones may be stored in bf16, and computed with in fp32.
-    """
-    return widest_floating(p.dtype for p in model.parameters())

@@ -31,7 +31,7 @@ from fsdp.dist.env import DistEnv, pick_device
 from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.dist.process_group import process_group
 from fsdp.models import ModelSpec, resolve
-from fsdp.models.cross_entropy import loss_or_logits
+from fsdp.models.cross_entropy import read_output
 from fsdp.models.hf import KERNELS
 from fsdp.models.hf_settings import select_experts_kernel, turn_caches_off
 from fsdp.models.hub import PREFIX
@@ -62,8 +62,9 @@ class TrainedModel:
         inputs = inputs.to(self.device, dtype if inputs.is_floating_point() else None)
         # FSDP2 gathers no parameters in inference mode
         with torch.inference_mode() if self.from_rank_0 is None else torch.no_grad():
-            _, logits = loss_or_logits(self.model(inputs))
-        if logits is None:
+            output = read_output(self.model(inputs))
+        logits = output.logits
+        if logits is None or output.loss is not None:
             reason = f"--model.name {self.config.model.name} returns a loss and no logits."
             raise ConfigError(reason, "return logits if no targets are given")
         if logits.isnan().any():

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from fsdp.base.errors import CheckpointError, NotFiniteError, RefusedError
@@ -21,7 +20,6 @@ from fsdp.config import Config
 from fsdp.data import Loader, StepBatch
 from fsdp.data.cursor import stream_key
 from fsdp.data.loader import read_batch
-from fsdp.data.types import Batch
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import data_rank
 from fsdp.dist.stop import Stopper
@@ -157,7 +155,6 @@ class TrainingLoop:
             self._record_sealed()
 
     def _evaluate_only(self) -> Outcome:
-        self._try_custom_loss(0)
         self._evaluate()
         self._settle()
         self._end_saves()
@@ -166,7 +163,6 @@ class TrainingLoop:
     def _train_to_end(self) -> Outcome:
         last = min(self.config.train.stop_after or self.job.total_steps, self.job.total_steps)
         first = self.state.step
-        self._try_custom_loss(first)
         self._check_packed_rows()
         while self.state.step < last and not self.stopped:
             self._one_step()
@@ -184,18 +180,6 @@ class TrainingLoop:
             self._save(self.stopped or "the end", wait=True)
         self._end_saves()
         return self._finish()
-
-    def _try_custom_loss(self, at: int) -> None:
-        """Whether a user's loss works with the model's output and returns what can be weighed, by a forward
-        of one or two samples of step `at` on all ranks.
-        """
-        if self.loss_function.custom is None:
-            return
-        rows = self.job.cursor.indices(at)[:2]
-        data = read_batch(self.job.data.train, rows, f"rank {self.env.rank}, before the first step")
-        batch = Batch(data, torch.ones(len(rows), dtype=torch.bool), len(rows)).to(self.env.device)
-        with self.sharded.evaluating():
-            self.loss_function.trial(self.sharded.called, batch.data)
 
     def _check_packed_rows(self) -> None:
         """Whether attention stays within the documents of packed rows: two forwards of one or two samples,

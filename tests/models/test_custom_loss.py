@@ -69,10 +69,6 @@ def misspelt(output: Tensor, batch: Batch) -> Tensor:
     return batch["target"]
 
 
-def three(output: Tensor, batch: Batch, more: int) -> Tensor:
-    return output
-
-
 @functools.cache
 def plain() -> Trained:
     """An independent loop: the whole batch at once, by the formula of the documentation."""
@@ -150,16 +146,15 @@ def test_a_model_that_takes_targets_returns_logits_to_it() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mean", "returned losses of the shape () for 2 samples"),
-        ("other_rows", "returned losses of the shape (1,) for 2 samples"),
-        ("other_weights", "returned losses of the shape (2,) and weights of (1, 3)"),
+        ("mean", "returned losses of the shape () for "),
+        ("other_rows", "returned losses of the shape (1,) for "),
+        ("other_weights", "returned losses of the shape ("),
+        ("detached", "returned losses without a gradient"),
         ("words", "returned a str"),
         ("misspelt", "failed: KeyError: 'target' ("),
     ],
 )
-def test_what_cannot_be_weighed_is_refused_before_the_first_step(
-    name: str, message: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_weighed_is_refused(name: str, message: str, tmp_path: Path) -> None:
     said = failures(2, tmp_path, f"--train.steps 1 --train.loss {OWN}{name}")
     for line in said:
         assert line is not None
@@ -170,7 +165,6 @@ def test_what_cannot_be_weighed_is_refused_before_the_first_step(
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        (OWN + "three", "missing a required argument: 'more'. HINT: it is called with (output, batch)"),
         (OWN + "absent", "has no absent"),
         ("cross_entropy", "is not package.module:factory"),
     ],

@@ -140,7 +140,7 @@ REFUSED = {
     "ByMethod": "the forward computes with blocks.0.up.weight where this rank has a shard of it alone",
     "InPlace": "the output of blocks.0 is a view, and the forward writes into it afterwards (x += y)",
     "Hiding": "blocks.0 returns a Hidden, in which FSDP finds no tensors",
-    "NeedsMask": "the model's forward needs mask, and the data have only inputs, targets",
+    "NeedsMask": "the model's forward: missing a required argument: 'mask', and the data have only",
     "Detached": "the loss does not depend on a trained parameter",
     "ReturnsNothing": "the model returned a NoneType: neither a tensor, nor a loss, nor logits",
     "wrapped": "wrapped returned its model inside of DataParallel",

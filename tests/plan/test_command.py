@@ -163,7 +163,7 @@ WRONG = [
     ),
     (
         "--plan.gpus 4 --model.name tests.plan.own:Masked",
-        r"the model's forward needs mask, and the data have only inputs, targets\. HINT: give mask a default",
+        r"missing a required argument: 'mask', and the data have only .*\. HINT: give it a default",
     ),
     ("--plan.gpus 4 --model.name tests.plan.own:Nothing", "--model.name tests.plan.own:Nothing: .* HINT: "),
     ("--gpus 8", "--gpus is not a flag. HINT: did you mean --plan.gpus?"),
