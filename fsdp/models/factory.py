@@ -12,7 +12,6 @@ import importlib
 import inspect
 import sys
 import traceback
-import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,10 +144,10 @@ class BuiltIn:
     """Size → the fact of the data."""
     build: Callable[[Any], nn.Module]
 
-    def from_facts(self, facts: Facts) -> dict[str, Any]:
-        return {size: facts[fact.name] for size, fact in self.facts.items() if fact.name in facts}
-
-    def check_facts(self, sizes: Any, facts: Facts) -> None:
+    def sized(self, facts: Facts, args: Mapping[str, Any], owner: str) -> Any:
+        """From the data's facts and from `args`, which go before them; checked against the facts."""
+        filled = {size: facts[fact.name] for size, fact in self.facts.items() if fact.name in facts}
+        sizes = make_sizes(self.sizes, {**filled, **args}, owner)
         for name, fact in self.facts.items():
             value, needed = getattr(sizes, name), facts.get(fact.name)
             if needed is None or value == needed or (value > needed and not fact.exact):
@@ -158,55 +157,36 @@ class BuiltIn:
                 f"--model.args.{name} {value} {problem}: the data has {fact.meaning.format(needed)}.",
                 f"--model.args.{name} {needed}",
             )
+        return sizes
 
 
-def size(default: Any, low: float = 1, below: float | None = None) -> Any:
-    """Declares a field of sizes with its range."""
-    return dataclasses.field(default=default, metadata={"low": low, "below": below})
+def make_sizes(cls: type[Sizes], args: Mapping[str, Any], owner: str) -> Sizes:
+    """Builds sizes from free arguments. A default gives its field's type; a whole number is at least 1 unless
+    its default is 0, a number at least 0.
+    """
+    fields: Any = dataclasses.fields(cls)  # type: ignore[arg-type]
+    defaults = {field.name: field.default for field in fields}
+    for name, value in args.items():
+        if name not in defaults:
+            raise unknown_argument(name, list(defaults), "--model.args", owner)
+        default, kind = defaults[name], type(defaults[name])
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        least = 1 if kind is int and default else 0
+        if not (isinstance(value, bool) if kind is bool else number and kind(value) == value >= least):
+            wanted = {bool: "true or false", int: f"a whole number from {least}", float: "a number from 0"}
+            shown = str(default).lower() if kind is bool else default
+            raise ConfigError(
+                f"--model.args.{name} {value} is not {wanted[kind]}.", f"--model.args.{name} {shown}"
+            )
+    return cls(**{name: type(defaults[name])(value) for name, value in args.items()})
 
 
-def make_sizes(cls: type[Sizes], given: Mapping[str, Any], owner: str) -> Sizes:
-    """Builds sizes from free arguments; an unknown name or a wrong type is a ConfigError."""
-    hints = typing.get_type_hints(cls)
-    for name in given:
-        if name not in hints:
-            raise unknown_argument(name, list(hints), "--model.args", owner)
-    return cls(**{name: _typed(name, value, hints[name]) for name, value in given.items()})
-
-
-_KINDS = {
-    bool: ("true or false", "true"),
-    int: ("a whole number", "8"),
-    float: ("a number", "0.1"),
-    str: ("a word", "NAME"),
-}
-
-
-def _typed(name: str, value: Any, kind: type) -> Any:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if isinstance(value, kind) if kind in (bool, str) else is_number and kind(value) == value:
-        return kind(value)
-    wanted, example = _KINDS[kind]
-    raise ConfigError(f"--model.args.{name} {value} is not {wanted}.", f"--model.args.{name} {example}")
-
-
-def check_ranges(sizes: Any) -> None:
-    """Checks each field against its declared range."""
-    for field in dataclasses.fields(sizes):
-        value, low, below = getattr(sizes, field.name), field.metadata.get("low"), field.metadata.get("below")
-        problem = "" if low is None or value >= low else f"less than {low}"
-        problem = problem if below is None or value < below else f"not below {below}"
-        if problem:
-            flag = f"--model.args.{field.name}"
-            raise ConfigError(f"{flag} {value} is {problem}.", f"{flag} {field.default}")
-
-
-def check_multiple(sizes: Any, whole: str, part: str) -> None:
-    """Checks that `whole` is a multiple of `part`; the hint is the nearest smaller `part` that divides it."""
-    total, piece = getattr(sizes, whole), getattr(sizes, part)
-    if total % piece:
-        fitting = max(n for n in range(1, min(piece, total) + 1) if total % n == 0)
+def check_multiple(sizes: Any, product: str, factor: str) -> None:
+    """The hint is the nearest smaller factor that divides the product."""
+    total, part = getattr(sizes, product), getattr(sizes, factor)
+    if total % part:
+        fitting = max(n for n in range(1, min(part, total) + 1) if total % n == 0)
         raise ConfigError(
-            f"--model.args.{whole} {total} is not a multiple of --model.args.{part} {piece}.",
-            f"--model.args.{part} {fitting}",
+            f"--model.args.{product} {total} is not a multiple of --model.args.{factor} {part}.",
+            f"--model.args.{factor} {fitting}",
         )

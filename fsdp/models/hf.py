@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from fsdp.models.hf_weights import (
     reverted,
     saved_pieces,
 )
-from fsdp.models.hub import check_no_adapter, find_folder, on_this_node
+from fsdp.models.hub import check_no_adapter, find_folder
 
 HEADS = {
     "causal": "CAUSAL_LM",
@@ -45,7 +44,6 @@ HEADS = {
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 KERNELS = {"attn_implementation": ATTENTION, "experts_implementation": EXPERTS}
-_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 DTYPE_FIELDS = ("dtype", "torch_dtype")
 """The first one that is set counts, as in transformers."""
 
@@ -71,9 +69,9 @@ class PretrainedFolder:
 
     def build(self) -> nn.Module:
         """Builds the model on torch's default device, in torch's default dtype."""
-        cls: Any = self.cls
         try:
             # A copy: a run changes use_cache in it.
+            cls: Any = self.cls
             built: nn.Module = _with_buffers(cls)(copy.deepcopy(self.config))
         except Exception as error:
             raise ConfigError(
@@ -108,28 +106,24 @@ class PretrainedFolder:
 def resolve_folder(name: str, args: Mapping[str, Any], facts: Mapping[str, Any]) -> PretrainedFolder:
     """Reads `hf:FOLDER` or `hf:ORG/NAME`; every error in it is a ConfigError."""
     folder = find_folder(name)
-    transformers = _transformers(name)
-    fields = _read_config(name, folder)
-    given = dict(args)
-    head = given.pop("head", None)
-    config = _configuration(name, fields, given)
-    cls = _class_for(name, transformers, config, fields, head)
-    _check_classes(name, cls, config, facts)
-    found = PretrainedFolder(name=name, folder=folder, cls=cls, config=config, new_head=head is not None)
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        trial = found.build()
-    check_model(trial, name, facts)
-    return found
-
-
-def _transformers(name: str) -> Any:
     prepare_torchvision()
     try:
-        return importlib.import_module("transformers")
+        importlib.import_module("transformers")
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"--model.name {name} needs {error.name}, which is not installed.", "pip install transformers"
         ) from None
+    fields = _read_config(name, folder)
+    given = dict(args)
+    head = given.pop("head", None)
+    config = _configuration(name, fields, given)
+    cls = _class_for(name, config, fields, head)
+    _check_classes(name, cls, config, facts)
+    source = PretrainedFolder(name=name, folder=folder, cls=cls, config=config, new_head=head is not None)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        trial = source.build()
+    check_model(trial, name, facts)
+    return source
 
 
 # ---------------------------------------------------------------- config.json
@@ -144,55 +138,52 @@ def _read_config(name: str, folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         check_no_adapter(folder, "--model.name", name)
         exported = folder / "full_model"
-        raise on_this_node(
-            ConfigError(
-                f"--model.name {name}: {file} cannot be read: {error}.",
-                f"--model.name hf:{exported}"
-                if (exported / "config.json").is_file()
-                else "a folder that save_pretrained wrote",
-            )
-        ) from None
+        found = (exported / "config.json").is_file()
+        hint = f"--model.name hf:{exported}" if found else "a folder that save_pretrained wrote"
+        line = f"--model.name {name}: {file} cannot be read: {error}."
+        raise ConfigError(line, hint, scope="node") from None
     if (quantized := fields.get("quantization_config")) is not None:
         method = quantized.get("quant_method", "") if isinstance(quantized, dict) else quantized
         raise ConfigError(
             f"--model.name {name}: its weights are quantized ({method}); FSDP trains floating-point ones.",
             "name a folder with the weights before quantization",
         )
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     kind = fields.get("model_type")
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in _auto("configuration_auto").CONFIG_MAPPING:
         own = " It names code of its own (auto_map), which is not run." if "auto_map" in fields else ""
         raise ConfigError(
             f"--model.name {name}: the installed transformers has no model_type {kind!a}.{own}",
             "pip install -U transformers, or --model.name my_module:factory for code that you wrote",
         )
-    named_dtype(file, fields)
+    _check_dtype(file, fields)
     return fields
 
 
-def named_dtype(file: Path, fields: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype that a config.json names, as `bfloat16` or, as older exports do, `torch.bfloat16`."""
+def _auto(module: str) -> Any:
+    return importlib.import_module(f"transformers.models.auto.{module}")
+
+
+def _check_dtype(file: Path, fields: Mapping[str, Any]) -> None:
+    """A config.json names its dtype as `bfloat16` or, as older exports do, `torch.bfloat16`."""
     field = next((name for name in DTYPE_FIELDS if fields.get(name) is not None), None)
-    if field is None:
-        return None
-    found = getattr(torch, str(fields[field]).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    named = None if field is None else getattr(torch, str(fields[field]).removeprefix("torch."), None)
+    if field is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):
         raise ConfigError(
             f"{file} has {field} {fields[field]!a}, which is no floating-point dtype of torch.",
             f'"{field}": "bfloat16" in it, or the dtype of its weights',
         )
-    return found
 
 
 def _configuration(name: str, fields: dict[str, Any], given: dict[str, Any]) -> Any:
     """config.json with --model.args over it. Kernels are chosen by flags alone: a name may be a hub's."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     kernels = {field: given.pop(field) for field in KERNELS if field in given}
     for field, value in kernels.items():
-        _check_kernel(field, value)
-    cls = CONFIG_MAPPING[fields["model_type"]]
+        if value not in KERNELS[field]:
+            raise ConfigError(
+                f"--model.args.{field} {value} is not one of {', '.join(KERNELS[field])}.",
+                f"--model.args.{field} {KERNELS[field][1]}",
+            )
+    cls = _auto("configuration_auto").CONFIG_MAPPING[fields["model_type"]]
     try:
         known = cls.from_dict(_plain(fields))
         for field in given:
@@ -208,20 +199,6 @@ def _configuration(name: str, fields: dict[str, Any], given: dict[str, Any]) -> 
             f"--model.name {name}: its config.json with --model.args is no {cls.__name__}: {blame(error)}.",
             "look at config.json and --model.args",
         ) from error
-
-
-def _check_kernel(field: str, value: Any) -> None:
-    if value not in KERNELS[field]:
-        raise ConfigError(
-            f"--model.args.{field} {value} is not one of {', '.join(KERNELS[field])}.",
-            f"--model.args.{field} {KERNELS[field][1]}",
-        )
-    package = _PACKAGES.get(value)
-    if package is not None and importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"--model.args.{field} {value} needs {package}, which is not installed.",
-            f"--model.args.{field} sdpa",
-        )
 
 
 def _plain(fields: Any) -> Any:
@@ -241,52 +218,38 @@ def _plain(fields: Any) -> Any:
 # ---------------------------------------------------------------- the class
 
 
-def _class_for(
-    name: str, transformers: Any, config: Any, fields: Mapping[str, Any], head: object
-) -> type[Any]:
+def _class_for(name: str, config: Any, fields: Mapping[str, Any], head: object) -> type[Any]:
+    from transformers import PreTrainedModel
+
+    classes = {head: _first(_mapping(head).get(type(config), None)) for head in HEADS}
+    fitting = {head: cls for head, cls in classes.items() if cls is not None}
+    hint = f"--model.args.head {next(iter(fitting))}" if fitting else "--model.name my_module:factory"
     if head is not None:
-        return _class_of_head(name, config, str(head))
+        if head in fitting:
+            return fitting[str(head)]
+        heads = ", ".join(fitting) or "none"
+        raise ConfigError(
+            f"--model.name {name}: a {config.model_type} has no head {head}, but {heads}.", hint
+        )
     listed = fields.get("architectures")
     architecture = str(listed[0]) if isinstance(listed, list) and listed else ""
-    found = getattr(transformers, architecture, None) if architecture.isidentifier() else None
-    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
-        raise ConfigError(
-            f"--model.name {name}: config.json names {architecture!a}, which transformers has not.",
-            _head_hint(config),
-        )
-    if _is_base(found, config):
-        raise ConfigError(
-            f"--model.name {name}: {architecture} returns neither logits nor a loss.", _head_hint(config)
-        )
-    return found
-
-
-def _is_base(cls: type[Any], config: Any) -> bool:
-    bases = importlib.import_module("transformers.models.auto.modeling_auto").MODEL_MAPPING
-    found = bases.get(type(config), ())
-    return cls in (found if isinstance(found, tuple) else (found,))
-
-
-def _class_of_head(name: str, config: Any, head: str) -> type[Any]:
-    if head not in HEADS:
-        raise ConfigError(f"--model.args.head {head} is not one of {', '.join(HEADS)}.", _head_hint(config))
-    mapping = _mapping(head)
-    if type(config) not in mapping:
-        raise ConfigError(
-            f"--model.name {name}: a {config.model_type} has no head {head}.", _head_hint(config)
-        )
-    found: Any = mapping[type(config)]
-    return found[0] if isinstance(found, tuple) else found
+    transformers = importlib.import_module("transformers")
+    named: Any = getattr(transformers, architecture, None) if architecture.isidentifier() else None
+    if not (isinstance(named, type) and issubclass(named, PreTrainedModel)):
+        fault = f"config.json names {architecture!a}, which transformers has not"
+    elif named is _first(_auto("modeling_auto").MODEL_MAPPING.get(type(config), None)):
+        fault = f"{architecture} returns neither logits nor a loss"
+    else:
+        return named
+    raise ConfigError(f"--model.name {name}: {fault}.", hint)
 
 
 def _mapping(head: str) -> Any:
-    auto = importlib.import_module("transformers.models.auto.modeling_auto")
-    return getattr(auto, f"MODEL_FOR_{HEADS[head]}_MAPPING")
+    return getattr(_auto("modeling_auto"), f"MODEL_FOR_{HEADS[head]}_MAPPING")
 
 
-def _head_hint(config: Any) -> str:
-    fitting = [head for head in HEADS if type(config) in _mapping(head)]
-    return f"--model.args.head {fitting[0]}" if fitting else "--model.name my_module:factory"
+def _first(classes: Any) -> Any:
+    return classes[0] if isinstance(classes, tuple) else classes
 
 
 def _check_classes(name: str, cls: type[Any], config: Any, facts: Mapping[str, Any]) -> None:

@@ -1,8 +1,7 @@
 """Settings of a model of transformers that a run changes: the kernel of its experts, key-value caches.
 
-transformers is not imported: a model is any module with `set_experts_implementation`, a configuration any
-object with `to_dict()` that is the `config` of a module or an attribute of such an object. Not here: the
-choice of --model.args.experts_implementation (hf.py).
+transformers is not imported: a model is any module with `set_experts_implementation`, a configuration what a
+module has as `config`. Not here: the choice of --model.args.experts_implementation (hf.py).
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
-from fsdp.models.units import holds_experts
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +27,6 @@ def text_config(model: nn.Module) -> Any:
 
 
 # ---------------------------------------------------------------- experts
-
-
-def has_separate_experts(module: nn.Module) -> bool:
-    """Whether its experts are modules in a list or a dict."""
-    return any(holds_experts(name, one) for name, one in module.named_modules())
 
 
 def select_experts_kernel(model: nn.Module, dtype: torch.dtype) -> None:
@@ -91,30 +83,11 @@ def _is_unaligned(weight: nn.Parameter, dtype: torch.dtype) -> bool:
 
 
 def turn_caches_off(model: nn.Module) -> None:
-    """Sets `use_cache` to False in every module's configuration and in the configurations nested in it.
+    """Sets `use_cache` to False in every module's configuration.
 
     Recomputation calls a block twice: with a cache the second call would append the same keys again.
     """
-    for config in _configs(model):
+    for module in model.modules():  # an encoder and a decoder have copies
+        config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
-
-
-def _configs(model: nn.Module) -> Iterator[Any]:
-    """Yields each once: an encoder and a decoder have copies, most other modules share the model's."""
-    found: dict[int, Any] = {}
-    waiting = [module.config for module in model.modules() if _is_config(getattr(module, "config", None))]
-    while waiting:
-        config = waiting.pop()
-        if id(config) not in found:
-            found[id(config)] = config
-            waiting += [value for value in vars(config).values() if _is_config(value)]
-    yield from found.values()
-
-
-def _is_config(value: Any) -> bool:
-    return (
-        callable(getattr(value, "to_dict", None))
-        and hasattr(value, "__dict__")
-        and not isinstance(value, (type, nn.Module))
-    )

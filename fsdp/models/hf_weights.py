@@ -74,7 +74,7 @@ class NamePlan:
 def plan_names(model: Any, files: Mapping[str, Shape]) -> NamePlan:
     """Maps the state dict of a meta model to tensors of the files, by name and shape."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
 
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -84,7 +84,7 @@ def plan_names(model: Any, files: Mapping[str, Shape]) -> NamePlan:
     plan = NamePlan()
     groups: dict[str, Conversion] = {}
     shapes: dict[str, Shape] = {}
-    for key in _sorted(files):
+    for key in sorted(files, key=dot_natural_key):  # expert 2 before expert 10
         name, pattern = _renamed(key, renamings, converters, model, state)
         if name not in state:
             plan.unexpected.append(key)
@@ -96,18 +96,15 @@ def plan_names(model: Any, files: Mapping[str, Shape]) -> NamePlan:
             group = groups.setdefault(name, Conversion(rule, name))
             group.sources.setdefault(pattern, []).append(key)
     for group in groups.values():
-        for name, tensor in group.convert(model, _on_meta(group, files)).items():
+        meta = {
+            pattern: [torch.empty(files[name], device="meta") for name in names]
+            for pattern, names in group.sources.items()
+        }
+        for name, tensor in group.convert(model, meta).items():
             plan.converted[first.get(name, name)] = group
             shapes[first.get(name, name)] = tuple(tensor.shape)
     _compare(plan, model, shapes)
     return plan
-
-
-def _sorted(names: Mapping[str, Shape]) -> list[str]:
-    """In transformers' order: expert 2 before expert 10."""
-    from transformers.core_model_loading import dot_natural_key
-
-    return sorted(names, key=dot_natural_key)
 
 
 def _renamed(
@@ -120,13 +117,6 @@ def _renamed(
     if name not in state and key in state:
         name, pattern = rename_source_key(key, [], [], prefix, state)
     return name, pattern
-
-
-def _on_meta(group: Conversion, files: Mapping[str, Shape]) -> dict[str, list[Tensor]]:
-    return {
-        pattern: [torch.empty(files[name], device="meta") for name in names]
-        for pattern, names in group.sources.items()
-    }
 
 
 def _compare(plan: NamePlan, model: Any, shapes: Mapping[str, Shape]) -> None:

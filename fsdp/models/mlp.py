@@ -8,18 +8,15 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from fsdp.models.factory import BuiltIn, Fact, check_ranges, size
+from fsdp.models.factory import BuiltIn, Fact
 from fsdp.models.init import Init, Uniform
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlpSizes:
-    in_features: int = size(1024)
-    hidden: int = size(1024)
-    classes: int = size(10)
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
+    in_features: int = 1024
+    hidden: int = 1024
+    classes: int = 10
 
 
 class Mlp(nn.Module):

@@ -11,11 +11,10 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import nearest
@@ -23,50 +22,22 @@ from fsdp.base.torch_private.core import uncompiled
 from fsdp.config import ModelSection
 from fsdp.config.fields import expanded
 from fsdp.models.checks import check_model
-from fsdp.models.factory import BuiltIn, Facts, blame, load_attribute, make_sizes, parameters_of
+from fsdp.models.factory import BuiltIn, Facts, blame, load_attribute, parameters_of
 from fsdp.models.hub import PREFIX
 from fsdp.models.init import draw_parameters, fill_buffers, seeded, to_empty
 
 if TYPE_CHECKING:
     from fsdp.models.hf import PretrainedFolder
     from fsdp.models.hf_weights import ModuleDraws
+    from fsdp.models.transformer import LlamaFormat
 
 BUILT_INS = ("vit", "transformer", "mlp")
 OWN_MODEL = "--model.name package.module:factory for your own model"
 _DATA_FOR = {"num_classes": ("images", "digits"), "vocab_size": ("tokens", "text")}
 
 
-class SourceFolder(Protocol):
-    """The format of transformers in which a model is written."""
-
-    @property
-    def folder(self) -> Path | None:
-        """Its tokenizer's files are copied; None for a model that did not start from a folder."""
-        ...
-
-    @property
-    def class_name(self) -> str: ...
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype that config.json names."""
-        ...
-
-    def build(self) -> nn.Module: ...
-
-    def saved_pieces(self, model: Any) -> dict[str, dict[str, Tensor]]:
-        """Model's name → the tensors that save_pretrained makes of it, as meta tensors by name."""
-        ...
-
-    def reverted(self, model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """One tensor of the model as save_pretrained names and splits it."""
-        ...
-
-    def saved_layer(self, name: str) -> str:
-        """A module's name in the class that from_pretrained builds."""
-        ...
-
-    def config_json(self, dtype: torch.dtype) -> str: ...
+SourceFolder: TypeAlias = "PretrainedFolder | LlamaFormat"
+"""The format of transformers in which a model is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +71,7 @@ def resolve(section: ModelSection, facts: Facts) -> ModelSpec:
             "package.module:factory.",
             nearest(section.name, BUILT_INS, "--model.name {}", OWN_MODEL, cutoff=0.5),
         )
-    return _resolve_built_in(section, facts, importlib.import_module(f"fsdp.models.{section.name}").BUILT_IN)
-
-
-def _resolve_built_in(section: ModelSection, facts: Facts, model: BuiltIn) -> ModelSpec:
+    model: BuiltIn = importlib.import_module(f"fsdp.models.{section.name}").BUILT_IN
     preset = section.preset or next(iter(model.presets))
     if preset not in model.presets:
         first = f"--model.preset {next(iter(model.presets))}"
@@ -118,27 +86,20 @@ def _resolve_built_in(section: ModelSection, facts: Facts, model: BuiltIn) -> Mo
             f"--model.name {section.name} reads {reads}, but the data holds {_DATA_FOR[other][0]}.",
             f"--data.name {data}",
         )
-    if section.name == "transformer":
-        _refuse_folder(section.weights)
+    for folder in (expanded(section.weights), expanded(section.weights) / "full_model"):
+        if section.weights.startswith(PREFIX) or (section.weights and (folder / "config.json").is_file()):
+            named = section.weights if section.weights.startswith(PREFIX) else f"{PREFIX}{folder}"
+            raise ConfigError(
+                f"--model.weights {section.weights} is a model of transformers, not a state dict of the "
+                f"{section.name}.",
+                f"--model.name {named} without --model.weights",
+            )
     if {"channels", "image_size"} <= facts.keys():
         facts = {**facts, "pixels": facts["channels"] * facts["image_size"] ** 2}
-    given = {**model.from_facts(facts), **model.presets[preset], **section.args}
-    sizes = make_sizes(model.sizes, given, f"--model.name {section.name}")
-    model.check_facts(sizes, facts)
+    args = {**model.presets[preset], **section.args}
+    sizes = model.sized(facts, args, f"--model.name {section.name}")
     build = partial(model.build, sizes)
     return ModelSpec(name=section.name, build=build, sizes=asdict(sizes), knows_inits=True)
-
-
-def _refuse_folder(weights: str) -> None:
-    """A folder of save_pretrained has a configuration and tensor names of its own."""
-    folders = [expanded(weights), expanded(weights) / "full_model"] if weights else []
-    folder = next((str(one) for one in folders if (one / "config.json").is_file()), "")
-    folder = weights.removeprefix(PREFIX) if weights.startswith(PREFIX) else folder
-    if folder:
-        raise ConfigError(
-            f"--model.weights {weights} is a model of transformers, not a state dict of the transformer.",
-            f"--model.name {PREFIX}{folder} without --model.weights",
-        )
 
 
 def _resolve_pretrained(section: ModelSection, facts: Facts) -> ModelSpec:
@@ -181,21 +142,22 @@ def _built_whole(spec: ModelSpec, seed: int) -> nn.Module:
 
 def _resolve_factory(section: ModelSection, facts: Facts) -> ModelSpec:
     factory = load_attribute(section.name, "--model.name")
-    given = _arguments(section, factory, facts)
-    build = _Factory(section.name, factory, given)
+    args = _arguments(section, factory, facts)
+    build = partial(_built, section.name, factory, args)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         trial = build()
     check_model(trial, section.name, facts)
-    return ModelSpec(
-        name=section.name, build=build, sizes=given, knows_inits=_knows_inits(section.name, trial)
-    )
+    knows_inits = callable(getattr(trial, "param_inits", None))
+    if knows_inits:
+        _check_inits(section.name, trial)
+    return ModelSpec(name=section.name, build=build, sizes=args, knows_inits=knows_inits)
 
 
 def _arguments(section: ModelSection, factory: Callable[..., Any], facts: Facts) -> dict[str, Any]:
     """--model.args, then the facts that the factory has parameters for; checked against its signature."""
-    given, takes = dict(section.args), parameters_of(factory)
+    args, takes = dict(section.args), parameters_of(factory)
     if takes is None:
-        return given
+        return args
     if section.preset:
         if not takes.accepts("preset"):
             raise ConfigError(
@@ -203,71 +165,55 @@ def _arguments(section: ModelSection, factory: Callable[..., Any], facts: Facts)
                 "it has no parameter preset.",
                 "leave it out, or give the factory a parameter preset",
             )
-        given["preset"] = section.preset
-    takes.check(given, "--model.args", section.name)
-    given |= {name: facts[name] for name in takes.named if name in facts and name not in given}
-    if missing := takes.missing(given):
+        args["preset"] = section.preset
+    takes.check(args, "--model.args", section.name)
+    args |= {name: facts[name] for name in takes.named if name in facts and name not in args}
+    if missing := takes.missing(args):
         raise ConfigError(f"{section.name} needs {', '.join(missing)}.", f"--model.args.{missing[0]} VALUE")
-    return given
+    return args
 
 
-@dataclass(frozen=True)
-class _Factory:
-    path: str
-    factory: Callable[..., Any]
-    arguments: Mapping[str, Any]
-
-    def __call__(self) -> nn.Module:
-        flag = f"--model.name {self.path}"
+def _built(path: str, factory: Callable[..., Any], args: Mapping[str, Any]) -> nn.Module:
+    flag = f"--model.name {path}"
+    try:
+        model = factory(**args)
+    except ConfigError:
+        raise
+    except Exception as error:
         meta = torch.get_default_device().type == "meta"
-        try:
-            model = self.factory(**self.arguments)
-        except ConfigError:
-            raise
-        except Exception as error:
-            hint = _on_meta(error) if meta else "the error is on that line of the factory"
-            raise ConfigError(f"{flag} failed: {blame(error)}.", hint) from error
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"{flag} returned a {type(model).__name__}, not an nn.Module.", "return the model itself"
-            )
-        if isinstance(model, nn.DataParallel) or uncompiled(model) is not model:
-            # Their forward takes any arguments: which data the model gets could not be read from it.
-            raise ConfigError(
-                f"{flag} returned its model inside of {type(model).__name__}.",
-                "return the model itself; --speed.compile true compiles its units",
-            )
-        return model
-
-
-def _on_meta(error: Exception) -> str:
-    if isinstance(error, NotImplementedError) and "copy out of meta" in str(error):
-        return "leave out .to(DEVICE), .cuda() and .cpu() in the factory: the run places the model"
-    if "from_pretrained" in str(error):
-        return (
-            "with torch.device('cpu'): around from_pretrained in the factory; or --model.name hf:FOLDER, of "
-            "which each rank reads its own shard"
-        )
-    return (
-        "it is built on the meta device first, where tensors have no values: read none while building, or "
-        "make those with device='cpu', as torch.linspace(0, 0.1, 12, device='cpu')"
-    )
-
-
-def _knows_inits(path: str, trial: nn.Module) -> bool:
-    inits = getattr(trial, "param_inits", None)
-    if not callable(inits):
-        return False
-    undrawn = [name for name, _ in trial.named_parameters() if name not in inits()]
-    if undrawn:
+        hint = ON_META if meta else "the error is on that line of the factory"
+        raise ConfigError(f"{flag} failed: {blame(error)}.", hint) from error
+    # Of a wrapper forward takes any arguments: which data the model gets could not be read from it.
+    if (
+        not isinstance(model, nn.Module)
+        or isinstance(model, nn.DataParallel)
+        or uncompiled(model) is not model
+    ):
         raise ConfigError(
-            f"--model.name {path}: its param_inits() has no entry for {undrawn[0]}.",
+            f"{flag} returned a {type(model).__name__}, not a model of its own.",
+            "return the nn.Module itself; --speed.compile true compiles its units",
+        )
+    return model
+
+
+ON_META = (
+    "it is built on the meta device first, where tensors have no values: leave out .to(DEVICE), .cuda() and "
+    ".cpu(), and make values that it reads with device='cpu', as torch.linspace(0, 0.1, 12, device='cpu'); "
+    "with torch.device('cpu'): around from_pretrained, or --model.name hf:FOLDER"
+)
+
+
+def _check_inits(path: str, trial: Any) -> None:
+    inits = trial.param_inits()
+    undrawn = next((name for name, _ in trial.named_parameters() if name not in inits), None)
+    unfilled = next((name for name, _ in trial.named_buffers()), None)
+    if undrawn is not None:
+        raise ConfigError(
+            f"--model.name {path}: its param_inits() has no entry for {undrawn}.",
             "name every parameter of named_parameters(), or leave param_inits() out",
         )
-    if list(trial.buffers()) and not callable(getattr(trial, "init_buffers", None)):
-        name = next(name for name, _ in trial.named_buffers())
+    if unfilled is not None and not callable(getattr(trial, "init_buffers", None)):
         raise ConfigError(
-            f"--model.name {path} has param_inits(), but nothing fills its buffer {name}.",
+            f"--model.name {path} has param_inits(), but nothing fills its buffer {unfilled}.",
             "add init_buffers(device) that fills every buffer, or leave param_inits() out",
         )
-    return True

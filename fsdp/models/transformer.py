@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.core import ConvertedModule
-from fsdp.models.factory import BuiltIn, Fact, check_multiple, check_ranges, size
+from fsdp.models.factory import BuiltIn, Fact, check_multiple
 from fsdp.models.init import Constant, Init, Normal, draw_parameters
 from fsdp.models.packed import Documents, documents_of
 from fsdp.models.units import LARGE_LAYER
@@ -32,25 +32,24 @@ class TransformerSizes:
     heads.
     """
 
-    head_dim: int = size(0, low=0)
-    rope_theta: float = size(10_000.0)
-    vocab_size: int = size(256)
-    width: int = size(128)
-    layers: int = size(2)
-    heads: int = size(4)
-    kv_heads: int = size(0, low=0)
-    ffn: int = size(0, low=0)
-    max_seq_len: int = size(1024)
+    head_dim: int = 0
+    rope_theta: float = 10_000.0
+    vocab_size: int = 256
+    width: int = 128
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 0
+    ffn: int = 0
+    max_seq_len: int = 1024
     tied: bool = False
-    dropout: float = size(0.0, low=0, below=1)
-    norm_eps: float = size(1e-5, low=0)
+    dropout: float = 0.0
+    norm_eps: float = 1e-5
     qk_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     ffn_bias: bool = False
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         if not self.head_dim:
             check_multiple(self, "width", "heads")
         object.__setattr__(self, "head_dim", self.head_dim or self.width // self.heads)

@@ -14,25 +14,24 @@ from typing import Any
 from torch import nn
 
 from fsdp.base.torchvision_import import import_torchvision
-from fsdp.models.factory import BuiltIn, Fact, check_multiple, check_ranges, size
+from fsdp.models.factory import BuiltIn, Fact, check_multiple
 from fsdp.models.init import Constant, Init, Normal, Uniform
 
 
 @dataclass(frozen=True, kw_only=True)
 class VitSizes:
-    image_size: int = size(28)
-    channels: int = size(1)
-    num_classes: int = size(10)
-    patch_size: int = size(7)
-    layers: int = size(10)
-    heads: int = size(2)
-    width: int = size(128)
-    ffn: int = size(128)
-    dropout: float = size(0.0, low=0, below=1)
-    attention_dropout: float = size(0.0, low=0, below=1)
+    image_size: int = 28
+    channels: int = 1
+    num_classes: int = 10
+    patch_size: int = 7
+    layers: int = 10
+    heads: int = 2
+    width: int = 128
+    ffn: int = 128
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        check_ranges(self)
         check_multiple(self, "image_size", "patch_size")
         check_multiple(self, "width", "heads")
 

@@ -37,9 +37,8 @@ from fsdp.config import (
     reshard_policy,
 )
 from fsdp.dist.mesh import MeshSizes
-from fsdp.models.hf_settings import has_separate_experts
 from fsdp.models.init import persistent
-from fsdp.models.units import blocks_of, find_units
+from fsdp.models.units import blocks_of, find_units, has_separate_experts
 from fsdp.parallel.activations import apply_activation_checkpointing
 from fsdp.parallel.checks import explained
 from fsdp.parallel.comm import (

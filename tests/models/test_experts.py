@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from fsdp.base.torchvision_import import prepare_torchvision
-from fsdp.models.hf_settings import has_separate_experts, select_experts_kernel
+from fsdp.models.hf_settings import select_experts_kernel
+from fsdp.models.units import has_separate_experts
 from fsdp.predict.trained import open_run
 from tests.models import foreign
 from tests.models.foreign import plain, words_of

@@ -13,7 +13,6 @@ from torch import nn
 from fsdp.base.errors import ConfigError
 from fsdp.config import ModelSection
 from fsdp.models import ModelSpec, resolve
-from fsdp.models.hub import find_folder
 
 DIGITS = {"num_classes": 10, "image_size": 28, "channels": 1}
 BYTES = {"vocab_size": 256, "seq_len": 128}
@@ -138,7 +137,7 @@ BAD_BUILT_IN: list[tuple[dict[str, Any], str, str]] = [
     (
         {"name": "transformer", "layers": "two"},
         "--model.args.layers two is not a whole number",
-        "--model.args.layers 8",
+        "--model.args.layers 2",
     ),
     (
         {"name": "transformer", "layers": 1.5},
@@ -148,14 +147,9 @@ BAD_BUILT_IN: list[tuple[dict[str, Any], str, str]] = [
     (
         {"name": "transformer", "tied": 1},
         "--model.args.tied 1 is not true or false",
-        "--model.args.tied true",
+        "--model.args.tied false",
     ),
-    ({"name": "transformer", "layers": 0}, "--model.args.layers 0 is less than 1", "--model.args.layers 2"),
-    (
-        {"name": "transformer", "dropout": 1.0},
-        "--model.args.dropout 1.0 is not below 1",
-        "--model.args.dropout 0.0",
-    ),
+    ({"name": "transformer", "layers": 0}, "layers 0 is not a whole number from 1", "--model.args.layers 2"),
     (
         {"name": "transformer", "width": 100, "heads": 8},
         "--model.args.width 100 is not a multiple of --model.args.heads 8",
@@ -166,7 +160,7 @@ BAD_BUILT_IN: list[tuple[dict[str, Any], str, str]] = [
         "--model.args.heads 8 is not a multiple of --model.args.kv_heads 3",
         "--model.args.kv_heads 2",
     ),
-    ({"name": "transformer", "width": 12, "heads": 4}, "head_dim 3", "--model.args.width 16"),
+    ({"name": "transformer", "width": 12, "heads": 4}, "head_dim 3", "--model.args.head_dim 4"),
     (
         {"name": "vit", "image_size": 30},
         "--model.args.image_size 30 is not a multiple of --model.args.patch_size 7",
@@ -296,10 +290,9 @@ BAD_FACTORIES: list[tuple[dict[str, Any], str, str]] = [
         "leave it out",
     ),
     ({"name": "my_models:breaks"}, "RuntimeError: no such shape", "meta device"),
-    ({"name": "my_models:reads_values"}, "failed: RuntimeError", "read none while building"),
     ({"name": "my_models:reads_values"}, "failed: RuntimeError", "torch.linspace(0, 0.1, 12, device='cpu')"),
     ({"name": "my_models:moves"}, "failed: NotImplementedError", "leave out .to(DEVICE), .cuda() and .cpu()"),
-    ({"name": "my_models:no_module"}, "returned a dict, not an nn.Module", "return the model"),
+    ({"name": "my_models:no_module"}, "returned a dict", "return the nn.Module"),
     (
         {"name": "my_models:Drawn", "complete": False},
         "param_inits() has no entry for bias",
@@ -331,11 +324,3 @@ def test_an_error_in_a_factory_names_its_own_line() -> None:
     with pytest.raises(ConfigError, match=r"my_models.py:\d+\)") as error:
         spec("my_models:breaks")
     assert isinstance(error.value.__cause__, RuntimeError)
-
-
-def test_a_folder_of_transformers_that_cannot_be_looked_at_is_one_line(tmp_path: Path) -> None:
-    """As below a folder that may not be searched."""
-    place = tmp_path / ("x" * 300)
-    said = rf"^--model.name hf:{place} cannot be read \(File name too long\)\. HINT: ls -ld {place}$"
-    with pytest.raises(ConfigError, match=said):
-        find_folder(f"hf:{place}")

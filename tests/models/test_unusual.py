@@ -143,7 +143,7 @@ REFUSED = {
     "NeedsMask": "the model's forward: missing a required argument: 'mask', and the data have only",
     "Detached": "the loss does not depend on a trained parameter",
     "ReturnsNothing": "the model returned a NoneType: neither a tensor, nor a loss, nor logits",
-    "wrapped": "wrapped returned its model inside of DataParallel",
+    "wrapped": "wrapped returned a DataParallel",
     "Uneven --train.loss {HERE}:centres": "centres has a parameter of its own, centres",
     "Words --model.args.sparse true --data.name {HERE}:sentences": "Words: words has sparse gradients",
     "Complex": "parameter phase is complex64, which FSDP does not reduce",
