@@ -8,7 +8,6 @@ Claims about time or memory at a size are measured by bench.knobs instead. No GP
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import sys
 import tempfile
@@ -127,25 +126,6 @@ def offload_on_cpu() -> Seen:
     )
 
 
-@claim("torch.profiler's export_memory_timeline(….html) is the way to see memory")
-def memory_timeline() -> Seen:
-    import torch
-
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        kinds = {"record_shapes": True, "profile_memory": True, "with_stack": True}
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, **kinds) as profile:  # type: ignore[arg-type]
-            torch.ones(8, 8) @ torch.ones(8, 8)
-        said = error_of(
-            lambda: profile.export_memory_timeline(str(Path(folder, "memory.html")), device="cpu")
-        )
-    old = [str(one.message) for one in heard if "memory_timeline" in str(one.message)]
-    return Seen(
-        not (old or said), "; ".join([*(line.split(". ")[0] for line in old[:1]), *([said] if said else [])])
-    )
-
-
 # ---------------------------------------------------------------- mixed precision
 
 
@@ -192,72 +172,7 @@ def half_gradients() -> Seen:
     )
 
 
-@claim("with mixed precision the peak memory of activations is halved")
-def half_activations() -> Seen:
-    """On the model of the tutorial that says so: the ViT of Ray's, in its own precision."""
-    import torch
-
-    with alone():
-        full, half = (_saved_by_a_vit(dtype, batch=4) for dtype in (None, torch.float16))
-    return Seen(
-        0.48 <= half / full <= 0.55,
-        f"of the ViT, {half / full:.1%} of the bytes that forward keeps for backward: {half:,} of {full:,} "
-        "for 4 images",
-    )
-
-
-def _saved_by_a_vit(dtype: Any, batch: int) -> int:
-    """Bytes that the forward of Ray's ViT and its loss keep for backward, without the weights."""
-    import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.tensor import DTensor
-
-    torch.manual_seed(0)
-    model = _ray_vit()
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-    for block in model.encoder.layers:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    kept: dict[int, Any] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        gathered = (p for p in model.parameters() if not isinstance(p, DTensor))
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in {p.untyped_storage().data_ptr() for p in gathered}:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
-    images, labels = torch.randn(batch, 1, 28, 28), torch.arange(batch)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = torch.nn.functional.cross_entropy(model(images), labels)
-    del loss
-    return sum(storage.nbytes() for storage in kept.values())
-
-
-@claim("mixed precision halves the activations of any model")
-def half_activations_of_a_decoder() -> Seen:
-    full, half = (_account("--precision.param", kind) for kind in ("fp32", "bf16"))
-    ratio = _at_end_of_forward(half)["activations"] / _at_end_of_forward(full)["activations"]
-    whole = half["peak"]["bytes"] / full["peak"]["bytes"]
-    return Seen(
-        0.48 <= ratio <= 0.55,
-        f"activations after forward are {ratio:.0%}, the peak of everything is {whole:.0%}",
-    )
-
-
 # ---------------------------------------------------------------- sharding
-
-
-@claim("reshard_after_forward=True frees gathered parameters after forward, False keeps them to backward")
-def reshard_frees() -> Seen:
-    true, false = (_account("--mesh.reshard_after_forward", kind, ranks=RANKS) for kind in ("true", "false"))
-    gathered = [_at_end_of_forward(one)["gathered"] for one in (true, false)]
-    whole = true["parameters"] * 4
-    return Seen(
-        gathered[0] < 0.5 * whole <= gathered[1],
-        f"gathered after forward: {gathered[0] / whole:.0%} of the model with True (the root's own stay), "
-        f"{gathered[1] / whole:.0%} with False",
-    )
 
 
 @claim("sharded state dicts need no communication", ranks=RANKS)
@@ -309,18 +224,6 @@ def shards_parameters() -> Seen:
     parameters: Any = list(model.parameters())
     kept = sum(p.to_local().numel() for p in parameters)
     return Seen(kept == whole, f"each of {RANKS} ranks keeps {kept} of {whole} elements")
-
-
-@claim("a sharded parameter has a smaller shape", ranks=RANKS)
-def smaller_shapes() -> Seen:
-    import torch
-    from torch.distributed.fsdp import fully_shard
-
-    model = torch.nn.Linear(8, 8)
-    fully_shard(model)
-    weight: Any = model.weight
-    shape, local = tuple(weight.shape), tuple(weight.to_local().shape)
-    return Seen(shape != (8, 8), f"the DTensor's shape is {shape}, its local tensor's {local}")
 
 
 @claim("clip_grad_norm_ needs the parameters unsharded first", ranks=RANKS)
@@ -410,35 +313,6 @@ def vit_180m() -> Seen:
     return Seen(0.9 < total / 180e6 < 1.1, f"{total:,} parameters, {total * 4 / 2**30:.2f} GiB in fp32")
 
 
-@claim("a transformer of 10 layers, 512 wide, with 1,024 tokens and 64 positions, has 50M parameters")
-def transformer_50m() -> Seen:
-    """The decoder of torch's FSDP2 example: attention and output without biases."""
-    import torch
-    from torch import nn
-
-    width, layers, tokens, positions = 512, 10, 1024, 64
-
-    def block() -> nn.Module:
-        return nn.ModuleList(
-            [
-                *(nn.Linear(width, width, bias=False) for _ in range(4)),
-                nn.Linear(width, 4 * width), nn.Linear(4 * width, width),
-                nn.LayerNorm(width), nn.LayerNorm(width),
-            ]
-        )  # fmt: skip
-
-    with torch.device("meta"):
-        model = nn.ModuleList(
-            [
-                nn.Embedding(tokens, width), nn.Embedding(positions, width),
-                *(block() for _ in range(layers)),
-                nn.LayerNorm(width), nn.Linear(width, tokens, bias=False),
-            ]
-        )  # fmt: skip
-    total = sum(p.numel() for p in model.parameters())
-    return Seen(0.9 < total / 50e6 < 1.1, f"{total:,} parameters")
-
-
 @claim("70B parameters train comfortably on 8 GPUs of 80 GB")
 def llama_70b() -> Seen:
     """Parameters, gradients and Adam's moments alone, in fp32 and with everything in bf16."""
@@ -458,55 +332,7 @@ def llama_70b() -> Seen:
     )
 
 
-@claim("accuracy on the split that was trained on is held-out accuracy")
-def trained_on_its_test_split() -> Seen:
-    """A small network trained on the held-out digits, and given digits that it never saw."""
-    import torch
-    import torch.nn.functional as F
-    from torch import nn
-
-    from fsdp.config import DataSection
-    from fsdp.data import build_dataset
-
-    data = build_dataset(DataSection(name="digits"))
-    (seen, labels), (unseen, others) = _everything(data.heldout), _everything(data.train)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(seen[0].numel(), 128), nn.ReLU(), nn.Linear(128, 10))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(100):
-        optimizer.zero_grad()
-        F.cross_entropy(model(seen), labels).backward()
-        optimizer.step()
-    with torch.no_grad():
-        own, other = (
-            float((model(x).argmax(-1) == y).float().mean()) for x, y in ((seen, labels), (unseen, others))
-        )
-    return Seen(
-        own - other < 0.02,
-        f"{own:.1%} on the {len(seen)} digits that it was trained on, {other:.1%} on {len(unseen):,} others",
-    )
-
-
 # ---------------------------------------------------------------- loops and launches
-
-
-@claim("StateDictOptions(full_state_dict==True) asks for a full state dict")
-def full_state_dict() -> Seen:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    said = error_of(
-        lambda: eval("StateDictOptions(full_state_dict==True)", {"StateDictOptions": StateDictOptions})
-    )
-    return Seen(not said, said or "it was taken")
-
-
-@claim("for epoch in range(start_epoch, epochs) resumes where the checkpoint's epoch ended")
-def start_epoch() -> Seen:
-    """The loop as printed: no line before it sets start_epoch."""
-    loop = "for epoch in range(start_epoch, epochs):\n    seen.append(epoch)"
-    seen: list[int] = []
-    said = error_of(lambda: exec(loop, {"seen": seen, "epochs": 3, "state": {"epoch": 1}}))
-    return Seen(seen == [2], said or f"epochs {seen}")
 
 
 @claim("two torchrun commands with --node_rank 0 are two nodes of one job")
@@ -522,65 +348,6 @@ def both_node_rank_0() -> Seen:
         f"the rendezvous gets ranks {ranks}: both nodes start ranks 0 and 1, and wait for 2 and 3 until the "
         "time-out; `srun torchrun --rdzv_backend=c10d` numbers them itself",
     )
-
-
-@claim("without set_epoch all ranks train on the same data")
-def no_set_epoch() -> Seen:
-    from torch.utils.data import DistributedSampler
-
-    samples: Any = range(12)
-    samplers: list[DistributedSampler[Any]] = [
-        DistributedSampler(samples, num_replicas=2, rank=rank) for rank in range(2)
-    ]
-    first = [list(one) for one in samplers]
-    again = [list(one) for one in samplers]
-    return Seen(
-        first[0] == first[1],
-        f"ranks share {len(set(first[0]) & set(first[1]))} of 12 samples; each epoch has the same order: "
-        f"{first == again}",
-    )
-
-
-@claim(
-    "a trained classifier may be given test_data.data[0].float(), though it was trained on "
-    "Normalize((0.5,), (0.5,))"
-)
-def unnormalised() -> Seen:
-    """The same weights on the same held-out digits: normalised as in training, and as cast bytes."""
-    import torch
-    import torch.nn.functional as F
-
-    from fsdp.config import DataSection, ModelSection
-    from fsdp.data import build_dataset
-    from fsdp.models import resolve
-
-    data = build_dataset(DataSection(name="digits"))
-    torch.manual_seed(0)
-    model = resolve(ModelSection(name="vit"), data.info.facts).build()
-    inputs, targets = _everything(data.train)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(60):
-        rows = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(step))[:64]
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs[rows]), targets[rows]).backward()
-        optimizer.step()
-    held, wanted = _everything(data.heldout)
-    low, high = held.min(), held.max()
-    as_bytes = (held - low) / (high - low) * 255
-    model.eval()
-    with torch.no_grad():
-        good, bad = (float((model(x).argmax(-1) == wanted).float().mean()) for x in (held, as_bytes))
-    return Seen(
-        bad > good - 0.05,
-        f"held-out accuracy {good:.0%} on normalised images, {bad:.0%} on the same images only cast",
-    )
-
-
-def _everything(samples: Any) -> tuple[Any, Any]:
-    import numpy as np
-
-    batch = samples.batch(np.arange(len(samples)))
-    return batch["inputs"], batch["targets"]
 
 
 # ---------------------------------------------------------------- ranks
@@ -599,40 +366,6 @@ def alone() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-ACCOUNTED = (
-    "--model.name", "transformer", "--data.name", "synthetic", "--data.args.kind", "tokens",
-    "--model.args.width", "128",
-    "--model.args.layers", "4", "--model.args.heads", "4", "--model.args.vocab_size", "256",
-    "--data.seq_len", "64",
-    "--data.args.heldout", "0", "--train.global_batch", "16", "--train.steps", "3",
-    "--checkpoint.every_steps", "0",
-    "--checkpoint.export", "false", "--profile.memory", "true", "--profile.steps", "2:2",
-)  # fmt: skip
-
-
-def _account(*flags: str, ranks: int = 1) -> dict[str, Any]:
-    """Rank 0's account of one step of a small decoder."""
-    import subprocess
-
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    )
-    with tempfile.TemporaryDirectory(prefix="claims-") as folder:
-        words = [sys.executable, *launcher, "train.py", *ACCOUNTED, *flags, "--run.dir", folder]
-        done = subprocess.run(
-            words, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise SystemExit(done.stderr[-2000:])
-        account: dict[str, Any] = json.loads(Path(folder, "profile", "rank0_memory.json").read_text())
-        return account
-
-
-def _at_end_of_forward(account: dict[str, Any]) -> dict[str, int]:
-    kinds: dict[str, int] = next(end["kinds"] for end in account["ends"] if end["phase"] == "forward")
-    return kinds
 
 
 def _on_a_rank(name: str, rank: int, store: str, answers: Any) -> None:

@@ -8,8 +8,7 @@ Within a group all runs are alive at once and take turns of some steps, the defa
 taken round by round. The loss difference is the largest over the first steps, relative to the defaults' on
 the same samples. Peak memory is the account of --profile.memory on a step before timing starts: bytes of
 tensors, those in files too, and on CUDA of the allocator's blocks. It is blank where compiled code allocates
-by itself, which the CPU's account cannot see. "Anonymous" is the process's resident memory without files,
-Python and torch included, at the end of a phase of that step. On a CUDA device one rank trains 124M and 1B
+by itself, which the CPU's account cannot see. On a CUDA device one rank trains 124M and 1B
 parameters, with MFU against the device's dense bf16 peak. Figures that were not measured are blank.
 """
 
@@ -115,14 +114,10 @@ class Ranks(Team):
         os.close(mouth)
         return _Rank(process, os.fdopen(ear), log)
 
-    def peak_bytes(self) -> tuple[int, int]:
-        """Of the rank with most memory: its account's peak, and resident and anonymous memory at the end of a
-        phase.
-        """
+    def peak_bytes(self) -> int:
+        """The account's peak, of the rank with most memory."""
         files = Path(self._folder.name, "run", "profile").glob("rank*_memory.json")
-        accounts = [json.loads(file.read_text()) for file in files]
-        resident = [end["process"].get("rss_anon", 0) for account in accounts for end in account["ends"]]
-        return max((account["peak"]["bytes"] for account in accounts), default=0), max(resident, default=0)
+        return max((json.loads(file.read_text())["peak"]["bytes"] for file in files), default=0)
 
 
 @dataclass
@@ -132,7 +127,6 @@ class Seen:
     wall_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     peak_bytes: int = 0
-    resident_bytes: int = 0
     refused: str = ""
 
 
@@ -186,7 +180,7 @@ def begin(knob: str, one: Seen, work: str, ranks: int, threads: int, teams: dict
         one.refused = lines[-1][:160]
         return
     teams[knob] = team
-    one.peak_bytes, one.resident_bytes = team.peak_bytes()
+    one.peak_bytes = team.peak_bytes()
     if "--speed.compile true" in knob and work == "knobs":
         one.peak_bytes = 0
 
@@ -198,8 +192,7 @@ def rows(seen: Mapping[str, Seen], work: str) -> list[dict[str, Any]]:
     place = Place(WORKS[work], 0, 1)
     base, found = seen[""], []
     for knob, one in seen.items():
-        row: dict[str, Any] = {"knob": knob, "refused": one.refused}
-        row |= {"peak_bytes": one.peak_bytes, "resident_bytes": one.resident_bytes}
+        row: dict[str, Any] = {"knob": knob, "refused": one.refused, "peak_bytes": one.peak_bytes}
         if one.wall_s:
             step_s = statistics.median(one.wall_s)
             row |= {
@@ -238,34 +231,25 @@ def shown(found: Sequence[Mapping[str, Any]]) -> str:
         if row["refused"]:
             lines.append([name, f"not run: {row['refused']}", "", "", "", "", ""])
             continue
-        peak, full = row["peak_bytes"], base["peak_bytes"]
-        time = row["time"]
+        peak, share, time = row["peak_bytes"], "", ""
+        if row["knob"]:
+            share = f"{peak / base['peak_bytes']:.2f}" if peak and base["peak_bytes"] else ""
+            time = row["time"].judged(more_is_better=False)
         lines.append(
             [
                 name,
                 tables.spread(row["step_ms"]),
-                "" if not row["knob"] else time.judged(more_is_better=False),
+                time,
                 f"{row['per_s']:,.0f}",
                 f"{peak / 2**20:.0f}" if peak else "",
-                f"{peak / full:.2f}" if peak and full and row["knob"] else "",
-                f"{row['resident_bytes'] / 2**20:.0f}",
-                "" if not row["knob"] else f"{row['loss_difference']:.1e}",
+                share,
+                f"{row['loss_difference']:.1e}" if row["knob"] else "",
                 "" if row["mfu"] is None else f"{row['mfu']:.1%}",
             ]
         )
-    heads = [
-        "",
-        "step ms",
-        "time/defaults",
-        "tokens/s",
-        "peak MiB a rank",
-        "peak/defaults",
-        "anonymous MiB",
-        "loss differs by",
-        "MFU",
-    ]
+    heads = "|step ms|time/defaults|tokens/s|peak MiB a rank|peak/defaults|loss differs by|MFU".split("|")
     if all(row.get("mfu") is None for row in found):
-        heads, lines = heads[:-1], [line[:8] for line in lines]
+        heads, lines = heads[:-1], [line[:7] for line in lines]
     return tables.table(heads, lines)
 
 
