@@ -48,20 +48,6 @@ def test_credentials_that_the_server_refuses_are_read_anew(error: Exception) -> 
     assert client.read == 1
 
 
-def test_they_are_read_anew_once() -> None:
-    client = Client(PermissionError(13, "Access Denied"), after=2)
-    with pytest.raises(PermissionError, match=r"reading: PermissionError: .*Access Denied"):
-        retried(client.request, "reading", client)
-    assert client.read == 1
-
-
-def test_the_clients_of_other_stores_keep_theirs() -> None:
-    client = Client(PermissionError(13, "Access Denied"), protocol="memory")
-    with pytest.raises(PermissionError):
-        retried(client.request, "reading", client)
-    assert client.read == 0
-
-
 @pytest.mark.parametrize(
     ("kind", "line"), [(FileNotFoundError, "[Errno 2] reading x"), (PermissionError, "[Errno 13] reading x")]
 )

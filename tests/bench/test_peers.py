@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from bench import launched
 from bench.peers.roster import ROSTER
 from bench.peers.team import Team
 from tests.support.marks import sample_are
@@ -34,14 +31,3 @@ def test_a_contender_has_the_losses_of_the_bare_loop(name: str, bare: list[float
     if ROSTER[name].missing:
         pytest.skip(f"{name}: {ROSTER[name].missing}")
     assert losses(name) == pytest.approx(bare, rel=2e-5)
-
-
-def test_a_launched_command_records_when_steps_end(tmp_path: object) -> None:
-    from pathlib import Path
-
-    run = launched.Launched(
-        [sys.executable, "-c", "print('step  1/2 x'); print('step  2/2 x')"], Path(str(tmp_path), "log")
-    )
-    run.wait_for(2, 20)
-    run.end()
-    assert [step for _, step in run.steps] == [1, 2]

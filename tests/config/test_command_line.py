@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
@@ -80,15 +79,6 @@ def test_a_misspelt_flag_of_the_tool_is_not_taken_for_the_runs(word: str, hint: 
         parser().parse_with_run_flags(["RUN", word, "2", "--config", "c.toml", "--backend", "ray"])
 
 
-def test_flags_of_other_sections_are_refused_where_one_is_accepted() -> None:
-    assert parser().parse_with_run_flags(["RUN", "--data.dir", "x"], sections=["data"])[1] == [
-        "--data.dir",
-        "x",
-    ]
-    with pytest.raises(ConfigError, match=r"--model\.name is not a flag"):
-        parser().parse_with_run_flags(["RUN", "--model.name", "vit"], sections=["data"])
-
-
 def test_help_is_the_docstring_and_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parser().parse(["--help"])
@@ -97,31 +87,6 @@ def test_help_is_the_docstring_and_the_flags(capsys: pytest.CaptureFixture[str])
     assert text.startswith("Do it:\n\n    python -m fsdp.tool RUN\n")
     assert "--tool.ranks" in text
     assert "how many" in text
-
-
-def test_a_tool_prints_to_a_stream_of_another_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A locale such as en_US.ISO-8859-1: a table of checkpoints has ×, generated text any sign."""
-    out = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, "iso-8859-1", write_through=True))
-    with pytest.raises(SystemExit):
-        CommandParser("fsdp.tool", "s3://… 2 × 4").parse(["--help"])
-    print("Привет")
-    assert b"s3://\\u2026 2 \xd7 4" in out.getvalue()
-    assert b"\\u041f\\u0440" in out.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("words", "there"),
-    [("", ["--out", "--train.steps", "--comm.all_reduce_hook"]), ("watch", ["--watch.hang_s"])],
-)
-def test_help_all_of_a_tool_that_takes_the_flags_of_a_run_lists_them(
-    words: str, there: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parser().parse_with_run_flags(["--help-all", *words.split()])
-    assert not ended.value.code
-    said = capsys.readouterr().out
-    assert [flag for flag in there if flag not in said] == []
 
 
 @prints_errors("fsdp.tool")

@@ -33,12 +33,6 @@ def test_help_is_two_screens_with_every_common_flag() -> None:
     assert 30 < len(COMMON) < len(FIELDS) / 2
 
 
-def test_help_of_a_common_flag_is_its_default_and_meaning() -> None:
-    text = text_of("-h")
-    assert "  --train.global_batch              64        samples per optimizer step, over all ranks" in text
-    assert "  --watch.deterministic             false     make the run repeat bit for bit" in text
-
-
 @pytest.mark.parametrize("section", SECTIONS)
 def test_help_of_a_section_has_its_flags_only(section: str) -> None:
     every = {name for name in FIELDS if name.startswith(f"{section}.")}
@@ -58,15 +52,6 @@ def test_help_all_lists_every_field_with_type_default_unit_and_detail() -> None:
             assert f" {spec.meta['unit']})" in joined, name
 
 
-def test_help_texts_are_sentences_without_an_end() -> None:
-    """The default follows the help in brackets, and the detail is whole sentences."""
-    for name in FIELDS:
-        summary, detail = field_docs()[name]
-        assert summary, name
-        assert not summary.endswith("."), name
-        assert not detail or detail.endswith("."), name
-
-
 @pytest.mark.parametrize(
     ("wrong", "hint"), [("nonsense", "--help-all"), ("chekpoint", "--help-all checkpoint")]
 )
@@ -75,11 +60,6 @@ def test_a_section_that_does_not_exist_is_one_line_with_a_hint(wrong: str, hint:
         text_of("--help-all", wrong)
     assert str(refused.value).startswith(f"--help-all {wrong}: {wrong} is not one of run, train, ")
     assert refused.value.hint == hint
-
-
-def test_help_beside_other_flags_and_without_help() -> None:
-    assert help_asked(["--train.steps", "3"], "") is None
-    assert text_of("--dry-run", "--help", "--train.steps", "3") == text_of("--help")
 
 
 def test_the_command_prints_help_and_refuses_an_unknown_section() -> None:

@@ -12,15 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp import config as configuration
-from fsdp.base.errors import ConfigError
 from fsdp.config import OptimSection
 from fsdp.dist.env import DistEnv
 from fsdp.optim.optimizer import build_optimizer
-from fsdp.plan.step_trace import parameter_bytes
 from tests.support.marks import quick_are
-from tests.support.plain_loop import relative_difference
-from tests.support.runs import Finished, failures, flags, run
+from tests.support.runs import Finished, failures, run
 from tests.support.world import run_world
 
 MASTER = "--precision.master bf16"
@@ -80,22 +76,6 @@ def test_updates_below_the_resolution_of_bf16_move_the_mean() -> None:
     assert len(model.weight.unique()) > 1
 
 
-def test_other_seeds_of_rounding_come_from_the_parameter_and_the_step() -> None:
-    found = nn.ParameterList([torch.ones(4096).bfloat16() for _ in range(2)])
-    optimizer = build_optimizer(OptimSection(lr=1e-3), found)
-    patterns = []
-    for _ in range(2):
-        with torch.no_grad():
-            for parameter in found:
-                parameter.fill_(1.0)
-                parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        patterns += [parameter.detach() != 1 for parameter in found]
-        patterns = [pattern.clone() for pattern in patterns]
-    assert all(not torch.equal(a, b) for at, a in enumerate(patterns) for b in patterns[:at])
-    assert all(0.2 < float(pattern.float().mean()) < 0.3 for pattern in patterns)
-
-
 def trained(weight: nn.Parameter, optimizer: torch.optim.Optimizer) -> float:
     """The last losses of a linear model that starts close to the one that made its noisy targets."""
     generator = torch.Generator().manual_seed(1)
@@ -141,13 +121,6 @@ def losses(finished: Finished) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_run_trains_nearly_as_with_fp32_masters(tmp_path: Path) -> None:
-    full, half = run(2, tmp_path / "full"), run(2, tmp_path / "half", MASTER, "--precision.param fp32")
-    assert 0 < relative_difference(half.parameters, full.parameters) < 0.02
-    assert losses(half)[-1] == pytest.approx(losses(full)[-1], rel=0.02)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "more"),
     quick_are([], [(2, ""), (3, "--optim.state 8bit --model.args.width 80")], [(2, "")]),
@@ -162,42 +135,3 @@ def test_a_resumed_run_equals_the_unbroken_run(ranks: int, more: str, tmp_path: 
     assert losses(resumed) == losses(straight)
     assert straight.parameters["head.weight"].dtype == torch.bfloat16
     assert all(torch.equal(resumed.parameters[n], value) for n, value in straight.parameters.items())
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_moments_may_rest_in_files(tmp_path: Path) -> None:
-    inside = run(2, tmp_path / "inside", MASTER)
-    disk = f"--memory.nvme optimizer --memory.nvme_dir {tmp_path / 'disk'}"
-    outside = run(2, tmp_path / "outside", MASTER, disk)
-    assert all(torch.equal(outside.parameters[n], value) for n, value in inside.parameters.items())
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("more", ["--memory.cpu_offload true", "--mesh.strategy hsdp --mesh.replicate 2"])
-def test_other_meshes_train_to_nearly_the_same(more: str, tmp_path: Path) -> None:
-    plain, other = run(2, tmp_path / "plain", MASTER), run(2, tmp_path / "other", MASTER, more)
-    assert relative_difference(other.parameters, plain.parameters) < 0.02
-    assert losses(other)[-1] == pytest.approx(losses(plain)[-1], rel=0.05)
-
-
-def test_the_plan_counts_half_the_bytes() -> None:
-    full, half = (parameter_bytes(configuration.load(flags(more))) for more in ("", MASTER))
-    assert half == full / 2
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--optim.name muon", "--precision.master bf16 and --optim.name muon do not go together"),
-        ("--optim.name sgd", "--precision.master bf16 and --optim.name sgd do not go together"),
-        ("--optim.ema 0.9", "--precision.master bf16 and --optim.ema 0.9 do not go together"),
-        ("--mesh.strategy ddp", "--precision.master bf16 and --mesh.strategy ddp do not go together"),
-    ],
-)
-def test_where_it_cannot_work_it_is_refused(words: str, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        configuration.load([*MASTER.split(), *words.split()])
-    assert said in str(caught.value)
-    assert "HINT: --precision.master fp32" in str(caught.value)

@@ -47,13 +47,6 @@ def test_the_loss_is_the_recorded_one(ranks: int, trained: Path, tmp_path: Path)
         assert (tmp_path / str(at) / "DONE").exists()
 
 
-def test_other_held_out_data_and_mesh(trained: Path, tmp_path: Path) -> None:
-    path = ("--checkpoint.resume", str(trained))
-    part = evaluated(2, tmp_path / "a", *path, "--train.eval_samples 7 --mesh.strategy ddp")
-    whole = evaluated(2, tmp_path / "b", *path)
-    assert part[0]["eval_loss"] != whole[0]["eval_loss"]
-
-
 def test_no_optimizer_state_is_read(trained: Path, tmp_path: Path) -> None:
     """SGD has other states than the checkpoint's AdamW."""
     words = ("--checkpoint.resume", str(trained), "--optim.name sgd")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fsdp.base import devices
 from fsdp.config import load
-from fsdp.run.build import flops_per_sample, peak_flops
+from fsdp.run.build import flops_per_sample
 from fsdp.run.job import meta_model, prepare
 from tests.models import small_hf
 
@@ -19,11 +19,6 @@ def counted(*flags: str) -> tuple[float, nn.Module, int]:
     job = prepare(load(list(flags)), world_size=1, num_nodes=1, device=torch.device("cpu"))
     model = meta_model(job.spec)
     return flops_per_sample(model, job.data), model, job.data.info.tokens_per_sample
-
-
-def test_an_mlp_costs_six_a_weight() -> None:
-    flops, model, _ = counted("--model.name", "mlp", "--data.name", "digits")
-    assert flops == 6 * sum(p.numel() for p in model.parameters() if p.dim() == 2)
 
 
 def test_a_transformer_costs_six_a_weight_and_token_and_its_attention() -> None:
@@ -35,11 +30,6 @@ def test_a_transformer_costs_six_a_weight_and_token_and_its_attention() -> None:
     dense = 6 * tokens * matrices
     looked_up = 6 * tokens * embedding.numel()
     assert dense - looked_up < flops < dense * 1.5
-
-
-def test_a_picture_model_is_counted_too() -> None:
-    flops, model, _ = counted("--model.name", "vit")
-    assert flops > 6 * sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.needs("transformers")
@@ -100,15 +90,3 @@ def test_a_driver_s_name_finds_its_device(name: str, known: str) -> None:
     found = devices.find(name)
     assert found is not None
     assert found.name == known
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["Tesla V100-SXM2-16GB", "AMD Instinct MI100", "NVIDIA L400", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", ""],
-)
-def test_an_unknown_device_has_no_peak(name: str) -> None:
-    assert devices.find(name) is None
-
-
-def test_a_cpu_has_no_peak() -> None:
-    assert peak_flops(torch.device("cpu"), 4) == 0.0

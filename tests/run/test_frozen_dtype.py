@@ -7,16 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp import config as configuration
-from fsdp.base.errors import ConfigError
 from fsdp.checkpoint import __main__ as checkpoints
-from fsdp.dist.env import DistEnv
-from fsdp.dist.mesh import MeshSizes
-from fsdp.dist.shards import local_tensor
-from fsdp.plan.step_trace import parameter_bytes
-from fsdp.run.job import prepare, trained_model
-from tests.support.runs import Finished, failures, flags, run
-from tests.support.world import run_world
+from tests.support.runs import Finished, failures, run
 
 LORA = "--lora.rank 3 --train.steps 6"
 FROZEN = "--precision.frozen bf16"
@@ -69,54 +61,3 @@ def trusted() -> list[str]:
     return [
         "--trust-code", "tests.support.user_code:vectors", "--trust-code", "tests.support.user_code:Uneven",
     ]  # fmt: skip
-
-
-def shard_bytes(env: DistEnv, words: list[str]) -> tuple[int, set[torch.dtype], set[torch.dtype]]:
-    from fsdp.dist.mesh import build_mesh
-    from fsdp.parallel.shard import shard_model
-
-    config = configuration.load(words)
-    job = prepare(config, world_size=env.world_size, num_nodes=1, device=env.device)
-    sharded = shard_model(
-        trained_model(config, job),
-        config,
-        sizes=MeshSizes("fsdp", 1, env.world_size),
-        mesh=build_mesh(job.sizes, env.device, 60.0),
-        device=env.device,
-    )
-    parameters = list(sharded.root.parameters())
-    parts = [local_tensor(p) for p in parameters]
-    return (
-        sum(part.numel() * part.element_size() for part in parts),
-        {p.dtype for p in parameters if p.requires_grad},
-        {p.dtype for p in parameters if not p.requires_grad},
-    )
-
-
-@pytest.mark.slow
-def test_its_bytes_are_those_of_the_plan() -> None:
-    words = flags(LORA, FROZEN)
-    ranks = run_world(2, shard_bytes, words)
-    assert all(trained == {torch.float32} for _, trained, _ in ranks)
-    assert all(frozen == {torch.bfloat16} for _, _, frozen in ranks)
-    config = configuration.load(words)
-    job = prepare(config, world_size=2, num_nodes=1, device=torch.device("cpu"))
-    trained = sum(p.numel() for p in trained_model(config, job).parameters() if p.requires_grad)
-    assert parameter_bytes(config) - 3 * 4 * trained == sum(size for size, _, _ in ranks)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("", "every parameter is trained. HINT: --lora.rank 8"),
-        ("--lora.rank 2 --mesh.strategy ddp", "--precision.frozen bf16 do not go together"),
-        (
-            "--lora.rank 2 --memory.nvme all --memory.nvme_dir x",
-            "--precision.frozen bf16 and --memory.nvme all",
-        ),
-    ],
-)
-def test_where_it_cannot_work_it_is_refused(words: str, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        configuration.load([*FROZEN.split(), *words.split()])
-    assert said in str(caught.value)

@@ -4,7 +4,6 @@ saved as PEFT reads them, merged as PEFT merges them.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from fsdp.data import Cursor, build_dataset
 from fsdp.models.lora import adapted, apply_lora
 from tests.run.hf_folders import TEXTS, write_folder
 from tests.support.adapters import draw_adapters
-from tests.support.marks import quick_are
 from tests.support.plain_loop import relative_difference
 from tests.support.runs import Finished, run, settings
 
@@ -92,14 +90,6 @@ def trained_alone(folder: Path, config: Config) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in whole().items()}
 
 
-@pytest.mark.parametrize(("ranks", "more"), quick_are([], [(1, ""), (3, ""), (2, "--mesh.strategy ddp")], []))
-def test_other_meshes_train_the_same_adapters(
-    ranks: int, more: str, folder: Path, finished: Finished, tmp_path: Path
-) -> None:
-    found = run(ranks, tmp_path, f"--model.name hf:{folder}", WORDS, more).parameters
-    assert relative_difference(found, finished.parameters) < 1e-14
-
-
 def test_adapters_on_conv1d_train_as_an_independent_loop(folder: Path, finished: Finished) -> None:
     config = settings(f"--model.name hf:{folder}", WORDS)
     expected = trained_alone(folder, config)
@@ -109,12 +99,6 @@ def test_adapters_on_conv1d_train_as_an_independent_loop(folder: Path, finished:
     assert relative_difference(finished.parameters, expected) < 1e-12
     changes = [{n: state[n] - plain[n] for n in moved} for state in (finished.parameters, expected)]
     assert relative_difference(*changes) < 1e-10
-
-
-def test_the_folder_of_adapters_names_the_transposed_weights(finished: Finished) -> None:
-    about = json.loads((finished.run / "full_model" / "adapter" / "adapter_config.json").read_text())
-    assert about["fan_in_fan_out"] is True
-    assert len(about["target_modules"]) == 2 * len(LAYERS)
 
 
 @pytest.mark.needs("peft")

@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from fsdp.run.job import prepare, trained_model
-from fsdp.run.summary import describe
 from tests.support.marks import quick_are
 from tests.support.plain_loop import worst_parameter
-from tests.support.runs import run, settings
+from tests.support.runs import run
 
 STEPS = 3
 BASE = (
@@ -63,9 +60,3 @@ def test_an_evaluation_has_the_same_loss_and_accuracy(tmp_path: Path) -> None:
     assert ours
     for field in ("eval_loss", "eval_accuracy"):
         assert [r[field] for r in ours] == pytest.approx([r[field] for r in theirs], rel=1e-12)
-
-
-def test_dry_run_names_the_layer() -> None:
-    config = settings(BASE, CHUNK)
-    job = prepare(config, world_size=2, num_nodes=1, device=torch.device("cpu"))
-    assert describe(config, job, trained_model(config, job))["loss"].endswith("from the inputs of head")

@@ -62,19 +62,6 @@ def test_the_hint_starts_over_and_the_usual_command_works_after_it(unmounted: tu
     assert steps(run) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_path_given_again_does_not_start_over_either(unmounted: tuple[Path, str]) -> None:
-    run, words = unmounted
-    base = run.parent / "base"
-    assert failures(1, base, f"{SAVES} --train.stop_after 2") == [None]
-    [said] = failures(1, run, f"{words} --checkpoint.resume {base}")
-    assert said is not None
-    assert "this start would go back to step 2" in said
-    assert said.endswith(f"another --run.dir starts from {base}")
-    # the moved checkpoints themselves continue the run in the new store
-    assert failures(1, run, f"{words} --checkpoint.resume {run.parent / 'elsewhere'}") == [None]
-    assert steps(run) == [1, 2, 3, 4, 5, 6]
-
-
 def test_runs_without_a_lost_save_start(tmp_path: Path) -> None:
     """One that never saved, and one that failed before its first save."""
     assert runs.run(1, tmp_path / "a", "--train.steps 2").records

@@ -7,15 +7,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from fsdp.config import DataSection
-from fsdp.data import build_dataset
 from tests.support.data_cache import own_cache as own_cache
-from tests.support.data_ids import Numbered, Scores, ids_of, killed_and_resumed, train_and_note
-from tests.tokenize.rows import write_lines
+from tests.support.data_ids import Numbered, Scores, killed_and_resumed, train_and_note
 
 BASES = {"few": (11, 0), "many": (40, 100), "some": (23, 200)}
 
@@ -53,35 +49,6 @@ def test_killed_and_resumed_at_1_3_and_2_ranks_each_sample_comes_as_often_as_its
     }
     assert counted(steps) == expected
     assert sorted(steps) == list(range(1, 18))  # 119 samples in batches of 7
-
-
-@pytest.mark.long
-def test_packed_rows_of_a_mixture_come_as_often_as_their_epochs_say(tmp_path: Path, own_cache: Path) -> None:
-    """Killed and resumed at 1, 3 and 2 ranks; each rank packs or finds the same rows."""
-    expected: Counter[int] = Counter()
-    tables = []
-    for label, count, epochs in (("a", 60, 2), ("b", 80, 1)):
-        rows = [{"text": f"{label}{n:02d}{'.' * (n % 9)}"} for n in range(count)]
-        path = write_lines(tmp_path / f"{label}.jsonl", rows)
-        args = {"rows": "packed", "heldout": 0.0}
-        data = build_dataset(DataSection(name=str(path), seq_len=32, args=args)).train
-        ids = ids_of(data.batch(np.arange(len(data))))
-        assert len(set(ids)) == len(ids) > 5
-        expected += Counter(ids * epochs)
-        shown = 'args = {rows = "packed", heldout = 0.0}'
-        tables.append(f'[[data.sources]]\nname = "{path}"\nlabel = "{label}"\nepochs = {epochs}\n{shown}\n')
-    (tmp_path / "mix.toml").write_text("".join(tables))
-    words = [
-        "--data.sources",
-        str(tmp_path / "mix.toml"),
-        "--data.seq_len",
-        "32",
-        "--train.global_batch",
-        "5",
-    ]
-    model = ["--model.name", "transformer", "--model.preset", "toy"]
-    steps = killed_and_resumed(tmp_path, *words, *model, crashes=(4, 7))
-    assert counted(steps) == expected
 
 
 def test_changed_weights_continue_each_source_where_it_stood(tmp_path: Path) -> None:

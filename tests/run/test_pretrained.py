@@ -15,7 +15,6 @@ from fsdp.base.errors import ConfigError
 from fsdp.checkpoint.export import COPIED
 from fsdp.checkpoint.full_state import open_full_state
 from fsdp.checkpoint.pretrained import PretrainedWeights
-from fsdp.config import load_run_config
 from fsdp.models.hf import find_folder, resolve_folder
 from fsdp.predict.__main__ import main as predict
 from fsdp.run import weights
@@ -226,15 +225,6 @@ def test_a_dtype_with_the_prefix_of_torch_is_read(field: str, tmp_path: Path) ->
     assert json.loads(found.config_json(torch.bfloat16))["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize("value", ["bfloat17", "int8", "nn", 16])
-def test_a_dtype_that_is_none_is_named_with_its_file(value: object, tmp_path: Path) -> None:
-    """Whole numbers ended the export, after the training."""
-    folder = write_folder("llama", tmp_path / "llama")
-    edit(folder, dtype=value)
-    said = f"{folder / 'config.json'} has dtype {value!r}, which is no floating-point dtype of torch. HINT: "
-    assert refusal(folder).startswith(said)
-
-
 def test_code_of_a_folder_is_not_run(tmp_path: Path) -> None:
     folder = write_folder("bert", tmp_path / "bert")
     (folder / "own.py").write_text("raise SystemExit('run')")
@@ -242,11 +232,6 @@ def test_code_of_a_folder_is_not_run(tmp_path: Path) -> None:
     assert resolve_folder(f"hf:{folder}", {}, {}).cls.__name__ == "BertForMaskedLM"
     edit(folder, model_type="own")
     assert "which is not run" in refusal(folder)
-
-
-def test_a_run_directory_may_name_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text('[model]\nname = "hf:somewhere"\n')
-    assert load_run_config(tmp_path).model.name == "hf:somewhere"
 
 
 def test_a_hub_id_is_read_from_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,40 +312,6 @@ def test_a_folder_of_adapters_is_named_as_one(tmp_path: Path) -> None:
     assert line in str(caught.value)
     (place / "adapter_config.json").write_text("{")
     assert "is an adapter of peft over a model that it does not name" in refusal(place)
-
-
-def test_a_run_directory_is_answered_with_its_export(tmp_path: Path) -> None:
-    write_folder("llama", tmp_path / "run" / "full_model")
-    assert f"HINT: --model.name hf:{tmp_path}/run/full_model" in refusal(tmp_path / "run")
-
-
-def test_files_that_do_not_fit_the_index_are_named_with_the_folder(tmp_path: Path) -> None:
-    folder = write_folder("llama", tmp_path / "llama")
-    whole = folder / "model.safetensors"
-    whole.write_bytes(whole.read_bytes().replace(b'"F32"', b'"F4X"'))
-    said = f"--model.name hf:{folder}: {whole} cannot be read: a tensor of it has the type F4X"
-    assert refusal(folder).startswith(said)
-    whole.unlink()
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-1.safetensors"}}))
-    missing = (
-        rf"--model.name hf:{folder}: {folder}/model-1.safetensors cannot be read: [Errno 2] No such file"
-    )
-    assert refusal(folder).startswith(missing)
-    index.write_text("{}")
-    assert refusal(folder).startswith(f"--model.name hf:{folder}: {index} is no index of safetensors files")
-
-
-def test_packed_weights_that_config_json_does_not_name_are_refused(tmp_path: Path) -> None:
-    """As older programs wrote them, with a quantize_config.json beside it."""
-    folder = write_folder("llama", tmp_path / "llama")
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.0.self_attn.q_proj"
-    del tensors[f"{name}.weight"]
-    save_file(
-        {**tensors, f"{name}.qweight": torch.zeros(3, 24, dtype=torch.int32)}, folder / "model.safetensors"
-    )
-    assert f"its weights are quantized ({name}.qweight); FSDP trains floating-point ones." in refusal(folder)
 
 
 def test_a_factory_with_a_pretrained_model_is_answered_with_what_works(tmp_path: Path) -> None:

@@ -63,16 +63,6 @@ def test_prune_deletes_this_runs_checkpoints_and_not_those_of_the_working_direct
     assert len(before) > 1
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [("run", "../run"), ("../run", "."), (".", "{}/run"), ("{}/run", "run")]
-)
-def test_the_run_directory_in_another_form_is_no_change(before: str, after: str, tmp_path: Path) -> None:
-    run = paths.create(tmp_path / "run")
-    for form in (before, after):
-        changed = paths.write_config(run, configuration.load(["--run.dir", form.format(tmp_path)]))
-    assert changed == []
-
-
 def test_a_run_directory_that_was_moved_is_a_change(tmp_path: Path) -> None:
     paths.write_config(paths.create(tmp_path / "old"), configuration.load(["--run.dir", "runs/old"]))
     (tmp_path / "old").rename(tmp_path / "new")
