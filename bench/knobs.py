@@ -247,7 +247,7 @@ def shown(found: Sequence[Mapping[str, Any]]) -> str:
                 "" if row["mfu"] is None else f"{row['mfu']:.1%}",
             ]
         )
-    heads = "|step ms|time/defaults|tokens/s|peak MiB a rank|peak/defaults|loss differs by|MFU".split("|")
+    heads = ["", "step ms", "time/defaults", "tokens/s", "peak MiB", "peak/defaults", "loss differs", "MFU"]
     if all(row.get("mfu") is None for row in found):
         heads, lines = heads[:-1], [line[:7] for line in lines]
     return tables.table(heads, lines)
