@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.base.phases import Phases
-from fsdp.checkpoint import local_store
+from fsdp.checkpoint import store as checkpoint_store
 from fsdp.data import loader
 from fsdp.models.cross_entropy import LossParts
 from fsdp.models.loss import LossFunction
@@ -170,7 +170,7 @@ def not_a_number(where: Where, mine: bool) -> None:
 
 
 class _Storage:
-    """The os of fsdp/checkpoint/local_store.py, with one function replaced."""
+    """The os of fsdp/checkpoint/store.py, with one function replaced."""
 
     def __init__(self, **other: Any) -> None:
         self._other = other
@@ -193,7 +193,7 @@ def slow_storage(where: Where, mine: bool) -> None:
         os.fsync(descriptor)
 
     if mine:
-        local_store.os = _Storage(fsync=fsync)  # type: ignore[assignment]
+        checkpoint_store.os = _Storage(fsync=fsync)  # type: ignore[assignment]
 
 
 def full_disk(where: Where, mine: bool) -> None:
@@ -206,7 +206,7 @@ def full_disk(where: Where, mine: bool) -> None:
         return os.open(path, flags, mode)
 
     if mine:
-        local_store.os = _Storage(open=opened)  # type: ignore[assignment]
+        checkpoint_store.os = _Storage(open=opened)  # type: ignore[assignment]
 
 
 def nothing(where: Where, mine: bool) -> None:

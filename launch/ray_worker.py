@@ -25,7 +25,7 @@ from fsdp.base.errors import LaunchError, ShardrunError
 from fsdp.base.object_client import is_url
 from fsdp.base.streams import PrintableFormatter
 from fsdp.checkpoint.inspect import scan
-from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.store import open_store
 from fsdp.config import Config
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv

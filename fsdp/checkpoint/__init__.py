@@ -10,8 +10,7 @@ folder without one does not count as a checkpoint.
     save_plan                           which rank writes which tensors, by DCP's planner; `.metadata`
     rank_file, torch_file               one rank's file: in memory, with the frames of torch.save, written
     manifest, metadata, file_names      the seal; `.metadata`, read without executing its code; names
-    store, open_store                   where checkpoints lie: the interface, and the store of a folder or URL
-    local_store, object_store           a folder, s3://bucket/prefix
+    store, object_store                 where checkpoints lie: a folder, s3://bucket/prefix
     local_tier                          checkpoints on the nodes' own disks, and their copies
     discovery, restore, load            what rank 0 finds; which checkpoint is restored; how it is read
     pretrained, full_state              folders of safetensors by rows; one state dict, read lazily

@@ -36,8 +36,7 @@ from fsdp.checkpoint.export import export, of_averages
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.load import CheckpointSource
 from fsdp.checkpoint.manifest import Broken
-from fsdp.checkpoint.open_store import lock_place, open_store
-from fsdp.checkpoint.store import Store
+from fsdp.checkpoint.store import Store, lock_place, open_store
 from fsdp.config import CheckpointSection
 from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
 from fsdp.config.fields import expanded

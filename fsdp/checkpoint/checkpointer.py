@@ -24,13 +24,12 @@ from fsdp.base.text import listed
 from fsdp.checkpoint import discovery, inspect, load, retention
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken, Manifest
-from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.rank_file import StagingMemory
 from fsdp.checkpoint.restore import Restore, Restored
 from fsdp.checkpoint.saver import SaveJob, Saver, not_saved, repeated
 from fsdp.checkpoint.sealing import SaveOutcome, Sealing
 from fsdp.checkpoint.state import take_snapshot
-from fsdp.checkpoint.store import Store
+from fsdp.checkpoint.store import Store, open_store
 from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv

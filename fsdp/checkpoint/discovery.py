@@ -20,8 +20,7 @@ from fsdp.base.text import listed
 from fsdp.checkpoint import file_names, inspect, load, retention
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken, Manifest
-from fsdp.checkpoint.open_store import open_store
-from fsdp.checkpoint.store import Store
+from fsdp.checkpoint.store import Store, open_store
 from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.mesh import MeshSizes

@@ -37,8 +37,8 @@ from fsdp.checkpoint.full_state import (
     write_torch,
 )
 from fsdp.checkpoint.load import CheckpointSource
-from fsdp.checkpoint.local_store import sync_folder
 from fsdp.checkpoint.save_plan import chunks
+from fsdp.checkpoint.store import sync_folder
 from fsdp.models.registry import SourceFolder
 
 SHARD_GIB = 5.0

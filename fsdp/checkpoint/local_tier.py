@@ -40,10 +40,9 @@ from fsdp.base.devices import WorkerThread
 from fsdp.base.errors import CheckpointError, error_number
 from fsdp.checkpoint import file_names, inspect, manifest, retention
 from fsdp.checkpoint.inspect import CheckpointListing
-from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.sealing import Contents, SaveOutcome, Sealing
-from fsdp.checkpoint.store import Store
+from fsdp.checkpoint.store import LocalStore, Store
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
 from fsdp.rundir.paths import storage_shown

@@ -20,9 +20,8 @@ from fsdp.checkpoint import discovery, file_names, inspect, load
 from fsdp.checkpoint import state as states
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken, Manifest
-from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.state import LoadTarget, PendingState, Prefixes, of_averages, of_model, of_optimizer
-from fsdp.checkpoint.store import Store
+from fsdp.checkpoint.store import Store, open_store
 from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv

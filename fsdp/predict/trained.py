@@ -20,9 +20,9 @@ from fsdp.base.digest import widest_floating
 from fsdp.base.errors import CheckpointError, ConfigError, TrainingError
 from fsdp.checkpoint import inspect, load
 from fsdp.checkpoint.full_state import INDEX_FILE, SINGLE_FILE, TORCH_FILE, newest_export, open_full_state
-from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.pretrained import PretrainedWeights
 from fsdp.checkpoint.restore import load_weights
+from fsdp.checkpoint.store import open_store
 from fsdp.config import Config, MeshSection, check_store
 from fsdp.data import DataSet, build_dataset
 from fsdp.data.registry import with_model_tokenizer

@@ -23,7 +23,7 @@ from fsdp.base.errors import ConfigError, ShardrunError, without_hint
 from fsdp.base.phases import Ending
 from fsdp.base.text import counted
 from fsdp.checkpoint.inspect import CheckpointListing, scan
-from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.store import open_store
 from fsdp.config import FIELDS, check_store, parse_value, read_recipe
 from fsdp.rundir.history import read_lines
 from fsdp.rundir.paths import RunDir

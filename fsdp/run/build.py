@@ -26,7 +26,7 @@ from fsdp.base.torch_private.core import fake_forward
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.checkpointer import Restored
 from fsdp.checkpoint.full_state import open_full_state
-from fsdp.checkpoint.open_store import lock_place, open_store
+from fsdp.checkpoint.store import lock_place, open_store
 from fsdp.config import Config, config_hash
 from fsdp.data import DataSet, Loader
 from fsdp.dist import collectives, preflight

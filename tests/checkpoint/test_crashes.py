@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fsdp.checkpoint import file_names, inspect
-from fsdp.checkpoint.local_store import LocalStore, sync_folder
 from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.sealing import Sealing
+from fsdp.checkpoint.store import LocalStore, sync_folder
 from tests.checkpoint.crashes import Change, Left, Recorder, Tree, states
 from tests.checkpoint.small import build
 from tests.support.env import env_of

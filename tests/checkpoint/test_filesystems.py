@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdp.checkpoint import inspect
-from fsdp.checkpoint.local_store import LocalStore
+from fsdp.checkpoint.store import LocalStore
 from tests.checkpoint.small import save_once
 from tests.support.world import run_world
 

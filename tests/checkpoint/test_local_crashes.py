@@ -23,10 +23,10 @@ from torch import nn
 
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import Checkpointer, checkpointer, file_names, inspect, local_tier, manifest
-from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.local_tier import LocalTier, Offer, local_folder_name, offers_of, whole_over_nodes
 from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.sealing import SaveOutcome, Sealing
+from fsdp.checkpoint.store import LocalStore
 from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import local_store
-from fsdp.checkpoint.local_store import LocalStore
+from fsdp.checkpoint import store as local_store
+from fsdp.checkpoint.store import LocalStore
 from tests.checkpoint.small import Run, build
 from tests.checkpoint.test_crashes import ENV
 from tests.checkpoint.test_local_crashes import copied

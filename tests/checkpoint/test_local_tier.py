@@ -20,13 +20,13 @@ from zlib import crc32
 import pytest
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import file_names, local_store, local_tier
+from fsdp.checkpoint import file_names, local_tier
+from fsdp.checkpoint import store as local_store
 from fsdp.checkpoint.inspect import scan
-from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.local_tier import LocalTier, NearStore, Offer, whole_over_nodes
 from fsdp.checkpoint.manifest import encode
 from fsdp.checkpoint.sealing import Sealing
-from fsdp.checkpoint.store import Buffer
+from fsdp.checkpoint.store import Buffer, LocalStore
 from fsdp.dist.env import DistEnv
 from tests.checkpoint.manifests import a_manifest
 from tests.checkpoint.small import Kind, Run, bits, build, save_once

@@ -18,9 +18,8 @@ import pytest
 from fsdp.base.errors import CheckpointError, RefusedError
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect
-from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.object_store import ObjectStore
-from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.store import LocalStore, open_store
 from fsdp.dist.env import DistEnv
 from fsdp.rundir import lock
 from fsdp.rundir.lock import FILE, Folder, Lock, VersionedObject, hold, this_holder
@@ -345,7 +344,7 @@ def renewals(store: ObjectStore) -> int:
 
 KILLED = """
 import os, signal, sys
-from fsdp.checkpoint.open_store import lock_place, open_store
+from fsdp.checkpoint.store import lock_place, open_store
 from fsdp.rundir.lock import hold
 hold(None, lock_place(open_store(sys.argv[1])), "torchrun")
 os.kill(os.getpid(), signal.SIGKILL)

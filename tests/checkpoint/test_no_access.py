@@ -15,8 +15,8 @@ import pytest
 
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import checkpointer, discovery, export
-from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.object_store import ObjectStore
+from fsdp.checkpoint.store import LocalStore
 from fsdp.dist.collectives import ObjectGroup
 from tests.checkpoint.small import Run, build
 from tests.checkpoint.test_crashes import ENV

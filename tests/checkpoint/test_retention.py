@@ -14,14 +14,14 @@ import pytest
 import torch.distributed as dist
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import file_names, inspect, local_store, manifest
+from fsdp.checkpoint import file_names, inspect, manifest
+from fsdp.checkpoint import store as local_store
 from fsdp.checkpoint.__main__ import main
 from fsdp.checkpoint.inspect import CheckpointListing
-from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.object_store import ObjectStore
-from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.retention import RETRIED, prune, superfluous
 from fsdp.checkpoint.sealing import Contents, Sealing
+from fsdp.checkpoint.store import LocalStore, open_store
 from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv

@@ -19,7 +19,7 @@ from fsdp.base.errors import CheckpointError
 from fsdp.base.proc import collection_paused
 from fsdp.checkpoint import file_names, inspect, object_store
 from fsdp.checkpoint.object_store import ObjectStore
-from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.store import open_store
 from fsdp.dist.env import DistEnv
 from tests.checkpoint import s3_server
 from tests.checkpoint.small import bits, build

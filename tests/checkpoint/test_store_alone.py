@@ -14,7 +14,7 @@ import pytest
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect
 from fsdp.checkpoint.object_store import ObjectStore
-from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.store import open_store
 from fsdp.dist.env import DistEnv
 from launch.rendezvous import free_port
 from tests.checkpoint import s3_server

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from fsdp.checkpoint import load
-from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.saver import SaveJob, Saver
 from fsdp.checkpoint.sealing import Sealing
 from fsdp.checkpoint.state import Snapshot
+from fsdp.checkpoint.store import LocalStore
 from fsdp.data.loader import Loader
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.mesh import DataRank

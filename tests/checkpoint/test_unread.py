@@ -14,7 +14,7 @@ from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect, retention
 from fsdp.checkpoint.file_names import MANIFEST
-from fsdp.checkpoint.local_store import LocalStore
+from fsdp.checkpoint.store import LocalStore
 from fsdp.config import CheckpointSection
 from tests.checkpoint.small import build
 from tests.checkpoint.test_crashes import ENV

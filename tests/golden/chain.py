@@ -17,10 +17,8 @@ from torch import Tensor
 
 from fsdp.checkpoint import inspect, load
 from fsdp.checkpoint.file_names import MANIFEST, METADATA
-from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.manifest import Manifest
-from fsdp.checkpoint.open_store import open_store
-from fsdp.checkpoint.store import Store
+from fsdp.checkpoint.store import LocalStore, Store, open_store
 from tests.golden.configurations import Configuration
 from tests.golden.starts import FORKED_RANKS, ForkedRanks, Launchers, Start
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp import config as configuration
 from fsdp.base.errors import NotFiniteError, TrainingError
-from fsdp.checkpoint.local_store import LocalStore
+from fsdp.checkpoint.store import LocalStore
 from fsdp.data import Cursor
 from fsdp.dist.env import DistEnv
 from fsdp.optim.gradients import Gradients, Verdicts

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from fsdp.checkpoint import inspect
-from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.store import open_store
 from tests.ray.cluster import Cluster
 from tests.ray.runs import EVERY, HSDP, SLOWLY, STEPS, Driver, Run, check_whole, rank_pid, torchrun
 

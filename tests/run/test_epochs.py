@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp.checkpoint.inspect import scan
-from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.store import open_store
 from fsdp.dist.env import DistEnv
 from fsdp.optim.state import TrainState
 from fsdp.report.page import page as report_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdp.checkpoint.inspect import scan
-from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.store import open_store
 from tests.support.runs import failures, finished, flags, on_a_rank
 from tests.support.world import run_world
 

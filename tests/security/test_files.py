@@ -25,8 +25,8 @@ from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect, manifest, metadata
 from fsdp.checkpoint.file_names import MANIFEST
 from fsdp.checkpoint.full_state import open_full_state
-from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.manifest import Broken
+from fsdp.checkpoint.store import LocalStore
 from fsdp.predict.__main__ import main as predict
 from fsdp.report.__main__ import main as report
 from tests.checkpoint.manifests import a_manifest

@@ -19,7 +19,7 @@ from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect, manifest
 from fsdp.checkpoint.file_names import MANIFEST, METADATA
 from fsdp.checkpoint.full_state import open_full_state
-from fsdp.checkpoint.local_store import LocalStore
+from fsdp.checkpoint.store import LocalStore
 from fsdp.models.hf import resolve_folder
 from fsdp.rundir import history, paths
 from fsdp.rundir.paths import RunDir

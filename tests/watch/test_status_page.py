@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp.base.phases import ACTIVITIES, Activity, announces
-from fsdp.checkpoint.local_store import LocalStore
+from fsdp.checkpoint.store import LocalStore
 from fsdp.watch import status_page
 from fsdp.watch.counters import CollectiveCounter, DeviceClock
 from fsdp.watch.status_page import CUDA, STEP_S, STEPS, StatusPage, Writer
