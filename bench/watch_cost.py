@@ -41,11 +41,9 @@ def told() -> dict[str, float]:
     import torch.distributed as dist
 
     from fsdp.watch import status_page
-    from fsdp.watch.counters import CollectiveCounter
+    from fsdp.watch.counters import CollectiveCounter, Writer
 
-    page = status_page.create(f"shardrun-cost-{os.getpid()}.page")
-    page.path.unlink()
-    writer = status_page.Writer(page.numbers)
+    writer = Writer(status_page.create().numbers)
     original = dist.all_reduce
 
     def nothing(tensor: torch.Tensor) -> None:

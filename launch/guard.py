@@ -25,7 +25,7 @@ from fsdp.dist.env import (
     prints_shared_errors,
     wait_for_rank_0_to_print,
 )
-from fsdp.dist.lost_peer import is_lost_peer
+from fsdp.dist.network import is_lost_peer
 from fsdp.record.console import print_last
 from fsdp.watch.failure import write_torchrun_error_file
 from launch.command import rank_command

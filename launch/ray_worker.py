@@ -29,7 +29,7 @@ from fsdp.checkpoint.store import open_store
 from fsdp.config import Config
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv
-from fsdp.dist.lost_peer import is_peer_failure
+from fsdp.dist.network import is_peer_failure
 from fsdp.run.evaluate import Outcome
 from fsdp.run.loop import train
 from launch.guard import failure_of

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp.dist.addresses import address_towards, interface_of, is_loopback, listen
+from fsdp.dist.network import address_towards, interface_of, is_loopback, listen
 
 FIRST_PORT, PORTS = 20000, 12000  # the kernel's own outgoing connections start at 32768
 RETRY_S = 0.2

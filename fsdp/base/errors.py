@@ -18,6 +18,8 @@ class ShardrunError(Exception):
     """One line that names the field, the value or the rank, and a HINT that works as typed."""
 
     exit_code = 1
+    verdict = "exception"
+    """The kind of its verdict (fsdp/watch)."""
     scope: Scope = "all"
     """Which ranks raise it: all (rank 0 prints it), the ranks of one node, or one rank alone."""
 
@@ -85,15 +87,15 @@ def without_hint(error: BaseException) -> str:
 
 
 class ConfigError(ShardrunError):
-    exit_code = 2
+    exit_code, verdict = 2, "config"
 
 
 class LaunchError(ShardrunError):
-    exit_code = 3
+    exit_code, verdict = 3, "launcher"
 
 
 class CheckpointError(ShardrunError):
-    exit_code = 4
+    exit_code, verdict = 4, "checkpoint"
 
 
 class RefusedError(CheckpointError):
@@ -101,11 +103,13 @@ class RefusedError(CheckpointError):
 
 
 class TrainingError(ShardrunError):
-    exit_code = 5
+    exit_code, verdict = 5, "training"
 
 
 class NotFiniteError(TrainingError):
     """A loss or gradient norm that is NaN or infinite."""
+
+    verdict = "nan"
 
 
 class OneRankError(TrainingError):

@@ -24,7 +24,7 @@ from fsdp.checkpoint.rank_file import Image, Staging, StagingMemory, Written, wr
 from fsdp.checkpoint.save_plan import WritePlan, make_plan, metadata_bytes, pack_values, sum_digests
 from fsdp.checkpoint.sealing import Contents, SaveOutcome, Sealing, failed
 from fsdp.checkpoint.state import KeyPath, Snapshot
-from fsdp.dist.lost_peer import is_lost_peer
+from fsdp.dist.network import is_lost_peer
 from fsdp.rundir.lock import TWO_RUNS
 from fsdp.rundir.paths import storage_advice, storage_shown
 

@@ -97,20 +97,20 @@ def all_gather_objects(value: Any) -> list[Any]:
 
 def on_main(rank: int, act: Callable[[], T]) -> T:
     """The result of `act` on rank 0, on every rank; if it fails there, every rank raises."""
-    value: T | None = None
-    failure: Exception | None = None
-    if rank == 0:
-        try:
-            value = act()
-        except Exception as error:
-            failure = error
-    code = failure.exit_code if isinstance(failure, ShardrunError) else 1
-    result, message, code = broadcast_object((value, None if failure is None else str(failure), code))
-    if failure is not None:
-        raise failure
-    if message is not None:
-        raise OtherRankFailed(0, message, code)
-    return result  # type: ignore[return-value]
+    value, failure = _tried(act, rank == 0)
+    error = None if failure is None else (str(failure), getattr(failure, "exit_code", 1))
+    value, error = broadcast_object((value, error))
+    if error is not None:
+        raise failure or OtherRankFailed(0, *error)
+    return value  # type: ignore[return-value]
+
+
+def _tried(act: Callable[[], T], here: bool) -> tuple[T | None, Exception | None]:
+    """What it returns or raises, if it is called here."""
+    try:
+        return act() if here else None, None
+    except Exception as error:
+        return None, error
 
 
 def ranks() -> int:
@@ -174,14 +174,12 @@ class ObjectGroup:
 
     def on_main(self, act: Callable[[], T]) -> T:
         """What `act` returns on rank 0, on every rank; its ShardrunError is raised on every rank too."""
-        value: T | None = None
-        failure: Exception | None = None
-        if self.rank == 0:
-            try:
-                value = act()
-            except Exception as error:
-                failure = error
-        value, sent = self.broadcast((value, _sendable(failure)))
+        value, failure = _tried(act, self.rank == 0)
+        sent = failure
+        if failure is not None and not isinstance(failure, ShardrunError):  # it may not survive pickling
+            text = f"rank 0 failed: {type(failure).__name__}: {failure}"
+            sent = CheckpointError(text, error_number=error_number(failure))
+        value, sent = self.broadcast((value, sent))
         if sent is not None:
             raise failure or sent
         return value  # type: ignore[return-value]
@@ -203,11 +201,3 @@ class ObjectGroup:
         vector = torch.tensor(int(value))
         dist.all_reduce(vector, dist.ReduceOp.MAX, group=self._group)
         return bool(vector)
-
-
-def _sendable(failure: Exception | None) -> ShardrunError | None:
-    """The error for the other ranks; one of another class may not survive pickling."""
-    if failure is None or isinstance(failure, ShardrunError):
-        return failure
-    text = f"rank 0 failed: {type(failure).__name__}: {failure}"
-    return CheckpointError(text, error_number=error_number(failure))

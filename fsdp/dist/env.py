@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -21,30 +22,6 @@ from fsdp.base.phases import follow_parent
 
 if TYPE_CHECKING:
     import torch
-
-
-def expand_hostlist(hosts: str) -> list[str]:
-    """The host names in a list, as `scontrol show hostnames` prints them."""
-    names: list[str] = []
-    depth, start = 0, 0
-    for at, char in enumerate(hosts + ","):
-        depth += (char == "[") - (char == "]")
-        if char == "," and depth == 0:
-            names += _expand_one(hosts[start:at])
-            start = at + 1
-    return names
-
-
-def _expand_one(pattern: str) -> list[str]:
-    head, bracket, rest = pattern.partition("[")
-    if not bracket:
-        return [pattern] if pattern else []
-    inside, _, tail = rest.partition("]")
-    middles: list[str] = []
-    for part in inside.split(","):
-        low, dash, high = part.partition("-")
-        middles += [str(n).zfill(len(low)) for n in range(int(low), int(high if dash else low) + 1)]
-    return [head + middle + end for middle in middles for end in (_expand_one(tail) or [""])]
 
 
 log = logging.getLogger(__name__)
@@ -134,26 +111,17 @@ def started_by(environ: Mapping[str, str] = os.environ) -> str:
     """`torchrun`, `srun` or `mpirun` if it started this process as one of several ranks; else empty."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return "torchrun"
-    is_task = "SLURM_PROCID" in environ and not _is_typed_under_srun(environ)
+    # Typed in a shell that `srun --pty` has started: the shells of srun's other tasks have no terminal and
+    # have ended. Such a shell gives each command a process group of its own, srun does not.
+    is_typed = "SLURM_PTY_PORT" in environ and os.isatty(0) and os.getpgrp() != os.getsid(0)
+    is_task = "SLURM_PROCID" in environ and not is_typed
     tasks = _integer(environ, "SLURM_STEP_NUM_TASKS", 1) if is_task else 1
     # mpirun starts its daemons by srun, one task a node: their ranks inherit the daemon's variables
-    if (ranks := int(_mpi_size(environ))) > 1 and ranks != tasks:
+    ranks = _first_of(environ, *_MPI_SIZES)
+    if ranks.isdecimal() and int(ranks) not in (0, 1, tasks):
         return "mpirun"
-    if is_task and _integer(environ, "SLURM_PROCID") >= tasks:
-        return "srun"  # whose other variables a container has not received: refused
-    return "srun" if tasks > 1 else ""
-
-
-def _is_typed_under_srun(environ: Mapping[str, str]) -> bool:
-    """Whether it was typed in a shell that `srun --pty` has started: the shells of srun's other tasks have no
-    terminal and have ended. Such a shell gives each command a process group of its own, srun does not.
-    """
-    return "SLURM_PTY_PORT" in environ and os.isatty(0) and os.getpgrp() != os.getsid(0)
-
-
-def _mpi_size(environ: Mapping[str, str]) -> str:
-    size = _first_of(environ, *_MPI_SIZES)
-    return size if size.isdecimal() else "0"
+    # a task beyond their number has not received the other variables, as in a container: it is refused
+    return "srun" if tasks > 1 or (is_task and _integer(environ, "SLURM_PROCID") >= tasks) else ""
 
 
 # ---------------------------------------------------------------- the DistEnv
@@ -170,17 +138,33 @@ def from_environment(environ: Mapping[str, str] = os.environ, device: DeviceChoi
         return _from_torchrun(environ, device)
     if launcher == "srun":
         return _from_slurm(environ, device)
-    if launcher == "mpirun":
-        raise _without_ranks(environ)
+    if launcher == "mpirun":  # each of its processes would train alone
+        ranks = _first_of(environ, *_MPI_SIZES)
+        raise LaunchError(
+            f"mpirun started {ranks} processes, whose ranks are not read from MPI's variables.",
+            f"torchrun --nproc_per_node={ranks} train.py; or export RANK, WORLD_SIZE, LOCAL_RANK, "
+            "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process",
+        )
+    return _made((0, 1), (0, 1), (0, 1), pick_device(0, device), "a single process")
+
+
+def _made(
+    ranks: tuple[int, int],
+    local: tuple[int, int],
+    nodes: tuple[int, int],
+    device: torch.device,
+    launcher: str,
+) -> DistEnv:
+    """Each pair is a number and how many there are."""
     return DistEnv(
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        local_world_size=1,
-        node_rank=0,
-        num_nodes=1,
-        device=pick_device(0, device),
-        launcher="a single process",
+        rank=ranks[0],
+        world_size=ranks[1],
+        local_rank=local[0],
+        local_world_size=local[1],
+        node_rank=nodes[0],
+        num_nodes=nodes[1],
+        device=device,
+        launcher=launcher,
     )
 
 
@@ -219,45 +203,22 @@ def _place(
     return place
 
 
-def _without_ranks(environ: Mapping[str, str]) -> LaunchError:
-    """Each of these processes would train alone."""
-    ranks = _mpi_size(environ)
-    return LaunchError(
-        f"mpirun started {ranks} processes, whose ranks are not read from MPI's variables.",
-        f"torchrun --nproc_per_node={ranks} train.py; or export RANK, WORLD_SIZE, LOCAL_RANK, "
-        "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process",
-    )
-
-
 def _from_torchrun(environ: Mapping[str, str], device: DeviceChoice) -> DistEnv:
     """The variables of torchrun, or of any launcher that sets RANK and WORLD_SIZE."""
     rank, world = _place(environ, "RANK", "WORLD_SIZE")
-    local_rank, local_world = _place(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", (0, 1))
-    return DistEnv(
-        rank=rank,
-        world_size=world,
-        local_rank=local_rank,
-        local_world_size=local_world,
-        node_rank=_integer(environ, "GROUP_RANK", rank // local_world),
-        num_nodes=_integer(environ, "GROUP_WORLD_SIZE", max(1, world // local_world)),
-        device=pick_device(local_rank, device),
-        launcher="torchrun under Slurm" if "SLURM_JOB_ID" in environ else "torchrun",
-    )
+    local = _place(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", (0, 1))
+    node = _integer(environ, "GROUP_RANK", rank // local[1])
+    nodes = _integer(environ, "GROUP_WORLD_SIZE", max(1, world // local[1]))
+    launcher = "torchrun under Slurm" if "SLURM_JOB_ID" in environ else "torchrun"
+    return _made((rank, world), local, (node, nodes), pick_device(local[0], device), launcher)
 
 
 def _from_slurm(environ: Mapping[str, str], device: DeviceChoice) -> DistEnv:
-    rank, world = _place(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", (0, 1))
+    ranks = _place(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", (0, 1))
     local_rank = _integer(environ, "SLURM_LOCALID")
-    return DistEnv(
-        rank=rank,
-        world_size=world,
-        local_rank=local_rank,
-        local_world_size=_tasks_on_node(environ),
-        node_rank=_integer(environ, "SLURM_NODEID"),
-        num_nodes=_integer(environ, "SLURM_STEP_NUM_NODES", 1),
-        device=pick_device(local_rank, device, "srun"),
-        launcher="srun",
-    )
+    local = local_rank, _tasks_on_node(environ)
+    nodes = _integer(environ, "SLURM_NODEID"), _integer(environ, "SLURM_STEP_NUM_NODES", 1)
+    return _made(ranks, local, nodes, pick_device(local_rank, device, "srun"), "srun")
 
 
 def _tasks_on_node(environ: Mapping[str, str]) -> int:
@@ -375,58 +336,32 @@ def unused_allocation(env: DistEnv, environ: Mapping[str, str] = os.environ) -> 
     """A warning if this is the only process of a Slurm job of several tasks or nodes, one of several
     torchruns that do not form one run, or one of several processes without a rank; else empty.
     """
+    job, under_pty = environ.get("SLURM_JOB_ID"), "SLURM_PTY_PORT" in environ
     if env.launcher == "torchrun under Slurm":
-        return _separate_torchruns(env, environ)
-    nodes = _integer(environ, "SLURM_JOB_NUM_NODES", 1)
-    tasks = _integer(environ, "SLURM_NTASKS", nodes)
+        tasks = _integer(environ, "SLURM_STEP_NUM_TASKS", 1)
+        if tasks <= env.num_nodes or under_pty:  # of `srun --pty` the first task alone is left
+            return ""
+        step = f"{job}.{environ.get('SLURM_STEP_ID', '0')}"
+        nodes = _integer(environ, "SLURM_STEP_NUM_NODES", 1)
+        return (
+            f"{tasks} torchruns in Slurm step {step}, and this one has --nnodes={env.num_nodes}: they do not "
+            f"train together. HINT: sbatch --nodes={nodes} slurm/fsdp.sbatch starts one torchrun a node"
+        )
     if env.launcher != "a single process":
         return ""
-    if "SLURM_JOB_ID" not in environ:
-        return _process_without_rank(environ)
-    if max(nodes, tasks) == 1:
-        return ""
+    if job is None:
+        ranks = environ.get("WORLD_SIZE", "")
+        if not ranks.isdecimal() or int(ranks) < 2:
+            return ""
+        hint = f"export RANK in each process, or torchrun --nproc_per_node={ranks} train.py"
+        return f"one process alone: WORLD_SIZE is {ranks}, and RANK is not set. HINT: {hint}"
+    nodes = _integer(environ, "SLURM_JOB_NUM_NODES", 1)
+    tasks = _integer(environ, "SLURM_NTASKS", nodes)
     # the step of a shell that `srun --pty` has started holds the job's processors
-    overlap = "--overlap " if "SLURM_PTY_PORT" in environ else ""
-    return (
-        f"one process alone in Slurm job {environ['SLURM_JOB_ID']} of {nodes} nodes and {tasks} tasks. "
-        f"HINT: srun {overlap}python train.py, or sbatch --nodes={nodes} slurm/fsdp.sbatch"
-    )
-
-
-_SIZES = ("WORLD_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE")
-"""How many processes there are, as a pod's launcher, Flux (`flux run`) and LSF (`jsrun`) say it."""
-
-
-def _process_without_rank(environ: Mapping[str, str]) -> str:
-    for name in _SIZES:
-        ranks = environ.get(name, "")
-        if ranks.isdecimal() and int(ranks) > 1:
-            return (
-                f"one process alone: {name} is {ranks}, and RANK is not set. "
-                f"HINT: export RANK in each process, or torchrun --nproc_per_node={ranks} train.py"
-            )
-    hosts = environ.get("SM_HOSTS", "")  # SageMaker's: a JSON list
-    count = hosts.count(",") + 1
-    if count == 1:
-        return ""
-    return (
-        f"one process alone: SM_HOSTS is {hosts}, and RANK is not set. "
-        f"HINT: on each host torchrun --nnodes={count} --node_rank=NUMBER --master_addr=FIRST_HOST "
-        "--nproc_per_node=GPUS train.py"
-    )
-
-
-def _separate_torchruns(env: DistEnv, environ: Mapping[str, str]) -> str:
-    """Each task of this Slurm step is a torchrun: as many as the nodes that this torchrun counts."""
-    tasks = _integer(environ, "SLURM_STEP_NUM_TASKS", 1)
-    if tasks <= env.num_nodes or "SLURM_PTY_PORT" in environ:  # of `srun --pty` the first task alone is left
-        return ""
-    step = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}"
-    nodes = _integer(environ, "SLURM_STEP_NUM_NODES", 1)
-    return (
-        f"{tasks} torchruns in Slurm step {step}, and this one has --nnodes={env.num_nodes}: they do not "
-        f"train together. HINT: sbatch --nodes={nodes} slurm/fsdp.sbatch starts one torchrun a node"
-    )
+    srun = f"srun {'--overlap ' if under_pty else ''}python train.py"
+    alone = f"one process alone in Slurm job {job} of {nodes} nodes and {tasks} tasks"
+    hint = f"{srun}, or sbatch --nodes={nodes} slurm/fsdp.sbatch"
+    return f"{alone}. HINT: {hint}" if max(nodes, tasks) > 1 else ""
 
 
 def job_start(environ: Mapping[str, str] = os.environ) -> str:
@@ -472,21 +407,9 @@ def slurm_rendezvous(environ: Mapping[str, str] = os.environ) -> tuple[str, int]
     job, step = _integer(environ, "SLURM_JOB_ID"), _integer(environ, "SLURM_STEP_ID", 0)
     restart = _integer(environ, "SLURM_RESTART_COUNT", 0)
     # below 32768, where the kernel's range of ephemeral ports begins
-    return expand_hostlist(nodes)[0], 20000 + (job * 31 + step * 7 + restart) % 12000
-
-
-def init_method(env: DistEnv) -> str:
-    """The `init_method` of torch.distributed for this launcher."""
-    if "MASTER_ADDR" in os.environ:
-        return "env://"
-    if env.launcher != "srun":
-        raise without_address(env)
-    address, port = slurm_rendezvous()
-    return f"tcp://{address}:{port}"
-
-
-def without_address(env: DistEnv) -> LaunchError:
-    return LaunchError(f"rank {env.rank} has no MASTER_ADDR.", "start with torchrun, or srun")
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)  # up to a comma outside of brackets
+    host = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0] if first else nodes)
+    return host, 20000 + (job * 31 + step * 7 + restart) % 12000
 
 
 def rendezvous_host(environ: Mapping[str, str] = os.environ) -> str:

@@ -81,14 +81,9 @@ def launcher_hints(launcher: str, nodes: int, environ: Mapping[str, str] = os.en
 
 
 def without_device(env: DistEnv, host: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Leaves out this rank's device, or its node where others can take its place."""
+    """Leaves out this rank's node, where others can take its place, or its device."""
     hints = launcher_hints(env.launcher, env.num_nodes, environ)
-    if hints.is_slurm or env.local_world_size < env.world_size:
+    if hints.is_slurm or env.num_nodes > 1:
         return f"leave its node out: {hints.without([host])}"
-    seen = environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(env.local_world_size)))
-    others = [name for place, name in enumerate(seen.split(",")) if place != env.local_rank]
-    if not others:
-        return "CUDA_VISIBLE_DEVICES selects another one"
-    ranks = min(len(others), env.local_world_size)
-    fewer = "" if ranks == env.local_world_size else f", with {fewer_ranks(env.launcher, ranks)}"
-    return f"CUDA_VISIBLE_DEVICES={','.join(others)} leaves it out{fewer}"
+    fewer = fewer_ranks(env.launcher, max(1, env.local_world_size - 1))
+    return f"CUDA_VISIBLE_DEVICES without number {env.local_rank} leaves it out, with {fewer}"

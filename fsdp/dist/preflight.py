@@ -70,7 +70,7 @@ def facts_of(env: DistEnv) -> RankFacts:
         nccl=".".join(map(str, torch.cuda.nccl.version())) if on_cuda else "",
         driver=_driver(),
         device=torch.cuda.get_device_name(env.device) if on_cuda else "cpu",
-        packages=_packages(),
+        packages={name: version for name in PACKAGES if (version := _version(name))},
         taken=_taken(env.device) if on_cuda else 0.0,
     )
 
@@ -88,14 +88,11 @@ def _driver() -> str:
         return ""
 
 
-def _packages() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 # ---------------------------------------------------------------- comparing
@@ -113,27 +110,23 @@ class NodeDifference:
 
     def describe(self, everyone: Sequence[RankFacts]) -> str:
         hosts = {facts.rank: facts.host for facts in everyone}
-        shown = [
-            f"rank {rank} on {hosts[rank]} has {value or 'none'}"
-            for rank, value in list(self.others.items())[:4]
-        ]
+        first = list(self.others.items())[:4]
+        shown = [f"rank {rank} on {hosts[rank]} has {value or 'none'}" for rank, value in first]
         more = f", and {len(self.others) - 4} more" if len(self.others) > 4 else ""
         return f"{self.what} is {self.usual or 'none'} on most ranks, but {', '.join(shown)}{more}"
 
 
 def differences(everyone: Sequence[RankFacts]) -> list[NodeDifference]:
     """The facts that differ. The most common value is the expected one; at a tie, rank 0's."""
-    names = [*MUST_BE_EQUAL, "python", "driver", "device"]
-    found = [_difference(name, {f.rank: str(getattr(f, name)) for f in everyone}) for name in names]
-    for package in PACKAGES:
-        found.append(_difference(package, {f.rank: f.packages.get(package, "") for f in everyone}))
-    return [one for one in found if one is not None]
-
-
-def _difference(what: str, values: Mapping[int, str]) -> NodeDifference | None:
-    usual = Counter(values.values()).most_common(1)[0][0]  # at a tie the first, which is rank 0's
-    others = {rank: value for rank, value in values.items() if value != usual}
-    return NodeDifference(what, usual, others, what in MUST_BE_EQUAL) if others else None
+    names = [*MUST_BE_EQUAL, "python", "driver", "device", *PACKAGES]
+    found = []
+    for name in names:
+        values = {f.rank: str(getattr(f, name, f.packages.get(name, ""))) for f in everyone}
+        usual = Counter(values.values()).most_common(1)[0][0]  # at a tie the first, which is rank 0's
+        others = {rank: value for rank, value in values.items() if value != usual}
+        if others:
+            found.append(NodeDifference(name, usual, others, name in MUST_BE_EQUAL))
+    return found
 
 
 # ---------------------------------------------------------------- at each start
@@ -153,35 +146,21 @@ def check(env: DistEnv, run: Path | None, patience_s: float = SAME_FILE_S) -> No
     if token and run is not None and env.is_main:
         (run / token).unlink(missing_ok=True)
     everyone = [facts for facts, _ in found]
-    for one in differences(everyone):
-        if one.fatal:
-            raise LaunchError(
-                f"{one.describe(everyone)}.",
-                launcher_hints(env.launcher, env.num_nodes).one_environment,
-            )
+    for difference in differences(everyone):
+        if difference.fatal:
+            hint = launcher_hints(env.launcher, env.num_nodes).one_environment
+            raise LaunchError(f"{difference.describe(everyone)}.", hint)
         if env.is_main:
-            log.warning("%s", one.describe(everyone))
-    if env.is_main:
-        _warn(everyone, sorted({facts.host for facts, sees in found if not sees}), run)
-
-
-def _warn(everyone: Sequence[RankFacts], blind: Sequence[str], run: Path | None) -> None:
-    for facts in everyone:
+            log.warning("%s", difference.describe(everyone))
+    for facts in everyone if env.is_main else ():
         if facts.taken > TAKEN:
-            log.warning(
-                "rank %d on %s: other processes hold %.0f%% of the memory of its %s. "
-                "HINT: nvidia-smi on %s lists them",
-                facts.rank,
-                facts.host,
-                100 * facts.taken,
-                facts.device,
-                facts.host,
-            )
-    if blind:
+            message = "rank %d on %s: other processes hold %.0f%% of the memory of its %s. "
+            message += "HINT: nvidia-smi lists them"
+            log.warning(message, facts.rank, facts.host, 100 * facts.taken, facts.device)
+    if env.is_main and (blind := sorted({facts.host for facts, sees in found if not sees})):
         # Only checkpoints need the folder on every node, and --checkpoint.dir may be elsewhere: no error.
-        log.warning(
-            "%s does not see rank 0's run directory %s: is it on shared storage?", ", ".join(blind), run
-        )
+        message = "%s does not see rank 0's run directory %s: is it on shared storage?"
+        log.warning(message, ", ".join(blind), run)
 
 
 def _create_probe(run: Path) -> str:

@@ -13,28 +13,26 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fsdp.base.devices import set_thread_device
 from fsdp.base.errors import LaunchError, first_line
-from fsdp.base.text import named_ranks
+from fsdp.base.text import counted, named_ranks
 from fsdp.base.torch_private.core import abort_all_groups, all_groups
-from fsdp.dist.addresses import address_towards, interface_of, is_loopback, resolves
 from fsdp.dist.env import (
     DistEnv,
     agent_serves_store,
     fewer_ranks,
     gloo_interface_is_set,
-    init_method,
     rendezvous_host,
     rendezvous_port,
     set_variable,
-    without_address,
 )
 from fsdp.dist.launcher_hints import launcher_hints
 from fsdp.dist.mesh import CUDA_BACKENDS
+from fsdp.dist.network import address_towards, interface_of, is_loopback, resolves
 
 log = logging.getLogger(__name__)
 
@@ -61,13 +59,22 @@ def process_group(env: DistEnv, timeout_s: float, store: dist.Store | None = Non
         _check_existing(env)
         yield
         return
-    arguments = _group_arguments(env, timedelta(seconds=timeout_s), store)
-    if env.device.type == "cuda" and env.world_size > 1:
-        devices = dist.PrefixStore("devices", arguments["store"])
-        check_devices_differ(env, devices, _device_id(env.device), timeout_s)
+    on_cuda, timeout = env.device.type == "cuda", timedelta(seconds=timeout_s)
+    store = _default_store(env, timeout) if store is None else store
+    if on_cuda and env.world_size > 1:
+        check_devices_differ(env, dist.PrefixStore("devices", store), _device_id(env.device))
     if env.num_nodes > 1:
-        set_gloo_interface(env, dist.PrefixStore("addresses", arguments["store"]))
-    dist.init_process_group(**arguments)
+        set_gloo_interface(env, dist.PrefixStore("addresses", store))
+    dist.init_process_group(
+        # Not "cpu:gloo": torch then leaves the default backend unset if a plugin is registered, and warns
+        # when the group is destroyed.
+        backend=CUDA_BACKENDS if on_cuda else "gloo",
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timeout,
+        device_id=env.device if on_cuda else None,
+        store=store,
+    )
     try:
         yield
     except BaseException:
@@ -106,20 +113,19 @@ def _abort_groups(env: DistEnv) -> None:
     After an exception no group is destroyed: NCCL's destroy waits for kernels whose other ranks never come
     (NCCL issue 863), gloo's for its threads. Abort ends NCCL's kernels, but may hang itself.
     """
-    aborting = threading.Thread(target=_abort, args=(env,), name="abort", daemon=True)
+
+    def abort() -> None:
+        try:
+            set_thread_device(env.device)
+            abort_all_groups()
+        except Exception as error:  # the first error has the cause: this one is only logged
+            log.warning("rank %d: its process groups are not aborted: %s", env.rank, error)
+
+    aborting = threading.Thread(target=abort, name="abort", daemon=True)
     aborting.start()
     aborting.join(ABORT_S)
     if aborting.is_alive():
         log.warning("rank %d: its process groups are not aborted after %g s: it exits now", env.rank, ABORT_S)
-
-
-def _abort(env: DistEnv) -> None:
-    try:
-        if env.device.type == "cuda":
-            torch.cuda.set_device(env.device)  # the current device is a thread's own, and starts at 0
-        abort_all_groups()
-    except Exception as error:  # the first error has the cause: this one is only logged
-        log.warning("rank %d: its process groups are not aborted: %s", env.rank, error)
 
 
 def _check_existing(env: DistEnv) -> None:
@@ -144,29 +150,20 @@ def _device_id(device: torch.device) -> str:
     return f"{host} {torch.cuda.get_device_properties(device).uuid}"
 
 
-def check_devices_differ(env: DistEnv, store: dist.Store, device_id: str, timeout_s: float) -> None:
-    """LaunchError on every rank if two ranks of a node have one GPU, before NCCL fails with a raw error.
-
-    Each rank sends four requests to the store.
-    """
-    store.set(f"rank {env.rank}", device_id)
-    if store.add(device_id, 1) > 1:
-        store.add("shared", 1)
-    if store.add("counted", 1) == env.world_size:
-        store.set("all are counted", "")
-    store.wait(["all are counted"], timedelta(seconds=timeout_s))
-    if not store.add("shared", 0):
+def check_devices_differ(env: DistEnv, store: dist.Store, device_id: str) -> None:
+    """LaunchError on all ranks of a node if two of them have one GPU, before NCCL fails with a raw error."""
+    store.set(f"{env.node_rank} {env.local_rank}", device_id)
+    devices = [store.get(f"{env.node_rank} {local}").decode() for local in range(env.local_world_size)]
+    shared = next((device for device in devices if devices.count(device) > 1), "")
+    if not shared:
         return
-    holders: dict[str, list[int]] = {}
-    for rank in range(env.world_size):
-        holders.setdefault(store.get(f"rank {rank}").decode(), []).append(rank)
-    shared, ranks = next((device, ranks) for device, ranks in holders.items() if len(ranks) > 1)
-    host, _, gpu = shared.partition(" ")
-    there = [ranks for device, ranks in holders.items() if device.startswith(f"{host} ")]
+    first, (host, _, gpu), gpus = env.rank - env.local_rank, shared.partition(" "), len(set(devices))
+    ranks = [first + local for local, device in enumerate(devices) if device == shared]
     raise LaunchError(
         f"ranks {', '.join(map(str, ranks))} on {host} share one GPU ({gpu}): "
-        f"{host} has {sum(map(len, there))} ranks and {len(there)} GPU{'s' if len(there) > 1 else ''}.",
-        fewer_ranks(env.launcher, len(there)),
+        f"{host} has {len(devices)} ranks and {counted(gpus, 'GPU')}.",
+        fewer_ranks(env.launcher, gpus),
+        scope="node",
     )
 
 
@@ -197,27 +194,10 @@ def set_gloo_interface(env: DistEnv, store: dist.Store) -> None:
     set_variable("GLOO_SOCKET_IFNAME", interface)
 
 
-def _group_arguments(env: DistEnv, timeout: timedelta, store: dist.Store | None) -> dict[str, Any]:
-    cuda = env.device.type == "cuda"
-    return {
-        # Not "cpu:gloo": torch then leaves the default backend unset if a plugin is registered, and warns
-        # when the group is destroyed.
-        "backend": CUDA_BACKENDS if cuda else "gloo",
-        "rank": env.rank,
-        "world_size": env.world_size,
-        "timeout": timeout,
-        "device_id": env.device if cuda else None,
-        "store": _default_store(env, timeout) if store is None else store,
-    }
-
-
 def _default_store(env: DistEnv, timeout: timedelta) -> dist.Store:
     if env.world_size == 1:
         return dist.HashStore()  # no port, so no collision
-    method = init_method(env)
-    with _explained(env, rendezvous_host(), rendezvous_port()):
-        store, _, _ = next(iter(dist.rendezvous(method, env.rank, env.world_size, timeout=timeout)))
-    store.set_timeout(timeout)
+    store = rendezvous_store(env, timeout.total_seconds(), waits=True)
     if not agent_serves_store():
         return dist.PrefixStore("default_pg", store)
     tries = dist.PrefixStore("tries", store)
@@ -255,24 +235,27 @@ def _meet_in_a_new_try(env: DistEnv, store: dist.Store, timeout: timedelta) -> s
     return name
 
 
-def rendezvous_store(env: DistEnv, timeout_s: float, *, serves: bool = True) -> dist.Store:
-    """The rendezvous store, opened without waiting for other ranks: a rank that is missing can be named.
-
-    Under torchrun its agent serves the store; otherwise rank 0 does, if it `serves`.
+def rendezvous_store(
+    env: DistEnv, timeout_s: float, *, serves: bool = True, waits: bool = False
+) -> dist.Store:
+    """The rendezvous store. Under torchrun its agent serves it; otherwise rank 0 does, if it `serves`, and
+    `waits` for the other ranks. Without waiting a rank that is missing can be named.
     """
     if env.world_size == 1:
         return _store_of_one()
     address = rendezvous_host()
     if not address:
-        raise without_address(env)
+        raise LaunchError(f"rank {env.rank} has no MASTER_ADDR.", "start with torchrun, or srun")
     port = rendezvous_port()
     with _explained(env, address, port):
         return dist.TCPStore(
             address,
             port,
+            env.world_size if waits else None,
             is_master=serves and env.is_main and not agent_serves_store(),
-            wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=waits,
+            multi_tenant=True,
         )
 
 
@@ -281,45 +264,33 @@ def _explained(env: DistEnv, address: str, port: int) -> Iterator[None]:
     """LaunchError for torch's of a store that this rank cannot reach, or cannot serve; a warning after
     WAITING_S, as torch tries again for minutes.
     """
-    waiting = threading.Timer(WAITING_S, _warn_of_waiting, (address, port, env))
+    host = socket.gethostname()
+    other = launcher_hints(env.launcher, env.num_nodes).other_address
+    hint = f"check there that {address} resolves and that the port is open; {other}"
+
+    def warn_of_waiting() -> None:
+        """None where this rank waits for others there."""
+        try:
+            socket.create_connection((address, port), WAITING_S).close()
+        except OSError as error:
+            unknown = isinstance(error, socket.gaierror)
+            problem = "the name does not resolve" if unknown else (error.strerror or str(error)).lower()
+            message = "%s cannot reach %s:%d, where rank 0 listens, for %g s (%s), and tries again. HINT: %s"
+            log.warning(message, host, address, port, WAITING_S, problem, hint)
+
+    waiting = threading.Timer(WAITING_S, warn_of_waiting)
     waiting.daemon = True
     waiting.start()
     try:
         yield
     except (RuntimeError, ValueError) as error:
+        problem = f"reach {address}:{port} ({first_line(error, 120).rstrip('.')})."
         if "EADDRINUSE" in str(error):
-            raise LaunchError(
-                f"rank {env.rank} on {socket.gethostname()} cannot listen at port {port}: it is in use.",
-                f"export MASTER_PORT={port + 1} in each process, or start with torchrun --standalone",
-                scope="rank",
-            ) from None
-        raise LaunchError(
-            f"rank {env.rank} on {socket.gethostname()} cannot reach {address}:{port} "
-            f"({first_line(error, 120).rstrip('.')}).",
-            _reach(address, env),
-            scope="rank",
-        ) from None
+            problem = f"listen at port {port}: it is in use."
+            hint = f"export MASTER_PORT={port + 1} in each process, or start with torchrun --standalone"
+        raise LaunchError(f"rank {env.rank} on {host} cannot {problem}", hint, scope="rank") from None
     finally:
         waiting.cancel()
-
-
-def _warn_of_waiting(address: str, port: int, env: DistEnv) -> None:
-    """One line about an address that cannot be reached; none where this rank waits for others there."""
-    try:
-        socket.create_connection((address, port), WAITING_S).close()
-    except socket.gaierror:
-        problem = "the name does not resolve"
-    except OSError as error:
-        problem = os.strerror(error.errno).lower() if error.errno else str(error)
-    else:
-        return
-    message = "%s cannot reach %s:%d, where rank 0 listens, for %g s (%s), and tries again. HINT: %s"
-    log.warning(message, socket.gethostname(), address, port, WAITING_S, problem, _reach(address, env))
-
-
-def _reach(address: str, env: DistEnv) -> str:
-    other = launcher_hints(env.launcher, env.num_nodes).other_address
-    return f"check there that {address} resolves and that the port is open; {other}"
 
 
 @functools.cache

@@ -26,7 +26,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp.base import proc
 from fsdp.base.errors import ConfigError, LaunchError
@@ -43,7 +42,7 @@ REASONS = (
     StopReason.DEADLINE,
     StopReason.LAUNCHER,
 )
-"""The reasons to stop a run; ranks exchange the index."""
+"""The reasons to stop a run: ranks exchange how many have each, and the first here is the run's."""
 SECOND_SIGINT_S = 1.0
 """torchrun repeats the terminal's Ctrl-C to its workers: only a SIGINT this much later is a second request.
 """
@@ -97,16 +96,16 @@ class Stopper:
         self._pending: Sum | None = None
         self.signatures = [0, 0]
         """Sums over the ranks of the signatures that the last `agreed` received, and of their squares."""
-        self._request: StopReason | None = None
         self._step, self._step_began, self._step_s = 0, 0.0, 0.0
-        if env.is_main and self._sees_file() and self._remove_file():
+        if env.is_main and self._sees_file():
             # From the stop before this start: the same command again continues the run.
-            log.info("removed %s, which stopped the run before this one", self._file)
+            log.info("removing %s, which stopped the run before this one", self._file)
+            self._remove_file()
         self._signals = _SignalRecorder()
 
     def begin(self, step: int, signature: int = 0) -> None:
-        """Call before the forward pass, when its data are there. `signature` (fsdp/watch/branch_check.py) is
-        that of the previous step.
+        """Call before the forward pass, when its data are there. `signature` (fsdp/watch/replica_checks.py)
+        is that of the previous step.
 
         Requests that arrived before are decided after this step.
         """
@@ -138,15 +137,15 @@ class Stopper:
             self._remove_file()
 
     def _vote(self, signature: int) -> Sum:
-        """Starts the sum of this rank's numbers: step, stop request, save due, signature and its square."""
-        self._request = self._reason()
+        """Starts the sum of this rank's numbers: step, save due, signature and its square, each reason."""
+        reason = self._reason()
         due = self._env.is_main and self._every_s > 0 and time.monotonic() - self._last_save >= self._every_s
-        numbers = [self._step, int(self._request is not None), int(due), signature, signature**2]
-        return Sum(torch.tensor(numbers, dtype=torch.int64))
+        asked = [int(known is reason) for known in REASONS]
+        return Sum(torch.tensor([self._step, int(due), signature, signature**2, *asked], dtype=torch.int64))
 
     def _decision(self, vote: Sum) -> tuple[StopDecision, int, int]:
         """The decision, and the sums of the signatures and of their squares."""
-        steps, requests, save, signatures, squares = vote.wait().tolist()
+        steps, save, signatures, squares, *asked = vote.wait().tolist()
         if steps != self._env.world_size * self._step:
             raise LaunchError(
                 f"rank {self._env.rank} is at step {self._step}, others are not: they train different runs.",
@@ -154,23 +153,20 @@ class Stopper:
             )
         if save:
             self.saved()
-        decision = StopDecision(self._agreed_reason() if requests else None, bool(save))
-        return decision, signatures, squares
-
-    def _agreed_reason(self) -> StopReason:
-        """One of the ranks' reasons, the same on all of them. Collective, once in a run."""
-        place = torch.tensor(REASONS.index(self._request) if self._request else -1)
-        if self._env.world_size > 1:
-            dist.all_reduce(place, dist.ReduceOp.MAX)
-        return REASONS[int(place)]
+        reason = next((known for known, ranks in zip(REASONS, asked, strict=True) if ranks), None)
+        return StopDecision(reason, bool(save)), signatures, squares
 
     def _reason(self) -> StopReason | None:
         """This rank's own reason to stop."""
         if self._signals.first is not None:
             return StopReason[self._signals.first.name]
-        if self._env.is_main and self._file_exists():
+        now = time.monotonic()
+        looks = self._env.is_main and now - self._checked >= FILE_CHECK_S
+        if self._file_seen or (looks and self._sees_file()):
             return StopReason.STOP_FILE
-        if self._too_late():
+        # whether the end of the next step would leave too little time for a save
+        needed = 1.5 * self._save_seconds() + 2 * self._step_s + MARGIN_S
+        if self._ends is not None and now + needed >= self._ends:
             return StopReason.DEADLINE
         asked = self._reporter_reason()
         if asked is not None:
@@ -178,43 +174,30 @@ class Stopper:
             return StopReason.LAUNCHER
         return None
 
-    def _file_exists(self) -> bool:
-        now = time.monotonic()
-        if not self._file_seen and now - self._checked >= FILE_CHECK_S:
-            self._checked, self._file_seen = now, self._sees_file()
-        return self._file_seen
-
     @announces(Activity.STORAGE)
     def _sees_file(self) -> bool:
         """Whether the file is there. Where the check cannot look, one line says so and training continues."""
+        self._checked = time.monotonic()
         try:
             self._file.stat()
+            self._file_seen = True
         except (FileNotFoundError, NotADirectoryError):
-            return False
+            pass
         except OSError as error:
             if not self._blind:
                 message = "the stop file %s cannot be looked for (%s): training continues, a signal stops it"
                 log.warning(message, self._file, error.strerror)
             self._blind = True
-            return False
-        return True
+        return self._file_seen
 
-    def _remove_file(self) -> bool:
-        """Whether it is gone. One line with the command if not: the folder may leave that to its owner."""
+    def _remove_file(self) -> None:
+        """One line with the command if it cannot be removed: the folder may leave that to its owner."""
         try:
             self._file.unlink(missing_ok=True)
+            self._file_seen = False
         except OSError as error:
             message = "%s, which stops the run, cannot be removed (%s). HINT: rm %s, as its owner"
             log.warning(message, self._file, error.strerror, shlex.quote(str(self._file)))
-            return False
-        return True
-
-    def _too_late(self) -> bool:
-        """Whether the end of the next step would leave too little time for a save."""
-        if self._ends is None:
-            return False
-        needed = 1.5 * self._save_seconds() + 2 * self._step_s + MARGIN_S
-        return time.monotonic() + needed >= self._ends
 
 
 def _ends(deadline_s: float, end_time: float | None) -> float | None:

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from fsdp.base import devices, proc
 from fsdp.base.errors import ConfigError
 from fsdp.dist import nccl_log
-from fsdp.dist.addresses import address_towards, listen, resolves
 from fsdp.dist.collectives import all_gather_objects
 from fsdp.dist.env import DistEnv
+from fsdp.dist.network import address_towards, listen, resolves
 
 # ---------------------------------------------------------------- device
 

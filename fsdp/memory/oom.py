@@ -47,7 +47,7 @@ MESSAGES = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out
 class OutOfMemory(ShardrunError):
     """Memory ran out on one rank; the page has the details."""
 
-    exit_code = 6
+    exit_code, verdict = 6, "memory"
     scope: Scope = "rank"
 
 

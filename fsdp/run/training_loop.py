@@ -41,8 +41,7 @@ from fsdp.rundir import history
 from fsdp.rundir.history import append_if_possible
 from fsdp.rundir.lock import Locks
 from fsdp.rundir.paths import RunDir
-from fsdp.watch.branch_check import BranchCheck
-from fsdp.watch.replica_checks import ReplicaChecks
+from fsdp.watch.replica_checks import BranchCheck, ReplicaChecks
 
 log = logging.getLogger(__name__)
 

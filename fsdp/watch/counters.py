@@ -1,4 +1,4 @@
-"""What a rank counts for its status page: its collectives, and on CUDA the device's times of a step.
+"""What a rank writes into its status page: phases, its collectives, and on CUDA the device's times of a step.
 
 torch.distributed's functions are wrapped while a run lasts. FSDP2, our own reductions and users' code call
 them as attributes of the module, so one place sees them; DDP's buckets are reduced in C++ and are not seen.
@@ -18,6 +18,7 @@ import contextlib
 import functools
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -25,9 +26,94 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp.base.phases import PHASES
+from fsdp.base.phases import PHASES, Activity
 from fsdp.base.torch_private.fsdp import Run, around_methods
-from fsdp.watch.status_page import BEGUN, ENDED, NUMEL, ON_DEVICE, OP, OPS, SPENT, Writer, clock
+from fsdp.watch.status_page import (
+    ACTIVITY,
+    BEGUN,
+    CUDA,
+    ENDED,
+    NUMEL,
+    OP,
+    OPS,
+    PHASE,
+    RING,
+    RING_STEPS,
+    SAVE_ACTIVITY,
+    SINCE,
+    SPENT,
+    STATE,
+    STEP,
+    STEP_S,
+    STEPS,
+    TRAINING,
+    WAITED,
+)
+
+clock = time.perf_counter
+"""Linux's monotonic clock: the same in all processes of a host."""
+STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
+"""A rank's own work in a step. What comes between two steps (a record, a save) does not count."""
+AFTER_STEPS = ("evaluate", "save")
+"""No part of the time that a step takes: after a long evaluation a hang would be seen hours later."""
+ON_DEVICE = tuple(name in ("forward", "backward", "reduce", "optimizer") for name in PHASES)
+"""Phases that on CUDA are the device's: the host only queues them."""
+
+
+class Writer:
+    """Writes the training thread's numbers: a listener of fsdp/base/phases.py."""
+
+    def __init__(self, numbers: memoryview[float]) -> None:
+        self.numbers = numbers
+        self.waited = 0.0
+        self._thread = threading.get_ident()
+        self._phase, self._since, self._waited_at = 0, clock(), 0.0
+        self._began, self._left, self._work, self._step_s = 0.0, 0.0, 0.0, 0.0
+        self._index = {name: i for i, name in enumerate(PHASES)}
+        self._in_step = [name in STEP_PHASES for name in PHASES]
+
+    def phase(self, name: str, step: int) -> None:
+        n, now, waited, last = self.numbers, clock(), self.waited, self._phase
+        work = now - self._since - (waited - self._waited_at)
+        if not (n[CUDA] and ON_DEVICE[last]):
+            n[SPENT + last] += work
+        if self._in_step[last]:
+            self._work += work
+        index = self._index[name]
+        if name == "data":
+            self._close_step(step - 1, now)
+        elif name in AFTER_STEPS and not self._left:
+            self._left = now
+        n[STEP], n[PHASE], n[SINCE], n[WAITED] = step, index, now, waited
+        self._phase, self._since, self._waited_at = index, now, waited
+
+    def waited_on_device(self, seconds: float) -> None:
+        """Of steps that are over: no wait of the host, whose phases keep their time."""
+        self.waited += seconds
+        self._waited_at += seconds
+        self.numbers[WAITED] = self.waited
+
+    def activity(self, activity: Activity) -> None:
+        """A listener of fsdp/base/phases.py's activities, called on the thread whose activity it is."""
+        self.numbers[ACTIVITY if threading.get_ident() == self._thread else SAVE_ACTIVITY] = activity
+
+    def step_took(self, step: int, work: float) -> None:
+        """One row of the ring; its step number is stored last."""
+        n, row = self.numbers, RING + 2 * (step % RING_STEPS)
+        n[row + 1] = work
+        n[row] = step
+
+    def _close_step(self, step: int, now: float) -> None:
+        n = self.numbers
+        if self._began:
+            if not n[CUDA]:  # there the device's own clock measures it: DeviceClock
+                self.step_took(step, self._work)
+            n[STEPS] += 1
+            # follows slow steps at once and forgets them slowly
+            self._step_s = max((self._left or now) - self._began, 0.95 * self._step_s)
+            n[STEP_S] = self._step_s
+        n[STATE] = TRAINING
+        self._began, self._left, self._work = now, 0.0, 0.0
 
 
 class CollectiveCounter:
@@ -110,7 +196,6 @@ class DeviceClock:
 
     def __init__(self, writer: Writer, new: Callable[[], Event] = cuda_event) -> None:
         self._writer, self._new = writer, new
-        self._free: list[Event] = []
         self._step = 0
         self._marks: Marks = []
         self._waits: Waits = []
@@ -128,7 +213,7 @@ class DeviceClock:
             self._settle()
 
     def _now(self) -> Event:
-        event = self._free.pop() if self._free else self._new()
+        event = self._new()
         event.record()
         return event
 
@@ -138,25 +223,23 @@ class DeviceClock:
             step, marks, waits = self._open.popleft()
             if len(self._open) <= MOST_OPEN and step:
                 self._add(step, marks, waits)
-            # the last mark is the next step's first
-            self._free += [event for _, event in marks[:-1]] + [event for _, *two in waits for event in two]
 
     def _add(self, step: int, marks: Marks, waits: Waits) -> None:
         """As on the CPU the time of a phase is without the waits in it. In the host's phases (an evaluation)
         the host waits for the device, too.
         """
-        work = [0.0] * len(PHASES)
+        spans = [(index, began, ended, 1) for (index, began), (_, ended) in itertools.pairwise(marks)]
+        work = dict.fromkeys(DEVICE_PHASES, 0.0)
         waiting = 0.0
-        for (index, began), (_, ended) in itertools.pairwise(marks):
-            work[index] += began.elapsed_time(ended) / 1e3
-        for index, began, ended in waits:
-            waited = began.elapsed_time(ended) / 1e3
-            work[index] -= waited
-            waiting += waited * ON_DEVICE[index]
-        for index in DEVICE_PHASES:
-            self._writer.numbers[SPENT + index] += work[index]
+        for index, began, ended, sign in (*spans, *((*wait, -1) for wait in waits)):
+            if ON_DEVICE[index]:
+                seconds = began.elapsed_time(ended) / 1e3
+                work[index] += sign * seconds
+                waiting += seconds * (sign < 0)
+        for index, seconds in work.items():
+            self._writer.numbers[SPENT + index] += seconds
         self._writer.waited_on_device(waiting)
-        self._writer.step_took(step, sum(work[index] for index in DEVICE_PHASES))
+        self._writer.step_took(step, sum(work.values()))
 
     def wrap(self, *groups: Any) -> DeviceClock:
         """Times where the class of FSDP's groups waits; a method that it lacks is not timed."""

@@ -32,13 +32,8 @@ from typing import Any
 
 from fsdp.base import proc
 from fsdp.base.errors import (
-    CheckpointError,
-    ConfigError,
-    LaunchError,
-    NotFiniteError,
     OtherRankFailed,
     ShardrunError,
-    TrainingError,
     error_number,
     exception_line,
     first_line,
@@ -46,7 +41,7 @@ from fsdp.base.errors import (
 from fsdp.base.phases import SIGNALS
 from fsdp.dist.env import DistEnv
 from fsdp.dist.launcher_hints import without_device
-from fsdp.dist.lost_peer import is_peer_failure
+from fsdp.dist.network import is_peer_failure
 from fsdp.record.sinks import any_stuck
 from fsdp.watch.status_page import MONITOR, PRINTED, StatusPage
 
@@ -76,14 +71,6 @@ KNOWN = (
     ("unhandled (system|cuda) error", "exception", "NCCL_DEBUG=INFO names the call"),
 )  # fmt: skip
 """Text in an error of torch, CUDA or user code, which carries no value to decide by → kind and hint."""
-KINDS = {
-    NotFiniteError: "nan",
-    ConfigError: "config",
-    LaunchError: "launcher",
-    CheckpointError: "checkpoint",
-    TrainingError: "training",
-}
-"""Our own errors; the first class that fits."""
 
 
 def failure_report(error: BaseException, env: DistEnv) -> dict[str, Any]:
@@ -109,10 +96,7 @@ def kind_and_hint(error: BaseException, env: DistEnv) -> tuple[str, str]:
     if error_number(error) in (errno.ENOSPC, errno.EDQUOT):
         return "full disk", "" if getattr(error, "hint", None) else DISK
     if isinstance(error, ShardrunError):
-        from fsdp.memory.oom import OutOfMemory  # imports torch: train.py reads this module before
-
-        kinds = {OutOfMemory: "memory", **KINDS}
-        return next((kind for cls, kind in kinds.items() if isinstance(error, cls)), "exception"), ""
+        return error.verdict, ""
     text = f"{type(error).__name__}: {error}"
     for pattern, kind, hint in KNOWN:
         if re.search(pattern, text):
@@ -204,7 +188,6 @@ def failure_was_printed(error: BaseException) -> bool:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     was_printed = wait_until_printed(page)
-    page.path.unlink(missing_ok=True)
     page.close()
     return was_printed
 
@@ -213,9 +196,10 @@ def wait_until_printed(page: StatusPage) -> bool:
     """Whether the monitor has printed this rank's failure, PRINT_WAIT_S from now at the latest."""
     wake(int(page.numbers[MONITOR]))
     deadline = time.monotonic() + PRINT_WAIT_S
-    while (
-        not page.numbers[PRINTED] and time.monotonic() < deadline and _may_print(int(page.numbers[MONITOR]))
-    ):
+    while not page.numbers[PRINTED] and time.monotonic() < deadline:
+        monitor = int(page.numbers[MONITOR])  # 0: it has not started yet
+        if monitor and not proc.is_alive(monitor):
+            break
         time.sleep(0.02)
     return bool(page.numbers[PRINTED])
 
@@ -225,8 +209,3 @@ def wake(monitor: int) -> None:
     if monitor:
         with contextlib.suppress(OSError):  # it has ended
             os.kill(monitor, signal.SIGCONT)
-
-
-def _may_print(monitor: int) -> bool:
-    """True for a monitor that has not started yet (0). One that has ended may be a zombie."""
-    return not monitor or proc.is_alive(monitor)

@@ -21,24 +21,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import select
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp.base.phases import SIGNALS
 from fsdp.dist.launcher_hints import launcher_hints
 from fsdp.watch.links import Head, Peer
-from fsdp.watch.node_ranks import ANSWER_S, NodeRanks
+from fsdp.watch.node_ranks import ANSWER_S, NodeRanks, Watched
 from fsdp.watch.observation import Observation
-from fsdp.watch.records import ENDED, EVIDENCE, RecordFiles
-from fsdp.watch.status_page import STEP, STEPS
-from fsdp.watch.stragglers import RankTimes, TimingRecorder
+from fsdp.watch.records import ENDED, EVIDENCE, RecordFiles, TimingRecorder
+from fsdp.watch.status_page import FAILED
 from fsdp.watch.verdict import Verdict, judge
 
 INTERVAL_S = 0.15
@@ -79,8 +79,8 @@ class MonitorOptions:
 
     node: str
     run: str
-    ranks: dict[int, str]
-    """Rank → its status page, of this node."""
+    ranks: dict[int, Watched]
+    """Of this node: open descriptors of a rank's status page and stacks, and its responder's address."""
     nodes: dict[str, list[int]]
     """Node → its ranks, of the whole run."""
     hang_s: float
@@ -94,10 +94,6 @@ class MonitorOptions:
     head: tuple[str, int] | None = None
     """Where the head listens; None on the head itself."""
 
-    @property
-    def world_size(self) -> int:
-        return sum(map(len, self.nodes.values()))
-
 
 class Monitor:
     def __init__(self, options: MonitorOptions) -> None:
@@ -107,7 +103,7 @@ class Monitor:
         self.head = Head(options.listener, options.token) if options.listener >= 0 else None
         self.peer = Peer(options.head, options.token, options.node) if options.head else None
         self.hints = launcher_hints(options.launcher, len(options.nodes))
-        self.timing = TimingRecorder(options.late_percent, options.nodes, self.files, print_lines)
+        self.timing = TimingRecorder(options.late_percent, self.files, print_lines)
         self.prints_failures = options.launcher != "ray"
         self.shown: Verdict | None = None
         self.shown_at = 0.0
@@ -126,11 +122,11 @@ class Monitor:
             before = now
             self.ranks.observe(now, lost)
             self._exchange()
-            if self._judges():
+            if self._judges(now):
                 self._judge(now)
-            if self.ranks.all_gone and self._nothing_left(now):
+            if self.ranks.all_gone() and self._nothing_left(now):
                 break
-            if self.ranks.all_ending or (self._trouble_at and self.shown is None):
+            if self.ranks.all_gone(FAILED) or (self._trouble_at and self.shown is None):
                 time.sleep(0.02)
             elif self._first_rank_gone:
                 time.sleep(INTERVAL_S)
@@ -145,17 +141,17 @@ class Monitor:
 
     def _finish(self) -> None:
         if self.peer is not None:
-            self.peer.exchange(self.ranks.report())
-        if self.head is not None:
-            self.head.exchange()  # bytes left unread when a connection closes would discard the last message
-            self.head.broadcast(done=True)
-        if self.shown is None and self.peer is None:
-            self.timing.update(time.monotonic(), self._rank_times, last=True)
+            self.peer.exchange(self.ranks.seen)
+            self.peer.close()
+        else:
+            if self.head is not None:
+                self.head.exchange()  # bytes left unread at a connection's end would discard the last order
+                self.head.broadcast(done=True)
+            if self.shown is None:
+                self.timing.update(time.monotonic(), self._all_observations(), last=True)
         self.files.close()
-        self.ranks.remove_names()
-        for side in (self.head, self.peer):
-            if side is not None:
-                side.close()
+        if self.head is not None:
+            self.head.close()
 
     # ------------------------------------------------------------ several nodes
 
@@ -164,49 +160,41 @@ class Monitor:
             self.head.exchange()
         if self.peer is None:
             return
-        for order in self.peer.exchange(self.ranks.report()):
+        for order in self.peer.exchange(self.ranks.seen):
             if order.get("ask"):
                 self.ranks.ask()
-                self.peer.exchange(self.ranks.report(asked=True))
+                self.peer.exchange(self.ranks.seen, asked=True)
             if order.get("keep"):
                 self.ranks.keep(order["keep"])
-            if order.get("printed"):
-                if self.shown is None:
+            if order.get("printed") or order.get("end"):
+                if self.shown is not BY_THE_HEAD:
                     self.shown, self.shown_at = BY_THE_HEAD, time.monotonic()
-                self._release()
+                self.ranks.mark_printed()
             self._head_done |= order.get("done", False)
             if order.get("end"):
-                self.shown = BY_THE_HEAD
                 self._end_ranks(order.get("failed", False))
 
-    def _judges(self) -> bool:
+    def _judges(self, now: float) -> bool:
         """True on the head, and on a node that is cut off from it or never reached it."""
         if self.peer is None or self._cut_off():
             return True
-        return self.peer.connection is None and time.monotonic() - self._began > UNREACHED_S
+        return self.peer.link is None and now - self._began > UNREACHED_S
 
     def _cut_off(self) -> dict[str, Any]:
         """What is unseen of the head's ranks; empty while the head is in reach."""
-        connection = self.peer.connection if self.peer is not None else None
-        return connection.unseen() if connection is not None else {}
+        return self.peer.link.unseen() if self.peer is not None and self.peer.link is not None else {}
 
     def _all_observations(self) -> list[Observation]:
         """This node's ranks; on the head all; on a node that is cut off, the head's ranks as unseen."""
-        seen = list(self.ranks.seen)
+        seen = self.ranks.seen
         if self.head is not None:
-            for node, report in self.head.reports.items():
-                unseen = self.head.connections[node].unseen()
-                seen += [e if e.has_left else replace(e, **unseen) for e in report.ranks]
-        elif self._cut_off() and not self._head_done:
+            seen += self.head.observations()
+        elif (unseen := self._cut_off()) and not self._head_done:
             head, of_head = next((node, ranks) for node, ranks in self.options.nodes.items() if 0 in ranks)
-            seen += [Observation(rank, head, **self._cut_off()) for rank in of_head]
+            seen += [Observation(rank, head, **unseen) for rank in of_head]
         return sorted(seen, key=lambda e: e.rank)
 
     # ------------------------------------------------------------ judging
-
-    def _step_s(self) -> float:
-        reports = self.head.reports.values() if self.head is not None else ()
-        return max(self.ranks.step_s, *(report.step_s for report in reports), 0.0)
 
     def _judge(self, now: float) -> None:
         observations = self._all_observations()
@@ -217,7 +205,11 @@ class Monitor:
                 self._end_everyone(failed=now - self.shown_at > FAILED_S and self.prints_failures)
         else:
             self._judge_stillness(now, observations)
-            self.timing.update(now, self._rank_times)
+            self.timing.update(now, observations)
+
+    def _verdict(self, observations: Sequence[Observation], endless_s: float = math.inf) -> Verdict | None:
+        ranks = sum(map(len, self.options.nodes.values()))
+        return judge(observations, ranks=ranks, endless_s=endless_s, hints=self.hints)
 
     def _judge_failure(self, now: float, observations: Sequence[Observation]) -> None:
         """Wait a moment for every rank's report; longer if all failures are consequences of another's end."""
@@ -232,7 +224,7 @@ class Monitor:
         all_ended = all(e.has_left for e in observations) and waited > 0
         if waited < (CERTAIN_S if certain else SETTLE_S) and not all_ended:
             return
-        verdict = judge(observations, ranks=self.options.world_size, hints=self.hints)
+        verdict = self._verdict(observations)
         if verdict is not None and verdict.kind != "network":
             self._show(verdict, observations)
         elif waited > ECHO_S:
@@ -241,49 +233,43 @@ class Monitor:
             self._show(Verdict("lost", (rank,), failure["print"], "", failure["hint"]), observations)
 
     def _judge_stillness(self, now: float, observations: list[Observation]) -> None:
-        live = [e for e in observations if e.alive and not e.over and not e.silent_node_s]
-        still = min((e.still_s for e in live), default=0.0)
+        still = min((e.still_s for e in observations if e.runs and not e.silent_node_s), default=0.0)
         if self.shown is not None and still < ASK_S:
             stood_s = now - self.shown_at + self._shown_still
             print_lines([f"watch: the run continues, {stood_s:.0f} s after it stood still"])
             self.shown = None
-        if still < self._suspicious_s() or self.options.hang_s == 0:
+        step_s = max((e.step_s for e in observations), default=0.0)
+        suspicious_s = max(ASK_S, STEPS_STILL * step_s)
+        if still < suspicious_s or self.options.hang_s == 0:
             self._candidate = None
-            return
-        if not self._step_s() and still < NO_STEP_YET_S:
-            return  # before the first step: loading and compiling have no measure of their own
-        if now - self._asked_at >= 0.4:
+        # before the first step loading and compiling have no measure of their own
+        elif (step_s or still >= NO_STEP_YET_S) and now - self._asked_at >= 0.4:
             self._asked_at = now
-            self._decide(still, self._ask_all_ranks())
+            self._decide(still, self._ask_all_ranks(), ENDLESS * suspicious_s)
 
-    def _suspicious_s(self) -> float:
-        """Stillness of all ranks before requests go to the responders."""
-        return max(ASK_S, STEPS_STILL * self._step_s())
-
-    def _decide(self, still: float, observations: list[Observation]) -> None:
+    def _decide(self, still: float, observations: list[Observation], endless_s: float = math.inf) -> None:
         """Print a verdict that comes twice in a row; end the job when its time is up."""
-        endless_s = ENDLESS * self._suspicious_s()
-        verdict = judge(observations, ranks=self.options.world_size, endless_s=endless_s, hints=self.hints)
+        verdict = self._verdict(observations, endless_s)
         before = self._candidate
         self._candidate = (verdict.kind, verdict.ranks) if verdict is not None else None
         if verdict is None or self._candidate != before:
             return
-        longest = self._hang_s(verdict, evaluates=any(e.phase == "evaluate" for e in observations))
+        longest = self._hang_s(verdict, observations)
         if self.shown is None:
             self._shown_still = still
             self._show(verdict, observations, ends_in_s=max(0.0, longest - still))
         if not verdict.recoverable or still > longest:
             self._end_everyone()
 
-    def _hang_s(self, verdict: Verdict, *, evaluates: bool) -> float:
+    def _hang_s(self, verdict: Verdict, observations: Sequence[Observation]) -> float:
         """The longest stillness of a run in this state."""
         if self.options.hang_s > 0:
             return self.options.hang_s
-        first = not self._step_s() and verdict.kind != "stopped"
-        if first or (verdict.kind == "data" and evaluates):
+        step_s = max(e.step_s for e in observations)
+        evaluates = verdict.kind == "data" and any(e.phase == "evaluate" for e in observations)
+        if evaluates or (not step_s and verdict.kind != "stopped"):
             return FIRST_S
-        least = STORAGE_LEAST_S if verdict.kind == "storage" else HANG_LEAST_S
-        return max(least, HANG_STEPS * self._step_s())
+        return max(STORAGE_LEAST_S if verdict.kind == "storage" else HANG_LEAST_S, HANG_STEPS * step_s)
 
     def _ask_all_ranks(self) -> list[Observation]:
         """Observations with the responders' answers, of all nodes in reach."""
@@ -300,7 +286,14 @@ class Monitor:
         self.shown, self.shown_at = verdict, time.monotonic()
         step = max((e.step for e in observations), default=0)
         folder = f"{verdict.kind.replace(' ', '-')}-{step:06d}"
-        self._print(verdict, _failure_of(verdict, observations), ends_in_s)
+        failure = _failure_of(verdict, observations)
+        others = [f"  {verdict.others}"] if verdict.others else []
+        if failure is None:
+            hint = [f"  HINT: {verdict.hint}"] if verdict.hint else []
+            ends = [f"  ends the job in {ends_in_s:.0f} s unless it continues"] if verdict.recoverable else []
+            print_lines([f"watch: {verdict.what}", *others, *hint, *ends])
+        elif self.prints_failures:
+            print_lines([failure["print"], *others])
         record = {
             "time": time.time(),
             "by": self.options.node,
@@ -311,39 +304,26 @@ class Monitor:
             "others": verdict.others,
             "hint": verdict.hint,
             "step": step,
-            "still_s": min((e.still_s for e in observations if e.alive and not e.over), default=0.0),
+            "still_s": min((e.still_s for e in observations if e.runs), default=0.0),
             "folder": folder,
         }
         self.files.append("verdicts.jsonl", record)
         if verdict.kind != "config":
-            evidence = json.dumps([e.encoded() for e in observations], indent=1)
+            evidence = json.dumps(observations, indent=1, default=vars)
             self.files.write(f"{folder}/{EVIDENCE}", evidence)
             if self.head is not None:
                 self.head.broadcast(keep=folder)
             self.ranks.keep(folder)
-        self._release()
-
-    def _print(self, verdict: Verdict, failure: dict[str, Any] | None, ends_in_s: float) -> None:
-        if failure is None:
-            ends = f"  ends the job in {ends_in_s:.0f} s unless it continues"
-            first, *more = verdict.lines()
-            print_lines([f"watch: {first}", *more, *([ends] if verdict.recoverable else [])])
-        elif self.prints_failures:
-            print_lines([failure["print"], *([f"  {verdict.others}"] if verdict.others else [])])
-
-    def _release(self) -> None:
-        """Failed ranks wait for this: with the last of them the terminal may be gone."""
-        if self.shown is None or self.shown.recoverable:
-            return
-        if self.head is not None:
-            self.head.broadcast(printed=True)
-        self.ranks.mark_printed()
+        if not verdict.recoverable:
+            # failed ranks wait for this: with the last of them the terminal may be gone
+            if self.head is not None:
+                self.head.broadcast(printed=True)
+            self.ranks.mark_printed()
 
     def _end_everyone(self, *, failed: bool = False) -> None:
         """`failed`: also the ranks that have reported a failure and do not end."""
         if self.head is not None:
             self.head.broadcast(end=True, failed=failed)
-            self.head.exchange()
         self._end_ranks(failed)
 
     def _end_ranks(self, failed: bool) -> None:
@@ -352,13 +332,6 @@ class Monitor:
             ended = {"time": time.time(), "kind": ENDED, "ranks": list(self.options.ranks)}
             self.files.append("verdicts.jsonl", {**ended, "what": "by the watch"})
             self.ranks.end(failed)
-
-    def _rank_times(self) -> RankTimes:
-        reports = [self.ranks.report(), *(self.head.reports.values() if self.head is not None else ())]
-        steps = {rank: rows for report in reports for rank, rows in report.steps.items()}
-        spent = {rank: times for report in reports for rank, times in report.spent.items()}
-        numbers = self.ranks.ranks[0].page.numbers
-        return RankTimes(steps, spent, count=int(numbers[STEPS]), step=int(numbers[STEP]))
 
 
 def _failure_of(verdict: Verdict, observations: Sequence[Observation]) -> dict[str, Any] | None:
@@ -384,10 +357,8 @@ def main() -> None:
     # after a SIGSTOP it still ends with its run
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     data = json.loads(sys.stdin.readline() or sys.exit())  # nothing: the rank has ended
-    data["ranks"] = {int(rank): path for rank, path in data["ranks"].items()}
-    monitor = Monitor(MonitorOptions(**data))
-    if monitor.ranks.ranks:
-        monitor.run()
+    data["ranks"] = {int(rank): watched for rank, watched in data["ranks"].items()}
+    Monitor(MonitorOptions(**data)).run()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Observation: what a monitor found of one rank, and what that shows by itself: it waits, prepares or writes.
 
-Pure functions without torch, about one rank. node_ranks.py makes observations; verdict.py compares those of
-all ranks. Among the values are the calls in PyTorch's flight recorder, in brief. On CUDA a collective returns
-when its kernel is queued, and its host waits somewhere later, as in .tolist() or in the engine of backward:
-what it waits for is in this record alone.
+Pure functions without torch, about one rank. node_ranks.py makes observations, links.py sends them to the
+head, verdict.py compares those of all ranks, stragglers.py their times. All values are those of JSON, or made
+of them again by `decode`. Among them are the calls in PyTorch's flight recorder, in brief. On CUDA a
+collective returns when its kernel is queued, and its host waits somewhere later, as in .tolist() or in the
+engine of backward: what it waits for is in this record alone.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsdp.base.phases import PHASES, READER, Activity
 from fsdp.base.torch_private.names import BACKWARD_FUNCTION, COMPILER_HELPERS, COMPILER_PACKAGES
 
-Frame = tuple[str, int, str]
+Frame = Sequence[Any]
 """File, line, function."""
+Stack = Sequence[Frame]
+"""Innermost first."""
 
 WATCH_FOLDER = f"{Path(__file__).parent}/"
 ROOT_FOLDER = f"{Path(__file__).parents[1]}/"
@@ -81,7 +84,7 @@ class Observation:
     """Of all threads: those that read ahead too."""
     starved_s: float = 0.0
     """Time in which it could run and no processor was free."""
-    io_bytes: int = 0
+    io_bytes: float = 0.0
     """Bytes that its process has read and written."""
     answered: bool | None = None
     """Whether the responder answered; None if it received no request."""
@@ -89,12 +92,20 @@ class Observation:
     """The training thread runs Python: it was at different instructions in two answers, or where a loop or a
     function of Python is interrupted.
     """
-    stack: tuple[Frame, ...] = ()
-    threads: dict[str, tuple[Frame, ...]] = field(default_factory=dict)
+    stack: Stack = ()
+    threads: Mapping[str, Stack] = field(default_factory=dict)
     calls: tuple[GroupCalls, ...] = ()
     """From PyTorch's flight recorder, as the responder answered."""
+    step_s: float = 0.0
+    """The duration of slow steps so far; 0 before the first has ended."""
+    steps: int = 0
+    """Steps that have ended since the start."""
+    work: Sequence[Sequence[float]] = ()
+    """Of the last steps: step, own work in seconds."""
+    spent: Mapping[str, float] = field(default_factory=dict)
+    """Seconds since the start by phase, `waiting` in collectives and `starved` of a processor."""
     failure: dict[str, Any] | None = None
-    """The rank's failure report (failure_report.py)."""
+    """The rank's failure report (failure.py)."""
     fatal: str = ""
     """faulthandler's text after a fault in C."""
     dead_s: float = 0.0
@@ -113,6 +124,11 @@ class Observation:
     @property
     def place(self) -> tuple[int, int]:
         return self.step, PHASES.index(self.phase)
+
+    @property
+    def runs(self) -> bool:
+        """Its process runs, and has not ended its training."""
+        return self.alive and not self.over
 
     @property
     def has_left(self) -> bool:
@@ -138,17 +154,11 @@ class Observation:
         """Inside of a collective."""
         return self.begun > self.ended
 
-    def encoded(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def decode(data: dict[str, Any]) -> Observation:
-    """Raises KeyError, TypeError or ValueError for data of another form."""
-    threads = {name: tuple((f, n, w) for f, n, w in stack) for name, stack in data["threads"].items()}
+def decode(data: Mapping[str, Any]) -> Observation:
+    """From JSON of its fields (`vars`). Raises KeyError, TypeError or ValueError for another form."""
     activities = {name: Activity(data[name]) for name in ("activity", "save_activity")}
-    stack = tuple((f, n, w) for f, n, w in data["stack"])
-    calls = tuple(GroupCalls(**call) for call in data["calls"])
-    return Observation(**{**data, **activities, "stack": stack, "threads": threads, "calls": calls})
+    return Observation(**{**data, **activities, "calls": tuple(GroupCalls(**call) for call in data["calls"])})
 
 
 # ---------------------------------------------------------------- what a stack shows
@@ -165,12 +175,13 @@ def _foreign(frame: Frame) -> bool:
     return bool(python_or_torch) or frame[0].startswith(WATCH_FOLDER)
 
 
-def own_line(stack: Sequence[Frame]) -> str:
+def own_line(stack: Stack) -> str:
     """`mine.py:12 forward`: the innermost line of the run's own code, and its function."""
-    for frame in stack:
-        if not _foreign(frame):
-            return f"{_short(frame[0])}:{frame[1]} {frame[2]}"
-    return f"{_short(stack[0][0])}:{stack[0][1]} {stack[0][2]}" if stack else ""
+    frames = [frame for frame in stack if not _foreign(frame)] or stack
+    if not frames:
+        return ""
+    file, line, function = frames[0]
+    return f"{'/'.join(Path(file).parts[-3:]).lstrip('/')}:{line} {function}"
 
 
 def place_of(e: Observation) -> str:
@@ -178,7 +189,7 @@ def place_of(e: Observation) -> str:
     another thread if the training thread does not compute. In a backward on CUDA it is in a thread of
     autograd, if that runs Python.
     """
-    stacks: list[Sequence[Frame]] = []
+    stacks: list[Stack] = []
     if e.answered is False and e.process_cpu_s - e.cpu_s > max(e.cpu_s, BUSY_S / 2):
         stacks += [stack for stack in e.threads.values() if stack and not _is_idle(stack[0])]
     if reads_data(e):  # a reader without a task is in its own function
@@ -196,11 +207,7 @@ def _is_idle(frame: Frame) -> bool:
     return frame[0].startswith(ROOT_FOLDER) or Path(frame[0]).stem in waits_of_python
 
 
-def _short(file: str) -> str:
-    return "/".join(Path(file).parts[-3:]).lstrip("/")
-
-
-def _is_in(stack: Sequence[Frame], *packages: str, top: int = 60) -> bool:
+def _is_in(stack: Stack, *packages: str, top: int = 60) -> bool:
     """Whether a frame is in one of these installed packages, by the folder that each has on every machine."""
     folders = [f"/{package.replace('.', '/')}/" for package in packages]
     return any(folder in frame[0] for frame in stack[:top] for folder in folders)

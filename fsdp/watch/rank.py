@@ -7,39 +7,68 @@ Entering costs one collective, on several nodes two, and on each node's first ra
 process, which a thread starts again if it was killed. Leaving by an exception hands the rank's failure report
 to the monitor, which prints the first failure of all ranks; failure_was_printed(error) in failure.py then
 waits for that.
+
+The responder is a thread that answers the monitor's requests over a Unix socket:
+
+    stacks       the stacks of all threads and each group's unfinished collective, as one JSON line
+    dump         the same with everything that PyTorch's flight recorder holds
+    exit CODE    end this process at once
+
+It cannot answer while other code holds Python's lock, or while the process is stopped. Without the lock a
+signal (STACK_SIGNAL) still makes faulthandler write the stacks, in C, into a file that the monitor has open.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dis
+import faulthandler
+import itertools
 import json
 import logging
 import os
 import secrets
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
+import torch
+
 from fsdp.base import proc
+from fsdp.base.devices import set_thread_device
 from fsdp.base.phases import ACTIVITIES, SIGNALS, delayed
+from fsdp.base.torch_private.core import flight_recorder_entries
 from fsdp.config import WatchSection
 from fsdp.dist import collectives
-from fsdp.dist.addresses import address_towards, is_loopback
 from fsdp.dist.env import DistEnv, rendezvous_host
+from fsdp.dist.network import address_towards, is_loopback
 from fsdp.dist.stop import LAST_ACTS
 from fsdp.rundir.lock import this_place
 from fsdp.watch import status_page
-from fsdp.watch.counters import CollectiveCounter, DeviceClock
+from fsdp.watch.counters import CollectiveCounter, DeviceClock, Writer
 from fsdp.watch.failure import failure_report, wake, write_torchrun_error_file
-from fsdp.watch.responder import Responder
-from fsdp.watch.status_page import FAILED, LEFT, OVER, PID, STATE, THREAD, StatusPage, Writer
+from fsdp.watch.observation import UNNAMED, group_calls
+from fsdp.watch.status_page import (
+    CUDA,
+    FAILED,
+    LEFT,
+    OVER,
+    PID,
+    STACK_SIGNAL,
+    STATE,
+    STEP,
+    THREAD,
+    StatusPage,
+)
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +105,7 @@ class Watch:
         numbers = self._page.numbers
         self._writer = Writer(numbers)
         self._calls = CollectiveCounter(self._writer)
-        self._device = DeviceClock(self._writer).wrap() if numbers[status_page.CUDA] else None
+        self._device = DeviceClock(self._writer).wrap() if numbers[CUDA] else None
         LAST_ACTS.append(self._mark_over)
         ACTIVITIES.listener = self._writer.activity
         return self
@@ -85,15 +114,10 @@ class Watch:
         """This rank's page and responder. OSError where a monitor could not observe it."""
         if not proc.shows_this_process():
             raise OSError("/proc is of another PID namespace")
-        remove_stale_names()
-        page = status_page.create(f"shardrun-{_pid_namespace()}-{os.getpid()}-{secrets.token_hex(4)}.page")
+        page = status_page.create()
         page.numbers[PID], page.numbers[THREAD] = os.getpid(), threading.get_native_id()
-        page.numbers[status_page.CUDA] = self._env.device.type == "cuda"
-        try:
-            self._responder = Responder(page.path, self._env.device)
-        except OSError:
-            page.path.unlink()
-            raise
+        page.numbers[CUDA] = self._env.device.type == "cuda"
+        self._responder = Responder(self._env.device)
         return page
 
     def phase(self, name: str, step: int) -> None:
@@ -117,7 +141,7 @@ class Watch:
         if error is not None and not isinstance(error, KeyboardInterrupt):
             self._report(error)
         else:
-            self._writer.phase("end", int(self._page.numbers[status_page.STEP]))
+            self._writer.phase("end", int(self._page.numbers[STEP]))
             self._page.numbers[STATE] = FAILED if error is not None and self._process_ends else OVER
         self._responder.close()
         if self._listener is not None:
@@ -125,7 +149,6 @@ class Watch:
         if self._monitor is not None:
             self._monitor.leave(wait_s=MONITOR_END_S if error is None else 0.0)
         if not hasattr(error, "status_page"):
-            self._page.path.unlink(missing_ok=True)  # in case no monitor has started, which removes the name
             self._page.close()
         self._page = None
 
@@ -147,29 +170,38 @@ class Watch:
 
     def _start_monitor(self) -> None:
         """Collective: also of ranks without a page, which no monitor observes."""
-        place = this_place() or socket.gethostname()
-        path = "" if self._page is None else str(self._page.path)
+        place, host = this_place() or socket.gethostname(), socket.gethostname()
+        watched: tuple[int, int, int, str] | None = None
+        if self._page is not None:
+            files = self._page.descriptor, self._responder.stacks.fileno()
+            watched = (os.getpid(), *files, self._responder.address)
         towards = address_towards(rendezvous_host())
-        everyone = collectives.all_gather_objects((place, socket.gethostname(), path, towards))
+        everyone = collectives.all_gather_objects((place, host, watched, towards))
         by_place: dict[str, list[int]] = {}
         for rank, (its_place, _, _, _) in enumerate(everyone):
             by_place.setdefault(its_place, []).append(rank)
         head, token = None, ""
         if len(by_place) > 1:
-            if self._env.is_main and path:
+            if self._env.is_main and watched:
                 self._listener = _listener([towards for other, _, _, towards in everyone if other != place])
                 if self._listener is not None:
                     head, token = self._listener.getsockname()[:2], secrets.token_hex(16)
             head, token = collectives.broadcast_object((head, token))
-        pages = {rank: everyone[rank][2] for rank in by_place[place] if everyone[rank][2]}
-        if self._env.rank != next(iter(pages), None):
+        here = [rank for rank in by_place[place] if everyone[rank][2] is not None]
+        if self._env.rank != next(iter(here), None):
             return
-        names = _node_names(list(by_place), {its_place: host for its_place, host, _, _ in everyone})
-        options = {
-            "node": names[place],
+        # a host's further PID namespaces have a number behind its name
+        hosts = [everyone[ranks[0]][1] for ranks in by_place.values()]
+        names = [
+            f"{name}-{nth}" if (nth := hosts[:i].count(name) + 1) > 1 else name
+            for i, name in enumerate(hosts)
+        ]
+        nodes = dict(zip(names, by_place.values(), strict=True))
+        options: dict[str, Any] = {
+            "node": names[list(by_place).index(place)],
             "run": str(self._run),
-            "ranks": pages,
-            "nodes": {names[its_place]: ranks for its_place, ranks in by_place.items()},
+            "ranks": {},
+            "nodes": nodes,
             "hang_s": self._section.hang_s,
             "late_percent": self._section.late_percent,
             "launcher": self._env.launcher,
@@ -178,9 +210,22 @@ class Watch:
             "head": None if self._env.is_main else head,
         }
         try:
+            for rank in here:
+                pid, page, stacks, address = everyone[rank][2]
+                options["ranks"][rank] = (_opened(pid, page), _opened(pid, stacks), address)
             self._monitor = MonitorProcess(options)
-        except OSError as error:  # no room for another process
-            log.warning("watch: %s has no monitor (%s)", names[place], error)
+        except OSError as error:  # a rank has ended; or no room for another process
+            log.warning("watch: %s has no monitor (%s)", options["node"], error)
+
+
+def _opened(pid: int, descriptor: int) -> int:
+    """A file of another rank, which then outlives it, for each monitor that is started."""
+    return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def descriptors_of(options: dict[str, Any]) -> list[int]:
+    watched = [files for page, stacks, _ in options["ranks"].values() for files in (page, stacks)]
+    return watched + ([options["listener"]] if options["listener"] >= 0 else [])
 
 
 class MonitorProcess:
@@ -189,7 +234,7 @@ class MonitorProcess:
     `options`: those of monitor.py.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
         self._leaving = False
         self.process = spawn(options)
@@ -203,6 +248,9 @@ class MonitorProcess:
         self.process.stdin.close()
         wake(self.process.pid)
         self._keeper.join(wait_s)
+        for page, stacks, _ in self._options["ranks"].values():
+            os.close(page)
+            os.close(stacks)
 
     def _keep(self) -> None:
         began, node = time.monotonic(), self._options["node"]
@@ -220,7 +268,7 @@ class MonitorProcess:
                 return
 
 
-def spawn(options: Mapping[str, Any]) -> subprocess.Popen[str]:
+def spawn(options: dict[str, Any]) -> subprocess.Popen[str]:
     """Without site-packages (-S), which the monitor does not need: it starts in half the time. Its options go
     through its standard input: other users of the host can read a command line, with the token in it.
     """
@@ -235,7 +283,7 @@ def spawn(options: Mapping[str, Any]) -> subprocess.Popen[str]:
             stdout=subprocess.DEVNULL,
             stderr=errors,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
-            pass_fds=(options["listener"],) if options["listener"] >= 0 else (),
+            pass_fds=descriptors_of(options),
             cwd="/",
             text=True,
         )
@@ -243,21 +291,6 @@ def spawn(options: Mapping[str, Any]) -> subprocess.Popen[str]:
     monitor.stdin.write(json.dumps(options) + "\n")
     monitor.stdin.flush()
     return monitor
-
-
-def _pid_namespace() -> str:
-    """The number of the PID namespace in which the process ids in file names hold."""
-    return proc.pid_namespace().removeprefix("pid:[").removesuffix("]")
-
-
-def remove_stale_names() -> None:
-    """Remove files of dead processes: ranks that were killed together with their monitor leave theirs."""
-    names = f"shardrun-{_pid_namespace()}-*"
-    for file in (file for folder in status_page.folders() for file in folder.glob(names)):
-        number = file.name.split("-")[2]
-        if number.isdigit() and not proc.exists(int(number)):
-            with contextlib.suppress(OSError):  # another user's, or gone already
-                file.unlink()
 
 
 def _listener(others: Sequence[str]) -> socket.socket | None:
@@ -276,10 +309,103 @@ def _listener(others: Sequence[str]) -> socket.socket | None:
     return None
 
 
-def _node_names(places: list[str], hosts: Mapping[str, str]) -> dict[str, str]:
-    """Host names, with a number for a further PID namespace of the same host."""
-    names: dict[str, str] = {}
-    for place in places:
-        alike = [other for other in names if hosts[other] == hosts[place]]
-        names[place] = hosts[place] + (f"-{len(alike) + 1}" if alike else "")
-    return names
+# ---------------------------------------------------------------- the responder
+
+DEEPEST = 60
+
+
+class Responder:
+    """`address`: of its socket, in the abstract namespace. `stacks`: where faulthandler writes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._training = threading.get_ident()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind("")  # the kernel chooses an address
+        self._listener.listen(8)
+        self.address: str = self._listener.getsockname().decode()
+        self.stacks = os.fdopen(os.memfd_create("shardrun-stacks"), "w+", encoding="utf-8")
+        self._was_enabled = faulthandler.is_enabled()
+        # a fault in C (an abort of gloo, a bad pointer) writes its stacks there as well
+        faulthandler.enable(file=self.stacks, all_threads=True)
+        faulthandler.register(STACK_SIGNAL, file=self.stacks, all_threads=True, chain=False)
+        threading.Thread(target=self._serve, name="responder", daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # which wakes its thread
+        self._listener.close()
+        faulthandler.unregister(STACK_SIGNAL)
+        faulthandler.disable()
+        if self._was_enabled:
+            # a program may have put something without a descriptor in the place of its standard error
+            with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
+                faulthandler.enable()
+        self.stacks.close()
+
+    def _serve(self) -> None:
+        set_thread_device(self._device)  # NCCL's recorder asks events whether they have passed
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            # the monitor may have stopped waiting
+            with connection, contextlib.suppress(OSError):
+                peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+                _, user, _ = struct.unpack("3i", peer)
+                if user != os.geteuid():  # an address without a file has no permissions
+                    continue
+                command, _, code = connection.recv(64).decode().partition(" ")
+                if command == "exit":
+                    os._exit(int(code))
+                connection.sendall(json.dumps(self.snapshot(all_calls=command == "dump")).encode() + b"\n")
+
+    def snapshot(self, *, all_calls: bool) -> dict[str, Any]:
+        """Stacks of all threads but this one, and the collectives in the flight recorder."""
+        # "Dummy-N" is what Python notes of a thread of C code, as one of autograd's, that asked for its name
+        threads = [thread for thread in threading.enumerate() if not thread.name.startswith("Dummy-")]
+        names = {thread.ident: thread.name for thread in threads}
+        recorded, groups = _recorded()
+        stacks = {}
+        training: list[list[Any]] = []
+        lasti, in_python = 0, False
+        for ident, frame in sys._current_frames().items():
+            if ident == self._training:
+                training, lasti, in_python = _stack(frame), frame.f_lasti, _runs_python(frame)
+            elif ident != threading.get_ident():
+                # an evaluation's readers have the names of a step's
+                name = names.get(ident, f"{UNNAMED} {ident}")
+                stacks[f"{name} {ident}" if name in stacks else name] = _stack(frame)
+        return {
+            "training": training,
+            "lasti": lasti,
+            "in_python": in_python,
+            "threads": stacks,
+            "groups": groups,
+            "calls": recorded if all_calls else [],
+        }
+
+
+def _recorded() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The flight recorder's entries, and in brief by group. Without them an answer still has the stacks."""
+    try:
+        entries = flight_recorder_entries()
+        return entries, [vars(call) for call in group_calls(entries)]
+    except Exception:  # of a torch whose recorder has another form
+        return [], []
+
+
+def _runs_python(frame: FrameType) -> bool:
+    """Whether this thread was interrupted at the end of a loop's round or the beginning of a function: only
+    there does the interpreter hand over its lock by itself. A thread that waits in C code is at a call.
+    """
+    instruction = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    return "JUMP_BACKWARD" in instruction or instruction == "RESUME"
+
+
+def _stack(frame: FrameType | None) -> list[list[Any]]:
+    """Innermost first: file, line, function. An instruction that belongs to no line, as of an except block's
+    end, has None for its line: it is 0 here.
+    """
+    frames = [frame for frame, _ in itertools.islice(traceback.walk_stack(frame), DEEPEST)]
+    return [[frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name] for frame in frames]

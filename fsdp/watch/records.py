@@ -1,4 +1,4 @@
-"""The files in RUN/watch/, written by a thread: the monitor does not wait for storage.
+"""The files in RUN/watch/: a thread writes them, and the monitor does not wait for storage.
 
 verdicts.jsonl   one object per verdict: time, by (the node whose monitor judged), kind, ranks, nodes, step,
                  what, others, hint, still_s
@@ -17,11 +17,14 @@ import queue
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdp.rundir.history import Appender, read_records
+from fsdp.watch.observation import Observation
+from fsdp.watch.stragglers import Stragglers
 
 log = logging.getLogger(__name__)
 
@@ -100,3 +103,85 @@ class RecordFiles:
         )
         for old in folders[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- slow ranks, and times by rank and phase
+
+PAUSE = 20
+"""Pause before the next search for slow ranks, as a multiple of what the last one took: with thousands of
+ranks it takes longer than the monitor's interval.
+"""
+TIMING_S, TIMING_SHARE = 2.0, 0.01
+"""An interval of timing.jsonl: so many seconds at least, and this share of the run's duration, so that the
+logarithm of the duration bounds the file.
+"""
+TIMING_RANKS = 64
+"""Above this many ranks intervals grow with them: a line of 4,096 ranks has 0.9 MB."""
+
+
+class TimingRecorder:
+    def __init__(
+        self, late_percent: float, files: RecordFiles, print_lines: Callable[[list[str]], None]
+    ) -> None:
+        self._files, self._print = files, print_lines
+        self._stragglers = Stragglers(late_percent) if late_percent else None
+        self._slow_nodes: set[str] = set()
+        self._next_at = 0.0
+        self._began = time.monotonic()
+        self._since: tuple[float, Sequence[Observation]] = 0.0, ()
+
+    def update(self, now: float, ranks: Sequence[Observation], last: bool = False) -> None:
+        if not ranks or (now < self._next_at and not last):
+            return
+        began = time.perf_counter()
+        if self._stragglers is not None:
+            self._find_late(self._stragglers, ranks)
+        self._next_at = now + PAUSE * (time.perf_counter() - began)
+        self._write_timing(now, ranks, last)
+
+    def _find_late(self, stragglers: Stragglers, ranks: Sequence[Observation]) -> None:
+        nodes: dict[str, set[int]] = {}
+        for e in ranks:
+            stragglers.feed(e.rank, {int(step): seconds for step, seconds in e.work})
+            nodes.setdefault(e.node, set()).add(e.rank)
+        for change in stragglers.update():
+            node = next(e.node for e in ranks if e.rank == change.rank)
+            record: dict[str, object] = {"time": time.time(), "step": change.step}
+            if change.late:
+                line = f"rank {change.rank} ({node}) is late by {change.percent:.0f}%"
+                line += f" since step {change.since_step}"
+                record |= {"rank": change.rank, "node": node, "percent": round(change.percent, 1)}
+                record["since_step"] = change.since_step
+            else:
+                line = f"rank {change.rank} is no longer late, at step {change.step}"
+                record |= {"over": line, "of": change.rank}
+            self._print([f"watch: {line}"])
+            self._files.append("late.jsonl", record)
+        slow = {
+            node for node, there in nodes.items() if 1 < len(there) < len(ranks) and there <= stragglers.late
+        }
+        for node in sorted(slow - self._slow_nodes):
+            hint = "HINT: python -m fsdp.doctor compares the nodes"
+            self._print([f"watch: all ranks of {node} are late: it is the node. {hint}"])
+        self._slow_nodes = slow
+
+    def _write_timing(self, now: float, ranks: Sequence[Observation], last: bool) -> None:
+        """One line per interval: means since the line before it."""
+        then, before = self._since
+        if [e.rank for e in before] != [e.rank for e in ranks]:
+            self._since = now, ranks
+            return
+        steps = ranks[0].steps - before[0].steps
+        interval_s = max(TIMING_S, TIMING_SHARE * (now - self._began)) * max(1.0, len(ranks) / TIMING_RANKS)
+        if steps <= 0 or not (last or now - then >= interval_s):
+            return
+        means = {
+            str(e.rank): {
+                name: round((seconds - earlier.spent[name]) / steps, 7) for name, seconds in e.spent.items()
+            }
+            for e, earlier in zip(ranks, before, strict=True)
+        }
+        step = ranks[0].step
+        record = {"time": time.time(), "from_step": step - steps, "step": step}
+        self._files.append("timing.jsonl", {**record, "seconds": round(now - then, 3), "ranks": means})
+        self._since = now, ranks

@@ -1,6 +1,6 @@
 """Stragglers: finds ranks that arrive late at the collectives, from each rank's own work between two waits.
 
-The head's monitor prints them, and keeps late.jsonl and timing.jsonl (TimingRecorder).
+The head's monitor prints them and keeps late.jsonl (TimingRecorder in records.py).
 
 The duration of a collective does not tell who is late: all ranks wait in it for the last one, which itself
 hardly waits. So the own work of each step (data, forward, backward, optimizer, without the waiting) is
@@ -15,14 +15,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, median, stdev
-
-from fsdp.watch.records import RecordFiles
 
 WINDOW = 28
 """Steps that are judged together."""
@@ -44,21 +41,14 @@ Work = Mapping[int, float]
 
 
 @dataclass(frozen=True)
-class Straggler:
-    rank: int
-    percent: float
-    seconds: float
-    """Lateness per step."""
-    since_step: int
-    step: int
-
-
-@dataclass(frozen=True)
-class CaughtUp:
-    """A rank that was late and is no longer."""
+class Change:
+    """A rank begins to be late, by `percent` since a step; or it is no longer late."""
 
     rank: int
     step: int
+    late: bool = False
+    percent: float = 0.0
+    since_step: int = 0
 
 
 @functools.cache
@@ -77,7 +67,7 @@ class Stragglers:
         self._excess: dict[int, array[float]] = {}
         """By rank, for each step: the logarithm of its work over the median of the others'."""
         self._typical = 0.0
-        self.late: dict[int, Straggler] = {}
+        self.late: set[int] = set()
 
     def feed(self, rank: int, steps: Work) -> None:
         rows = self._work.setdefault(rank, {})
@@ -85,11 +75,11 @@ class Stragglers:
             if step > self._seen:
                 rows[step] = work
 
-    def update(self) -> list[Straggler | CaughtUp]:
+    def update(self) -> list[Change]:
         """Changes since the last call. Every step is judged, however many have come at once."""
         if len(self._work) < 2:
             return []
-        changes: list[Straggler | CaughtUp] = []
+        changes: list[Change] = []
         for step in sorted(set.intersection(*(set(rows) for rows in self._work.values()))):
             self._note(step)
             if len(next(iter(self._excess.values()))) >= WINDOW:
@@ -112,19 +102,19 @@ class Stragglers:
             if len(followed) >= HISTORY + WINDOW:
                 del followed[:WINDOW]
 
-    def _judged(self, step: int) -> list[Straggler | CaughtUp]:
-        changes: list[Straggler | CaughtUp] = []
+    def _judged(self, step: int) -> list[Change]:
+        changes: list[Change] = []
         for rank, followed in self._excess.items():
             window = sorted(followed[-WINDOW:])
             excess = _middle(window)
             if rank in self.late:
                 # half as late still counts: a rank at the limit is not reported again and again
                 if excess < self._least / 2:
-                    del self.late[rank]
-                    changes.append(CaughtUp(rank, step))
+                    self.late.remove(rank)
+                    changes.append(Change(rank, step))
             elif excess >= self._least and self._stands_out(followed, window, excess):
-                self.late[rank] = _described(rank, followed, self._typical, step)
-                changes.append(self.late[rank])
+                self.late.add(rank)
+                changes.append(_described(rank, followed, step))
         return changes
 
     def _stands_out(self, followed: array[float], window: Sequence[float], excess: float) -> bool:
@@ -166,112 +156,12 @@ def _variation(followed: array[float]) -> float:
     return math.sqrt(sum(squares) / len(squares) / 2 * BLOCK / WINDOW) / (1 - 2 * TRIM / WINDOW)
 
 
-def _described(rank: int, followed: array[float], typical_s: float, step: int) -> Straggler:
+def _described(rank: int, followed: array[float], step: int) -> Change:
     """`since_step` is where the sum of the work above half of the excess is largest, counted from the end."""
     half, total, most, since = _middle(sorted(followed[-WINDOW:])) / 2, 0.0, 0.0, len(followed) - WINDOW
     for step_index in range(len(followed) - 1, -1, -1):
         total += followed[step_index] - half
         if total > most:
             most, since = total, step_index
-    share = math.expm1(median(followed[since:]))
-    return Straggler(rank, 100 * share, share * typical_s, step - len(followed) + 1 + since, step)
-
-
-# ---------------------------------------------------------------- what is printed and kept
-
-PAUSE = 20
-"""Pause before the next update, as a multiple of what the last one took: with thousands of ranks an update
-takes longer than the monitor's interval.
-"""
-TIMING_S, TIMING_SHARE = 2.0, 0.01
-"""An interval of timing.jsonl: so many seconds at least, and this share of the run's duration."""
-TIMING_RANKS, MOST_TIMING_SHARE = 64, 0.25
-"""Above this many ranks intervals grow with them: a line of 4,096 ranks has 0.9 MB."""
-
-
-@dataclass(frozen=True)
-class RankTimes:
-    """By rank its last steps, and its seconds by phase; how many steps are done, and up to which."""
-
-    steps: Mapping[int, Work]
-    spent: Mapping[int, Mapping[str, float]]
-    count: int
-    step: int
-
-
-class TimingRecorder:
-    def __init__(
-        self,
-        late_percent: float,
-        nodes: Mapping[str, list[int]],
-        files: RecordFiles,
-        print_lines: Callable[[list[str]], None],
-    ) -> None:
-        self._nodes, self._files, self._print = nodes, files, print_lines
-        self._stragglers = Stragglers(late_percent) if late_percent else None
-        self._slow_nodes: set[str] = set()
-        self._next_at = 0.0
-        self._began = time.monotonic()
-        self._since: tuple[float, RankTimes] | None = None
-
-    def update(self, now: float, read: Callable[[], RankTimes], last: bool = False) -> None:
-        """Calls `read` only if an update is due."""
-        if now < self._next_at and not last:
-            return
-        began = time.perf_counter()
-        times = read()
-        if self._stragglers is not None:
-            self._find_late(self._stragglers, times)
-        self._next_at = now + PAUSE * (time.perf_counter() - began)
-        self._write_timing(now, times, last)
-
-    def _find_late(self, stragglers: Stragglers, times: RankTimes) -> None:
-        for rank, steps in times.steps.items():
-            stragglers.feed(rank, steps)
-        for change in stragglers.update():
-            record: dict[str, object] = {"time": time.time(), "step": change.step}
-            if isinstance(change, CaughtUp):
-                line = f"rank {change.rank} is no longer late, at step {change.step}"
-                record |= {"over": line, "of": change.rank}
-            else:
-                node = next((name for name, ranks in self._nodes.items() if change.rank in ranks), "")
-                line = f"rank {change.rank} ({node}) is late by {change.percent:.0f}%"
-                line += f" since step {change.since_step}"
-                record |= {"rank": change.rank, "node": node, "percent": round(change.percent, 1)}
-                record["since_step"] = change.since_step
-            self._print([f"watch: {line}"])
-            self._files.append("late.jsonl", record)
-        slow = {
-            name
-            for name, ranks in self._nodes.items()
-            if len(ranks) > 1 and stragglers.late.keys() >= set(ranks)
-        }
-        for node in sorted(slow - self._slow_nodes) if len(self._nodes) > 1 else ():
-            hint = "HINT: python -m fsdp.doctor compares the nodes"
-            self._print([f"watch: all ranks of {node} are late: it is the node. {hint}"])
-        self._slow_nodes = slow
-
-    def _write_timing(self, now: float, times: RankTimes, last: bool) -> None:
-        """One line per interval, which grows with the run and with the ranks."""
-        if self._since is None or not times.spent.keys() <= self._since[1].spent.keys():
-            self._since = (now, times)
-            return
-        then, before = self._since
-        steps = times.count - before.count
-        if steps <= 0 or not (last or now - then >= timing_interval_s(now - self._began, len(times.spent))):
-            return
-        means = {
-            str(rank): {
-                name: round((value - before.spent[rank][name]) / steps, 7) for name, value in values.items()
-            }
-            for rank, values in sorted(times.spent.items())
-        }
-        record = {"time": time.time(), "from_step": times.step - steps, "step": times.step}
-        self._files.append("timing.jsonl", {**record, "seconds": round(now - then, 3), "ranks": means})
-        self._since = (now, times)
-
-
-def timing_interval_s(since_start_s: float, ranks: int) -> float:
-    """Seconds between two lines of timing.jsonl: its size is bounded by the logarithm of the duration."""
-    times = max(1.0, ranks / TIMING_RANKS)
-    return max(TIMING_S * times, min(TIMING_SHARE * times, MOST_TIMING_SHARE) * since_start_s)
+    percent = 100 * math.expm1(median(followed[since:]))
+    return Change(rank, step, True, percent, step - len(followed) + 1 + since)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from fsdp.base.phases import PHASES, Activity
 from fsdp.base.text import byte_size, named_ranks
@@ -50,7 +50,6 @@ HINTS = {
     "device": "nvidia-smi shows whether its GPU computes, dmesg its Xid errors",
     "network": "check the network between the ranks",
 }
-OF_TORCHRUN = LauncherHints()
 
 
 @dataclass(frozen=True)
@@ -68,23 +67,25 @@ class Verdict:
     def recoverable(self) -> bool:
         return self.kind in RECOVERABLE and not self.final
 
-    def lines(self) -> list[str]:
-        others = [f"  {self.others}"] if self.others else []
-        return [self.what, *others, *([f"  HINT: {self.hint}"] if self.hint else [])]
-
 
 @dataclass(frozen=True)
 class _Case:
     """The observations of all ranks."""
 
     all: Sequence[Observation]
-    endless_s: float = math.inf
-    hints: LauncherHints = OF_TORCHRUN
-    live: list[Observation] = field(init=False)
-    """Of processes that run and have not ended their training."""
+    endless_s: float
+    hints: LauncherHints
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "live", [e for e in self.all if e.alive and not e.over])
+    @property
+    def live(self) -> list[Observation]:
+        return [e for e in self.all if e.runs]
+
+    def verdict(
+        self, kind: str, some: Sequence[Observation], does: str, hint: str, others: str = ""
+    ) -> Verdict:
+        """These ranks are at fault: what each does, where the first does it, and what the others wait for."""
+        what = f"{_names(some)} {does}: {_at(some[0])}"
+        return Verdict(kind, _ranks(some), what, others or self.waiting(_ranks(some)), hint)
 
     def waiting(self, culprits: Sequence[int]) -> str:
         """One line: what the others wait for."""
@@ -95,20 +96,23 @@ class _Case:
         op, step, phase = calls.most_common(1)[0][0]
         return f"{_wait([e.rank for e in rest])} in {op} (step {step}, {phase})"
 
+    def ended_after(self, culprits: Sequence[int]) -> list[int]:
+        return [e.rank for e in self.all if e.rank not in culprits and e.has_left and not e.over]
+
 
 def judge(
     observations: Sequence[Observation],
     *,
     ranks: int = 0,
     endless_s: float = math.inf,
-    hints: LauncherHints = OF_TORCHRUN,
+    hints: LauncherHints | None = None,
 ) -> Verdict | None:
     """None if the observations prove nothing. A dead rank of a node that is seen always has a verdict.
 
     `ranks`: how many the run has; some may be missing here. `endless_s`: processor time that no step takes,
     which proves a loop even where other processes share the processors. `hints`: its launcher's.
     """
-    case = _Case(observations, endless_s, hints)
+    case = _Case(observations, endless_s, hints or LauncherHints())
     failed = any(e.has_failed for e in observations)
     if case.live and all(e.stopped for e in case.live) and not failed:
         return None  # the scheduler has suspended the job
@@ -147,12 +151,8 @@ def _wait(ranks: Sequence[int]) -> str:
     return f"{named_ranks(ranks)} wait{'s' * (len(ranks) == 1)}"
 
 
-def _after(ranks: Sequence[int]) -> str:
+def _ended_after(ranks: Sequence[int]) -> str:
     return f"{named_ranks(ranks)} ended after it" if ranks else ""
-
-
-def _nodes(some: Sequence[Observation]) -> str:
-    return ", ".join(sorted({e.node for e in some}))
 
 
 # ---------------------------------------------------------------- ranks that have failed, died or stopped
@@ -167,9 +167,9 @@ def _failed(case: _Case) -> Verdict | None:
     message, culprits = failure["message"], tuple(failure["ranks"]) or (first.rank,)
     alike = {e.rank for e, report in own if report["message"] == message}
     others = ""
-    if any(e.rank not in alike for e in case.all):
-        late = [e.rank for e in case.all if e.rank not in culprits and e.has_left and not e.over]
-        others = _after([] if alike.issuperset(late) else late) or case.waiting(culprits)
+    if len(alike) < len(case.all):
+        late = case.ended_after(culprits)
+        others = _ended_after([] if alike.issuperset(late) else late) or case.waiting(culprits)
     what = message if failure["ours"] else f"{_name(first)} failed: {message}"
     return Verdict(failure["kind"], culprits, what, others, failure["hint"])
 
@@ -184,33 +184,22 @@ def _dead(case: _Case) -> Verdict | None:
         return None
     longest = max(e.dead_s for e in dead)
     first = [e for e in dead if e.dead_s > longest - AT_ONCE_S]
-    who = _ranks(first)
-    others = case.waiting(_ranks(dead)) or _after(
-        [e.rank for e in case.all if e.rank not in who and not e.over]
-    )
-    faults = [e for e in first if e.fatal]
+    others = case.waiting(_ranks(dead)) or _ended_after(case.ended_after(_ranks(first)))
     killed = [e for e in first if e.oom_kills and not e.fatal]
     if killed and len(killed) <= max(e.oom_kills for e in killed):  # else a launcher has killed some of them
-        what = f"{_names(killed)} was killed by the kernel, out of memory: {_at(killed[0])}"
-        return Verdict("died", _ranks(killed), what, others, _room(killed[0], case.hints))
-    if (
-        faults
-        and faults[0].aborted
-        and not unseen
-        and (verdict := _differing(case, _called(case))) is not None
-    ):
-        return verdict
-    if faults:
-        how = faults[0].fatal.splitlines()[0].removeprefix("Fatal Python error: ")
-        what = f"{_name(faults[0])} died of a fault in C ({how}): {_at(faults[0])}"
-        return Verdict("fault", (faults[0].rank,), what, others, "its stacks are in RUN/watch/")
-    what = f"{_names(first)} died without an error message (killed, or out of memory): {_at(first[0])}"
+        does = "was killed by the kernel, out of memory"
+        return case.verdict("died", killed, does, _more_memory(killed[0], case.hints), others)
+    if faults := [e for e in first if e.fatal]:
+        differing = _differing(case, _called(case)) if faults[0].aborted and not unseen else None
+        signal = faults[0].fatal.splitlines()[0].removeprefix("Fatal Python error: ")
+        does = f"died of a fault in C ({signal})"
+        return differing or case.verdict("fault", faults[:1], does, "its stacks are in RUN/watch/", others)
+    does = "died without an error message (killed, or out of memory)"
     hint = "dmesg or the scheduler's log shows what killed it, such as memory; os._exit in code is silent too"
-    return Verdict("died", who, what, others, hint)
+    return case.verdict("died", first, does, hint, others)
 
 
-def _room(e: Observation, hints: LauncherHints) -> str:
-    """A hint for a rank that the kernel has killed for lack of memory."""
+def _more_memory(e: Observation, hints: LauncherHints) -> str:
     less = "less on the host: --data.prefetch 1, --checkpoint.mode blocking (docs/oom.md)"
     if not e.memory_limit:
         return f"the node had no memory left: fewer ranks a node, or {less}"
@@ -224,18 +213,16 @@ def _unseen(case: _Case) -> Verdict | None:
     some = gone or unseen
     if not some:
         return None
-    who, nodes = _ranks(some), _nodes(some)
-    others = case.waiting(who)
+    who, nodes = _ranks(some), sorted({e.node for e in some})
+    of_them, others = f"{', '.join(nodes)} ({named_ranks(who)})", case.waiting(who)
     if gone:
-        what = f"the processes of {nodes} ({named_ranks(who)}) are gone, and the node can still be reached"
-        left = [e.rank for e in case.all if e.rank not in who and e.has_left and not e.over]
-        hint = f"{case.hints.killer(nodes)} shows what killed them"
-        return Verdict("died", who, f"{what}: {_at(gone[0])}", others or _after(left), hint)
+        what = f"the processes of {of_them} are gone, and the node can still be reached: {_at(gone[0])}"
+        hint = f"{case.hints.killer(', '.join(nodes))} shows what killed them"
+        return Verdict("died", who, what, others or _ended_after(case.ended_after(who)), hint)
     here = {e.node for e in case.all} - {e.node for e in unseen}
     from_here = f" from {here.pop()}" if len(here) == 1 else ""
-    seconds = unseen[0].silent_node_s
-    what = f"node {nodes} ({named_ranks(who)}) cannot be reached{from_here} for {seconds:.1f} s"
-    hint = f"check its network and power, or leave it out: {case.hints.without(nodes.split(', '))}"
+    what = f"node {of_them} cannot be reached{from_here} for {unseen[0].silent_node_s:.1f} s"
+    hint = f"check its network and power, or leave it out: {case.hints.without(nodes)}"
     return Verdict("partition", who, what, others, hint)
 
 
@@ -244,11 +231,11 @@ def _stopped(case: _Case) -> Verdict | None:
     if not stopped:
         return None
     first = stopped[0]
-    how, hint = "SIGSTOP", f"kill -CONT {first.pid} on {first.node}"
+    does, hint = "is stopped (SIGSTOP)", f"kill -CONT {first.pid} on {first.node}"
     if first.state == "t":
-        how, hint = "a debugger", f"detach the debugger from process {first.pid} on {first.node}"
-    what = f"{', '.join(map(_name, stopped))} is stopped ({how}): {_at(first)}"
-    return Verdict("stopped", _ranks(stopped), what, case.waiting(_ranks(stopped)), hint)
+        does = "is stopped (a debugger)"
+        hint = f"detach the debugger from process {first.pid} on {first.node}"
+    return case.verdict("stopped", stopped, does, hint)
 
 
 # ---------------------------------------------------------------- collectives that differ
@@ -273,9 +260,9 @@ def _apart(case: _Case) -> Verdict | None:
     alive = [e for e in case.all if e.alive]
     if len(alive) < 2 or not all(e.in_call for e in alive):
         return None
+    # Without an answer its call may have ended: it waits for Python's lock, and the others are in the next.
     mute = [e for e in alive if e.answered is False]
-    # Its call may have ended: its thread waits for Python's lock, and the others are in the next one.
-    return _not_come(mute, case.waiting(_ranks(mute)), math.inf) if mute else _differing(case, alive)
+    return _not_come(case, mute) if mute else _differing(case, alive)
 
 
 def _differing(case: _Case, calling: Sequence[Observation]) -> Verdict | None:
@@ -285,32 +272,33 @@ def _differing(case: _Case, calling: Sequence[Observation]) -> Verdict | None:
     if len(calling) == 2:
         # the one further on has left a collective out; at the same place both are named
         behind, ahead = sorted(calling, key=lambda e: (e.place, e.begun))
-        if behind.place == ahead.place:
-            other = f"{_name(ahead)} in {ahead.op} of {ahead.numel}"
-            what = f"{_name(behind)} is in {behind.op} of {behind.numel} numbers, {other}: {_at(behind)}"
-            hint = "LayerDrop and expert routing must leave out the same layers on every rank"
-            kind = "shapes" if behind.op == ahead.op else "collective"
-            return Verdict(kind, (behind.rank, ahead.rank), what, hint=hint)
-        return _odd([ahead], behind.place, behind.op, behind.numel, case.waiting([ahead.rank]))
-    if calls[0][1] == calls[1][1]:
-        return None
-    odd = [e for e in calling if (e.place, e.op, e.numel) != calls[0][0]]
-    return _odd(odd, *calls[0][0], case.waiting(_ranks(odd)))
+        if behind.place != ahead.place:
+            return _odd(case, [ahead], behind.place, behind.op, behind.numel)
+        other = f"{_name(ahead)} in {ahead.op} of {ahead.numel}"
+        what = f"{_name(behind)} is in {behind.op} of {behind.numel} numbers, {other}: {_at(behind)}"
+        hint = "LayerDrop and expert routing must leave out the same layers on every rank"
+        kind = "shapes" if behind.op == ahead.op else "collective"
+        return Verdict(kind, (behind.rank, ahead.rank), what, hint=hint)
+    usual, count = calls[0]
+    odd = [e for e in calling if (e.place, e.op, e.numel) != usual]
+    return _odd(case, odd, *usual) if count > calls[1][1] else None
 
 
-def _odd(odd: Sequence[Observation], place: tuple[int, int], op: str, numel: int, others: str) -> Verdict:
-    first, name = odd[0], _names(odd)
+def _odd(
+    case: _Case, odd: Sequence[Observation], place: tuple[int, int], op: str, numel: int, others: str = ""
+) -> Verdict:
+    """These ranks are in another collective than the others, who are in this one."""
+    first = odd[0]
     if first.place > place:
-        skipped = f"{op} of step {place[0]}, {PHASES[place[1]]}"
-        kind, does = "skipped", f"has left out {skipped}, and is already in {first.op}"
+        does = f"has left out {op} of step {place[0]}, {PHASES[place[1]]}, and is already in {first.op}"
         hint = "look for a collective under an `if` that is not true on every rank"
-    elif first.op != op:
-        kind, does = "collective", f"entered another collective, {first.op}, where the others entered {op}"
-        hint = "look for a branch that differs between ranks"
-    else:
-        kind, does = "shapes", f"came to {op} with {first.numel} numbers, the others with {numel}"
-        hint = "look for a size that depends on the rank's own data, or a layer that one rank leaves out"
-    return Verdict(kind, _ranks(odd), f"{name} {does}: {_at(first)}", others, hint)
+        return case.verdict("skipped", odd, does, hint, others)
+    if first.op != op:
+        does = f"entered another collective, {first.op}, where the others entered {op}"
+        return case.verdict("collective", odd, does, "look for a branch that differs between ranks", others)
+    does = f"came to {op} with {first.numel} numbers, the others with {numel}"
+    hint = "look for a size that depends on the rank's own data, or a layer that one rank leaves out"
+    return case.verdict("shapes", odd, does, hint, others)
 
 
 # ---------------------------------------------------------------- ranks that have not come
@@ -320,38 +308,29 @@ def _absent(case: _Case) -> Verdict | None:
     """Some ranks wait and others have not come: names those by what they do."""
     if _stuck_on_cuda(case) is not None:
         return None  # hosts run ahead of their devices: the records alone tell who waits for whom
-    there = [e for e in case.all if waits(e)] or _furthest_on(case)
+    there = [e for e in case.all if waits(e)]
     absent = [e for e in case.live if e not in there]
-    if not absent or (not there and len(case.all) > 1):
-        return None
-    return _not_come(absent, case.waiting(_ranks(absent)), case.endless_s)
+    return _not_come(case, absent) if absent and (there or len(case.all) == 1) else None
 
 
-def _furthest_on(case: _Case) -> list[Observation]:
-    """On CUDA the host waits for the device, not in the call: the ranks furthest on are waiting."""
-    front = max((e.place, e.begun) for e in case.all)
-    there = [e for e in case.all if (e.place, e.begun) == front]
-    return there if all(e.cuda for e in case.all) and len(there) < len(case.all) else []
-
-
-def _not_come(absent: Sequence[Observation], others: str, endless_s: float) -> Verdict | None:
-    reasons = [_reason(e, endless_s) for e in absent]
+def _not_come(case: _Case, absent: Sequence[Observation], others: str = "") -> Verdict | None:
+    reasons = [_reason(e, case.endless_s) for e in absent]
     if ("", "") in reasons:
         return None  # a rank that is at work may be the reason why another waits
     kind, does = reasons[0]
-    return Verdict(kind, _ranks(absent), f"{_names(absent)} {does}: {_at(absent[0])}", others, HINTS[kind])
+    return case.verdict(kind, absent, does, HINTS[kind], others)
 
 
 def _reason(e: Observation, endless_s: float) -> tuple[str, str]:
     """Kind, and what it does; both empty if it may be at work."""
     endless, by_now = e.cpu_s > endless_s, f"{e.still_s:.1f} s by now"
-    if e.phase in NOT_YET or prepares(e) or (e.starved_s > 0.3 * e.still_s and not endless):
+    if e.phase in NOT_YET or e.answered is None or prepares(e):
         return "", ""
-    if e.answered is None:
+    if e.starved_s > 0.3 * e.still_s and not endless:
         return "", ""
     if reads_data(e) and e.process_cpu_s > max(BUSY_S, 0.3 * e.still_s):  # it may share its processor
         return "data", f"prepares its data, {by_now}"
-    if e.answered is False:
+    if not e.answered:
         return "lock", "holds Python's lock in C and does not answer"
     if reads_data(e):
         return "data", f"waits for its data, {by_now}"
@@ -370,27 +349,20 @@ def _storage(case: _Case) -> Verdict | None:
     at_storage = [e for e in live if writes(e)]
     if not at_storage or not all(writes(e) or waits_for_save(e) or waits(e) for e in live):
         return None
-    # calls to the storage release Python's lock: other code holds it, and the save waits too
-    if any(e.answered is False for e in live):
-        return None
-    if any(e.phase in NOT_YET and not waits_for_save(e) and not writes(e) for e in live):
-        return None
+    # calls to the storage release Python's lock: without an answer other code holds it
+    busy = (e.phase in NOT_YET and not waits_for_save(e) and not writes(e) for e in live)
     slow = [e for e in at_storage if e.io_bytes < SLOW_STORAGE * e.still_s]
-    if not slow:
+    if any(e.answered is False for e in live) or any(busy) or not slow:
         return None
     first = slow[0]
-    saves = any(e.phase == "save" or Activity.SAVE in e.activity or e.save_activity for e in at_storage)
     does, hint = "waits for the storage of its records", "check the storage of --run.dir"
     stack = first.stack
-    if saves:
-        does, hint = (
-            "is in a save and its storage is slow",
-            "check its storage, or --checkpoint.dir elsewhere",
-        )
+    if any(e.phase == "save" or Activity.SAVE in e.activity or e.save_activity for e in at_storage):
+        does = "is in a save and its storage is slow"
+        hint = "check its storage, or --checkpoint.dir elsewhere"
         stack = first.threads.get("checkpoint", ()) or stack
-    speed = f"{byte_size(first.io_bytes / max(first.still_s, 1e-3))}/s"
-    what = f"{_names(slow)} {does}, {speed}, {first.still_s:.1f} s by now: step {first.step}, at "
-    what += own_line(stack)
+    speed = f"{byte_size(first.io_bytes / max(first.still_s, 1e-3))}/s, {first.still_s:.1f} s by now"
+    what = f"{_names(slow)} {does}, {speed}: step {first.step}, at {own_line(stack)}"
     return Verdict("storage", _ranks(slow), what, case.waiting(_ranks(slow)), hint)
 
 
@@ -399,11 +371,16 @@ def _network(case: _Case) -> Verdict | None:
     live = [e for e in case.all if e.alive]
     if len(live) < 2 or not all(e.in_call for e in live) or len({(e.place, e.op, e.numel) for e in live}) > 1:
         return None
-    if any(e.still_s < NETWORK_S or e.starved_s > 0.3 * e.still_s or e.phase in NOT_YET for e in live):
+    return _not_ending(case, live, f"all ranks are in {live[0].op}")
+
+
+def _not_ending(case: _Case, ranks: Sequence[Observation], are_in: str) -> Verdict | None:
+    alive = [e for e in case.all if e.alive]
+    still_s = min(e.still_s for e in alive)
+    if still_s < NETWORK_S or any(e.starved_s > 0.3 * e.still_s or e.phase in NOT_YET for e in alive):
         return None
-    e = live[0]
-    what = f"all ranks are in {e.op} and it does not end, {e.still_s:.1f} s by now: {_at(e)}"
-    return Verdict("network", _ranks(live), what, "", HINTS["network"])
+    what = f"{are_in} and it does not end, {still_s:.1f} s by now: {_at(ranks[0])}"
+    return Verdict("network", _ranks(ranks), what, "", HINTS["network"])
 
 
 # ---------------------------------------------------------------- on CUDA, from the flight recorders
@@ -432,30 +409,25 @@ def _recorded(case: _Case) -> Verdict | None:
     if stuck is None:
         return None
     by_rank = {e.rank: e for e in case.live}
-    call, first = stuck.call, by_rank[stuck.waiting[0]]
-    others = f"{_wait(stuck.waiting)} in {call.shown}"
+    call, others = stuck.call, f"{_wait(stuck.waiting)} in {stuck.call.shown}"
     absent = [by_rank[rank] for rank in stuck.absent]
-    mute = [e for e in case.live if not e.answered]
-    if mute or (absent and stuck.crossing is None):
-        return _not_come(mute or absent, others, case.endless_s)
+    if mute := [e for e in case.live if not e.answered]:
+        return _not_come(case, mute, others)
     if stuck.crossing is not None:
-        what = f"{_names(absent)} waits in {stuck.crossing.shown}: {_at(absent[0])}"
         hint = "call the collectives of two groups in the same order on every rank"
-        return Verdict("collective", stuck.absent, what, others, hint)
+        return case.verdict("collective", absent, f"waits in {stuck.crossing.shown}", hint, others)
+    if absent:
+        return _not_come(case, absent, others)
     if stuck.odd:
         # Hosts run ahead of their device: of the place only what the call itself has counts.
         odd = [replace(by_rank[rank], op=queued.op, numel=queued.numel) for rank, queued in stuck.odd.items()]
-        return _odd(odd, odd[0].place, call.op, call.numel, others)
+        return _odd(case, odd, odd[0].place, call.op, call.numel, others)
     if stuck.not_started:
         busy = [by_rank[rank] for rank in stuck.not_started]
         what = f"the GPU of {_names(busy)} has not begun {call.shown}, that of the others has: {_at(busy[0])}"
         return Verdict("device", stuck.not_started, what, others, HINTS["device"])
-    if any(e.still_s < NETWORK_S or e.phase in NOT_YET for e in case.live):
-        return None
-    what = (
-        f"{named_ranks(stuck.waiting)} are in {call.shown} and it does not end, {first.still_s:.1f} s by now"
-    )
-    return Verdict("network", stuck.waiting, f"{what}: {_at(first)}", "", HINTS["network"])
+    waiting = [by_rank[rank] for rank in stuck.waiting]
+    return _not_ending(case, waiting, f"{named_ranks(stuck.waiting)} are in {call.shown}")
 
 
 def _stuck_on_cuda(case: _Case) -> StuckCall | None:

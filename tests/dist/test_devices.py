@@ -4,14 +4,8 @@ and the ranks are real.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import re
-import resource
-import socket
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -26,37 +20,17 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 
 from fsdp.base.errors import LaunchError
-from fsdp.config import StopSection
 from fsdp.dist import process_group as groups
-from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import ALLOCATOR_VARIABLES, DistEnv, pick_device, set_allocator
 from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.dist.process_group import (
-    _device_id,
     check_devices_differ,
     process_group,
-    raise_open_files_limit,
 )
-from fsdp.dist.stop import Stopper
 from tests.support.env import env_of
 from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
-
-
-def open_files_limit_of_a_rank(env: DistEnv) -> tuple[int, int]:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[1]), before[1]))
-    try:
-        raise_open_files_limit()
-        return resource.getrlimit(resource.RLIMIT_NOFILE)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_a_rank_may_open_as_many_files_as_the_system_allows() -> None:
-    for soft, hard in run_world(1, open_files_limit_of_a_rank):
-        assert soft == hard
 
 
 class StandInForCuda:
@@ -105,19 +79,12 @@ def test_run_device_cpu_hides_the_gpus_of_this_process(monkeypatch: pytest.Monke
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_the_flag_as_typed() -> None:
-    command = [sys.executable, "train.py", "--run.device", "cuda", "--dry-run"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr.count("\n")) == (3, 1)
-    assert "HINT: --run.device cpu" in done.stderr
-
-
 def refusal(env: DistEnv, launcher: str, devices: list[str]) -> str:
     """The error of each rank on these devices; empty if they may train."""
     store = dist.PrefixStore("devices", dist.distributed_c10d._get_default_store())
     there = replace(env, launcher=launcher)
     try:
-        check_devices_differ(there, store, devices[env.rank], timeout_s=30.0)
+        check_devices_differ(there, store, devices[env.rank])
     except LaunchError as error:
         return str(error)
     return ""
@@ -133,13 +100,6 @@ def refusal(env: DistEnv, launcher: str, devices: list[str]) -> str:
             "0, 2",
             "has 3 ranks and 2 GPUs.",
             "--ntasks-per-node=2",
-        ),
-        (
-            "launch.local",
-            ["n1 GPU-a", "n2 GPU-b", "n2 GPU-b"],
-            "1, 2",
-            "has 2 ranks and 1 GPU.",
-            "--ranks 1",
         ),
     ],
 )
@@ -191,11 +151,6 @@ def test_a_shared_gpu_is_refused_before_the_group_and_nccl_gets_each_ranks_own()
     made, said = groups_made(["cpu", "cpu"], [])
     assert not said
     assert [(one["backend"], one["device_id"]) for one in made] == [("gloo", None)] * 2
-
-
-def test_equal_numbers_on_different_hosts_are_different_gpus() -> None:
-    """Drivers without UUIDs of their own number them alike on each host."""
-    assert run_world(2, refusal, "torchrun", ["n1 GPU-a", "n2 GPU-a"]) == ["", ""]
 
 
 def devices_set(env: DistEnv) -> list[str]:
@@ -259,53 +214,6 @@ def test_the_process_group_timeout_reaches_the_groups_of_the_mesh(axis: str) -> 
     assert run_world(4, seconds_in_a_group_of_the_mesh, axis)[0] < 60.0  # gloo's own is 30 minutes
 
 
-def sockets() -> set[str]:
-    """Those open in this process, by inode: some of an earlier group may close meanwhile."""
-    found = set()
-    for one in list(Path("/proc/self/fd").iterdir()):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            found.add(str(one.readlink()))
-    return {one for one in found if one.startswith("socket:")}
-
-
-def sockets_opened(env: DistEnv, run_dir: str) -> dict[str, int]:
-    """By the parts of a start on CUDA that need a group of their own, or none."""
-    on_gpu, counts = replace(env, device=torch.device("cuda", env.local_rank)), {}
-    dist.barrier()
-    known = sockets()
-
-    def opened() -> int:
-        nonlocal known
-        more, known = sockets() - known, sockets() | known
-        return len(more)
-
-    for sizes, axis in (
-        (MeshSizes("fsdp", 1, env.world_size), "dp_shard"),
-        (MeshSizes("ddp", env.world_size, 1), "dp_replicate"),
-    ):
-        mesh = build_mesh(sizes, env.device, timeout_s=60.0)
-        assert mesh.mesh_dim_names == (axis,)
-        assert mesh.get_group(axis) is dist.group.WORLD
-    counts["mesh"] = opened()
-    stopper = Stopper(StopSection(), on_gpu, Path(run_dir), lambda: None)
-    stopper.begin(1)
-    assert not stopper.agreed().stop
-    stopper.close()
-    counts["stop requests"] = opened()
-    saver = ObjectGroup()
-    assert saver.any_rank(True)
-    counts["saves"] = opened()
-    dist.barrier()
-    return counts
-
-
-def test_only_saves_open_sockets_beside_those_of_the_default_group(tmp_path: Path) -> None:
-    for counts in run_world(4, sockets_opened, str(tmp_path)):
-        assert counts["stop requests"] == 0
-        assert counts["mesh"] == 0
-        assert counts["saves"] >= 3  # a pair for each other rank
-
-
 @pytest.mark.parametrize(
     ("sizes", "device", "axes", "backends"),
     [
@@ -354,16 +262,6 @@ def test_the_allocator_is_set_on_cuda_where_the_environment_does_not(
     assert (os.environ["PYTORCH_ALLOC_CONF"] or None) == after
 
 
-def test_a_gpu_is_known_by_its_host_as_nccl_takes_it_and_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
-    uuids = SimpleNamespace(uuid="GPU-a")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: uuids)
-    monkeypatch.setattr(socket, "gethostname", lambda: "n1")
-    monkeypatch.delenv("NCCL_HOSTID", raising=False)
-    assert _device_id(torch.device("cuda", 0)) == "n1 GPU-a"
-    monkeypatch.setenv("NCCL_HOSTID", "half-of-n1")
-    assert _device_id(torch.device("cuda", 0)) == "half-of-n1 GPU-a"
-
-
 def test_a_process_raises_its_limit_of_open_files_and_its_groups_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -393,16 +291,6 @@ def test_after_an_exception_a_thread_on_the_ranks_device_aborts(monkeypatch: pyt
     monkeypatch.setattr(groups, "abort_all_groups", lambda: note("aborts"))
     groups._abort_groups(replace(env_of(), device=torch.device("cuda", 1)))
     assert said == [("abort", torch.device("cuda", 1)), ("abort", "aborts")]
-
-
-def test_make_train_starts_a_rank_for_each_gpu_or_two_on_cpus(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (program,) = re.findall(r"--nproc_per_node=\$\$\(\S+ -c '(.+?)'\)", (ROOT / "Makefile").read_text())
-    for visible, ranks in ((0, 2), (1, 1), (8, 8)):
-        StandInForCuda(monkeypatch, visible)
-        exec(program)
-        assert capsys.readouterr().out == f"{ranks}\n"
 
 
 def test_tests_see_no_gpu() -> None:

@@ -52,15 +52,9 @@ def test_an_installed_command_is_named_as_it_is_typed(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("launcher", "nodes", "environ", "typed"),
     [
-        ("torchrun", 1, {}, "CUDA_VISIBLE_DEVICES=0,1,3 leaves it out, with --nproc_per_node=3"),
-        ("launch.local", 1, {}, "CUDA_VISIBLE_DEVICES=0,1,3 leaves it out, with --ranks 3"),
-        ("ray", 1, {}, "CUDA_VISIBLE_DEVICES=0,1,3 leaves it out, with --ray.num_workers 3"),
-        (
-            "torchrun",
-            1,
-            {"CUDA_VISIBLE_DEVICES": "4,5,6,7,8"},
-            "CUDA_VISIBLE_DEVICES=4,5,7,8 leaves it out",
-        ),
+        ("torchrun", 1, {}, "CUDA_VISIBLE_DEVICES without number 2 leaves it out, with --nproc_per_node=3"),
+        ("launch.local", 1, {}, "CUDA_VISIBLE_DEVICES without number 2 leaves it out, with --ranks 3"),
+        ("ray", 1, {}, "CUDA_VISIBLE_DEVICES without number 2 leaves it out, with --ray.num_workers 3"),
         ("torchrun under Slurm", 1, {}, "leave its node out: sbatch --exclude=n1"),
         ("torchrun", 2, {}, "leave its node out: torchrun --nnodes=1 on the others"),
     ],
@@ -70,12 +64,6 @@ def test_a_broken_device_is_left_out_where_no_other_node_takes_its_place(
 ) -> None:
     env = replace(env_of(2, 4 * nodes, nodes=nodes), launcher=launcher)
     assert without_device(env, "n1", environ) == typed
-
-
-def test_the_only_device_has_no_other_that_is_known() -> None:
-    assert without_device(env_of(launcher="a single process"), "n1", {}) == (
-        "CUDA_VISIBLE_DEVICES selects another one"
-    )
 
 
 @pytest.mark.parametrize(

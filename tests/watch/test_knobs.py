@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,9 +12,8 @@ import pytest
 
 from fsdp import config as configuration
 from fsdp.config import config_hash
-from fsdp.watch.monitor import print_lines
-from fsdp.watch.records import EVIDENCE, KEPT, RecordFiles
-from fsdp.watch.stragglers import RankTimes, TimingRecorder
+from fsdp.watch.observation import Observation
+from fsdp.watch.records import EVIDENCE, KEPT, RecordFiles, TimingRecorder
 from tests.support.runs import failures, run
 
 ROOT = Path(__file__).parents[2]
@@ -60,13 +58,6 @@ def test_an_ordinary_run_writes_its_times_and_no_verdict(tmp_path: Path) -> None
     run(2, tmp_path, "--train.steps 8 --watch.enabled true")
     left = {path.name for path in (tmp_path / "watch").iterdir()}
     assert left <= {"timing.jsonl", "late.jsonl"}
-    names = [path for path in Path("/dev/shm").glob("shardrun-*") if f"-{os.getpid()}-" in path.name]
-    assert not names
-
-
-def test_a_disabled_watch_writes_nothing(tmp_path: Path) -> None:
-    run(2, tmp_path, "--train.steps 3 --watch.enabled false --watch.spike 0")
-    assert not (tmp_path / "watch").exists()
 
 
 def test_flags_of_the_watch_do_not_change_the_config_hash() -> None:
@@ -86,30 +77,39 @@ def test_an_operation_that_cannot_repeat_is_refused(tmp_path: Path) -> None:
     assert "does not have a deterministic implementation" in said[0]
 
 
-def told(step: int, slow: float) -> RankTimes:
-    steps = {
-        rank: {n: 0.02 * (slow if rank == 1 else 1 + 0.001 * (n % 3)) for n in range(step - 30, step)}
+def told(step: int, slow: float) -> list[Observation]:
+    spent = {"forward": 0.01 * step, "waiting": 0.002 * step}
+    return [
+        Observation(
+            rank,
+            f"n{1 + rank // 2}",
+            step=step,
+            steps=step,
+            work=[(n, 0.02 * (slow if rank == 1 else 1 + 0.001 * (n % 3))) for n in range(step - 30, step)],
+            spent=spent,
+        )
         for rank in range(4)
-    }
-    spent = {rank: {"forward": 0.01 * step, "waiting": 0.002 * step} for rank in range(4)}
-    return RankTimes(steps, spent, count=step, step=step)
+    ]
 
 
 @pytest.mark.parametrize(("percent", "says"), [(7.0, 1), (50.0, 0), (0.0, 0)])
 def test_late_percent_decides_who_is_late(tmp_path: Path, percent: float, says: int) -> None:
     said: list[list[str]] = []
-    timing = TimingRecorder(percent, {"n1": [0, 1], "n2": [2, 3]}, RecordFiles(tmp_path), said.append)
-    timing.update(10.0, lambda: told(440, 1.18))
+    timing = TimingRecorder(percent, RecordFiles(tmp_path), said.append)
+    timing.update(10.0, told(440, 1.18))
     assert len(said) == says
     assert not says or said[0] == ["watch: rank 1 (n1) is late by 18% since step 410"]
 
 
 def test_a_node_all_of_whose_ranks_are_late_is_reported(tmp_path: Path) -> None:
     said: list[str] = []
-    timing = TimingRecorder(7.0, {"n1": [0, 1, 2, 3], "n2": [4, 5]}, RecordFiles(tmp_path), said.extend)
+    timing = TimingRecorder(7.0, RecordFiles(tmp_path), said.extend)
     paces = {rank: 1.2 if rank > 3 else 1.0 for rank in range(6)}
-    steps = {rank: dict.fromkeys(range(1, 40), 0.02 * pace) for rank, pace in paces.items()}
-    timing.update(10.0, lambda: RankTimes(steps, {}, count=40, step=40))
+    ranks = [
+        Observation(rank, "n2" if rank > 3 else "n1", work=[(n, 0.02 * pace) for n in range(1, 40)])
+        for rank, pace in paces.items()
+    ]
+    timing.update(10.0, ranks)
     assert [line.split(". HINT")[0] for line in said] == [
         "watch: rank 4 (n2) is late by 20% since step 1",
         "watch: rank 5 (n2) is late by 20% since step 1",
@@ -119,32 +119,15 @@ def test_a_node_all_of_whose_ranks_are_late_is_reported(tmp_path: Path) -> None:
 
 def test_times_are_means_per_step_over_a_growing_interval(tmp_path: Path) -> None:
     files = RecordFiles(tmp_path)
-    timing = TimingRecorder(0.0, {"n1": [0, 1, 2, 3]}, files, lambda _: None)
+    timing = TimingRecorder(0.0, files, lambda _: None)
     timing._began = 0.0
     for at in range(10):
-        timing.update(1000.0 + 4 * at, lambda at=at: told(100 + 10 * at, 1.0))  # type: ignore[misc]
+        timing.update(1000.0 + 4 * at, told(100 + 10 * at, 1.0))
     files.close()
     lines = [json.loads(line) for line in (tmp_path / "timing.jsonl").read_text().splitlines()]
     assert [(one["from_step"], one["step"]) for one in lines] == [(100, 130), (130, 160), (160, 190)]
     assert lines[0]["ranks"]["2"] == {"forward": pytest.approx(0.01), "waiting": pytest.approx(0.002)}
     assert lines[0] == {**lines[0], "seconds": 12.0}
-
-
-def test_a_folder_that_cannot_be_written_blocks_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("no folder")
-    files = RecordFiles(tmp_path / "file" / "watch")
-    for _ in range(3):
-        files.append("verdicts.jsonl", {"a": 1})
-    files.write("late-1/rank-0.txt", "stacks")
-    files.close()
-    verdicts, text = tmp_path / "file/watch/verdicts.jsonl", tmp_path / "file/watch/late-1/rank-0.txt"
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{verdicts} cannot be written (Not a directory): the run continues, and its records are kept",
-        f"watch: {text} cannot be written (Not a directory)",
-        f"{verdicts} could not be written to the end: 3 records lost",
-    ]
 
 
 def test_the_evidence_of_the_newest_verdicts_alone_is_kept(tmp_path: Path) -> None:
@@ -170,15 +153,3 @@ def test_a_run_directory_that_is_gone_gets_no_record(tmp_path: Path) -> None:
     files.close()
     assert [one for one in tmp_path.rglob("*") if one.name not in ("run", "old")] == []
     assert not run.exists()
-
-
-@pytest.mark.parametrize(
-    ("terminal", "term", "starts"), [(False, "xterm", ""), (True, "xterm", "\r\x1b[2K"), (True, "dumb", "")]
-)
-def test_a_line_is_plain_and_replaces_the_live_line_on_a_terminal(
-    terminal: bool, term: str, starts: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(os, "isatty", lambda _: terminal)
-    monkeypatch.setenv("TERM", term)
-    print_lines(["watch: rank 1 (n2) is stopped", "  ranks 0 waits"])
-    assert capfd.readouterr().err == f"{starts}watch: rank 1 (n2) is stopped\n  ranks 0 waits\n"

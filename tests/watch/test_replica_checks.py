@@ -69,10 +69,7 @@ def test_equal_replicas_pass(tmp_path: Path) -> None:
 
 
 def test_divergence_without_replicas_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"--watch.divergence 2 compares replicas, but --mesh.strategy fsdp has only one.*HINT: --watch",
-    ):
+    with pytest.raises(ConfigError, match=r"--watch.divergence 2 .* fsdp has only one .*HINT: --watch"):
         configuration.load(["--watch.divergence", "2", "--mesh.strategy", "fsdp"])
     alone = failures(1, tmp_path, "--watch.divergence 2 --mesh.strategy ddp")
     assert alone[0] is not None

@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from fsdp.config import WatchSection
-from fsdp.watch import responder
-from fsdp.watch.rank import Watch
-from fsdp.watch.responder import Responder
+from fsdp.watch import rank as watch_rank
+from fsdp.watch.rank import Responder, Watch
 from fsdp.watch.status_page import CUDA
 from tests.support.env import env_of
 from tests.support.processes import eventually
@@ -47,12 +46,12 @@ def spins_in_c() -> None:
 
 
 @contextmanager
-def training_in(does: Callable[[], None], page: Path) -> Iterator[Responder]:
+def training_in(does: Callable[[], None]) -> Iterator[Responder]:
     """The responder of a training thread that is in `does`."""
     made: list[Responder] = []
 
     def train() -> None:
-        made.append(Responder(page, torch.device("cpu")))
+        made.append(Responder(torch.device("cpu")))
         does()
 
     OVER.clear()
@@ -67,39 +66,35 @@ def training_in(does: Callable[[], None], page: Path) -> Iterator[Responder]:
         made[0].close()
 
 
-def answer(page: Path, command: str = "stacks") -> dict[str, Any]:
+def answer(responder: Responder, command: str = "stacks") -> dict[str, Any]:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(20)
-        connection.connect(str(page.with_suffix(".sock")))
+        connection.connect(responder.address)
         connection.sendall(command.encode())
         return dict(json.loads(connection.makefile().readline()))
 
 
-def stands_in(page: Path, name: str) -> bool:
-    return any(frame[2] == name for frame in answer(page)["training"])
+def stands_in(made: Responder, name: str) -> bool:
+    return any(frame[2] == name for frame in answer(made)["training"])
 
 
 @pytest.mark.parametrize(
     ("does", "in_python"), [(counts, True), (sums, True), (waits, False), (spins_in_c, False)]
 )
-def test_a_loop_of_python_is_told_from_a_wait_in_c(
-    does: Callable[[], None], in_python: bool, tmp_path: Path
-) -> None:
+def test_a_loop_of_python_is_told_from_a_wait_in_c(does: Callable[[], None], in_python: bool) -> None:
     """Though a short loop is always interrupted at the same instruction."""
-    page = tmp_path / "a.page"
-    with training_in(does, page):
-        eventually("it is in its function", lambda: stands_in(page, does.__name__), 20)
-        assert {answer(page)["in_python"] for _ in range(5)} == {in_python}
+    with training_in(does) as made:
+        eventually("it is in its function", lambda: stands_in(made, does.__name__), 20)
+        assert {answer(made)["in_python"] for _ in range(5)} == {in_python}
 
 
 def test_a_flight_recorder_that_cannot_be_read_hides_no_stack(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(responder, "flight_recorder_entries", lambda: [{"of": "another form"}])
-    page = tmp_path / "a.page"
-    with training_in(waits, page):
+    monkeypatch.setattr(watch_rank, "flight_recorder_entries", lambda: [{"of": "another form"}])
+    with training_in(waits) as made:
         for command in ("stacks", "dump"):
-            found = answer(page, command)
+            found = answer(made, command)
             assert (found["groups"], found["calls"]) == ([], [])
             assert any(frame[2] == "waits" for frame in found["training"])
 
@@ -118,9 +113,8 @@ def test_its_thread_sets_the_ranks_device_and_the_page_says_that_it_is_cuda(
         page = watch._observable()
         try:
             assert page.numbers[CUDA] == on_cuda
-            assert answer(page.path)["training"]
+            assert answer(watch._responder)["training"]
         finally:
             watch._responder.close()
-            page.path.unlink()
             page.close()
     assert chosen == [("responder", torch.device("cuda", 1))]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,29 +13,27 @@ import torch.distributed as dist
 
 from fsdp.base.phases import ACTIVITIES, Activity, announces
 from fsdp.checkpoint.store import LocalStore
-from fsdp.watch import status_page
-from fsdp.watch.counters import CollectiveCounter, DeviceClock
-from fsdp.watch.status_page import CUDA, STEP_S, STEPS, StatusPage, Writer
-from tests.rundir.test_lock_hidden import in_namespaces
+from fsdp.watch import counters, status_page
+from fsdp.watch.counters import CollectiveCounter, DeviceClock, Writer
+from fsdp.watch.status_page import CUDA, STEP_S, STEPS, StatusPage
 
 
 @pytest.fixture
 def page() -> Iterator[StatusPage]:
-    own = status_page.create(f"shardrun-test-{os.getpid()}.page")
-    yield own
-    own.path.unlink()
-    own.close()
+    page = status_page.create()
+    yield page
+    page.close()
 
 
 def test_a_step_is_read_as_it_was_written(page: StatusPage) -> None:
     writer = Writer(page.numbers)
-    other = status_page.attach(page.path)
+    other = status_page.attach(os.dup(page.descriptor))
     for step in (1, 2, 3):
         for name in ("data", "forward", "backward", "reduce", "optimizer", "record"):
             writer.phase(name, step)
     status = status_page.read(other.numbers)
     assert (status["step"], status["phase"], other.numbers[STEPS]) == (3, "record", 2)
-    assert set(status_page.ring(other.numbers)) == {1, 2}
+    assert {step for step, _ in status["work"]} == {1, 2}
     other.close()
 
 
@@ -48,8 +44,10 @@ def test_waiting_does_not_count_as_work(page: StatusPage) -> None:
     time.sleep(0.02)
     writer.waited += 0.015
     writer.phase("data", 2)
-    assert status_page.ring(page.numbers)[1] + 0.015 == pytest.approx(page.numbers[STEP_S], abs=1e-3)
-    assert status_page.spent(page.numbers)["waiting"] == 0.015
+    assert dict(status_page.read(page.numbers)["work"])[1] + 0.015 == pytest.approx(
+        page.numbers[STEP_S], abs=1e-3
+    )
+    assert status_page.read(page.numbers)["spent"]["waiting"] == 0.015
 
 
 def test_a_steps_time_is_without_the_evaluation_and_the_save_after_it(
@@ -57,7 +55,7 @@ def test_a_steps_time_is_without_the_evaluation_and_the_save_after_it(
 ) -> None:
     """The monitor's patience is a multiple of it."""
     now = [100.0]
-    monkeypatch.setattr(status_page, "clock", lambda: now[0])
+    monkeypatch.setattr(counters, "clock", lambda: now[0])
     writer = Writer(page.numbers)
     for step in (1, 2, 3):
         for name in ("data", "forward", "record", "evaluate", "evaluate", "save"):
@@ -66,24 +64,10 @@ def test_a_steps_time_is_without_the_evaluation_and_the_save_after_it(
     assert page.numbers[STEP_S] == 3.0
 
 
-def test_a_page_has_its_memory_or_is_made_elsewhere() -> None:
-    """Docker gives a container 64 MiB of shared memory. A store where none is left is SIGBUS."""
-    full = "mount -t tmpfs -o size=64k none /dev/shm && head -c 65536 /dev/zero > /dev/shm/all"
-    write = (
-        "import os; from fsdp.watch import status_page as s\n"
-        "page = s.create(f'shardrun-test-{os.getpid()}.page')\n"
-        "page.write_failure({'message': 'it broke'})\n"
-        "print(page.path.parent, page.read_failure()['message'])\n"
-        "page.path.unlink()"
-    )
-    said = in_namespaces(["unshare", "--mount"], full, sys.executable, "-c", write)
-    assert said == f"{tempfile.gettempdir()} it broke\n"
-
-
 TRACE = "Traceback (most recent call last):\n" + "  File 'a.py', line 3\n" * 300
 
 
-@pytest.mark.parametrize("filler", ["x", "错", "😀", "\x00", '"', "\udcff"])
+@pytest.mark.parametrize("filler", ["x", "😀", "\udcff"])
 def test_a_failure_fits_in_any_script(page: StatusPage, filler: str) -> None:
     """And begins and ends as it was."""
     message = f"ValueError: {filler * 3000}: the last word"
@@ -173,7 +157,7 @@ def test_device_times_are_read_once_the_events_have_passed(page: StatusPage) -> 
             writer.phase(name, step)
             clock.phase(name, step)
             assert Group().wait_for_unshard() == "gathered"
-    assert status_page.ring(page.numbers) == {}
+    assert status_page.read(page.numbers)["work"] == []
     before = Tick.now
     for one in (writer, clock):
         one.phase("evaluate", 2)
@@ -184,10 +168,10 @@ def test_device_times_are_read_once_the_events_have_passed(page: StatusPage) -> 
         one.phase("data", 3)
     writer.phase("forward", 3)
     clock.close()
-    spent = status_page.spent(page.numbers)
+    spent = status_page.read(page.numbers)["spent"]
     # each phase is an event, and two around its wait: 20 ms without it
     assert spent["forward"] == spent["backward"] == pytest.approx(2 * 0.02)
     assert spent["waiting"] == pytest.approx(4 * 0.01)
-    assert status_page.ring(page.numbers)[2] == pytest.approx(2 * 0.02)
+    assert dict(status_page.read(page.numbers)["work"])[2] == pytest.approx(2 * 0.02)
     assert spent["data"] >= 0  # the host's: the device's waits are none of its own
     assert not hasattr(Group.wait_for_unshard, "__wrapped__")

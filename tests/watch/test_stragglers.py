@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 
-from fsdp.watch.stragglers import TRIM, WINDOW, CaughtUp, Straggler, Stragglers, Work
+from fsdp.watch.stragglers import TRIM, WINDOW, Change, Stragglers, Work
 
 NOISE: dict[str, Callable[[random.Random, float], float]] = {
     "normal": lambda dice, size: dice.gauss(0, size),
@@ -46,9 +46,9 @@ def course(
     return works
 
 
-def said(stragglers: Stragglers, works: list[Work], at_once: int = 7) -> list[Straggler | CaughtUp]:
+def said(stragglers: Stragglers, works: list[Work], at_once: int = 7) -> list[Change]:
     """Fed as the monitor does: a few steps at a time."""
-    told: list[Straggler | CaughtUp] = []
+    told: list[Change] = []
     for until in range(at_once, len(works[0]) + at_once, at_once):
         for rank, steps in enumerate(works):
             stragglers.feed(rank, {step: work for step, work in steps.items() if step <= until})
@@ -56,8 +56,8 @@ def said(stragglers: Stragglers, works: list[Work], at_once: int = 7) -> list[St
     return told
 
 
-def late(told: Sequence[Straggler | CaughtUp]) -> list[Straggler]:
-    return [one for one in told if isinstance(one, Straggler)]
+def late(told: Sequence[Change]) -> list[Change]:
+    return [one for one in told if one.late]
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(2, 0.03), (4, 0.03), (4, 0.05)])
@@ -101,9 +101,7 @@ def test_a_straggler_is_reported_once_and_its_end_once() -> None:
     works = course(4, 400, "normal", 0.03, 1, {1: 1.3}, since=101)
     works[1] = {n: own / 1.3 if n > 250 else own for n, own in works[1].items()}
     begun, over = said(Stragglers(7.0), works)
-    assert isinstance(begun, Straggler)
-    assert isinstance(over, CaughtUp)
-    assert over.rank == 1
+    assert (begun.rank, begun.late, over.rank, over.late) == (1, True, 1, False)
     assert 250 < over.step <= 250 + WINDOW
 
 

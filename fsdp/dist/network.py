@@ -1,5 +1,5 @@
-"""This host's own addresses, of IPv4 and IPv6: on the route to another host, and that of its name. Imports no
-torch.
+"""This host's own addresses, of IPv4 and IPv6: on the route to another host, and that of its name. And errors
+of collectives that another rank's end has caused. Imports no torch.
 """
 
 from __future__ import annotations
@@ -78,3 +78,35 @@ def _interfaces() -> Iterator[tuple[str, str]]:
             place = entry.next
     finally:
         libc.freeifaddrs(first)
+
+
+# ---------------------------------------------------------------- a peer that is gone
+
+PEER_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "NCCL communicator was aborted",
+)
+"""Texts of gloo, NCCL and c10d, which raise a plain RuntimeError or torch.distributed.DistError."""
+TRANSPORT = ("gloo/transport", "Watchdog caught collective operation timeout")
+"""gloo names the source file of its transport in all its errors, time-outs too."""
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another rank has ended: that rank's error is the first one."""
+    return _has_text(error, PEER_GONE)
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether a collective failed because of another rank, which has ended or did not come in time; or
+    whether such a failure is the cause of this error.
+    """
+    return any(
+        _has_text(one, (*PEER_GONE, *TRANSPORT)) for one in (error, error.__cause__) if one is not None
+    )
+
+
+def _has_text(error: BaseException, texts: tuple[str, ...]) -> bool:
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
