@@ -266,7 +266,7 @@ class DataSection:
     @property
     def names(self) -> tuple[str, ...]:
         """Every --data.name that the run reads: those of its sources, if it mixes some."""
-        return tuple(one.name for one in self.sources) or (self.name,)
+        return tuple(source.name for source in self.sources) or (self.name,)
 
 
 @dataclass(frozen=True, kw_only=True)

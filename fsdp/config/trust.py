@@ -72,7 +72,7 @@ def _without_downloads(values: dict[str, Any]) -> dict[str, Any]:
     tables = values.get("data.sources")
     if isinstance(tables, list):
         values = values | {
-            "data.sources": [_not_downloaded(one) if isinstance(one, dict) else one for one in tables]
+            "data.sources": [_not_downloaded(table) if isinstance(table, dict) else table for table in tables]
         }
     data = {key: values[f"data.{key}"] for key in ("name", "dir", "args") if f"data.{key}" in values}
     return values | {f"data.{key}": value for key, value in _not_downloaded(data).items()}
@@ -114,7 +114,7 @@ def check_code(run: Path, config: Config, trusted: Collection[str]) -> None:
     directory.
     """
     named = {"model.name": config.model.name, "data.name": config.data.name}
-    named |= {f"data.sources.{one.label}": one.name for one in config.data.sources}
+    named |= {f"data.sources.{source.label}": source.name for source in config.data.sources}
     # Row files in a store are data, which fsdp/tokenize/sources.py reads.
     stores = tuple(f"{scheme}://" for scheme in STORES)
     named = {field: name for field, name in named.items() if not name.startswith(stores)}

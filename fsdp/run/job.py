@@ -242,10 +242,12 @@ def meta_model(spec: ModelSpec, seed: int = 0) -> nn.Module:
         base = lacks_base(model)
         if stray is None and base is None:
             return model
-        why = f"{stray} is a tensor that no register_buffer made" if stray else f"{base} is not made there"
+        reason = f"{stray} is a tensor that no register_buffer made" if stray else f"{base} is not made there"
     except (NotImplementedError, RuntimeError) as error:
-        why = first_line(error)
-    log.warning("%s cannot be built on the meta device (%s): each rank builds it whole once", spec.name, why)
+        reason = first_line(error)
+    log.warning(
+        "%s cannot be built on the meta device (%s): each rank builds it whole once", spec.name, reason
+    )
     with seeded(seed), torch.device("cpu"):
         model = spec.build()
     to_empty(model, "meta")

@@ -318,11 +318,11 @@ class TrainingLoop:
                 self.checkpointer.export(self.run.full_model_ema, averaged=True)
         if self.env.is_main:
             finished = "an evaluation" if self.config.train.evaluate_only else "the last step"
-            why = self.stopped or finished
+            reason = self.stopped or finished
             marker = self.run.stopped if self.stopped else self.run.done
-            history.write_marker(marker, f"{why} at step {self.state.step}\n")
+            history.write_marker(marker, f"{reason} at step {self.state.step}\n")
             how = Ending.STOPPED if self.stopped else Ending.FINISHED
-            history.record_end(self.run, step=self.state.step, why=why, how=how)
+            history.record_end(self.run, step=self.state.step, why=reason, how=how)
             if self.planned is not None and (figures := self.planned.compared()):
                 append_if_possible(self.run.history, {"event": "planned", "step": self.state.step, **figures})
         return Outcome(self.run.path, self.state.step, self.stopped, self.evaluation)

@@ -217,7 +217,7 @@ def forget_meshes() -> None:
         _redistribute.clear_redistribute_planner_cache()
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed.tensor"):
-            own = [one for one in vars(module).values() if isinstance(one, type) and one.__module__ == name]
+            own = [var for var in vars(module).values() if isinstance(var, type) and var.__module__ == name]
             for value in [value for owner in (module, *own) for value in vars(owner).values()]:
                 if isinstance(cached := getattr(value, "__func__", value), _CACHED):
                     cached.cache_clear()

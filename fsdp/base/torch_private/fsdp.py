@@ -67,14 +67,17 @@ def tensors_by_kind(group: FSDPParamGroup) -> Iterator[tuple[str, Tensor | None]
 
     Several exist only after the first gather or reduction. One under another name is counted as activations.
     """
-    for one in group.fsdp_params:
-        yield from (("parameters", one.sharded_param), ("parameters", one._sharded_param_data))
-        yield from (("gathered", tensor) for tensor in one.all_gather_outputs)
-        gathered = getattr(one, "_unsharded_param", None)
+    for parameter in group.fsdp_params:
+        yield from (("parameters", parameter.sharded_param), ("parameters", parameter._sharded_param_data))
+        yield from (("gathered", tensor) for tensor in parameter.all_gather_outputs)
+        gathered = getattr(parameter, "_unsharded_param", None)
         if gathered is not None:
             yield from (("gathered", gathered), ("gradients", gathered.grad))
-        yield "gathered", getattr(one, "_sharded_post_forward_param_data", None)
-        yield from (("gradients", accumulated_gradient(one)), ("gradients", one.sharded_param.grad))
+        yield "gathered", getattr(parameter, "_sharded_post_forward_param_data", None)
+        yield from (
+            ("gradients", accumulated_gradient(parameter)),
+            ("gradients", parameter.sharded_param.grad),
+        )
     yield "gradients", getattr(group, "_partial_reduce_output", None)
 
 
@@ -167,7 +170,7 @@ def seen_tensors(output: Any) -> Sequence[Tensor]:
     if find is not None:
         found: Sequence[Tensor] = find(output)
         return found
-    return [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.requires_grad]
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 # ---------------------------------------------------------------- what a group does
@@ -185,8 +188,8 @@ def unreduced_groups(groups: Sequence[FSDPParamGroup]) -> list[tuple[int, list[b
     """
     done = TrainingState.POST_BACKWARD
     return [
-        (at, [_has_unreduced(one) for one in group.fsdp_params])
-        for at, group in enumerate(groups)
+        (index, [_has_unreduced(parameter) for parameter in group.fsdp_params])
+        for index, group in enumerate(groups)
         if group._training_state is not done
     ]
 
