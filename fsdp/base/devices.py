@@ -26,41 +26,25 @@ class Device:
     name: str
     bf16_tflops: float
     memory_gb_s: float
+    driver_words: str
+    """Words of torch.cuda.get_device_name(): a name is that of the first device whose words all appear."""
 
 
 DEVICES = (
-    Device("A100 40GB", 312.0, 1555.0),
-    Device("A100 80GB", 312.0, 2039.0),
-    Device("H100 SXM", 989.4, 3350.0),
-    Device("H100 PCIe", 756.0, 2000.0),
-    Device("H100 NVL", 835.0, 3900.0),
-    Device("H200", 989.4, 4800.0),
-    Device("B200", 2250.0, 8000.0),
-    Device("GH200", 989.4, 4000.0),
-    Device("GB200", 2500.0, 8000.0),
-    Device("B300", 2250.0, 8000.0),
-    Device("MI300X", 1307.4, 5300.0),
-    Device("MI250X GCD", 191.5, 1638.0),  # half of the card: a process has one of its two
-    Device("L4", 121.0, 300.0),
-    Device("L40S", 362.0, 864.0),
-)
-
-_BY_WORDS = (
-    # Words of torch.cuda.get_device_name(); the first entry whose words all appear.
-    (("A100", "40GB"), "A100 40GB"),
-    (("A100",), "A100 80GB"),
-    (("H100", "PCIe"), "H100 PCIe"),
-    (("H100", "NVL"), "H100 NVL"),
-    (("H100",), "H100 SXM"),
-    (("GH200",), "GH200"),  # before H200, whose name is in it
-    (("H200",), "H200"),
-    (("GB200",), "GB200"),
-    (("B200",), "B200"),
-    (("B300",), "B300"),
-    (("MI300X",), "MI300X"),
-    (("MI250X",), "MI250X GCD"),
-    (("L40S",), "L40S"),
-    (("L4",), "L4"),
+    Device("A100 40GB", 312.0, 1555.0, "A100 40GB"),
+    Device("A100 80GB", 312.0, 2039.0, "A100"),
+    Device("H100 PCIe", 756.0, 2000.0, "H100 PCIE"),
+    Device("H100 NVL", 835.0, 3900.0, "H100 NVL"),
+    Device("H100 SXM", 989.4, 3350.0, "H100"),
+    Device("GH200", 989.4, 4000.0, "GH200"),  # before H200, whose name is in it
+    Device("H200", 989.4, 4800.0, "H200"),
+    Device("GB200", 2500.0, 8000.0, "GB200"),
+    Device("B200", 2250.0, 8000.0, "B200"),
+    Device("B300", 2250.0, 8000.0, "B300"),
+    Device("MI300X", 1307.4, 5300.0, "MI300X"),
+    Device("MI250X GCD", 191.5, 1638.0, "MI250X"),  # half of the card: a process has one of its two
+    Device("L40S", 362.0, 864.0, "L40S"),
+    Device("L4", 121.0, 300.0, "L4"),
 )
 
 
@@ -69,18 +53,13 @@ def find(name: str, *, typed: bool = False) -> Device | None:
     of one (MIG). `typed` by a person, whose h100x is a mistake and no device of that family.
     """
     parts = name.upper().replace("-", " ").replace("_", " ").split()
+
+    def has(word: str) -> bool:
+        return word in parts or (not typed and len(word) > 2 and any(word in part for part in parts))
+
     if "MIG" in parts:
         return None
-    for words, known in _BY_WORDS:
-        if all(
-            any(
-                word.upper() == part or (not typed and len(word) > 2 and word.upper() in part)
-                for part in parts
-            )
-            for word in words
-        ):
-            return next(device for device in DEVICES if device.name == known)
-    return None
+    return next((device for device in DEVICES if all(map(has, device.driver_words.split()))), None)
 
 
 def set_thread_device(device: torch.device | None) -> None:
