@@ -5,7 +5,6 @@ own, and the closing lines with the commands that may follow.
 from __future__ import annotations
 
 import importlib
-import itertools
 import logging
 import os
 import shlex
@@ -114,31 +113,17 @@ def units_line(model: nn.Module, wrap: str) -> str:
 
 
 def unit_table(model: nn.Module, wrap: str, shards: int, whole: Collection[nn.Parameter] = ()) -> list[str]:
-    """A line for each unit: its parameters, and how many of them each rank of a replica keeps."""
-    rows = [("unit", "parameters", "a rank's shard")]
+    """A line for each unit: its parameters, and how many of them rank 0 of a replica keeps, which has the
+    longest shards.
+    """
+    rows = [("unit", "parameters", "rank 0's shard")]
     for name, parameters in _units(model, wrap):
         # FSDP shards no 0-dim parameter
-        kept = [
-            sum(
-                p.numel() if p in whole or not p.dim() else cut_of(p.shape, rank, shards).numel
-                for p in parameters
-            )
-            for rank in range(shards)
-        ]
-        rows.append((name, f"{sum(p.numel() for p in parameters):,}", _by_rank(kept)))
-    return columns(rows, right=(1,))
-
-
-def _by_rank(kept: list[int]) -> str:
-    """Ranks with equal shards are one entry: the first ranks have the longer shards."""
-    if len(set(kept)) == 1:
-        return f"{kept[0]:,}"
-    entries, first = [], 0
-    for numel, ranks in itertools.groupby(kept):
-        last = first + len(list(ranks)) - 1
-        entries.append(f"{numel:,} on " + (f"ranks {first} to {last}" if last > first else f"rank {last}"))
-        first = last + 1
-    return "; ".join(entries)
+        shard = sum(
+            p.numel() if p in whole or not p.dim() else cut_of(p.shape, 0, shards).numel for p in parameters
+        )
+        rows.append((name, f"{sum(p.numel() for p in parameters):,}", f"{shard:,}"))
+    return columns(rows, right=(1, 2))
 
 
 def _name(dtype: torch.dtype) -> str:
