@@ -30,7 +30,6 @@ from fsdp.base.object_client import (
 )
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.checkpoint import file_names
-from fsdp.checkpoint.store import Buffer
 from fsdp.rundir.lock import RELEASED, VersionedObject
 from fsdp.rundir.paths import replace_with
 
@@ -145,12 +144,12 @@ class ObjectStore:
         if self._listing(folder):
             self.remove(folder, "")
 
-    def write(self, folder: str, file: str, buffers: Iterable[Buffer]) -> None:
+    def write(self, folder: str, file: str, buffers: Iterable[bytes | memoryview]) -> None:
         path = self._path(folder, file)
         size = sum(memoryview(buffer).nbytes for buffer in buffers)
         self._retried(lambda: self._put(path, buffers, size), f"writing {self.path(folder)}/{file}")
 
-    def _put(self, path: str, buffers: Iterable[Buffer], size: int) -> None:
+    def _put(self, path: str, buffers: Iterable[bytes | memoryview], size: int) -> None:
         stream = self._fs.open(path, "wb", block_size=_part_bytes(size))
         try:
             for buffer in buffers:
