@@ -70,68 +70,37 @@ def _one(dice: random.Random) -> Case:
 
 def _model(dice: random.Random) -> list[str]:
     kind = dice.choice(["transformer", "transformer", "transformer", "tied", "frozen", "vit", "mlp"])
-    layers = str(dice.randint(2, 9))
+    layers = dice.randint(2, 9)
     if kind == "vit":
-        width = str(dice.choice([64, 96, 128]))
-        return [
-            "--model.name",
-            "vit",
-            "--model.args.layers",
-            layers,
-            "--model.args.width",
-            width,
-            "--model.args.ffn",
-            "256",
-        ]
+        width = dice.choice([64, 96, 128])
+        words = f"--model.name vit --model.args.layers {layers} --model.args.width {width}"
+        return f"{words} --model.args.ffn 256".split()
     if kind == "mlp":
-        width = str(dice.choice([128, 200, 512]))
-        return [
-            "--data.name",
-            "digits",
-            "--model.name",
-            "mlp",
-            "--model.args.hidden",
-            width,
-            "--model.args.in_features",
-            "784",
-        ]
-    words = [
-        "--data.name",
-        "synthetic",
-        "--data.args.kind",
-        "tokens",
-        "--data.seq_len",
-        str(dice.choice([32, 64, 96])),
-    ]
-    words += [
-        "--data.args.vocab_size",
-        str(dice.choice([250, 512, 1003, 4096])),
-        "--model.args.layers",
-        layers,
-    ]
-    words += ["--model.args.width", str(dice.choice([64, 128, 192, 256]))]
+        width = dice.choice([128, 200, 512])
+        words = f"--data.name digits --model.name mlp --model.args.hidden {width}"
+        return f"{words} --model.args.in_features 784".split()
+    words = (
+        f"--data.name synthetic --data.args.kind tokens --data.seq_len {dice.choice([32, 64, 96])} "
+        f"--data.args.vocab_size {dice.choice([250, 512, 1003, 4096])} --model.args.layers {layers} "
+        f"--model.args.width {dice.choice([64, 128, 192, 256])}"
+    )
     if kind == "frozen":
-        return ["--model.name", "bench.plan_cases:half_frozen", *words]
-    words += ["--model.args.tied", "true"] if kind == "tied" else []
-    words += ["--model.args.kv_heads", "2"] if dice.random() < 0.3 else []
-    return ["--model.name", "transformer", *words]
+        return ["--model.name", "bench.plan_cases:half_frozen", *words.split()]
+    words += " --model.args.tied true" if kind == "tied" else ""
+    words += " --model.args.kv_heads 2" if dice.random() < 0.3 else ""
+    return ["--model.name", "transformer", *words.split()]
 
 
 def _mesh(dice: random.Random, ranks: int) -> list[str]:
     kind = dice.choice(["fsdp", "fsdp", "fsdp", "hsdp", "ddp"])
+    reshard = "--mesh.reshard_after_forward"
     if kind == "hsdp" and ranks == 4:
-        return [
-            "--mesh.strategy",
-            "hsdp",
-            "--mesh.replicate",
-            "2",
-            "--mesh.reshard_after_forward",
-            dice.choice(["true", "false"]),
-        ]
+        policy = dice.choice(["true", "false"])
+        return f"--mesh.strategy hsdp --mesh.replicate 2 {reshard} {policy}".split()
     if kind == "ddp" and ranks > 1:
         return ["--mesh.strategy", "ddp"]
     policy = dice.choice(["true", "true", "false", "step", *(["2"] if ranks == 4 else [])])
-    return ["--mesh.strategy", "fsdp", "--mesh.reshard_after_forward", policy]
+    return ["--mesh.strategy", "fsdp", reshard, policy]
 
 
 _MORE = [

@@ -29,7 +29,7 @@ from bench.plan_cases import Case
 from bench.plan_real import build, plain_step
 from fsdp.config import load
 from fsdp.plan.estimate import ask_for, memory_of
-from fsdp.plan.fake_runs import count
+from fsdp.plan.fake_step import trace_step
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = 3
@@ -70,49 +70,28 @@ def draw(dice: random.Random, number: int) -> list[Case]:
 def _one(dice: random.Random) -> Case:
     micro, times = dice.choice([1, 2, 4]), dice.choice([1, 1, 3])
     width = dice.choice([768, 1024, 2048])
-    flags = [
-        "--model.name",
-        "transformer",
-        "--data.name",
-        "synthetic",
-        "--data.args.kind",
-        "tokens",
-        "--mesh.strategy",
-        "fsdp",
-    ]
-    flags += [
-        "--data.seq_len",
-        str(dice.choice([512, 1024])),
-        "--data.args.vocab_size",
-        str(dice.choice([8192, 32000])),
-    ]
-    flags += ["--model.args.width", str(width), "--model.args.heads", str(width // 64)]
-    flags += ["--model.args.layers", str(dice.choice([4, 8, 13])), "--model.args.max_seq_len", "1024"]
-    flags += [
-        "--train.global_batch",
-        str(micro * times),
-        "--train.micro_batch",
-        str(micro),
-        "--speed.compile",
-        "false",
-    ]
-    flags += dice.choice(
-        [[], [], ["--memory.activation_checkpointing", "full"], ["--memory.activation_checkpointing", "ops"]]
+    words = (
+        "--model.name transformer --data.name synthetic --data.args.kind tokens --mesh.strategy fsdp "
+        "--speed.compile false --model.args.max_seq_len 1024 "
+        f"--data.seq_len {dice.choice([512, 1024])} --data.args.vocab_size {dice.choice([8192, 32000])} "
+        f"--model.args.width {width} --model.args.heads {width // 64} "
+        f"--model.args.layers {dice.choice([4, 8, 13])} --train.global_batch {micro * times} "
+        f"--train.micro_batch {micro} "
     )
-    flags += dice.choice([[], [], ["--precision.param", "fp32"]])
-    flags += dice.choice(
-        [[], ["--mesh.reshard_after_forward", "false"], ["--mesh.reshard_after_forward", "step"]]
-    )
-    flags += dice.choice(
-        [[], [], ["--optim.name", "sgd"], ["--lora.rank", "8"], ["--memory.cpu_offload", "true"]]
-    )
+    checkpointing, reshard = "--memory.activation_checkpointing", "--mesh.reshard_after_forward"
+    words += dice.choice(["", "", f"{checkpointing} full ", f"{checkpointing} ops "])
+    words += dice.choice(["", "", "--precision.param fp32 "])
+    words += dice.choice(["", f"{reshard} false ", f"{reshard} step "])
+    words += dice.choice(["", "", "--optim.name sgd", "--lora.rank 8", "--memory.cpu_offload true"])
+    flags = words.split()
     return Case(1, tuple(flags))
 
 
 def planned(case: Case) -> Peaks:
     """The plan from the flags alone; a bench's batches are not read ahead."""
     config = load([*case.flags, "--plan.gpus", "1", "--plan.gpu", "h100"])
-    memory = memory_of(count(ask_for(config, 1)), apart=True, offload=config.memory.cpu_offload)
+    ask, _ = ask_for(config)
+    memory = memory_of(trace_step(ask), ask)
     return Peaks(memory.peak, memory.reserved)
 
 

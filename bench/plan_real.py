@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import tempfile
-import traceback
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -26,12 +24,9 @@ from fsdp.optim.state import maybe_ema
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import replicate, shard_model
 from fsdp.plan.estimate import memory_of
-from fsdp.plan.fake_runs import count, peak_of
-from fsdp.plan.model_shapes import Subject, subject_of
-from fsdp.plan.step import TracedSetup
-from fsdp.plan.step_trace import FakeRun, batches, stage
-from fsdp.plan.trace import Segment, Trace
-from fsdp.plan.tracker import Tracker
+from fsdp.plan.fake_step import FakeRun, TracedSetup, batches, stage, trace_step
+from fsdp.plan.subject import Subject, subject_of
+from fsdp.plan.trace import Tracker
 from fsdp.run.job import model_of
 from fsdp.run.step import StepParts, Totals, gradients_of, train_step
 
@@ -43,72 +38,29 @@ have it at the same place.
 
 
 class Ranks:
-    """A pool of processes; each case is a process group of the first of them."""
+    """A pool of processes; each case is a process group of some of them."""
 
     def __enter__(self) -> Ranks:
-        self._members: list[tuple[Any, Any]] = []
+        os.environ["OMP_NUM_THREADS"] = "1"
+        self._pool = ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("spawn"))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for process, pipe in self._members:
-            pipe.close()
-            process.join()
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown()
 
     def predict(self, case: Case) -> float:
         """Tensor bytes of the rank with most."""
-        return float(self._ask(0, ("predict", case.flags, case.ranks)))
+        return self._pool.submit(_predict, case.flags, case.ranks).result()
 
     def torchs(self, case: Case) -> float | None:
-        return self._ask(0, ("torchs", case.flags, case.ranks))
+        return self._pool.submit(_torchs, case.flags, case.ranks).result()
 
     def measure(self, case: Case) -> float:
         with tempfile.TemporaryDirectory(prefix="plan-") as folder:
             store = str(Path(folder, "store"))
-            for rank in range(case.ranks):
-                self._send(rank + 1, ("measure", case.flags, case.ranks, rank, store))
-            return max(float(self._receive(rank + 1)) for rank in range(case.ranks))
-
-    def _ask(self, at: int, message: tuple[Any, ...]) -> Any:
-        self._send(at, message)
-        return self._receive(at)
-
-    def _send(self, at: int, message: tuple[Any, ...]) -> None:
-        while len(self._members) <= at:
-            self._members.append(_start())
-        self._members[at][1].send(message)
-
-    def _receive(self, at: int) -> Any:
-        good, value = self._members[at][1].recv()
-        if not good:
-            raise RuntimeError(value)
-        return value
-
-
-def _start() -> tuple[Any, Any]:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()
-    return process, ours
-
-
-def _serve(pipe: Any) -> None:
-    torch.set_num_threads(1)
-    work: dict[str, Any] = {"predict": _predict, "torchs": _torchs, "measure": _measure}
-    while True:
-        try:
-            name, *arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send((True, work[name](*arguments)))
-        except BaseException:
-            pipe.send((False, traceback.format_exc()))
-        gc.collect()
+            ranks = range(case.ranks)
+            jobs = [self._pool.submit(_measure, case.flags, case.ranks, rank, store) for rank in ranks]
+            return max(job.result() for job in jobs)
 
 
 # ---------------------------------------------------------------- predicted
@@ -118,13 +70,13 @@ def _asks(flags: tuple[str, ...], ranks: int) -> list[FakeRun]:
     config = load(list(flags))
     sizes, batch = resolve(config.mesh, ranks), plan_batch(config.train, ranks)
     return [
-        FakeRun(config, sizes, rank, batch.micro_batch, min(batch.accumulation, 3), 0, "cpu")
+        FakeRun(config, sizes, rank, batch.micro_batch, min(batch.accumulation, 3), "cpu")
         for rank in range(ranks)
     ]
 
 
 def _predict(flags: tuple[str, ...], ranks: int) -> float:
-    return max(memory_of(count(ask)).peak for ask in _asks(flags, ranks))
+    return max(memory_of(trace_step(ask), ask).peak for ask in _asks(flags, ranks))
 
 
 def _torchs(flags: tuple[str, ...], ranks: int) -> float | None:
@@ -134,13 +86,12 @@ def _torchs(flags: tuple[str, ...], ranks: int) -> float | None:
     ask = _asks(flags, ranks)[0]
     if ask.sizes.strategy == "ddp":
         return None
-    with stage(ask) as made:
-        parts = made.parts(ask.config)
-        tracker = FSDPMemTracker(made.sharded.root, made.optimizer)
+    with stage(ask) as (parts, _, subject):
+        tracker = FSDPMemTracker(parts.sharded.root, parts.optimizer)
         for at in range(2):
             try:
                 with tracker:
-                    plain_step(parts, batches(made.subject, ask.micro_batch), ask.accumulation)
+                    plain_step(parts, batches(subject, ask.micro_batch), ask.accumulation)
             except NotImplementedError:  # its own words for more than one micro-batch a step
                 return None
             if at == 0:
@@ -218,19 +169,16 @@ def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -
 def _real_steps(flags: tuple[str, ...], ranks: int, rank: int) -> float:
     """Peak bytes of tensors."""
     built = build(flags, ranks, rank, torch.device("cpu"))
-    watched, micro = built.watched, built.micro_batches
-    watched.hold_state()
-    watched.step(built.batches("cpu"), micro)
-    watched.hold_state()
-    looks = [_segments_of_a_step(built) for _ in range(LOOKS)]
-    # Of each segment the least: what gloo let go of late is only ever added.
-    return max(min(peak_of(Trace((look,), 0)) for look in same) for same in zip(*looks, strict=True))
-
-
-def _segments_of_a_step(built: Built) -> tuple[Segment, ...]:
-    before = len(built.watched.tracker.trace(0).segments)
+    built.watched.hold_state()
     built.watched.step(built.batches("cpu"), built.micro_batches)
-    return built.watched.tracker.trace(0).segments[before:]
+    built.watched.hold_state()
+    looks = list[np.ndarray]()
+    for _ in range(LOOKS):
+        built.watched.tracker.restart()
+        built.watched.step(built.batches("cpu"), built.micro_batches)
+        looks.append(built.watched.trace().peaks())
+    # Of each part the least: what gloo let go of late is only ever added.
+    return float(np.min(looks, axis=0).max())
 
 
 def plain_step(parts: StepParts, batches: Iterator[Batch], count: int) -> None:

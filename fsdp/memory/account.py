@@ -4,7 +4,7 @@
 out-of-memory error read it. `owned_storages` reads what model, FSDP groups and optimizer own now: a run that
 is not profiled pays nothing, and one that runs out of memory can still be accounted. Activations have no
 owner: StorageTracker sees every storage that operations create and release on a CPU, whose allocator has no
-history; on CUDA torch's own snapshot has them. `LiveStorages` is the planner's too (fsdp/plan/tracker.py).
+history; on CUDA torch's own snapshot has them. `LiveStorages` is the planner's too (fsdp/plan/trace.py).
 """
 
 from __future__ import annotations

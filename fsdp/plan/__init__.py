@@ -3,18 +3,15 @@
     python -m fsdp.plan --model.name transformer --model.preset llama-8b --data.seq_len 8192 \\
         --plan.gpus 64 --plan.gpu h100
 
-    model_shapes   the model, and the shapes of one sample
-    step           the step of fsdp/run/step.py with marks where phases and blocks begin
-    step_trace     the trace of one configuration's step on one rank, in a fake process group of any size
-    tracker        each allocation, operation and collective of a step, FSDP's own too
-    trace          a trace as numbers; blocks repeat, so few are traced and any number is composed
-    fake_runs      the fake runs that a plan needs, and their composition
+    subject        the model, and the shapes of one sample
+    fake_step      the step of fsdp/run/step.py on one rank, in a fake process group of any size
+    trace          each allocation, operation and collective of a step, FSDP's own too, as numbers
     cuda           CUDA's caching allocator, replayed; operators whose formulas differ on CUDA
     rates          what devices and links sustain: a table
     step_time      seconds: a roofline for each operation, links for each collective, in FSDP's order
-    estimate       one configuration's plan: memory by kind and phase, step time, throughput
+    estimate       one configuration's plan: memory by kind, step time, throughput
     search         the meshes and knobs worth trying, ranked
-    report         the table, the best line, the recipe
+    text           the table, the best line, the recipe
     __main__       the command, python -m fsdp.plan
 
 Nothing here runs on a GPU or trains; fsdp/run/summary.py compares a plan with what its run measured.

@@ -12,7 +12,7 @@ type. So does an eager cross entropy of the loss that a run compiles.
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -29,82 +29,53 @@ def packing(events: Iterable[tuple[int, int, int]]) -> float:
     (negative for a free), stream; a storage that shrinks or grows is allocated anew.
     """
     pools: dict[tuple[int, bool], Pool] = {}
-    held: dict[int, tuple[Pool, int, int, int]] = {}
-    alive: dict[int, int] = {}
-    peaks: dict[int, int] = {}
+    taken: dict[int, tuple[Pool, int, int]] = {}
+    alive, peaks = Counter[int](), Counter[int]()
     for storage, change, stream in events:
         size = change
-        if storage in held:
-            pool, start, before, stream = held.pop(storage)
+        if storage in taken:
+            pool, start, before = taken.pop(storage)
             pool.free(start)
             alive[stream] -= before
             size += before
-        if size <= 0:
-            continue
-        pool = pools.setdefault((stream, size <= MIB), Pool(2 * MIB if size <= MIB else 20 * MIB))
-        held[storage] = (pool, pool.take(size), size, stream)
-        alive[stream] = alive.get(stream, 0) + size
-        peaks[stream] = max(peaks.get(stream, 0), alive[stream])
+        if size > 0:
+            pool = pools.setdefault((stream, size <= MIB), Pool(2 * MIB if size <= MIB else 20 * MIB))
+            taken[storage] = (pool, pool.take(size), size)
+            alive[stream] += size
+            peaks[stream] = max(peaks[stream], alive[stream])
     return sum(pool.reserved for pool in pools.values()) / max(1, sum(peaks.values()))
 
 
 class Pool:
-    """One growing segment: start → size of each block, and the free ones by size."""
+    """One segment that grows at its end: start → size of each block that is taken, and of each free one."""
 
     def __init__(self, grows_by: int) -> None:
         self.reserved = 0
         self._grows_by = grows_by
         self._taken: dict[int, int] = {}
-        self._free: list[tuple[int, int]] = []
-        self._starts: dict[int, int] = {}
-        """Start → size of each free block, and its end → start in `_ends`."""
-        self._ends: dict[int, int] = {}
+        self._free: dict[int, int] = {}
 
     def take(self, size: int) -> int:
         size = -(-size // GRAIN) * GRAIN
-        # The last block can grow, and is taken only if no other fits.
-        at = bisect_left(self._free, (size, -1))
-        while at < len(self._free) and sum(self._free[at]) == self.reserved:
-            at += 1
-        if at < len(self._free):
-            whole, start = self._free[at]
-        else:
-            start = self._ends.get(self.reserved, self.reserved)
-            lacks = size - self._starts.get(start, 0)
-            if lacks > 0:
-                last = self._starts.get(start, 0)
-                if last:
-                    self._drop(start)
-                added = -(-lacks // self._grows_by) * self._grows_by
-                self.reserved += added
-                self._put(start, last + added)
-            whole = self._starts[start]
-        self._drop(start)
+        last = next((start for start, free in self._free.items() if start + free == self.reserved), None)
+        # Best fit. The last block can grow, and is taken only if no other fits.
+        fits = [(free, start) for start, free in self._free.items() if free >= size and start != last]
+        start = min(fits)[1] if fits else self.reserved if last is None else last
+        whole = self._free.pop(start, 0)
+        if whole < size:
+            grown = -(-(size - whole) // self._grows_by) * self._grows_by
+            self.reserved, whole = self.reserved + grown, whole + grown
         self._taken[start] = size
         if whole > size:
-            self._put(start + size, whole - size)
+            self._free[start + size] = whole - size
         return start
 
     def free(self, start: int) -> None:
         """Neighbours that are free become one block."""
         size = self._taken.pop(start)
-        if (after := self._starts.get(start + size)) is not None:
-            self._drop(start + size)
-            size += after
-        if (before := self._ends.get(start)) is not None:
-            size += self._starts[before]
-            self._drop(before)
-            start = before
-        self._put(start, size)
-
-    def _put(self, start: int, size: int) -> None:
-        self._starts[start], self._ends[start + size] = size, start
-        insort(self._free, (size, start))
-
-    def _drop(self, start: int) -> None:
-        size = self._starts.pop(start)
-        del self._ends[start + size]
-        self._free.pop(bisect_left(self._free, (size, start)))
+        size += self._free.pop(start + size, 0)
+        before = next((first for first, free in self._free.items() if first + free == start), start)
+        self._free[before] = self._free.pop(before, 0) + size
 
 
 # ---------------------------------------------------------------- stand-ins

@@ -3,81 +3,55 @@ issued them.
 
 Three queues run side by side, as on a GPU: compute, the shard axis's collectives, the replicate axis's. A
 gather waits for the copy-out before it, a block for its gather, a reduction for its block, the block after
-next for that reduction: all read from the traced step. Not here: rates (rates.py), bytes alive (memory.py).
+next for that reduction: all read from the traced step. Not here: rates (rates.py), bytes alive (estimate.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from fsdp.dist.mesh import MeshSizes
-from fsdp.plan.fake_runs import TracedStep
+from fsdp.plan.fake_step import FakeRun
 from fsdp.plan.rates import FLOAT8, NARROW_HEADS, Rates
-from fsdp.plan.trace import CODE, OPS, Segment, Work, unrolled
+from fsdp.plan.trace import AFTER, CODE, OPS, Trace
 
-_COMPUTE = frozenset({CODE["pointwise"], CODE["matmul"], CODE["attention"]})
-_START_S = 20e-6
+COMPUTE = tuple(CODE[name] for name in OPS[:3])
+START_S = 20e-6
 """Seconds that a collective takes to start."""
-_HOP_S = 10e-6
+HOP_S = 10e-6
 """Seconds of a ring, for each node that it passes."""
 
 
-@dataclass(frozen=True)
-class Links:
-    """The place of a group's ranks: shards are side by side, first within a node; replicas are a shard
-    apart.
+class Sent(NamedTuple):
+    """A collective: its seconds, and the bytes that a rank sends within its node and between nodes."""
+
+    seconds: float = 0.0
+    within: float = 0.0
+    between: float = 0.0
+    limited_between: bool = False
+    """Whether links between nodes limit it."""
+
+
+def send(operation: str, size: float, sizes: MeshSizes, rates: Rates, *, replicas: bool) -> Sent:
+    """`size` is the gathered whole, or the bytes that an all-reduce reduces. Shards are side by side, first
+    within a node; replicas are a shard apart, each of a node's ranks in a group of its own that shares the
+    node's adapters.
     """
-
-    sizes: MeshSizes
-    rates: Rates
-
-    def seconds(self, operation: str, size: float, *, replicas: bool) -> float:
-        """`size` is the gathered whole, or the bytes that an all-reduce reduces."""
-        ranks = self.sizes.replicate if replicas else self.sizes.shard
-        if ranks == 1:
-            return 0.0
-        times = 2 if operation == "all_reduce" else 1
-        return _START_S + _HOP_S * self._place(replicas)[1] + times * max(self._ways(size, replicas))
-
-    def slower_between(self, *, replicas: bool) -> bool:
-        """Whether links between nodes limit such a collective."""
-        inside, across = self._ways(1.0, replicas)
-        return across > inside
-
-    def _ways(self, size: float, replicas: bool) -> tuple[float, float]:
-        """Seconds within a node, and between nodes."""
-        within, nodes, rate = self._place(replicas)
-        across = size * (nodes - 1) / nodes / rate if nodes > 1 else 0.0
-        return size * (within - 1) / within / self.rates.link, across
-
-    def _place(self, replicas: bool) -> tuple[int, int, float]:
-        """Ranks of the group within a node, nodes that it spans, and its share of a node's adapters."""
-        a_node, shard = self.rates.gpus_a_node, self.sizes.shard
-        if not replicas:
-            within = min(shard, a_node)
-            return within, -(-shard // a_node), self.rates.node_link
-        within = min(self.sizes.replicate, max(1, a_node // shard))
-        nodes = -(-self.sizes.replicate // within)
-        # Each of a node's ranks is in a group of its own, and they share the adapters.
-        return within, nodes, self.rates.node_link / min(shard, a_node)
-
-    def crossing(self, operation: str, size: float, *, replicas: bool) -> tuple[float, float]:
-        """Bytes that one rank sends within its node and that it sends between nodes."""
-        if (self.sizes.replicate if replicas else self.sizes.shard) == 1:
-            return 0.0, 0.0
-        within, nodes, _ = self._place(replicas)
-        times = 2 if operation == "all_reduce" else 1
-        between = (
-            times
-            * size
-            * (nodes - 1)
-            / nodes
-            / (min(self.sizes.shard, self.rates.gpus_a_node) if not replicas else 1)
-        )
-        return times * size * (within - 1) / within, between if nodes > 1 else 0.0
+    ranks = sizes.replicate if replicas else sizes.shard
+    if ranks == 1:
+        return Sent()
+    a_node = min(sizes.shard, rates.gpus_a_node)
+    local = min(ranks, max(1, rates.gpus_a_node // sizes.shard) if replicas else rates.gpus_a_node)
+    nodes = -(-ranks // local)
+    size *= 2 if operation == "all_reduce" else 1
+    within, across = size * (local - 1) / local, size * (nodes - 1) / nodes
+    inside_s = within / rates.link
+    across_s = across / (rates.node_link / a_node if replicas else rates.node_link)
+    seconds = START_S + HOP_S * nodes + max(inside_s, across_s)
+    return Sent(seconds, within, across / (1 if replicas else a_node), across_s > inside_s)
 
 
 @dataclass
@@ -85,17 +59,14 @@ class Step:
     """The predicted step."""
 
     seconds: float = 0.0
-    parts: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys((*OPS[:3], "communication", "optimizer", "host"), 0.0)
-    )
+    parts: dict[str, float] = field(default_factory=dict)
     """Seconds of work by kind; communication whole, hidden or not."""
     exposed: float = 0.0
     within: float = 0.0
     between: float = 0.0
     """Bytes that a rank sends."""
-    waits_between: float = 0.0
+    limited_between: float = 0.0
     """Seconds of collectives that links between nodes limit."""
-    flops: float = 0.0
     model_flops: float = 0.0
     """Three times forward's: recomputation is no progress."""
 
@@ -103,197 +74,110 @@ class Step:
     def bound_by(self) -> str:
         if self.parts["host"] >= 0.98 * self.seconds:
             return "host"
-        links = (
-            "links between nodes"
-            if self.waits_between > self.parts["communication"] / 2
-            else "links in a node"
-        )
+        between = self.limited_between > self.parts["communication"] / 2
         named = {
             "matrix products": self.parts["matmul"], "attention": self.parts["attention"],
             "memory traffic": self.parts["pointwise"] + self.parts["optimizer"],
-            links: self.exposed,
+            "links between nodes" if between else "links in a node": self.exposed,
         }  # fmt: skip
         return max(named, key=lambda name: named[name])
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What a step's time depends on beside its trace."""
+def time_step(trace: Trace, ask: FakeRun, accumulation: int, rates: Rates) -> Step:
+    work = _all_micro_batches(trace, accumulation)
+    phases, blocks = (np.array([part[at] for part in trace.parts])[work["part"]] for at in (1, 2))
+    offload = ask.config.memory.cpu_offload and rates.has_allocator
+    fused = (blocks > 0) & ask.compiled
+    seconds = _seconds(work, fused, phases == "optimizer", ask, rates)
+    computes = np.isin(work["code"], COMPUTE)
+    update, forward = phases == "optimizer", phases == "forward"
+    step = Step(
+        parts={name: float(seconds[(work["code"] == CODE[name]) & ~update].sum()) for name in OPS[:3]}
+    )
+    step.parts["optimizer"] = float(seconds[update].sum())
+    step.parts["host"] = float((computes * np.where(fused, 0.3, 1.0)).sum() * rates.issue_s)
+    # What follows the blocks of a chunked loss computes its gradients in forward.
+    whole = (blocks == AFTER) & bool(ask.config.memory.loss_chunk)
+    step.model_flops = float((work["flops"] * np.where(whole, 1, 3))[forward].sum())
+    _run_queues(step, work, phases, np.cumsum(seconds), ask.sizes, rates, offload)
+    step.seconds = max(step.seconds, step.parts["host"])
+    return step
 
-    sizes: MeshSizes
-    rates: Rates
-    compiled: bool
-    accumulation: int
-    offload: bool = False
-    float8: bool = False
-    chunked_loss: bool = False
-    """What follows the blocks in forward computes its gradients there."""
 
-
-def time_step(counted: TracedStep, setting: Setting) -> Step:
-    queue = _Queues(setting)
-    for segment, shift in _all_micro_batches(counted, setting.accumulation):
-        queue.run(segment, shift, counted.shape.blocks)
-    return queue.done()
-
-
-def _all_micro_batches(counted: TracedStep, accumulation: int) -> Iterable[tuple[Segment, int]]:
+def _all_micro_batches(trace: Trace, accumulation: int) -> np.ndarray:
     """At most three micro-batches are traced: the first, one for all between, the last."""
-    rows = unrolled(counted.trace, counted.shape.period, counted.shape.keep)
-    traced = 1 + max(segment.name.micro for segment, _ in rows)
-    middle = [row for row in rows if row[0].name.micro == 1 and row[0].name.phase in ("forward", "backward")]
-    for at, row in enumerate(rows):
-        if accumulation < traced and row[0].name.micro == 1 and row[0].name.phase in ("forward", "backward"):
-            continue
-        if accumulation > traced >= 3 and row[0].name.micro == 2 and rows[at - 1][0].name.micro == 1:
-            for _ in range(accumulation - traced):
-                yield from middle
-        yield row
+    work, micros = trace.work, np.array([part.micro for part in trace.parts])[trace.work["part"]]
+    if micros.max() < 2:
+        return work
+    middle = np.flatnonzero(micros == 1)
+    first, last = work[: middle[0]], work[middle[-1] + 1 :]
+    return np.concatenate([first, np.tile(work[middle], accumulation - 2), last])
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A segment in seconds: (code, group, bytes, seconds) in order, with runs of computation added up; the
-    sums by kind; what the host takes to issue it.
+def _seconds(
+    work: np.ndarray, fused: np.ndarray, update: np.ndarray, ask: FakeRun, rates: Rates
+) -> np.ndarray:
+    """Seconds of each operation that computes: its products, its memory traffic or its launch, whichever
+    takes longest.
     """
-
-    rows: list[tuple[int, int, float, float]]
-    totals: Mapping[str, float]
-    host_s: float
-
-
-def _rows(work: Work, seconds: np.ndarray) -> list[tuple[int, int, float, float]]:
-    rows: list[tuple[int, int, float, float]] = []
-    for at in range(work.rows):
-        code = int(work.code[at])
-        if code in _COMPUTE and rows and rows[-1][0] in _COMPUTE:
-            rows[-1] = (rows[-1][0], 0, 0.0, rows[-1][3] + float(seconds[at]))
-        else:
-            rows.append((code, int(work.group[at]), float(work.bytes[at]), float(seconds[at])))
-    return rows
+    config, code, width = ask.config, work["code"], work["width"]
+    pointwise = code == CODE["pointwise"]
+    moved = np.where(pointwise & fused, work["fused_bytes"], work["bytes"])
+    on_host = update & (config.memory.cpu_offload and rates.has_allocator)
+    memory = moved / np.where(on_host, rates.host_link, rates.bandwidth)
+    faster = np.where(fused & (config.speed.float8 != "off"), FLOAT8, 1.0)
+    products = np.where(width >= 4, rates.matmul_fp32, rates.matmul * faster)
+    attention = np.where(width > NARROW_HEADS, rates.attention, rates.attention_narrow)
+    speed = np.where(code == CODE["attention"], attention, products)
+    least = np.where(pointwise & fused, 0.0, rates.launch_s)
+    longest = np.maximum(np.maximum(work["flops"] / speed, memory), least)
+    return np.where(np.isin(code, COMPUTE), longest, 0.0)
 
 
-class _Queues:
-    """The time at which each queue is free, as work is issued in the host's order."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.setting, self.links = setting, Links(setting.sizes, setting.rates)
-        self.compute = self.shard = self.replicate = 0.0
-        self._gathered: dict[int, float] = {}
-        self._copied_out = 0.0
-        self._reduced: list[float] = []
-        self.step = Step()
-        self._known: dict[int, _Prepared] = {}
-        self._busy = 0.0
-        self._host = 0.0
-
-    def run(self, segment: Segment, shift: int, blocks: int) -> None:
-        ready = self._prepared(segment)
-        self._host += ready.host_s
-        for name, total in ready.totals.items():
-            self.step.parts[name] += total
-        for code, group, size, seconds in ready.rows:
-            at = group + shift if 0 < group <= blocks else group
-            if code in _COMPUTE:
-                self.compute += seconds
-                self._busy += seconds
-            else:
-                self._communicate(OPS[code], at, size, segment.name.phase)
-        work = segment.work
-        self.step.flops += float(work.flops.sum())
-        if segment.name.phase == "forward":
-            whole = self.setting.chunked_loss and segment.name.place[0] == "after"
-            self.step.model_flops += (1 if whole else 3) * float(work.flops.sum())
-
-    def _communicate(self, operation: str, group: int, size: float, phase: str) -> None:
+def _run_queues(
+    step: Step,
+    work: np.ndarray,
+    phases: np.ndarray,
+    busy: np.ndarray,
+    sizes: MeshSizes,
+    rates: Rates,
+    offload: bool,
+) -> None:
+    """`busy`: seconds of computation up to each row, its own included."""
+    compute = shard = replicate = copied_out = done = communication = 0.0
+    gathered, reduced = dict[int, float](), list[float]()
+    for row in np.flatnonzero(~np.isin(work["code"], COMPUTE)):
+        compute, done = compute + float(busy[row]) - done, float(busy[row])
+        operation, group, size = OPS[work["code"][row]], int(work["group"][row]), float(work["bytes"][row])
         if operation == "wait_gather":
-            self.compute = max(self.compute, self._gathered.pop(group, 0.0))
-            self._copied_out = self.compute
+            compute = copied_out = max(compute, gathered.pop(group, 0.0))
         elif operation == "wait_reduce":
-            if self._reduced:
-                self.compute = max(self.compute, self._reduced.pop(0))
+            compute = max(compute, reduced.pop(0)) if reduced else compute
         elif operation == "wait_all":
-            self.compute = max(self.compute, self.shard, self.replicate)
-            self._reduced.clear()
+            compute = max(compute, shard, replicate)
+            reduced.clear()
         else:
             # Gradients are all-reduced over replicas, their norm over shards.
-            self._collective(operation, group, size, replicas=operation == "all_reduce" and phase != "reduce")
-
-    def _collective(self, operation: str, group: int, size: float, *, replicas: bool) -> None:
-        seconds = self.links.seconds(operation, size, replicas=replicas) + self._over_host_link(
-            operation, size
-        )
-        self.step.parts["communication"] += seconds
-        within, between = self.links.crossing(operation, size, replicas=replicas)
-        self.step.waits_between += seconds if self.links.slower_between(replicas=replicas) else 0.0
-        self.step.within += within
-        self.step.between += between
-        if operation == "all_gather":
-            self.shard = max(self.shard, self._copied_out) + seconds
-            self._gathered[group] = self.shard
-        elif operation == "reduce_scatter":
-            self.shard = max(self.shard, self.compute) + seconds
-            self._reduced.append(self.shard)
-        else:
-            self.replicate = (
-                max(self.replicate, self.shard if self.setting.sizes.shard > 1 else 0.0, self.compute)
-                + seconds
+            replicas = operation == "all_reduce" and phases[row] != "reduce"
+            sent = send(operation, size, sizes, rates, replicas=replicas)
+            # shards on the host are kept in fp32, computed in bf16
+            over_bus = (
+                2 * size / sizes.shard / rates.host_link if offload and operation != "all_reduce" else 0.0
             )
-
-    def _over_host_link(self, operation: str, size: float) -> float:
-        if not self.setting.offload or operation == "all_reduce":
-            return 0.0
-        # kept in fp32, computed in bf16
-        return 2 * size / max(1, self.setting.sizes.shard) / self.setting.rates.host_link
-
-    # ------------------------------------------------------------ durations
-
-    def _prepared(self, segment: Segment) -> _Prepared:
-        """Cached, since blocks repeat."""
-        if id(segment) not in self._known:
-            self._known[id(segment)] = self._prepare(segment)
-        return self._known[id(segment)]
-
-    def _prepare(self, segment: Segment) -> _Prepared:
-        work, fused = segment.work, self.setting.compiled and segment.name.place[0] in ("start", "end")
-        seconds = self._seconds(segment, fused)
-        totals = {name: float(seconds[work.code == CODE[name]].sum()) for name in OPS[:3]}
-        if segment.name.phase == "optimizer":
-            totals = {"optimizer": sum(totals.values())}
-        issued = (
-            int(np.isin(work.code, list(_COMPUTE)).sum())
-            * self.setting.rates.issue_s
-            * (0.3 if fused else 1.0)
-        )
-        return _Prepared(_rows(work, seconds), totals, issued)
-
-    def _seconds(self, segment: Segment, fused: bool) -> np.ndarray:
-        """Seconds of each operation that computes: its products, its memory traffic or its launch,
-        whichever takes longest.
-        """
-        work, rates = segment.work, self.setting.rates
-        moved = np.where(
-            work.code == CODE["pointwise"], work.fused_bytes if fused else work.bytes, work.bytes
-        )
-        on_host = self.setting.offload and segment.name.phase == "optimizer"
-        memory = moved / (rates.host_link if on_host else rates.bandwidth)
-        speed = np.where(
-            work.width >= 4,
-            rates.matmul_fp32,
-            rates.matmul * (FLOAT8 if self.setting.float8 and fused else 1.0),
-        )
-        attention = np.where(work.width > NARROW_HEADS, rates.attention, rates.attention_narrow)
-        speed = np.where(work.code == CODE["attention"], attention, speed)
-        least = rates.launch_s if not fused else np.where(work.code == CODE["pointwise"], 0.0, rates.launch_s)
-        longest = np.maximum(np.maximum(work.flops / speed, memory), least)
-        return np.where(np.isin(work.code, list(_COMPUTE)), longest, 0.0)
-
-    def done(self) -> Step:
-        step, rates = self.step, self.setting.rates
-        elapsed = max(self.compute, self.shard, self.replicate)
-        step.exposed = elapsed - self._busy
-        hidden = max(0.0, step.parts["communication"] - step.exposed)
-        elapsed += hidden * rates.contention
-        step.parts["host"] = self._host
-        step.seconds = max(elapsed, self._host)
-        return step
+            seconds = sent.seconds + over_bus
+            communication += seconds
+            step.within, step.between = step.within + sent.within, step.between + sent.between
+            step.limited_between += seconds if sent.limited_between else 0.0
+            if operation == "all_gather":
+                shard = gathered[group] = max(shard, copied_out) + seconds
+            elif operation == "reduce_scatter":
+                shard = max(shard, compute) + seconds
+                reduced.append(shard)
+            else:
+                replicate = max(replicate, shard if sizes.shard > 1 else 0.0, compute) + seconds
+    whole = float(busy[-1])
+    elapsed = max(compute + whole - done, shard, replicate)
+    step.exposed = elapsed - whole
+    step.parts["communication"] = communication
+    # A collective beside a product takes some of its processors.
+    step.seconds = elapsed + max(0.0, communication - step.exposed) * rates.contention

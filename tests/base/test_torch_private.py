@@ -532,7 +532,7 @@ def test_a_storage_is_one_object_as_long_as_it_lives() -> None:
     junk = [object() for _ in range(1000)]
     keys = {id(t.untyped_storage()) for t in (tensor, tensor[2:], tensor.detach(), tensor.view(2, 4))}
     assert keys == {key}, (
-        f"torch {torch.__version__}: id(storage) changes. Mend fsdp/memory, fsdp/plan/tracker.py."
+        f"torch {torch.__version__}: id(storage) changes. Mend fsdp/memory, fsdp/plan/trace.py."
     )
     assert not ended, f"torch {torch.__version__}: a storage's object ends before its memory"
     del tensor, junk

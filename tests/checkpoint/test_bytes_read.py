@@ -20,7 +20,7 @@ from fsdp.dist.mesh import MeshSizes
 from fsdp.models import ModelSpec, resolve
 from fsdp.parallel.materialize import _fill_rows
 from fsdp.parallel.shard import Sharded, shard_model
-from fsdp.plan.step_trace import fake_world
+from fsdp.plan.fake_step import fake_world
 
 pytestmark = pytest.mark.needs("transformers")
 RANKS = 64

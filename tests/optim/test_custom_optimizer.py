@@ -26,7 +26,7 @@ from fsdp.dist.mesh import MeshSizes
 from fsdp.memory.account import state_bytes
 from fsdp.optim.optimizer import build_optimizer, check_step, set_lr
 from fsdp.parity.reference import _optimizer
-from fsdp.plan.step_trace import FakeRun, trace_step
+from fsdp.plan.fake_step import FakeRun, trace_step
 from tests.support import plain_loop
 from tests.support.marks import quick_are
 from tests.support.plain_loop import Trained, relative_difference, train_plainly
@@ -269,11 +269,11 @@ def test_parity_s_plain_loop_builds_it_with_the_same_settings() -> None:
 
 def planned(name: str) -> Any:
     config = settings(f"--optim.name {name}")
-    return trace_step(FakeRun(config, MeshSizes("fsdp", 1, 2), 0, 3, 2, 0, "cpu"))
+    return trace_step(FakeRun(config, MeshSizes("fsdp", 1, 2), 0, 3, 2, "cpu"))
 
 
 def test_a_plan_runs_its_step_on_fake_tensors_or_says_that_it_cannot() -> None:
-    assert planned(OWN + "lion").segments
+    assert planned(OWN + "lion").parts
     with pytest.raises(ConfigError, match=f"--optim.name {OWN}reads_values cannot step on fake tensors"):
         planned(OWN + "reads_values")
 

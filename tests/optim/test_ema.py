@@ -21,7 +21,7 @@ from fsdp.config import OptimSection, config_hash, load
 from fsdp.dist.env import DistEnv
 from fsdp.memory.account import state_bytes
 from fsdp.plan.estimate import memory_of
-from fsdp.plan.fake_runs import count
+from fsdp.plan.fake_step import trace_step
 from tests.plan.test_measured import BATCH, SMALL, tensors
 from tests.support import plain_loop
 from tests.support.plain_loop import relative_difference, train_plainly
@@ -256,7 +256,7 @@ def test_the_bytes_at_rest_and_the_plan_count_it() -> None:
     assert state_bytes(OptimSection(ema=0.9), parameters, 4) == 1.5 * plainly
     words: Any = (*SMALL, *BATCH, "--optim.ema", "0.99")
     measured = run_world(2, tensors, words)
-    planned = [memory_of(count(ask)).peak for ask in _asks(words, 2)]
-    without = [memory_of(count(ask)).peak for ask in _asks(words[:-2], 2)]
+    planned = [memory_of(trace_step(ask), ask).peak for ask in _asks(words, 2)]
+    without = [memory_of(trace_step(ask), ask).peak for ask in _asks(words[:-2], 2)]
     assert planned == pytest.approx(measured, rel=0.01)
     assert planned[0] > 1.05 * without[0]

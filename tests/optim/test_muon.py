@@ -23,7 +23,7 @@ from fsdp.models import resolve
 from fsdp.optim.muon import AdjustLr, Matrix, hidden_matrices, lr_ratio, rounds
 from fsdp.optim.optimizer import build_optimizer, set_lr
 from fsdp.plan.estimate import memory_of
-from fsdp.plan.fake_runs import count
+from fsdp.plan.fake_step import trace_step
 from tests.plan.test_measured import BATCH, SMALL, tensors
 from tests.support.plain_loop import Trained, relative_difference, train_plainly
 from tests.support.runs import failures, run, settings
@@ -289,7 +289,7 @@ def test_a_plan_counts_its_states_and_its_buffers(mesh: tuple[str, ...]) -> None
         *mesh,
     )
     measured = run_world(2, tensors, flags)
-    planned = [memory_of(count(ask)).peak for ask in _asks(flags, 2)]
+    planned = [memory_of(trace_step(ask), ask).peak for ask in _asks(flags, 2)]
     assert planned == pytest.approx(measured, rel=0.01)
 
 

@@ -31,17 +31,6 @@ class Words(nn.Module):
         return self.head(x)
 
 
-class Growing(Words):
-    """Blocks that are alike in their parameters and not in what they do."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        x = self.embedding(inputs)
-        for at, block in enumerate(self.blocks):
-            for _ in range(1 + at % 3 * at):
-                x = block(x)
-        return self.head(x)
-
-
 class Recurrent(Words):
     def __init__(self, vocab_size: int, width: int = 96, layers: int = 2) -> None:
         super().__init__(vocab_size, width, 0)
@@ -58,20 +47,6 @@ class Convolved(Words):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.layers(self.embedding(inputs).transpose(1, 2)).transpose(1, 2))
-
-
-class Counting(Words):
-    """Its forward counts its blocks by a number of its own."""
-
-    def __init__(self, vocab_size: int, width: int = 96, layers: int = 8) -> None:
-        super().__init__(vocab_size, width, layers)
-        self.layers = layers
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        x = self.embedding(inputs)
-        for n in range(self.layers):
-            x = self.blocks[n](x)
-        return self.head(x)
 
 
 class Dropping(Words):

@@ -22,31 +22,12 @@ PLANNED = PlanSection(gpu="cpu", predicted_peak_gib=0.5, predicted_step_s=0.1)
 @pytest.mark.slow
 def test_a_planned_run_compares_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, run = tmp_path / "planned.toml", tmp_path / "run"
-    question = ["--plan.fix", "true", "--plan.gpu", "cpu", "--plan.write", str(recipe), "--train.steps", "5"]
-    question += [
-        "--mesh.replicate",
-        "1",
-        "--mesh.shard",
-        "1",
-        "--mesh.strategy",
-        "fsdp",
-        "--checkpoint.export",
-        "false",
-    ]
-    assert (
-        main(
-            [
-                *question,
-                "--model.name",
-                "mlp",
-                "--model.args.in_features",
-                "784",
-                "--train.eval_samples",
-                "10",
-            ]
-        )
-        == 0
+    words = (
+        f"--plan.fix true --plan.gpu cpu --plan.write {recipe} --train.steps 5 --train.eval_samples 10 "
+        "--mesh.replicate 1 --mesh.shard 1 --mesh.strategy fsdp --checkpoint.export false "
+        "--model.name mlp --model.args.in_features 784"
     )
+    assert main(words.split()) == 0
     done = subprocess.run(
         [sys.executable, "train.py", "--config", str(recipe), "--run.dir", str(run)],
         cwd=ROOT,

@@ -14,7 +14,7 @@ from bench.plan_real import _asks, _real_steps
 from fsdp.config import load
 from fsdp.dist.env import DistEnv
 from fsdp.plan.estimate import memory_of
-from fsdp.plan.fake_runs import count
+from fsdp.plan.fake_step import trace_step
 from tests.support.marks import sample_are
 from tests.support.world import run_world
 
@@ -46,7 +46,7 @@ def tensors(env: DistEnv, flags: tuple[str, ...]) -> float:
 @pytest.mark.parametrize("case", sample_are(CASES[1:2], CASES), ids=str)
 def test_planned_bytes_are_those_of_a_real_step(case: Case) -> None:
     measured = run_world(case.ranks, tensors, case.flags)
-    planned = [memory_of(count(ask)).peak for ask in _asks(case.flags, case.ranks)]
+    planned = [memory_of(trace_step(ask), ask).peak for ask in _asks(case.flags, case.ranks)]
     assert planned == pytest.approx(measured, rel=0.01)
     assert all(p * (1 + MARGIN) >= m for p, m in zip(planned, measured, strict=True))
 
@@ -57,7 +57,7 @@ def test_planned_bytes_of_a_model_of_transformers(name: str, variant: str, tmp_p
     plan_hf.write_folder(name, tmp_path / name)
     case = plan_hf.case_of(name, variant, tmp_path)
     measured = run_world(case.ranks, tensors, case.flags)
-    planned = [memory_of(count(ask)).peak for ask in _asks(case.flags, case.ranks)]
+    planned = [memory_of(trace_step(ask), ask).peak for ask in _asks(case.flags, case.ranks)]
     assert planned == pytest.approx(measured, rel=0.01)
 
 

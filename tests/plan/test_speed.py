@@ -13,8 +13,8 @@ from fsdp.config import load
 from fsdp.dist.mesh import MeshSizes
 from fsdp.plan.estimate import Plan, plan_one
 from fsdp.plan.rates import rates_for
-from fsdp.plan.report import details
-from fsdp.plan.step_time import Links
+from fsdp.plan.step_time import send
+from fsdp.plan.text import details
 from tests.plan.asked import plan
 from tests.support.marks import quick_are
 
@@ -67,22 +67,20 @@ def test_a_faster_device_takes_less_time(knob: str) -> None:
 
 
 def test_a_gather_within_a_node_is_a_ring_of_its_links() -> None:
-    rates = rates_for(load(["--plan.link_gb_s", "100"]))
-    links = Links(MeshSizes("fsdp", 1, 8), rates)
-    assert links.seconds("all_gather", 8e9, replicas=False) == pytest.approx(7e9 / 80e9, rel=0.01)
-    assert links.seconds("all_reduce", 8e9, replicas=True) == 0
+    rates, sizes = rates_for(load(["--plan.link_gb_s", "100"])), MeshSizes("fsdp", 1, 8)
+    assert send("all_gather", 8e9, sizes, rates, replicas=False).seconds == pytest.approx(
+        7e9 / 80e9, rel=0.01
+    )
+    assert send("all_reduce", 8e9, sizes, rates, replicas=True).seconds == 0
 
 
 def test_between_nodes_the_adapters_are_shared() -> None:
     """Two nodes of eight, sharded within: each of eight groups of two sends its shard's part over a node's
     adapters.
     """
-    rates = rates_for(load(["--plan.node_link_gb_s", "100"]))
-    links = Links(MeshSizes("hsdp", 2, 8), rates)
-    shard = 1e9
-    assert links.seconds("all_reduce", shard, replicas=True) == pytest.approx(
-        2 * shard / 2 / (80e9 / 8), rel=0.01
-    )
+    rates, shard = rates_for(load(["--plan.node_link_gb_s", "100"])), 1e9
+    sent = send("all_reduce", shard, MeshSizes("hsdp", 2, 8), rates, replicas=True)
+    assert sent.seconds == pytest.approx(2 * shard / 2 / (80e9 / 8), rel=0.01)
 
 
 def test_communication_is_hidden_behind_computation() -> None:
@@ -125,11 +123,11 @@ def test_padding_takes_time_and_is_no_sample(batch: str, micro: str, filled: str
     assert gpu_hours(padded) == pytest.approx(gpu_hours(whole) / part, rel=1e-3)
 
 
-def gpu_hours(one: Plan) -> float:
-    goal = details(one, one.config)[-1]
-    found = re.search(r"hours, ([\d,]+) GPU-hours", goal)
-    assert found, goal
-    return float(found[1].replace(",", ""))
+def gpu_hours(planned: Plan) -> float:
+    goal = list(details(planned, planned.config))[-1]
+    match = re.search(r"hours, ([\d,]+) GPU-hours", goal)
+    assert match, goal
+    return float(match[1].replace(",", ""))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from bench.plan_real import build
 from fsdp.config import load
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
-from fsdp.plan.step_trace import FakeRun, trace_step
+from fsdp.plan.fake_step import FakeRun, trace_step
 from fsdp.run import step
 from fsdp.run.step import Totals, train_step
 from tests.support.world import run_world
@@ -87,6 +87,6 @@ def test_the_losses_of_all_micro_batches_are_reduced() -> None:
 
 
 def test_a_plan_traces_the_same_phases() -> None:
-    trace = trace_step(FakeRun(load(WORDS.split()), MeshSizes("fsdp", 1, 1), 0, 3, 2, 0, "cpu"))
-    names = [(segment.name.micro, segment.name.phase) for segment in trace.segments]
+    trace = trace_step(FakeRun(load(WORDS.split()), MeshSizes("fsdp", 1, 1), 0, 3, 2, "cpu"))
+    names = [(part.micro, part.phase) for part in trace.parts]
     assert [phase for (_, phase), _ in groupby(names)] == PHASES

@@ -1,0 +1,362 @@
+"""The step of a run (fsdp/run/step.py), traced: on fake tensors for any mesh and rank, or on a run's own.
+
+The process group of a plan is fake: any number of ranks, any one of them traced, and no memory behind a
+tensor. The mesh is made outside FakeTensorMode (its ranks are read as numbers), fsdp/parallel/shard.py shards
+the model on the meta device, and only then its shards become fake tensors. Loader, saves and console are no
+part of the step. Not here: what a trace means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp.base.devices import without_owner
+from fsdp.base.errors import ConfigError, ShardrunError, first_line
+from fsdp.base.torch_private.core import READS_VALUES, fake_forward, init_fake_group
+from fsdp.base.torch_private.fsdp import chunks_by
+from fsdp.config import CommSection, Config
+from fsdp.data.types import Batch
+from fsdp.dist.mesh import MeshSizes, build_mesh
+from fsdp.dist.shards import tensors_in
+from fsdp.models import to_empty
+from fsdp.models.chunked_loss import maybe_chunked
+from fsdp.models.cross_entropy import summed_entropy
+from fsdp.models.factory import blame
+from fsdp.models.hf_settings import group_experts
+from fsdp.models.loss import LossFunction, load_loss
+from fsdp.models.units import blocks_of
+from fsdp.optim.gradients import LossScaler
+from fsdp.optim.optimizer import build_optimizer, is_custom, update_of
+from fsdp.optim.small_states import SmallStateAdam, dynamic_map, new_state
+from fsdp.optim.state import TrainState, maybe_ema
+from fsdp.parallel.shard import Sharded, shard_model
+from fsdp.plan.cuda import cuda_formulas, fused_entropy
+from fsdp.plan.subject import Subject, subject_of
+from fsdp.plan.trace import AFTER, HOST_KINDS, Trace, Tracker
+from fsdp.run.job import model_of
+from fsdp.run.step import StepParts, Totals, gradients_of, train_step
+
+CPU = torch.device("cpu")
+OTHER_UNITS = 1_000_000
+"""Groups of units that are not blocks are numbered from here; 0 is the root's."""
+
+
+# ---------------------------------------------------------------- a step with marks
+
+
+class TracedSetup:
+    """The state of a run before its first step, and the tracker that records its steps."""
+
+    def __init__(
+        self, parts: StepParts, tracker: Tracker, buckets: Buckets | None = None, *, compiled: bool = False
+    ) -> None:
+        """`buckets` in place of DDP's reducer, for fake tensors; `compiled`: blocks keep for backward what
+        compiled code keeps.
+        """
+        self.tracker, self._buckets, self._compiled = tracker, buckets, compiled
+        update = tracker.counted_as("optimizer")(parts.update)
+        self.parts = replace(parts, update=update, enter=self._enter)
+        self.blocks = blocks_of(parts.sharded.units)
+        self._micro = 0
+        numbers: dict[nn.Module, int] = {}
+        for index, unit in enumerate(parts.sharded.units):
+            is_block = unit[0] in self.blocks
+            number = self.blocks.index(unit[0]) + 1 if is_block else OTHER_UNITS + index
+            numbers.update(dict.fromkeys(unit, number))
+        tracker.groups = lambda group: numbers.get(group.modules[0], 0)
+
+    def hold_state(self) -> None:
+        """Parameters, buffers and the optimizer's state, which were there before the step."""
+        root = self.parts.sharded.root
+        for parameter in root.parameters():
+            self.tracker.hold(parameter.detach(), "parameters")
+        for buffer in root.buffers():
+            self.tracker.hold(buffer, "buffers")
+        for state in self.parts.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    self.tracker.hold(value, "optimizer")
+        for bucket in self._buckets.tensors if self._buckets else ():
+            self.tracker.hold(bucket, "gradients")
+
+    def step(self, batches: Iterator[Batch], count: int) -> None:
+        """A traced step of `count` micro-batches, at the rate that the optimizer has."""
+        lr = self.parts.optimizer.param_groups[0]["lr"]
+        with self.tracker.of_fsdp(), self._marked():
+            train_step(self.parts, self._held(batches, count), count, step=1, lr=lr, totals=Totals())
+
+    def trace(self) -> Trace:
+        return self.tracker.trace(len(self.blocks))
+
+    def _held(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
+        for self._micro in range(count):
+            self._hold_gradients()
+            with self.tracker.counted_as("buffers"):
+                batch = [next(batches)]
+            yield batch.pop()  # the step alone holds it
+
+    def _hold_gradients(self) -> None:
+        for parameter in self.parts.sharded.root.parameters():
+            if parameter.grad is not None:
+                self.tracker.hold(parameter.grad, "gradients")
+
+    def _enter(self, phase: str) -> None:
+        if phase == "reduce":
+            self._hold_gradients()
+        self.tracker.mark(self._micro if phase in ("forward", "backward") else 0, phase)
+
+    @contextlib.contextmanager
+    def _marked(self) -> Iterator[None]:
+        """Context with hooks that run before FSDP's own, so that a block's gather counts as the block's."""
+        handles: list[Any] = []
+        with contextlib.ExitStack() as self._inside:
+            for number, block in enumerate(self.blocks, 1):
+                handles.append(block.register_forward_pre_hook(self._before_block(number), prepend=True))
+                handles.append(block.register_forward_hook(self._after_block(number), prepend=True))
+            yield
+        for handle in handles:
+            handle.remove()
+
+    def _before_block(self, number: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            self.tracker.mark(self._micro, "forward", number)
+            if self._compiled:
+                self._inside.enter_context(self.tracker.compiled(list(tensors_in(args))))
+
+        return hook
+
+    def _after_block(self, number: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._inside.close()
+            if number == len(self.blocks):
+                self.tracker.mark(self._micro, "forward", AFTER)
+            trained = next((tensor for tensor in tensors_in(output) if tensor.requires_grad), None)
+            if trained is not None:
+                trained.register_hook(lambda _: self.tracker.mark(self._micro, "backward", number))
+
+        return hook
+
+
+class Buckets:
+    """DDP's reducer is C++ and takes no fake tensors: its buckets are kept here, and gradients are copied
+    into them as they arrive. Without synchronisation gradients stay beside them until a synchronised
+    micro-batch.
+    """
+
+    def __init__(self, sharded: Sharded) -> None:
+        self._sharded, self._syncs = sharded, True
+        self._plain = sharded.micro_batch
+        sharded.micro_batch = self._micro_batch  # type: ignore[method-assign]
+        self._group: Any = sharded.mesh.get_group("dp_replicate")
+        trained = [p for p in sharded.root.parameters() if p.requires_grad]
+        self.tensors: list[Tensor] = []
+        self._views: dict[nn.Parameter, Tensor] = {}
+        for dtype in dict.fromkeys(p.dtype for p in trained):
+            same = [p for p in trained if p.dtype == dtype]
+            self.tensors.append(torch.zeros(sum(p.numel() for p in same), dtype=dtype))
+            views = self.tensors[-1].split([p.numel() for p in same])
+            self._views.update((p, view.view_as(p)) for p, view in zip(same, views, strict=True))
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(without_owner(self._arrived))
+
+    @contextlib.contextmanager
+    def _micro_batch(self, last: bool) -> Iterator[None]:
+        """Sharded.micro_batch of a model in DDP."""
+        self._syncs = last or self._sharded.accumulate != "last"
+        with self._plain(last), self._sharded._autocast():
+            yield
+
+    def _arrived(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.grad is not None
+        if not self._syncs:
+            return
+        view = self._views[parameter]
+        if parameter.grad is not view:
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        if self._group.size() > 1:
+            dist.all_reduce(parameter.grad, group=self._group)
+
+
+# ---------------------------------------------------------------- the fake world
+
+
+@contextlib.contextmanager
+def fake_world(sizes: MeshSizes, rank: int) -> Iterator[DeviceMesh]:
+    """The mesh as seen from `rank`. Requires that no process group exists: a process is in one world."""
+    assert not dist.is_initialized(), "a plan is made outside a run"
+    init_fake_group(rank, sizes.ranks)
+    try:
+        with chunks_by(_Chunks):
+            yield build_mesh(sizes, CPU)
+    finally:
+        dist.destroy_process_group()
+
+
+class _Chunks:
+    """torch.chunk's pieces, made on access: FSDP cuts a parameter into as many as there are ranks and
+    keeps one.
+    """
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        self._tensor, self._count, self._dim = tensor, count, dim
+        self._rows = -(-tensor.size(dim) // count)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index < 0 or index >= self._count:
+            raise IndexError(index)
+        size = self._tensor.size(self._dim)
+        start = min(index * self._rows, size)
+        return self._tensor.narrow(self._dim, start, min(self._rows, size - start))
+
+
+@dataclass(frozen=True)
+class FakeRun:
+    """One rank of a run; `micro_batch` in samples, `device` cpu or cuda: the allocator and the collectives
+    that are counted.
+    """
+
+    config: Config
+    sizes: MeshSizes
+    rank: int
+    micro_batch: int
+    accumulation: int
+    device: str
+
+    @property
+    def compiled(self) -> bool:
+        return self.device == "cuda" and self.config.speed.compile != "false"
+
+    @property
+    def host_kinds(self) -> tuple[str, ...]:
+        """Kinds in the host's memory, where the device has one of its own."""
+        if self.device == "cpu":
+            return ()
+        return ("offloaded", *(HOST_KINDS if self.config.memory.cpu_offload else ()))
+
+
+@contextlib.contextmanager
+def stage(ask: FakeRun) -> Iterator[tuple[StepParts, Buckets | None, Subject]]:
+    """Context with a model that is sharded in a fake world, its optimizer's state present."""
+    config, subject = ask.config, subject_of(ask.config.model, ask.config.data)
+    model = model_of(config, subject.spec)
+    group_experts(model)
+    z_loss = config.train.z_loss
+    head = maybe_chunked(model, config.memory.loss_chunk, z_loss=z_loss)
+    summed = fused_entropy if ask.compiled else summed_entropy
+    loss_function = LossFunction(model, load_loss(config.train.loss), head, summed=summed, z_loss=z_loss)
+    # Compiled and float8 kernels cannot run on fake tensors; estimate.py names what that leaves out. Hooks of
+    # one's own are not called.
+    speed = replace(config.speed, compile="false", float8="off", float8_emulate=False)
+    plain = replace(config, speed=speed, comm=CommSection(divide_by=config.comm.divide_by))
+    if config.optim.state == "8bit":  # cached for all that follow; on fake tensors there would be no values
+        dynamic_map(True), dynamic_map(False)
+    formulas = cuda_formulas() if ask.device == "cuda" else contextlib.nullcontext()
+    with fake_world(ask.sizes, ask.rank) as mesh, formulas:
+        sharded = shard_model(model, plain, sizes=ask.sizes, mesh=mesh, device=CPU)
+        with fake_forward():  # the model comes from meta
+            to_empty(sharded.root, CPU)
+            buckets = Buckets(sharded) if ask.sizes.strategy == "ddp" else None
+            optimizer = build_optimizer(config.optim, sharded.root)
+            for group in optimizer.param_groups if ask.device == "cuda" else ():
+                # as torch does by itself on CUDA, and never on a CPU
+                if not group.get("fused") and not any(isinstance(p, DTensor) for p in group["params"]):
+                    group["foreach"] = True
+            _fill(optimizer, config)
+            maybe_ema(config.optim, sharded.root, optimizer)
+            scaler = None
+            if sharded.dtypes.needs_loss_scale:
+                scaler = LossScaler(TrainState(sharded.root, optimizer, loss_scale=2.0))
+            parts = StepParts(
+                sharded=sharded,
+                loss_function=loss_function,
+                gradients=gradients_of(sharded),
+                optimizer=optimizer,
+                update=update_of(optimizer, None),
+                scaler=scaler,
+                clip_norm=config.train.clip_grad_norm,
+            )
+            yield parts, buckets, subject
+
+
+def _fill(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Creates the state that an optimizer makes at its first step, by one step."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        parameter.grad = torch.zeros_like(parameter)
+        if isinstance(optimizer, SmallStateAdam):  # the first step would read its counts from a tensor
+            state = optimizer.state[parameter]
+            state.update(state or new_state(parameter, optimizer.kind))
+            optimizer._counts[parameter] = (state["step"], 0)
+    try:
+        optimizer.step()
+    except Exception as error:
+        if not is_custom(config.optim):
+            raise
+        raise ConfigError(
+            f"--optim.name {config.optim.name} cannot step on fake tensors, which a plan needs "
+            f"({type(error).__name__}: {first_line(error)}).",
+            "--optim.name adamw plans with two moments a parameter",
+        ) from error
+    optimizer.zero_grad(set_to_none=True)
+
+
+def trace_step(ask: FakeRun) -> Trace:
+    """Traces one step: some 40 ms a block and micro-batch."""
+    model, loss = f"--model.name {ask.config.model.name}", ask.config.train.loss
+    try:
+        return _traced(ask)
+    except READS_VALUES as error:
+        raise ConfigError(
+            f"{model} reads tensor values in its forward{f', or --train.loss {loss},' if loss else ''} "
+            f"({first_line(error)}): a plan has shapes alone.",
+            "torch.where, or masks of a fixed size, in place of .item(), nonzero() and if on a tensor; "
+            "nn.Transformer reads a mask unless tgt_is_causal is given",
+        ) from error
+    except ShardrunError:
+        raise
+    except Exception as error:
+        if ":" not in ask.config.model.name and not loss:
+            raise
+        sample = subject_of(ask.config.model, ask.config.data).sample
+        shapes = ", ".join(f"{name} {[ask.micro_batch, *shape]}" for name, (shape, _) in sample.items())
+        raise ConfigError(
+            f"{model}{f' with --train.loss {loss}' if loss else ''} cannot make a step on fake tensors of "
+            f"{shapes}: {blame(error)}.",
+            "--data.name of the samples that it reads; torch.library.register_fake for its own operators",
+        ) from error
+
+
+def _traced(ask: FakeRun) -> Trace:
+    with stage(ask) as (parts, buckets, subject):
+        tracker = Tracker(ask.device, fake=True, host=ask.host_kinds)
+        setup = TracedSetup(parts, tracker, buckets, compiled=ask.compiled)
+        setup.hold_state()
+        samples, memory = batches(subject, ask.micro_batch), ask.config.memory
+        if memory.activation_budget < 1 or memory.activation_checkpointing == "ops":
+            # In the first step each unit is run once more, to be measured.
+            setup.step(samples, 1)
+            setup.hold_state()
+            tracker.restart()
+        setup.step(samples, ask.accumulation)
+        return setup.trace()
+
+
+def batches(subject: Subject, rows: int) -> Iterator[Batch]:
+    while True:
+        data = {
+            name: torch.empty((rows, *shape), dtype=dtype) for name, (shape, dtype) in subject.sample.items()
+        }
+        yield Batch(data, torch.ones(rows, dtype=torch.bool), rows)
