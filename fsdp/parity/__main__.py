@@ -5,11 +5,10 @@
 
 It takes train.py's flags, and --parity.ranks N (2), --parity.dtype fp64|fp32|bf16|fp16 (fp64) and
 --parity.steps N (20). Each mesh trains from the same initial weights on the same samples as a plain unsharded
-loop in one process; the two share no other code. For each mesh it compares
+loop in one process, which has a loss, clipping and optimizer of its own. For each mesh it compares
 
     gradients   loss, gradient norm and each parameter's gradient before any update, without clipping
-    clipped     the same with clipping
-    sgd         loss and gradient norm of three SGD steps without clipping, and each parameter after them
+    sgd         loss and gradient norm of three SGD steps with clipping, and each parameter after them
     configured  loss and gradient norm of N steps with the configured optimizer, and each parameter after them
 
 and prints the largest relative difference of each in a table. In fp64 it is that of the worst parameter, and
@@ -25,8 +24,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, one_of, prints_errors, whole_number
-from fsdp.parity.compare import ParityDifference, compare
-from fsdp.parity.options import BOUNDS, Comparison, ParityOptions, Row
+from fsdp.parity.compare import BOUNDS, Comparison, ParityDifference, ParityOptions, Row, compare
 from fsdp.watch.failure import ProcessExit
 
 

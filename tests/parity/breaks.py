@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -22,8 +22,7 @@ from fsdp.models.cross_entropy import LossParts
 from fsdp.models.loss import LossFunction
 from fsdp.optim.gradients import Gradients
 from fsdp.parallel.shard import Sharded
-from fsdp.parity.options import ParityOptions, Row
-from fsdp.parity.ranks import train_rows
+from fsdp.parity.compare import ParityOptions, Row, train_rows
 from fsdp.run.training_loop import TrainingLoop
 
 Break = Callable[[DistEnv], contextlib.AbstractContextManager[Any]]
@@ -58,17 +57,6 @@ def rank_left_out(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
         return lambda self, *args: with_gradient(call(self, *args), 0.0 if env.rank == 1 else 1.0)
 
     return instead(LossFunction, "__call__", make)
-
-
-def divided_by_micro_batches(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
-    def make(train_step: Any) -> Any:
-        def broken(self: TrainingLoop, batch: Any, lr: float) -> Any:
-            self.sharded.divides_by = self.sharded.sizes.ranks / len(batch.micro)
-            return train_step(self, batch, lr)
-
-        return broken
-
-    return instead(TrainingLoop, "train_step", make)
 
 
 def mean_over_tokens(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -107,13 +95,6 @@ class Rounded(Scatter):
         dist.reduce_scatter_tensor(output_tensor, input_tensor.float().to(input_tensor.dtype), op, group)
 
 
-class Largest(Scatter):
-    """The greatest gradient of any rank for their mean."""
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, *_: Any) -> None:
-        dist.reduce_scatter_tensor(output_tensor, input_tensor, dist.ReduceOp.MAX, group)
-
-
 class Rolled(Scatter):
     """Each rank's part is one element further."""
 
@@ -150,31 +131,6 @@ def one_unit_by(scatter: Callable[[], Scatter]) -> Break:
     return lambda env: instead(fsdp.run.build, "shard_model", make)
 
 
-class Gather(Scatter):
-    """The parameters are rounded to float32 on their way."""
-
-    def __call__(  # type: ignore[override]
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
-    ) -> None:
-        dist.all_gather_into_tensor(output_tensor, input_tensor, group)
-        whole = output_tensor.view(torch.float64) if output_tensor.dtype == torch.uint8 else output_tensor
-        whole.copy_(whole.float().double())
-
-
-def gathered_in_float32(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
-    def make(shard_model: Any) -> Any:
-        def broken(*args: Any, **kwargs: Any) -> Sharded:
-            sharded: Sharded = shard_model(*args, **kwargs)
-            unit = sharded.units[1][0]
-            if isinstance(unit, FSDPModule):
-                unit.set_custom_all_gather(Gather())  # type: ignore[arg-type]
-            return sharded
-
-        return broken
-
-    return instead(fsdp.run.build, "shard_model", make)
-
-
 def targets_of_others(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
     """On one rank each sample has the target of its neighbour."""
 
@@ -201,11 +157,6 @@ def gradient_lost(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
         return broken
 
     return instead(Gradients, "norm", make)
-
-
-def norm_counts_replicas(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
-    """The norm alone is wrong."""
-    return instead(Gradients, "norm", lambda norm: lambda self: norm(self) * 2**0.5)
 
 
 def loss_alone(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -297,13 +248,6 @@ def first_micro_batch_dropped(env: DistEnv) -> contextlib.AbstractContextManager
     return stack
 
 
-def local_norm(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
-    def make(init: Any) -> Any:
-        return lambda self, parameters, group, in_turn=None: init(self, parameters, None, in_turn)
-
-    return instead(Gradients, "__init__", make)
-
-
 def clipped_by_local_norm(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
     def make(clip: Any) -> Any:
         def broken(self: Gradients, max_norm: float, norm: Tensor) -> None:
@@ -338,40 +282,28 @@ def nothing(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
 BREAKS: dict[str, Break] = {
     "nothing": nothing,
     "twice": times(2.0),
-    "a hundred times": times(100.0),
     "a rank left out": rank_left_out,
-    "divided by micro-batches": divided_by_micro_batches,
     "mean over tokens": mean_over_tokens,
     "a unit not reduced": one_unit_by(Scatter),
     "reduced in float32": one_unit_by(Rounded),
-    "the greatest for the mean": one_unit_by(Largest),
     "parts shifted": one_unit_by(Rolled),
     "turned from the second step": one_unit_by(LaterTurned),
-    "gathered in float32": gathered_in_float32,
     "targets of others": targets_of_others,
     "a part's gradient lost": gradient_lost,
-    "norm alone": norm_counts_replicas,
     "loss alone": loss_alone,
     "a rank's own rate": own_rate,
     "a sum for a mean": sum_for_mean,
     "replicas not averaged": replicas_not_averaged,
     "divisor of one axis": divisor_of_one_axis,
     "first micro-batch dropped": first_micro_batch_dropped,
-    "local norm": local_norm,
     "clipped by local norm": clipped_by_local_norm,
     "gradients kept": gradients_kept,
     "vectors decayed": vectors_decayed,
 }
 
 
-@contextlib.contextmanager
-def broken(name: str, env: DistEnv) -> Iterator[None]:
-    with BREAKS[name](env):
-        yield
-
-
 def train_broken(env: DistEnv, name: str, asked: ParityOptions, tried: list[Row], folder: str) -> None:
     """The work of one rank of the command, with one of BREAKS."""
-    with broken(name, env):
+    with BREAKS[name](env):
         train_rows(env, asked, tried, folder, lambda: None)
     assert dist.is_initialized()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsdp.parity.options import Comparison, ParityOptions, Row, rows
 
 from fsdp.base.errors import ConfigError
 from fsdp.parity.__main__ import _show
@@ -19,7 +20,6 @@ from fsdp.parity.compare import (
     relative_differences,
     runs_on_cuda,
 )
-from fsdp.parity.options import Comparison, ParityOptions, Row, rows
 from fsdp.run.job import Job, prepare, trained_model
 from tests.models.small_hf import SIZES
 from tests.run.hf_folders import DATA, write_folder
