@@ -25,7 +25,7 @@ from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
 from fsdp.memory.account import state_bytes
 from fsdp.optim.optimizer import build_optimizer, check_step, set_lr
-from fsdp.parity.reference import _optimizer
+from fsdp.parity.reference import build_optimizers
 from fsdp.plan.fake_step import FakeRun, trace_step
 from tests.support import plain_loop
 from tests.support.marks import quick_are
@@ -261,7 +261,7 @@ def test_a_bad_step_is_skipped(tmp_path: Path) -> None:
 
 def test_parity_s_plain_loop_builds_it_with_the_same_settings() -> None:
     section = OptimSection(name=OWN + "lion", lr=0.25, beta1=0.5, weight_decay=0.3)
-    plainly = _optimizer(section, list(Uneven().named_parameters()))
+    (plainly,) = build_optimizers(section, Uneven())
     assert isinstance(plainly, Lion)
     assert [group["weight_decay"] for group in plainly.param_groups] == [0.3, 0.0]
     assert plainly.param_groups[0]["betas"] == (0.5, 0.95)

@@ -17,7 +17,7 @@ from fsdp.config.sections import ADAMS, FUSED, IN_PARTS, MOMENTS, OPTIMIZERS, RE
 from fsdp.memory.account import resting_bytes
 from fsdp.optim.optimizer import build_optimizer
 from fsdp.parallel.offload import moments_of
-from fsdp.parity.reference import _optimizer
+from fsdp.parity.reference import build_optimizers
 
 
 def model() -> nn.Module:
@@ -58,7 +58,7 @@ def test_a_name_without_a_branch_is_not_built_as_adam() -> None:
     with pytest.raises(KeyError, match="new"):
         resting_bytes(section, model(), torch.float32)
     with pytest.raises(KeyError, match="new"):
-        _optimizer(section, list(model().named_parameters()))
+        build_optimizers(section, model())
 
 
 @pytest.mark.parametrize(

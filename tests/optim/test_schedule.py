@@ -10,7 +10,6 @@ import pytest
 from fsdp.base.errors import ConfigError
 from fsdp.config import OptimSection, config_hash, load
 from fsdp.optim.schedule import Schedule
-from fsdp.parity.reference import _rate
 from tests.support.runs import failures, run, settings
 
 OWN = "tests.optim.test_schedule:"
@@ -54,11 +53,6 @@ def test_wsd_without_room_for_a_stable_part_decays_after_the_warm_up() -> None:
     assert rates(OptimSection(lr=1.0, schedule="wsd", warmup_steps=2, decay_share=1.0), 4) == pytest.approx(
         [0.5, 1.0, 0.55, 0.1]
     )
-
-
-def test_parity_gives_the_same_rates_of_a_function() -> None:
-    section = OptimSection(schedule=OWN + "inverse", warmup_steps=3)
-    assert rates(section, 30) == pytest.approx([_rate(section, step, 30) for step in range(1, 31)], rel=1e-12)
 
 
 def test_a_function_s_factor_is_of_the_peak_rate_and_a_resumed_run_continues_it(tmp_path: Path) -> None:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from fsdp.parity.options import Comparison, ParityOptions, Row, rows
 
 from fsdp.base.errors import ConfigError
 from fsdp.parity.__main__ import _show
 from fsdp.parity.compare import (
+    Comparison,
+    Measure,
     ParityDifference,
-    _refuse_random,
+    ParityOptions,
+    Row,
     compare,
     jobs_of,
-    relative_differences,
+    refuse_random,
+    rows,
     runs_on_cuda,
 )
+from fsdp.parity.reference import TrainingRecord
 from fsdp.run.job import Job, prepare, trained_model
 from tests.models.small_hf import SIZES
 from tests.run.hf_folders import DATA, write_folder
@@ -159,9 +164,9 @@ def test_the_hint_for_dropout_turns_it_off(tmp_path: Path) -> None:
         return prepare(settings(words, *more), world_size=2, num_nodes=1, device=torch.device("cpu"))
 
     with pytest.raises(ConfigError, match=r"dropout drops values at random: .* HINT: --model") as caught:
-        _refuse_random(job())
+        refuse_random(job())
     assert caught.value.hint is not None
-    _refuse_random(job(caught.value.hint))
+    refuse_random(job(caught.value.hint))
 
 
 def test_batch_norm_is_refused_and_named_at_the_start_of_a_run(caplog: pytest.LogCaptureFixture) -> None:
@@ -172,18 +177,25 @@ def test_batch_norm_is_refused_and_named_at_the_start_of_a_run(caplog: pytest.Lo
         trained_model(config, job)
         assert sum("BatchNorm over the rows that a rank has" in said for said in caplog.messages) == warnings
     with pytest.raises(ConfigError, match=r"norm normalises over the rows that a rank has"):
-        _refuse_random(job)
+        refuse_random(job)
 
 
 def test_a_difference_is_relative_to_the_change() -> None:
     """Relative to the model for a parameter with almost no gradient, else to itself; infinite for NaN."""
-    b = {"large": torch.full((4,), 10.0), "small": torch.ones(1), "flat": torch.zeros(1)}
-    a = {"large": b["large"].clone(), "small": torch.tensor([1.5]), "flat": torch.tensor([1e-9])}
-    found = relative_differences(a, b)
-    assert found["large"] == 0
-    assert found["small"] == pytest.approx(0.5)
-    assert found["flat"] == pytest.approx(1e-9 / (1e-3 * 401**0.5))
-    assert relative_differences({**a, "small": torch.tensor([float("nan")])}, b)["small"] == float("inf")
+    start = {"large": torch.zeros(4), "small": torch.zeros(1), "flat": torch.zeros(1)}
+    plain = {"large": torch.full((4,), 10.0), "small": torch.ones(1), "flat": torch.zeros(1)}
+    measure = Measure("fp64", rounds=False, adaptive=False, flat=frozenset())
+
+    def difference(**changed: float) -> ParityDifference:
+        ours = plain | {name: torch.tensor([value]) for name, value in changed.items()}
+        records = [TrainingRecord(start, parameters, [1.0], [1.0]) for parameters in (ours, plain)]
+        return measure.differences(Comparison.SGD, *records)[-1]
+
+    assert difference().size == 0
+    small = difference(small=1.5, flat=1e-9)
+    assert (small.quantity, small.size) == ("the parameter small", pytest.approx(0.5))
+    assert difference(flat=1e-9).size == pytest.approx(1e-9 / (1e-3 * 401**0.5))
+    assert difference(small=math.nan).size == math.inf
 
 
 def test_differences_are_printed_below_their_mesh(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,15 +216,16 @@ def test_differences_are_printed_below_their_mesh(capsys: pytest.CaptureFixture[
 
 
 def test_the_plain_loop_shares_no_code_that_computes() -> None:
-    """It imports the model, its weights and the samples, of the run where weights lie and a type, and the
-    rule that selects Muon's matrices.
+    """Of the run it imports where weights lie and a type; of the optimizers the rule that selects Muon's
+    matrices, the user's factory and the learning rates.
     """
-    imported = {
-        module for _, module in imports(ROOT / "fsdp/parity/reference.py") if module.startswith("fsdp.")
-    }
-    assert {module.split(".")[1] for module in imported} == {"parity", "config", "run", "models", "optim"}
-    used = {module for module in imported if module.startswith("fsdp.run")}
-    assert used == {"fsdp.run.job.Job", "fsdp.run.weights"}
-    assert {module for module in imported if module.startswith("fsdp.optim")} == {
-        "fsdp.optim.muon.hidden_matrices"
+    modules = {module for _, module in imports(ROOT / "fsdp/parity/reference.py")}
+    assert {
+        module for module in modules if module.startswith(("fsdp.run", "fsdp.optim", "fsdp.parallel"))
+    } == {
+        "fsdp.run.job.Job",
+        "fsdp.run.weights",
+        "fsdp.optim.muon.hidden_matrices",
+        "fsdp.optim.optimizer.build_custom",
+        "fsdp.optim.schedule.Schedule",
     }
