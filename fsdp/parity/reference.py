@@ -23,8 +23,8 @@ from fsdp.models import build_real, load_attribute
 from fsdp.models.cross_entropy import class_dimension, maybe_entropy, read_output
 from fsdp.models.hf_settings import select_experts_kernel
 from fsdp.models.lora import freeze
-from fsdp.optim.optimizer import build_custom
 from fsdp.optim.muon import hidden_matrices
+from fsdp.optim.optimizer import build_custom
 from fsdp.optim.schedule import Schedule
 from fsdp.run import weights
 

@@ -305,5 +305,5 @@ BREAKS: dict[str, Break] = {
 def train_broken(env: DistEnv, name: str, asked: ParityOptions, tried: list[Row], folder: str) -> None:
     """The work of one rank of the command, with one of BREAKS."""
     with BREAKS[name](env):
-        train_rows(env, asked, tried, folder, lambda: None)
+        train_rows(env, asked, tried, folder)
     assert dist.is_initialized()

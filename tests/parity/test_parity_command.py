@@ -14,11 +14,11 @@ from fsdp.base.errors import ConfigError
 from fsdp.parity.__main__ import _show
 from fsdp.parity.compare import (
     Comparison,
-    Measure,
     ParityDifference,
     ParityOptions,
     Row,
     compare,
+    difference_of,
     jobs_of,
     refuse_random,
     rows,
@@ -180,22 +180,19 @@ def test_batch_norm_is_refused_and_named_at_the_start_of_a_run(caplog: pytest.Lo
         refuse_random(job)
 
 
-def test_a_difference_is_relative_to_the_change() -> None:
-    """Relative to the model for a parameter with almost no gradient, else to itself; infinite for NaN."""
-    start = {"large": torch.zeros(4), "small": torch.zeros(1), "flat": torch.zeros(1)}
-    plain = {"large": torch.full((4,), 10.0), "small": torch.ones(1), "flat": torch.zeros(1)}
-    measure = Measure("fp64", rounds=False, adaptive=False, flat=frozenset())
+def test_a_difference_is_relative_to_the_change_of_the_model() -> None:
+    """And infinite for NaN; the parameter that differs most is named."""
+    start = {"large": torch.ones(4), "small": torch.ones(1)}
+    plain = {"large": torch.full((4,), 11.0), "small": torch.full((1,), 2.0)}
 
-    def difference(**changed: float) -> ParityDifference:
-        ours = plain | {name: torch.tensor([value]) for name, value in changed.items()}
-        records = [TrainingRecord(start, parameters, [1.0], [1.0]) for parameters in (ours, plain)]
-        return measure.differences(Comparison.SGD, *records)[-1]
+    def difference(small: float) -> tuple[float, str, float]:
+        ours = plain | {"small": torch.tensor([small])}
+        records = [TrainingRecord(start, parameters) for parameters in (ours, plain)]
+        return difference_of(records[0], records[1], plain, changes=True)
 
-    assert difference().size == 0
-    small = difference(small=1.5, flat=1e-9)
-    assert (small.quantity, small.size) == ("the parameter small", pytest.approx(0.5))
-    assert difference(flat=1e-9).size == pytest.approx(1e-9 / (1e-3 * 401**0.5))
-    assert difference(small=math.nan).size == math.inf
+    assert difference(2.0)[0] == 0
+    assert difference(2.5)[:2] == (pytest.approx(0.5 / 401**0.5), "small")
+    assert difference(math.nan)[:2] == (math.inf, "small")
 
 
 def test_differences_are_printed_below_their_mesh(capsys: pytest.CaptureFixture[str]) -> None:

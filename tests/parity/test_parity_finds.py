@@ -63,7 +63,7 @@ def test_a_broken_reduction_is_found(name: str, tmp_path: Path) -> None:
     if name in FACTORS:
         for row, apart in found.items():
             first = [d for d in apart if d.training is Comparison.GRADIENT]
-            # the norm, and the worst parameter
+            # the norm, and the gradient
             assert [d.factor for d in first] == pytest.approx([FACTORS[name]] * 2), row
             assert f"it is {FACTORS[name]:g} times the plain loop's" in str(first[-1])
     if name in ONLY:
