@@ -35,13 +35,8 @@ _IMAGES = "--model.name vit --model.preset wide --data.name synthetic --data.arg
 _RECOMPUTED = "--memory.activation_checkpointing full --memory.loss_chunk 1024"
 SUBJECTS = {
     "124m": Subject("124M decoder", 8, f"{_TOKENS.format('124m', 1024)} --train.micro_batch 8"),
-    "wide": Subject(
-        "ViT, 3840 wide",
-        8,
-        f"{_IMAGES} --train.micro_batch 32",
-    ),
+    "wide": Subject("ViT, 3840 wide", 8, f"{_IMAGES} --train.micro_batch 32"),
     "7b": Subject("7B (Llama 2)", 8, f"{_TOKENS.format('7b', 4096)} {_RECOMPUTED} --train.micro_batch 1"),
-    "13b": Subject("13B (Llama 2)", 8, f"{_TOKENS.format('13b', 4096)} {_RECOMPUTED} --train.micro_batch 1"),
     "70b": Subject("70B (Llama 3)", 64, f"{_TOKENS.format('70b', 4096)} {_RECOMPUTED} --train.micro_batch 1"),
 }
 STRATEGIES = {
@@ -56,8 +51,8 @@ MICRO_BATCHES = 4
 """With one, ZeRO-1 and ZeRO-2 are the same."""
 
 
-def row(subject: Subject, strategy: str) -> list[str]:
-    """The strategy, its mesh, and what a GPU of it needs and gives."""
+def cell(subject: Subject, strategy: str) -> str:
+    """What a GPU needs, whether it fits, and the time of a step."""
     half = 8 if subject.gpus > 8 else subject.gpus // 2
     samples = subject.gpus * int(subject.flags.split()[-1]) * MICRO_BATCHES
     words = (
@@ -65,26 +60,16 @@ def row(subject: Subject, strategy: str) -> list[str]:
         f"--plan.fix true --plan.gpus {subject.gpus} --plan.gpu h100"
     )
     plan = plan_one(load(words.split()))
-    return [
-        strategy,
-        f"{plan.sizes.replicate}×{plan.sizes.shard}",
-        f"{plan.needed / GIB:.1f}",
-        "yes" if plan.fits else "no",
-        f"{plan.step.seconds:.3f}",
-        f"{plan.tokens_s:,.0f}",
-    ]
+    return f"{plan.needed / GIB:.1f} GiB{'' if plan.fits else ' (no)'}, {plan.step.seconds:.3f} s"
 
 
-def rows(name: str) -> Iterator[str]:
-    """The lines of one model's table."""
-    subject = SUBJECTS[name]
-    yield f"### {subject.title} on {subject.gpus} × H100"
-    yield ""
-    unit = "samples" if name == "wide" else "tokens"
-    yield f"| | mesh | peak GiB | fits | step s | {unit} a second and GPU |"
-    yield "|---|---|---|---|---|---|"
+def rows(names: Sequence[str]) -> Iterator[str]:
+    """The lines of the table: a column for each model."""
+    subjects = [SUBJECTS[name] for name in names]
+    yield f"| | {' | '.join(f'{subject.title} on {subject.gpus} × H100' for subject in subjects)} |"
+    yield "|---" * (1 + len(subjects)) + "|"
     for strategy in STRATEGIES:
-        yield f"| {' | '.join(row(subject, strategy))} |"
+        yield f"| {strategy} | {' | '.join(cell(subject, strategy) for subject in subjects)} |"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -95,8 +80,8 @@ def main(argv: Sequence[str]) -> int:
             f"{unknown[0]} is not a model here: {known}. HINT: python -m bench.strategies 7b", file=sys.stderr
         )
         return 2
-    for name in argv or SUBJECTS:
-        print("\n".join(rows(name)), end="\n\n", flush=True)
+    for line in rows(argv or list(SUBJECTS)):
+        print(line, flush=True)
     return 0
 
 
