@@ -262,9 +262,15 @@ def _rank(rank: int, options: ParityOptions, tried: list[Row], folder: str, on_c
     if not on_cuda:
         torch.set_num_threads(_threads(options))
     env = DistEnv(
-        rank=rank, world_size=options.ranks, local_rank=rank, local_world_size=options.ranks, node_rank=0,
-        num_nodes=1, device=pick_device(rank, "cuda" if on_cuda else "cpu"), launcher="fsdp.parity",
-    )  # fmt: skip
+        rank=rank,
+        world_size=options.ranks,
+        local_rank=rank,
+        local_world_size=options.ranks,
+        node_rank=0,
+        num_nodes=1,
+        device=pick_device(rank, "cuda" if on_cuda else "cpu"),
+        launcher="fsdp.parity",
+    )
     meeting = dist.FileStore(str(Path(folder, f"store-{len(tried)}")), options.ranks)
     with process_group(env, GROUP_TIMEOUT_S, meeting):
         train_rows(env, options, tried, folder)
@@ -344,14 +350,22 @@ class Judge:
             self.bounds[Comparison.CONFIGURED] = ROUNDED_CONFIGURED
         elif options.dtype == "fp64" and config.optim.name != "sgd":
             self.bounds[Comparison.CONFIGURED] *= ADAPTIVE
-        self.notes = [note for note, holds in (
-            ("the model computes in float32 inside although the run computes in float64: the bounds are "
-             f"{ROUNDED_INSIDE:.0e}, and {ROUNDED_CONFIGURED:.0e} in 'configured'", rounds),
-            (f"the gradient of {', '.join(sorted(self.flat)[:3])} ({len(self.flat)} in all) is 0 except for "
-             "rounding, which Adam amplifies: not compared in 'configured'", bool(self.flat)),
-            ("the model's own loss is trained: the plain loop computes it for each rank's micro-batch, as "
-             "the run does, and another number of ranks may train otherwise", self._plain.objective.is_own),
-        ) if holds]  # fmt: skip
+        self.notes = []
+        if rounds:
+            self.notes.append(
+                "the model computes in float32 inside although the run computes in float64: the bounds are "
+                f"{ROUNDED_INSIDE:.0e}, and {ROUNDED_CONFIGURED:.0e} in 'configured'"
+            )
+        if self.flat:
+            self.notes.append(
+                f"the gradient of {', '.join(sorted(self.flat)[:3])} ({len(self.flat)} in all) is 0 except "
+                "for rounding, which Adam amplifies: not compared in 'configured'"
+            )
+        if self._plain.objective.is_own:
+            self.notes.append(
+                "the model's own loss is trained: the plain loop computes it for each rank's micro-batch, as "
+                "the run does, and another number of ranks may train otherwise"
+            )
         for note in self.notes:
             log(f"note: {note}")
 

@@ -59,14 +59,14 @@ class PlainLoop:
         if config.model.frozen:
             freeze(self.model, config.model.frozen)
         computed = COMPUTED[config.precision.param]
-        master = torch.float64 if computed == torch.float64 else torch.float32
+        master = torch.promote_types(computed, torch.float32)
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(master)
         select_experts_kernel(self.model, computed)
         self._start = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.objective = Objective(self.model, computed, self._samples(0), config.train)
-        self.rounds = master == computed == torch.float64 and computes_lower(
+        self.rounds = computed == torch.float64 and computes_lower(
             lambda: self.objective.forward(self._samples(0))
         )
         """Whether the model computes in float32 although its parameters are in float64."""
@@ -84,18 +84,17 @@ class PlainLoop:
         schedule = Schedule(config.optim, config.train.steps)
         record = TrainingRecord(self._parameters(), {})
         for step in range(config.train.steps):
-            whole = self._samples(step)
-            shares = np.array_split(np.arange(len(whole["inputs"])), ranks)
+            batch = self._samples(step)
+            shares = np.array_split(np.arange(len(batch["inputs"])), ranks)
             pieces = [rows for share in shares for rows in np.array_split(share, accumulation) if len(rows)]
             self.model.zero_grad()
-            loss = 0.0
-            for part, recorded in self.objective.parts(whole, pieces):
-                part.backward()
-                loss += recorded
-            record.losses.append(loss)
+            record.losses.append(0.0)
+            for loss, recorded in self.objective.parts(batch, pieces):
+                loss.backward()
+                record.losses[-1] += recorded
             trained = [p for p in self.model.parameters() if p.requires_grad]
-            norm = nn.utils.clip_grad_norm_(trained, config.train.clip_grad_norm or math.inf)
-            record.norms.append(float(norm))
+            clipped = nn.utils.clip_grad_norm_(trained, config.train.clip_grad_norm or math.inf)
+            record.norms.append(float(clipped))
             for group, ratio in zip(groups, ratios, strict=True):
                 group["lr"] = schedule.lr(step + 1) * ratio
             for optimizer in optimizers:
@@ -107,13 +106,11 @@ class PlainLoop:
         return {name: parameter.detach().cpu().clone() for name, parameter in self.model.named_parameters()}
 
 
-# ---------------------------------------------------------------- the loss
-
-
 class Objective:
     """The mean loss over a global batch, as a sum of parts, one of each micro-batch of a rank.
 
-    It is that of fsdp/models/loss.py, computed a second time: from logits, or by the model in train mode.
+    It is that of fsdp/models/loss.py, computed a second time: a function of the user, cross entropy from
+    logits, or what the model returns in train mode.
     """
 
     def __init__(self, model: nn.Module, computed: torch.dtype, first: Batch, train: TrainSection) -> None:
@@ -122,13 +119,12 @@ class Objective:
         takes_all = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
         self._passed = {n for n in first if n in accepted or (takes_all and n != "targets")} - {"inputs"}
         self._takes_items = "num_items_in_batch" in accepted
-        self._labels = next((name for name in ("labels", "targets") if name in self._passed), "")
         self._custom = load_attribute(train.loss, "--train.loss") if train.loss else None
         labels = next((name for name in ("labels", "targets") if name in first), "")
         countable = self._custom is None and labels and not first[labels].is_floating_point()
         self._entropy = maybe_entropy(model) if countable else None
-        if self._entropy is not None:
-            self._labels = labels
+        passed = next((name for name in ("labels", "targets") if name in self._passed), "")
+        self._labels = labels if self._entropy else passed
         self.is_own = False
         """Known after the first part: the model's own loss is trained."""
         if self._custom and not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -150,11 +146,11 @@ class Objective:
     def parts(self, whole: Batch, pieces: list[Any]) -> Iterator[tuple[Tensor, float]]:
         """Each piece's share of the mean, one at a time, and of the loss that is recorded."""
         batches = [{name: value[rows] for name, value in whole.items()} for rows in pieces]
-        if self._custom is not None:
-            with torch.no_grad():
-                weight = sum(float(self._weighted(batch)[1]) for batch in batches)
+        with torch.no_grad():
+            weight = sum(float(self._weighted(batch)[1]) for batch in batches) if self._custom else 0.0
         for batch in batches:
             rows = len(batch["inputs"]) / len(whole["inputs"])
+            added = 0.0  # what the model adds, such as a router's loss: recorded apart
             if self._custom is not None:
                 loss = self._weighted(batch)[0] / (weight or 1)
             elif self._entropy is not None:
@@ -162,12 +158,10 @@ class Objective:
                     output = self.forward(batch, labels=batch[self._labels])
                 shifts = self._entropy.shifted and self._labels == "labels"
                 loss = self._cross_entropy(output.logits, batch, whole, self._labels, shifts)
-                if output.loss.requires_grad:  # what the model adds, such as a router's loss: recorded apart
-                    yield loss + output.loss * rows, float(loss.detach())
-                    continue
+                added = output.loss * rows if output.loss.requires_grad else 0.0
             else:
                 loss = self._from_model(batch, whole, rows)
-            yield loss, float(loss.detach())
+            yield loss + added, float(loss.detach())
 
     def _from_model(self, batch: Batch, whole: Batch, rows: float) -> Tensor:
         labels = whole.get(self._labels)
@@ -192,7 +186,7 @@ class Objective:
         if shifts:
             logits, targets, every = logits[:, :-1], targets[:, 1:], every[:, 1:]
         flat, wanted = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-        flat = flat if flat.dtype == torch.float64 else flat.float()
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
         total = F.cross_entropy(flat, wanted, reduction="sum", ignore_index=MASKED)
         if self._z_loss:
             total = total + self._z_loss * flat[wanted != MASKED].logsumexp(-1).square().sum()
@@ -204,7 +198,7 @@ class Objective:
         losses = self._custom(self.forward(batch), batch)
         losses, weight = losses if isinstance(losses, tuple) else (losses, torch.ones_like(losses))
         used = weight.nonzero(as_tuple=True)  # not a product alone: 0 times an infinity is NaN
-        losses = losses[used] if losses.dtype == torch.float64 else losses[used].float()
+        losses = losses[used].to(torch.promote_types(losses.dtype, torch.float32))
         return (losses * weight[used]).sum(), weight.double().sum()
 
 
@@ -214,21 +208,18 @@ def _count(targets: Tensor) -> int:
 
 def computes_lower(forward: Callable[[], Any]) -> bool:
     """Whether anything with a gradient is computed below float64."""
-    lower: list[torch.dtype] = []
+    dtypes: set[torch.dtype] = set()
 
     class Watching(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
-            if isinstance(result, Tensor) and result.requires_grad and result.dtype != torch.float64:
-                lower.append(result.dtype)
+            if isinstance(result, Tensor) and result.requires_grad:
+                dtypes.add(result.dtype)
             return result
 
     with Watching():
         forward()
-    return bool(lower)
-
-
-# ---------------------------------------------------------------- the update
+    return bool(dtypes - {torch.float64})
 
 
 def build_optimizers(section: OptimSection, model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -236,28 +227,20 @@ def build_optimizers(section: OptimSection, model: nn.Module) -> list[torch.opti
     if ":" in section.name:
         return [build_custom(section, model)]
     trained = [p for p in model.parameters() if p.requires_grad]
-    betas: Any = {"betas": (section.beta1, section.beta2), "eps": section.eps}
+    optimizers: list[torch.optim.Optimizer] = []
     if section.name == "muon":
         matrices = hidden_matrices(model, section.muon_parameters)
-        ids = {id(matrix) for matrix in matrices}
-        muon = torch.optim.Muon(
-            matrices,
-            lr=section.muon_lr or section.lr,
-            weight_decay=section.weight_decay,
-            momentum=section.muon_momentum,
-            adjust_lr_fn="match_rms_adamw",
-        )
-        groups = _groups([p for p in trained if id(p) not in ids], section.weight_decay)
-        return [muon, torch.optim.AdamW(groups, lr=section.lr, **betas)]
-    groups = _groups(trained, section.weight_decay if section.name == "adamw" else 0.0)
+        muon: dict[str, Any] = {"momentum": section.muon_momentum, "adjust_lr_fn": "match_rms_adamw"}
+        lr, decay = section.muon_lr or section.lr, section.weight_decay
+        optimizers.append(torch.optim.Muon(matrices, lr=lr, weight_decay=decay, **muon))
+        trained = [p for p in trained if all(p is not matrix for matrix in matrices)]
+    decay = section.weight_decay if section.name in ("adamw", "muon") else 0.0
+    groups: Any = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
     if section.name == "sgd":
         return [torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum)]
-    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[section.name]
-    return [kind(groups, lr=section.lr, **betas)]
-
-
-def _groups(parameters: list[nn.Parameter], decay: float) -> Any:
-    return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    kinds = {"adamw": torch.optim.AdamW, "muon": torch.optim.AdamW, "adam": torch.optim.Adam}
+    adam = kinds[section.name](groups, lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps)
+    return [*optimizers, adam]
