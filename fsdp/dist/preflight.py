@@ -141,7 +141,7 @@ def check(env: DistEnv, run: Path | None, patience_s: float = SAME_FILE_S) -> No
     token = ""
     if run is not None and env.num_nodes > 1:
         token = collectives.on_main(env.rank, lambda: _create_probe(run))
-    seen = not token or env.local_rank != 0 or run is None or _appears(run / token, patience_s)
+    seen = not token or env.local_rank != 0 or run is None or appears(run / token, patience_s)
     found: list[tuple[RankFacts, bool]] = collectives.all_gather_objects((facts_of(env), seen))
     if token and run is not None and env.is_main:
         (run / token).unlink(missing_ok=True)
@@ -169,7 +169,8 @@ def _create_probe(run: Path) -> str:
     return name
 
 
-def _appears(file: Path, patience_s: float) -> bool:
+def appears(file: Path, patience_s: float = SAME_FILE_S) -> bool:
+    """Whether a shared folder shows a file, which another node may have written just now."""
     deadline = time.monotonic() + patience_s
     # of os: the methods of Path raise for a folder that this node may not search
     while not os.path.exists(file):  # noqa: PTH110

@@ -6,9 +6,7 @@ exclude.
 
 Its modules:
 
-    __main__   starts the ranks if no launcher did
-    rank       one of the ranks: its checks in order
-    measure    device, names and ports, links, storage, NCCL's transport
-    findings   judges the measurements, in pure functions
-    table      the result as text
+    __main__   the command, and one rank's stages in order
+    measure    device, ports, links, storage, NCCL's transport
+    findings   tables of checks on the measurements; the result as text
 """

@@ -1,8 +1,7 @@
-"""Findings: judges the ranks' measurements, in pure functions.
+"""Findings: holds the ranks' measurements against tables of checks, in pure functions; the result as text.
 
-A node is compared with the others: the median is the expected value, and the manufacturer's figure if it is
-known. A node that is not fit is on the exclude list, unless most nodes would be: then no single node is at
-fault.
+A rank or node is compared with the others: the median is the expected value. A node that is not fit is on the
+exclude list, unless most nodes would be: then no single node is at fault.
 """
 
 from __future__ import annotations
@@ -11,25 +10,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
-from fsdp.base.text import counted, named_ranks
+from fsdp.base.text import columns, counted, listed, named_ranks
 from fsdp.dist.launcher_hints import LauncherHints, launcher_hints
 from fsdp.dist.preflight import RankFacts, differences
 
-Key = TypeVar("Key")
 RankReport = Mapping[str, Any]
-"""One rank's measurements by stage; a stage that it did not reach is missing."""
+"""One rank's measurements by name; one of a check that it did not reach is missing."""
 
-SLOW_CUDA, SLOW_CPU = 0.85, 0.6
-"""Least share of the median: GPUs of one kind differ by few per cent, processes that share a CPU by more."""
 OF_PEAK = 0.55
 """Least share of the manufacturer's figure for dense products; 0.6 to 0.8 is usual for 8192 × 8192."""
-LINK, DISK = 0.5, 0.25
+SLOW_LINK = 0.5
 SAME_PRODUCT = 1e-3
-CLOCK_S = 1.0
-FREE = 0.9
-GIB = 2**30
+FREE_MEMORY, FREE_DISK_GIB = 0.9, 5.0
 
 
 @dataclass(frozen=True)
@@ -42,12 +36,41 @@ class Finding:
     hint: str
     out: bool
 
-    @property
-    def where(self) -> str:
-        return self.host + (f" (rank {self.rank})" if self.rank is not None else "")
-
     def __str__(self) -> str:
-        return f"{self.where}: {self.what}. HINT: {self.hint}"
+        rank = f" (rank {self.rank})" if self.rank is not None else ""
+        return f"{'OUT ' if self.out else 'odd '} {self.host}{rank}: {self.what}.\n     HINT: {self.hint}"
+
+
+@dataclass(frozen=True)
+class NodeReports:
+    """All reports by rank, the ranks of each node, and its host name as far as known."""
+
+    by_rank: Mapping[int, RankReport]
+    nodes: Sequence[Sequence[int]]
+    hosts: Sequence[str]
+    stages: Mapping[int, str]
+    """Rank → the stage that it did not complete."""
+
+    def finding(self, what: str, hint: str, *, out: bool, node: int = -1, rank: int | None = None) -> Finding:
+        """Of a node, or of a rank and so of its node."""
+        if rank is not None:
+            node = next(node for node, ranks in enumerate(self.nodes) if rank in ranks)
+        return Finding(self.hosts[node], rank, what, hint, out)
+
+    def heads(self) -> dict[int, RankReport]:
+        """Node → the report of its first rank, which measures what the node's ranks share."""
+        return {
+            node: self.by_rank[ranks[0]] for node, ranks in enumerate(self.nodes) if ranks[0] in self.by_rank
+        }
+
+    def links(self) -> dict[tuple[int, int], Mapping[str, float]]:
+        """Two nodes → their link; of one that both measured, the slower."""
+        links: dict[tuple[int, int], Mapping[str, float]] = {}
+        for node, report in self.heads().items():
+            for neighbour, link in report.get("between", {}).items():
+                pair = (min(node, int(neighbour)), max(node, int(neighbour)))
+                links[pair] = min(link, links.get(pair, link), key=link_rate)
+        return links
 
 
 @dataclass(frozen=True)
@@ -62,213 +85,197 @@ class Diagnosis:
     def fit(self) -> bool:
         return self.complete and not any(finding.out for finding in self.findings)
 
-    @property
-    def way_out(self) -> str:
-        """What leaves these nodes out under this launcher; empty if no node is at fault."""
-        return self.hints.without(self.exclude) if self.exclude and not self.fit else ""
-
     def __str__(self) -> str:
         if self.fit:
             odd = f"; {counted(len(self.findings), 'finding')} above" if self.findings else ""
             return f"fit to train{odd}."
         if self.exclude:
             count = len(self.exclude)
-            which = "" if self.hints.is_slurm else f", {', '.join(self.exclude)}"
-            return f"{count} node{'s are' if count > 1 else ' is'} not fit{which}: {self.way_out}"
+            names = "" if self.hints.is_slurm else f", {', '.join(self.exclude)}"
+            without = self.hints.without(self.exclude)
+            return f"{count} node{'s are' if count > 1 else ' is'} not fit{names}: {without}"
         return f"not fit to train{', and no single node is at fault' * (self.nodes > 1)}: see above."
 
 
-@dataclass(frozen=True)
-class NodeReports:
-    """All reports by rank, the ranks of each node, and its host name as far as known."""
-
-    by_rank: Mapping[int, RankReport]
-    nodes: Sequence[Sequence[int]]
-    hosts: Sequence[str]
-    stages: Mapping[int, str]
-    """Rank → the stage that it did not complete."""
-
-    def host(self, rank: int) -> str:
-        return self.hosts[next(n for n, ranks in enumerate(self.nodes) if rank in ranks)]
-
-    def of_node(self, node: int, what: str, hint: str, *, out: bool) -> Finding:
-        return Finding(self.hosts[node], None, what, hint, out)
-
-    def of_rank(self, rank: int, what: str, hint: str, *, out: bool) -> Finding:
-        return Finding(self.host(rank), rank, what, hint, out)
-
-    def heads(self) -> Iterator[tuple[int, RankReport]]:
-        """Node → the report of its first rank, which measures what the node's ranks share."""
-        return (
-            (node, self.by_rank[ranks[0]])
-            for node, ranks in enumerate(self.nodes)
-            if ranks[0] in self.by_rank
-        )
-
-
 def judge(reports: NodeReports, launcher: str = "torchrun") -> Diagnosis:
-    checks: Sequence[Callable[[NodeReports], Iterator[Finding]]] = (
-        _absent,
-        _unfinished,
-        _programs,
-        _names,
-        _ports,
-        _devices,
-        _memory,
-        _within,
-        _between,
-        _transport,
-        _storage,
-        _disks,
-        _clocks,
-    )
-    findings = [finding for check in checks for finding in check(reports)]
-    out = list(dict.fromkeys(finding.host for finding in findings if finding.out))
-    # Of two nodes one may be excluded. A single node may not.
-    few = len(out) * 2 <= len(reports.hosts) and len(reports.hosts) > 1
-    complete = (
-        all(rank in reports.by_rank for ranks in reports.nodes for rank in ranks) and not reports.stages
-    )
+    findings = tuple(finding for check in CHECKS for finding in check(reports))
+    out = tuple(dict.fromkeys(finding.host for finding in findings if finding.out))
     nodes = len(reports.hosts)
-    hints = launcher_hints(launcher, nodes)
-    return Diagnosis(tuple(findings), tuple(out) if few else (), complete, nodes, hints)
+    # Of two nodes one may be excluded. A single node may not.
+    few = len(out) * 2 <= nodes and nodes > 1
+    complete = not reports.stages and all(
+        rank in reports.by_rank for ranks in reports.nodes for rank in ranks
+    )
+    return Diagnosis(findings, out if few else (), complete, nodes, launcher_hints(launcher, nodes))
 
 
-# ---------------------------------------------------------------- missing ranks
+# ---------------------------------------------------------------- what a rank or node measured, by itself
 
 
-def _absent(reports: NodeReports) -> Iterator[Finding]:
+def _in_use(report: RankReport) -> str:
+    if report.get("device") != "cuda" or report["memory_free_gib"] >= FREE_MEMORY * report["memory_gib"]:
+        return ""
+    used = report["memory_gib"] - report["memory_free_gib"]
+    return f"{used:.1f} of {report['memory_gib']:.0f} GiB of its device are in use"
+
+
+def _below_peak(report: RankReport) -> str:
+    rate, peak = report.get("tflops", 0.0), report.get("peak_tflops", 0.0)
+    text = f"matrix product at {rate:.0f} of the {peak:.0f} TFLOP/s that the manufacturer specifies"
+    return text * (rate < OF_PEAK * peak)
+
+
+def _full_disk(report: RankReport) -> str:
+    free = report.get("disk_free_gib", FREE_DISK_GIB)
+    return f"{report['folder']} has {free:.1f} GiB left" if free < FREE_DISK_GIB else ""
+
+
+class FaultCheck(NamedTuple):
+    """A check of one report: what is wrong with it, or an empty text."""
+
+    what: Callable[[RankReport], str]
+    hint: str
+    out: bool
+    of_node: bool
+
+
+FAULTS = (
+    FaultCheck(lambda report: report.get("unnamed", ""),
+          "add it to DNS or /etc/hosts, or export GLOO_SOCKET_IFNAME=INTERFACE", True, True),
+    FaultCheck(lambda report: report.get("health", ""), "drain the node and reset the device", True, False),
+    FaultCheck(_in_use, "nvidia-smi on that node shows by which process", True, False),
+    FaultCheck(_below_peak, "check its power limit and clocks, and for another job on it", False, False),
+    FaultCheck(lambda report: report.get("storage_error", ""), "--dir FOLDER on shared storage", True, True),
+    FaultCheck(lambda report: report.get("unseen", ""),
+          "mount the shared storage there, or --dir FOLDER that is shared", True, True),
+    FaultCheck(_full_disk, "free some of it, or --dir FOLDER on another disk", False, True),
+)  # fmt: skip
+
+
+def _faults(reports: NodeReports) -> Iterator[Finding]:
+    for fault in FAULTS:
+        for number, report in (reports.heads() if fault.of_node else reports.by_rank).items():
+            if what := fault.what(report):
+                subject = {"node" if fault.of_node else "rank": number}
+                yield reports.finding(what, fault.hint, out=fault.out, **subject)
+
+
+# ---------------------------------------------------------------- compared with the others
+
+
+class RateCheck(NamedTuple):
+    """A rate that may not be less than a share of the median, of ranks with a device alike or of nodes."""
+
+    name: str
+    what: str
+    least: Mapping[str, float]
+    """By the type of device."""
+    hint: str
+    out: bool
+    of_node: bool
+
+
+PRODUCT = RateCheck(
+    "tflops",
+    "matrix product at {:.3g} TFLOP/s",
+    {"cuda": 0.85, "cpu": 0.6},
+    "check for another job on it, its clocks, its cooling",
+    True,
+    False,
+)
+"""GPUs of one kind differ by few per cent, processes that share a CPU by more."""
+STORAGE = {"cuda": 0.25, "cpu": 0.25}, "check its mount and its network to the storage", False, True
+RATES = (
+    PRODUCT,
+    RateCheck("within_gb_s", "{:.3g} GB/s within the node", {"cuda": 0.5, "cpu": 0.5},
+         "NVLink or PCIe may be down: NCCL_DEBUG=INFO shows the path", True, True),
+    RateCheck("write_mb_s", "writes {:.0f} MB/s", *STORAGE),
+    RateCheck("read_mb_s", "reads {:.0f} MB/s", *STORAGE),
+)  # fmt: skip
+
+
+def slow(rate: RateCheck, reports: Mapping[int, RankReport]) -> dict[int, str]:
+    """Rank or node → what is slow about it."""
+    alike: dict[str, dict[int, float]] = {}
+    for number, report in reports.items():
+        if rate.name in report:
+            kind = "" if rate.of_node else report["facts"]["device"]
+            alike.setdefault(kind, {})[number] = report[rate.name]
+    return {
+        number: f"{rate.what.format(value)}, {value / median(values.values()):.0%} of the median"
+        for values in alike.values()
+        for number, value in values.items()
+        if value < rate.least[reports[number]["device"]] * median(values.values())
+    }
+
+
+def _rates(reports: NodeReports) -> Iterator[Finding]:
+    for rate in RATES:
+        for number, what in slow(rate, reports.heads() if rate.of_node else reports.by_rank).items():
+            subject = {"node" if rate.of_node else "rank": number}
+            yield reports.finding(what, rate.hint, out=rate.out, **subject)
+
+
+def _products(reports: NodeReports) -> Iterator[Finding]:
+    products = {rank: report["product"] for rank, report in reports.by_rank.items() if "product" in report}
+    usual = median([value for value in products.values() if isfinite(value)] or [0.0])
+    for rank, value in products.items():
+        if not abs(value - usual) <= SAME_PRODUCT * abs(usual):  # true for NaN too
+            what = f"computes wrong: {value:.6g} for {usual:.6g}"
+            yield reports.finding(what, "replace the device", out=True, rank=rank)
+
+
+def _versions(reports: NodeReports) -> Iterator[Finding]:
+    facts = [RankFacts(**report["facts"]) for report in reports.by_rank.values() if "facts" in report]
+    for difference in differences(facts):
+        for rank, value in list(difference.others.items())[:8]:
+            what = f"{difference.what} {value or 'is missing'}, where most have {difference.usual or 'none'}"
+            hint = "the same environment on every node"
+            yield reports.finding(what, hint, out=difference.fatal, rank=rank)
+
+
+# ---------------------------------------------------------------- ranks that are missing, links
+
+
+def _missing(reports: NodeReports) -> Iterator[Finding]:
+    """Ranks that did not start or end. A rank that others wait for is in a stage of its own: the rarest stage
+    names it.
+    """
     for node, ranks in enumerate(reports.nodes):
-        missing = [rank for rank in ranks if rank not in reports.by_rank]
-        if missing:
-            some = f"{named_ranks(missing)} did not start"
-            what = "none of its ranks started" if len(missing) == len(ranks) else some
-            yield reports.of_node(node, what, "read its log; check that it reaches the first node", out=True)
-
-
-def _unfinished(reports: NodeReports) -> Iterator[Finding]:
-    """The rank that others wait for is in a stage of its own: the rarest stage names it."""
-    if not reports.stages:
-        return
+        if missing := [rank for rank in ranks if rank not in reports.by_rank]:
+            names = "none of its ranks" if len(missing) == len(ranks) else named_ranks(missing)
+            hint = "read its log; check that it reaches the first node"
+            yield reports.finding(f"{names} did not start", hint, out=True, node=node)
     stages = list(reports.stages.values())
-    rarest = min(stages, key=stages.count)
     for rank, stage in reports.stages.items():
-        blamed = stage == rarest and len(set(stages)) > 1
-        failure = reports.by_rank.get(rank, {}).get("failure")
+        blamed = stage == min(stages, key=stages.count) and len(set(stages)) > 1
+        failure = reports.by_rank[rank].get("failure")
         what = f"failed in: {stage} ({failure})" if failure else f"not done in time, still in: {stage}"
-        yield reports.of_rank(rank, what, "a higher --limit-s, or exclude it", out=blamed)
+        yield reports.finding(what, "a higher --limit-s, or exclude it", out=blamed, rank=rank)
 
 
-def _programs(reports: NodeReports) -> Iterator[Finding]:
-    everyone = [RankFacts(**report["facts"]) for report in reports.by_rank.values() if "facts" in report]
-    for one in differences(everyone):
-        for rank, value in list(one.others.items())[:8]:
-            what = f"{one.what} {value or 'is missing'}, where most have {one.usual or 'none'}"
-            yield reports.of_rank(rank, what, "the same environment on every node", out=one.fatal)
-
-
-# ---------------------------------------------------------------- network
-
-
-def _names(reports: NodeReports) -> Iterator[Finding]:
-    for node, report in reports.heads():
-        names = report.get("network", {})
-        if names and not names["host_resolves"] and len(reports.nodes) > 1:
-            hint = "add it to DNS or /etc/hosts, or export GLOO_SOCKET_IFNAME=INTERFACE"
-            yield reports.of_node(
-                node, f"its own name {names['host']} does not resolve", hint, out=not names["interface"]
-            )
-
-
-def _ports(reports: NodeReports) -> Iterator[Finding]:
+def _unreachable(reports: NodeReports) -> Iterator[Finding]:
     """Of two nodes without a connection, names the one that lacks more connections."""
-    broken: dict[tuple[int, int], str] = {}
-    for node, report in reports.heads():
-        for other, why in report.get("ports", {}).items():
-            if why:
-                broken[(node, int(other))] = why
+    broken = {
+        (node, int(other)): why
+        for node, report in reports.heads().items()
+        for other, why in report.get("unreachable", {}).items()
+    }
     while broken:
-        count = [sum(node in pair for pair in broken) for node in range(len(reports.nodes))]
-        worst = max(range(len(count)), key=lambda node: (count[node], node))
-        own = {pair: why for pair, why in broken.items() if worst in pair}
-        others = sorted({reports.hosts[node] for pair in own for node in pair if node != worst})
-        what = f"no connection between it and {', '.join(others[:4])} ({next(iter(own.values()))})"
-        yield reports.of_node(worst, what, "check firewall, route and link", out=True)
-        broken = {pair: why for pair, why in broken.items() if pair not in own}
+        nodes = [node for pair in broken for node in pair]
+        worst = max(nodes, key=lambda node: (nodes.count(node), node))
+        pairs = [pair for pair in broken if worst in pair]
+        others = sorted({reports.hosts[node] for pair in pairs for node in pair if node != worst})
+        what = f"no connection between it and {listed(others, 4)} ({broken[pairs[0]]})"
+        yield reports.finding(what, "check firewall, route and link", out=True, node=worst)
+        broken = {pair: why for pair, why in broken.items() if pair not in pairs}
 
 
 def can_form_group(by_rank: Mapping[int, RankReport]) -> bool:
     """Whether a process group can be formed: all connections work, and all ranks have the same torch."""
-    everyone = [RankFacts(**report["facts"]) for report in by_rank.values()]
-    reached = not any(why for report in by_rank.values() for why in report.get("ports", {}).values())
-    return reached and not any(one.fatal for one in differences(everyone))
-
-
-# ---------------------------------------------------------------- devices
-
-
-def _below(share: float, rates: Mapping[Key, float]) -> Iterator[tuple[Key, float, float]]:
-    """Key, rate and median of each that reaches less than this share of the median."""
-    usual = median(rates.values()) if rates else 0.0
-    yield from ((key, rate, usual) for key, rate in rates.items() if rate < share * usual)
-
-
-def slow_device(kind: str) -> float:
-    """The least share of the median for a device of this kind."""
-    return SLOW_CPU if kind == "cpu" else SLOW_CUDA
-
-
-def slow_ranks(by_rank: Mapping[int, RankReport]) -> dict[int, float]:
-    """Rank → its share of the median among devices of its kind, if that is too low."""
-    found = {}
-    by_kind: dict[str, dict[int, float]] = {}
-    for rank, report in by_rank.items():
-        if "device" in report:
-            by_kind.setdefault(report["facts"]["device"], {})[rank] = report["device"]["tflops"]
-    for kind, rates in by_kind.items():
-        found.update({rank: rate / usual for rank, rate, usual in _below(slow_device(kind), rates)})
-    return found
-
-
-def _devices(reports: NodeReports) -> Iterator[Finding]:
-    seen = {rank: report for rank, report in reports.by_rank.items() if "device" in report}
-    slow = slow_ranks(seen)
-    for rank, share in slow.items():
-        what = f"matrix product at {seen[rank]['device']['tflops']:.3g} TFLOP/s, {share:.0%} of the median"
-        yield reports.of_rank(rank, what, "check for another job on it, its clocks, its cooling", out=True)
-    products = {rank: report["device"]["product"] for rank, report in seen.items()}
-    usual = median([value for value in products.values() if isfinite(value)] or [0.0])
-    for rank, value in products.items():
-        if not abs(value - usual) <= SAME_PRODUCT * abs(usual):  # true for NaN too
-            yield reports.of_rank(
-                rank, f"computes wrong: {value:.6g} for {usual:.6g}", "replace the device", out=True
-            )
-    for rank, report in seen.items():
-        for complaint in report["device"]["health"]:
-            yield reports.of_rank(rank, complaint, "drain the node and reset the device", out=True)
-        peak = report["device"]["peak_tflops"]
-        if peak and report["device"]["tflops"] < OF_PEAK * peak and rank not in slow:
-            rate = f"{report['device']['tflops']:.0f} of the {peak:.0f} TFLOP/s"
-            what = f"matrix product at {rate} that the manufacturer specifies"
-            yield reports.of_rank(
-                rank, what, "check its power limit and clocks, and for another job on it", out=False
-            )
-
-
-def _memory(reports: NodeReports) -> Iterator[Finding]:
-    for rank, report in reports.by_rank.items():
-        about = report.get("device")
-        if (
-            about
-            and report["facts"]["device"] != "cpu"
-            and about["memory_free"] < FREE * about["memory_total"]
-        ):
-            used = (about["memory_total"] - about["memory_free"]) / GIB
-            what = f"{used:.1f} of {about['memory_total'] / GIB:.0f} GiB of its device are in use"
-            yield reports.of_rank(rank, what, "nvidia-smi on that node shows by which process", out=True)
-
-
-# ---------------------------------------------------------------- links
+    reached = not any(report.get("unreachable") for report in by_rank.values())
+    facts = [RankFacts(**report["facts"]) for report in by_rank.values()]
+    return reached and not any(difference.fatal for difference in differences(facts))
 
 
 def link_rate(link: Mapping[str, float]) -> float:
@@ -276,94 +283,88 @@ def link_rate(link: Mapping[str, float]) -> float:
     return min(link["gather_gb_s"], link["scatter_gb_s"])
 
 
-def rates_between(reports: NodeReports) -> dict[tuple[int, int], float]:
-    """Two nodes → the rate of their link; of one that both measured, the lower."""
-    rates: dict[tuple[int, int], float] = {}
-    for node, report in reports.heads():
-        for other, link in report.get("links", {}).get("between", {}).items():
-            pair = (min(node, int(other)), max(node, int(other)))
-            rates[pair] = min(rates.get(pair, float("inf")), link_rate(link))
-    return rates
-
-
-def _within(reports: NodeReports) -> Iterator[Finding]:
-    rates = {
-        node: link_rate(report["links"]["within"])
-        for node, report in reports.heads()
-        if "within" in report.get("links", {})
-    }
-    for node, rate, usual in _below(LINK, rates):
-        what = f"{rate:.3g} GB/s within the node, {rate / usual:.0%} of the median"
-        yield reports.of_node(
-            node, what, "NVLink or PCIe may be down: NCCL_DEBUG=INFO shows the path", out=True
-        )
-
-
 def _between(reports: NodeReports) -> Iterator[Finding]:
-    """A node whose links are all slow is at fault; a single slow link is reported with both ends."""
-    rates = rates_between(reports)
+    """A node whose links are all slow is at fault; of a single slow link both ends are named."""
+    rates = {pair: link_rate(link) for pair, link in reports.links().items()}
     usual = median(rates.values()) if rates else 0.0
-    slow = {pair for pair, _, _ in _below(LINK, rates)}
+    slow_pairs = {pair for pair, rate in rates.items() if rate < SLOW_LINK * usual}
     for node in range(len(reports.nodes)):
-        own = [pair for pair in rates if node in pair]
-        if slow and len(own) > 1 and all(pair in slow for pair in own):
-            best = max(rates[pair] for pair in own)
+        pairs = {pair for pair in rates if node in pair}
+        if len(pairs) > 1 and pairs <= slow_pairs:
+            best = max(rates[pair] for pair in pairs)
             what = f"{best:.3g} GB/s to both its neighbours, where {usual:.3g} is usual"
             hint = "check its network card and cable, NCCL_IB_HCA and NCCL_SOCKET_IFNAME"
-            yield reports.of_node(node, what, hint, out=True)
-            slow -= set(own)
-    for one, other in sorted(slow):
-        what = f"{rates[(one, other)]:.3g} GB/s to {reports.hosts[other]}, where {usual:.3g} is usual"
-        yield reports.of_node(one, what, "check the link between the two", out=False)
+            yield reports.finding(what, hint, out=True, node=node)
+            slow_pairs -= pairs
+    for node, other in sorted(slow_pairs):
+        what = f"{rates[node, other]:.3g} GB/s to {reports.hosts[other]}, where {usual:.3g} is usual"
+        yield reports.finding(what, "check the link between the two", out=False, node=node)
 
 
 def _transport(reports: NodeReports) -> Iterator[Finding]:
     """NCCL's own choice of links, once for nodes that have the same."""
-    seen: set[str] = set()
-    for node, report in reports.heads():
-        for one in report.get("transport", {}).get("verdicts", ()):
-            if one["hint"] and one["what"] not in seen:
-                seen.add(one["what"])
-                yield reports.of_node(node, one["what"], one["hint"], out=False)
+    named: set[str] = set()
+    for node, report in reports.heads().items():
+        for what, hint in report.get("transport", {}).get("verdicts", ()):
+            if hint and what not in named:
+                named.add(what)
+                yield reports.finding(what, hint, out=False, node=node)
 
 
-# ---------------------------------------------------------------- storage and clocks
+CHECKS: Sequence[Callable[[NodeReports], Iterator[Finding]]] = (
+    _missing,
+    _versions,
+    _unreachable,
+    _faults,
+    _rates,
+    _products,
+    _between,
+    _transport,
+)
 
 
-def _storage(reports: NodeReports) -> Iterator[Finding]:
-    heads = {node: report["storage"] for node, report in reports.heads() if "storage" in report}
-    blind = {node: about["unseen"] for node, about in heads.items() if about.get("unseen")}
-    for node, about in heads.items():
-        if "error" in about:
-            yield reports.of_node(
-                node, f"{about['folder']} {about['error']}", "--dir FOLDER on shared storage", out=True
-            )
-    # The first node writes as a run does: a node that does not see its file does not share the folder.
-    for node, others in blind.items():
-        if 0 in others and node:
-            names = ", ".join(reports.hosts[other] for other in others[:4])
-            what = f"does not see what {names} wrote into {heads[node]['folder']}"
-            yield reports.of_node(
-                node, what, "mount the shared storage there, or --dir FOLDER that is shared", out=True
-            )
+# ---------------------------------------------------------------- as text
 
 
-def _disks(reports: NodeReports) -> Iterator[Finding]:
-    for name, verb in (("write_mb_s", "writes"), ("read_mb_s", "reads")):
-        rates = {
-            node: report["storage"][name]
-            for node, report in reports.heads()
-            if name in report.get("storage", {})
-        }
-        for node, rate, usual in _below(DISK, rates):
-            what = f"{verb} {rate:.0f} MB/s, where {usual:.0f} is usual"
-            yield reports.of_node(node, what, "check its mount and its network to the storage", out=False)
+LINKS = (
+    ("gather_gb_s", "gather GB/s", ".3g"),
+    ("scatter_gb_s", "scatter GB/s", ".3g"),
+    ("small_us", "small µs", ".0f"),
+)
+VALUES = (
+    # name of the measurement, its column, format
+    ("tflops", "TFLOP/s", ".3g"), ("memory_free_gib", "free GiB", ".1f"), *LINKS,
+    ("write_mb_s", "write MB/s", ".0f"), ("read_mb_s", "read MB/s", ".0f"),
+)  # fmt: skip
 
 
-def _clocks(reports: NodeReports) -> Iterator[Finding]:
-    for node, report in reports.heads():
-        offset = report.get("links", {}).get("clock_s", 0.0)
-        if abs(offset) > CLOCK_S:
-            side = "ahead of" if offset > 0 else "behind"
-            what = f"its clock is {abs(offset):.1f} s {side} the first node's"
-            yield reports.of_node(node, what, "chronyc tracking, or timedatectl, on that node", out=False)
+def text(reports: NodeReports, verdict: Diagnosis, seconds: float) -> str:
+    members = [
+        (host, rank) for host, ranks in zip(reports.hosts, reports.nodes, strict=True) for rank in ranks
+    ]
+    size = f"{counted(len(members), 'rank')} on {counted(len(reports.nodes), 'node')}"
+    parts = [f"{size}; checked in {seconds:.0f} s"]
+    facts = {rank: report["facts"] for rank, report in reports.by_rank.items() if "facts" in report}
+    for rank, fact in sorted(facts.items())[:1]:
+        names = {"device": "", "torch": "torch ", "python": "Python ", "nccl": "NCCL ", "driver": "driver "}
+        versions = [f"{name}{fact[key]}" for key, name in names.items() if fact[key]]
+        parts.append(f"rank {rank} has {', '.join(versions)}")
+    rows = [[host, str(rank), *_cells(reports.by_rank.get(rank, {}), VALUES)] for host, rank in members]
+    parts += ["", *columns([["node", "rank", *(column for _, column, _ in VALUES)], *rows], range(1, 9))]
+    first = reports.by_rank.get(0, {})
+    links = {
+        f"{reports.hosts[node]} – {reports.hosts[other]}": link
+        for (node, other), link in sorted(reports.links().items())
+    } | ({"over all ranks": first["all"]} if "all" in first else {})
+    if links:
+        rows = [[name, *_cells(link, LINKS)] for name, link in links.items()]
+        parts += ["", *columns([["link", *(column for _, column, _ in LINKS)], *rows], range(1, 4))]
+    if "transport" in first:
+        parts.append(f"rank 0: {first['transport']['summary']}")
+    for finding in verdict.findings:
+        parts += ["", str(finding)]
+    return "\n".join([*parts, "", f"verdict: {verdict}"])
+
+
+def _cells(values: Mapping[str, Any], names: Sequence[tuple[str, str, str]]) -> list[str]:
+    return [format(values[name], form) if name in values else "-" for name, _, form in names]

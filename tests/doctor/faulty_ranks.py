@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp.dist.env import DistEnv
-from fsdp.doctor import measure, rank
+from fsdp.doctor import __main__ as doctor
+from fsdp.doctor import measure
 from fsdp.doctor.findings import NodeReports
 
 
@@ -76,12 +77,11 @@ FAULTS = {
 def examined(env: DistEnv, folder: str, fault: str, faulty: int) -> NodeReports | None:
     """One rank of a world that the doctor examines; rank 0 returns the reports."""
     store = dist.PrefixStore("doctor", dist.FileStore(str(Path(folder, "store")), env.world_size))
-    exam = rank.RankExam(env, store, Path(folder), time.monotonic() + 60)
+    exam = doctor.RankExam(env, store, Path(folder), time.monotonic() + 60)
     with FAULTS[fault if env.rank == faulty else "well"]():
-        rank.examine(exam)
-    exam.store.set(f"finished/{env.rank}", "true")
-    exam.gather("finished")
-    return rank.reports_so_far(exam, store) if env.is_main else None
+        doctor.examine(exam)
+    exam.gather("finished", True)
+    return doctor.reports_so_far(env, store) if env.is_main else None
 
 
 def never_done(*_: Any) -> None:
@@ -92,12 +92,11 @@ def never_done(*_: Any) -> None:
 def main() -> int:
     """As `-m fsdp.doctor`, on a node whose last rank hangs in its matrix product."""
     from fsdp.dist.env import from_environment
-    from fsdp.doctor.__main__ import main as doctor
 
     env = from_environment()
     if env.rank == env.world_size - 1:
         measure.check_device = never_done  # type: ignore[assignment]
-    return doctor(sys.argv[1:])
+    return doctor.main(sys.argv[1:])
 
 
 if __name__ == "__main__":

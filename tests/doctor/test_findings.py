@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from fsdp.dist.preflight import RankFacts
-from fsdp.doctor.findings import NodeReports, can_form_group, judge
+from fsdp.doctor.findings import NodeReports, can_form_group, judge, text
 from fsdp.doctor.measure import complaints
-from fsdp.doctor.table import text
 
 HOSTS = ("n0", "n1", "n2", "n3")
-LINK = {"gather_gb_s": 40.0, "scatter_gb_s": 38.0, "latency_us": 20.0}
+LINK = {"gather_gb_s": 40.0, "scatter_gb_s": 38.0, "small_us": 20.0}
+
+
+Changes = dict[int, dict[str, Any]]
 
 
 def facts(rank: int, **changes: Any) -> dict[str, Any]:
     known: dict[str, Any] = {
         "rank": rank, "node": rank // 2, "host": HOSTS[rank // 2], "python": "3.11.7", "torch": "2.13.0",
-        "cuda": "13.0", "nccl": "2.28", "driver": "580.1", "device": "NVIDIA H100 80GB HBM3",
+        "cuda": "13.0", "nccl": "2.28", "driver": "580.1", "device": "NVIDIA H100",
         "packages": {"numpy": "2.1"},
     }  # fmt: skip
     return RankFacts(**(known | changes)).as_json()
@@ -29,60 +31,30 @@ def facts(rank: int, **changes: Any) -> dict[str, Any]:
 
 def report(rank: int) -> dict[str, Any]:
     node = rank // 2
-    seen: dict[str, Any] = {
-        "facts": facts(rank),
-        "device": {
-            "tflops": 700.0, "product": 80.5, "peak_tflops": 989.4,
-            "memory_free": 79 << 30, "memory_total": 80 << 30, "health": [],
-        },
-        "links": {"clock_s": 0.001, "within": dict(LINK), "all": dict(LINK)},
-        "done": True,
+    values: dict[str, Any] = {
+        "facts": facts(rank), "device": "cuda", "folder": "/shared", "done": True,
+        "tflops": 700.0, "product": 80.5, "peak_tflops": 989.4, "health": "",
+        "memory_free_gib": 79.0, "memory_gib": 80.0, "all": LINK, "within_gb_s": 38.0, **LINK,
     }  # fmt: skip
     if rank % 2 == 0:
-        seen["links"]["between"] = {str(n): dict(LINK) for n in ((node - 1) % 4, (node + 1) % 4)}
-        seen["network"] = {
-            "host": HOSTS[node],
-            "host_resolves": "10.0.0.1",
-            "address": "10.0.0.1",
-            "interface": False,
-        }
-        seen["ports"] = {str(n): "" for n in range(4) if n != node}
-        seen["storage"] = {
-            "folder": "/shared",
-            "write_mb_s": 500.0,
-            "read_mb_s": 900.0,
-            "unseen": [],
-            "free": 1 << 40,
-        }
-    return seen
+        values["between"] = {str(n): LINK for n in ((node - 1) % 4, (node + 1) % 4)}
+        values |= {"unnamed": "", "unreachable": {}, "write_mb_s": 500.0, "read_mb_s": 900.0}
+        values["disk_free_gib"] = 1024.0
+    return values
 
 
 def reports(
-    change: Callable[[dict[int, dict[str, Any]]], None] = lambda _: None, stages: dict[int, str] | None = None
+    changes: dict[int, dict[str, Any]] | None = None,
+    missing: int | None = None,
+    stages: dict[int, str] | None = None,
 ) -> NodeReports:
-    by_rank = {rank: copy.deepcopy(report(rank)) for rank in range(8)}
-    change(by_rank)
+    """Of four sound nodes of two ranks; `changes`: rank → its other values."""
+    by_rank = {rank: report(rank) | (changes or {}).get(rank, {}) for rank in range(8) if rank != missing}
     return NodeReports(by_rank, [[0, 1], [2, 3], [4, 5], [6, 7]], HOSTS, stages or {})
 
 
-def put(rank: int, *path: str, value: Any) -> Callable[[dict[int, dict[str, Any]]], None]:
-    def change(by_rank: dict[int, dict[str, Any]]) -> None:
-        place = by_rank[rank]
-        for name in path[:-1]:
-            place = place[name]
-        place[path[-1]] = value
-
-    return change
-
-
-def both(
-    *changes: Callable[[dict[int, dict[str, Any]]], None],
-) -> Callable[[dict[int, dict[str, Any]]], None]:
-    def change(by_rank: dict[int, dict[str, Any]]) -> None:
-        for one in changes:
-            one(by_rank)
-
-    return change
+def alike(ranks: Iterable[int], **values: Any) -> Changes:
+    return {rank: dict(values) for rank in ranks}
 
 
 SLOW_LINK = {**LINK, "gather_gb_s": 3.0}
@@ -95,38 +67,31 @@ def test_sound_nodes_are_fit() -> None:
     assert str(verdict) == "fit to train."
 
 
+UNSEEN = "does not see what the first node wrote into /shared"
+
+
 @pytest.mark.parametrize(
-    ("change", "excluded", "says"),
+    ("rank", "values", "excluded", "says"),
     [
-        (put(5, "facts", value=facts(5, torch="2.12.1")), "n2", "torch 2.12.1, where most have 2.13.0"),
-        (put(5, "facts", value=facts(5, nccl="2.27")), "n2", "nccl 2.27"),
-        (put(3, "device", "tflops", value=300.0), "n1", "43% of the median"),
-        (put(3, "device", "product", value=81.7), "n1", "computes wrong"),
-        (put(3, "device", "product", value=float("nan")), "n1", "computes wrong"),
-        (put(3, "device", "memory_free", value=20 << 30), "n1", "60.0 of 80 GiB of its device are in use"),
-        (
-            put(3, "device", "health", value=["uncorrected memory errors: 2"]),
-            "n1",
-            "uncorrected memory errors",
-        ),
-        (put(4, "links", "within", value=SLOW_LINK), "n2", "3 GB/s within the node"),
-        (put(4, "storage", "unseen", value=[0]), "n2", "does not see what n0 wrote into /shared"),
-        (
-            put(4, "storage", "error", value="cannot be written (Read-only file system)"),
-            "n2",
-            "Read-only file system",
-        ),
-        (put(4, "network", "host_resolves", value=""), "n2", "does not resolve"),
-        (
-            put(2, "ports", "2", value="Connection timed out"),
-            "n2",
-            "no connection between it and n1 (Connection timed out)",
-        ),
-        (lambda by_rank: by_rank.pop(7), "n3", "rank 7 did not start"),
+        (5, {"facts": facts(5, torch="2.12.1")}, "n2", "torch 2.12.1, where most have 2.13.0"),
+        (5, {"facts": facts(5, nccl="2.27")}, "n2", "nccl 2.27"),
+        (3, {"tflops": 300.0}, "n1", "43% of the median"),
+        (3, {"product": 81.7}, "n1", "computes wrong"),
+        (3, {"product": float("nan")}, "n1", "computes wrong"),
+        (3, {"memory_free_gib": 20.0}, "n1", "60.0 of 80 GiB of its device are in use"),
+        (3, {"health": "uncorrected memory errors: 2"}, "n1", "uncorrected memory errors"),
+        (4, {"within_gb_s": 3.0}, "n2", "3 GB/s within the node"),
+        (4, {"unseen": UNSEEN}, "n2", UNSEEN),
+        (4, {"storage_error": "/shared cannot be written"}, "n2", "/shared cannot be written"),
+        (4, {"unnamed": "its own name n2 does not resolve"}, "n2", "does not resolve"),
+        (2, {"unreachable": {"2": "timed out"}}, "n2", "no connection between it and n1 (timed out)"),
+        (4, {"between": {"1": SLOW_LINK, "3": SLOW_LINK}}, "n2", "to both its neighbours"),
     ],
-)
-def test_only_the_node_with_the_fault_is_excluded(change: Any, excluded: str, says: str) -> None:
-    verdict = judge(reports(change))
+)  # fmt: skip
+def test_only_the_node_with_the_fault_is_excluded(
+    rank: int, values: dict[str, Any], excluded: str, says: str
+) -> None:
+    verdict = judge(reports({rank: values}))
     assert not verdict.fit
     assert verdict.exclude == (excluded,)
     assert says in "\n".join(map(str, verdict.findings))
@@ -134,46 +99,28 @@ def test_only_the_node_with_the_fault_is_excluded(change: Any, excluded: str, sa
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("changes", "says"),
     [
-        (put(5, "facts", value=facts(5, packages={"numpy": "1.9"})), "numpy 1.9"),
-        (put(5, "facts", value=facts(5, driver="570.2")), "driver 570.2"),
-        (put(6, "links", "clock_s", value=-7.5), "its clock is 7.5 s behind the first node's"),
-        (put(6, "storage", "write_mb_s", value=30.0), "writes 30 MB/s, where 500 is usual"),
-        (put(2, "links", "between", "2", value=SLOW_LINK), "3 GB/s to n2, where 38 is usual"),
-        (
-            both(*(put(rank, "device", "tflops", value=400.0) for rank in range(8))),
-            "400 of the 989 TFLOP/s that the manufacturer specifies",
-        ),
+        ({5: {"facts": facts(5, packages={"numpy": "1.9"})}}, "numpy 1.9"),
+        ({5: {"facts": facts(5, driver="570.2")}}, "driver 570.2"),
+        ({6: {"write_mb_s": 30.0}}, "writes 30 MB/s, 6% of the median"),
+        ({2: {"between": {"0": LINK, "2": SLOW_LINK}}}, "3 GB/s to n2, where 38 is usual"),
+        (alike(range(8), tflops=400.0), "400 of the 989 TFLOP/s that the manufacturer"),
     ],
-)
-def test_a_minor_finding_is_reported_and_excludes_no_node(change: Any, says: str) -> None:
-    verdict = judge(reports(change))
+)  # fmt: skip
+def test_a_minor_finding_is_reported_and_excludes_no_node(changes: Changes, says: str) -> None:
+    verdict = judge(reports(changes))
     assert verdict.fit
     assert not verdict.exclude
     assert says in "\n".join(map(str, verdict.findings))
 
 
-def test_a_node_whose_links_are_all_slow_is_at_fault() -> None:
-    change = both(*(put(4, "links", "between", n, value=SLOW_LINK) for n in ("1", "3")))
-    verdict = judge(reports(change))
-    assert verdict.exclude == ("n2",)
-    assert "to both its neighbours" in str(verdict.findings[0])
-
-
 def test_a_node_that_no_other_reaches_is_excluded_and_not_those_that_tried() -> None:
-    change = both(*(put(rank, "ports", "3", value="timed out") for rank in (0, 2, 4)))
-    assert judge(reports(change)).exclude == ("n3",)
+    assert judge(reports(alike((0, 2, 4), unreachable={"3": "timed out"}))).exclude == ("n3",)
 
 
 def test_when_most_nodes_are_unfit_none_is_excluded() -> None:
-    change = both(
-        *(
-            put(rank, "storage", "error", value="cannot be written (Permission denied)")
-            for rank in (0, 2, 4, 6)
-        )
-    )
-    verdict = judge(reports(change))
+    verdict = judge(reports(alike((0, 2, 4, 6), storage_error="/shared cannot be written")))
     assert not verdict.fit
     assert not verdict.exclude
     assert "no single node is at fault" in str(verdict)
@@ -187,21 +134,19 @@ def test_a_rank_in_a_stage_of_its_own_is_at_fault() -> None:
 
 
 def test_a_group_is_formed_only_if_every_connection_is_possible() -> None:
-    by_rank = dict(reports().by_rank)
-    assert can_form_group(by_rank)
-    assert not can_form_group(reports(put(2, "ports", "2", value="refused")).by_rank)
-    assert not can_form_group(reports(put(5, "facts", value=facts(5, torch="2.12.1"))).by_rank)
+    assert can_form_group(reports().by_rank)
+    assert not can_form_group(reports({2: {"unreachable": {"2": "refused"}}}).by_rank)
+    assert not can_form_group(reports({5: {"facts": facts(5, torch="2.12.1")}}).by_rank)
 
 
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("0, No, Not Active", []),
-        ("[N/A], [N/A], Not Active", []),
-        ("3, No, Active", ["uncorrected memory errors: 3", "slowed by its hardware (heat, power): Active"]),
+        ("[N/A], No, Not Active", ""),
+        ("3, No, Active", "uncorrected memory errors: 3; slowed by its hardware (heat, power): Active"),
     ],
 )
-def test_errors_that_the_driver_counts(line: str, found: list[str]) -> None:
+def test_errors_that_the_driver_counts(line: str, found: str) -> None:
     assert complaints(line + "\n") == found
 
 
@@ -209,50 +154,26 @@ def test_errors_that_the_driver_counts(line: str, found: list[str]) -> None:
 
 
 def test_the_table_has_a_row_a_rank_and_the_verdict_last() -> None:
-    seen = reports(put(3, "device", "tflops", value=300.0))
-    lines = text(seen, judge(seen, "srun"), 12.3).splitlines()
+    slow = reports({3: {"tflops": 300.0}})
+    lines = text(slow, judge(slow, "srun"), 12.3).splitlines()
     table = [line for line in lines if line.startswith(HOSTS) and " – " not in line]
     assert [line.split()[1] for line in table] == [str(rank) for rank in range(8)]
-    assert "H100" in lines[0]
+    assert lines[1] == "rank 0 has NVIDIA H100, torch 2.13.0, Python 3.11.7, NCCL 2.28, driver 580.1"
     assert lines[-1] == "verdict: 1 node is not fit: srun --exclude=n1"
-    at = next(at for at, line in enumerate(lines) if line.startswith("OUT  n1 (rank 3): matrix product"))
-    assert lines[at + 1].startswith("     HINT: ")
+    nth = next(n for n, line in enumerate(lines) if line.startswith("OUT  n1 (rank 3): matrix product"))
+    assert lines[nth + 1].startswith("     HINT: ")
     assert any("n0 – n1" in line for line in lines)
 
 
-DEAD = {"failure": "CUDA error: unknown error"}
-"""Of a rank whose GPU does not answer: it has failed before its first measurement."""
-FIRST = "the first calls of its device"
-
-
-@pytest.mark.parametrize(
-    ("change", "stages", "row"),
-    [
-        (lambda by_rank: by_rank.pop(2), {}, "n1 3"),
-        (lambda by_rank: by_rank.update({2: DEAD}), {2: FIRST}, "n1 2"),
-        (lambda by_rank: by_rank.update({0: DEAD}), {0: FIRST}, "n0 0"),
-    ],
-    ids=["a node's first rank did not start", "its GPU fails", "that of rank 0"],
-)
-def test_a_rank_that_measured_nothing_is_in_the_table(
-    change: Callable[[dict[int, dict[str, Any]]], None], stages: dict[int, str], row: str
-) -> None:
-    """Before, such a rank ended the doctor without a table."""
-    seen = reports(change, stages)
-    verdict = judge(seen)
+def test_a_rank_that_measured_nothing_is_in_the_table() -> None:
+    """One did not start, and the GPU of another does not answer."""
+    stage = "the first calls of its device"
+    examined = reports(missing=2, stages={0: stage})
+    by_rank = {**examined.by_rank, 0: {"failure": "CUDA error: unknown error"}}
+    examined = dataclasses.replace(examined, by_rank=by_rank)
+    verdict = judge(examined)
     assert not verdict.fit
-    shown = text(seen, verdict, 1.0)
-    assert re.search(rf"^{row.replace(' ', ' +')}\b", shown, re.MULTILINE), shown
-    assert "has torch 2.13.0" in shown
-    if stages:
-        assert f"failed in: {FIRST} (CUDA error: unknown error)" in shown
-
-
-def test_many_ranks_have_a_row_a_node() -> None:
-    by_rank = {rank: report(0) for rank in range(64)}
-    many = NodeReports(
-        by_rank, [list(range(n * 8, n * 8 + 8)) for n in range(8)], [f"m{n}" for n in range(8)], {}
-    )
-    shown = text(many, judge(many), 1.0)
-    assert sum(bool(re.match(r"m\d +\d+\* ", line)) for line in shown.splitlines()) == 8
-    assert "slowest rank of its node" in shown
+    shown = text(examined, verdict, 1.0)
+    assert all(re.search(rf"^{row} +-", shown, re.MULTILINE) for row in ("n0 +0", "n1 +2")), shown
+    assert "rank 2 did not start" in shown
+    assert f"failed in: {stage} (CUDA error: unknown error)" in shown

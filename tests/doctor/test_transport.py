@@ -7,16 +7,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fsdp.dist.nccl_log import read_log, summary, verdicts
 from fsdp.doctor import measure
 from fsdp.doctor.__main__ import main
-from fsdp.doctor.findings import judge
-from fsdp.doctor.table import text
-from tests.doctor.test_findings import reports
+from fsdp.doctor.findings import judge, text
+from tests.doctor.test_findings import alike, reports
 
 SOCKET = """\
 NCCL version 2.18.5+cuda12.0
@@ -110,17 +108,14 @@ def test_the_command_reads_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
 
 
-def test_the_doctor_names_it_once(tmp_path: Path) -> None:
+def test_the_doctor_names_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.log").write_text(SOCKET)
-    seen = json.loads(json.dumps(measure.transport_of([tmp_path / "a.log"], 2, ["mlx5_0"])))
-
-    def change(by_rank: dict[int, dict[str, Any]]) -> None:
-        for one in by_rank.values():
-            one["transport"] = seen
-
-    examined = reports(change)
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    monkeypatch.setattr(measure, "INFINIBAND", tmp_path / "infiniband")
+    transport = json.loads(json.dumps(measure.transport_of([tmp_path / "a.log"], 2)))
+    examined = reports(alike(range(8), transport=transport))
     verdict = judge(examined)
-    assert [one.what for one in verdict.findings] == [
+    assert [finding.what for finding in verdict.findings] == [
         "NET/Socket between nodes (enp10s0, bond0) though InfiniBand devices exist (mlx5_0)",
         "SHM within the node: its GPUs exchange through host memory",
     ]
