@@ -6,7 +6,7 @@ request. Colours are class names of page.css, which has them for light and for d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).parent / "templates"
 COLOURS = 9
-MEMORY_KINDS = {
-    "parameters", "gathered", "gradients", "whole-gradients", "optimizer", "activations", "offloaded",
-    "buffers", "communication", "other", "outside", "requested", "free",
-}  # fmt: skip
 
 
 @cache
@@ -63,12 +59,6 @@ def colour(nth: int) -> str:
     return f"c{nth % COLOURS}"
 
 
-def memory_colour(kind: str) -> str:
-    """One for each kind of memory; that of `other` for a kind that is not known."""
-    name = kind.replace("_", "-")
-    return f"k-{name if name in MEMORY_KINDS else 'other'}"
-
-
 def bars(
     rows: Mapping[str, Mapping[str, float]],
     colours: Mapping[str, str],
@@ -93,8 +83,3 @@ def bars(
             for name, amounts in rows.items()
         ],
     )
-
-
-def first_ranks(extremes: Sequence[int], ranks: Sequence[int], most: int = 8) -> list[int]:
-    """The first of `extremes` and the first ranks."""
-    return sorted({*ranks[:most], *extremes[:most]})

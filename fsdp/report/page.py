@@ -1,9 +1,5 @@
-"""The page's sections, in their order: outcome, differences of two runs, failures, curves, time, late ranks,
-spikes, memory, samples, checkpoints, starts, configuration.
-
-A difference of two runs is called better or worse only where the 95% intervals of the two medians do not
-overlap. The intervals are order statistics of the medians of up to 30 parts of a run: neighbouring steps are
-alike, and count once.
+"""The page's sections, in their order: outcome, differences of two runs, failures, curves, time by rank,
+memory, samples, checkpoints, starts, configuration.
 """
 
 from __future__ import annotations
@@ -11,24 +7,22 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import ceil, floor, isfinite, sqrt
+from math import isfinite
 
-import numpy as np
 from markupsafe import Markup
 
 from fsdp.base.text import byte_size, counted, listed, seconds
 from fsdp.config import FIELDS, changed_flags, shown_value
 from fsdp.report.chart import chart
-from fsdp.report.html import bars, colour, document, first_ranks, memory_colour, part, render, section
-from fsdp.report.run_data import STEP_PHASES, TIMED_PHASES, WAITING, RunData, Series
+from fsdp.report.html import bars, colour, document, part, section
+from fsdp.report.run_data import TIMED_PHASES, WAITING, RunData, Series
 
 MOST_CHARTS, MOST_FOLDED = 12, 100
 """Charts shown, and those folded after them: drawing 20,000 took 17 s."""
 MOST_ROWS = 24
 SHOWN_FLAGS = 12
-MOST_PARTS, LEAST_PARTS = 30, 6
-"""With fewer parts a median has no 95% interval."""
+MOST_BARS = 16
+"""Ranks that are shown: those that the others wait for, or with the most memory."""
 NOT_COMPARED = ("run.dir", "checkpoint.dir")
 PHASE_LABELS = {
     WAITING: "exposed communication", "data": "waiting for data", "reduce": "norm and loss",
@@ -76,8 +70,6 @@ def _titled(title: str, run: RunData, runs: Sequence[RunData], content: str) -> 
 
 def _contents(run: RunData, sample: Sample) -> Iterator[tuple[str, Markup]]:
     yield "Where the time goes", _time(run)
-    yield "Late ranks", _rows(("rank", "node", "late by", "since step", "until"), run.late[-MOST_ROWS:])
-    yield "Gradient spikes", _spikes(run)
     yield "Memory", _memory(run)
     yield "Samples", _sample(sample)
     yield "Checkpoints", _checkpoints(run)
@@ -159,60 +151,33 @@ def _tiles(run: RunData) -> Iterator[tuple[str, object, str]]:
 # ---------------------------------------------------------------- two runs
 
 
-FIGURES: tuple[tuple[str, str, str, Callable[[float], str], int], ...] = (
-    # label, series, its statistic, text, and 1 where more is better, -1 where less is, 0 where neither
-    ("last loss", "loss", "last", _loss, 0),
-    ("lowest loss", "loss", "lowest", _loss, 0),
-    ("last held-out loss", "eval_loss", "last", _loss, 0),
-    ("lowest held-out loss", "eval_loss", "lowest", _loss, 0),
-    ("last held-out accuracy", "eval_accuracy", "last", "{:.2%}".format, 0),
-    ("median step", "step_time_s", "median", seconds, -1),
-    ("median wait for data", "data_wait_s", "median", seconds, 0),
-    ("median per second", "per_s", "median", "{:,.0f}".format, 1),
-    ("memory of rank 0", "max_mem_gib", "median", "{:.2f} GiB".format, 0),
+FIGURES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
+    # label, series, its statistic, text
+    ("last loss", "loss", "last", _loss),
+    ("lowest loss", "loss", "lowest", _loss),
+    ("last held-out loss", "eval_loss", "last", _loss),
+    ("lowest held-out loss", "eval_loss", "lowest", _loss),
+    ("last held-out accuracy", "eval_accuracy", "last", "{:.2%}".format),
+    ("median step", "step_time_s", "median", seconds),
+    ("median wait for data", "data_wait_s", "median", seconds),
+    ("median per second", "per_s", "median", "{:,.0f}".format),
+    ("memory of rank 0", "max_mem_gib", "median", "{:.2f} GiB".format),
 )
 
 
 def _differences(runs: Sequence[RunData]) -> Iterator[Markup]:
     heads = ["", *(run.name for run in runs), "difference"]
-    rows = [["last step", *(f"{run.last_step:,}" for run in runs), _change(*(run.last_step for run in runs))]]
-    for label, name, statistic, text, better in FIGURES:
-        series = [run.series[name] for run in runs if name in run.series]
-        if len(series) == len(runs):
-            rows.append([label, *compared(series, statistic, text, better)])
-    about = "In brackets the 95% interval of a median over the steps. Better, worse: the two do not overlap."
-    yield section("Differences", part("table", heads, rows, numeric=heads[1:]), about)
+    steps = [run.last_step for run in runs]
+    rows = [["last step", *map("{:,}".format, steps), _change(*steps)]]
+    for label, name, statistic, text in FIGURES:
+        values = [getattr(run.series[name], statistic) for run in runs if name in run.series]
+        if len(values) == len(runs):
+            rows.append([label, *map(text, values), _change(*values)])
+    yield section("Differences", part("table", heads, rows, numeric=heads[1:]))
     names = dict.fromkeys(name for run in runs for name in run.config if name not in NOT_COMPARED)
     fields = [[name, *(shown_value(run.config.get(name, "")) for run in runs)] for name in names]
     fields = [row for row in fields if len(set(row[1:])) > 1]
     yield section("Different settings", part("table", ["setting", *heads[1:-1]], fields))
-
-
-def compared(
-    series: Sequence[Series], statistic: str, text: Callable[[float], str], better: int
-) -> list[str]:
-    """The figure of each of two series, and the difference of the second from the first."""
-    values = [getattr(one, statistic) for one in series]
-    change = _change(*values)
-    first, second = (_interval(one) if statistic == "median" else None for one in series)
-    if first is None or second is None:
-        return [*map(text, values), change]
-    if better and (first[0] > second[1] or second[0] > first[1]):
-        kind = "better" if better * (second[0] - first[0]) > 0 else "worse"
-        change = part("element", "span", f"{change} {kind}", kind)
-    bounds = (f" ({text(low)} to {text(high)})" for low, high in (first, second))
-    return [*map(str.__add__, map(text, values), bounds), change]
-
-
-def _interval(series: Series) -> tuple[float, float] | None:
-    """The 95% interval of the median."""
-    values = series.finite.values
-    if len(values) < LEAST_PARTS:
-        return None
-    medians = np.sort([np.median(steps) for steps in np.array_split(values, min(MOST_PARTS, len(values)))])
-    reach, count = 0.98 * sqrt(len(medians)), len(medians)
-    low, high = max(0, floor(count / 2 - reach)), min(count - 1, ceil(count / 2 + reach))
-    return float(medians[low]), float(medians[high])
 
 
 def _change(first: float, second: float) -> str:
@@ -258,36 +223,25 @@ def _time(run: RunData) -> Markup:
         for nth, phase in enumerate(TIMED_PHASES)
         if any(times[phase] for times in run.phases.values())
     }
-    ranks = first_ranks(sorted(run.phases, key=lambda rank: run.phases[rank][WAITING]), list(run.phases))
+    order = sorted(run.phases, key=lambda rank: run.phases[rank][WAITING])
     about = (
         "Mean step on each rank. Exposed communication: waiting in collectives, for the network or a slower "
         "rank. The rank with much less of it than the others is the one they wait for."
     )
-    shown = {f"rank {rank}": run.phases[rank] for rank in ranks}
-    body = part("element", "p", about, "about") + bars(shown, colours, seconds, PHASE_LABELS)
-    if len(run.phase_series[WAITING].steps) < 2:
-        return body
-    lines = {PHASE_LABELS.get(p, p): run.phase_series[p].scaled(1e3) for p in STEP_PHASES}
-    over_steps = chart("Over the steps, mean of the ranks", lines, "ms per step", restarts=run.restarts)
-    return body + part("element", "div", over_steps, "under-bars")
-
-
-def _spikes(run: RunData) -> Markup:
-    """The newest."""
-    rows = [
-        (f"{s['step']:,}", f"{s['grad_norm']:.4g}", f"{s['usual']:.4g}", listed(s["samples"], 12))
-        for s in run.spikes[-MOST_ROWS:]
-    ]
-    return _rows(("step", "gradient norm", "usual", "samples"), rows)
+    shown = {f"rank {rank}": run.phases[rank] for rank in sorted(order[:MOST_BARS])}
+    return part("element", "p", about, "about") + bars(shown, colours, seconds, PHASE_LABELS)
 
 
 def _memory(run: RunData) -> Markup:
     """Of a profiled run: each rank's tensors at their peak, by kind."""
     if not run.peaks:
         return Markup("")
-    ranks = first_ranks(sorted(run.peaks, key=lambda rank: -sum(run.peaks[rank].values())), list(run.peaks))
-    colours = {kind: memory_colour(kind) for rank in ranks for kind in run.peaks[rank]}
-    return bars({f"rank {rank}": run.peaks[rank] for rank in ranks}, colours, byte_size, {})
+    order = sorted(run.peaks, key=lambda rank: -sum(run.peaks[rank].values()))
+    kinds = dict.fromkeys(kind for peak in run.peaks.values() for kind in peak)
+    colours = {kind: colour(nth) for nth, kind in enumerate(kinds)}
+    return bars(
+        {f"rank {rank}": run.peaks[rank] for rank in sorted(order[:MOST_BARS])}, colours, byte_size, {}
+    )
 
 
 def _sample(sample: Sample) -> Markup:
@@ -379,27 +333,12 @@ def _starts(run: RunData) -> Markup:
     if not any(start.changed for start in run.starts):
         heads, rows = heads[:-1], [row[:-1] for row in rows]
     numeric = ("from step", "to step")
-    return _timeline(run) + part("table", heads, rows, numeric=numeric, nothing="never started")
+    return part("table", heads, rows, numeric=numeric, nothing="never started")
 
 
 def _date(text: str) -> str:
     """2026-11-20 12:00:00 UTC, with a space in place of T."""
     return text.replace("T", " ").replace("+00:00", " UTC") if len(text) > 18 else text
-
-
-def _timeline(run: RunData) -> Markup:
-    """Each start as a bar over its steps."""
-    end = max([run.last_step, *(start.to_step or start.from_step for start in run.starts)], default=0)
-    if len(run.starts) < 2 or not end:
-        return Markup("")
-    following = [second.from_step for _, second in pairwise(run.starts)] + [run.last_step]
-    shown = []
-    for nth, (start, step) in enumerate(zip(run.starts[:MOST_ROWS], following, strict=False), 1):
-        last = step if start.to_step is None else start.to_step
-        width = max(0.4, (last - start.from_step) / end * 100)
-        title = f"start {nth}: steps {start.from_step:,} to {last:,}, {start.outcome}"
-        shown.append((start.outcome, f"{start.from_step / end * 100:.2f}", f"{width:.2f}", title))
-    return render("timeline.html", bars=shown, end=f"{end:,}")
 
 
 def _configuration(runs: Sequence[RunData]) -> Markup:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import re
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,12 +37,9 @@ LARGEST = 1e100
 """Larger values are treated as not finite: sums of smaller ones stay finite."""
 UNREADABLE = (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError, OSError)
 """Raised when a file is not of the form that a run writes."""
-ERROR_NAME = re.compile(r"^[A-Za-z_.]*(Error|Exception|Interrupt|Exit|Refused|Timeout|OtherRankFailed)\b")
 WAITING = "waiting"
 """In collectives, not overlapped by computation."""
-STEP_PHASES = ("forward", "backward", WAITING, "optimizer", "data", "reduce")
-TIMED_PHASES = (*STEP_PHASES, "record", "evaluate", "save")
-END_OF_RUN = "the end of the run"
+TIMED_PHASES = ("forward", "backward", WAITING, "optimizer", "data", "reduce", "record", "evaluate", "save")
 MOST_STACKS, STACK_CHARACTERS = 4, 6000
 
 
@@ -142,11 +138,6 @@ class RunData:
     faults: Sequence[Fault]
     phases: Mapping[int, Mapping[str, float]]
     """Rank → phase → mean seconds of a step."""
-    phase_series: Mapping[str, Series]
-    """Phase → mean of all ranks by step."""
-    late: Sequence[Sequence[str]]
-    """Rank, node, by how much, since which step, until when."""
-    spikes: Sequence[Record]
     peaks: Mapping[int, Mapping[str, float]]
     """Rank → bytes by kind at the peak of its tensors, if the run was profiled."""
     notes: Sequence[str]
@@ -177,7 +168,6 @@ def read_run(path: Path) -> RunData:
     last_step = int(max((one.steps[-1] for one in series.values()), default=0))
     faults = read(watch / "verdicts.jsonl", lambda records: _faults(watch, records))
     starts = _with_state(run, read(run.history, _starts), last_step)
-    phases, phase_series = read(watch / "timing.jsonl", _timing)
     return RunData(
         name=path.resolve().name,
         path=path,
@@ -188,10 +178,7 @@ def read_run(path: Path) -> RunData:
         checkpoints=_checkpoints(path, str(config.get("checkpoint.dir", "")), notes),
         saves=read(path / "saves.jsonl", lambda saves: {int(save["step"]): save for save in saves}),
         faults=faults,
-        phases=phases,
-        phase_series=phase_series,
-        late=read(watch / "late.jsonl", lambda records: list(_late(records))),
-        spikes=read(watch / "spikes.jsonl", list),
+        phases=read(watch / "timing.jsonl", _timing),
         peaks=dict(_peaks(path / "profile", notes)),
         notes=notes,
     )
@@ -261,8 +248,8 @@ def _ended(start: Start, event: Record) -> Start:
         why, outcome = "the rendezvous of its nodes failed", "failed"
     elif kind == "end" and event.get("how") in list(Ending):
         outcome = event["how"]
-    elif kind == "end":  # of the first format, in which `why` alone has the outcome
-        outcome = "finished" if why == "the last step" else "failed" if ERROR_NAME.match(why) else "stopped"
+    elif kind == "end":  # of the first format
+        outcome = "finished" if why == "the last step" else "stopped"
     return replace(start, to_step=event.get("step"), ended=True, why=why or start.why, outcome=outcome)
 
 
@@ -327,22 +314,16 @@ def _peaks(folder: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, floa
 # ---------------------------------------------------------------- the watch's files
 
 
-def _timing(records: Iterable[Record]) -> tuple[dict[int, dict[str, float]], dict[str, Series]]:
+def _timing(records: Iterable[Record]) -> dict[int, dict[str, float]]:
     """Summed line by line: with thousands of ranks one line is large."""
     sums: dict[int, np.ndarray] = {}
-    course = {phase: array("d") for phase in TIMED_PHASES}
     for record in records:
         count = record["step"] - record["from_step"]
-        rows = {int(r): np.array([t.get(p, 0.0) for p in TIMED_PHASES]) for r, t in record["ranks"].items()}
-        for rank, times in rows.items():
-            sums[rank] = sums.get(rank, 0.0) + np.append(times, 1.0) * count
-        for phase, mean in zip(TIMED_PHASES, np.mean(list(rows.values()), axis=0), strict=True):
-            course[phase].extend((record["step"], mean))
-    means = {
-        rank: dict(zip(TIMED_PHASES, (sums[rank][:-1] / sums[rank][-1]).tolist(), strict=True))
-        for rank in sorted(sums)
-    }
-    return means, {phase: Series.in_order(points) for phase, points in course.items()}
+        for rank, times in record["ranks"].items():
+            row = np.array([*(times.get(phase, 0.0) for phase in TIMED_PHASES), 1.0])
+            sums[int(rank)] = sums.get(int(rank), 0.0) + row * count
+    means = {rank: (sums[rank][:-1] / sums[rank][-1]).tolist() for rank in sorted(sums)}
+    return {rank: dict(zip(TIMED_PHASES, mean, strict=True)) for rank, mean in means.items()}
 
 
 def _faults(folder: Path, records: Iterable[Record]) -> list[Fault]:
@@ -382,18 +363,3 @@ def _stack(file: Path) -> str:
         return ""
     with file.open(encoding="utf-8", errors="replace") as stream:
         return stream.read(STACK_CHARACTERS).rstrip()
-
-
-def _late(records: Iterable[Record]) -> Iterator[list[str]]:
-    """Each late rank, with the line that ended it."""
-    late: dict[int, list[str]] = {}
-    for record in records:
-        if "over" in record:
-            rank = record.get("of", next(iter(late), -1))
-            if rank in late:
-                yield [*late.pop(rank), record["over"]]
-        elif "rank" in record:
-            percent, step = f"{record.get('percent', 0):.0f}%", f"{record.get('since_step', 0):,}"
-            late[record["rank"]] = [str(record["rank"]), str(record.get("node", "")), percent, step]
-    for row in late.values():
-        yield [*row, END_OF_RUN]

@@ -57,14 +57,8 @@ def verdict(**more: object) -> dict[str, Any]:
 def watched(run: Path) -> Path:
     """Adds the watch's files and a memory account."""
     watch = run / "watch"
-    times = {
-        "forward": 0.02,
-        "backward": 0.05,
-        "waiting": 0.01,
-        "optimizer": 0.004,
-        "data": 0.001,
-        "reduce": 0.002,
-    }
+    names, means = ("forward", "backward", "waiting", "optimizer", "data"), (0.02, 0.05, 0.01, 0.004, 0.001)
+    times = dict(zip(names, means, strict=True))
     ranks = {"0": times | {"forward": 0.02}, "1": times}
     later = {"0": times, "1": times | {"forward": 0.05, "waiting": 0.0}}
     intervals = [{"from_step": 0, "step": 10, "ranks": ranks}, {"from_step": 10, "step": 30, "ranks": later}]
@@ -72,11 +66,6 @@ def watched(run: Path) -> Path:
     write(watch / "verdicts.jsonl", [verdict(), {"time": NOON + 61, "kind": "ended", "ranks": [0, 1]}])
     (watch / "stopped-000412").mkdir()
     (watch / "stopped-000412" / "rank-2.txt").write_text('  File "model.py", line 7 in <forward>\n' * 4)
-    late = {"time": NOON, "rank": 3, "node": "n2", "percent": 18.2, "since_step": 410, "step": 434}
-    over = {"time": NOON, "over": "rank 3 is not late any more, at step 500"}
-    write(watch / "late.jsonl", [late, over, late | {"rank": 1}])
-    spike = {"step": 99, "grad_norm": 57.5, "usual": 1.25, "samples": list(range(40))}
-    write(watch / "spikes.jsonl", [spike])
     peak = {"bytes": 3 << 20, "kinds": {"parameters": 1 << 20, "activations": 2 << 20}}
     write(run / "profile" / "rank1_memory.json", [{"format": 1, "rank": 1, "peak": peak}])
     write(run / "saves.jsonl", [{"step": 100, "stall_s": 0.25, "write_s": 7.5, "bytes": 5}])
