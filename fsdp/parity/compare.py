@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.config import Config, OptimSection
-from fsdp.rundir.atomic_write import write_atomically
+from fsdp.rundir.paths import write_atomically
 
 if TYPE_CHECKING:
     import torch
