@@ -115,7 +115,7 @@ def check_code(run: Path, config: Config, trusted: Collection[str]) -> None:
     """
     named = {"model.name": config.model.name, "data.name": config.data.name}
     named |= {f"data.sources.{source.label}": source.name for source in config.data.sources}
-    # Row files in a store are data, which fsdp/tokenize/sources.py reads.
+    # Row files in a store are data, which fsdp/tokenize/rows.py reads.
     stores = tuple(f"{scheme}://" for scheme in STORES)
     named = {field: name for field, name in named.items() if not name.startswith(stores)}
     # hf:FOLDER names data: a configuration and weights, or rows, read without code of the folder.

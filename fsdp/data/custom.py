@@ -32,11 +32,11 @@ from fsdp.models.factory import blame, load_attribute, parameters_of
 
 def build(name: str, where: Where, args: Args) -> DataSet:
     factory = load_attribute(name, "--data.name")
-    given = _arguments(name, factory, where, args)
+    arguments = _arguments(name, factory, where, args)
 
     def make() -> Any:
         try:
-            return factory(**given)
+            return factory(**arguments)
         except ConfigError:
             raise
         except Exception as error:
@@ -55,9 +55,9 @@ def _arguments(name: str, factory: Callable[..., Any], where: Where, args: Args)
     arguments = dict(args)
     if "seq_len" in takes.named:
         arguments.setdefault("seq_len", where.seq_len)
+    if where.dir and not takes.accepts("dir"):
+        raise ConfigError(f"--data.dir {where.dir}: {name} has no parameter dir.", "leave it out")
     if where.dir:
-        if not takes.accepts("dir"):
-            raise ConfigError(f"--data.dir {where.dir}: {name} has no parameter dir.", "leave it out")
         arguments.setdefault("dir", where.dir)
     if missing := takes.missing(arguments):
         flag = "--data.dir FOLDER" if missing[0] == "dir" else f"--data.args.{missing[0]} VALUE"
@@ -134,24 +134,19 @@ class ItemSamples:
 def _widened(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Targets and labels of whole numbers as int64, which cross entropy reads; arrays often have less."""
     narrow = (torch.uint8, torch.int8, torch.int16, torch.int32, *_UNSIGNED)
-    return {
-        name: value.long()
-        if name in ("targets", "labels") and getattr(value, "dtype", None) in narrow
-        else value
-        for name, value in batch.items()
-    }
+    long = [name for name in ("targets", "labels") if getattr(batch.get(name), "dtype", None) in narrow]
+    return {name: value.long() if name in long else value for name, value in batch.items()}
 
 
-def _as_dict(item: Any, what: str = "an item") -> dict[str, Any]:
+def _as_dict(item: Any, name: str = "an item") -> dict[str, Any]:
     if isinstance(item, (tuple, list)) and len(item) == 2:
         return {"inputs": _value(item[0]), "targets": _value(item[1])}
     if isinstance(item, Mapping) and ("inputs" in item or "input_ids" in item):
         first = "inputs" if "inputs" in item else "input_ids"
         return {"inputs": _value(item[first])} | {k: _value(v) for k, v in item.items() if k != first}
     keys = f" with {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
-    raise TypeError(
-        f"{what} is a {type(item).__name__}{keys}, neither (inputs, targets) nor a dict with inputs"
-    )
+    kind = f"{type(item).__name__}{keys}"
+    raise TypeError(f"{name} is a {kind}, neither (inputs, targets) nor a dict with inputs")
 
 
 def _value(value: Any) -> Any:

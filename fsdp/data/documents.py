@@ -24,12 +24,12 @@ from torch import Tensor
 from fsdp.base.errors import ConfigError
 from fsdp.data.packing import GROUP, MASKED, VERSION, PackedSamples, cached_plan
 from fsdp.data.tokens import OPEN_AT_ONCE, TokenFile, TokenRow, Windows, split_windows
-from fsdp.data.types import DataInfo, DataSet, Samples, Where, check_range, shifted
+from fsdp.data.types import DataSet, Samples, Where, check_range, shifted, text_info
 from fsdp.models.checks import PACKED
 from fsdp.tokenize.cache import digest, made_once
 from fsdp.tokenize.conversations import DocumentOptions, Loss, template_text
-from fsdp.tokenize.shards import TokenizeJob, key_of, read_index, tokenize_in_child
-from fsdp.tokenize.sources import MANIFEST, held_out_line
+from fsdp.tokenize.rows import MANIFEST, held_out_line
+from fsdp.tokenize.shards import TokenizeJob, key_of, read_index, run_child
 from fsdp.tokenize.tokenizer import BYTES, digest_of_tokenizer
 
 log = logging.getLogger(__name__)
@@ -75,8 +75,7 @@ def build(
             "args.heldout": "" if unused else heldout,
         }  # fmt: skip
         _check_no_effect(where, store, flags)
-    facts: dict[str, Any] = {"vocab_size": store.vocab_size, "seq_len": where.seq_len}
-    version: str = rows
+    facts, version = dict[str, Any](), str(rows)
     if rows == "stream":
         if joins:
             parts = TokenRow([*parts[0].files, *parts[1].files], store.vocab_size), TokenRow([], 2)
@@ -85,16 +84,17 @@ def build(
         train, held = (DocumentSamples(store, split, where.seq_len) for split in ("train", "val"))
         _check_lengths(where, train, held, store.masked or rows == "document")
         if rows == "packed":
-            facts, version = {**facts, PACKED: True}, f"packed {VERSION}"
+            facts, version = {PACKED: True}, f"packed {VERSION}"
             train, held = (store.packed(split, where.seq_len) for split in ("train", "val"))
     tokenizer = where.tokenizer or store.tokenizer
     if tokenizer != BYTES:
         facts["tokenizer"] = tokenizer
     fingerprint = hashlib.sha256(f"{store.fingerprint} {version} {heldout}".encode()).hexdigest()[:16]
-    info = DataInfo(
-        kind="text",
-        facts={**facts, "fingerprint": fingerprint},
-        tokens_per_sample=where.seq_len,
+    info = text_info(
+        where,
+        store.vocab_size,
+        fingerprint,
+        facts,
         masks_targets=store.masked or rows != "stream",
         default_steps=1000 if rows == "stream" else 0,
         default_epochs=0 if rows == "stream" else 1,
@@ -108,7 +108,7 @@ def _tokenized(job: TokenizeJob) -> Path:
 
     def make(aside: Path) -> None:
         log.info("documents: tokenizing %s into %s, once", job.source, aside.parent)
-        tokenize_in_child(job, aside)
+        run_child(job, str(aside))
 
     return made_once("tokens", key_of(job), make)
 
@@ -157,9 +157,9 @@ class TokenStore:
     def samples(self, row: TokenRow) -> Callable[[int, int, int], Samples]:
         """Windows of the row, masked where the tokens are."""
         loss = self.trained(row)
-        if loss is None:
-            return functools.partial(Windows, row)
-        return functools.partial(MaskedWindows, row, loss)
+        return (
+            functools.partial(Windows, row) if loss is None else functools.partial(MaskedWindows, row, loss)
+        )
 
     def packed(self, split: str, seq_len: int) -> PackedSamples:
         row = self.rows(split)
@@ -175,8 +175,7 @@ class TokenStore:
                     yield starts[group] // file.dtype.itemsize + before, sizes[group]
                 before += file.tokens
 
-        key: dict[str, object] = {"tokens": self.fingerprint, "documents": digest(np.cumsum(counts).tolist())}
-        key["split"] = split
+        key = {"tokens": self.fingerprint, "documents": digest(np.cumsum(counts).tolist()), "split": split}
         plan = cached_plan(key, lengths, seq_len, "split" if self.form == "text" else "cut")
         if len(plan.ends):
             log.info("documents, %s: %s", split, plan.describe(seq_len))
@@ -216,11 +215,11 @@ def _check_lengths(where: Where, train: DocumentSamples, held: DocumentSamples, 
             "documents: %s of %s are cut at --data.seq_len %d", f"{cut:,}", f"{documents:,}", where.seq_len
         )
     if untrained:
-        what = f"have no token to train on within --data.seq_len {where.seq_len}"
+        problem = f"have no token to train on within --data.seq_len {where.seq_len}"
         hint = f"--data.seq_len {max(part[2] for part in parts) - 1} holds the longest"
         if untrained == documents:
-            raise ConfigError(f"{where}: all {documents:,} documents {what}.", hint)
-        log.warning("documents: %s of %s %s. HINT: %s", f"{untrained:,}", f"{documents:,}", what, hint)
+            raise ConfigError(f"{where}: all {documents:,} documents {problem}.", hint)
+        log.warning("documents: %s of %s %s. HINT: %s", f"{untrained:,}", f"{documents:,}", problem, hint)
 
 
 class MaskedWindows:

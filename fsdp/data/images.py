@@ -37,7 +37,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".
 DIGITS = Path(__file__).with_name("digits.npz")
 SIZE, DIGIT_SIZE, INK, TOTAL = 28, 8, 16, 14
 HALF = (0.5,)
-IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 # ---------------------------------------------------------------- in memory
@@ -83,30 +83,24 @@ def every_tenth(labels: np.ndarray) -> np.ndarray:
 def _info(class_names: Sequence[str], epochs: int, **more: Any) -> DataInfo:
     """Of grey images of 28×28."""
     sizes = {"image_size": SIZE, "channels": 1}
+    facts = {"num_classes": len(class_names), **sizes}
+    preprocess = {**sizes, "mean": HALF, "std": HALF, **more}
+    names = tuple(class_names)
     return DataInfo(
-        kind="images",
-        facts={"num_classes": len(class_names), **sizes},
-        class_names=tuple(class_names),
-        default_epochs=epochs,
-        preprocess={**sizes, "mean": HALF, "std": HALF, **more},
+        kind="images", facts=facts, class_names=names, default_epochs=epochs, preprocess=preprocess
     )
 
 
 def digits(where: Where) -> DataSet:
     if where.dir:
-        raise ConfigError(
-            f"--data.dir {where.dir} has no effect on digits: they are part of this package.", "leave it out"
-        )
+        raise ConfigError(f"--data.dir {where.dir} has no effect on digits.", "leave it out")
     with np.load(DIGITS, allow_pickle=False) as file:
         images, labels = file["images"], file["labels"].astype(np.int64)
     pixels, held = draw(images)[:, None], every_tenth(labels)
     steps = INK * TOTAL**2
     """Full ink times the weights of both directions."""
-    return DataSet(
-        train=PixelSamples(pixels[~held], labels[~held], steps, HALF, HALF),
-        heldout=PixelSamples(pixels[held], labels[held], steps, HALF, HALF),
-        info=_info("0123456789", 20, source_size=DIGIT_SIZE),
-    )
+    train, heldout = (PixelSamples(pixels[part], labels[part], steps, HALF, HALF) for part in (~held, held))
+    return DataSet(train=train, heldout=heldout, info=_info("0123456789", 20, source_size=DIGIT_SIZE))
 
 
 def draw(images: np.ndarray) -> np.ndarray:
@@ -158,6 +152,8 @@ def folder(
     mean: list | None = None,
     std: list | None = None,
 ) -> DataSet:
+    from fsdp.tokenize.rows import is_other
+
     check_range("image_size", image_size, 1)
     sizes = {"image_size": image_size, "channels": channels}
     preprocess = {**sizes, **_normalisation(channels, mean, std)}
@@ -172,17 +168,18 @@ def folder(
     if split and (root / "val").is_dir():
         names, held = _images(root / "val")
         if unknown := [name for name in names if name not in classes]:
-            raise ConfigError(
-                f"{root / 'val'} has class {unknown[0]}, which train does not have.",
-                f"add {unknown[0]} to train, or remove it",
-            )
+            reason = f"{root / 'val'} has class {unknown[0]}, which train does not have."
+            raise ConfigError(reason, f"add {unknown[0]} to train, or remove it")
         held = [(path, classes.index(names[label])) for path, label in held]
     else:
+        others = sorted(entry.name for entry in root.iterdir() if is_other(entry.name)) if split else []
+        if others:
+            hint = f"HINT: ln -s {quoted(others[-1])} {quoted(root / 'val')} reads it as held-out images"
+            unread = f"a tenth of train is held out, and {' and '.join(others)} is not read. {hint}"
+            log.warning("folder: %s has no val: %s", root, unread)
         mask = every_tenth(np.array([label for _, label in images], np.int64))
-        held = [image for image, is_held in zip(images, mask, strict=True) if is_held]
-        images = [image for image, is_held in zip(images, mask, strict=True) if not is_held]
-        if split:
-            _warn_of_other_splits(root)
+        held = [images[number] for number in np.flatnonzero(mask)]
+        images = [images[number] for number in np.flatnonzero(~mask)]
     cut = len(str(root)) + 1
     lines = b"".join(b"%d %s\n" % (label, os.fsencode(path[cut:])) for path, label in images)
     fingerprint = hashlib.sha256(lines).hexdigest()[:16]
@@ -199,33 +196,26 @@ def folder(
 
 def _normalisation(channels: int, mean: list | None, std: list | None) -> dict[str, tuple[float, ...]]:
     if channels not in (1, 3):
-        raise ConfigError(
-            f"--data.args.channels {channels} is not 1 (grey) or 3 (colour).", "--data.args.channels 3"
-        )
-    defaults = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ([0.5], [0.5])
-    normalisation = {}
-    for name, value, default in zip(("mean", "std"), (mean, std), defaults, strict=True):
-        numbers = default if value is None else value
-        if (
-            len(numbers) != channels
-            or not all(isinstance(n, (int, float)) for n in numbers)
-            or (name == "std" and min(numbers) <= 0)
-        ):
-            raise ConfigError(
-                f"--data.args.{name} {value} is not {channels} numbers, those of std above 0.",
-                f"--data.args.{name} '{default}'",
-            )
-        normalisation[name] = tuple(map(float, numbers))
-    return normalisation
+        reason = f"--data.args.channels {channels} is not 1 (grey) or 3 (colour)."
+        raise ConfigError(reason, "--data.args.channels 3")
+    defaults = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD} if channels == 3 else {"mean": HALF, "std": HALF}
+    numbers = {"mean": mean or defaults["mean"], "std": std or defaults["std"]}
+    for name, values in numbers.items():
+        of_numbers = len(values) == channels and all(isinstance(n, (int, float)) for n in values)
+        if not of_numbers or (name == "std" and min(values) <= 0):
+            reason = f"--data.args.{name} {values} is not {channels} numbers, those of std above 0."
+            raise ConfigError(reason, f"--data.args.{name} '{list(defaults[name])}'")
+    return {name: tuple(map(float, values)) for name, values in numbers.items()}
 
 
 def _images(root: Path) -> tuple[list[str], list[tuple[str, int]]]:
     """The classes, and the path and class of each image."""
     from fsdp.base.torchvision_import import import_torchvision
-    from fsdp.tokenize.sources import is_other, is_train
 
     import_torchvision()
     from torchvision.datasets import ImageFolder
+
+    from fsdp.tokenize.rows import is_other, is_train
 
     others: set[str] = set()
 
@@ -245,37 +235,22 @@ def _images(root: Path) -> tuple[list[str], list[tuple[str, int]]]:
             return visible, {name: label for label, name in enumerate(visible)}
 
     try:
-        found = Images(str(root), is_valid_file=is_image)
+        images = Images(str(root), is_valid_file=is_image)
     except FileNotFoundError as error:
         raise ConfigError(
             f"{root}: {message_line(error)}.", f"images in {quoted(root)}/CLASS/ ({', '.join(SUFFIXES)})"
         ) from None
-    splits = {is_train(name) for name in found.classes if is_train(name) or is_other(name)}
+    splits = {is_train(name) for name in images.classes if is_train(name) or is_other(name)}
     if len(splits) == 2:
         raise ConfigError(
-            f"the folders of {root} are {', '.join(found.classes)}: splits, not classes.",
+            f"the folders of {root} are {', '.join(images.classes)}: splits, not classes.",
             f"move their images into {quoted(root)}/train and {quoted(root)}/val",
         )
     if others:
         log.warning("folder: %s files below %s are not read", ", ".join(sorted(others)), root)
     # In the order of a walk: a folder's own images before those of the folders in it.
-    images = sorted(found.samples, key=lambda image: (image[1], Path(image[0]).parent.parts, image[0]))
-    return found.classes, images
-
-
-def _warn_of_other_splits(root: Path) -> None:
-    from fsdp.tokenize.sources import is_other
-
-    others = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and is_other(entry.name))
-    if others:
-        log.warning(
-            "folder: %s has no val: a tenth of train is held out, and %s is not read. HINT: ln -s %s %s "
-            "reads it as held-out images",
-            root,
-            " and ".join(others),
-            quoted(others[-1]),
-            quoted(root / "val"),
-        )
+    samples = sorted(images.samples, key=lambda image: (image[1], Path(image[0]).parent.parts, image[0]))
+    return images.classes, samples
 
 
 class ImageFiles:
@@ -339,10 +314,3 @@ def upright(image: Image) -> Image:
         if not (low >= 0 and high <= 255) or (turned.mode == "F" and 0 < high <= 1):
             raise ValueError(f"pixels of 32 bits from {low:g} to {high:g}, not 0 to 255: save 8 or 16 bits")
     return turned
-
-
-def to_picture(inputs: np.ndarray, preprocess: Mapping[str, Any]) -> np.ndarray:
-    """Converts a tensor back to an image for display: uint8 [height, width, channels]."""
-    shape = (-1, 1, 1)
-    mean, std = (np.asarray(preprocess[name], np.float32).reshape(shape) for name in ("mean", "std"))
-    return np.rint(np.clip((inputs * std + mean) * 255, 0, 255)).astype(np.uint8).transpose(1, 2, 0)

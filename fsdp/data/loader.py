@@ -138,8 +138,8 @@ def _named(samples: Samples, indices: np.ndarray, where: str, error: Exception) 
             samples.batch(index[None])
         except Exception:
             bad.append(int(index))
-    plural, named = "s" * (len(bad) != 1), listed(bad or indices.tolist())
-    return OneRankError(f"{where}: sample{plural} {named} cannot be read: {one_line(error)}.")
+    samples_named = f"sample{'s' * (len(bad) != 1)} {listed(bad or indices.tolist())}"
+    return OneRankError(f"{where}: {samples_named} cannot be read: {one_line(error)}.")
 
 
 class _EvenlySpread:

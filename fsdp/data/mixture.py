@@ -49,25 +49,22 @@ OWN_FACTS = ("fingerprint", "tokenizer")
 """Facts that may differ between sources: the vocabulary is what has to agree."""
 
 
-def build(section: DataSection, build_one: Callable[[DataSection], DataSet]) -> DataSet:
+def build(section: DataSection, build_source: Callable[[DataSection], DataSet]) -> DataSet:
     """Builds every source as --data.name would, with the section's other fields, and joins them.
 
-    `build_one` receives a source with its own tokenizer alone.
+    `build_source` receives a source with its own tokenizer alone.
     """
     check_labels(section.sources)  # of a Config that is made in code
-    made = {one.label: _built(section, one, build_one) for one in section.sources}
+    made = {source.label: _built(section, source, build_source) for source in section.sources}
     _check_alike(made)
     held = {label: data.heldout for label, data in made.items() if data.heldout is not None}
-    labels = tuple(made)
+    sizes = [0 if data.heldout is None else len(data.heldout) for data in made.values()]
+    train = MixedSamples({label: data.train for label, data in made.items()})
     return DataSet(
-        train=MixedSamples({label: data.train for label, data in made.items()}),
+        train=train,
         heldout=MixedSamples(held) if held else None,
         info=_joined(made),
-        sources=MixedRows(
-            labels,
-            _ends([len(data.train) for data in made.values()]),
-            _ends([len(data.heldout) if data.heldout is not None else 0 for data in made.values()]),
-        ),
+        sources=MixedRows(tuple(made), train.ends, np.cumsum(sizes, dtype=np.int64)),
     )
 
 
@@ -75,36 +72,30 @@ def first_segment(section: DataSection, data: DataSet, *, global_batch: int, epo
     """The mixture of a run that starts. Without weight and epochs, each source is seen `epochs` times."""
     assert data.sources is not None
     sizes = np.diff(data.sources.train_ends, prepend=0).tolist()
-    return MixSegment(
-        step=0,
-        global_batch=global_batch,
-        samples=dict(zip(data.sources.labels, sizes, strict=True)),
-        amounts={
-            one.label: ("weight", float(one.weight))
-            if one.weight
-            else ("epochs", float(one.epochs or max(1, epochs)))
-            for one in section.sources
-        },
-        drawn={},
-    )
+    amounts: dict[str, Amount] = {
+        source.label: ("weight", float(source.weight))
+        if source.weight
+        else ("epochs", float(source.epochs or max(1, epochs)))
+        for source in section.sources
+    }
+    samples = dict(zip(data.sources.labels, sizes, strict=True))
+    return MixSegment(step=0, global_batch=global_batch, samples=samples, amounts=amounts, drawn={})
 
 
-def _built(section: DataSection, one: MixedSource, build_one: Callable[[DataSection], DataSet]) -> DataSet:
+def _built(
+    section: DataSection, source: MixedSource, build_source: Callable[[DataSection], DataSet]
+) -> DataSet:
+    label = f"[[data.sources]] {source.label}"
     try:
-        data = build_one(source_section(section, one))
+        data = build_source(source_section(section, source))
     except ConfigError as error:
-        error.args = (f"[[data.sources]] {one.label}: {error}",)
+        error.args = (f"{label}: {error}",)
         raise
     if data.stream is not None:
-        raise ConfigError(
-            f"[[data.sources]] {one.label}: {one.name} is a stream, and a mixture needs the number of "
-            "samples of each source.",
-            f"--data.name {one.name} alone, or mix inside the stream",
-        )
+        reason = f"{label}: {source.name} is a stream, and a mixture needs the number of samples of each."
+        raise ConfigError(reason, f"--data.name {source.name} alone, or mix inside the stream")
     if not len(data.train):
-        raise ConfigError(
-            f"[[data.sources]] {one.label} has no sample to train on.", f"ls {one.dir or one.name}"
-        )
+        raise ConfigError(f"{label} has no sample to train on.", f"ls {source.dir or source.name}")
     return data
 
 
@@ -112,18 +103,17 @@ def _built(section: DataSection, one: MixedSource, build_one: Callable[[DataSect
 
 
 def _check_alike(made: Mapping[str, DataSet]) -> None:
-    (first, one), *others = ((label, _described(label, data)) for label, data in made.items())
-    for label, other in others:
-        for name in dict.fromkeys([*one, *other]):
-            compared = name.endswith(" of a sample") or (name in one and name in other)
-            if compared and one.get(name) != other.get(name):
-                hint = "make their samples alike, or leave one of the sources out"
-                if name == "vocab_size":
-                    hint = "one --data.tokenizer DIR for all; for token files args = {vocab_size = N}"
+    (first, ours), *others = ((label, _described(label, data)) for label, data in made.items())
+    for label, theirs in others:
+        for name in dict.fromkeys([*ours, *theirs]):
+            compared = name.endswith(" of a sample") or (name in ours and name in theirs)
+            if compared and ours.get(name) != theirs.get(name):
                 raise ConfigError(
-                    f"[[data.sources]] {first} and {label} differ in {name}: {one.get(name, 'none')} and "
-                    f"{other.get(name, 'none')}.",
-                    hint,
+                    f"[[data.sources]] {first} and {label} differ in {name}: {ours.get(name, 'none')} and "
+                    f"{theirs.get(name, 'none')}.",
+                    "one --data.tokenizer DIR for all; for token files args = {vocab_size = N}"
+                    if name == "vocab_size"
+                    else "make their samples alike, or leave one of the sources out",
                 )
 
 
@@ -160,44 +150,37 @@ def _joined(made: Mapping[str, DataSet]) -> DataInfo:
 # ---------------------------------------------------------------- reading
 
 
-def _ends(sizes: list[int]) -> np.ndarray:
-    return np.cumsum(np.array(sizes, np.int64))
-
-
 class MixedSamples:
     """The samples of several sources, one source after the other."""
 
     def __init__(self, parts: Mapping[str, Samples]) -> None:
         self.parts = dict(parts)
-        self._labels = tuple(self.parts)
-        self._ends = _ends([len(part) for part in self.parts.values()])
+        self.ends = np.cumsum([len(part) for part in self.parts.values()], dtype=np.int64)
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self.ends[-1])
 
     def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
         """Each source reads its rows at once; they are put into the order of `indices`."""
-        places = np.searchsorted(self._ends, indices, side="right")
-        rows = {int(place): np.flatnonzero(places == place) for place in np.unique(places)}
-        read = {place: self._read(place, indices[at]) for place, at in rows.items()}
-        if len(read) == 1:
-            return next(iter(read.values()))
-        (first, one), *others = read.items()
-        for place, other in others:
-            for name in dict.fromkeys([*one, *other]):
-                shapes = [list(part[name].shape[1:]) if name in part else "none" for part in (one, other)]
-                if shapes[0] != shapes[1]:
-                    raise OneRankError(
-                        f"the sources {self._labels[first]} and {self._labels[place]} differ in {name} of a "
-                        f"sample: {shapes[0]} and {shapes[1]}.",
-                        "pad the samples of both to one length: docs/data.md",
-                    )
+        sources = np.searchsorted(self.ends, indices, side="right")
+        rows = {int(source): np.flatnonzero(sources == source) for source in np.unique(sources)}
+        batches = [self._read(source, indices[numbers]) for source, numbers in rows.items()]
+        if len(batches) == 1:
+            return batches[0]
         order = torch.from_numpy(np.argsort(np.concatenate(list(rows.values())), kind="stable"))
-        return {name: torch.cat([part[name] for part in read.values()])[order] for name in one}
+        labels = " and ".join(list(self.parts)[source] for source in rows)
+        for name in dict.fromkeys(name for batch in batches for name in batch):
+            shapes = [list(batch[name].shape[1:]) if name in batch else "none" for batch in batches]
+            if any(shape != shapes[0] for shape in shapes):
+                raise OneRankError(
+                    f"the sources {labels} differ in {name} of a sample: {' and '.join(map(str, shapes))}.",
+                    "pad the samples of both to one length: docs/data.md",
+                )
+        return {name: torch.cat([batch[name] for batch in batches])[order] for name in batches[0]}
 
-    def _read(self, place: int, indices: np.ndarray) -> dict[str, Tensor]:
-        start = int(self._ends[place - 1]) if place else 0
-        return self.parts[self._labels[place]].batch(indices - start)
+    def _read(self, source: int, indices: np.ndarray) -> dict[str, Tensor]:
+        start = int(self.ends[source - 1]) if source else 0
+        return list(self.parts.values())[source].batch(indices - start)
 
 
 # ---------------------------------------------------------------- the order
@@ -239,12 +222,8 @@ class MixSegment:
     def as_json(self) -> dict[str, Any]:
         """The order of sources is part of the order of samples: a list, since JSON's keys may be sorted."""
         sources = [[label, samples, *self.amounts[label]] for label, samples in self.samples.items()]
-        return {
-            "step": self.step,
-            "global_batch": self.global_batch,
-            "sources": sources,
-            "drawn": dict(self.drawn),
-        }
+        place = {"step": self.step, "global_batch": self.global_batch}
+        return {**place, "sources": sources, "drawn": dict(self.drawn)}
 
     @staticmethod
     def from_json(value: Any) -> MixSegment:
@@ -257,68 +236,55 @@ class MixSegment:
                 amounts={label: (kind, number) for label, _, kind, number in sources},
                 drawn={str(label): int(n) for label, n in value["drawn"].items()},
             )
-            numbers = [
-                segment.global_batch,
-                *segment.samples.values(),
-                *(n for _, n in segment.amounts.values()),
-            ]
-            if not sources or min(numbers) <= 0 or min([segment.step, *segment.drawn.values()]) < 0:
+            positive = [float(segment.global_batch), *(min(samples, v) for _, samples, _, v in sources)]
+            if not sources or min(positive) <= 0 or min([segment.step, *segment.drawn.values()]) < 0:
                 raise ValueError("a number is not above 0")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(
-                f"the checkpoint's record of the mixture cannot be read ({error}).",
-                "--checkpoint.resume never",
-            ) from None
+            reason = f"the checkpoint's record of the mixture cannot be read ({error})."
+            raise CheckpointError(reason, "--checkpoint.resume never") from None
         return segment
 
 
 def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
     """The smallest whole numbers in the proportions of these decimal numbers: 0.7, 0.2, 0.1 → 7, 2, 1."""
     exact = [Fraction(str(weight)) for weight in weights]
-    unit = math.lcm(*(one.denominator for one in exact))
-    whole = [int(one * unit) for one in exact]
-    divisor = math.gcd(*whole)
-    whole = [one // divisor for one in whole]
-    if sum(whole) <= MOST:
-        return tuple(whole)
-    return tuple(max(1, one * (MOST // 2) // sum(whole)) for one in whole)
+    unit = math.lcm(*(share.denominator for share in exact))
+    multiples = [int(share * unit) for share in exact]
+    divisor = math.gcd(*multiples)
+    shares = [share // divisor for share in multiples]
+    if sum(shares) <= MOST:
+        return tuple(shares)
+    return tuple(max(1, share * (MOST // 2) // sum(shares)) for share in shares)
 
 
 # ---------------------------------------------------------------- which source
 
 
-class Quotas:
-    """Divides positions 0, 1, 2 … among sources in proportion to their shares."""
+def divide(shares: Sequence[int], first: int, count: int) -> tuple[np.ndarray, list[int]]:
+    """Divides positions 0, 1, 2 … among sources in proportion to their shares: the source of each of `count`
+    positions from `first` on, and each source's quota before them.
+    """
+    owner = np.zeros(count, np.int64)
+    before = [0] * len(shares)
 
-    def __init__(self, shares: Sequence[int]) -> None:
-        self.shares = tuple(shares)
-
-    def split(self, first: int, count: int) -> tuple[np.ndarray, list[int]]:
-        """The source of each of `count` positions from `first` on, and each source's quota before them."""
-        owner = np.zeros(count, np.int64)
-        before = [0] * len(self.shares)
-        self._split(0, len(self.shares), first, np.arange(count), owner, before)
-        return owner, before
-
-    def _split(
-        self, low: int, high: int, base: int, places: np.ndarray, owner: np.ndarray, before: list[int]
-    ) -> None:
+    def split(low: int, high: int, base: int, places: np.ndarray) -> None:
         """Sources low … high-1 own `places`, and `base` positions before them."""
         if high - low == 1:
             owner[places], before[low] = low, base
             return
         middle = (low + high) // 2
-        whole = sum(self.shares[low:high])
-        left = sum(self.shares[low:middle])
-        if not whole:
+        total, left = sum(shares[low:high]), sum(shares[low:middle])
+        if not total:
             return  # they give no sample any more
-        # The left half's quota at n is n · left / whole, rounded. From `base` on only the rest is counted.
-        quota, rest = divmod(2 * base * left + whole, 2 * whole)
+        # The left half's quota at n is n · left / total, rounded. From `base` on only the rest is counted.
+        quota, rest = divmod(2 * base * left + total, 2 * total)
         steps = np.arange(len(places) + 1, dtype=np.int64)
-        grown = (rest + 2 * left * steps) // (2 * whole)
-        to_left = np.diff(grown) == 1
-        self._split(low, middle, quota, places[to_left], owner, before)
-        self._split(middle, high, base - quota, places[~to_left], owner, before)
+        to_left = np.diff((rest + 2 * left * steps) // (2 * total)) == 1
+        split(low, middle, quota, places[to_left])
+        split(middle, high, base - quota, places[~to_left])
+
+    split(0, len(shares), first, np.arange(count))
+    return owner, before
 
 
 @dataclass(frozen=True)
@@ -334,16 +300,17 @@ class _Stretch:
 
 def _stretch(segment: MixSegment, step: int) -> _Stretch:
     """By epochs, the first pass has what the sources still give, and the further ones all of their epochs."""
-    place, batch, shares = step - segment.step, segment.global_batch, segment.shares
+    steps, batch, shares = step - segment.step, segment.global_batch, segment.shares
+    none = (0,) * len(shares)
     if not segment.by_epochs:
-        return _Stretch(shares, place * batch, batch, (0,) * len(shares))
+        return _Stretch(shares, steps * batch, batch, none)
     rest = segment.rest
-    steps = -(-sum(rest) // batch)
-    if place < steps:
-        return _Stretch(rest, place * batch, min(batch, sum(rest) - place * batch), (0,) * len(shares))
-    passes, place = divmod(place - steps, -(-sum(shares) // batch))
-    before = tuple(some + passes * all_of_it for some, all_of_it in zip(rest, shares, strict=True))
-    return _Stretch(shares, place * batch, min(batch, sum(shares) - place * batch), before)
+    of_first_pass = -(-sum(rest) // batch)
+    if steps < of_first_pass:
+        return _Stretch(rest, steps * batch, min(batch, sum(rest) - steps * batch), none)
+    passes, steps = divmod(steps - of_first_pass, -(-sum(shares) // batch))
+    before = tuple(left + passes * share for left, share in zip(rest, shares, strict=True))
+    return _Stretch(shares, steps * batch, min(batch, sum(shares) - steps * batch), before)
 
 
 # ---------------------------------------------------------------- which sample
@@ -388,15 +355,13 @@ class MixCursor:
 
         A changed mixture counts from its first step with the samples that it then holds.
         """
-        begins = [0, *(one.step for one in self.segments[1:]), step]
-        return sum(
-            (
-                Fraction(self._seen(one, min(end, step)) - self._seen(one, begin), sum(one.samples.values()))
-                for one, begin, end in zip(self.segments, begins, begins[1:], strict=False)
-                if begin < step
-            ),
-            Fraction(0),
-        )
+        epochs, ends = Fraction(0), [*(segment.step for segment in self.segments[1:]), step]
+        for number, (segment, end) in enumerate(zip(self.segments, ends, strict=True)):
+            begin = segment.step if number else 0
+            if begin < step:
+                seen = self._seen(segment, min(end, step)) - self._seen(segment, begin)
+                epochs += Fraction(seen, sum(segment.samples.values()))
+        return epochs
 
     @staticmethod
     def _seen(segment: MixSegment, step: int) -> int:
@@ -408,59 +373,50 @@ class MixCursor:
         """Returns 1 … global_batch sample indices, int64, in the order in which ranks slice them."""
         segment = self._segment(step)
         stretch = _stretch(segment, step)
-        owner, quotas = Quotas(stretch.shares).split(stretch.first, stretch.count)
-        found = np.empty(stretch.count, np.int64)
+        owner, _ = divide(stretch.shares, stretch.first, stretch.count)
+        drawn, indices = self.drawn(step), np.empty(stretch.count, np.int64)
         offset = 0
         for source, (label, samples) in enumerate(segment.samples.items()):
             rows = np.flatnonzero(owner == source)
             if len(rows):
-                drawn = segment.drawn.get(label, 0) + stretch.before[source] + quotas[source]
-                found[rows] = offset + self._walk(label, samples).draws(drawn, len(rows))
+                indices[rows] = offset + self._walk(label, samples).draws(drawn[label], len(rows))
             offset += samples
-        return found[np.argsort(mix(np.arange(len(found), dtype=np.uint64), self._key(step)), kind="stable")]
+        key = stream_key("rows", self.seed, step)
+        return indices[np.argsort(mix(np.arange(len(indices), dtype=np.uint64), key), kind="stable")]
 
     def drawn(self, step: int) -> dict[str, int]:
         """Samples drawn from each source before `step`, of all segments."""
         segment = self._segment(step)
         stretch = _stretch(segment, step)
-        _, quotas = Quotas(stretch.shares).split(stretch.first, 0)
-        found = {
-            label: segment.drawn.get(label, 0) + before + quota
-            for label, before, quota in zip(segment.samples, stretch.before, quotas, strict=True)
-        }
-        return {**segment.drawn, **found}
-
-    def _key(self, step: int) -> int:
-        return stream_key("rows", self.seed, step)
+        _, quotas = divide(stretch.shares, stretch.first, 0)
+        counts = zip(segment.samples, stretch.before, quotas, strict=True)
+        now = {label: segment.drawn.get(label, 0) + before + quota for label, before, quota in counts}
+        return {**segment.drawn, **now}
 
     def _segment(self, step: int) -> MixSegment:
-        return next((one for one in reversed(self.segments) if one.step <= step), self.segments[0])
+        return next((past for past in reversed(self.segments) if past.step <= step), self.segments[0])
 
     # ------------------------------------------------------------ over starts
 
     def saved(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"mixture": [one.as_json() for one in self.segments]}
+        return {"mixture": [segment.as_json() for segment in self.segments]}
 
     def resumed(self, saved: Mapping[str, Any], step: int) -> MixCursor:
         """The cursor of a run that resumes at `step`: a changed mixture continues each source where it stood.
 
         A step before the last segment, from an older checkpoint, drops that segment.
         """
-        before = [MixSegment.from_json(one) for one in saved.get("mixture", [])]
-        before = [one for one in before if one.step <= step]
+        before = [MixSegment.from_json(segment) for segment in saved.get("mixture", [])]
+        before = [segment for segment in before if segment.step <= step]
         if not before:
             return MixCursor(seed=self.seed, segments=[dataclasses.replace(self.now, step=step)])
-        now, old = self.now, before[-1]
-        if (now.global_batch, now.samples, now.amounts) == (
-            old.global_batch,
-            old.samples,
-            old.amounts,
-        ) and list(now.samples) == list(old.samples):
-            return MixCursor(seed=self.seed, segments=before)
-        drawn = MixCursor(seed=self.seed, segments=before).drawn(step)
-        kept = before[:-1] if old.step == step else before
-        return MixCursor(seed=self.seed, segments=[*kept, dataclasses.replace(now, step=step, drawn=drawn)])
+        past, old = MixCursor(seed=self.seed, segments=before), before[-1]
+        unchanged = dataclasses.replace(self.now, step=old.step, drawn=old.drawn)
+        if unchanged == old and list(unchanged.samples) == list(old.samples):
+            return past
+        begun = dataclasses.replace(self.now, step=step, drawn=past.drawn(step))
+        return MixCursor(seed=self.seed, segments=[*before[: -1 if old.step == step else None], begun])
 
     def note(self) -> str:
         """One line about the segment that a resume has started; empty for the first."""

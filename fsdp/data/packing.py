@@ -18,8 +18,9 @@ document (fsdp/models/packed.py).
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -30,7 +31,6 @@ from torch import Tensor
 from fsdp.data.tokens import TokenRow
 from fsdp.models.packed import POSITIONS
 from fsdp.tokenize.cache import made_once
-from fsdp.tokenize.rows import grouped
 
 MASKED = -100
 VERSION = 1
@@ -133,9 +133,9 @@ class PackingPlan:
         )
 
 
-def cached_plan(key: dict[str, object], lengths: Lengths, seq_len: int, long: Long) -> PackingPlan:
+def cached_plan(key: Mapping[str, object], lengths: Lengths, seq_len: int, long: Long) -> PackingPlan:
     """The plan from the cache; the first process that needs it makes it."""
-    known: dict[str, object] = {**key, "version": VERSION, "group": GROUP, "seq_len": seq_len, "long": long}
+    known = {**key, "version": VERSION, "group": GROUP, "seq_len": seq_len, "long": long}
     return PackingPlan(made_once("packing", known, lambda aside: write_plan(aside, lengths(), seq_len, long)))
 
 
@@ -159,8 +159,7 @@ def write_plan(
         (folder / "ends").open("wb") as ends,
     ):
         # Files are joined up to a group, so that small ones leave no row half empty each.
-        for parts in grouped(pieces(), lambda part: len(part.first), GROUP):
-            group = Pieces(*map(np.concatenate, zip(*parts, strict=True)))
+        for group in grouped(pieces(), GROUP):
             row_of = best_fit(group.width, seq_len)
             by_row = np.argsort(row_of, kind="stable")
             firsts.write(group.first[by_row].astype("<i8").tobytes())
@@ -211,6 +210,17 @@ class PackedSamples:
                 targets[piece][trained == 0] = MASKED
             filled += width
         positions[filled:] = np.arange(self.seq_len - filled)
+
+
+def grouped(parts: Iterable[Pieces], at_least: int) -> Iterator[Pieces]:
+    """Consecutive parts joined to so many pieces or more; the last group may be smaller."""
+    waiting: list[Pieces] = []
+    for part in itertools.chain(parts, [None]):
+        if part is not None:
+            waiting.append(part)
+        if waiting and (part is None or sum(len(pieces.first) for pieces in waiting) >= at_least):
+            yield Pieces(*map(np.concatenate, zip(*waiting, strict=True)))
+            waiting = []
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:

@@ -92,7 +92,7 @@ def _selected(section: DataSection, model_facts: Mapping[str, Any]) -> tuple[str
     where = Where(section.dir, section.seq_len, dict(model_facts), tokenizer=section.tokenizer)
     if not name or name in BUILT_INS:
         return name, where
-    from fsdp.tokenize.sources import is_remote, matching
+    from fsdp.tokenize.rows import is_remote, matching
 
     if is_remote(name):
         reader = "documents"
@@ -111,18 +111,17 @@ def _selected(section: DataSection, model_facts: Mapping[str, Any]) -> tuple[str
 def _reader_of(path: Path, with_tokenizer: bool) -> str:
     """By the names of the files alone: those in a folder, and where it has none the first ones below it."""
     from fsdp.data.images import SUFFIXES
-    from fsdp.tokenize.sources import ABOUT, MANIFEST, ROWS, SETTINGS, ends_with
+    from fsdp.tokenize.rows import ABOUT, MANIFEST, ROWS, SETTINGS, ends_with
 
     if not path.exists() or (path / MANIFEST).is_file():
         return "documents"
-    folders: list[str] = []
-    here, below = [path.name], list[str]()
+    here, folders = [path.name], list[str]()
     if path.is_dir():
-        here = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
-        folders = [name for name in here if (path / name).is_dir()]
-        here = [name for name in here if name not in folders]
-        walk = (names for folder in folders for _, _, names in os.walk(path / folder))
-        below = list(itertools.islice(itertools.chain.from_iterable(walk), LOOKED_AT))
+        visible = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
+        folders = [name for name in visible if (path / name).is_dir()]
+        here = [name for name in visible if name not in folders]
+    walk = (names for folder in folders for _, _, names in os.walk(path / folder))
+    below = list(itertools.islice(itertools.chain.from_iterable(walk), LOOKED_AT))
     if any(ends_with(name, (".bin", ".npy")) for name in here):
         return "tokens"
     pictures = [name for name in below or here if ends_with(name, SUFFIXES)]
@@ -178,11 +177,11 @@ def _with_tokenizer(source: DataSection, shared: str) -> DataSection:
 
 def takes_tokenizer(section: DataSection) -> bool:
     """Whether it reads rows or .txt files that are not tokenized yet; of a mixture, whether each does."""
-    from fsdp.tokenize.sources import MANIFEST
+    from fsdp.tokenize.rows import MANIFEST
 
-    if section.sources:
-        sources = section.sources
-        return all(not one.tokenizer and takes_tokenizer(source_section(section, one)) for one in sources)
+    sources = [source_section(section, source) for source in section.sources]
+    if sources:
+        return all(not source.tokenizer and takes_tokenizer(source) for source in sources)
     section = _at_home(section)
     if (Path(section.dir or section.name) / MANIFEST).is_file():
         return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
@@ -48,11 +49,10 @@ class ShardReader:
         """
         self._iterator: Iterator[Any] | None = None
         self._reader: Any = None
-        self._epoch, self._given = 0, False
+        self._epoch, self._gave_item = 0, False
         self._failed: Exception | None = None
         self._first = self._next = first
-        self._rows, self._kept = rows, kept
-        self._start = state
+        self._rows, self._kept, self._start = rows, kept, state
         self._items: dict[int, Any] = {}
         self._states: dict[int, str | None] = {first: state}
 
@@ -69,9 +69,12 @@ class ShardReader:
             end = self._first + ((number - self._first) // self._rows + 1) * self._rows
             while self._next < end:
                 self._read_one()
-            found = self._items[number]
-            self._forget(self._next - self._kept * self._rows)
-            return found
+            item = self._items[number]
+            oldest = self._next - self._kept * self._rows
+            for held in (self._items, self._states):
+                for old in [key for key in held if key < oldest]:
+                    del held[old]  # type: ignore[attr-defined]
+            return item
 
     def state(self, number: int) -> str | None:
         """The state before item `number`, where a step begins; KeyError if this rank does not read it."""
@@ -89,45 +92,36 @@ class ShardReader:
         self._items[self._next] = item
         self._next += 1
         if (self._next - self._first) % self._rows == 0:
-            self._states[self._next] = self._now()
+            # As text at once: a reader may change the object that it has returned.
+            state = {"epoch": self._epoch, "reader": self._reader.state_dict()}
+            self._states[self._next] = json.dumps(state)
 
     def _following(self) -> Any:
         if self._iterator is None:
-            self._open(self._start)
+            self._iterator = self._open(self._start)
         while True:
-            assert self._iterator is not None
             try:
                 item = next(self._iterator)
             except StopIteration:
-                if not self._given:
+                if not self._gave_item:
                     raise OneRankError(f"shard {self.index} of the stream has no item.") from None
                 self._epoch += 1
-                self._open(None)
+                self._iterator = self._open(None)
                 continue
-            self._given = True
+            self._gave_item = True
             return item
 
-    def _open(self, state: str | None) -> None:
+    def _open(self, state: str | None) -> Iterator[Any]:
         """A new reader, at a state, or at the beginning of the epoch."""
-        self._reader = self._make()
-        if state is not None:
-            noted = json.loads(state)
+        self._reader, noted = self._make(), None if state is None else json.loads(state)
+        if noted is not None:
             self._epoch = int(noted["epoch"])
         if hasattr(self._reader, "set_epoch"):
             self._reader.set_epoch(self._epoch)
-        if state is not None:
+        if noted is not None:
             self._reader.load_state_dict(noted["reader"])
-        self._given = state is not None  # a state may be that of a shard's end
-        self._iterator = iter(self._reader)
-
-    def _now(self) -> str:
-        """As text at once: a reader may change the object that it has returned."""
-        return json.dumps({"epoch": self._epoch, "reader": self._reader.state_dict()})
-
-    def _forget(self, before: int) -> None:
-        for held in (self._items, self._states):
-            for number in [one for one in held if one < before]:
-                del held[number]  # type: ignore[attr-defined]
+        self._gave_item = noted is not None  # a state may be that of a shard's end
+        return iter(self._reader)
 
     def _from_the_start(self, number: int) -> Any:
         """An item before those held, as for a look at the first sample of a resumed run."""
@@ -190,21 +184,17 @@ def check_state(name: str, make: Callable[[], Any]) -> None:
     try:
         next(items)
         state = json.dumps(reader.state_dict())
-        expected = next(items, None)
-        other = make()
+        expected, other = next(items, None), make()
         other.load_state_dict(json.loads(state))
-        alike = _same(expected, next(iter(other), None))
+        problem = (
+            "" if _same(expected, next(iter(other), None)) else "leads to another item in another reader"
+        )
     except Exception as error:
+        problem = f"or its first items, cannot be read: {one_line(error)}"
+    if problem:
         raise ConfigError(
-            f"--data.name {name}: the first items of {kind}, or its state as JSON, cannot be read: "
-            f"{one_line(error)}.",
-            f"what it needs: {PAGE}",
-        ) from error
-    if not alike:
-        raise ConfigError(
-            f"--data.name {name}: the state of one {kind}, loaded into another, leads to another item: a "
-            "resumed run would repeat or lose samples.",
-            "change the state before each yield, and draw nothing that it does not hold",
+            f"--data.name {name}: the state of {kind}, {problem}: a resumed run would repeat samples.",
+            f"change the state before each yield, and draw nothing that it does not hold: {PAGE}",
         )
 
 
@@ -268,20 +258,18 @@ class StreamCursor:
 
     def saved(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps: each shard's state before `step`, from the ranks' readers. Collective."""
-        number, own = self._number(step), {}
+        number, ours = self._number(step), {}
         for shard in self.items.shards:
-            try:
-                own[shard.index] = shard.state(number)
-            except KeyError:
-                continue
+            with suppress(KeyError):
+                ours[shard.index] = shard.state(number)
         known: dict[int, str | None] = {}
-        for states in collectives.all_gather_objects(own):
+        for states in collectives.all_gather_objects(ours):
             known |= states
         missing = [shard.index for shard in self.items.shards if shard.index not in known]
         if missing:
             raise CheckpointError(f"no rank knows the state of shard {missing[0]} before step {step + 1}.")
-        states = [known[shard.index] for shard in self.items.shards]
-        return {"stream": {"drawn": number, "states": [json.loads(s) if s else None for s in states]}}
+        noted = [known[shard.index] for shard in self.items.shards]
+        return {"stream": {"drawn": number, "states": [json.loads(s) if s else None for s in noted]}}
 
     def resumed(self, saved: Mapping[str, Any], step: int) -> StreamCursor:
         """The cursor of a run that resumes at `step`; the readers continue at the saved states."""

@@ -31,9 +31,7 @@ def build(
     vocab_size: int = 0,
 ) -> DataSet:
     if where.dir:
-        raise ConfigError(
-            f"--data.dir {where.dir} has no effect on synthetic: it reads no file.", "leave it out"
-        )
+        raise ConfigError(f"--data.dir {where.dir} has no effect on synthetic.", "leave it out")
     sizes = {
         "image_size": image_size, "channels": channels, "num_classes": num_classes, "vocab_size": vocab_size,
     }  # fmt: skip

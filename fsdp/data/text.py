@@ -26,9 +26,8 @@ from torch import Tensor
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import quoted
-from fsdp.data.types import DataInfo, DataSet, Where, check_range, shifted
-from fsdp.tokenize.rows import checked_text
-from fsdp.tokenize.sources import files_below, held_out, held_out_line
+from fsdp.data.types import DataSet, Where, check_range, shifted, text_info
+from fsdp.tokenize.rows import checked_text, files_below, held_out, held_out_line
 
 log = logging.getLogger(__name__)
 # Tests are long lists of data; site-packages depends on what is installed.
@@ -50,13 +49,12 @@ def build(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
     paths = [] if as_sources else _files(where, files)
     if named := held_out([str(path) for path in paths]):
         log.info("text: %s", held_out_line(named))
-        of_train = [path for path in paths if str(path) not in named]
-        train = b"".join(_read_texts(root, of_train, limit))
+        train = b"".join(_read_texts(root, [path for path in paths if str(path) not in named], limit))
         heldout = b"".join(_read_texts(root, [Path(path) for path in named], HELD_OUT))
     else:
         contents = list(_read_sources(root, limit) if as_sources else _read_texts(root, paths, limit))
-        train = b"".join(text for place, text in enumerate(contents) if place % 10 != 9)
-        heldout = b"".join(text for place, text in enumerate(contents) if place % 10 == 9)[:HELD_OUT]
+        train = b"".join(text for number, text in enumerate(contents) if number % 10 != 9)
+        heldout = b"".join(contents[9::10])[:HELD_OUT]
         if len(heldout) <= where.seq_len:  # the last tenth, which is at least one sample
             text = b"".join(contents)
             cut = max(0, len(text) - min(max(len(text) // 10, where.seq_len + 1), HELD_OUT))
@@ -68,13 +66,8 @@ def build(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
             "a folder with more text as --data.dir, or a shorter --data.seq_len",
         )
     fingerprint = hashlib.sha256(train + heldout).hexdigest()[:16]
-    info = DataInfo(
-        kind="text",
-        facts={"vocab_size": 256, "seq_len": where.seq_len, "fingerprint": fingerprint},
-        tokens_per_sample=where.seq_len,
-        masks_targets=False,
-        default_steps=300,
-        preprocess={"tokenizer": "bytes"},
+    info = text_info(
+        where, 256, fingerprint, masks_targets=False, default_steps=300, preprocess={"tokenizer": "bytes"}
     )
     samples = [ByteSamples(text, where.seq_len) for text in (train, heldout)]
     return DataSet(train=samples[0], heldout=samples[1], info=info)
@@ -85,43 +78,39 @@ def _read_sources(root: Path, limit: int) -> Iterator[bytes]:
     for folder, names, files in os.walk(root):
         names[:] = sorted(name for name in names if name not in SKIPPED)
         for path in (Path(folder, name) for name in sorted(files) if name.endswith(".py")):
-            if not path.exists():
-                continue  # a link to nothing, such as an editor's lock
-            text = path.read_bytes()[:limit]
-            limit -= len(text)
-            yield text
-            if not limit:
-                return
+            if path.exists():  # no link to nothing, such as an editor's lock
+                text = path.read_bytes()[:limit]
+                limit -= len(text)
+                yield text
+                if not limit:
+                    return
 
 
 def _files(where: Where, pattern: str) -> list[Path]:
     root = Path(where.dir)
+    if not root.exists():
+        raise ConfigError(f"{where} is neither a file nor a folder.", f"ls {quoted(root.parent)}")
     if root.is_file():
         return [root]
-    if not root.is_dir():
-        raise ConfigError(f"{where} is neither a file nor a folder.", f"ls {quoted(root.parent)}")
     # In the order of a walk: a folder's own files before those of the folders in it.
     paths = sorted(files_below(root), key=lambda path: (path.parent.parts, path.name))
     return [path for path in paths if fnmatch.fnmatch(path.name, pattern)]
 
 
 def _read_texts(root: Path, paths: Sequence[Path], limit: int) -> Iterator[bytes]:
-    left, read = limit, 0
-    binary: list[Path] = []
+    left, read, binary = limit, 0, 0
     for path in paths:
         text = _read_text(path, left, alone=path == root)
-        if text is None:
-            binary.append(path)
-            continue
-        read, left = read + 1, left - len(text)
-        yield text
+        binary += text is None
+        if text is not None:
+            read, left = read + 1, left - len(text)
+            yield text
         if not left:
             log.info("text: %g MB of %s are read; --data.args.max_mb 1000 reads more", limit / 1e6, root)
             break
-    left_out = f"; {len(binary)} binary left out, as {binary[0]}" if binary else ""
     if not read:
-        raise ConfigError(f"{root} has no text file{left_out}.", f"ls -a {quoted(root)}")
-    log.info("text: %d files, %s bytes of %s%s", read, f"{limit - left:,}", root, left_out)
+        raise ConfigError(f"{root} has no text file; {binary} are binary.", f"ls -a {quoted(root)}")
+    log.info("text: %d files, %s bytes of %s; %d binary left out", read, f"{limit - left:,}", root, binary)
 
 
 def _read_text(path: Path, limit: int, *, alone: bool) -> bytes | None:
@@ -132,13 +121,13 @@ def _read_text(path: Path, limit: int, *, alone: bool) -> bytes | None:
         return raw.decode("utf-16", "replace").encode()[:limit]
     if b"\0" in raw[:PROBED] and not alone:
         return None
-    raw, whole = raw[: limit + 4], len(raw) <= limit + 4
+    # A character cut in two by the limit is not an error of the file.
+    raw, complete = raw[: limit + 4], len(raw) <= limit + 4
     try:
-        # A character cut in two by the limit is not an error of the file.
-        text = codecs.getincrementaldecoder("utf-8-sig")().decode(raw, final=whole)
+        decoded = codecs.getincrementaldecoder("utf-8-sig")().decode(raw, final=complete)
     except UnicodeDecodeError:
-        text = "\0"
-    return (checked_text(raw, path) if "\0" in text else text).encode()[:limit]
+        decoded = "\0"
+    return (checked_text(raw, path) if "\0" in decoded else decoded).encode()[:limit]
 
 
 class ByteSamples:

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.base.text import quoted
-from fsdp.data.types import DataInfo, DataSet, Samples, Where, check_range, shifted
-from fsdp.tokenize.sources import ends_with, held_out_line, is_other
+from fsdp.data.types import DataSet, Samples, Where, check_range, shifted, text_info
+from fsdp.tokenize.rows import ends_with, held_out_line, is_other
 
 log = logging.getLogger(__name__)
 Dtype = Literal["auto", "uint16", "uint32", "int32", "int64", "uint64", "uint8"]
@@ -50,8 +50,6 @@ LLM_C = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 LLM_C_BYTES = 256 * 4
 MEGATRON = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
-LARGEST_UPPER = 15
-"""A vocabulary of a million leaves no more than this in the upper half of 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,6 @@ class TokenFile:
     dtype: np.dtype
     offset: int
     tokens: int
-    guessed: bool = False
-    """Whether the file has no source for the width of its tokens."""
     documents: int = 0
     """Of a folder of fsdp.tokenize."""
 
@@ -89,31 +85,18 @@ def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: 
     files, fingerprint = [], hashlib.sha256()
     for path in paths:
         file = _raw(path, formats[path], dtype, vocab_size) if path in formats else _npy(path)
-        if not file.tokens:
-            continue
-        files.append(file)
-        ends = _checked_ends(file, vocab_size)
-        if path not in held_out:
-            line = f"{path.name} {file.tokens} {file.dtype.str}\n"
-            fingerprint.update(line.encode("utf-8", "surrogateescape") + ends)
-    row = TokenRow([file for file in files if file.path not in held_out], vocab_size)
-    val = TokenRow([file for file in files if file.path in held_out], vocab_size)
-    if not len(row):
-        raise ConfigError(
-            f"{where} has no token file to train on.", f"put *.bin or *.npy files into {where.dir}"
-        )
-    train, held = split_windows(row, val, where, heldout, lambda row: functools.partial(Windows, row))
-    info = DataInfo(
-        kind="text",
-        facts={
-            "vocab_size": vocab_size,
-            "seq_len": where.seq_len,
-            "fingerprint": fingerprint.hexdigest()[:16],
-        },
-        tokens_per_sample=where.seq_len,
-        masks_targets=False,
-        default_steps=1000,
+        if file.tokens:
+            files.append(file)
+            ends = _checked_ends(file, vocab_size)
+            if path not in held_out:
+                line = f"{path.name} {file.tokens} {file.dtype.str}\n"
+                fingerprint.update(line.encode("utf-8", "surrogateescape") + ends)
+    row, val = (
+        TokenRow([file for file in files if (file.path in held_out) == held], vocab_size)
+        for held in (False, True)
     )
+    train, held = split_windows(row, val, where, heldout, lambda row: functools.partial(Windows, row))
+    info = text_info(where, vocab_size, fingerprint.hexdigest()[:16], masks_targets=False, default_steps=1000)
     return DataSet(train=train, heldout=held if len(held) else None, info=info)
 
 
@@ -133,12 +116,7 @@ def split_windows(
             f"--data.seq_len {max(1, (len(row) - 1) // 4)}, or more text",
         )
     if len(val) and not held:
-        log.warning(
-            "%s: %d tokens are held out, not one sample of --data.seq_len %d: nothing is evaluated",
-            where,
-            len(val),
-            seq_len,
-        )
+        log.warning("%s: %d held-out tokens are not one sample: nothing is evaluated", where, len(val))
     train: Samples = samples(row)(0, count - spared, seq_len)
     return train, samples(val)(0, held, seq_len) if len(val) else samples(row)(
         count - spared, spared, seq_len
@@ -149,21 +127,19 @@ def _paths(where: Where) -> list[Path]:
     root = Path(where.dir)
     if where.dir and root.is_file() and ends_with(root.name, SUFFIXES):
         return [root]
-    if not where.dir or not root.is_dir():
+    paths = sorted(root.iterdir()) if where.dir and root.is_dir() else []
+    paths = [p for p in paths if ends_with(p.name, SUFFIXES) and p.name[0] != "." and not p.is_dir()]
+    if not paths:
         raise ConfigError(
             f"--data.name tokens needs a folder of token files, not {where}.",
             "--data.dir FOLDER with *.bin or *.npy in it",
         )
-    paths = sorted(path for path in root.iterdir() if ends_with(path.name, SUFFIXES))
-    paths = [path for path in paths if not path.name.startswith(".") and not path.is_dir()]
     for path in paths:
         if not path.exists():
             raise ConfigError(f"{path} is a link to a file that does not exist.", f"rm {quoted(path)}")
-        if path.with_suffix(".loss").is_file():
-            raise ConfigError(
-                f"{path.with_suffix('.loss')} masks targets, which tokens does not read.",
-                f"--data.name {root}",
-            )
+        loss = path.with_suffix(".loss")
+        if loss.is_file():
+            raise ConfigError(f"{loss} masks targets, which tokens does not read.", f"--data.name {root}")
     return paths
 
 
@@ -206,37 +182,33 @@ def format_of(path: Path) -> Format:
 
 
 def _of_sidecar(sidecar: Path, *, counted: bool) -> Format:
+    known = get_args(Dtype)[1:]
     try:
         fields: Any = json.loads(sidecar.read_text(encoding="utf-8"))
         dtype, numbers = fields["dtype"], (fields.get("tokens", -1), fields.get("vocab_size", 0))
-        if dtype not in get_args(Dtype)[1:] or not all(type(number) is int for number in numbers):
+        if dtype not in known or not all(type(number) is int for number in numbers):
             raise ValueError(f"dtype {dtype}, tokens and vocab_size {numbers}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"{sidecar} does not describe tokens: {error}.",
-            f"""echo '{{"dtype": "uint32", "vocab_size": 128256}}' > {sidecar}; or another of """
-            f"{', '.join(get_args(Dtype)[1:])}",
-        ) from None
+        example = f"""echo '{{"dtype": "uint32", "vocab_size": 128256}}' > {sidecar}; or {", ".join(known)}"""
+        raise ConfigError(f"{sidecar} does not describe tokens: {error}.", example) from None
     return Format(str(sidecar), dtype, 0, numbers[0] if counted else -1, numbers[1])
 
 
 def _raw(path: Path, known: Format, flag: Dtype, vocab_size: int) -> TokenFile:
     if known.source and flag not in ("auto", known.dtype):
-        raise ConfigError(
-            f"{known.source} gives {known.dtype}, but --data.args.dtype is {flag}.",
-            "leave --data.args.dtype out",
-        )
+        reason = f"{known.source} gives {known.dtype}, but --data.args.dtype is {flag}."
+        raise ConfigError(reason, "leave --data.args.dtype out")
     by_vocabulary = "uint16" if vocab_size <= 1 << 16 else "uint32"
     dtype = np.dtype(known.dtype or (by_vocabulary if flag == "auto" else flag)).newbyteorder("<")
     size = path.stat().st_size - known.offset
     count = size // dtype.itemsize
     if size % dtype.itemsize or known.tokens not in (-1, count):
-        raise ConfigError(
-            f"{path} has {size} bytes, not those of {'' if known.tokens < 0 else known.tokens} tokens of "
-            f"{dtype.name}.",
-            "copy it again, or --data.args.dtype with the width of its tokens",
-        )
-    return TokenFile(path, dtype, known.offset, count, guessed=not known.source)
+        tokens = f"{'' if known.tokens < 0 else known.tokens} tokens of {dtype.name}"
+        hint = "copy it again, or --data.args.dtype with the width of its tokens"
+        raise ConfigError(f"{path} has {size} bytes, not those of {tokens}.", hint)
+    if not known.source and flag == "auto":
+        log.info("tokens: %s does not say how wide its tokens are: read as %s", path, dtype.name)
+    return TokenFile(path, dtype, known.offset, count)
 
 
 def _npy(path: Path) -> TokenFile:
@@ -252,55 +224,21 @@ def _npy(path: Path) -> TokenFile:
 def _checked_ends(file: TokenFile, vocab_size: int) -> bytes:
     """Both ends of the file, as the fingerprint has them. Raises ConfigError if they are not its tokens."""
     tokens = file.open()
-    # The last ones start at a multiple of four, where a wider token would start.
-    last = max(LOOKED_AT, (len(tokens) - LOOKED_AT) // 4 * 4)
-    parts = {start: tokens[start : start + LOOKED_AT + 4] for start in (0, last) if start < len(tokens)}
-    if file.guessed and (found := _wider(list(parts.values()))):
-        own = f"""echo '{{"dtype": "{file.dtype.name}"}}' > {file.path}.json"""
-        raise ConfigError(
-            f"{file.path} is read as {file.dtype.name} and looks like {found}: each token is followed by "
-            "zeros or a small number.",
-            f"--data.args.dtype {found}; or, if the tokens are {file.dtype.name}, {own}",
-        )
-    for start, part in parts.items():
+    for start in {0, max(0, len(tokens) - LOOKED_AT)}:
+        part = tokens[start : start + LOOKED_AT]
         wrong = np.flatnonzero((part >= vocab_size) | (part < 0))
         if len(wrong):
-            place = int(wrong[0])
-            raise ConfigError(*_beyond(file, start + place, int(part[place]), vocab_size))
+            first = int(wrong[0])
+            raise ConfigError(*_beyond(file, start + first, int(part[first]), vocab_size))
     return tokens[:IN_FINGERPRINT].tobytes() + tokens[-IN_FINGERPRINT:].tobytes()
 
 
-def _wider(parts: Sequence[np.ndarray]) -> str:
-    """The wider dtype that these tokens appear to have been written in, or "".
-
-    Tokens of 32 bits that are read at half their width are each followed by their upper half: zeros, or a
-    small number.
-    """
-    for times in (4, 2):
-        width = parts[0].itemsize * times
-        if width in (4, 8) and all(_interleaved(part, times) for part in parts):
-            return "uint32" if width == 4 else "int64"
-    return ""
-
-
-def _interleaved(part: np.ndarray, times: int) -> bool:
-    part = part[: len(part) // times * times].reshape(-1, times)
-    if part.size < 16:  # too few to show their width
-        return False
-    lower, upper = part[:, 0], part[:, 1:]
-    zeros = not upper.any() and bool(lower.any())
-    small = int(upper.max()) <= LARGEST_UPPER and not upper[:, 1:].any() and int(lower.max()) > 255
-    return zeros or small
-
-
-def _beyond(file: TokenFile, place: int, token: int, vocab_size: int) -> tuple[str, str]:
+def _beyond(file: TokenFile, position: int, token: int, vocab_size: int) -> tuple[str, str]:
     """Returns the message and the HINT."""
     return (
-        f"{file.path}: the token at position {place} is {token} as {file.dtype.name}, beyond a vocabulary of "
-        f"{vocab_size}.",
-        f"--data.args.vocab_size {token + 1} or more, or --data.args.dtype with the width of the tokens"
-        if token >= 0
-        else f"write {file.path} again, with whole numbers from 0",
+        f"{file.path}: the token at position {position} is {token} as {file.dtype.name}, beyond a vocabulary "
+        f"of {vocab_size}.",
+        f"--data.args.vocab_size {max(token + 1, 1)} or more; or --data.args.dtype, the width of the tokens",
     )
 
 
@@ -375,10 +313,9 @@ class TokenRow:
         """
         if tokens.max() >= self.vocab_size or tokens.min() < 0:
             line, column = np.argwhere((tokens >= self.vocab_size) | (tokens < 0))[0].tolist()
-            number, place = self.locate(start(line) + column)
-            raise TrainingError(
-                *_beyond(self.files[number], place, int(tokens[line, column]), self.vocab_size)
-            )
+            number, position = self.locate(start(line) + column)
+            wrong = int(tokens[line, column])
+            raise TrainingError(*_beyond(self.files[number], position, wrong, self.vocab_size))
 
 
 class Windows:

@@ -132,6 +132,14 @@ class Where:
         return f"{self.flag} {self.dir}"
 
 
+def text_info(
+    where: Where, vocab_size: int, fingerprint: str, more: Mapping[str, Any] | None = None, **fields: Any
+) -> DataInfo:
+    """Of samples of seq_len tokens; `more` are facts beside these."""
+    facts = {"vocab_size": vocab_size, "seq_len": where.seq_len, **(more or {}), "fingerprint": fingerprint}
+    return DataInfo(kind="text", facts=facts, tokens_per_sample=where.seq_len, **fields)
+
+
 def source_section(section: DataSection, source: MixedSource) -> DataSection:
     """A mixture's source as --data.name would give it, with the section's other fields."""
     return dataclasses.replace(

@@ -2,7 +2,7 @@
 
     __main__   the command: python -m fsdp.predict RUN
     trained    a run directory's model in one process or sharded over ranks, with the data it was trained on
-    images     classes of samples or of image files, the accuracy, a grid of the images
+    images     classes of samples or of image files, the accuracy
     language   text, one token at a time
 
 Not here: how an export is made (fsdp/checkpoint).

@@ -26,7 +26,6 @@ from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.base.streams import is_of_output, print_line
 from fsdp.config import TRUST_HELP
 from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
-from fsdp.data import Samples
 from fsdp.dist.env import (
     DistEnv,
     from_environment,
@@ -92,8 +91,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--image", action="append", metavar="FILE", help=own)
     inverted = "images: yours is dark on light, training's were not"
     parser.add_argument("--invert", action="store_true", default=None, help=inverted)
-    out = "the picture (default: RUN/predictions.png), or the text"
-    parser.add_argument("--out", type=Path, metavar="FILE", help=out)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file of the printed text")
     parser.add_argument("--trust-code", action="append", default=[], metavar="NAME", help=TRUST_HELP)
     return parser.parse_with_run_flags(argv, sections=["data"])
 
@@ -109,13 +107,21 @@ def _answer(trained: TrainedModel, options: argparse.Namespace, *, shows: bool =
             raise ConfigError(f"--{name} does not apply to {options.run}: it is {model}.", "leave it out")
         if value is None and name != "prompt":
             setattr(options, name.replace("-", "_"), default)
-    (_generate if is_text else _classify)(trained, options, shows)
+    text = (_generate if is_text else _classify)(trained, options)
+    if not shows:
+        return
+    print_line(text, sys.stdout)
+    if options.out:
+        try:
+            options.out.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            reason = f"--out {options.out} cannot be written ({error.strerror})."
+            raise ConfigError(reason, "--out text.txt") from None
 
 
-def _classify(trained: TrainedModel, options: argparse.Namespace, shows: bool) -> None:
+def _classify(trained: TrainedModel, options: argparse.Namespace) -> str:
     samples = trained.data.train if options.split == "train" else trained.data.heldout
-    file = options.out or trained.run / "predictions.png"
-    images.format_of(file)
+    accuracy = []
     if options.image:
         predictions = images.of_files(trained, options.image, options.invert)
     elif options.invert:
@@ -126,9 +132,9 @@ def _classify(trained: TrainedModel, options: argparse.Namespace, shows: bool) -
         raise ConfigError(f"{options.run} has {reason}.", f"{other}--image FILE")
     else:
         predictions = images.of_samples(trained, samples, options.samples)
-    accuracy = "" if samples is None or options.image else _accuracy(trained, samples, options.split)
-    if not shows:
-        return
+        right, count = images.correct(trained, samples), len(samples)
+        shown = options.split.replace("heldout", "held-out")
+        accuracy = [f"accuracy  {right / count:.2%} of the {shown} samples, {right} of {count}"]
     known, now = trained_classes(RunDir(trained.run)), trained.data.info.classes
     if known and now and known != now:
         print_line(
@@ -137,34 +143,13 @@ def _classify(trained: TrainedModel, options: argparse.Namespace, shows: bool) -
             "HINT: --data.dir FOLDER, as it was at the run"
         )
     classes = images.classes_of(trained, predictions)
-    for prediction in predictions:
-        print_line(prediction.line(classes), sys.stdout)
-    if predictions and predictions[0].inputs.ndim == 3:
-        images.save(images.sheet(predictions, classes, trained.data.info.preprocess), file)
-        print_line(f"picture   {file}", sys.stdout)
-    if accuracy:
-        print_line(accuracy, sys.stdout)
+    return "\n".join([*(prediction.line(classes) for prediction in predictions), *accuracy])
 
 
-def _accuracy(trained: TrainedModel, samples: Samples, split: str) -> str:
-    correct, count = images.correct(trained, samples), len(samples)
-    shown = split.replace("heldout", "held-out")
-    return f"accuracy  {correct / count:.2%} of the {shown} samples, {correct} of {count}"
-
-
-def _generate(trained: TrainedModel, options: argparse.Namespace, shows: bool) -> None:
+def _generate(trained: TrainedModel, options: argparse.Namespace) -> str:
     prompt = options.prompt if options.prompt is not None else language.default_prompt(trained)
     sampling = language.Sampling(options.tokens, options.temperature, options.top_k, options.seed)
-    text = language.continued(trained, prompt, sampling)
-    if not shows:
-        return
-    print_line(text, sys.stdout)
-    if options.out:
-        try:
-            options.out.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            reason = f"--out {options.out} cannot be written ({error.strerror})."
-            raise ConfigError(reason, "--out text.txt") from None
+    return language.continued(trained, prompt, sampling)
 
 
 if __name__ == "__main__":

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torchvision_import import prepare_torchvision
-from fsdp.models.factory import blame
 from fsdp.predict.trained import TrainedModel
 from fsdp.tokenize.tokenizer import Tokenizer, load_tokenizer
 
 GREEDY = 1e-30
 """A temperature below it would make float32 logits infinite; the likeliest token has all probability."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
 
 @dataclass(frozen=True)
@@ -45,18 +41,17 @@ def encode(trained: TrainedModel, prompt: str) -> list[int]:
     """A prompt as tokens of training's tokenizer, or of the export's; without one, numbers separated by
     spaces.
     """
-    vocabulary, tokenizer = vocab_size(trained), _trained_tokenizer(trained)
+    vocabulary, tokenizer = vocab_size(trained), _tokenizer(trained)
+    numbers = prompt.replace(",", " ").split()
     if tokenizer is not None:
         tokens = [int(token) for token in tokenizer.encode(prompt, special=True).tokens]
         if len(tokens) > 1 and tokens[-1] == tokenizer.end:
             tokens.pop()
-    elif (exported := _exported_tokenizer(trained.run / "full_model")) is not None:
-        tokens = list(exported(prompt)["input_ids"])
-    elif not all(number.isdecimal() for number in prompt.replace(",", " ").split()):
+    elif not all(number.isdecimal() for number in numbers):
         reason = f"--prompt {prompt!r} is not a list of token numbers, on which this run was trained."
         raise ConfigError(reason, "--prompt '17 4 256'")
     else:
-        tokens = list(map(int, prompt.replace(",", " ").split()))
+        tokens = list(map(int, numbers))
     if not tokens:
         raise ConfigError("--prompt is empty.", "--prompt TEXT")
     if max(tokens) >= vocabulary:
@@ -66,37 +61,27 @@ def encode(trained: TrainedModel, prompt: str) -> list[int]:
 
 
 def decode(trained: TrainedModel, tokens: list[int]) -> str:
-    if (tokenizer := _trained_tokenizer(trained)) is not None:
-        return tokenizer.decode(tokens)
-    if (exported := _exported_tokenizer(trained.run / "full_model")) is not None:
-        return str(exported.decode(tokens, skip_special_tokens=True))
-    return " ".join(map(str, tokens))
-
-
-def _trained_tokenizer(trained: TrainedModel) -> Tokenizer | None:
-    """None if training read token files, which name no tokenizer."""
-    name = trained.data.info.preprocess.get("tokenizer")
-    return None if name is None else load_tokenizer(str(name))
+    tokenizer = _tokenizer(trained)
+    return " ".join(map(str, tokens)) if tokenizer is None else tokenizer.decode(tokens)
 
 
 def has_tokenizer(trained: TrainedModel, prompt: str | None) -> bool:
     """Whether a prompt is for the tokenizer of the export: data of a user's own has no kind."""
-    return prompt is not None and _exported_tokenizer(trained.run / "full_model") is not None
+    return prompt is not None and any(
+        (trained.run / "full_model" / name).is_file() for name in TOKENIZER_FILES
+    )
+
+
+def _tokenizer(trained: TrainedModel) -> Tokenizer | None:
+    """Training's, else the export's; None if training read token files, which name no tokenizer."""
+    name = trained.data.info.preprocess.get("tokenizer")
+    exported = str(trained.run / "full_model") if has_tokenizer(trained, "") else None
+    return _loaded(name or exported) if name or exported else None
 
 
 @functools.cache
-def _exported_tokenizer(folder: Path) -> Any:
-    """The tokenizer in RUN/full_model; None if it has none. Code of the folder is not run."""
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    prepare_torchvision()
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of many classes
-        reason = f"{folder} has no tokenizer that transformers reads: {blame(error)}."
-        raise ConfigError(reason, f"copy the tokenizer's files into {folder}") from None
+def _loaded(name: str) -> Tokenizer:
+    return load_tokenizer(name)
 
 
 def default_prompt(trained: TrainedModel) -> str:

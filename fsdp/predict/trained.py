@@ -127,7 +127,8 @@ def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:
             to_empty(model, "cpu")
             fill_buffers(model, "cpu")
         turn_caches_off(model)
-        dtype = _widest(state)
+        pretrained = state if isinstance(state, PretrainedWeights) else None
+        dtype = pretrained.dtype if pretrained else widest_floating(t.dtype for t in state.values())
         if spec.pretrained is None:
             model.to(dtype)
         for parameter in model.parameters():
@@ -141,12 +142,6 @@ def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:
             f"python -m fsdp.checkpoint {run} export, if [model.args] there are as the run wrote them",
         ) from None
     return model
-
-
-def _widest(state: Mapping[str, Tensor]) -> torch.dtype:
-    if isinstance(state, PretrainedWeights):
-        return state.dtype
-    return widest_floating(tensor.dtype for tensor in state.values())
 
 
 def _check_sizes(model: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -1,7 +1,6 @@
 """Files of text, conversations and pairs as files of tokens.
 
-    sources         a source by its name: files, objects in a store, a data set of Hugging Face
-    rows            the rows of a file by number
+    rows            a source by its name (files, a data set of Hugging Face, objects in a store), and its rows
     conversations   a row as a document: text, the chat template, and which characters the assistant writes
     tokenizer       a tokenizer by folder, file or id, offline; bytes
     shards          the token files of a folder, written by processes; a killed start continues

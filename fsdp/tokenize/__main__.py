@@ -20,8 +20,8 @@ from fsdp.base.errors import ShardrunError
 from fsdp.base.streams import print_line
 from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
 from fsdp.tokenize.conversations import DocumentOptions, template_text
-from fsdp.tokenize.shards import SHARD_BYTES, ProgressLine, TokenizeJob, cores, run_job, tokenize
-from fsdp.tokenize.sources import held_out_line
+from fsdp.tokenize.rows import held_out_line
+from fsdp.tokenize.shards import SHARD_BYTES, TokenizeJob, cores, run_job, tokenize
 
 
 @prints_errors("fsdp.tokenize")
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         options = DocumentOptions(flags.tokenizer, flags.text, flags.loss, template_text(flags.chat_template))
         shard_bytes = flags.shard_mb << 20
         job = TokenizeJob(flags.source, options, flags.heldout, shard_bytes, flags.config, flags.split)
-        total = tokenize(job, flags.out, flags.workers, ProgressLine().show)
+        total = tokenize(job, flags.out, flags.workers)
     except ShardrunError as error:
         text = str(error).replace("--data.args.chat_template", "--chat-template")  # flags of train.py
         print_line(
@@ -58,8 +58,10 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("fsdp.tokenize: stopped. HINT: the same command continues", file=sys.stderr)
         return 130
-    empty = f", {total.empty:,} rows without a token to train on left out" if total.empty else ""
-    print_line(f"{flags.out}: {total.tokens:,} tokens, {total.documents:,} documents{empty}", sys.stdout)
+    empty = f", {total['empty']:,} rows without a token to train on left out" if total["empty"] else ""
+    print_line(
+        f"{flags.out}: {total['tokens']:,} tokens, {total['documents']:,} documents{empty}", sys.stdout
+    )
     if held := job.find().held_out():
         print_line(f"fsdp.tokenize: {held_out_line(held)}")
     return 0

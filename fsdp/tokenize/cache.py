@@ -41,35 +41,30 @@ def made_once(name: str, key: Any, make: Callable[[Path], None]) -> Path:
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         with locked(cached.with_name(f"{cached.name}.lock")) as alone:
-            if cached.exists():
-                return cached
-            partial = cached.with_name(
-                f"{cached.name}.partial" + ("" if alone else f".{os.urandom(4).hex()}")
-            )
-            make(partial)
-            _sync(partial)
-            try:
-                partial.rename(cached)
-            except OSError:
-                if not cached.exists():  # another process was first, without a lock between them
-                    raise
-                shutil.rmtree(partial, ignore_errors=True)
+            if not cached.exists():
+                partial = Path(f"{cached}.partial{'' if alone else os.urandom(4).hex()}")
+                make(partial)
+                _sync(partial)
+                try:
+                    partial.rename(cached)
+                except OSError:
+                    if not cached.exists():  # another process was first, without a lock between them
+                        raise
+                    shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        raise ConfigError(
-            f"{cached.parent} cannot be written ({error.strerror or error}).",
-            "XDG_CACHE_HOME=FOLDER before the command names another place for it",
-        ) from None
+        reason = f"{cached.parent} cannot be written ({error.strerror or error})."
+        raise ConfigError(reason, "XDG_CACHE_HOME=FOLDER before the command names another place") from None
     return cached
 
 
 def _sync(made: Path) -> None:
     """Or a power cut could keep the name and lose the bytes, and each later start would read zeros."""
-    for path in (made, *made.rglob("*")):
+    for path in (*(file for file in made.rglob("*") if file.is_file()), made):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         except OSError:
-            if not path.is_dir():  # some shared file systems cannot sync a folder
+            if path.is_file():  # some shared file systems cannot sync a folder
                 raise
         finally:
             os.close(descriptor)

@@ -13,6 +13,7 @@ longer conversation continues the text of a shorter one.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import resource
@@ -28,7 +29,7 @@ import numpy as np
 from fsdp.base.errors import ConfigError, message_line
 from fsdp.base.text import byte_size, quoted
 from fsdp.config.fields import expanded
-from fsdp.tokenize.rows import SourceRow, grouped
+from fsdp.tokenize.rows import SourceRow
 from fsdp.tokenize.tokenizer import HubTokenizer, Tokenizer, load_tokenizer
 
 Message = dict[str, Any]
@@ -38,8 +39,8 @@ Form = Literal["text", "messages", "pairs"]
 T = TypeVar("T")
 TRAINED = ("weight", "train")
 """Keys of a message, as files of OpenAI and of axolotl have: 0 or false if it is not trained on."""
-ENCODED_AT_ONCE = 1 << 18
-"""Characters."""
+ENCODED_AT_ONCE = 256
+"""Texts."""
 TEMPLATE_S, TEMPLATE_BYTES = 5.0, 256 << 20
 """Processor time and memory of one rendering: a conversation takes some milliseconds and kilobytes."""
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -96,17 +97,17 @@ class DocumentReader:
             return
         column = self._options.text or "text"
         texts = (self._string(row, column) for row in rows)
-        for group in grouped(texts, len, ENCODED_AT_ONCE):
+        for group in iter(lambda: list(itertools.islice(texts, ENCODED_AT_ONCE)), []):
             for tokens in self.tokenizer.encode_all(group, special=True):
                 yield Document(self._ended(tokens), None)
 
     def read(self, row: SourceRow) -> Document:
         return next(self.read_all([row]))
 
-    def _chat(self, why: str) -> ChatTemplate:
+    def _chat(self, reason: str) -> ChatTemplate:
         if not isinstance(self.tokenizer, HubTokenizer):
             raise ConfigError(
-                f"{why}, and the tokenizer bytes has no chat template.",
+                f"{reason}, and the tokenizer bytes has no chat template.",
                 "--data.tokenizer DIR, a folder with tokenizer_config.json",
             )
         return ChatTemplate(self.tokenizer, self._options.chat_template, self._options.tokenizer)
@@ -115,9 +116,7 @@ class DocumentReader:
         value = _column(row, name)
         if not isinstance(value, str):
             kind = "null" if value is None else f"a {type(value).__name__}"
-            raise ConfigError(
-                f"{row.place}: {name} is {kind}, not text.", "write the row again, with text there"
-            )
+            raise ConfigError(f"{row.place}: {name} is {kind}, not text.", f"text in {name}, or no such row")
         return value
 
     def _ended(self, tokens: Sequence[int]) -> np.ndarray:
@@ -135,12 +134,11 @@ class DocumentReader:
         """The first `prompt` messages are not trained on."""
         arguments = template_arguments(row)
         if self._options.loss == "all":
-            for number, message in enumerate(messages, 1):
-                if key := left_out_by(message):
-                    raise ConfigError(
-                        f"{row.place}: message {number} has {key} 0, and --data.args.loss all trains on all.",
-                        "leave --data.args.loss out: the assistant's other messages are trained on",
-                    )
+            if any(map(left_out_by, messages)):
+                raise ConfigError(
+                    f"{row.place}: a message has weight 0, and --data.args.loss all trains on all.",
+                    "leave --data.args.loss out: the assistant's other messages are trained on",
+                )
             text = template.render(messages, row.place, **arguments)
             return Document(_array(self.tokenizer.encode(text, special=False).tokens), None)
         text, spans = template.spans(messages, row.place, **arguments)
@@ -185,13 +183,15 @@ def _array(tokens: Sequence[int]) -> np.ndarray:
 
 def _column(row: SourceRow, name: str) -> Any:
     if name not in row.values:
-        texts = {column: value for column, value in row.values.items() if isinstance(value, str)}
-        raise ConfigError(
-            f"{row.place} has no column {name}; its columns are {', '.join(map(str, row.values)) or 'none'}.",
-            f"--data.args.text {quoted(max(texts, key=lambda column: len(texts[column])))}"
-            if texts
-            else f"""a column of text, such as {{"text": "Once upon a time"}}; or {EXAMPLE}""",
+        texts = [column for column, value in row.values.items() if isinstance(value, str)]
+        longest = max(texts, key=lambda column: len(row.values[column]), default="")
+        columns = ", ".join(map(str, row.values)) or "none"
+        hint = (
+            f"--data.args.text {quoted(longest)}"
+            if longest
+            else f'{{"text": "Once upon a time"}}; or {EXAMPLE}'
         )
+        raise ConfigError(f"{row.place} has no column {name}; its columns are {columns}.", hint)
     return row.values[name]
 
 
@@ -237,21 +237,15 @@ class ChatTemplate:
         self._special = tuple(str(token.content) for token in tokens if token.special)
 
     def render(self, messages: Sequence[Message], place: str, **arguments: Any) -> str:
-        def render() -> str:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, chat_template=self._text, **arguments
-                )
+        values = {"tokenize": False, "chat_template": self._text, **arguments}
+        text: str = _limited(
+            messages, place, lambda: str(self._tokenizer.apply_chat_template(list(messages), **values))
+        )
+        if any(isinstance(m.get("content"), list) and str(m["content"]) in text for m in messages):
+            raise ConfigError(
+                f"{place}: the content of a message is a list, which the chat template does not read.",
+                """text as in "content": "Hi"; or --data.args.chat_template FILE that reads lists""",
             )
-
-        text = _limited(messages, place, render)
-        for number, message in enumerate(messages, 1):
-            content = message.get("content")
-            if isinstance(content, list) and str(content) in text:
-                raise ConfigError(
-                    f"{place}: content of message {number} is a list, which the chat template does not read.",
-                    """text as in "content": "Hi"; or --data.args.chat_template FILE that reads lists""",
-                )
         return text
 
     def spans(self, messages: Sequence[Message], place: str, **arguments: Any) -> tuple[str, list[Span]]:
@@ -267,9 +261,7 @@ class ChatTemplate:
         if not any(map(left_out_by, messages)):
             return text, spans
         if len(spans) != len(turns):
-            raise _not_found(
-                place, f"marks {len(spans)} parts of {len(turns)} turns, and a message has weight 0"
-            )
+            raise _not_found(place, f"marks {len(spans)} of {len(turns)} turns, and a message has weight 0")
         empty = (len(text), len(text))
         pairs = zip(turns, spans, strict=True)
         return text, [empty if left_out_by(messages[turn]) else span for turn, span in pairs]
@@ -302,7 +294,7 @@ class ChatTemplate:
             # Past the header of a first turn, or of a template without a generation prompt. As it is, or as a
             # template writes it that removes the space around it.
             starts = [after.find(text, start) for text in (content, content.strip())]
-            start = next((found for found in starts if found >= 0), start)
+            start = next((position for position in starts if position >= 0), start)
         else:
             # Tool calls alone: the header ends where text would stand, if the template writes the same.
             probe = [*messages[:turn], {"role": "assistant", "content": PROBE}]
@@ -347,42 +339,41 @@ def template_text(path: str) -> str:
     try:
         return expanded(path).read_text(encoding="utf-8") if path else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--data.args.chat_template {path} cannot be read ({message_line(error)}).",
-            "a file with a Jinja template",
-        ) from None
+        reason = f"--data.args.chat_template {path} cannot be read ({message_line(error)})."
+        raise ConfigError(reason, "a file with a Jinja template") from None
 
 
 # ---------------------------------------------------------------- checks of a row's conversation
 
 
-def left_out_by(message: Message) -> str:
-    """The key that leaves the message out of the loss; empty if none does."""
-    return next((key for key in TRAINED if message.get(key) == 0), "")
+def left_out_by(message: Message) -> bool:
+    """Whether the message is not trained on."""
+    return any(message.get(key) == 0 for key in TRAINED)
 
 
 def check_messages(value: Any, field: str, place: str) -> list[Message]:
     """Raises ConfigError unless it is a list of messages with role and content."""
-    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+    if not isinstance(value, list) or not value:
         raise ConfigError(f"{place}: {field} is not a list of messages.", EXAMPLE)
     for number, message in enumerate(value, 1):
-        name = f"{place}: message {number} of {field}"
-        role, content = message.get("role"), message.get("content")
-        if not isinstance(role, str) or (content is None and not message.get("tool_calls")):
-            raise ConfigError(
-                f"{name} has no role or no content; it has {', '.join(map(str, message))}.", EXAMPLE
-            )
-        parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
-        if not (content is None or isinstance(content, str) or parts):
-            raise ConfigError(f"{name}: content is neither text nor a list of parts.", EXAMPLE)
-        for key in TRAINED:
-            trained = message.get(key)
-            if trained not in (None, 0, 1) or (trained and role != "assistant"):
-                raise ConfigError(
-                    f"{name} has {key} {trained!r} and role {role}: 1 trains on an assistant's message.",
-                    f'"{key}": 0 leaves a message out of the loss; without it the assistant\'s are trained',
-                )
+        if problem := _problem_of(message):
+            raise ConfigError(f"{place}: message {number} of {field} {problem}.", EXAMPLE)
     return value
+
+
+def _problem_of(message: Any) -> str:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return "has no role"
+    content, assistant = message.get("content"), message["role"] == "assistant"
+    if not isinstance(content, (str, list)) and not (content is None and message.get("tool_calls")):
+        return "has no content of text, or a list of parts"
+    trained = {key: message.get(key) for key in TRAINED}
+    wrong = [key for key, value in trained.items() if value not in (None, 0, 1) or (value and not assistant)]
+    return (
+        f"has {wrong[0]} {trained[wrong[0]]!r}: 1 trains on the assistant's, 0 leaves one out"
+        if wrong
+        else ""
+    )
 
 
 def template_arguments(row: SourceRow) -> dict[str, Any]:

@@ -1,33 +1,41 @@
-"""The rows of a source's files by number.
+"""A source by its name, its files, and their rows.
 
-    .jsonl, .ndjson, .json (.gz too)      the standard library: lines are mapped, by an index in the cache
+    .jsonl, .ndjson, .json (.gz too)      the standard library
     .txt                                  a file is a row with the column text
     .parquet, .csv, .tsv, .arrow, .tar    the package datasets, which keeps an Arrow copy in the cache;
     (WebDataset), .jsonl.zst, hf:NAME     hf:NAME and folders of save_to_disk too, offline
+    s3://…                                the same files, copied into the cache once a machine
 
-Not here: which files a source has (sources.py), and what a row's columns mean (conversations.py).
+Not here: what a row's columns mean (conversations.py).
 """
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
-import mmap
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from functools import cached_property
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from fsdp.base.errors import ConfigError, message_line
+from fsdp.base.object_client import OBJECT_STORES, is_url, open_url, retried, without_secrets
 from fsdp.base.proc import cache_folder
 from fsdp.base.text import byte_size, quoted
 from fsdp.config.fields import expanded
 from fsdp.tokenize.cache import identity, made_once
 
+PREFIX = "hf:"
+"""Of a data set of Hugging Face: hf:ORG/NAME, or hf:FOLDER of save_to_disk."""
+MANIFEST = "tokenize.json"
+"""In a folder of fsdp.tokenize: what its tokens are made of and, once all are written, what they hold."""
 LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 JSON = (".json", ".json.gz")
 BUILDERS = {
@@ -35,11 +43,17 @@ BUILDERS = {
     ".jsonl.zst": "json", ".ndjson.zst": "json", ".json.zst": "json",
 }  # fmt: skip
 """Suffixes that the package datasets reads, each with the name of its builder."""
-OFFSET = np.dtype(np.int64)
+ROWS = (*LINES, *JSON, *BUILDERS)
+SETTINGS = frozenset(
+    {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+)
+"""Files beside those of rows, as the libraries of Hugging Face write them."""
+ABOUT = ("README", "LICENSE")
+"""How the names of files about a folder begin, which are none of its data."""
+LISTED = ".jsonl, .json, .txt, .parquet, .csv, .tsv, .arrow or .tar"
 BLOCK = 1 << 24
 UNPACKED, UNPACKED_TIMES = 1 << 30, 200
 """What a compressed file may unpack to: so many bytes, or so many times its own size if that is more."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,66 +64,82 @@ class SourceRow:
     """By column."""
 
 
+class Part(NamedTuple):
+    """Rows `row` to row + rows of a file; `first` and `last` are its bytes, or again numbers of rows."""
+
+    first: int
+    last: int
+    row: int
+    rows: int
+
+
+class SourceRows(Protocol):
+    """Rows of a file, or of several."""
+
+    def parts(self, size: int) -> list[Part]:
+        """All rows, in parts of about `size` bytes."""
+        ...
+
+    def read(self, part: Part) -> Iterator[SourceRow]: ...
+
+
+def by_number(ends: Iterable[int], count: int) -> list[Part]:
+    """Parts of `count` rows that end at these numbers."""
+    inner = [int(end) for end in ends if 0 < end < count]
+    return [
+        Part(first, last, first, last - first)
+        for first, last in zip([0, *inner], [*inner, count], strict=True)
+    ]
+
+
 # ---------------------------------------------------------------- JSON and text
 
 
 class LineRows:
-    """Lines of JSON; `plain` is the file to map, `name` the one that messages name."""
+    """Lines of JSON; `plain` is the file that is read, `name` the one that messages name."""
 
     def __init__(self, plain: Path, name: str, unit: str = "line") -> None:
         self._plain, self._name, self._unit = plain, name, unit
-        # Mapped where it is read: a map holds a descriptor, and a source may have more files than the limit.
-        self._index = made_once("lines", identity(plain), lambda aside: _index_lines(plain, aside))
-        self.count = self._index.stat().st_size // OFFSET.itemsize - 1
 
-    def read(self, first: int, last: int) -> Iterator[SourceRow]:
+    def parts(self, size: int) -> list[Part]:
+        """Each begins at the first line that starts at a multiple of `size`, or behind it."""
+        made: list[Part] = []
+        first = row = end = lines = 0
+        with self._plain.open("rb") as file:
+            for lines, line in enumerate(file, 1):
+                if end // size > first // size:
+                    made.append(Part(first, end, row, lines - 1 - row))
+                    first, row = end, lines - 1
+                end += len(line)
+        return [*made, Part(first, end, row, lines - row)]
+
+    def read(self, part: Part) -> Iterator[SourceRow]:
         """A blank line has no row."""
-        starts = np.memmap(self._index, OFFSET, "r")
-        with self._plain.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            for number in range(first, last):
-                line = text[int(starts[number]) : int(starts[number + 1])]
+        end = part.first
+        with self._plain.open("rb") as file:
+            file.seek(end)
+            for number, line in enumerate(file, part.row + 1):
+                if end >= part.last:
+                    return
+                end += len(line)
                 if line.strip():
-                    yield SourceRow(f"{self._name} {self._unit} {number + 1}", self._values(number + 1, line))
-
-    def cuts(self, size: int) -> list[int]:
-        """Rows at which the file may be cut into parts of about `size` bytes; the last is `count`."""
-        starts = np.memmap(self._index, OFFSET, "r")
-        rows = np.unique(np.searchsorted(starts, np.arange(size, int(starts[-1]), size)))
-        return [int(row) for row in rows if 0 < row < self.count] + [self.count]
+                    yield SourceRow(f"{self._name} {self._unit} {number}", self._values(number, line))
 
     def _values(self, number: int, line: bytes) -> Mapping[str, Any]:
         try:
-            values = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            values = json.loads(line)
+            if not isinstance(values, dict):
+                raise ValueError(f"a {type(values).__name__}, not an object such as {{'text': 'Once'}}")
         except (ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{self._name} {self._unit} {number} is not JSON in UTF-8: {message_line(error)}.",
+                f"{self._name} {self._unit} {number} is not an object of JSON: {message_line(error)}.",
                 f"sed -n {number}p {quoted(self._plain)} shows it",
             ) from None
-        if not isinstance(values, dict):
-            raise ConfigError(
-                f"{self._name} {self._unit} {number} is a {type(values).__name__}, not an object.",
-                """an object for each row, such as {"text": "Once upon a time"}""",
-            )
         return values
 
 
-def _index_lines(path: Path, aside: Path) -> None:
-    """Writes the offset of each line, and of the end."""
-    done, last = 0, b"\n"
-    with path.open("rb") as file, aside.open("wb") as out:
-        np.zeros(1, OFFSET).tofile(out)
-        while block := file.read(BLOCK):
-            ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + (done + 1)
-            ends.astype(OFFSET).tofile(out)
-            done, last = done + len(block), block[-1:]
-        if last != b"\n":
-            np.array([done], OFFSET).tofile(out)
-
-
-def _uncompressed(path: Path, name: str) -> Path:
-    """The file itself, or the contents of a .gz file in the cache."""
-    if path.suffix.lower() != ".gz":
-        return path
+def _uncompressed(path: Path) -> Path:
+    """The contents of a .gz file, in the cache."""
     most = max(UNPACKED, UNPACKED_TIMES * path.stat().st_size)
 
     def write(aside: Path) -> None:
@@ -118,49 +148,32 @@ def _uncompressed(path: Path, name: str) -> Path:
                 while block := packed.read(BLOCK):
                     if out.write(block) and out.tell() > most:
                         raise ConfigError(
-                            f"{name} unpacks to more than {byte_size(most)}.",
+                            f"{path} unpacks to more than {byte_size(most)}.",
                             f"gunzip {quoted(path)} if that is meant",
                         )
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ConfigError(
-                f"{name} is damaged or cut short: {error}.",
-                f"copy it again; gzip -t {quoted(path)} checks it",
-            ) from None
+            raise ConfigError(f"{path} is damaged: {error}.", f"gzip -t {quoted(path)}") from None
 
     return made_once("plain", identity(path), write)
 
 
 def _json_rows(path: Path, name: str) -> LineRows:
-    """The rows of a .json file, which is read whole: a list, an object with one list, or lines of objects."""
-    with path.open("rb") as file:
-        try:
-            is_row = isinstance(json.loads(file.readline().decode("utf-8-sig")), dict)
-        except (ValueError, RecursionError):
-            is_row = False
-        if is_row and file.read(BLOCK).strip():
-            return LineRows(path, name)
+    """The objects of a .json file, which is read whole: of a list, of the one list in an object, or lines."""
 
     def write(aside: Path) -> None:
+        text = path.read_text("utf-8-sig")
         try:
-            rows = json.loads(path.read_text("utf-8-sig"))
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"{name} is not JSON in UTF-8: {message_line(error)}.",
-                f"python -m json.tool {quoted(path)}; lines of JSON are a .jsonl file",
-            ) from None
+            rows = json.loads(text)
+        except (ValueError, RecursionError):
+            aside.write_text(text, encoding="utf-8")  # lines; one that is wrong is named when it is read
+            return
         if isinstance(rows, dict) and not {"messages", "text", "prompt"} & rows.keys():
-            lists = [key for key, value in rows.items() if isinstance(value, list)]
+            lists = [value for value in rows.values() if isinstance(value, list)]
             if len(lists) != 1:
-                raise ConfigError(
-                    f"{name} is an object that holds {', '.join(lists) or 'no'} list.",
-                    """one list of rows, such as [{"text": "a"}]; to read it as text: """
-                    f"--data.name text --data.dir {quoted(path)}",
-                )
-            rows = rows[lists[0]]
-        rows = rows if isinstance(rows, list) else [rows]
-        if not rows:
-            raise ConfigError(f"{name} has no rows.", f"rm {quoted(path)}, or write it again")
-        aside.write_text("".join(json.dumps(row) + "\n" for row in rows))
+                raise ConfigError(f"{name} is an object without one list of rows.", '[{"text": "a"}]')
+            rows = lists[0]
+        elements = rows if isinstance(rows, list) else [rows]
+        aside.write_text("".join(json.dumps(row) + "\n" for row in elements))
 
     return LineRows(made_once("elements", identity(path), write), name, "element")
 
@@ -168,18 +181,17 @@ def _json_rows(path: Path, name: str) -> LineRows:
 class TextFiles:
     """Files of UTF-8; each is a row with the column text."""
 
-    def __init__(self, paths: Sequence[Path], names: Mapping[Path, str]) -> None:
-        self._paths, self._names = paths, names
-        self.count = len(paths)
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
 
-    def read(self, first: int, last: int) -> Iterator[SourceRow]:
-        for path in self._paths[first:last]:
-            yield SourceRow(self._names[path], {"text": checked_text(path.read_bytes(), path)})
-
-    def cuts(self, size: int) -> list[int]:
+    def parts(self, size: int) -> list[Part]:
         sums = np.cumsum([path.stat().st_size for path in self._paths])
-        rows = np.unique(np.searchsorted(sums, np.arange(size, int(sums[-1]), size)) + 1)
-        return [int(row) for row in rows if row < self.count] + [self.count]
+        cuts = np.unique(np.searchsorted(sums, np.arange(size, int(sums[-1]), size)) + 1)
+        return by_number(cuts.tolist(), len(self._paths))
+
+    def read(self, part: Part) -> Iterator[SourceRow]:
+        for path in self._paths[part.first : part.last]:
+            yield SourceRow(str(path), {"text": checked_text(path.read_bytes(), path)})
 
 
 def checked_text(raw: bytes, path: Path) -> str:
@@ -188,11 +200,11 @@ def checked_text(raw: bytes, path: Path) -> str:
     try:
         if zero < 0:
             return raw.decode("utf-8-sig")
-        what = f"at byte {zero}, which is zero"
+        problem = f"at byte {zero}, which is zero"
     except UnicodeDecodeError as error:
-        what = f"at byte {error.start}: {error.reason}"
+        problem = f"at byte {error.start}: {error.reason}"
     raise ConfigError(
-        f"{path} is not text in UTF-8 {what}.",
+        f"{path} is not text in UTF-8 {problem}.",
         f"file {quoted(path)} names its kind; iconv -f utf-16 {quoted(path)} > NEW converts such text",
     )
 
@@ -211,26 +223,18 @@ class DatasetRows:
         self._dataset, self._name = dataset.remove_columns(media).with_format("arrow"), name
         self.files = [Path(file["filename"]) for file in dataset.cache_files]
         self.count = len(dataset)
-        if not self.count:
-            raise ConfigError(f"{name} has no rows.", "another file, or --data.args.split NAME")
 
-    def read(self, first: int, last: int) -> Iterator[SourceRow]:
-        for start in range(first, last, 1024):
-            try:
-                rows = self._dataset[start : min(last, start + 1024)].to_pylist()
-            except Exception as error:  # Arrow raises what its types raise
-                raise ConfigError(
-                    f"{self._name} cannot be read from row {start + 1} on: {message_line(error)}.",
-                    "write it again",
-                ) from None
+    def parts(self, size: int) -> list[Part]:
+        """By the mean size of a row."""
+        rows = max(1, self.count * size // max(1, sum(path.stat().st_size for path in self.files)))
+        return by_number(range(rows, self.count, rows), self.count)
+
+    def read(self, part: Part) -> Iterator[SourceRow]:
+        for start in range(part.first, part.last, 1024):
+            rows = self._dataset[start : min(part.last, start + 1024)].to_pylist()
             for number, values in enumerate(rows, start + 1):
                 columns = {column: without_nulls(value) for column, value in values.items()}
                 yield SourceRow(f"{self._name} row {number}", columns)
-
-    def cuts(self, size: int) -> list[int]:
-        """By the mean size of a row."""
-        rows = max(1, self.count * size // max(1, sum(path.stat().st_size for path in self.files)))
-        return [*range(rows, self.count, rows), self.count]
 
 
 def without_nulls(value: Any) -> Any:
@@ -244,7 +248,8 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _datasets(name: str) -> Any:
+def _table(name: str, hint: str, load: Callable[[Any], Any]) -> DatasetRows:
+    """What `load` makes of the package datasets, offline."""
     os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1")  # read when the library is imported
     try:
         import datasets
@@ -253,70 +258,42 @@ def _datasets(name: str) -> Any:
     datasets.config.HF_HUB_OFFLINE = True
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
-    return datasets
+    try:
+        return DatasetRows(load(datasets), name)
+    except Exception as error:  # the library raises what its readers raise
+        reason = message_line(error.__cause__ or error, 300)
+        raise ConfigError(f"{name} cannot be read from this machine: {reason}.", hint) from None
 
 
-def _file_of_datasets(path: Path, name: str, builder: str) -> DatasetRows:
+def _file_of_datasets(path: Path, builder: str) -> DatasetRows:
     more = {"sep": "\t"} if path.name.lower().endswith(".tsv") else {}
-    library = _datasets(name)
-    try:
-        made = library.load_dataset(
-            builder, data_files=str(path), split="train", cache_dir=str(cache_folder("datasets")), **more
-        )
-    except Exception as error:  # the library raises what its readers raise
-        cause = error.__cause__ or error
-        raise ConfigError(
-            f"{name} cannot be read as {builder}: {message_line(cause)}.",
-            f"copy it again; head -c 300 {quoted(path)} shows its beginning",
-        ) from None
-    return DatasetRows(made, name)
+    options = {"data_files": str(path), "split": "train", "cache_dir": str(cache_folder("datasets")), **more}
+    hint = f"copy it again; head -c 300 {quoted(path)} shows its beginning"
+    return _table(str(path), hint, lambda datasets: datasets.load_dataset(builder, **options))
 
 
-def hub_rows(name: str, config: str, split: str) -> DatasetRows:
+def _hub_rows(name: str, config: str, split: str) -> DatasetRows:
     """hf:NAME of this machine's cache, or a folder of save_to_disk."""
-    shown = " ".join(filter(None, (f"hf:{name}", config, split)))
-    library, folder = _datasets(shown), expanded(name)
-    try:
-        if folder.is_dir():
-            found = library.load_from_disk(str(folder))
-        else:
-            found = library.load_dataset(name, config or None)
-        if isinstance(found, dict):
-            split = split or ("train" if "train" in found else next(iter(found)))
-            if split not in found:
-                raise ValueError(f"no split {split}; it has {', '.join(found)}")
-            found = found[split]
-    except Exception as error:  # the library raises what its readers raise
-        words = ", ".join(repr(word) for word in (name, config) if word)
-        raise ConfigError(
-            f"{shown} cannot be read from this machine: {message_line(error, 300)}.",
-            f"""python -c "import datasets; datasets.load_dataset({words})" on a machine with a network; """
-            "--data.args.config NAME and --data.args.split NAME select a part",
-        ) from None
-    return DatasetRows(found, shown)
+    folder = expanded(name)
+
+    def load(datasets: Any) -> Any:
+        local = folder.is_dir()
+        loaded = (
+            datasets.load_from_disk(str(folder)) if local else datasets.load_dataset(name, config or None)
+        )
+        if not isinstance(loaded, dict):
+            return loaded
+        chosen = split or ("train" if "train" in loaded else next(iter(loaded)))
+        if chosen not in loaded:
+            raise ValueError(f"no split {chosen}; it has {', '.join(loaded)}")
+        return loaded[chosen]
+
+    words = ", ".join(repr(word) for word in (name, config) if word)
+    hint = f'python -c "import datasets; datasets.load_dataset({words})" on a machine with a network'
+    return _table(" ".join(filter(None, (f"{PREFIX}{name}", config, split))), hint, load)
 
 
-SourceRows = LineRows | TextFiles | DatasetRows
-"""Rows of a file, or of several, by number."""
-
-
-# ---------------------------------------------------------------- a file's reader
-
-
-def open_rows(files: Sequence[Path], names: Mapping[Path, str] | None = None) -> list[SourceRows]:
-    """One source a row file; the .txt files are one source together. `names` are shown in messages."""
-    shown = {path: str(path) for path in files} | dict(names or {})
-    texts = [path for path in files if ends_with(path.name, (".txt",))]
-    opened = [_opened(path, shown[path]) for path in files if path not in texts]
-    return [*opened, TextFiles(texts, shown)] if texts else opened
-
-
-def _opened(path: Path, name: str) -> SourceRows:
-    builder = next((name for suffix, name in BUILDERS.items() if ends_with(path.name, (suffix,))), "")
-    if builder:
-        return _file_of_datasets(path, name, builder)
-    plain = _uncompressed(path, name)
-    return LineRows(plain, name) if ends_with(path.name, LINES) else _json_rows(plain, name)
+# ---------------------------------------------------------------- files
 
 
 def ends_with(name: str, suffixes: tuple[str, ...]) -> bool:
@@ -324,15 +301,196 @@ def ends_with(name: str, suffixes: tuple[str, ...]) -> bool:
     return name.lower().endswith(suffixes)
 
 
-def grouped(items: Iterable[T], size: Callable[[T], int], at_least: int) -> Iterator[list[T]]:
-    """Lists of consecutive items whose sizes add up to `at_least` or more; the last one may be smaller."""
-    waiting: list[T] = []
-    total = 0
-    for item in items:
-        waiting.append(item)
-        total += size(item)
-        if total >= at_least:
-            yield waiting
-            waiting, total = [], 0
-    if waiting:
-        yield waiting
+def open_rows(files: Sequence[Path]) -> list[SourceRows]:
+    """One reader a row file; the .txt files have one together."""
+    texts = [path for path in files if ends_with(path.name, (".txt",))]
+    opened = [_opened(path) for path in files if path not in texts]
+    return [*opened, TextFiles(texts)] if texts else opened
+
+
+def _opened(path: Path) -> SourceRows:
+    builder = next((name for suffix, name in BUILDERS.items() if ends_with(path.name, (suffix,))), "")
+    if builder:
+        return _file_of_datasets(path, builder)
+    plain = _uncompressed(path) if path.suffix.lower() == ".gz" else path
+    return LineRows(plain, str(path)) if ends_with(path.name, LINES) else _json_rows(plain, str(path))
+
+
+def find_files(name: str) -> list[Path]:
+    """The files of a path or a pattern, in the order of names; of a folder, those of `row_files`."""
+    root = expanded(name)
+    if root.is_dir():
+        files = row_files(files_below(root))
+    elif root.exists():
+        files = [root] if ends_with(root.name, (*ROWS, ".txt")) else []
+    else:
+        files = matching(name)
+    if not files:
+        hint = f"a {LISTED} file, a folder of them, or a pattern in quotes"
+        raise ConfigError(f"{name} does not exist, or has no {LISTED} file.", hint)
+    for path in files:
+        if not path.exists() or not path.stat().st_size:
+            raise ConfigError(f"{path} is empty, or a link to nothing.", f"rm {quoted(path)}")
+    return files
+
+
+def files_below(root: Path) -> list[Path]:
+    """Sorted, without hidden ones. A folder that cannot be listed is an error: its rows would lack."""
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root, onerror=_raise):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "lost+found"]
+        files += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(files)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def row_files(files: Sequence[Path]) -> list[Path]:
+    """Of a folder: its lines of JSON and Parquet, else its .json or .txt, whichever are more, else tables."""
+    data = [f for f in files if not f.name.upper().startswith(ABOUT) and f.name not in SETTINGS]
+
+    def of(*suffixes: str) -> list[Path]:
+        return [file for file in data if ends_with(file.name, suffixes)]
+
+    lines = of(*LINES, ".parquet", ".jsonl.zst", ".ndjson.zst")
+    objects, texts = of(*JSON, ".json.zst"), of(".txt")
+    return lines or (objects if len(objects) > len(texts) else texts or objects) or of(*BUILDERS)
+
+
+def is_pattern(name: str) -> bool:
+    return any(sign in name for sign in "*?[")
+
+
+def matching(name: str) -> list[Path]:
+    """The files of a pattern such as 'corpus/**/*.jsonl', hidden ones left out; empty if it is none."""
+    if not is_pattern(name):
+        return []
+    pattern = expanded(name)
+    matched = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
+    return sorted(path for path in matched if not path.is_dir() and not path.name.startswith("."))
+
+
+# ---------------------------------------------------------------- splits by name
+
+
+def is_train(name: str) -> bool:
+    """Whether it is `train`, also with a number, a suffix or another end: train-00000-of-00002.parquet."""
+    return re.fullmatch(r"train(ing|val)?([-_.\d].*)?", name, re.I) is not None
+
+
+def is_other(name: str) -> bool:
+    """Whether it is the name of another split, as in test.jsonl."""
+    names = r"(val|valid|validation|dev|eval|test|testing)([-_.\d].*)?"
+    return re.fullmatch(names, name, re.I) is not None
+
+
+def held_out(files: Sequence[str]) -> list[str]:
+    """Of files that are read together those named after another split, or in a folder that is, where others
+    are named after that of training.
+    """
+    base = PurePath(os.path.commonpath(files)) if files else PurePath()
+
+    def split(file: str) -> str:
+        parts = PurePath(file).relative_to(base).parts
+        return next((part for part in parts if is_train(part) or is_other(part)), "")
+
+    splits = {file: split(file) for file in files}
+    return [file for file in files if is_other(splits[file])] if any(map(is_train, splits.values())) else []
+
+
+def held_out_line(files: Sequence[str]) -> str:
+    """What a start says of them."""
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"{files[0]}{more}: held out, as the name says, and nothing else"
+
+
+# ---------------------------------------------------------------- sources
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether datasets' save_to_disk has written it: one split, or several."""
+    marked = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+    return marked and next(folder.rglob("*.arrow"), None) is not None
+
+
+def is_remote(name: str) -> bool:
+    """Whether a client reads it, whose threads a forked process would lose."""
+    return name.startswith(PREFIX) or is_url(name) or is_saved_dataset(Path(name))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source by its name; `config` and `split` select a part of hf:NAME."""
+
+    name: str
+    config: str = ""
+    split: str = ""
+
+    def identity(self) -> list[Any]:
+        """Changes with the data: names, sizes and times."""
+        if self._table is not None:
+            shown = " ".join(filter(None, (self.name, self.config, self.split)))
+            return [shown, self._table.count, *map(identity, self._table.files)]
+        return [identity(Path(file)) for file in self._files]
+
+    def held_out(self) -> list[str]:
+        """The files that are held out by their names."""
+        return [] if self._table is not None else held_out(self._files)
+
+    def open(self, *, held: bool = False) -> list[SourceRows]:
+        """What is trained on, or what the names hold out."""
+        if self._table is not None:
+            return [] if held else [self._table]
+        named = self.held_out()
+        return open_rows([Path(file) for file in self._files if (file in named) == held])
+
+    @cached_property
+    def _table(self) -> DatasetRows | None:
+        if self.name.startswith(PREFIX) or is_saved_dataset(Path(self.name)):
+            return _hub_rows(self.name.removeprefix(PREFIX), self.config, self.split)
+        if self.config or self.split:
+            raise ConfigError(
+                f"--data.args.config and split have no effect on {self.name}.",
+                f"leave them out, or {PREFIX}NAME",
+            )
+        return None
+
+    @cached_property
+    def _files(self) -> list[str]:
+        return list(map(str, find_files(_copied(self.name) if is_url(self.name) else self.name)))
+
+
+def _copied(url: str) -> str:
+    """The folder in the cache with the row files of an object, a prefix or a pattern."""
+    shown = without_secrets(url)
+    example = "s3://bucket/prefix, one object, or a pattern such as 's3://bucket/prefix/*.jsonl' in quotes"
+    if url.partition("://")[0] not in OBJECT_STORES or "::" in url:
+        raise ConfigError(f"{shown} is not a URL of {', '.join(OBJECT_STORES)}.", example)
+    fs, root = open_url(url, ConfigError, example)
+    find = fs.glob if is_pattern(root) else fs.find
+    try:
+        listed = retried(lambda: find(root, detail=True), f"listing {shown}")
+    except OSError as error:
+        keys = "AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment of s3://"
+        raise ConfigError(f"{shown} cannot be read: {error.strerror or error}.", keys) from None
+    versions = {
+        path: [
+            facts["size"],
+            *(str(facts.get(key, "")) for key in ("ETag", "etag", "LastModified", "updated")),
+        ]
+        for path, facts in sorted(listed.items())
+        if facts.get("type") == "file" and facts["size"] and ends_with(path, (*ROWS, ".txt"))
+    }
+    if not versions:
+        raise ConfigError(f"{shown} has no {LISTED} object with a byte in it.", example)
+    base = PurePath(os.path.commonpath([PurePath(path).parent for path in versions]))
+
+    def make(aside: Path) -> None:
+        for path in versions:
+            copy = aside / PurePath(path).relative_to(base)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            retried(functools.partial(fs.get_file, path, str(copy)), f"reading {path}")
+
+    return str(made_once("objects", [shown, versions], make))

@@ -27,10 +27,10 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,20 +39,22 @@ import numpy as np
 
 import fsdp
 from fsdp.base.errors import ConfigError, ShardrunError, without_hint
-from fsdp.rundir.paths import write_atomically
+from fsdp.rundir.paths import replace_with, write_atomically
 from fsdp.tokenize.conversations import Document, DocumentOptions, DocumentReader, Form, form_of, masks
-from fsdp.tokenize.rows import SourceRows
-from fsdp.tokenize.sources import MANIFEST, Source, is_remote
+from fsdp.tokenize.rows import MANIFEST, Part, Source, SourceRows, is_remote
 from fsdp.tokenize.tokenizer import digest_of_tokenizer, load_tokenizer
 
 VERSION = 4
 """Of the tokens: 2 has the tools of conversations, 3 no nulls of Parquet's in them, 4 weights of messages."""
 SHARD_BYTES = 1 << 26
-"""Of the source; a shard holds the rows of about so many bytes."""
+"""Of the source; a shard holds the rows of about so many bytes, and is written from memory."""
 SPLITS = ("train", "val")
 INDEX_HEAD = struct.Struct("<9sQBQQ")
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_DTYPES = {"uint16": 8, "int32": 4}
+PROGRESS_S = 30.0
+Totals = Counter[str]
+"""Of one shard, or of all: documents, tokens, and empty, the rows left out without a token to train on."""
 
 
 @dataclass(frozen=True)
@@ -71,23 +73,23 @@ class TokenizeJob:
         return Source(self.source, self.config, self.split)
 
     def key(self) -> dict[str, Any]:
-        """Of the files' names, sizes and times, the tokenizer's files, and the options."""
-        options = {**asdict(self.options), "tokenizer": digest_of_tokenizer(self.options.tokenizer)}
+        """Of the files' names, sizes and times, the tokenizer's files, and the options; as JSON has it."""
         source = self.find()
-        held = [file if is_remote(file) else str(Path(file).absolute()) for file in source.held_out()]
-        return {
-            "version": VERSION, "files": source.identity(),
-            "options": options, "heldout": self.heldout, "shard_bytes": self.shard_bytes,
-            **({"held_out": held} if held else {}),
+        held = [str(Path(file).absolute()) for file in source.held_out()]
+        key = {
+            "version": VERSION, "files": source.identity(), "heldout": self.heldout,
+            "options": {**asdict(self.options), "tokenizer": digest_of_tokenizer(self.options.tokenizer)},
+            "shard_bytes": self.shard_bytes, **({"held_out": held} if held else {}),
         }  # fmt: skip
+        known: dict[str, Any] = json.loads(json.dumps(key))
+        return known
 
 
 @dataclass(frozen=True)
 class Shard:
     number: int
     source: int
-    first: int
-    last: int
+    part: Part
     row: int
     """Of its first row, counted over all sources."""
     held: bool
@@ -102,50 +104,31 @@ class TokenizePlan:
     """Every such document of the others is held out; 0: none."""
 
 
-@dataclass(frozen=True)
-class Tokenized:
-    """What one shard, or all of them, hold."""
-
-    documents: int = 0
-    tokens: int = 0
-    empty: int = 0
-    """Rows left out: no tokens, or none that is trained on."""
-
-    def __add__(self, other: Tokenized) -> Tokenized:
-        return Tokenized(
-            self.documents + other.documents, self.tokens + other.tokens, self.empty + other.empty
-        )
-
-
-Progress = Callable[[int, int, Tokenized], None]
-"""(finished shards, all shards, what those hold)"""
-
-
-def tokenize(job: TokenizeJob, out: Path, workers: int, progress: Progress) -> Tokenized:
+def tokenize(job: TokenizeJob, out: Path, workers: int) -> Totals:
     """Writes the shards that OUT lacks. Raises ConfigError for a wrong row, source or OUT."""
-    key: dict[str, Any] = json.loads(json.dumps(job.key()))
+    key = job.key()
     _begin(out, key)
     try:
         source = job.find()
-        plan, shards = plan_of(job, source.open(), source.open_held_out())
-        done = {shard.number: held for shard in shards if (held := _finished(out, shard)) is not None}
-        total = sum(done.values(), Tokenized())
-        progress(len(done), len(shards), total)
-        missing = [shard for shard in shards if shard.number not in done]
-        for count, written in enumerate(_write_shards(plan, missing, out, workers), len(done) + 1):
-            total += written
-            progress(count, len(shards), total)
-        if not total.tokens:
+        plan, shards = plan_of(job, source.open(), source.open(held=True))
+        missing = [shard for shard in shards if _finished(out, shard) is None]
+        began, printed = time.monotonic(), 0.0
+        for count, _ in enumerate(_write_shards(plan, missing, out, workers), 1):
+            if time.monotonic() - printed > PROGRESS_S or count == len(missing):
+                printed = time.monotonic()
+                done = len(shards) - len(missing) + count
+                line = f"tokenized {done}/{len(shards)} shards in {printed - began:.0f} s"
+                print(line, file=sys.stderr, flush=True)
+        total = sum((_finished(out, shard) or Totals() for shard in shards), Totals())
+        if not total["tokens"]:
             raise ConfigError(
-                f"{job.source} gives no token to train on in {total.empty} rows.",
+                f"{job.source} gives no token to train on in {total['empty']} rows.",
                 "rows with text, or with an assistant's message; or --data.args.loss all",
             )
-        if json.loads(json.dumps(job.key()))["files"] != key["files"]:
+        if job.key()["files"] != key["files"]:
             # Lines of a file that changed may be of either content, or be missing.
-            raise ConfigError(
-                f"{job.source} changed while it was tokenized.",
-                "start again when nothing writes to it any more",
-            )
+            hint = "start again when nothing writes to it any more"
+            raise ConfigError(f"{job.source} changed while it was tokenized.", hint)
         _write_manifest(out, plan, key, total)
     except ConfigError:
         if [path.name for path in out.iterdir()] == [MANIFEST]:  # OUT is left to a corrected command
@@ -160,15 +143,14 @@ def plan_of(
 ) -> tuple[TokenizePlan, list[Shard]]:
     shards: list[Shard] = []
     row = 0
-    for number, rows in enumerate([*sources, *held_out]):
-        first = 0
-        for last in rows.cuts(job.shard_bytes):
-            shards.append(Shard(len(shards), number, first, last, row + first, number >= len(sources)))
-            first = last
-        row += rows.count
+    readers = [*sources, *held_out]
+    for number, rows in enumerate(readers):
+        for part in rows.parts(job.shard_bytes):
+            shards.append(Shard(len(shards), number, part, row, number >= len(sources)))
+            row += part.rows
     by_rows = job.heldout and row > 1 and not held_out
     every = max(2, min(round(1 / job.heldout), row)) if by_rows else 0
-    first_row = next((found for rows in sources for found in rows.read(0, rows.count)), None)
+    first_row = next((row for shard in shards for row in readers[shard.source].read(shard.part)), None)
     if first_row is None:
         raise ConfigError(f"{job.source} has no rows.", f"ls -l {shlex.quote(job.source)}")
     return TokenizePlan(job, form_of(first_row, job.options), every), shards
@@ -196,7 +178,7 @@ def _begin(out: Path, key: dict[str, Any]) -> None:
         raise ConfigError(f"{out} cannot be used: {error}.", "another folder") from None
 
 
-def _write_manifest(out: Path, plan: TokenizePlan, key: dict[str, Any], total: Tokenized) -> None:
+def _write_manifest(out: Path, plan: TokenizePlan, key: dict[str, Any], total: Totals) -> None:
     names = [path.name for split in SPLITS for path in sorted(out.glob(f"{split}-*.bin"))]
     sums = [json.loads((out / f"{name}.json").read_text(encoding="utf-8"))["sha256"] for name in names]
     options = plan.job.options
@@ -205,14 +187,14 @@ def _write_manifest(out: Path, plan: TokenizePlan, key: dict[str, Any], total: T
         "key": key, "form": plan.form, "masked": masks(plan.form, options), "files": names,
         "fingerprint": hashlib.sha256("".join(sums).encode()).hexdigest()[:16],
         "vocab_size": tokenizer.vocab_size, "end": tokenizer.end, "tokenizer": options.tokenizer or "bytes",
-        **asdict(total),
+        **{name: total[name] for name in ("documents", "tokens", "empty")},
     }  # fmt: skip
     write_atomically(out / MANIFEST, json.dumps(facts) + "\n")
 
 
-def _finished(out: Path, shard: Shard) -> Tokenized | None:
+def _finished(out: Path, shard: Shard) -> Totals | None:
     try:
-        return Tokenized(**json.loads((out / f"{shard.number:05d}.done").read_text(encoding="utf-8")))
+        return Totals(json.loads((out / f"{shard.number:05d}.done").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
 
@@ -220,10 +202,11 @@ def _finished(out: Path, shard: Shard) -> Tokenized | None:
 # ---------------------------------------------------------------- shards
 
 
-def _write_shards(plan: TokenizePlan, shards: list[Shard], out: Path, workers: int) -> Iterator[Tokenized]:
-    """Yields what each shard holds as it is finished: in this process, or by `workers` of them."""
+def _write_shards(plan: TokenizePlan, shards: list[Shard], out: Path, workers: int) -> Iterator[Totals]:
+    """Yields as a shard is finished: in this process, or by `workers` of them."""
     if workers < 2 or len(shards) < 2:
-        yield from (_write_shard(plan, out, shard) for shard in shards)
+        for shard in shards:
+            yield _write_shard(plan, out, shard)
         return
     # Forked by a server without threads, which imports once what each of them needs.
     context = multiprocessing.get_context("forkserver")
@@ -249,64 +232,53 @@ def _set_environment(environ: dict[str, str]) -> None:
 def _opened(plan: TokenizePlan) -> tuple[list[SourceRows], DocumentReader]:
     """Once a process."""
     source = plan.job.find()
-    return [*source.open(), *source.open_held_out()], DocumentReader(plan.job.options, plan.form)
+    return [*source.open(), *source.open(held=True)], DocumentReader(plan.job.options, plan.form)
 
 
-def _write_shard(plan: TokenizePlan, out: Path, shard: Shard) -> Tokenized:
+def _write_shard(plan: TokenizePlan, out: Path, shard: Shard) -> Totals:
     sources, reader = _opened(plan)
-    masked, vocab_size = masks(plan.form, plan.job.options), reader.tokenizer.vocab_size
+    vocab_size = reader.tokenizer.vocab_size
     dtype = np.dtype(np.int32 if vocab_size > 1 << 16 else np.uint16).newbyteorder("<")
-    files = {split: SplitFiles(out / f"{split}-{shard.number:05d}", masked, dtype) for split in SPLITS}
-    total = Tokenized()
-    rows = sources[shard.source].read(shard.first, shard.last)
+    files = {split: SplitFiles(out / f"{split}-{shard.number:05d}", dtype) for split in SPLITS}
+    total = Totals(documents=0, tokens=0, empty=0)
+    rows = sources[shard.source].read(shard.part)
+    for row, document in enumerate(reader.read_all(rows), shard.row):
+        trained = document.trained
+        if len(document.tokens) < 2 or (trained is not None and not trained[1:].any()):
+            total["empty"] += 1
+            continue
+        held = shard.held or (plan.every and row % plan.every == plan.every - 1)
+        files["val" if held else "train"].add(document)
+        total.update(documents=1, tokens=len(document.tokens))
     try:
-        for row, document in enumerate(reader.read_all(rows), shard.row):
-            trained = document.trained
-            if len(document.tokens) < 2 or (trained is not None and not trained[1:].any()):
-                total += Tokenized(empty=1)
-                continue
-            held = shard.held or (plan.every and row % plan.every == plan.every - 1)
-            files["val" if held else "train"].add(document)
-            total += Tokenized(documents=1, tokens=len(document.tokens))
         for split_files in files.values():
-            split_files.finish(vocab_size)
-        write_atomically(out / f"{shard.number:05d}.done", json.dumps(asdict(total)) + "\n")
+            split_files.write(vocab_size)
+        write_atomically(out / f"{shard.number:05d}.done", json.dumps(total) + "\n")
     except OSError as error:
         raise ConfigError(
             f"{out} cannot be written ({error.strerror}).", f"df -h {out}; then the same command"
         ) from None
-    finally:
-        for split_files in files.values():
-            split_files.close()
     return total
 
 
 class SplitFiles:
-    """The tokens of one shard and split, written aside and renamed."""
+    """The tokens of one shard and split."""
 
-    def __init__(self, stem: Path, masked: bool, dtype: np.dtype) -> None:
-        self._stem, self._masked, self._dtype = stem, masked, dtype
+    def __init__(self, stem: Path, dtype: np.dtype) -> None:
+        self._stem, self._dtype = stem, dtype
         self._lengths: list[int] = []
+        self._tokens, self._trained = bytearray(), bytearray()
         self._digest = hashlib.sha256()
-        self._open: dict[str, Any] = {}
 
     def add(self, document: Document) -> None:
-        if self._masked:
-            assert document.trained is not None
-            self._put(".loss", document.trained.tobytes())
-        self._put(".bin", document.tokens.astype(self._dtype).tobytes())
+        tokens = document.tokens.astype(self._dtype).tobytes()
+        trained = b"" if document.trained is None else document.trained.tobytes()
+        self._digest.update(trained + tokens)
+        self._tokens += tokens
+        self._trained += trained
         self._lengths.append(len(document.tokens))
 
-    def _put(self, suffix: str, raw: bytes) -> None:
-        if suffix not in self._open:
-            self._open[suffix] = self._aside(suffix).open("wb")
-        self._open[suffix].write(raw)
-        self._digest.update(raw)
-
-    def _aside(self, suffix: str) -> Path:
-        return self._stem.with_name(f".{self._stem.name}{suffix}.{os.getpid()}")
-
-    def finish(self, vocab_size: int) -> None:
+    def write(self, vocab_size: int) -> None:
         """Leaves no file where there is no token."""
         if not self._lengths:
             return
@@ -314,22 +286,13 @@ class SplitFiles:
             "dtype": self._dtype.name, "vocab_size": vocab_size, "tokens": sum(self._lengths),
             "documents": len(self._lengths), "sha256": self._digest.hexdigest(),
         }  # fmt: skip
-        write_atomically(Path(f"{self._stem}.bin.json"), json.dumps(facts) + "\n")
-        self._put(".idx", index_bytes(self._lengths, self._dtype))
-        for suffix in list(self._open):
-            file = self._open[suffix]
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-            self._aside(suffix).replace(f"{self._stem}{suffix}")
-            del self._open[suffix]  # last: close removes what a full disk has cut short
-
-    def close(self) -> None:
-        for suffix, file in self._open.items():
-            with suppress(OSError):  # it writes what a full disk has refused before
-                file.close()
-            self._aside(suffix).unlink(missing_ok=True)
-        self._open.clear()
+        contents = {
+            ".bin.json": json.dumps(facts).encode() + b"\n",
+            ".loss": self._trained, ".bin": self._tokens, ".idx": index_bytes(self._lengths, self._dtype),
+        }  # fmt: skip
+        for suffix, content in contents.items():
+            if content:
+                replace_with(Path(f"{self._stem}{suffix}"), [bytes(content)])
 
 
 def index_bytes(lengths: list[int], dtype: np.dtype) -> bytes:
@@ -358,18 +321,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def tokenize_in_child(job: TokenizeJob, out: Path) -> None:
-    """Writes OUT with a process per core. Raises the child's error."""
-    _run_child(job, str(out))
-
-
 def key_of(job: TokenizeJob) -> Any:
     """job.key(), found by a child where the source needs a client's threads."""
-    return json.loads(_run_child(job)) if is_remote(job.source) else job.key()
+    return json.loads(run_child(job)) if is_remote(job.source) else job.key()
 
 
-def _run_child(job: TokenizeJob, *out: str) -> str:
-    """Returns the last line of its output."""
+def run_child(job: TokenizeJob, *out: str) -> str:
+    """Tokenizes into OUT with a process per core; without OUT the child's last line is the key."""
     root = str(Path(fsdp.__file__).parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
     ended = subprocess.run(
@@ -401,28 +359,10 @@ def run_job(out: Sequence[str], fields: dict[str, Any]) -> int:
     job = TokenizeJob(**{**fields, "options": DocumentOptions(**fields["options"])})
     try:
         if out:
-            tokenize(job, Path(out[0]), cores(), ProgressLine().show)
+            tokenize(job, Path(out[0]), cores())
         else:
             print(json.dumps(job.key()))
     except ShardrunError as error:
         print(json.dumps([without_hint(error), error.hint]))
         return error.exit_code
     return 0
-
-
-@dataclass
-class ProgressLine:
-    """A line every half minute, and for the last shard."""
-
-    began: float = field(default_factory=time.monotonic)
-    first: int = -1
-    printed: float = 0.0
-
-    def show(self, done: int, shards: int, total: Tokenized) -> None:
-        self.first = total.tokens if self.first < 0 else self.first
-        now = time.monotonic()
-        if (done and now - self.printed > 30) or done == shards:
-            self.printed = now
-            rate = (total.tokens - self.first) / max(now - self.began, 1e-3) / 1e6
-            line = f"{done}/{shards} shards  {total.tokens:,} tokens  {rate:.2f} M/s"
-            print(line, file=sys.stderr, flush=True)

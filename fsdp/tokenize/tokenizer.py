@@ -6,10 +6,10 @@ Nothing is downloaded, and code that a tokenizer brings (trust_remote_code) is n
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,55 +59,46 @@ class HubTokenizer:
 
     def __init__(self, name: str, path: Path) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        try:
-            # A config.json beside it has transformers import its model's packages, torchvision too.
-            from fsdp.base.torchvision_import import prepare_torchvision
+        # A config.json beside it has transformers import its model's packages, torchvision too.
+        from fsdp.base.torchvision_import import prepare_torchvision
 
-            prepare_torchvision()
+        prepare_torchvision()
+        try:
             import transformers
         except ImportError:
-            raise ConfigError(
-                f"--data.tokenizer {name} needs the package transformers.", "pip install transformers"
-            ) from None
+            reason = f"--data.tokenizer {name} needs the package transformers."
+            raise ConfigError(reason, "pip install transformers") from None
         logging.getLogger("transformers").setLevel(logging.ERROR)
+        alone, options = path.is_file(), {"local_files_only": True, "trust_remote_code": False}
         try:
             self.made: Any = (
                 transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
-                if path.is_file()
-                else transformers.AutoTokenizer.from_pretrained(
-                    str(path), local_files_only=True, trust_remote_code=False
-                )
+                if alone
+                else transformers.AutoTokenizer.from_pretrained(str(path), **options)
             )
+            if not self.made.is_fast:
+                raise ValueError("no tokenizer.json, so its tokens have no places in the text")
         except Exception as error:  # the library raises what its classes raise
-            raise ConfigError(
-                f"--data.tokenizer {name} cannot be loaded: {message_line(error)}.",
-                f"ls {quoted(path)}; a folder of AutoTokenizer.save_pretrained, without code of its own",
-            ) from None
-        if not self.made.is_fast:
-            raise ConfigError(
-                f"--data.tokenizer {name} has no tokenizer.json, so its tokens have no places in the text.",
-                "AutoTokenizer.from_pretrained(NAME).save_pretrained(DIR) with transformers 5 writes one",
-            )
+            reason = f"--data.tokenizer {name} cannot be loaded: {message_line(error)}."
+            hint = f"ls {quoted(path)}; AutoTokenizer.save_pretrained of transformers 5 writes what it needs"
+            raise ConfigError(reason, hint) from None
         vocabulary = self.made.get_vocab()
         self.vocab_size = 1 + max(vocabulary.values(), default=0)
-        named = next((vocabulary[end] for end in ENDS if end in vocabulary), None) if path.is_file() else None
-        end = self.made.eos_token_id if named is None else named
+        named = (vocabulary[end] for end in ENDS if alone and end in vocabulary)
+        end = next(named, self.made.eos_token_id)
         if end is None:
-            folder = path.parent if path.is_file() else path
-            raise ConfigError(
-                f"--data.tokenizer {name} has no token that ends a text.",
-                f'"eos_token": "TOKEN", one of its tokens, in {folder}/tokenizer_config.json'
-                + (f"; then --data.tokenizer {folder}" if path.is_file() else ""),
-            )
+            file = (path.parent if alone else path) / "tokenizer_config.json"
+            hint = f'"eos_token": "TOKEN", one of its tokens, in {file}, and --data.tokenizer {file.parent}'
+            raise ConfigError(f"--data.tokenizer {name} has no token that ends a text.", hint)
         self.end: int = end
 
     def encode(self, text: str, *, special: bool, spans: bool = False) -> Encoded:
-        made = self._encoded(text, special, spans)
-        return Encoded(made["input_ids"], made["offset_mapping"] if spans else ())
+        encoded = self._encoded(text, special, spans)
+        return Encoded(encoded["input_ids"], encoded["offset_mapping"] if spans else ())
 
     def encode_all(self, texts: Sequence[str], *, special: bool) -> Sequence[Sequence[int]]:
-        found: list[list[int]] = self._encoded(list(texts), special, False)["input_ids"]
-        return found
+        tokens: list[list[int]] = self._encoded(list(texts), special, False)["input_ids"]
+        return tokens
 
     def _encoded(self, texts: str | list[str], special: bool, spans: bool) -> Any:
         try:
@@ -121,10 +112,8 @@ class HubTokenizer:
             )
         except Exception as error:  # the library raises Exception itself
             first = texts if isinstance(texts, str) else texts[0]
-            raise ConfigError(
-                f"the tokenizer cannot encode the text from {first[:60]!a} on: {message_line(error)}.",
-                "--data.tokenizer DIR, one that encodes any text; its unknown token is in its tokenizer.json",
-            ) from None
+            reason = f"the tokenizer cannot encode the text from {first[:60]!a} on: {message_line(error)}."
+            raise ConfigError(reason, "--data.tokenizer DIR, one that encodes any text") from None
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.made.decode(list(tokens)))
@@ -145,16 +134,12 @@ def find_tokenizer(name: str) -> Path:
         path = path / "tokenizer.json"
     if path.exists():
         return path
-    found = None
-    if importlib.util.find_spec("huggingface_hub"):
+    with suppress(ImportError, ValueError):  # not the form of an id
         from huggingface_hub import try_to_load_from_cache
 
-        try:
-            found = try_to_load_from_cache(name, "tokenizer_config.json")
-        except ValueError:  # not the form of an id
-            found = None
-    if isinstance(found, str):
-        return Path(found).parent
+        cached = try_to_load_from_cache(name, "tokenizer_config.json")
+        if isinstance(cached, str):
+            return Path(cached).parent
     raise ConfigError(
         f"--data.tokenizer {name} is neither a folder with tokenizer_config.json, nor a tokenizer.json, nor "
         "an id in this machine's cache of Hugging Face.",

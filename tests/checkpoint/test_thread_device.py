@@ -117,7 +117,6 @@ WITHOUT_TENSORS = {
     "fsdp/dist/stop.py": 1, "fsdp/watch/records.py": 1, "fsdp/record/sinks.py": 1,
     "fsdp/record/recorder.py": 1,
     "fsdp/checkpoint/inspect.py": 1,
-    "fsdp/tokenize/sources.py": 1,
     "launch/ray_driver.py": 3, "launch/ray_worker.py": 1,
 }  # fmt: skip
 """Threads that read files, sockets and signals, and touch no tensor: how many a file starts."""

@@ -22,25 +22,13 @@ def epoch_of(cursor: Cursor, epoch: int) -> np.ndarray:
     return np.concatenate([cursor.indices(first + k) for k in range(cursor.steps_per_epoch)])
 
 
-@pytest.mark.parametrize("samples", [1, 2, 3, 4, 5, 63, 64, 65, 1797, 65536, 100_003])
+@pytest.mark.parametrize("samples", [1, 2, 5, 64, 65, 1797, 100_003])
 @pytest.mark.parametrize("global_batch", [64, 1000])
 def test_every_sample_comes_once_an_epoch(samples: int, global_batch: int) -> None:
     cursor = Cursor(seed=3, samples=samples, global_batch=global_batch)
     assert cursor.steps_per_epoch == -(-samples // global_batch)
     for epoch in (0, 1, 7):
         assert np.array_equal(np.sort(epoch_of(cursor, epoch)), np.arange(samples))
-
-
-def test_epochs_and_seeds_differ_and_repeat_themselves() -> None:
-    orders = {
-        (seed, epoch): epoch_of(Cursor(seed=seed, samples=1797, global_batch=64), epoch)
-        for seed in (0, 1)
-        for epoch in (0, 1)
-    }
-    again = epoch_of(Cursor(seed=1, samples=1797, global_batch=64), 1)
-    assert np.array_equal(orders[1, 1], again)
-    for one, other in [((0, 0), (0, 1)), ((0, 0), (1, 0)), ((0, 1), (1, 0)), ((1, 0), (1, 1))]:
-        assert (orders[one] == orders[other]).mean() < 0.01
 
 
 def test_an_epochs_order_does_not_depend_on_the_batch() -> None:
@@ -52,20 +40,6 @@ def test_the_order_is_the_same_on_every_machine_and_version() -> None:
     """A resumed run goes on where another version of this code left off: the order itself is a promise."""
     assert Cursor(seed=0, samples=1797, global_batch=8).indices(0).tolist() == FIRST_OF_SEED_0
     assert Cursor(seed=1, samples=10**12, global_batch=2).indices(12345).tolist() == FAR_OF_SEED_1
-
-
-def test_the_order_looks_shuffled() -> None:
-    n = 20_000
-    order = epoch_of(Cursor(seed=11, samples=n, global_batch=500), 0)
-    # Where a random permutation stands within about four standard deviations.
-    assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 4 / np.sqrt(n)
-    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 4 / np.sqrt(n)
-    assert (order == np.arange(n)).sum() < 8
-    cells = np.histogram2d(np.arange(n), order, bins=20)[0]
-    chi_square = ((cells - n / 400) ** 2 / (n / 400)).sum()
-    assert abs(chi_square - 19 * 19) < 4 * np.sqrt(2 * 19 * 19)
-    steps = np.diff(order) % n
-    assert len(np.unique(steps)) > 0.6 * n  # 1 − 1/e of them in a random one
 
 
 @pytest.mark.parametrize("batches", [(4, 8), (8, 3, 8), (7, 1, 100, 2), (40, 8), (8, 8)])

@@ -40,15 +40,6 @@ def test_all_1797_digits_are_there_and_a_tenth_is_held_out(digits: DataSet) -> N
     assert len(np.unique(inputs.reshape(len(inputs), -1), axis=0)) == len(inputs)
 
 
-def test_no_heldout_digit_is_trained_on(digits: DataSet) -> None:
-    assert digits.heldout is not None
-    pictures = [
-        {x.tobytes() for x in part.batch(np.arange(len(part)))["inputs"].numpy()}
-        for part in (digits.train, digits.heldout)
-    ]
-    assert not pictures[0] & pictures[1]
-
-
 def test_drawn_bilinear_and_normalised(digits: DataSet) -> None:
     with np.load(DIGITS) as file:
         source, labels = file["images"], file["labels"]
@@ -68,22 +59,6 @@ def test_the_same_bits_on_every_machine(digits: DataSet) -> None:
     inputs, targets = everything(digits)
     digest = hashlib.sha256(inputs.tobytes() + targets.tobytes()).hexdigest()
     assert digest == "d0aa582740c6813e2c05d08449e711f7652dbf48d0eb440972bef4ac58de9043"
-
-
-def test_what_a_model_and_a_prediction_need_to_know(digits: DataSet) -> None:
-    info = digits.info
-    assert info.kind == "images"
-    assert info.facts == {"num_classes": 10, "image_size": 28, "channels": 1}
-    assert info.class_names == tuple("0123456789")
-    assert info.default_epochs > 0
-    assert info.tokens_per_sample == 0
-
-
-def test_the_source_and_licence_lie_beside_the_file() -> None:
-    text = DIGITS.with_name("digits.LICENSE.md").read_text(encoding="utf-8")
-    for word in ("10.24432/C50P49", "CC BY 4.0", "Alpaydin", "Kaynak"):
-        assert word in text
-    assert DIGITS.stat().st_size < 60_000
 
 
 def test_a_folder_says_nothing_to_digits(tmp_path: Path) -> None:

@@ -13,11 +13,10 @@ import pytest
 from fsdp.base.errors import CheckpointError, ConfigError, OneRankError
 from fsdp.config import Config, DataSection, MixedSource, config_hash, load, to_toml
 from fsdp.data import MixCursor, build_dataset
-from fsdp.data.mixture import MixedSamples, MixSegment, Quotas, whole_shares
+from fsdp.data.mixture import MixedSamples, MixSegment, divide, whole_shares
 from fsdp.tokenize.tokenizer import load_tokenizer
 from tests.data.test_loader import Numbers
 from tests.support.data_cache import own_cache as own_cache
-from tests.support.data_ids import Numbered
 from tests.tokenize.chat import SPECIAL, save_tokenizer
 from tests.tokenize.rows import write_lines
 
@@ -36,18 +35,18 @@ BY_WEIGHT: Amounts = {"a": ("weight", 0.5), "b": ("weight", 0.3), "c": ("weight"
 BY_EPOCHS: Amounts = {"a": ("epochs", 2.0), "b": ("epochs", 1.0), "c": ("epochs", 0.4)}
 
 
-@pytest.mark.parametrize("shares", [(5, 3, 2), (1, 1), (1000, 1), (123457, 7, 99991, 1, 0)])
+@pytest.mark.parametrize("shares", [(5, 3, 2), (123457, 7, 99991, 1, 0)])
 def test_every_source_is_near_its_share_at_every_position(shares: tuple[int, ...]) -> None:
-    owner, before = Quotas(shares).split(0, 2000)
+    owner, before = divide(shares, 0, 2000)
     assert before == [0] * len(shares)
     for source, share in enumerate(shares):
         drawn = np.cumsum(owner == source)
         exact = np.arange(1, 2001) * share / sum(shares)
         assert np.abs(drawn - exact).max() <= 0.5 * np.ceil(np.log2(len(shares)))
-    later, before = Quotas(shares).split(777, 100)
+    later, before = divide(shares, 777, 100)
     assert later.tolist() == owner[777:877].tolist()
     assert before == [int((owner[:777] == source).sum()) for source in range(len(shares))]
-    assert Quotas(shares).split(sum(shares) * 10**9, 1)[1] == [share * 10**9 for share in shares]
+    assert divide(shares, sum(shares) * 10**9, 1)[1] == [share * 10**9 for share in shares]
 
 
 def test_decimal_weights_are_exact() -> None:
@@ -120,13 +119,6 @@ def test_an_unchanged_mixture_keeps_its_segment_and_an_older_checkpoint_drops_la
     assert again.segments == first.segments
 
 
-def test_a_source_that_comes_back_continues_where_it_stood() -> None:
-    first = cursor(BY_WEIGHT)
-    alone = cursor({"a": ("weight", 1.0)}).resumed(first.saved(4), 4)
-    back = cursor(BY_WEIGHT).resumed(alone.saved(6), 6)
-    assert back.now.drawn == {**first.drawn(4), "a": first.drawn(4)["a"] + 14}
-
-
 @pytest.mark.parametrize(
     "broken", [{"sources": []}, {"sources": [["a", 0, "weight", 1]]}, {"step": -1}, {"drawn": 3}]
 )
@@ -134,13 +126,6 @@ def test_a_checkpoint_whose_record_is_broken_is_refused(broken: dict[str, object
     saved = cursor(BY_WEIGHT).saved(2)["mixture"][0] | broken
     with pytest.raises(CheckpointError, match=r"record of the mixture cannot be read .*HINT: "):
         cursor(BY_WEIGHT).resumed({"mixture": [saved]}, 2)
-
-
-def test_rows_come_in_the_order_that_was_requested() -> None:
-    mixed = MixedSamples({"a": Numbers(10), "b": Numbers(33)})
-    wanted = np.array([12, 3, 42, 0, 10, 9])
-    assert mixed.batch(wanted)["inputs"].tolist() == [2, 3, 32, 0, 0, 9]
-    assert mixed.batch(wanted[:1])["inputs"].tolist() == [2]
 
 
 def test_sources_whose_samples_differ_later_are_named() -> None:
@@ -183,40 +168,14 @@ def test_a_recipe_and_the_file_of_a_flag_are_the_same_and_survive_config_toml(tm
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            ONE + "weigth = 2",
-            r"\[\[data.sources\]\] 1: weigth is not a field of a source. HINT: weight = VALUE",
-        ),
-        (
-            ONE + 'rows = "packed"',
-            r"1: rows is not a field of a source. HINT: args = \{rows = \"VALUE\"\}, if",
-        ),
+        (ONE + "weigth = 2", r"1: weigth is not a field of a source. HINT: weight = VALUE"),
         (ONE + "weight = 0", r"1: weight = 0 is not a number above 0. HINT: weight = 1"),
-        (ONE + "epochs = -1.5", r"1: epochs = -1.5 is not a number above 0"),
-        (ONE + 'weight = "much"', r"1: weight = much is not a number above 0. HINT: weight = 1"),
-        (
-            ONE + "weight = 1\nepochs = 2",
-            r"weight = 1 and epochs = 2 both set how often synthetic is seen. HINT",
-        ),
+        (ONE + "weight = 1\nepochs = 2", r"weight = 1 and epochs = 2 both set how often synthetic is"),
         ('[[data.sources]]\nlabel = "a"', r"\[\[data.sources\]\] 1 has no name. HINT: name = "),
-        ('[data.sources]\nname = "a"', r"is not a list of tables. HINT: \[\[data.sources\]\] before each"),
-        ("[data]\nsources = []", r"data.sources = \[\] has no source. HINT"),
-        ("[data]\nsources = 3", r"data.sources = 3 is not a list of tables. HINT"),
         (ONE + ONE, r"\[\[data.sources\]\] 1 and 2 have the same label, one. HINT: label = \"one-2\""),
-        (
-            ONE.replace('"one"', '"a/b"'),
-            r"label = 'a/b' is not letters, digits, _ . \+ -. HINT: label = \"b\"",
-        ),
         ('[data]\nname = "text"\n' + ONE, r"--data.name text and .*both set the data. HINT: leave one out"),
-        ('[data]\ndir = "x"\n' + ONE, r"--data.dir x has no effect beside .*HINT: dir in the table"),
-        (
-            ONE + "weight = 1\n" + ONE.replace("one", "two"),
-            r"one has weight = 1 and two no weight. HINT: .*two",
-        ),
-        (
-            "[train]\nepochs = 2\n" + ONE + "epochs = 3",
-            r"--train.epochs 2 and epochs = 3 of .*HINT: .*epochs = 6",
-        ),
+        (ONE + "weight = 1\n" + ONE.replace("one", "two"), r"one has weight = 1 and two no weight. HINT: "),
+        ("[train]\nepochs = 2\n" + ONE + "epochs = 3", r"--train.epochs 2 and epochs = 3 of .*HINT: "),
     ],
 )
 def test_each_wrong_recipe_has_a_line_that_mends_it(tmp_path: Path, text: str, message: str) -> None:
@@ -294,25 +253,3 @@ def test_the_tokenizer_of_the_section_goes_to_sources_that_are_tokenized(
         for first in (0, made.sources.train_ends[0])
     ]
     assert ends[0] + 1 == ends[1]  # the tokens that end a document
-
-
-def test_fields_of_samples_that_differ_name_both_sources(tmp_path: Path) -> None:
-    own = '[[data.sources]]\nname = "tests.data.test_mixing:{}"\n'
-    path = recipe(tmp_path, own.format("numbered") + own.format("without_ids"))
-    with pytest.raises(
-        ConfigError, match=r"numbered and without_ids differ in ids of a sample: int64 \[\] and none"
-    ):
-        build_dataset(load(["--config", path]).data)
-
-
-def numbered() -> Numbered:
-    return Numbered(5)
-
-
-def without_ids() -> object:
-    class Bare(Numbered):
-        def __getitem__(self, index: int) -> dict[str, object]:  # type: ignore[override]
-            found = super().__getitem__(index)
-            return {"inputs": found["inputs"], "targets": found["targets"]}
-
-    return Bare(5)

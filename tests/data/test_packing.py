@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -74,22 +73,6 @@ def test_pairs_are_cut_and_masked_as_in_a_row_a_document(tmp_path: Path) -> None
     assert (len(alone.train), len(made.train)) == (5, 3)
 
 
-def test_heldout_documents_are_packed_too(tmp_path: Path) -> None:
-    made = packed(write_lines(tmp_path / "a.jsonl", [text_of(5, "a")] * 100), heldout=0.1)
-    assert made.heldout is not None
-    assert (len(made.train), len(made.heldout)) == (45, 5)
-
-
-def test_the_log_has_the_padding_of_both(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [text_of(4, "a")] * 2 + [text_of(SEQ_LEN + 3, "b")])
-    with caplog.at_level(logging.INFO):
-        packed(path)
-    assert (
-        "documents, train: 3 documents packed into 2 rows of 8, 1 of them longer: "
-        "0.00 % padding, in a row a document 41.67 %"
-    ) in caplog.text
-
-
 def test_the_second_build_packs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_lines(tmp_path / "a.jsonl", [text_of(2 + n % 9, "a") for n in range(50)])
     first = packed(path)
@@ -97,12 +80,6 @@ def test_the_second_build_packs_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert documents_in(packed(path)) == documents_in(first)
     with pytest.raises(TypeError):
         data(path, seq_len=SEQ_LEN + 1, rows="packed", heldout=0)
-
-
-def test_rows_of_another_form_have_another_fingerprint(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [text_of(4, "a")] * 9)
-    prints = {data(path, rows=rows).info.facts["fingerprint"] for rows in ("stream", "document", "packed")}
-    assert len(prints) == 3
 
 
 # ---------------------------------------------------------------- the plan

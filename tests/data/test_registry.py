@@ -26,34 +26,12 @@ def build(name: str, facts: dict[str, Any] | None = None, seq_len: int = 256, **
     ("name", "args", "message"),
     [
         ("digit", {}, r"--data.name digit is not digits, fashion_mnist, .*HINT: --data.name digits$"),
-        ("imagenet", {}, r"HINT: --data.name package.module:factory"),
-        ("tests/absent*/**/*.jsonl", {}, r"absent\*/\*\*/\*.jsonl is not digits, .* HINT: ls "),
-        (
-            "digits",
-            {"size": 3},
-            r"--data.args.size is not an argument of --data.name digits. HINT: it accepts none",
-        ),
-        (
-            "synthetic",
-            {"sample": 3},
-            r"not an argument of --data.name synthetic. HINT: --data.args.samples VALUE",
-        ),
-        (
-            "synthetic",
-            {"samples": "many"},
-            r"--data.args.samples many is not int. HINT: --data.args.samples 100000",
-        ),
+        ("digits", {"size": 3}, r"--data.args.size is not an argument of --data.name digits. HINT: it acc"),
+        ("synthetic", {"sample": 3}, r"not an argument of .* HINT: --data.args.samples VALUE"),
+        ("synthetic", {"samples": "many"}, r"samples many is not int. HINT: --data.args.samples 100000"),
         ("synthetic", {"samples": 0}, r"--data.args.samples 0 is not .* HINT: --data.args.samples 1"),
-        ("synthetic", {"samples": True}, r"--data.args.samples True is not int"),
         ("synthetic", {"kind": "sounds"}, r"--data.args.kind sounds is not auto or images or tokens"),
         ("synthetic", {"kind": "tokens", "channels": 3}, r"--data.args.channels 3 has no effect on tokens"),
-        (
-            "synthetic",
-            {"kind": "images", "vocab_size": 3},
-            r"--data.args.vocab_size 3 has no effect on images",
-        ),
-        ("tokens", {"heldout": 2}, r"--data.args.heldout 2.0 is not between 0 and 0.5"),
-        ("text", {"max_mb": "big"}, r"--data.args.max_mb big is not float"),
     ],
 )
 def test_each_mistake_has_a_line_that_mends_it(name: str, args: dict[str, Any], message: str) -> None:
@@ -95,13 +73,6 @@ def test_a_home_folder_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         build("~no-such-user/a.bin")
 
 
-def test_two_paths_are_one_too_many(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"--data.name .* is a path, and --data.dir elsewhere is another. HINT: leave one"
-    ):
-        build_dataset(DataSection(name=str(tmp_path), dir="elsewhere"))
-
-
 def test_a_path_with_nothing_to_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.gz").write_bytes(bytes(1000))
     with pytest.raises(
@@ -128,21 +99,12 @@ def test_synthetic_samples_are_the_same_however_they_are_asked_for() -> None:
         assert len(torch.unique(together["inputs"].flatten(1), dim=0)) == 10
 
 
-def test_synthetic_takes_the_models_kind_and_sizes() -> None:
-    data = build("synthetic", {"vocab_size": 321}, seq_len=32)
-    assert data.info.facts == {"vocab_size": 321, "seq_len": 32}
-    batch = data.train.batch(np.arange(64))
-    assert int(batch["inputs"].max()) < 321
-    assert torch.equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
-    assert build("synthetic", {"image_size": 32, "num_classes": 7}).info.facts["num_classes"] == 7
-
-
 # ---------------------------------------------------------------- a person's own
 
 MINE = """
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset
 
 
 class Pairs(Dataset):
@@ -160,11 +122,6 @@ class Pairs(Dataset):
         return np.full((3, 4, 4), index, np.float32), index % 2
 
 
-class Dicts(Pairs):
-    def __getitem__(self, index):
-        return {"input_ids": [index] * 5, "labels": torch.arange(5), "weight": 0.5}
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         yield 1, 2
@@ -178,11 +135,6 @@ class Sized(Stream):
 class Bad(Pairs):
     def __getitem__(self, index):
         return index, index, index
-
-
-class Words(Pairs):
-    def __getitem__(self, index):
-        return "word", index
 
 
 class Arrays(Pairs):
@@ -207,20 +159,14 @@ class Flat(Pairs):
 
 def pairs(count=12): return Pairs(count)
 def with_heldout(count, test=3): return Pairs(count), Pairs(test)
-def tensors(): return TensorDataset(torch.arange(20.).view(10, 2), torch.arange(10))
-def dicts(seq_len): return Dicts(seq_len)
 def stream(): return Stream()
 def sized(): return Sized()
-def named(): return {"train": Pairs(), "test": Pairs()}
 def bad(): return Bad()
-def words(): return Words()
-def empty(): return Pairs(0)
 def arrays(dtype): return Arrays(dtype)
 def counted(): return Counted()
 def flat(): return Flat()
 def three(): return Pairs(), Pairs(), Pairs()
 def broken(): return 1 / 0
-def anything(**given): return Pairs(**given)
 """
 
 
@@ -232,49 +178,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("my_own_data", None)
 
 
-def test_a_dataset_of_ones_own_trains_in_the_global_order() -> None:
-    data = build("my_own_data:pairs", count=20)
-    assert data.heldout is None
-    assert data.info.class_names == ("cat", "dog")
-    assert data.info.facts == {"num_classes": 2, "channels": 3, "image_size": 4}
-    cursor = Cursor(seed=0, samples=20, global_batch=8)
-    loader = Loader(
-        data.train,
-        cursor,
-        micro_batch=4,
-        accumulation=2,
-        rank=DataRank(0, 1),
-        workers=2,
-        prefetch=2,
-        pin=False,
-    )
-    for step in range(3):
-        rows = [
-            row
-            for one in loader.step(step).micro
-            for row in one.data["inputs"][one.valid][:, 0, 0, 0].tolist()
-        ]
-        assert rows == cursor.indices(step).tolist()
-    loader.close()
-
-
-def test_a_pair_is_train_and_heldout() -> None:
-    data = build("my_own_data:with_heldout", count=9)
-    assert data.heldout is not None
-    assert (len(data.train), len(data.heldout)) == (9, 3)
-
-
-def test_tensors_arrays_numbers_lists_and_dicts_are_collated() -> None:
-    batch = build("my_own_data:tensors").train.batch(np.array([3, 1]))
-    assert batch["inputs"].tolist() == [[6, 7], [2, 3]]
-    assert batch["targets"].tolist() == [3, 1]
-    batch = build("my_own_data:dicts", seq_len=6).train.batch(np.array([2, 5]))
-    assert batch["inputs"].tolist() == [[2] * 5, [5] * 5]
-    assert batch["labels"].shape == (2, 5)
-    assert batch["weight"].dtype == torch.float32
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "int32", "uint32", "int64"])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
 def test_targets_of_whole_numbers_are_int64(dtype: str) -> None:
     batch = build("my_own_data:arrays", dtype=dtype).train.batch(np.array([7, 5]))
     for name in ("targets", "labels"):
@@ -287,47 +191,17 @@ def test_targets_of_whole_numbers_are_int64(dtype: str) -> None:
     assert batch["weight"].dtype == torch.float32
 
 
-def test_the_factory_is_offered_what_it_has_parameters_for() -> None:
-    assert len(build("my_own_data:dicts", seq_len=17).train) == 17
-    assert len(build("my_own_data:anything", count=5).train) == 5
-
-
 @pytest.mark.parametrize(
     ("factory", "args", "message"),
     [
-        ("no_such_module:pairs", {}, r"there is no module no_such_module"),
         ("my_own_data:pear", {}, r"has no pear"),
-        ("my_own_data:", {}, r"is not package.module:factory"),
-        (
-            "my_own_data:pairs",
-            {"cuont": 3},
-            r"--data.args.cuont is not an argument of my_own_data:pairs. HINT: --data.args.count VALUE",
-        ),
-        (
-            "my_own_data:with_heldout",
-            {},
-            r"my_own_data:with_heldout needs count. HINT: --data.args.count VALUE",
-        ),
-        (
-            "my_own_data:stream",
-            {},
-            r"returned a stream of type Stream, which has no length and no state_dict: .*HINT: give it",
-        ),
-        (
-            "my_own_data:sized",
-            {},
-            r"a stream of type Sized, which has no items by index and no state_dict: .*HINT: give it",
-        ),
-        ("my_own_data:named", {}, r"returned a dict, not a Dataset with items by index\. HINT: return a D"),
-        (
-            "my_own_data:bad",
-            {},
-            r"sample 0 cannot be read: TypeError: an item is a tuple, neither ",
-        ),
-        ("my_own_data:words", {}, r"inputs of a batch is not a tensor with a row for each item"),
+        ("my_own_data:pairs", {"cuont": 3}, r"cuont is not an argument of .* HINT: --data.args.count VALUE"),
+        ("my_own_data:with_heldout", {}, r"with_heldout needs count. HINT: --data.args.count VALUE"),
+        ("my_own_data:stream", {}, r"a stream of type Stream, which has no length and no state_dict: .*HINT"),
+        ("my_own_data:sized", {}, r"of type Sized, which has no items by index and no state_dict: .*HINT"),
+        ("my_own_data:bad", {}, r"sample 0 cannot be read: TypeError: an item is a tuple, neither "),
         ("my_own_data:counted", {}, r"counted: classes is 10\. HINT: classes = "),
         ("my_own_data:flat", {}, r"flat: scale of a batch is not a tensor with a row for each item\. HINT: "),
-        ("my_own_data:empty", {}, r"returned a Pairs, not a Dataset with items by index"),
         ("my_own_data:three", {}, r"returned a tuple, not a Dataset with items by index"),
         ("my_own_data:broken", {}, r"failed: ZeroDivisionError: division by zero \(.*my_own_data.py:\d+\)"),
     ],
@@ -360,14 +234,8 @@ class Padded(Ragged):
         return {"input_ids": pad(inputs, True), "targets": pad(targets, True, -100).numpy()}
 
 
-class Dropping(Padded):
-    def collate(self, items):
-        return super().collate(items[1:] or items)
-
-
 def ragged(): return Ragged()
 def padded(): return Padded()
-def dropping(): return Dropping()
 """
 
 
@@ -409,13 +277,6 @@ def test_a_datasets_own_collate_makes_the_batches() -> None:
     assert batch["targets"].tolist() == [[0, 1, -100, -100, -100], [0, 1, 2, 3, 4]]
     step = all_in_one(data).step(0)
     assert step.micro[0].tokens == sum(index % 4 + 2 for index in range(12))
-
-
-@pytest.mark.usefixtures("ragged")
-def test_a_collate_that_drops_rows_is_named() -> None:
-    message = r"12 samples were requested, but \{'inputs': 11, 'targets': 11\} rows were returned"
-    with pytest.raises(TrainingError, match=message):
-        all_in_one(build("my_ragged_data:dropping")).step(0)
 
 
 @pytest.mark.parametrize("name", ["text", "tokens", "folder", "documents"])

@@ -119,20 +119,6 @@ def test_samples_are_shown_with_their_classes_and_probabilities(digits: Made, pr
         assert line.endswith("WRONG") == (truth != best)
 
 
-def test_an_image_of_the_samples_is_drawn(digits: Made, predict: Command, tmp_path: Path) -> None:
-    run, _, _ = digits
-    assert f"picture   {run}/predictions.png" in predict(run)
-    with Image.open(run / "predictions.png") as sheet:
-        colours = np.unique(np.asarray(sheet.convert("RGB")).reshape(-1, 3), axis=0).tolist()
-        assert sheet.width > 450
-        assert sheet.height > 450
-    # correct predictions are green
-    assert any(green > red + 60 and green > blue + 60 for red, green, blue in colours)
-    predict(run, "--samples", 1, "--out", tmp_path / "new" / "one.jpg")
-    with Image.open(tmp_path / "new" / "one.jpg") as sheet:
-        assert sheet.format == "JPEG"
-
-
 def test_image_files_are_preprocessed_as_in_training(digits: Made, predict: Command, tmp_path: Path) -> None:
     """A digit of the data, enlarged and in colour as a user's file would be, gets the same prediction."""
     run, _, _ = digits
@@ -144,7 +130,8 @@ def test_image_files_are_preprocessed_as_in_training(digits: Made, predict: Comm
         Image.fromarray(large).convert("RGB").save(tmp_path / f"{index}.png")
         Image.fromarray(255 - large).save(tmp_path / f"dark{index}.png")
     files = [word for index in range(20) for word in ("--image", tmp_path / f"{index}.png")]
-    light = predict(run, *files, "--out", tmp_path / "sheet.png").splitlines()
+    light = predict(run, *files, "--out", tmp_path / "classes.txt").splitlines()
+    assert (tmp_path / "classes.txt").read_text().splitlines() == light
     dark = predict(
         run, "--invert", *[str(word).replace(f"{tmp_path}/", f"{tmp_path}/dark") for word in files]
     ).splitlines()
@@ -155,16 +142,15 @@ def test_image_files_are_preprocessed_as_in_training(digits: Made, predict: Comm
     assert not any(line.startswith("accuracy") for line in light)
 
 
-@pytest.mark.parametrize("files", ["one", "several"])
 def test_a_safetensors_export_has_the_same_predictions(
-    digits: Made, predict: Command, tmp_path: Path, files: str
+    digits: Made, predict: Command, tmp_path: Path
 ) -> None:
     run, model, _ = digits
     other = tmp_path / "run"
     (other / "full_model").mkdir(parents=True)
     (other / "config.toml").write_bytes((run / "config.toml").read_bytes())
     state = list(model.state_dict().items())
-    parts = [state] if files == "one" else [state[:1], state[1:]]
+    parts = [state[:1], state[1:]]
     names = [f"model-{n + 1:05}-of-{len(parts):05}.safetensors" for n in range(len(parts))]
     for name, part in zip(names, parts, strict=True):
         save_file(dict(part), other / "full_model" / name)
@@ -215,11 +201,6 @@ def test_token_numbers_where_training_read_numbers(
 # ---------------------------------------------------------------- errors
 
 
-def test_no_such_run(tmp_path: Path, error_of: Command) -> None:
-    assert f"{tmp_path}/none does not exist. HINT: python -m fsdp.predict RUN" in error_of(tmp_path / "none")
-    assert f"{tmp_path} holds no config.toml" in error_of(tmp_path)
-
-
 def test_no_export_names_the_export_command(tmp_path: Path, error_of: Command) -> None:
     run, _, _ = make_run(tmp_path / "run", MLP)
     (run / "full_model" / "full-model.pt").unlink()
@@ -235,23 +216,11 @@ def test_an_export_of_another_model(tmp_path: Path, error_of: Command) -> None:
     assert "does not fit the model" in error_of(run)
 
 
-@pytest.mark.parametrize(
-    ("hidden", "message"),
-    [
-        (16, "hidden.weight is [32, 784] in the export and [16, 784] in the model. HINT: "),
-        (
-            4_000_000_000,
-            "hidden.weight is [32, 784] in the export and [4000000000, 784] in the model. HINT: ",
-        ),
-    ],
-)
-def test_sizes_that_the_export_does_not_have_take_no_memory(
-    hidden: int, message: str, tmp_path: Path, error_of: Command
-) -> None:
+def test_sizes_that_the_export_does_not_have_take_no_memory(tmp_path: Path, error_of: Command) -> None:
     run, _, _ = make_run(tmp_path / "run", MLP)
     text = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(text.replace("hidden = 32", f"hidden = {hidden}"))
-    assert message in error_of(run)
+    (run / "config.toml").write_text(text.replace("hidden = 32", "hidden = 4_000_000_000"))
+    assert "hidden.weight is [32, 784] in the export and [4000000000, 784] in the model" in error_of(run)
 
 
 def test_an_export_that_would_run_code_is_refused(tmp_path: Path, error_of: Command) -> None:
@@ -277,7 +246,6 @@ def test_an_export_that_would_run_code_is_refused(tmp_path: Path, error_of: Comm
         (["--image", "no/such.png"], "--image no/such.png does not exist"),
         (["--image", __file__], "is not an image"),
         (["--invert"], "--invert applies to --image alone. HINT: --image FILE --invert"),
-        (["--out", "table.xyz"], "--out table.xyz has no image file extension. HINT: --out table.png"),
         (["--data.dri", "x"], "--data.dri is not a flag. HINT: did you mean --data.dir?"),
         (["--model.name", "vit"], "--model.name is not a flag"),
     ],

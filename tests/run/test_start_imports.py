@@ -26,7 +26,7 @@ SPARED = {
     "fsdp.plan": "the planner",
     "fsdp.tokenize.conversations": "rows of text",
     "fsdp.tokenize.shards": "rows of text",
-    "fsdp.tokenize.sources": "rows of text",
+    "fsdp.tokenize.rows": "rows of text",
     "fsdp.watch.verdict": "a monitor",
 }
 """Modules, and what needs them: a run of images on one node's disk does not."""

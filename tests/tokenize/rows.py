@@ -23,3 +23,10 @@ def bytes_in(folder: Path, split: str) -> bytes:
     """The documents of a tokenized folder, read as uint16 bytes."""
     files = sorted(folder.glob(f"{split}-*.bin"))
     return bytes(np.concatenate([np.fromfile(path, "<u2") for path in files]).astype(np.uint8))
+
+
+def rows_in(readers: Iterable[Any], size: int = 1 << 30) -> list[dict[str, Any]]:
+    """All rows of the readers, read in parts of this size."""
+    return [
+        dict(row.values) for reader in readers for part in reader.parts(size) for row in reader.read(part)
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,11 @@ from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
 from fsdp.tokenize import conversations
 from fsdp.tokenize.conversations import Document, DocumentOptions, DocumentReader
-from fsdp.tokenize.rows import SourceRow
-from fsdp.tokenize.sources import Source
+from fsdp.tokenize.rows import Source, SourceRow
 from fsdp.tokenize.tokenizer import load_tokenizer
 from tests.tokenize import chat
 from tests.tokenize.chat import said, save_tokenizer
-from tests.tokenize.rows import write_lines
+from tests.tokenize.rows import rows_in, write_lines
 
 pytestmark = pytest.mark.needs("transformers")
 
@@ -49,7 +49,7 @@ def test_texts_encoded_together_are_as_each_alone(tmp_path: Path, monkeypatch: p
     save_tokenizer(tmp_path, chat.PLAIN, special=(*chat.SPECIAL, "</s>"))
     (tmp_path / "alone.json").write_text((tmp_path / "tokenizer.json").read_text())
     rows = [SourceRow(f"row {n}", {"text": f"upön a time {n}<|im_end|> " * (n % 5)}) for n in range(40)]
-    monkeypatch.setattr(conversations, "ENCODED_AT_ONCE", 100)
+    monkeypatch.setattr(conversations, "ENCODED_AT_ONCE", 7)
     tokens = []
     for path in (tmp_path, tmp_path / "alone.json"):
         read = reader(path, "text")
@@ -63,35 +63,6 @@ def of(read: DocumentReader, **values: Any) -> Document:
     return read.read(SourceRow("rows.jsonl line 7", values))
 
 
-@pytest.mark.parametrize("messages", CONVERSATIONS)
-def test_marked_turns_are_those_of_transformers(messages: list[dict[str, Any]], tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    save_tokenizer(tmp_path, chat.MARKED)
-    theirs: Any = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
-        messages, return_assistant_tokens_mask=True, return_dict=True
-    )
-    ours = of(reader(tmp_path), messages=messages)
-    assert ours.tokens.tolist() == theirs["input_ids"]
-    assert ours.trained is not None
-    assert ours.trained.tolist() == theirs["assistant_masks"]
-    assert sum(theirs["assistant_masks"]) > 0
-
-
-@pytest.mark.parametrize("messages", CONVERSATIONS)
-def test_turns_found_by_rendering_are_those_that_marks_would_give(
-    messages: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    plain, marked = (
-        of(reader(save_tokenizer(tmp_path / name, template)), messages=messages)
-        for name, template in (("plain", chat.PLAIN), ("marked", chat.MARKED))
-    )
-    assert plain.tokens.tolist() == marked.tokens.tolist()
-    assert plain.trained is not None
-    assert marked.trained is not None
-    assert plain.trained.tolist() == marked.trained.tolist()
-
-
 def test_a_template_without_a_generation_prompt(tmp_path: Path) -> None:
     read = reader(save_tokenizer(tmp_path, chat.INST))
     document = of(read, messages=said("Hello", "there", "how", "are you"))
@@ -99,7 +70,7 @@ def test_a_template_without_a_generation_prompt(tmp_path: Path) -> None:
     assert [text.strip() for text in texts] == ["there<|im_end|>", "are you<|im_end|>"]
 
 
-@pytest.mark.parametrize("template", [chat.PLAIN, chat.MARKED, chat.INST])
+@pytest.mark.parametrize("template", [chat.MARKED, chat.INST])
 def test_which_turns_are_trained_on(template: str, tmp_path: Path) -> None:
     save_tokenizer(tmp_path, template)
     messages = said("Hello", "first", "again", "second", "more")
@@ -114,10 +85,8 @@ def test_which_turns_are_trained_on(template: str, tmp_path: Path) -> None:
     assert whole.trained is None
 
 
-@pytest.mark.parametrize("template", [chat.PLAIN, chat.MARKED, chat.INST])
-@pytest.mark.parametrize(
-    ("key", "off", "on"), [("weight", 0, 1), ("weight", 0.0, 1.0), ("train", False, True)]
-)
+@pytest.mark.parametrize("template", [chat.PLAIN, chat.MARKED])
+@pytest.mark.parametrize(("key", "off", "on"), [("weight", 0, 1), ("train", False, True)])
 def test_a_message_of_weight_0_is_not_trained_on(
     template: str, key: str, off: Any, on: Any, tmp_path: Path
 ) -> None:
@@ -131,19 +100,11 @@ def test_a_message_of_weight_0_is_not_trained_on(
         document = of(read, messages=messages)
         assert document.tokens.tolist() == plain.tokens.tolist()
         assert [text.strip() for text in trained_texts(read, document)] == expected
-    with pytest.raises(ConfigError, match=rf"^rows.jsonl line 7: message 2 has {key} 0, .* all .* HINT: "):
+    with pytest.raises(ConfigError, match=r"^rows.jsonl line 7: a message has weight 0, .* all .* HINT: "):
         of(reader(tmp_path, loss="all"), messages=messages)
     pair = reader(tmp_path, "pairs")
     document = of(pair, prompt=messages[:3], completion=messages[3:])
     assert [text.strip() for text in trained_texts(pair, document)] == ["second<|im_end|>"]
-
-
-def test_prompts_and_completions_of_messages(tmp_path: Path) -> None:
-    read = reader(save_tokenizer(tmp_path, chat.PLAIN), "pairs")
-    document = of(
-        read, prompt=said("Hello", "there", "how"), completion=[{"role": "assistant", "content": "are"}]
-    )
-    assert trained_texts(read, document) == ["are<|im_end|>"]
 
 
 def test_prompts_and_completions_of_text_end_with_the_end_token(tmp_path: Path) -> None:
@@ -154,36 +115,24 @@ def test_prompts_and_completions_of_text_end_with_the_end_token(tmp_path: Path) 
     assert made.made.decode(document.tokens) == "the capital of France is Paris<|im_end|>"
 
 
-def test_a_file_of_the_tokenizer_alone_reads_text(tmp_path: Path) -> None:
-    save_tokenizer(tmp_path, None)
-    read = load_tokenizer(str(tmp_path)).encode("Hello Paris", special=True)
-    text = (tmp_path / "tokenizer.json").read_text(encoding="utf-8").replace("<|s|>", "</s>")
-    (tmp_path / "one.json").write_text(text, encoding="utf-8")
-    alone = load_tokenizer(str(tmp_path / "one.json"))
-    assert list(alone.encode("Hello Paris", special=True).tokens) == list(read.tokens)
-    assert alone.decode(alone.encode("Hello Paris", special=True).tokens) == "Hello Paris"
-
-
 USER = {"role": "user", "content": "a"}
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"messages": [{"from": "human", "value": "Hi"}]}, "message 1 of messages has no role or no content"),
-    ({"messages": [USER, {"role": "assistant"}]}, "message 2 of messages has no role or no content"),
+    ({"messages": [{"from": "human", "value": "Hi"}]}, "message 1 of messages has no role"),
+    ({"messages": [USER, {"role": "assistant"}]}, "message 2 of messages has no content"),
     ({"messages": []}, "messages is not a list of messages"),
-    ({"messages": [{"role": "user", "content": 3}]}, "message 1 of messages: content is neither text nor"),
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
-        "content of message 1 is a list, which the chat template does not read. HINT: ",
+        "the content of a message is a list, which the chat template does not read",
     ),
     (
         {"messages": [USER, {"role": "assistant", "content": "b", "weight": 0.5}]},
         "message 2 of messages has weight 0.5",
     ),
-    ({"messages": [{**USER, "train": True}]}, "message 1 of messages has train True and role user"),
+    ({"messages": [{**USER, "train": True}]}, "message 1 of messages has train True"),
     ({"text": "Hi"}, "has no column messages; its columns are text"),
-    (
-        {"messages": said("a", system="b")},
-        "the chat template refuses the conversation: only user and assistant",
-    ),
+    ({"messages": said("a", system="b")}, "the chat template refuses the conversation: only user and"),
+    ({"messages": said("a"), "tools": "[{"}, "tools are not JSON, or "),
+    ({"messages": said("a"), "chat_template_kwargs": [1]}, "tools are not JSON, or chat_template_kwargs"),
 ]
 
 
@@ -198,13 +147,8 @@ def test_wrong_conversations_are_named(values: dict[str, Any], message: str, tmp
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.needs("datasets")) for name in ("rows.parquet", "hf:saved")],
-)
-def test_tools_of_a_table_are_those_of_json_lines(
-    name: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.needs("datasets")
+def test_tools_of_a_table_are_those_of_json_lines(tmp_path: Path, own_cache: Path) -> None:
     """A column of a table gives each object the keys of all others, as null."""
 
     def row(tool: str, argument: str) -> dict[str, Any]:
@@ -213,27 +157,21 @@ def test_tools_of_a_table_are_those_of_json_lines(
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         return {"messages": turns, "tools": [{"type": "function", "function": {"parameters": parameters}}]}
 
-    monkeypatch.chdir(tmp_path)
+    import pyarrow
+    import pyarrow.parquet
+
     rows = [row("f", "city"), row("g", "zip")]
-    lines = write_lines(tmp_path / "rows.jsonl", rows)
-    if name.startswith("hf:"):
-        import datasets
-
-        datasets.Dataset.from_dict({key: [one[key] for one in rows] for key in rows[0]}).save_to_disk("saved")
-    else:
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), name)
+    lines, table = write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table)
     read = reader(save_tokenizer(tmp_path / "tokenizer", chat.STYLES["tools"].marked))
 
-    def texts(source: str) -> list[str]:
+    def texts(source: Path) -> list[str]:
         made: Any = read.tokenizer
-        found = (one for part in Source(source).open() for one in part.read(0, 2))
-        return [made.decode(read.read(one).tokens.tolist()) for one in found]
+        values = rows_in(Source(str(source)).open())
+        return [made.decode(of(read, **row).tokens.tolist()) for row in values]
 
-    assert texts(name) == texts(str(lines))
-    assert '"arguments": {"zip": 1}' in texts(name)[1]
+    assert texts(table) == texts(lines)
+    assert '"arguments": {"zip": 1}' in texts(table)[1]
 
 
 def test_a_template_that_ends_a_conversation_with_a_token_of_its_own(tmp_path: Path) -> None:
@@ -322,3 +260,107 @@ def test_a_conversation_is_a_sample(tmp_path: Path) -> None:
         assert batch["targets"][n, : count - 1].tolist() == expected.tolist()
         assert set(batch["targets"][n, count - 1 :].tolist()) == {-100}
     assert made.info.facts["vocab_size"] == load_tokenizer(str(folder)).vocab_size
+
+
+# ---------------------------------------------------------------- pieces, as SentencePiece has them
+
+TEXTS = ["Hello there", "hów 🙂 是 fünf <tool> x", "", " ", "\n\n lead", "a</s>b"]
+
+
+def save_pieces(folder: Path, template: str | None = None, **named: str) -> Path:
+    """BPE over ▁-marked pieces with byte fallback, and two added tokens; a text begins with <s>."""
+    from tokenizers import AddedToken, Tokenizer, models, normalizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made: Any = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer: Any = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    made.train_from_iterator(["▁Hello▁there", "▁the▁rain▁in▁Bonn"] * 5, trainer)
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    whole: Any = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", **named)
+    whole.add_tokens([AddedToken("<tool>", special=False), AddedToken("fünf", special=False)])
+    whole.chat_template = template
+    whole.save_pretrained(folder)
+    return folder
+
+
+def assert_same(ours: Document, theirs: dict[str, list[int]]) -> None:
+    assert ours.tokens.tolist() == theirs["input_ids"]
+    assert ours.trained is not None
+    assert ours.trained.tolist() == theirs["assistant_masks"]
+    assert 0 < sum(theirs["assistant_masks"]) < len(ours.tokens)
+
+
+def test_texts_are_as_transformers_tokenizes_them(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs: Any = AutoTokenizer.from_pretrained(save_pieces(tmp_path, eos_token="</s>"))
+    for text in TEXTS:
+        expected = [*theirs(text)["input_ids"], theirs.eos_token_id]
+        assert of(reader(tmp_path, "text"), text=text).tokens.tolist() == expected
+
+
+WITH_TOOLS = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>\n{% endif %}{% if thinking %}think{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool>{{ call.function | tojson }}{% endfor %}</s>"
+    "{% endgeneration %}"
+    "{% else %}{{ m.content }}</s>{% endif %}\n{% endfor %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bonn"}}}
+CALLING = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "rain?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "name": "weather", "content": "wet"},
+    {"role": "assistant", "content": "yes"},
+]
+
+
+@pytest.mark.parametrize("published", [False, True], ids=["marked", "as published"])
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["list", "JSON"])
+def test_a_rows_tools_and_variables_reach_its_template(
+    tools: list[Any] | str, published: bool, tmp_path: Path
+) -> None:
+    """A turn of tool calls alone has no text by which its header would be found."""
+    from transformers import AutoTokenizer
+
+    plain = WITH_TOOLS.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    save_pieces(tmp_path, plain if published else WITH_TOOLS, eos_token="</s>")
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
+    made = theirs.apply_chat_template(
+        CALLING,
+        tools=TOOLS,
+        thinking=True,
+        chat_template=WITH_TOOLS,
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+    )
+    given = {"tools": tools, "chat_template_kwargs": {"thinking": True}}
+    assert_same(of(reader(tmp_path), messages=CALLING, **given), made)
+
+
+def test_a_tokenizer_without_an_end_token_names_the_file_that_sets_one(tmp_path: Path) -> None:
+    folder = save_pieces(tmp_path / "no end")
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    with pytest.raises(ConfigError, match=rf'HINT: "eos_token": "TOKEN", .* in {folder}/tokenizer_config'):
+        load_tokenizer(str(folder))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "</s>"}))
+    assert load_tokenizer(str(folder)).end == load_tokenizer(str(folder / "tokenizer.json")).end == 2
+    alone = tmp_path / "alone" / "tokenizer.json"
+    alone.parent.mkdir()
+    alone.write_text((folder / "tokenizer.json").read_text(encoding="utf-8").replace("</s>", "<END>"))
+    with pytest.raises(ConfigError, match=rf"and --data.tokenizer {alone.parent}$"):
+        load_tokenizer(str(alone))
+    (alone.parent / "tokenizer_config.json").write_text('{"eos_token": "<END>"}')
+    assert load_tokenizer(str(alone.parent)).end == 2
+
+
+def test_a_text_that_the_tokenizer_cannot_encode_is_one_line(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"</s>": 0, "a": 1})).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=r"cannot encode .* from 'zz' on: WordLevel error.* HINT: "):
+        of(reader(tmp_path, "text"), text="zz")

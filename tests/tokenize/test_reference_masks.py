@@ -24,10 +24,10 @@ SEQ_LEN = 95
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child process would import transformers for each case; tests/data/test_documents.py starts one."""
 
-    def tokenize_here(job: TokenizeJob, out: Path) -> None:
-        tokenize(job, out, 1, lambda *_: None)
+    def tokenize_here(job: TokenizeJob, out: str) -> None:
+        tokenize(job, Path(out), 1)
 
-    monkeypatch.setattr(documents, "tokenize_in_child", tokenize_here)
+    monkeypatch.setattr(documents, "run_child", tokenize_here)
 
 
 WITHOUT_SYSTEM = [
