@@ -9,11 +9,12 @@ becomes tokens (fsdp/tokenize).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,14 +23,14 @@ import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError
-from fsdp.data.packing import GROUP, MASKED, VERSION, PackedSamples, cached_plan
-from fsdp.data.tokens import OPEN_AT_ONCE, TokenFile, TokenRow, Windows, split_windows
-from fsdp.data.types import DataSet, Samples, Where, check_range, shifted, text_info
+from fsdp.data.packing import GROUP, VERSION, PackedSamples, cached_plan
+from fsdp.data.tokens import OPEN_AT_ONCE, TokenFile, TokenRow, format_of, raw_file, split_windows
+from fsdp.data.types import MASKED, DataSet, Samples, Where, check_range, shifted, text_info
 from fsdp.models.checks import PACKED
 from fsdp.tokenize.cache import digest, made_once
 from fsdp.tokenize.conversations import DocumentOptions, Loss, template_text
 from fsdp.tokenize.rows import MANIFEST, held_out_line
-from fsdp.tokenize.shards import TokenizeJob, key_of, read_index, run_child
+from fsdp.tokenize.shards import SPLITS, TokenizeJob, key_of, read_index, run_child
 from fsdp.tokenize.tokenizer import BYTES, digest_of_tokenizer
 
 log = logging.getLogger(__name__)
@@ -76,16 +77,19 @@ def build(
         }  # fmt: skip
         _check_no_effect(where, store, flags)
     facts, version = dict[str, Any](), str(rows)
+    samples: Sequence[Samples]
     if rows == "stream":
         if joins:
             parts = TokenRow([*parts[0].files, *parts[1].files], store.vocab_size), TokenRow([], 2)
-        train, held = split_windows(*parts, where, heldout, store.samples)
+        samples = split_windows(*parts, where, heldout, store.trained)
     else:
-        train, held = (DocumentSamples(store, split, where.seq_len) for split in ("train", "val"))
-        _check_lengths(where, train, held, store.masked or rows == "document")
+        alone = [DocumentSamples(store, split, where.seq_len) for split in SPLITS]
+        _check_lengths(where, *alone, counted=store.masked or rows == "document")
+        samples = alone
         if rows == "packed":
             facts, version = {PACKED: True}, f"packed {VERSION}"
-            train, held = (store.packed(split, where.seq_len) for split in ("train", "val"))
+            samples = [store.packed(split, where.seq_len) for split in SPLITS]
+    train, held = samples
     tokenizer = where.tokenizer or store.tokenizer
     if tokenizer != BYTES:
         facts["tokenizer"] = tokenizer
@@ -147,19 +151,16 @@ class TokenStore:
             raise ConfigError(f"{folder / MANIFEST} cannot be read: {error}.", "tokenize again") from None
 
     def rows(self, split: str) -> TokenRow:
-        files = [_file(path) for path in self.files if path.name.startswith(f"{split}-")]
+        files = []
+        for path in (path for path in self.files if path.name.startswith(f"{split}-")):
+            documents = len(read_index(path.with_suffix(".idx"))[0])
+            file = raw_file(path, format_of(path), "auto", self.vocab_size)
+            files.append(dataclasses.replace(file, documents=documents))
         return TokenRow(files, self.vocab_size)
 
     def trained(self, row: TokenRow) -> TokenRow | None:
         """1 for each token that is a target, of .loss files; None if all are."""
         return TokenRow([_loss_file(file) for file in row.files], 2) if self.masked else None
-
-    def samples(self, row: TokenRow) -> Callable[[int, int, int], Samples]:
-        """Windows of the row, masked where the tokens are."""
-        loss = self.trained(row)
-        return (
-            functools.partial(Windows, row) if loss is None else functools.partial(MaskedWindows, row, loss)
-        )
 
     def packed(self, split: str, seq_len: int) -> PackedSamples:
         row = self.rows(split)
@@ -182,20 +183,6 @@ class TokenStore:
         return PackedSamples(plan, row, self.trained(row), self.end, seq_len)
 
 
-def _file(path: Path) -> TokenFile:
-    try:
-        facts: dict[str, Any] = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
-        dtype, tokens = np.dtype(facts["dtype"]).newbyteorder("<"), int(facts["tokens"])
-        if path.stat().st_size != tokens * dtype.itemsize:
-            raise ValueError(f"{path.stat().st_size} bytes are not {tokens} tokens of {dtype.name}")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path} or its sidecar cannot be read: {error}.", "copy it again") from None
-    documents = facts.get("documents")
-    if not isinstance(documents, int):  # of an older version
-        documents = len(read_index(path.with_suffix(".idx"))[0])
-    return TokenFile(path, dtype, 0, tokens, documents=documents)
-
-
 def _loss_file(file: TokenFile) -> TokenFile:
     path = file.path.with_suffix(".loss")
     if not path.is_file() or path.stat().st_size != file.tokens:
@@ -203,7 +190,7 @@ def _loss_file(file: TokenFile) -> TokenFile:
     return TokenFile(path, np.dtype(np.uint8), 0, file.tokens)
 
 
-def _check_lengths(where: Where, train: DocumentSamples, held: DocumentSamples, counted: bool) -> None:
+def _check_lengths(where: Where, train: DocumentSamples, held: DocumentSamples, *, counted: bool) -> None:
     if not len(train):
         raise ConfigError(f"{where} has no document to train on.", "--data.args.heldout 0, or more rows")
     if not counted:
@@ -220,20 +207,6 @@ def _check_lengths(where: Where, train: DocumentSamples, held: DocumentSamples, 
         if untrained == documents:
             raise ConfigError(f"{where}: all {documents:,} documents {problem}.", hint)
         log.warning("documents: %s of %s %s. HINT: %s", f"{untrained:,}", f"{documents:,}", problem, hint)
-
-
-class MaskedWindows:
-    """Windows whose targets are masked where they are not trained on."""
-
-    def __init__(self, row: TokenRow, loss: TokenRow, first: int, count: int, seq_len: int) -> None:
-        self._tokens, self._loss = (Windows(part, first, count, seq_len) for part in (row, loss))
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
-        batch, trained = self._tokens.batch(indices), self._loss.batch(indices)["targets"] == 1
-        return {**batch, "targets": batch["targets"].masked_fill(~trained, MASKED)}
 
 
 class DocumentSamples:

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from fsdp.data.tokens import TokenRow
+from fsdp.data.types import MASKED
 from fsdp.models.packed import POSITIONS
 from fsdp.tokenize.cache import made_once
 
-MASKED = -100
 VERSION = 1
 GROUP = 1 << 20
 Long = Literal["split", "cut"]

@@ -30,11 +30,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.base.text import quoted
-from fsdp.data.types import DataSet, Samples, Where, check_range, shifted, text_info
+from fsdp.data.types import MASKED, DataSet, Where, check_range, shifted, text_info
 from fsdp.tokenize.rows import ends_with, held_out_line, is_other
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: 
         log.info("tokens: %s", held_out_line(sorted(map(str, held_out))))
     files, fingerprint = [], hashlib.sha256()
     for path in paths:
-        file = _raw(path, formats[path], dtype, vocab_size) if path in formats else _npy(path)
+        file = raw_file(path, formats[path], dtype, vocab_size) if path in formats else _npy(path)
         if file.tokens:
             files.append(file)
             ends = _checked_ends(file, vocab_size)
@@ -95,17 +96,19 @@ def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: 
         TokenRow([file for file in files if (file.path in held_out) == held], vocab_size)
         for held in (False, True)
     )
-    train, held = split_windows(row, val, where, heldout, lambda row: functools.partial(Windows, row))
+    train, held = split_windows(row, val, where, heldout)
     info = text_info(where, vocab_size, fingerprint.hexdigest()[:16], masks_targets=False, default_steps=1000)
     return DataSet(train=train, heldout=held if len(held) else None, info=info)
 
 
 def split_windows(
-    row: TokenRow, val: TokenRow, where: Where, heldout: float, samples: Callable[[TokenRow], Any]
-) -> tuple[Samples, Samples]:
-    """Windows to train on and held-out ones: those of `val`, or the last part of `row`. `samples(row)` makes
-    the samples of (first window, count, seq_len).
-    """
+    row: TokenRow,
+    val: TokenRow,
+    where: Where,
+    heldout: float,
+    loss_of: Callable[[TokenRow], TokenRow | None] = lambda _: None,
+) -> tuple[Windows, Windows]:
+    """Windows to train on and held-out ones: those of `val`, or the last part of `row`."""
     seq_len = where.seq_len
     count, held = (max(0, (len(part) - 1) // seq_len) for part in (row, val))
     spared = 0 if len(val) else math.ceil(count * heldout)
@@ -117,10 +120,10 @@ def split_windows(
         )
     if len(val) and not held:
         log.warning("%s: %d held-out tokens are not one sample: nothing is evaluated", where, len(val))
-    train: Samples = samples(row)(0, count - spared, seq_len)
-    return train, samples(val)(0, held, seq_len) if len(val) else samples(row)(
-        count - spared, spared, seq_len
-    )
+    train = Windows(row, 0, count - spared, seq_len, loss_of(row))
+    if len(val):
+        return train, Windows(val, 0, held, seq_len, loss_of(val))
+    return train, Windows(row, count - spared, spared, seq_len, train.loss)
 
 
 def _paths(where: Where) -> list[Path]:
@@ -194,7 +197,7 @@ def _of_sidecar(sidecar: Path, *, counted: bool) -> Format:
     return Format(str(sidecar), dtype, 0, numbers[0] if counted else -1, numbers[1])
 
 
-def _raw(path: Path, known: Format, flag: Dtype, vocab_size: int) -> TokenFile:
+def raw_file(path: Path, known: Format, flag: Dtype, vocab_size: int) -> TokenFile:
     if known.source and flag not in ("auto", known.dtype):
         reason = f"{known.source} gives {known.dtype}, but --data.args.dtype is {flag}."
         raise ConfigError(reason, "leave --data.args.dtype out")
@@ -319,18 +322,28 @@ class TokenRow:
 
 
 class Windows:
-    """`count` samples of a row, starting at its window `first`."""
+    """`count` samples of a row, starting at its window `first`; masked where `loss` is not 1."""
 
-    def __init__(self, row: TokenRow, first: int, count: int, seq_len: int) -> None:
-        self.row, self.first, self.count, self.seq_len = row, first, count, seq_len
+    def __init__(
+        self, row: TokenRow, first: int, count: int, seq_len: int, loss: TokenRow | None = None
+    ) -> None:
+        self.row, self.loss = row, loss
+        self.first, self.count, self.seq_len = first, count, seq_len
 
     def __len__(self) -> int:
         return self.count
 
     def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        batch = shifted(self._read(self.row, indices))
+        if self.loss is not None:
+            untrained = torch.from_numpy(self._read(self.loss, indices)[:, 1:] == 0)
+            batch["targets"].masked_fill_(untrained, MASKED)
+        return batch
+
+    def _read(self, row: TokenRow, indices: np.ndarray) -> np.ndarray:
         windows = np.empty((len(indices), self.seq_len + 1), np.int64)
         starts = ((self.first + indices) * self.seq_len).tolist()
         for out, start in zip(windows, starts, strict=True):
-            self.row.read_into(out, start)
-        self.row.check(windows, lambda line: int(starts[line]))
-        return shifted(windows)
+            row.read_into(out, start)
+        row.check(windows, lambda line: int(starts[line]))
+        return windows

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from fsdp.data.stream import StreamItems
 
 
+MASKED = -100
+"""A target that is not trained on."""
+
+
 class Samples(Protocol):
     """Samples by index. An index selects the same sample on every rank and in every thread."""
 
