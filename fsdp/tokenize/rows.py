@@ -11,7 +11,6 @@ Not here: what a row's columns mean (conversations.py).
 
 from __future__ import annotations
 
-import functools
 import gzip
 import json
 import os
@@ -488,9 +487,12 @@ def _copied(url: str) -> str:
     base = PurePath(os.path.commonpath([PurePath(path).parent for path in versions]))
 
     def make(aside: Path) -> None:
-        for path in versions:
-            copy = aside / PurePath(path).relative_to(base)
+        copies = {aside / PurePath(path).relative_to(base): path for path in versions}
+        for copy in copies:
             copy.parent.mkdir(parents=True, exist_ok=True)
-            retried(functools.partial(fs.get_file, path, str(copy)), f"reading {path}")
+        retried(lambda: fs.get(list(versions), list(map(str, copies))), f"reading {shown}")
+        for copy, path in copies.items():
+            if copy.stat().st_size != versions[path][0]:
+                raise ConfigError(f"{path} did not arrive whole.", "the same command again")
 
     return str(made_once("objects", [shown, versions], make))
