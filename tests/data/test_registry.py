@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import Dataset, IterableDataset
 
-from fsdp.base.errors import ConfigError, TrainingError
+from fsdp.base.errors import ConfigError, OneRankError
 from fsdp.config import DataSection
-from fsdp.data import Cursor, DataSet, Loader, build_dataset
-from fsdp.dist.mesh import DataRank
+from fsdp.data import DataSet, build_dataset
 
 
 def build(name: str, facts: dict[str, Any] | None = None, seq_len: int = 256, **args: Any) -> DataSet:
@@ -101,48 +100,41 @@ def test_synthetic_samples_are_the_same_however_they_are_asked_for() -> None:
 
 # ---------------------------------------------------------------- a person's own
 
-MINE = """
-import numpy as np
-import torch
-from torch.utils.data import Dataset, IterableDataset
 
+class Pairs(Dataset[Any]):
+    classes: Any = ("cat", "dog")
 
-class Pairs(Dataset):
-    classes = ["cat", "dog"]
-
-    def __init__(self, count=12):
+    def __init__(self, count: int = 12) -> None:
         self.count = count
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index):
-        if index >= self.count:
-            raise IndexError(index)
+    def __getitem__(self, index: int) -> Any:
         return np.full((3, 4, 4), index, np.float32), index % 2
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
         yield 1, 2
 
 
 class Sized(Stream):
-    def __len__(self):
+    def __len__(self) -> int:
         return 1
 
 
 class Bad(Pairs):
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> Any:
         return index, index, index
 
 
 class Arrays(Pairs):
-    def __init__(self, dtype):
+    def __init__(self, dtype: str) -> None:
         super().__init__()
         self.dtype = dtype
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> Any:
         row = np.array([index, 3], self.dtype)
         more = {"labels": row[0], "weight": np.float64(0.5), "tensor": torch.from_numpy(row)}
         return {"inputs": row, "targets": row, **more}
@@ -153,34 +145,39 @@ class Counted(Pairs):
 
 
 class Flat(Pairs):
-    def collate(self, items):
-        return {"inputs": torch.stack([torch.as_tensor(one) for one, _ in items]), "scale": torch.tensor(2.0)}
+    def collate(self, items: list[Any]) -> Any:
+        return {"inputs": torch.stack([torch.as_tensor(x) for x, _ in items]), "scale": torch.tensor(2.0)}
 
 
-def pairs(count=12): return Pairs(count)
-def with_heldout(count, test=3): return Pairs(count), Pairs(test)
-def stream(): return Stream()
-def sized(): return Sized()
-def bad(): return Bad()
-def arrays(dtype): return Arrays(dtype)
-def counted(): return Counted()
-def flat(): return Flat()
-def three(): return Pairs(), Pairs(), Pairs()
-def broken(): return 1 / 0
-"""
+class Ragged(Pairs):
+    classes = None
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.arange(index % 4 + 2), torch.arange(index % 4 + 2)
 
 
-@pytest.fixture(autouse=True)
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "my_own_data.py").write_text(MINE, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield
-    sys.modules.pop("my_own_data", None)
+class Padded(Ragged):
+    def collate(self, items: list[Any]) -> Any:
+        pad: Any = torch.nn.utils.rnn.pad_sequence
+        inputs, targets = zip(*items, strict=True)
+        return {"input_ids": pad(inputs, True), "targets": pad(targets, True, -100).numpy()}
+
+
+def with_heldout(count: int, test: int = 3) -> Any:
+    return Pairs(count), Pairs(test)
+
+
+def three() -> Any:
+    return Pairs(), Pairs(), Pairs()
+
+
+def broken() -> Any:
+    return 1 / 0
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
 def test_targets_of_whole_numbers_are_int64(dtype: str) -> None:
-    batch = build("my_own_data:arrays", dtype=dtype).train.batch(np.array([7, 5]))
+    batch = build(f"{__name__}:Arrays", dtype=dtype).train.batch(np.array([7, 5]))
     for name in ("targets", "labels"):
         assert batch[name].dtype == torch.int64
     assert batch["targets"].tolist() == [[7, 3], [5, 3]]
@@ -194,96 +191,29 @@ def test_targets_of_whole_numbers_are_int64(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("factory", "args", "message"),
     [
-        ("my_own_data:pear", {}, r"has no pear"),
-        ("my_own_data:pairs", {"cuont": 3}, r"cuont is not an argument of .* HINT: --data.args.count VALUE"),
-        ("my_own_data:with_heldout", {}, r"with_heldout needs count. HINT: --data.args.count VALUE"),
-        ("my_own_data:stream", {}, r"a stream of type Stream, which has no length and no state_dict: .*HINT"),
-        ("my_own_data:sized", {}, r"of type Sized, which has no items by index and no state_dict: .*HINT"),
-        ("my_own_data:bad", {}, r"sample 0 cannot be read: TypeError: an item is a tuple, neither "),
-        ("my_own_data:counted", {}, r"counted: classes is 10\. HINT: classes = "),
-        ("my_own_data:flat", {}, r"flat: scale of a batch is not a tensor with a row for each item\. HINT: "),
-        ("my_own_data:three", {}, r"returned a tuple, not a Dataset with items by index"),
-        ("my_own_data:broken", {}, r"failed: ZeroDivisionError: division by zero \(.*my_own_data.py:\d+\)"),
+        ("pear", {}, r"has no pear"),
+        ("Pairs", {"cuont": 3}, r"cuont is not an argument of .* HINT: --data.args.count VALUE"),
+        ("with_heldout", {}, r"with_heldout needs count. HINT: --data.args.count VALUE"),
+        ("Stream", {}, r"a stream of type Stream, which has no length and no state_dict: .*HINT"),
+        ("Sized", {}, r"of type Sized, which has no items by index and no state_dict: .*HINT"),
+        ("Bad", {}, r"sample 0 cannot be read: TypeError: an item is a tuple, neither "),
+        ("Counted", {}, r"Counted: classes is 10\. HINT: classes = "),
+        ("Flat", {}, r"Flat: scale of a batch is not a tensor with a row for each item\. HINT: "),
+        ("three", {}, r"returned a tuple, not a Dataset with items by index"),
+        ("broken", {}, r"failed: ZeroDivisionError: division by zero \(.*test_registry.py:\d+\)"),
     ],
 )
 def test_what_is_wrong_with_ones_own_is_said(factory: str, args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        build(factory, **args)
+        build(f"{__name__}:{factory}", **args)
     assert "\n" not in str(caught.value)
 
 
-# ---------------------------------------------------------------- batches of one's own making
-
-RAGGED = """
-import torch
-from torch.utils.data import Dataset
-
-
-class Ragged(Dataset):
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        return torch.arange(index % 4 + 2), torch.arange(index % 4 + 2)
-
-
-class Padded(Ragged):
-    def collate(self, items):
-        pad = torch.nn.utils.rnn.pad_sequence
-        inputs, targets = zip(*items)
-        return {"input_ids": pad(inputs, True), "targets": pad(targets, True, -100).numpy()}
-
-
-def ragged(): return Ragged()
-def padded(): return Padded()
-"""
-
-
-@pytest.fixture
-def ragged(tmp_path: Path) -> Iterator[None]:
-    (tmp_path / "my_ragged_data.py").write_text(RAGGED, encoding="utf-8")
-    yield
-    sys.modules.pop("my_ragged_data", None)
-
-
-def all_in_one(data: DataSet) -> Loader:
-    count = len(data.train)
-    cursor = Cursor(seed=0, samples=count, global_batch=count)
-    return Loader(
-        data.train,
-        cursor,
-        micro_batch=count,
-        accumulation=1,
-        rank=DataRank(0, 1),
-        workers=0,
-        prefetch=1,
-        pin=False,
-    )
-
-
-@pytest.mark.usefixtures("ragged")
-def test_samples_of_unlike_lengths_are_named_and_the_hint_names_the_hook() -> None:
-    message = r"^rank 0, step 0: samples .*: those of one batch must have one shape: .* HINT: give .* collate"
-    with pytest.raises(TrainingError, match=message):
-        all_in_one(build("my_ragged_data:ragged")).step(0)
-
-
-@pytest.mark.usefixtures("ragged")
-def test_a_datasets_own_collate_makes_the_batches() -> None:
-    data = build("my_ragged_data:padded")
+def test_a_datasets_own_collate_makes_the_batches_of_unlike_samples() -> None:
+    with pytest.raises(OneRankError, match=r"samples .*: those of one batch must have one shape: .* collate"):
+        build(f"{__name__}:Ragged").train.batch(np.array([0, 1]))
+    data = build(f"{__name__}:Padded")
     assert data.info.kind == "text"
     batch = data.train.batch(np.array([0, 3]))
     assert batch["inputs"].tolist() == [[0, 1, 0, 0, 0], [0, 1, 2, 3, 4]]
     assert batch["targets"].tolist() == [[0, 1, -100, -100, -100], [0, 1, 2, 3, 4]]
-    step = all_in_one(data).step(0)
-    assert step.micro[0].tokens == sum(index % 4 + 2 for index in range(12))
-
-
-@pytest.mark.parametrize("name", ["text", "tokens", "folder", "documents"])
-def test_a_place_that_cannot_be_looked_at_is_one_line(name: str, tmp_path: Path) -> None:
-    """As below a folder that may not be searched: pathlib raises where a missing place is False."""
-    place = tmp_path / ("x" * 300)
-    with pytest.raises(
-        ConfigError, match=rf"^{place}.* cannot be read \(File name too long\). HINT: ls -ld {place}"
-    ):
-        build_dataset(DataSection(name=name, dir=str(place)))
