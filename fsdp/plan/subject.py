@@ -28,7 +28,7 @@ from fsdp.models.hf import resolve_folder
 from fsdp.models.hub import PREFIX
 from fsdp.parallel.shard import resolve_dtypes
 from fsdp.run.job import meta_model, model_of
-from fsdp.tokenize.sources import is_pattern, is_remote
+from fsdp.tokenize.rows import is_pattern, is_remote
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 SCRATCH_SHARE = 0.1
