@@ -175,6 +175,11 @@ def read_output(output: Any, *, labelled: bool = False) -> Output:
     get = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)
     loss, logits = get("loss"), get("logits")
     if loss is not None or logits is not None:
+        name, needed = ("logits", logits) if loss is None else ("loss", loss)
+        if not isinstance(needed, Tensor):
+            raise ConfigError(
+                f"the model returned a {type(needed).__name__} as {name}.", f"{name} as a tensor"
+            )
         return Output(loss, logits if isinstance(logits, Tensor) else None)
     if isinstance(output, (tuple, list)) and output:
         first = read_output(output[0])
@@ -207,6 +212,8 @@ class HfEntropy:
 
     def __init__(self, model: nn.Module, *, shifted: bool) -> None:
         self._model, self.shifted = model, shifted
+        self.routes = bool(getattr(text_config(model), "output_router_logits", False))
+        """Whether the configuration asks for a router's loss, in which no row can be masked."""
         self._calls: list[bool] = []
         """For each call of a forward, whether it is the plain cross entropy."""
         self._stand_in = self._nothing  # one object: compiled code has a guard on it

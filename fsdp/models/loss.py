@@ -155,8 +155,9 @@ class LossFunction:
         self._dtype: torch.dtype | None = None
         self._decodes_labels = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self._entropy = None if custom is not None else maybe_entropy(model)
-        self._masks: set[bool] = set()
-        """Whether training, or evaluation, takes a loss from logits alone, in which padding is masked."""
+        self._of_all_rows: dict[bool, bool] = {}
+        """In training and in evaluation, from the first call: whether the output has a loss of all rows that
+        neither class nor signature announce."""
         self.counts_tokens = False
         """Known after the first call: whether a batch is weighted by unmasked tokens, not by samples."""
         self.per_row = False
@@ -194,33 +195,56 @@ class LossFunction:
         items: Callable[[], float] | None = None,
     ) -> LossParts:
         """`valid` marks the first `valid_rows` rows. The others are padding and add nothing: their targets
-        are masked, or they are cut off where the model computes a loss of its own or adds one, as the first
-        call shows. `items`: the weight of the global batch, in training.
+        are masked, or they are cut off where the model computes a loss of its own or adds one. `items`: the
+        weight of the global batch, in training.
         """
         if self.custom is not None:
             output = self._call(model, data, withheld=self._unread)
             losses, weights = self.custom.weighted(output, data, valid)
             rows = (row_sums(losses), row_sums(weights)) if self.per_row else None
             return LossParts(losses.sum(), None, weights.sum(dtype=torch.float64), rows)
-        rows_kept = max(valid_rows, 1)  # one row without weight, where there is no other
-        if len(valid) > rows_kept and torch.is_grad_enabled() not in self._masks:
+        received, training = self.gives_labels(data), torch.is_grad_enabled()
+        announced = "targets" not in data or bool(received) if self._entropy is None else self._entropy.routes
+        if announced or self._of_all_rows.get(training):
+            rows_kept = max(valid_rows, 1)  # one row without weight, where there is no other
             data, valid = {name: value[:rows_kept] for name, value in data.items()}, valid[:rows_kept]
-        received, name = self.gives_labels(data), self._label_name(data)
+            return self._once(model, data, valid, received, items)[0]
+        first = training not in self._of_all_rows
+        streams = _random_streams(valid.device) if first else None
+        parts, of_all_rows = self._once(model, data, valid, received, items)
+        self._of_all_rows[training] = of_all_rows
+        if first and of_all_rows:
+            # On every rank, with padding or without: each forward gathers. Its draws are the first one's, as
+            # in a run whose first call was earlier.
+            assert streams is not None
+            _set_random_streams(valid.device, streams)
+            return self(model, data, valid, valid_rows, items)
+        return parts
+
+    def _once(
+        self,
+        model: nn.Module,
+        data: Mapping[str, Tensor],
+        valid: Tensor,
+        received: str,
+        items: Callable[[], float] | None,
+    ) -> tuple[LossParts, bool]:
+        """One forward; whether its loss is of all rows, those that are masked too."""
+        name = self._label_name(data)
         if self._entropy is not None and name and not data[name].is_floating_point():
-            return self._of_transformers(self._entropy, model, data, name, valid)
+            parts = self._of_transformers(self._entropy, model, data, name, valid)
+            return parts, parts.auxiliary is not None
         if self._head is not None:
             if received:
                 raise self._head.refusal(f"the model computes a loss of its own from {received}")
-            self._masks.add(torch.is_grad_enabled())
-            return self._from_logits(model, data, _targets(data), valid)[0]
+            return self._from_logits(model, data, _targets(data), valid)[0], False
         labels = data[received] if received else None
         self.counts_tokens = labels is not None and labels.dim() > 1 and not labels.is_floating_point()
         whole = self._items(labels, valid, items) if ITEMS in self._accepts else None
         output = read_output(self._call(model, data, whole), labelled=bool(received))
         if output.loss is not None:
-            return self._own(output, output.loss, labels, valid, whole)
-        self._masks.add(torch.is_grad_enabled())
-        return self._parts(output, _targets(data), valid)
+            return self._own(output, output.loss, labels, valid, whole), True
+        return self._parts(output, _targets(data), valid), False
 
     def _of_transformers(
         self, entropy: HfEntropy, model: nn.Module, data: Mapping[str, Tensor], name: str, valid: Tensor
@@ -231,7 +255,6 @@ class LossFunction:
             parts, output = self._from_logits(model, {**data, "labels": labels}, targets, valid)
         # Without a gradient it is the 0 that stands for the cross entropy.
         if output.loss is None or not output.loss.requires_grad:
-            self._masks.add(torch.is_grad_enabled())
             return parts
         self.adds = True
         return replace(parts, auxiliary=output.loss * valid.sum())
@@ -357,6 +380,17 @@ class LossFunction:
                     "give it a default in forward, or return it from the data set: docs/data.md",
                 ) from None
         return model(cast["inputs"], **extra)
+
+
+def _random_streams(device: torch.device) -> list[Tensor]:
+    streams = [torch.get_rng_state()]
+    return [*streams, torch.cuda.get_rng_state(device)] if device.type == "cuda" else streams
+
+
+def _set_random_streams(device: torch.device, streams: list[Tensor]) -> None:
+    torch.set_rng_state(streams[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(streams[1], device)
 
 
 def _targets(data: Mapping[str, Tensor]) -> Tensor:

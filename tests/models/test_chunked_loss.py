@@ -77,7 +77,7 @@ def test_evaluation_counts_right_predictions() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_each_row_has_its_part_of_the_sum(training: bool) -> None:
-    """As the losses of a mixture's sources need it."""
+    """As the losses of a mixture's sources need it. The row that is padding has nothing."""
     model = transformer()
     loss = LossFunction(model, head=ChunkedHead(model, 5))
     loss.per_row = True
@@ -90,8 +90,8 @@ def test_each_row_has_its_part_of_the_sum(training: bool) -> None:
     ]
     assert found.rows is not None
     sums, counts = found.rows
-    assert sums.tolist() == pytest.approx([sum(row) for row in each], rel=1e-12)
-    assert counts.tolist() == [9, 4]
+    assert sums.tolist() == pytest.approx([*(sum(row) for row in each), 0.0], rel=1e-12)
+    assert counts.tolist() == [9, 4, 0]
     assert float(found.loss_sum.detach()) == pytest.approx(float(sums.sum()), rel=1e-12)
 
 
@@ -201,7 +201,7 @@ class OwnLoss(Biased):
     [
         (Capped(), "the model's forward changes the logits of lm_head, and the loss is computed there"),
         (Unused(), "the model's forward does not call lm_head"),
-        (Last(), r"lm_head receives \(2, 1\) positions for targets of \(2, 9\)"),
+        (Last(), r"lm_head receives \(3, 1\) positions for targets of \(3, 9\)"),
         (OwnLoss(), "the model computes a loss of its own from targets"),
     ],
 )
