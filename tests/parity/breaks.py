@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 import fsdp.models.loss
-import fsdp.optim.optimizer
 import fsdp.run.build
 import fsdp.run.step
 from fsdp.dist.env import DistEnv
@@ -95,26 +94,6 @@ class Rounded(Scatter):
         dist.reduce_scatter_tensor(output_tensor, input_tensor.float().to(input_tensor.dtype), op, group)
 
 
-class Rolled(Scatter):
-    """Each rank's part is one element further."""
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, *_: Any) -> None:
-        dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
-        output_tensor.copy_(output_tensor.roll(1))
-
-
-class LaterTurned(Scatter):
-    """The sign of the gradients is wrong from the second step on."""
-
-    calls = 0
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, *_: Any) -> None:
-        dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
-        self.calls += 1
-        if self.calls > 1:
-            output_tensor.neg_()
-
-
 def one_unit_by(scatter: Callable[[], Scatter]) -> Break:
     """One unit's gradients are reduced in another way."""
 
@@ -129,34 +108,6 @@ def one_unit_by(scatter: Callable[[], Scatter]) -> Break:
         return broken
 
     return lambda env: instead(fsdp.run.build, "shard_model", make)
-
-
-def targets_of_others(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
-    """On one rank each sample has the target of its neighbour."""
-
-    def make(call: Any) -> Any:
-        def broken(self: LossFunction, model: Any, data: Any, *args: Any) -> Any:
-            if env.rank == 1:
-                data = {**data, "targets": data["targets"].roll(1, 0)}
-            return call(self, model, data, *args)
-
-        return broken
-
-    return instead(LossFunction, "__call__", make)
-
-
-def gradient_lost(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
-    """One rank's part of one parameter has no gradient after the reduction."""
-
-    def make(norm: Any) -> Any:
-        def broken(self: Gradients) -> Tensor:
-            if env.rank == 1:
-                self._locals([*self._sharded, *self._plain])[0].zero_()
-            return norm(self)
-
-        return broken
-
-    return instead(Gradients, "norm", make)
 
 
 def loss_alone(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -225,10 +176,6 @@ def replicas_not_averaged(env: DistEnv) -> contextlib.AbstractContextManager[Any
     return stack
 
 
-def divisor_of_one_axis(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
-    return instead(Sharded, "divisor", lambda _: property(lambda self: float(self.sizes.shard)))
-
-
 def first_micro_batch_dropped(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
     left: list[int] = []
 
@@ -265,16 +212,6 @@ def gradients_kept(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(torch.optim.Optimizer, "zero_grad")
 
 
-def vectors_decayed(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
-    def make(groups: Any) -> Any:
-        return lambda *args: [{**group, "weight_decay": 0.1} for group in groups(*args)]
-
-    stack = contextlib.ExitStack()
-    stack.enter_context(instead(fsdp.optim.optimizer, "parameter_groups", make))
-    stack.enter_context(mock.patch.object(fsdp.run.build, "apply_hyperparameters"))
-    return stack
-
-
 def nothing(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
@@ -286,19 +223,13 @@ BREAKS: dict[str, Break] = {
     "mean over tokens": mean_over_tokens,
     "a unit not reduced": one_unit_by(Scatter),
     "reduced in float32": one_unit_by(Rounded),
-    "parts shifted": one_unit_by(Rolled),
-    "turned from the second step": one_unit_by(LaterTurned),
-    "targets of others": targets_of_others,
-    "a part's gradient lost": gradient_lost,
     "loss alone": loss_alone,
     "a rank's own rate": own_rate,
     "a sum for a mean": sum_for_mean,
     "replicas not averaged": replicas_not_averaged,
-    "divisor of one axis": divisor_of_one_axis,
     "first micro-batch dropped": first_micro_batch_dropped,
     "clipped by local norm": clipped_by_local_norm,
     "gradients kept": gradients_kept,
-    "vectors decayed": vectors_decayed,
 }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fsdp.report.__main__ import main
-from fsdp.report.chart import label, running_median, thin, ticks
+from fsdp.report.chart import thin
 from fsdp.report.run_data import Series, read_run
 from tests.report.made_run import NOON, made, report, verdict, watched, write
 
@@ -45,11 +45,6 @@ def test_it_loads_nothing_and_nothing_in_it_is_html(tmp_path: Path) -> None:
     assert "54439" not in text
     assert not re.findall(r"""(?:src|href)=["'](?!data:)|https?://|url\(|@import""", text)
     assert "default-src 'none'" in text
-
-
-def test_a_run_without_a_watch_has_none_of_its_sections(tmp_path: Path) -> None:
-    text = report(made(tmp_path / "plain"))
-    assert not re.search("<h2>(Where the time|Failures|Memory)", text)
 
 
 def test_curves_beyond_the_first_are_folded_and_the_rest_counted(tmp_path: Path) -> None:
@@ -250,21 +245,6 @@ def test_a_spike_in_a_million_steps_stays() -> None:
     assert len(band.steps) <= 720
     assert (band.high.max(), band.low.min()) == (99.0, -5.0)
     assert abs(band.steps[band.high.argmax()] - 654_321) < 3000
-
-
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3, 17), (1e-9, 4e-9), (0, 1e12), (0.123, 0.124)])
-def test_ticks_are_round_and_inside(low: float, high: float) -> None:
-    values = ticks(low, high)
-    assert 2 <= len(values) <= 8
-    assert all(low - 1e-12 <= value <= high * (1 + 1e-9) for value in values)
-    assert len({label(value) for value in values}) == len(values)
-
-
-def test_a_running_median_is_unbiased_and_ignores_spikes() -> None:
-    values = np.arange(50.0)
-    assert np.allclose(running_median(values, 5), values)
-    values[25] = 1e9
-    assert running_median(values, 5).max() <= 49
 
 
 PROBE = """<script>
