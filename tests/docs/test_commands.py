@@ -112,7 +112,6 @@ NOT_RUN = {
     r"python -m tests\.golden": "minutes; tests/golden/test_golden.py runs its parts",
     r"python -m tests\.fuzz ": "minutes; tests/fuzz/test_fuzz.py runs its parts",
     r"python -m tests\.models\.foreign$": "minutes: tests/models/test_foreign.py runs a row",
-    r"python -m$": "names the option",
 }
 
 COPIED = ("train.py", "shardrun", "examples", *FOLDERS)
