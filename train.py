@@ -48,8 +48,9 @@ def main(argv: list[str]) -> int:
 
 def under_ray(config: Config) -> int:
     """This process is the driver. A local Ray starts while it imports torch."""
+    from fsdp.dist.mesh import plan_batch, resolve
+    from launch.ray_cluster import own_ray, with_address
     from launch.ray_driver import Stopping
-    from launch.ray_own import check_installed, check_ranks, own_ray, with_address
 
     config = with_address(config)
     maker = started_by()
@@ -57,9 +58,10 @@ def under_ray(config: Config) -> int:
     if maker and not (maker == "srun" and config.ray.address and prints_shared_errors()):
         hint = "--backend torchrun, or python train.py --backend ray with nothing in front"
         raise ConfigError(f"--backend ray starts the ranks, but {maker} has started them already.", hint)
-    check_installed()
-    check_ranks(config)
-
+    low, high = worker_range(config.ray.num_workers)
+    for ranks in range(low, high + 1):  # of an elastic run
+        resolve(config.mesh, ranks)
+        plan_batch(config.train, ranks)
     stopping = Stopping()
     with own_ray(config.ray) as own:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from collections.abc import Mapping
 
@@ -12,8 +11,6 @@ from fsdp.dist.env import DistEnv, rendezvous_host
 
 RENDEZVOUS_PORT = 29400
 """torchrun's own default for --rdzv-endpoint without a port."""
-SECRET = re.compile(r"(?i)(^|_)(key|token|secret|passw\w*|credentials?)(_|$)")
-"""In the name of an environment variable whose value is printed nowhere."""
 
 
 def rank_command(env: DistEnv, environ: Mapping[str, str] = os.environ) -> str:
@@ -25,13 +22,13 @@ def rank_command(env: DistEnv, environ: Mapping[str, str] = os.environ) -> str:
         return f"python -m launch.submit {_submit_flags(env)} --"
     if "SHARDRUN_LAUNCHER" in environ:
         before = "LAUNCHER=srun " if environ["SHARDRUN_LAUNCHER"] == "srun" else ""
-        what = "gpus" if env.device.type == "cuda" else "ntasks"
-        return f"{before}sbatch --nodes={nodes} --{what}-per-node={each} slurm/fsdp.sbatch"
+        kind = "gpus" if env.device.type == "cuda" else "ntasks"
+        return f"{before}sbatch --nodes={nodes} --{kind}-per-node={each} slurm/fsdp.sbatch"
     if env.launcher.startswith("torchrun"):
         host = rendezvous_host(environ)
         endpoint = f"'[{host}]:{RENDEZVOUS_PORT}'" if ":" in host else f"{host}:{RENDEZVOUS_PORT}"
-        where = f" --nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint={endpoint}"
-        return f"torchrun{where if nodes > 1 else ''} --nproc_per_node={each} train.py"
+        rendezvous = f" --nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint={endpoint}"
+        return f"torchrun{rendezvous if nodes > 1 else ''} --nproc_per_node={each} train.py"
     if env.launcher == "srun":
         return f"srun --nodes={nodes} --ntasks={env.world_size} python train.py"
     return "python train.py"
@@ -47,20 +44,15 @@ def _submit_flags(env: DistEnv) -> str:
 
 
 def ray_command(config: Config, environ: Mapping[str, str] = os.environ) -> str:
-    """The command under Ray, whose driver prints the summary.
-
-    RUN/config.toml has no --ray flags: they are listed.
+    """The command under Ray, whose driver prints the summary. RUN/config.toml has no --ray flags: they are
+    listed. The shell takes the values of --ray.env, which may be secrets, from its variables of that name.
     """
     if "SHARDRUN_RAY_NODES" in environ:
-        return f"sbatch --nodes={environ['SHARDRUN_RAY_NODES']} slurm/ray.sbatch"
-    given = {name: value for name, value in vars(config.ray).items() if value != getattr(RaySection(), name)}
-    variables = given.pop("env", {})
-    words = [(f"--ray.{name}", str(value)) for name, value in given.items()]
-    typed = [f"{flag} {shlex.quote(text)}" for flag, text in words]
-    typed += [f"--ray.env {_assignment(name, value)}" for name, value in variables.items()]
-    return " ".join(["python train.py --backend ray", *typed])
-
-
-def _assignment(name: str, value: str) -> str:
-    """A secret stays out of logs: the shell takes it from the variable of that name, and stops without it."""
-    return f'{name}="${{{name}:?}}"' if SECRET.search(name) else shlex.quote(f"{name}={value}")
+        return f"LAUNCHER=ray sbatch --nodes={environ['SHARDRUN_RAY_NODES']} slurm/fsdp.sbatch"
+    changed = {
+        name: value for name, value in vars(config.ray).items() if value != getattr(RaySection(), name)
+    }
+    variables = changed.pop("env", {})
+    words = [f"--ray.{name} {shlex.quote(str(value))}" for name, value in changed.items()]
+    words += [f'--ray.env {name}="${{{name}:?}}"' for name in variables]
+    return " ".join(["python train.py --backend ray", *words])

@@ -6,6 +6,7 @@ imported by `run_rank` alone: `refuse` reports a wrong flag without waiting for 
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from fsdp.base.errors import (
@@ -19,17 +20,12 @@ from fsdp.base.errors import (
 )
 from fsdp.base.streams import print_line
 from fsdp.config import Config
-from fsdp.dist.env import (
-    DistEnv,
-    prints_errors_of_node,
-    prints_shared_errors,
-    wait_for_rank_0_to_print,
-)
+from fsdp.dist.env import DistEnv, prints_errors_of_node, prints_shared_errors, wait_for_rank_0_to_print
 from fsdp.dist.network import is_lost_peer
 from fsdp.record.console import print_last
 from fsdp.watch.failure import write_torchrun_error_file
 from launch.command import rank_command
-from launch.marker import Failure, Marker, failed_before_this_restart, marker_of, note_for_torchrun
+from launch.marker import Failure, Marker, marker_of
 from launch.policy import EXIT_INTERRUPTED, Kind
 
 if TYPE_CHECKING:
@@ -61,12 +57,12 @@ def run_rank(
 
 
 def already_failed(marker: Marker | None, program: str) -> int | None:
-    """The exit code of the final error of torchrun's earlier try, printed again; None if this try may train.
-
-    It imports no torch.
+    """The exit code of the final error of an earlier try under `torchrun --max-restarts`, which repeats any
+    failure; None if this try may train. It prints that error again, and imports no torch.
     """
-    before = failed_before_this_restart(marker)
-    if before is None:
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    before = marker.read() if restarted and marker is not None else None
+    if before is None or before.kind is not Kind.FINAL:
         return None
     if prints_shared_errors():
         print_line(f"{program}: not tried again, it would fail the same way: {before.message}")
@@ -74,6 +70,15 @@ def already_failed(marker: Marker | None, program: str) -> int | None:
         wait_for_rank_0_to_print()
     write_torchrun_error_file(before.message)
     return before.code
+
+
+def refuse_ray(config: Config, launcher: str) -> None:
+    """Raises ConfigError for --backend ray behind a launcher that starts the ranks itself."""
+    if config.backend == "ray":
+        raise ConfigError(
+            f"--backend ray starts the ranks, and so does {launcher}.",
+            "--backend torchrun, or python train.py --backend ray with nothing in front",
+        )
 
 
 def refuse(error: ShardrunError, program: str) -> int:
@@ -102,8 +107,6 @@ def report(error: BaseException, env: DistEnv, program: str, marker: Marker | No
     if marker is not None:
         marker.write(failure, env.rank)
     scope = error.scope if isinstance(error, ShardrunError) else "rank"
-    if env.local_rank == 0 and scope == "all":
-        note_for_torchrun(failure)
     if failure_was_printed(error):
         return failure.code
     is_first = env.is_main or scope == "rank" or (scope == "node" and env.local_rank == 0)
@@ -121,16 +124,12 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, ShardrunError):
         lost = error.__cause__ is not None and is_lost_peer(error.__cause__)
         echo = isinstance(error, OtherRankFailed) or lost
-        return Failure(Kind.ERROR if echo else _kind(error), error.exit_code, str(error), echo)
+        if isinstance(error, RefusedError):
+            return Failure(Kind.REFUSED, error.exit_code, str(error), echo)
+        # an error with another as its cause, such as a file that could not be read, may not repeat at the
+        # next start
+        final = isinstance(error, ConfigError | TrainingError) and error.__cause__ is None and not echo
+        return Failure(Kind.FINAL if final else Kind.ERROR, error.exit_code, str(error), echo)
     if is_lost_peer(error):
         return Failure(Kind.ERROR, 1, first_line(error, 2000), echo=True)
     return Failure(Kind.ERROR, 1, exception_line(error))
-
-
-def _kind(error: ShardrunError) -> Kind:
-    if isinstance(error, RefusedError):
-        return Kind.REFUSED
-    # an error with another as its cause, such as a file that could not be read, may not repeat at the next
-    # start
-    final = isinstance(error, ConfigError | TrainingError) and error.__cause__ is None
-    return Kind.FINAL if final else Kind.ERROR

@@ -52,7 +52,9 @@ def train(config: Config | Sequence[str], *, reporter: Reporter | None = None) -
         )
     try:
         if _is_ray_worker():
-            return _train_in_ray(resolved, reporter)
+            from launch.ray_worker import train_and_report
+
+            return train_and_report(_with_storage(resolved), reporter)
         return train_rank(resolved, from_environment(device=resolved.run.device), reporter)
     finally:
         # FSDP2's modules are reference cycles: until a collection of the oldest generation, which is rare,
@@ -64,13 +66,13 @@ def train(config: Config | Sequence[str], *, reporter: Reporter | None = None) -
 
 def record_of(outcome: Outcome) -> dict[str, Any]:
     """The outcome as plain types: it can be unpickled where this package is not installed."""
-    found = outcome.evaluation
+    evaluation = outcome.evaluation
     return {
         "run_dir": str(outcome.run_dir),
         "step": outcome.step,
         "stopped": outcome.stopped,
-        "eval_loss": found.loss if found is not None else None,
-        "accuracy": found.accuracy if found is not None else None,
+        "eval_loss": evaluation.loss if evaluation is not None else None,
+        "accuracy": evaluation.accuracy if evaluation is not None else None,
     }
 
 
@@ -111,17 +113,6 @@ class ReportedTraining(own_loop.Training):
 Training = ReportedTraining
 
 
-def _train_in_ray(config: Config, reporter: Reporter | None) -> Outcome:
-    from launch.ray_worker import RayReporter, dist_env
-
-    env, config = dist_env(), _with_storage(config)
-    ray_reporter = RayReporter(env.rank) if reporter is None else None
-    outcome = train_rank(config, env, reporter or ray_reporter, process_ends=True)
-    if ray_reporter is not None:
-        ray_reporter.close(config, outcome.run_dir)
-    return outcome
-
-
 def _with_storage(config: Config) -> Config:
     """An empty run.dir is Ray's storage. A URL gets the checkpoints, and each node has a folder for the
     rest.
@@ -132,9 +123,9 @@ def _with_storage(config: Config) -> Config:
 
     if config.run.dir:
         return config
-    place = storage_place(ray.train.get_context().get_storage())
-    if not is_url(place):
-        return configuration.replace(config, run__dir=place)
-    run = cache_folder("runs", place.replace("://", "-").replace("/", "-"))
-    store = config.checkpoint.dir or f"{place}/checkpoints"
+    storage = storage_place(ray.train.get_context().get_storage())
+    if not is_url(storage):
+        return configuration.replace(config, run__dir=storage)
+    run = cache_folder("runs", storage.replace("://", "-").replace("/", "-"))
+    store = config.checkpoint.dir or f"{storage}/checkpoints"
     return configuration.replace(config, run__dir=str(run), checkpoint__dir=store)

@@ -20,11 +20,10 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from types import FrameType
-from typing import NoReturn
 
 from fsdp import config as configuration
 from fsdp.base import proc
@@ -35,11 +34,9 @@ from fsdp.config import Config
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, whole_number
 from fsdp.dist.env import DistEnv, fewer_ranks, job_start, pick_device, set_allocator
 from fsdp.rundir import history, paths
-from fsdp.rundir.paths import RunDir
 from launch import guard, slurm_job
 from launch.marker import Marker
 from launch.policy import EXIT_INTERRUPTED, Act, Allocation, End, Kind, Past, decide
-from launch.ray_own import refuse_ray
 
 GRACE_S = 0.5
 """After a rank's death most others end by themselves, on a broken connection; one that waits for a device is
@@ -53,9 +50,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         options, flags = _parse(argv or ["--help"])
         config = configuration.load(flags)
-        refuse_ray(config, "launch.local")
+        guard.refuse_ray(config, "launch.local")
         if options.dry_run:
-            return _dry_run(config, options.ranks)
+            from fsdp.run.summary import dry_run
+
+            return print_answer(dry_run(config, _rank_env(config, 0, options.ranks)), "launch.local")
         run = paths.choose(config)
         config = configuration.replace(config, run__dir=str(run.path))
         # Frozen before the forks: a garbage collection in a fork would copy every shared page.
@@ -63,11 +62,12 @@ def main(argv: Sequence[str]) -> int:
             os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # for imports that ask for GPUs
             import torch  # noqa: F401  before the fork that asks for devices
 
-            code = _in_a_fork(lambda: _device_code(config, options.ranks))
+            code = _ended(_forked(lambda: _device_code(config, options.ranks)))
             if code not in (0, HAVE_GPUS):
                 return code
             warm_up(config, options.ranks, gpus=code == HAVE_GPUS)
-        _check_lock(run)
+        with slurm_job.holding(run, job_start()):
+            pass  # a refusal here leaves nothing behind; rank 0 takes the lock itself
         ranks = _RankProcesses(config, options.ranks)
     except ShardrunError as error:
         return guard.refuse(error, "launch.local")
@@ -79,30 +79,39 @@ def main(argv: Sequence[str]) -> int:
         return guard.refuse(slurm_job.as_error(run, error), "launch.local")
 
 
-def _dry_run(config: Config, ranks: int) -> int:
-    from fsdp.run.summary import dry_run
+def _forked(act: Callable[[], int]) -> int:
+    """The pid of a fork that ends with this exit code, and never returns into this stack.
 
-    return print_answer(dry_run(config, _rank_env(config, 0, ranks)), "launch.local")
-
-
-def _fork() -> int:
-    """Since 3.12 Python warns of threads at a fork: OpenBLAS, which numpy loads, ends its own before.
-
-    A Ctrl-C meanwhile is delivered afterwards: Python ignores errors of what modules have it call at a fork.
+    Since 3.12 Python warns of threads at a fork: OpenBLAS, which numpy loads, ends its own before. A Ctrl-C
+    meanwhile is delivered afterwards: Python ignores errors of what modules have it call at a fork.
     """
+    sys.stdout.flush()
+    sys.stderr.flush()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
-            return os.fork()
+            pid = os.fork()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if pid:
+        return pid
+    code = 1
+    try:
+        code = act()
+    except ShardrunError as error:
+        code = guard.refuse(error, "launch.local")
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED  # the launcher prints the line
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        flush_output()
+        os._exit(code)
 
 
-def _check_lock(run: RunDir) -> None:
-    """A refusal here leaves nothing behind; rank 0 takes the lock itself."""
-    with slurm_job.holding(run, job_start()):
-        pass
+def _ended(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _device_code(config: Config, ranks: int) -> int:
@@ -127,33 +136,12 @@ def _check_cuda_not_started(ranks: int) -> None:
     """LaunchError if the imports have started CUDA here: the ranks could not use it, or train on the CPU."""
     import torch
 
-    if torch.cuda.is_initialized() or not _in_a_fork(lambda: int(torch.cuda.is_available())):
+    if torch.cuda.is_initialized() or not _ended(_forked(lambda: int(torch.cuda.is_available()))):
         raise LaunchError(
             "CUDA was started by an import (--model.name, --data.name), and the ranks of launch.local are "
             "forks, which cannot use it then.",
             f"torchrun --nproc_per_node={ranks} train.py, with the same flags",
         )
-
-
-def _in_a_fork(act: Callable[[], int | None]) -> int:
-    """Its exit code. The client of a store has threads, which this process must not have when it forks."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = _fork()
-    if pid == 0:
-        code = 1
-        try:
-            code = act() or 0
-        except ShardrunError as error:
-            code = guard.refuse(error, "launch.local")
-        except KeyboardInterrupt:
-            code = EXIT_INTERRUPTED  # this process prints the line
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            flush_output()
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -191,55 +179,57 @@ class _RankProcesses:
     def __init__(self, config: Config, ranks: int) -> None:
         self._config, self._ranks = config, ranks
         self._run = paths.open_run(config.run.dir)
-        self._pids: dict[int, int] = {}
+        self._pids = set[int]()
         self._received: signal.Signals | None = None
 
     def run(self, restarts: int) -> int:
         """The exit code of the last try."""
         crashes: list[End] = []
-        with self._forwarding():
-            while True:
-                marker = Marker(self._run, f"launch.local {os.getpid()} try {len(crashes)}")
-                starts = history.count_starts(self._run)
-                code = self._one_try(marker)
-                if code == 0 or self._received is not None:
-                    if code < 0:
-                        print(f"launch.local: {_named(code)} while the ranks started", file=sys.stderr)
-                    return code if code >= 0 else 128 - code
-                end = slurm_job.end_of(
-                    self._run, marker, code, starting=history.count_starts(self._run) == starts
-                )
-                left = restarts - len(crashes)
-                decision = decide(end, Past(crashes=crashes), Allocation(tries_left=left))
-                how = f"a rank ended with {_named(code)} {end.where}"
-                if decision.act is Act.END:
-                    if end.kind in (Kind.ERROR, Kind.DIED):  # the ranks print the other kinds
-                        print(f"launch.local: {how}: {decision.why}: no restart", file=sys.stderr)
-                    return decision.code
-                crashes.append(end)
-                print(f"launch.local: {how}: restarting all ranks", file=sys.stderr)
+        for number in stop_signals():
+            signal.signal(number, self._forward)
+        while True:
+            marker = Marker(self._run, f"launch.local {os.getpid()} try {len(crashes)}")
+            starts = history.count_starts(self._run)
+            code = self._one_try(marker)
+            if code == 0 or self._received is not None:
+                if code < 0:
+                    print(f"launch.local: {_named(code)} while the ranks started", file=sys.stderr)
+                return code if code >= 0 else 128 - code
+            end = slurm_job.end_of(
+                self._run, marker, code, starting=history.count_starts(self._run) == starts
+            )
+            left = restarts - len(crashes)
+            decision = decide(end, Past(crashes=crashes), Allocation(tries_left=left))
+            how = f"a rank ended with {_named(code)} {end.where}"
+            if decision.act is Act.END:
+                if end.kind in (Kind.ERROR, Kind.DIED):  # the ranks print the other kinds
+                    print(f"launch.local: {how}: {decision.why}: no restart", file=sys.stderr)
+                return decision.code
+            crashes.append(end)
+            print(f"launch.local: {how}: restarting all ranks", file=sys.stderr)
 
     def _one_try(self, marker: Marker) -> int:
         """0 if all ranks succeeded, else the exit code of the first that failed, or of a signal that came
         before they were forked.
         """
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with tempfile.TemporaryDirectory(prefix="shardrun-local-", dir=_tmp(self._run)) as folder:
+        # a container may have no other folder that can be written
+        shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        with tempfile.TemporaryDirectory(prefix="shardrun-local-", dir=shm) as folder:
             # a signal comes before the check, or is forwarded to all ranks
             with delayed(stop_signals()):
                 if self._received is not None:
                     print(f"launch.local: {self._received.name} before the ranks started", file=sys.stderr)
                     return 128 + self._received
-                self._fork(str(Path(folder, "store")), marker)
+                for rank in range(self._ranks):
+                    self._pids.add(_forked(partial(self._as_rank, rank, f"{folder}/store", marker)))
             return self._wait()
 
-    def _fork(self, store: str, marker: Marker) -> None:
-        for rank in range(self._ranks):
-            pid = _fork()
-            if pid == 0:
-                _run_as_rank(self._config, rank, self._ranks, store, marker)
-            self._pids[pid] = rank
+    def _as_rank(self, rank: int, store: str, marker: Marker) -> int:
+        for number in stop_signals():
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
+        follow_parent()
+        return _train(self._config, _rank_env(self._config, rank, self._ranks), store, marker)
 
     def _wait(self) -> int:
         first, deadline = 0, float("inf")
@@ -248,9 +238,9 @@ class _RankProcesses:
             if pid:
                 code = os.waitstatus_to_exitcode(status)
                 # of no rank: a container's process 1 inherits orphans, and exec keeps the children of a shell
-                ours = self._pids.pop(pid, None) is not None
-                if ours and code and not first:
+                if pid in self._pids and code and not first:
                     first, deadline = code, time.monotonic() + GRACE_S
+                self._pids.discard(pid)
             elif time.monotonic() > deadline:
                 self._send(signal.SIGKILL)
                 deadline = float("inf")
@@ -263,28 +253,10 @@ class _RankProcesses:
             with suppress(ProcessLookupError):  # it has ended, and `_wait` has just reaped it
                 os.kill(pid, number)
 
-    @contextmanager
-    def _forwarding(self) -> Iterator[None]:
-        """Forward signals to the ranks, which agree on a step and save."""
-
-        def forward(number: int, frame: FrameType | None) -> None:
-            self._received = signal.Signals(number)
-            self._send(number)
-
-        before = {one: signal.signal(one, forward) for one in stop_signals()}
-        try:
-            yield
-        finally:
-            for one, handler in before.items():
-                signal.signal(one, handler)
-
-
-def _tmp(run: RunDir) -> str:
-    """For the ranks' store: in a container whose other folders are read-only the run directory."""
-    try:
-        return tempfile.gettempdir()
-    except FileNotFoundError:
-        return str(run.path)
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        """Forward a signal to the ranks, which agree on a step and save."""
+        self._received = signal.Signals(number)
+        self._send(number)
 
 
 def _named(code: int) -> str:
@@ -302,22 +274,6 @@ def _rank_env(config: Config, rank: int, ranks: int) -> DistEnv:
         device=pick_device(rank, config.run.device, "launch.local"),
         launcher="launch.local",
     )
-
-
-def _run_as_rank(config: Config, rank: int, ranks: int, store: str, marker: Marker) -> NoReturn:
-    """The forked process: it exits here and never returns into the launcher's stack."""
-    code = 1
-    try:
-        for one in stop_signals():
-            signal.signal(one, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
-        follow_parent()
-        code = _train(config, _rank_env(config, rank, ranks), store, marker)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        flush_output()
-        os._exit(code)
 
 
 def _train(config: Config, env: DistEnv, store: str, marker: Marker) -> int:

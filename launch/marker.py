@@ -8,14 +8,11 @@ so a launcher ignores an earlier start's. The next start that holds the run dire
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.streams import print_line
@@ -39,6 +36,8 @@ class Failure:
     message: str
     echo: bool = False
     """Whether another rank's failure caused it."""
+    trace: str = ""
+    """Its traceback, where a launcher other than the rank prints it."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,9 @@ class Marker:
         if failure.echo or failure.kind is Kind.REFUSED or before_the_lock:
             return
         record = {
-            **asdict(failure),
             "kind": failure.kind.name,
+            "code": failure.code,
+            "message": failure.message,
             "rank": rank,
             "start": self.start,
             "time": history.now(),
@@ -76,26 +76,14 @@ class Marker:
 
     def read(self) -> Failure | None:
         """The failure of this start; None if no rank has written one, or if it has another form."""
-        record = _read_object(self.run.failed)
-        kind = Kind.__members__.get(str(record.get("kind")))
-        return _failure(record, kind) if kind is not None and record.get("start") == self.start else None
-
-
-def _read_object(file: Path) -> Mapping[str, Any]:
-    """The JSON object of a file; empty if it holds another thing, or is longer than MOST_BYTES."""
-    try:
-        with file.open("rb") as opened:
-            record = json.loads(opened.read(MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def _failure(record: Mapping[str, Any], kind: Kind) -> Failure | None:
-    code, message = record.get("code"), record.get("message")
-    if type(code) is not int or not 1 <= code <= 255 or not isinstance(message, str):
-        return None
-    return Failure(kind, code, message)
+        try:
+            with self.run.failed.open("rb") as file:
+                record = json.loads(file.read(MOST_BYTES))
+            kind, code, message = Kind[record["kind"]], record["code"], record["message"]
+        except (OSError, ValueError, RecursionError, TypeError, KeyError):
+            return None
+        valid = type(code) is int and 1 <= code <= 255 and isinstance(message, str)
+        return Failure(kind, code, message) if valid and record.get("start") == self.start else None
 
 
 def marker_of(config: Config, environ: Mapping[str, str] = os.environ) -> Marker | None:
@@ -113,36 +101,3 @@ def marker_of(config: Config, environ: Mapping[str, str] = os.environ) -> Marker
             lock_checked=False,
         )
     return None
-
-
-def note_of_torchrun(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The file for an error that all ranks meet before they hold a run directory, under `torchrun
-    --max-restarts`: in torchrun's own folder, which its tries share. None elsewhere.
-    """
-    file, restarts = environ.get("TORCHELASTIC_ERROR_FILE", ""), environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if not file or int(restarts) == 0 or len(Path(file).parents) < 4:
-        return None
-    return Path(file).parents[2] / "shardrun-failed.json"  # of …/attempt_0/LOCAL_RANK/error.json
-
-
-def note_for_torchrun(failure: Failure, environ: Mapping[str, str] = os.environ) -> None:
-    """Keep a final configuration error for torchrun's next try."""
-    place = note_of_torchrun(environ)
-    if place is None or failure.code != ConfigError.exit_code or failure.kind is not Kind.FINAL:
-        return
-    with contextlib.suppress(OSError):  # the next try finds the error itself
-        write_atomically(place, json.dumps({"code": failure.code, "message": failure.message}) + "\n")
-
-
-def failed_before_this_restart(
-    marker: Marker | None, environ: Mapping[str, str] = os.environ
-) -> Failure | None:
-    """The final error of an earlier try under `torchrun --max-restarts`, which restarts after any failure."""
-    if int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
-        return None
-    note = note_of_torchrun(environ)
-    noted = _failure(_read_object(note), Kind.FINAL) if note is not None else None
-    if noted is not None:
-        return noted
-    before = marker.read() if marker is not None else None
-    return before if before is not None and before.kind is Kind.FINAL else None

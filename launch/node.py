@@ -41,7 +41,7 @@ def check(node: str, run: Path, count: int) -> int:
     """Print what the node has, and its problems, for which the exit code is 1. RUN need not exist yet."""
     import torch
 
-    folder = next(place for place in (run, *run.parents) if place.is_dir())
+    folder = next(parent for parent in (run, *run.parents) if parent.is_dir())
     problems = [] if os.access(folder, os.W_OK) else [f"{folder} cannot be written"]
     devices = "no device for a rank"
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from fsdp.base.phases import StopReason
 
@@ -185,12 +186,12 @@ def _repeats(end: End, crashes: Sequence[End]) -> bool:
     is chance.
     """
     if end.starting:
-        trailing = next((at for at, one in enumerate(reversed(crashes)) if not one.starting), len(crashes))
+        trailing = len(list(takewhile(lambda crash: crash.starting, reversed(crashes))))
         return trailing + 1 >= CRASHES_AT_ONE_PLACE[end.kind]
     same = [
-        one
-        for one in crashes
-        if not one.starting
-        and (end.step <= one.step if end.kind is one.kind is Kind.ERROR else end.step == one.step)
+        crash
+        for crash in crashes
+        if not crash.starting
+        and (end.step <= crash.step if end.kind is crash.kind is Kind.ERROR else end.step == crash.step)
     ]
     return len(same) + 1 >= CRASHES_AT_ONE_PLACE[end.kind]

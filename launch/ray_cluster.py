@@ -1,15 +1,26 @@
-"""The Ray to train on, once it runs: connecting, the workers' resources, their code.
+"""The Ray to train on: its variables and flags, a local one for one run, or a cluster that is joined and left
+as it was; the workers' code and resources.
 
-It is a local one (ray_own.py), or a cluster that is joined and left as it was.
+The local Ray starts during the driver's imports, ends with the driver, and its folder is removed. A failed
+start is repeated once, with a message: its cause is often temporary, such as a port that another process
+took. After a second failure the folder with its logs stays until the next start. Ray is imported in the
+functions that use it, after its variables are set.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import fcntl
+import importlib.util
 import logging
-import math
 import os
+import secrets
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -18,56 +29,194 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp.base.errors import ConfigError, LaunchError, first_line
+from fsdp import config as configuration
+from fsdp.base.errors import LaunchError, first_line
+from fsdp.base.phases import SIGNALS
 from fsdp.base.text import counted
 from fsdp.config import Config, RaySection, worker_range
 from fsdp.config.trust import named_code
-from launch.ray_own import OwnRay, threads_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # the new behaviour, so that Ray does not warn of the old one
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # each rank writes its own files: Follower
+    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # it would log each report
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths in flags stay relative to the driver's folder
+    # the interval in which a dead worker is detected and one report is read
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
+    "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
+    "RAY_worker_niceness": "0",  # as torchrun's ranks; at Ray's 15 other work of the machine starves training
+    # a job of `ray job submit` may have a runtime_env with the same fields: that of code_of comes first
+    "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",
+}
+"""Defaults; a variable that is set already is kept."""
+OWN = {
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a local Ray has no preemption
+    # Without a token Ray leaves one in ~/.ray/auth_token, and each later `ray start --head` demands it.
+    "RAY_AUTH_MODE": "token",
+}
+"""Defaults of a local Ray."""
+STORE_BYTES = 128 << 20
+"""Nothing here uses Ray's object store: far below its default of a third of the memory."""
+HELD = "shardrun-driver"
+PR_SET_PDEATHSIG = 1
 CONNECT_S = 5.0
 NODES = "SHARDRUN_RAY_NODES"
 """Set by a job script that starts the cluster: the number of nodes to wait for."""
-NODES_S, POLL_S = 120.0, 0.2
+NODES_S, POLL_S = 120.0, 0.1
 RESIZE_S = 10.0
 """How often an elastic run checks whether it can grow; growing costs the steps since the last checkpoint."""
 
 
+def set_defaults() -> None:
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+
+
+def with_address(config: Config) -> Config:
+    """The address as ray.init finds it: --ray.address, else RAY_ADDRESS. Empty for a Ray of one's own."""
+    variable = os.environ.get("RAY_ADDRESS", "")
+    # http://… is the address of `ray job submit`
+    address = config.ray.address or ("" if variable.startswith("http") else variable)
+    return configuration.replace(config, ray__address="" if address == "local" else address)
+
+
+# ---------------------------------------------------------------- a local Ray
+
+
+class OwnRay:
+    """`ray start` in a session of its own: a signal to the driver's process group (a terminal's Ctrl-C,
+    `timeout`) reaches the driver alone. It starts while the driver imports torch: both take seconds.
+    """
+
+    failed = False
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._start()
+
+    def wait(self) -> str:
+        """The address of this Ray, once it has started."""
+        address, again = self._folder / "ray_current_cluster", True
+        while not address.exists() or not (text := address.read_text()):
+            if self._process.poll() is None:
+                time.sleep(POLL_S)
+                continue
+            lines = (self._folder / "start.log").read_text(errors="replace").split("\n")
+            printed = (line.strip().rstrip(".") for line in reversed(lines) if line.strip())
+            reason = next(printed, "it printed nothing")
+            if not again:
+                self.failed = True
+                raise LaunchError(
+                    f"Ray did not start here, 2 times: {reason}.",
+                    "allow more open files (`ulimit -n`), memory or processor time; "
+                    f"its logs are in {self._folder} until the next start",
+                )
+            print(f"Ray did not start here: {reason}. Starting it again.", file=sys.stderr, flush=True)
+            again = False
+            self._start()
+        return text
+
+    def end(self) -> None:
+        # SIGTERM would drain the node first; Ray's agents outlive their parents
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _start(self) -> None:
+        prctl = ctypes.CDLL(None).prctl
+
+        def before_exec() -> None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+        with (self._folder / "start.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-c", "from ray.scripts.scripts import main; main()"),
+                    *("start", "--head", "--block", "--port=0", "--node-ip-address=127.0.0.1"),
+                    *(f"--temp-dir={self._folder}", "--include-dashboard=false", "--log-color=false"),
+                    f"--object-store-memory={STORE_BYTES}",
+                ],
+                # no idle Python processes, one per core, which no worker here uses
+                env={**os.environ, "RAY_prestart_worker_first_driver": "0"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=before_exec,
+            )
+
+
 @contextmanager
-def connected(own: OwnRay | None, config: Config) -> Iterator[str]:
+def own_ray(section: RaySection) -> Iterator[OwnRay | None]:
+    """Start a Ray here unless --ray.address names one; stop it at the end of the block. Its folder has Ray's
+    sockets and logs, and is locked while its driver is alive.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise LaunchError("--backend ray needs Ray, which is not installed.", "pip install 'ray[train]'")
+    set_defaults()
+    if section.address:
+        yield None
+        return
+    for name, value in OWN.items():
+        os.environ.setdefault(name, value)
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
+    tmp = Path("/tmp" if os.access("/tmp", os.W_OK) else "/dev/shm")  # with a short path, for Ray's sockets
+    _remove_folders_of_killed_drivers(tmp)
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir=tmp))
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "lock").rename(folder / HELD)  # only a locked file has the name that drivers search
+        local = OwnRay(folder)
+        try:
+            yield local
+        finally:
+            local.end()
+            if not local.failed:
+                shutil.rmtree(folder, ignore_errors=True)  # Ray's last processes may still write
+
+
+def _remove_folders_of_killed_drivers(tmp: Path) -> None:
+    for held in tmp.glob(f"ray-*/{HELD}"):
+        with contextlib.suppress(OSError), held.open() as lock:  # removed meanwhile, locked, another user's
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(held.parent)
+
+
+# ---------------------------------------------------------------- connecting
+
+
+@contextmanager
+def connected(local: OwnRay | None, config: Config) -> Iterator[str]:
     """Connect to the local Ray or the one at --ray.address for this block. Yields its version and address."""
-    address = own.wait() if own is not None else config.ray.address
+    address = local.wait() if local is not None else config.ray.address
     import ray
 
     for name in ("ray", "ray.train"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory(prefix="shardrun-code-") as folder:
-        _join(address, {} if own is not None else code_of(config, Path(folder)))
-        try:
-            yield f"Ray {ray.__version__}{', started here' if own is not None else f' at {address}'}"
-        finally:
-            ray.shutdown()
-
-
-def _join(address: str, runtime_env: Mapping[str, Any]) -> None:
-    import ray
-
     _wait_for_port(address, time.monotonic() + (NODES_S if NODES in os.environ else 0))
     try:
         ray.init(
-            address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=dict(runtime_env)
+            address=address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env={} if local is not None else {"py_modules": code_of(config)},
         )
-    except ImportError as error:
-        raise LaunchError(
-            f"--ray.address {address}: {first_line(error)}.", 'pip install "ray[client]" for ray:// addresses'
-        ) from None
-    except (ray.exceptions.AuthenticationError, OSError, RuntimeError, ValueError) as error:
+    except (ImportError, ray.exceptions.AuthenticationError, OSError, RuntimeError, ValueError) as error:
         raise LaunchError(
             f"--ray.address {address}: no Ray there accepts this driver ({first_line(error)}).",
             "a Ray that found ~/.ray/auth_token when it started demands that token: "
             "export RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if the token is not in this machine's file; "
             "or ray start --head there first",
         ) from None
+    try:
+        yield f"Ray {ray.__version__}{', started here' if local is not None else f' at {address}'}"
+    finally:
+        ray.shutdown()
 
 
 def _wait_for_port(address: str, until: float) -> None:
@@ -85,35 +234,15 @@ def _wait_for_port(address: str, until: float) -> None:
             time.sleep(POLL_S)
 
 
-# ---------------------------------------------------------------- the code
-
-
-def code_of(config: Config, folder: Path) -> dict[str, Any]:
-    """A runtime_env with a folder of this code and the user's modules, which Ray copies to every node. A
-    local Ray shares this process's sys.path; packages installed with pip must be on the nodes.
+def code_of(config: Config) -> list[str]:
+    """This code and the user's modules, as folders and files that Ray copies to every node of a joined
+    cluster. A local Ray shares this process's sys.path; packages installed with pip must be on the nodes.
     """
-    for package in ("fsdp", "launch"):
-        _copy_tree(REPOSITORY / package, folder / package)
-    for name in named_code(config):
-        _copy_module(name.partition(":")[0].partition(".")[0], folder)
-    return {"working_dir": str(folder)}
-
-
-def _copy_module(module: str, folder: Path) -> None:
-    import importlib.util
-
-    spec = importlib.util.find_spec(module)
-    if spec is None or (folder / module).exists():
-        return
-    for source in map(Path, spec.submodule_search_locations or ([spec.origin] if spec.origin else [])):
-        if "site-packages" not in source.parts and source.is_dir():
-            _copy_tree(source, folder / module)
-        elif "site-packages" not in source.parts and source.suffix == ".py":
-            shutil.copy(source, folder)
-
-
-def _copy_tree(source: Path, target: Path) -> None:
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    names = {name.partition(":")[0].partition(".")[0] for name in named_code(config)} - {"fsdp", "launch"}
+    specs = filter(None, map(importlib.util.find_spec, sorted(names)))
+    sources = [(spec.submodule_search_locations or [spec.origin or ""])[0] for spec in specs]
+    sources = [source for source in sources if "site-packages" not in source and Path(source).exists()]
+    return [str(REPOSITORY / "fsdp"), str(REPOSITORY / "launch"), *sources]
 
 
 # ---------------------------------------------------------------- the resources
@@ -129,10 +258,9 @@ class Workers:
     gpus: float
 
     @property
-    def environment(self) -> dict[str, str]:
-        """1 thread, as torchrun sets it, unless the variable is set or a worker has several CPUs."""
-        threads = threads_of(os.environ.get("OMP_NUM_THREADS", "")) or max(1, int(self.cpus))
-        return {"OMP_NUM_THREADS": str(threads)}
+    def threads(self) -> int:
+        """1, as torchrun sets it, unless OMP_NUM_THREADS is set or a worker has several CPUs."""
+        return threads_of(os.environ.get("OMP_NUM_THREADS", "")) or max(1, int(self.cpus))
 
     def configs(self, timeout_s: int) -> dict[str, Any]:
         """Arguments of a TorchTrainer: the process group that Ray creates, and the resources."""
@@ -156,6 +284,12 @@ class Workers:
         return f"{count} workers × {_amounts(self.cpus, self.gpus)}"
 
 
+def threads_of(variable: str) -> int:
+    """The number in OMP_NUM_THREADS: of a list for nested regions, such as 4,2, the first. 0 if none."""
+    first = variable.partition(",")[0].strip()
+    return int(first) if first.isdecimal() else 0
+
+
 def _amounts(cpus: float, gpus: float) -> str:
     return f"{cpus:g} CPU" + (f" and {gpus:g} GPU" if gpus else "")
 
@@ -164,24 +298,22 @@ def workers_for(section: RaySection, device: str) -> Workers:
     """The workers of the flags; LaunchError if the connected Ray has no room for them."""
     nodes = _nodes()
     low, high = worker_range(section.num_workers)
-    gpus = 0.0 if device == "cpu" else _gpus(section.gpus_per_worker, nodes)
+    requested = section.gpus_per_worker
+    if requested == "auto":
+        requested = "1" if any(node.get("GPU", 0) >= 1 for node in nodes) else "0"
+    gpus = 0.0 if device == "cpu" else float(requested)
     if device == "cuda" and not gpus:
         raise LaunchError(
             "--run.device cuda, but the workers request no GPU of this Ray.", "--ray.gpus_per_worker 1"
         )
     workers = Workers(low, high, section.cpus_per_worker, gpus)
-    room = sum(_room(node, section.cpus_per_worker, gpus) for node in nodes)
+    room = sum(_room(node, workers) for node in nodes)
     if room < low:
         has = ", ".join(_amounts(node.get("CPU", 0), node.get("GPU", 0)) for node in nodes)
-        hints = [f"--ray.num_workers {room}"] if room else []
-        if section.address or gpus:
-            hints.append("add nodes" if room else "--ray.cpus_per_worker 0.5, or a larger cluster")
-        else:
-            share = math.floor(1e4 * nodes[0].get("CPU", 0) / low) / 1e4
-            hints.append(f"--ray.cpus_per_worker {share:g}")
+        less = "--ray.cpus_per_worker 0.5, --ray.gpus_per_worker 0, or more nodes"
         raise LaunchError(
             f"{workers} do not fit on {counted(len(nodes), 'node')} of {has}: room for {room}.",
-            ", or ".join(hints),
+            f"--ray.num_workers {room}, or more nodes" if room else less,
         )
     return workers
 
@@ -201,18 +333,7 @@ def _nodes() -> list[dict[str, float]]:
     return nodes
 
 
-def _gpus(requested: str, nodes: list[dict[str, float]]) -> float:
-    if requested == "auto":
-        return 1.0 if any(node.get("GPU", 0) >= 1 for node in nodes) else 0.0
-    if float(requested) > 0 and not any(node.get("GPU", 0) for node in nodes):
-        raise ConfigError(
-            f"--ray.gpus_per_worker {requested}, but no node of this Ray has a GPU.",
-            "--ray.gpus_per_worker 0",
-        )
-    return float(requested)
-
-
-def _room(node: Mapping[str, float], cpus: float, gpus: float) -> int:
+def _room(node: Mapping[str, float], workers: Workers) -> int:
     """Workers that fit on one node. Resources in use by others count as free: they may be released."""
-    by_cpu = int(node.get("CPU", 0) / cpus + 1e-9)
-    return min(by_cpu, int(node.get("GPU", 0) / gpus + 1e-9)) if gpus else by_cpu
+    by_cpu = int(node.get("CPU", 0) / workers.cpus + 1e-9)
+    return min(by_cpu, int(node.get("GPU", 0) / workers.gpus + 1e-9)) if workers.gpus else by_cpu

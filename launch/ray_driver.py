@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from fsdp.base.errors import ShardrunError
 from fsdp.base.phases import stop_signals
@@ -119,7 +119,6 @@ class Follower:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._read = folder, dict[Path, int]()
-        self._live = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="output", daemon=True)
         self._thread.start()
@@ -129,8 +128,6 @@ class Follower:
         self._over.set()
         self._thread.join()
         self._print_new(to_the_end=True)
-        if self._live:
-            print(flush=True)
 
     def _follow(self) -> None:
         while not self._over.wait(FOLLOW_S):
@@ -141,20 +138,7 @@ class Follower:
         for ending, stream in ((".err", sys.stderr), (".out", sys.stdout)):
             for path in sorted(self._folder.glob(f"*{ending}")):
                 if text := self._new_text(path, to_the_end):
-                    self._show(text, stream)
-
-    def _show(self, text: str, stream: TextIO) -> None:
-        """Print the text; on a terminal a progress line replaces the previous one."""
-        if not sys.stdout.isatty():
-            stream.write(text)
-            stream.flush()
-            return
-        for line in text.splitlines():
-            live = line.startswith("step ")
-            start = "\r\x1b[2K" if live else "\n" * self._live
-            stream.write(start + line + "\n" * (not live))
-            self._live = live
-        stream.flush()
+                    print(text, end="", file=stream, flush=True)
 
     def _new_text(self, path: Path, to_the_end: bool) -> str:
         with path.open("rb") as file:

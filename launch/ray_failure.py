@@ -16,7 +16,7 @@ from fsdp.base.text import named_ranks
 from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir
 from launch.marker import Failure
-from launch.ray_own import set_defaults
+from launch.ray_cluster import set_defaults
 
 set_defaults()
 
@@ -29,9 +29,9 @@ from launch.slurm_job import hang_ended_newest_start  # noqa: E402
 class RankFailed(Exception):
     """The failure of one rank. All values are in args, so that it pickles."""
 
-    def __init__(self, rank: int, failure: Failure, trace: str) -> None:
-        super().__init__(rank, failure, trace)
-        self.rank, self.failure, self.trace = rank, failure, trace
+    def __init__(self, rank: int, failure: Failure) -> None:
+        super().__init__(rank, failure)
+        self.rank, self.failure = rank, failure
 
     def __str__(self) -> str:
         named, message = f"rank {self.rank}", self.failure.message
@@ -39,36 +39,34 @@ class RankFailed(Exception):
 
 
 class RunEnded(Exception):
-    """Raised in Ray's controller, where it ends the run: the group's failure, and its traceback."""
+    """Raised in Ray's controller, where it ends the run: the group's failure."""
 
-    def __init__(self, failure: Failure, trace: str) -> None:
-        super().__init__(failure, trace)
-        self.failure, self.trace = failure, trace
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.failure = failure
 
 
 class WorkersFailed(ShardrunError):
     """The failure of the worker group, with the exit code of the rank that failed first."""
 
-    def __init__(self, failure: Failure, trace: str = "") -> None:
+    def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
-        self.exit_code, self.kind, self.trace = failure.code, failure.kind, trace
+        self.exit_code, self.kind, self.trace = failure.code, failure.kind, failure.trace
 
 
-def first_failure(failures: Mapping[int, BaseException]) -> tuple[Failure, str]:
-    """The failure that explains the others, and its traceback: a rank's own error, else a death, else a
-    consequence.
-    """
+def first_failure(failures: Mapping[int, BaseException]) -> Failure:
+    """The failure that explains the others: a rank's own error, else a death, else a consequence."""
     errors = {rank: getattr(error, "_base_exc", error) for rank, error in sorted(failures.items())}
     failed = [error for error in errors.values() if isinstance(error, RankFailed)]
     dead = [rank for rank, error in errors.items() if not isinstance(error, RankFailed)]
     own = [error for error in failed if not error.failure.echo]
     if not own and dead:
         died = f"{named_ranks(dead)} died ({_of_death(errors[dead[0]])})"
-        return Failure(Kind.DIED, LaunchError.exit_code, died), ""
+        return Failure(Kind.DIED, LaunchError.exit_code, died)
     if not failed:
-        return Failure(Kind.DIED, LaunchError.exit_code, "the workers failed"), ""
+        return Failure(Kind.DIED, LaunchError.exit_code, "the workers failed")
     first = (own or failed)[0]
-    return dataclasses.replace(first.failure, message=str(first)), first.trace
+    return dataclasses.replace(first.failure, message=str(first))
 
 
 def _of_death(error: BaseException) -> str:
@@ -80,11 +78,11 @@ def failure_of_fit(error: Any) -> WorkersFailed:
     """The failure behind an exception of trainer.fit."""
     cause = getattr(error, "controller_failure", None)
     if isinstance(cause, RunEnded):
-        return WorkersFailed(*cause.args)
+        return WorkersFailed(cause.failure)
     if cause is not None:
         message = f"Ray's controller failed: {_of_death(cause)}"
         return WorkersFailed(Failure(Kind.ERROR, LaunchError.exit_code, message))
-    return WorkersFailed(*first_failure(getattr(error, "worker_failures", {})))
+    return WorkersFailed(first_failure(getattr(error, "worker_failures", {})))
 
 
 class FailurePolicy(UserCallback):
@@ -96,7 +94,7 @@ class FailurePolicy(UserCallback):
         self._starts = history.count_starts(self._run)
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        failure, trace = first_failure(worker_exceptions)
+        failure = first_failure(worker_exceptions)
         if failure.kind is Kind.DIED and hang_ended_newest_start(self._run):
             # Ray does not pass the exit code of a worker on
             failure = dataclasses.replace(failure, code=EXIT_HUNG)
@@ -107,7 +105,7 @@ class FailurePolicy(UserCallback):
         if decision.act is Act.END:
             # FINAL: a job script around the driver does not restart what the policy has ended
             kind = end.kind if end.kind is Kind.REFUSED else Kind.FINAL
-            raise RunEnded(Failure(kind, decision.code, failure.message), trace)
+            raise RunEnded(dataclasses.replace(failure, kind=kind, code=decision.code))
         self._crashes.append(end)
         count = len(self._crashes)
         if self._max < 0 or count <= self._max:

@@ -20,7 +20,7 @@ from fsdp.base.errors import LaunchError
 from fsdp.config import Config
 from fsdp.config.command_line import prints_errors
 from fsdp.rundir.paths import open_run
-from launch.ray_own import OwnRay, check_installed, own_ray, with_address
+from launch.ray_cluster import OwnRay, connected, own_ray, with_address, workers_for
 
 
 @prints_errors("launch.ray_predict")
@@ -29,11 +29,10 @@ def main(argv: Sequence[str]) -> int:
     if not words or words[0] in ("--help", "-h"):
         print((__doc__ or "").strip())
         return 0
-    check_installed()
     config = with_address(configuration.load(["--backend", "ray", *flags]))
 
-    with own_ray(config.ray) as own:
-        print(_answer(config, words, own), end="")
+    with own_ray(config.ray) as local:
+        print(_answer(config, words, local), end="")
     return 0
 
 
@@ -49,10 +48,9 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words, flags
 
 
-def _answer(config: Config, words: Sequence[str], own: OwnRay | None) -> str:
+def _answer(config: Config, words: Sequence[str], local: OwnRay | None) -> str:
     from fsdp.predict.__main__ import parse
     from fsdp.predict.trained import read_config
-    from launch.ray_cluster import connected, workers_for
     from launch.ray_trainer import fit
     from launch.ray_worker import predict
 
@@ -63,7 +61,7 @@ def _answer(config: Config, words: Sequence[str], own: OwnRay | None) -> str:
     logs = run / "logs" / f"ray-predict-{secrets.token_hex(4)}"
     task = {"argv": list(words), "logs": logs, "folder": Path.cwd()}
     try:
-        with connected(own, config) as name:
+        with connected(local, config) as name:
             workers = workers_for(config.ray, config.run.device)
             print(f"{name}: {workers}", file=sys.stderr, flush=True)
             workers = dataclasses.replace(workers, high=workers.low)

@@ -2,7 +2,7 @@
 
 It checks the flags, chooses the run directory, starts or joins a Ray, trains, and prints the same summary or
 error as a run under torchrun. The workers seal the checkpoints themselves; Ray receives their paths. Not
-here: the worker (ray_worker.py), Ray itself (ray_own.py, ray_cluster.py), signals and output (ray_driver.py).
+here: the worker (ray_worker.py), Ray itself (ray_cluster.py), signals and output (ray_driver.py).
 """
 
 from __future__ import annotations
@@ -25,23 +25,21 @@ from fsdp.dist.env import allocator_variable, job_start
 from fsdp.run.evaluate import Outcome
 from fsdp.run.job import prepare
 from fsdp.run.summary import summary
-from fsdp.rundir import history, paths
+from fsdp.rundir import paths
 from fsdp.rundir.paths import RunDir
 from launch import slurm_job
 from launch.command import ray_command
 from launch.guard import failure_of
 from launch.marker import Failure, marker_of
 from launch.policy import NODES_LEAVE, Act, Allocation, End, Kind, Past, decide
-from launch.ray_cluster import Workers, connected, workers_for
+from launch.ray_cluster import OwnRay, Workers, connected, workers_for
 from launch.ray_driver import Follower, StoppedEarly, Stopping
 from launch.ray_failure import FailurePolicy, WorkersFailed, failure_of_fit
-from launch.ray_own import OwnRay, check_ranks
-from launch.ray_worker import SNAPSHOT, WorkerTask, work
+from launch.ray_worker import SNAPSHOT, work
 
 
-def run_on_ray(config: Config, own: OwnRay | None, stopping: Stopping) -> int:
-    """Train, and return the exit code of train.py. `own` is the local Ray that starts meanwhile, if any."""
-    check_ranks(config)
+def run_on_ray(config: Config, local: OwnRay | None, stopping: Stopping) -> int:
+    """Train, and return the exit code of train.py. `local` is the Ray that starts meanwhile, if any."""
     device = torch.device("cpu") if config.run.device == "cpu" else None
     prepare(config, world_size=worker_range(config.ray.num_workers)[0], num_nodes=1, device=device)
     run = paths.create(paths.choose(config).path)
@@ -50,7 +48,7 @@ def run_on_ray(config: Config, own: OwnRay | None, stopping: Stopping) -> int:
         with slurm_job.holding(run, job_start()):
             pass  # a refusal here leaves nothing behind; the workers take the lock themselves
         stopping.run = run
-        return _run(config, own, run, stopping)
+        return _run(config, local, run, stopping)
     except ShardrunError as error:
         if not isinstance(error, StoppedEarly) and (marker := marker_of(config)) is not None:
             kind = error.kind if isinstance(error, WorkersFailed) else failure_of(error).kind
@@ -58,15 +56,15 @@ def run_on_ray(config: Config, own: OwnRay | None, stopping: Stopping) -> int:
         raise
 
 
-def _run(config: Config, own: OwnRay | None, run: RunDir, stopping: Stopping) -> int:
+def _run(config: Config, local: OwnRay | None, run: RunDir, stopping: Stopping) -> int:
     logs = run.path / "logs" / f"ray-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     follower = Follower(logs)
     try:
-        with connected(own, config) as name:
+        with connected(local, config) as name:
             stopping.handle()
             workers = workers_for(config.ray, config.run.device)
             print(f"{name}: {workers}", file=sys.stderr, flush=True)
-            outcome = _train_to_the_end(WorkerTask(config, run.path, logs, Path.cwd()), workers, stopping)
+            outcome = _train_to_the_end(config, run.path, logs, workers, stopping)
     finally:
         follower.close()
     if stopping.signal is not None and outcome.stopped:
@@ -76,13 +74,15 @@ def _run(config: Config, own: OwnRay | None, run: RunDir, stopping: Stopping) ->
     return 0
 
 
-def _train_to_the_end(task: WorkerTask, workers: Workers, stopping: Stopping) -> Outcome:
+def _train_to_the_end(config: Config, run: Path, logs: Path, workers: Workers, stopping: Stopping) -> Outcome:
     """Train; after a stop for a preemption notice, continue on the nodes that stay."""
     idle, step = 0, -1
     while True:
-        outcome = _with_controller(task, workers, stopping)
+        # It lists checkpoints that retention may have removed since: Ray would refuse to start.
+        (run / SNAPSHOT).unlink(missing_ok=True)
+        outcome = stopping.train(lambda: _fit(config, run, logs, workers), run / "STOP")
         if not isinstance(outcome, Outcome):
-            raise LaunchError(f"Ray ended the run without a result of rank 0 (its files are in {task.run}).")
+            raise LaunchError(f"Ray ended the run without a result of rank 0 (its files are in {run}).")
         leaves = outcome.stopped is not None and StopReason.read(outcome.stopped) is NODES_LEAVE
         if not leaves or stopping.signal is not None:
             return outcome
@@ -90,50 +90,22 @@ def _train_to_the_end(task: WorkerTask, workers: Workers, stopping: Stopping) ->
         end = End(Kind.NODES_LEAVE, outcome.step, why=outcome.stopped or "")
         if decide(end, Past(idle_stops=idle), Allocation()).act is Act.END:
             return outcome
-        print(
-            f"saved step {outcome.step} before nodes are preempted; continuing on the others",
-            file=sys.stderr,
-            flush=True,
-        )
+        line = f"saved step {outcome.step} before nodes are preempted; continuing on the others"
+        print(line, file=sys.stderr, flush=True)
 
 
-def _with_controller(task: WorkerTask, workers: Workers, stopping: Stopping) -> Any:
-    """What rank 0 returned. Ray's TrainController is one actor that Ray does not restart: one that died
-    before a rank started lost nothing and is started again, once. Seen on a busy head node with one CPU.
-    """
-    from ray.exceptions import RayActorError
-
-    run = RunDir(task.run)
-    starts = history.count_starts(run)
-    for attempt in (1, 2):
-        # It lists checkpoints that retention may have removed since: Ray would refuse to start.
-        (task.run / SNAPSHOT).unlink(missing_ok=True)
-        try:
-            return stopping.train(lambda: _fit(task, workers), task.run / "STOP")
-        except RayActorError as error:
-            died = f"Ray's TrainController died: {' '.join(str(error).split())}"
-            if attempt == 2 or history.count_starts(run) > starts or stopping.signal is not None:
-                hint = (
-                    "the same command continues from the last checkpoint; python -m fsdp.checkpoint "
-                    f"{task.run} lists them, and `ray logs cluster` has the controller's log"
-                )
-                raise WorkersFailed(Failure(Kind.ERROR, 3, f"{died} HINT: {hint}")) from None
-            print(f"{died} Starting it again.", file=sys.stderr)
-    raise AssertionError("unreachable")
-
-
-def _fit(task: WorkerTask, workers: Workers) -> Any:
-    config, limit = task.config, task.config.ray.max_failures
+def _fit(config: Config, run: Path, logs: Path, workers: Workers) -> Any:
+    limit = config.ray.max_failures
     return fit(
         work,
-        vars(task),
+        {"config": config, "logs": logs, "folder": Path.cwd()},
         workers,
-        folder=task.run,
+        folder=run,
         # Ray starts CUDA before the run does. --ray.env is the user's own word and comes last.
         environment={**allocator_variable(config.run.allocator, cuda=workers.gpus > 0), **config.ray.env},
         timeout_s=int(config.run.process_group_timeout_s),
         max_failures=limit,
-        callbacks=[FailurePolicy(task.run, task.logs, limit)],
+        callbacks=[FailurePolicy(run, logs, limit)],
     )
 
 
@@ -150,18 +122,18 @@ def fit(
 ) -> Any:
     """What rank 0's function returned; WorkersFailed with the first failure."""
     import ray.train.torch
+    from ray.exceptions import RayActorError
 
     api: Any = ray.train  # its exports depend on an environment variable, which a type checker ignores
     trainer = api.torch.TorchTrainer(
         function,
-        # a dict: Ray's controller reads it too, and would import torch for a class of ray_worker
         train_loop_config=dict(task),
         run_config=api.RunConfig(
             name=folder.name,
             storage_path=str(folder.parent),
             failure_config=api.FailureConfig(max_failures=max_failures),
             callbacks=callbacks,
-            worker_runtime_env={"env_vars": {**workers.environment, **environment}},
+            worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": str(workers.threads), **environment}},
         ),
         **workers.configs(timeout_s),
     )
@@ -172,3 +144,7 @@ def fit(
         if failure.trace:
             print(failure.trace, file=sys.stderr)
         raise failure from None
+    except RayActorError as error:  # of the TrainController, one actor that Ray does not restart
+        died = f"Ray's TrainController died: {' '.join(str(error).split())}"
+        hint = "the same command continues; `ray logs cluster` has the controller's log"
+        raise WorkersFailed(Failure(Kind.ERROR, LaunchError.exit_code, f"{died} HINT: {hint}")) from None

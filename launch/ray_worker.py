@@ -7,6 +7,7 @@ handles signals.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import logging
 import os
@@ -14,8 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,59 +30,53 @@ from fsdp.config import Config
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv
 from fsdp.dist.network import is_peer_failure
+from fsdp.record.metrics import Reporter
 from fsdp.run.evaluate import Outcome
 from fsdp.run.loop import train
 from launch.guard import failure_of
 from launch.marker import Failure
 from launch.policy import Kind
+from launch.ray_cluster import threads_of
 from launch.ray_failure import RankFailed
-from launch.ray_own import threads_of
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 BEAT_S = 1.0
 """The interval of reports to Ray. Its controller reads one report per poll: a report per step would wait."""
 
 
-@dataclass(frozen=True)
-class WorkerTask:
-    """What the driver sends to every worker."""
-
-    config: Config
-    run: Path
-    logs: Path
-    folder: Path
-    """The driver's working directory: relative paths in flags refer to it."""
-
-
 def work(task: Mapping[str, Any]) -> Outcome:
-    """train_loop_per_worker: WorkerTask's fields."""
-    rank = _begin(task)
-    try:
-        env = dist_env()
-        reporter = RayReporter(env.rank)
-        outcome = train(task["config"], env, reporter, process_ends=True)
-        reporter.close(task["config"], task["run"])
-    except Exception as error:
-        raise rank_failure(rank, error) from None
-    return outcome
+    """train_loop_per_worker of a run. `task` is a dictionary because Ray's controller reads it too, and would
+    import torch for a class of this module: `config`, `logs`, and `folder`, the driver's working directory.
+    """
+    with _as_rank(task):
+        return train_and_report(task["config"])
 
 
 def predict(task: Mapping[str, Any]) -> str:
-    """train_loop_per_worker of a prediction: what this rank prints; rank 0's is the answer."""
+    """train_loop_per_worker of a prediction, of `argv`: what this rank prints; rank 0's is the answer."""
     from fsdp.predict.__main__ import answer_as_rank
 
-    rank = _begin(task)
     printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            answer_as_rank(task["argv"], dist_env())
-    except Exception as error:
-        raise rank_failure(rank, error) from None
+    with _as_rank(task), contextlib.redirect_stdout(printed):
+        answer_as_rank(task["argv"], dist_env())
     return printed.getvalue()
 
 
-def _begin(task: Mapping[str, Any]) -> int:
-    """This worker's rank. Its output and log go to files, line by line, which the driver follows."""
+def train_and_report(config: Config, reporter: Reporter | None = None) -> Outcome:
+    """Train as this worker's rank; metrics and checkpoints go to Ray, or to a reporter of the user."""
+    env = dist_env()
+    to_ray = RayReporter(env.rank) if reporter is None else None
+    outcome = train(config, env, reporter or to_ray, process_ends=True)
+    if to_ray is not None:
+        to_ray.close(config, outcome.run_dir)
+    return outcome
+
+
+@contextlib.contextmanager
+def _as_rank(task: Mapping[str, Any]) -> Iterator[None]:
+    """The errors of the block reach the driver as one of this rank. Its output and log go to files, line by
+    line, which the driver follows.
+    """
     import ray.train
 
     rank: int = ray.train.get_context().get_world_rank()
@@ -101,7 +95,10 @@ def _begin(task: Mapping[str, Any]) -> int:
     torch.set_num_threads(threads_of(os.environ["OMP_NUM_THREADS"]) or 1)
     if task["folder"].is_dir():
         os.chdir(task["folder"])
-    return rank
+    try:
+        yield
+    except Exception as error:
+        raise rank_failure(rank, error) from None
 
 
 SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "az"}
@@ -120,9 +117,9 @@ def rank_failure(rank: int, error: Exception) -> RankFailed:
     """The error of a rank, as the driver receives it."""
     if is_peer_failure(error):
         gone = Failure(Kind.DIED, LaunchError.exit_code, "another rank is gone", echo=True)
-        return RankFailed(rank, gone, "")
+        return RankFailed(rank, gone)
     trace = "" if isinstance(error, ShardrunError) else traceback.format_exc()
-    return RankFailed(rank, failure_of(error), trace)
+    return RankFailed(rank, dataclasses.replace(failure_of(error), trace=trace))
 
 
 def dist_env() -> DistEnv:
@@ -182,8 +179,7 @@ class RayReporter:
         self._news = threading.Event()
         self._latest: dict[str, Any] = {}
         self._reported = True
-        self._kept: list[tuple[str, dict[str, Any]]] = []
-        self._over = False
+        self._final: list[NextReport] = []
         self._reason: str | None = None
         self._error: BaseException | None = None
         self._forget_list()
@@ -206,19 +202,20 @@ class RayReporter:
         """Make the last reports; call it on every rank after the last step. Ray takes no checkpoints outside
         its storage.
         """
-        place = config.checkpoint.dir or str(run / "checkpoints")
-        place = place.rstrip("/") if is_url(place) else str(Path(place).absolute())
-        kept: list[tuple[str, dict[str, Any]]] = []
-        if self._rank == 0 and place.startswith(f"{self._place}/"):
-            folder = self._path + place.removeprefix(self._place)
-            kept = [
-                (f"{folder}/{checkpoint.folder}", dict(checkpoint.manifest.metrics))
-                for checkpoint in scan(open_store(place))
+        store = config.checkpoint.dir or str(run / "checkpoints")
+        store = store.rstrip("/") if is_url(store) else str(Path(store).absolute())
+        final: list[NextReport] = []
+        if self._rank == 0 and store.startswith(f"{self._place}/"):
+            folder = self._path + store.removeprefix(self._place)
+            sealed = [
+                (dict(checkpoint.manifest.metrics), f"{folder}/{checkpoint.folder}", False)
+                for checkpoint in scan(open_store(store))
                 if checkpoint.manifest is not None
             ]
+            final = [*reversed(sealed[:MOST_CHECKPOINTS])]  # the newest stands first, and comes last
         with self._lock:
-            self._kept = kept[:MOST_CHECKPOINTS]  # the newest first
-            self._over = True
+            metrics, newest, _ = final.pop() if final else (None, None, True)
+            self._final = [*final, ({**(metrics or {}), **self._latest} or None, newest, True)]
         self._news.set()
         self._thread.join()
         if self._error is not None:
@@ -248,14 +245,11 @@ class RayReporter:
         """Rank 0: wait for BEAT_S or the end."""
         self._news.wait(BEAT_S)
         with self._lock:
+            if self._final:
+                return self._final.pop(0)
             news = None if self._reported else dict(self._latest)
             self._reported = True
-            if not self._over or not self._kept:
-                return news, None, self._over
-            checkpoint, metrics = self._kept.pop()
-            if not self._kept:  # the newest
-                metrics = {**metrics, **self._latest}
-            return metrics, checkpoint, not self._kept
+            return news, None, False
 
     def _report_to_ray(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
         import ray.train

@@ -18,20 +18,19 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import cast
 
 from fsdp.dist.network import address_towards, interface_of, is_loopback, listen
 
 FIRST_PORT, PORTS = 20000, 12000  # the kernel's own outgoing connections start at 32768
 RETRY_S = 0.2
+PROBE_S = 2.0
+"""Ten tries, and a repeated SYN: an address of a listening head that has not answered by then has failed."""
+HEAD_WAITS_LONGER_S = 2.0  # so that the node that cannot connect prints its error first
 HOST = 100
 """More than the addresses of a name: the order of preference counts hosts in hundreds."""
-PREFERRED_S = 2.0
-"""Ten tries, and a repeated SYN: an address that a node has not reached this long after all could meet by
-another has failed there.
-"""
-HEAD_WAITS_LONGER_S = 2.0  # so that the node that cannot connect prints its error first
 
 
 def free_port(seed: int) -> int:
@@ -50,9 +49,9 @@ def here(towards: str) -> tuple[str, str]:
         raise SystemExit(f"{host} has no route to {towards}.")
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(address)
     if interface in ("", "lo") and not is_loopback(address):
-        where = "on its loopback" if interface else "on no interface"
+        fault = "on its loopback" if interface else "on no interface"
         raise SystemExit(
-            f"{address}, the address of {host} on the route to {towards}, is {where}: gloo reaches no other "
+            f"{address}, the address of {host} on the route to {towards}, is {fault}: gloo reaches no other "
             "node by it. HINT: export GLOO_SOCKET_IFNAME=INTERFACE in slurm/cluster.env; `ip addr` lists them"
         )
     return address, interface
@@ -72,131 +71,100 @@ class Meeting:
     timeout_s: float
 
 
-@dataclass
-class Arrivals:
-    """The head's list of the other nodes: by which of its addresses each came, the head's order of preference
-    with each address.
+Ways = dict[str, dict[str, int]]
+"""The other nodes: the addresses of the head that each has reached, with their order of preference."""
+
+
+def common_address(ways: Ways) -> tuple[int, str] | None:
+    """The preferred one of the head's addresses that every node has reached, behind its order."""
+    reached = set.intersection(*map(set, ways.values()))
+    return min(((max(way[each] for way in ways.values()), each) for each in reached), default=None)
+
+
+async def lead(meeting: Meeting) -> Ways:
+    """On the head: listen until every node has come or the time is over, then reply to all if they have an
+    address in common.
     """
-
-    meeting: Meeting
-    ways: dict[str, dict[str, int]] = field(default_factory=dict)
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def enter(self, node: str, address: str, order: int) -> None:
-        ways = self.ways.setdefault(node, {})
-        ways[address] = min(order, ways.get(address, order))
-        best = self.address()
-        if best is not None and self.order(best) == 0:
-            self.over.set()
-        elif best is not None:
-            # all could meet now: a node that reaches a preferred address does so before this
-            asyncio.get_running_loop().call_later(PREFERRED_S, self.over.set)
-
-    def address(self) -> str | None:
-        """The preferred one of the head's numeric addresses that every other node reached."""
-        reached = [set(self.ways.get(node, ())) for node in self.meeting.nodes[1:]]
-        return min(set.intersection(*reached), key=lambda way: (self.order(way), way), default=None)
-
-    def order(self, address: str) -> int:
-        return max(ways[address] for ways in self.ways.values() if address in ways)
-
-    def problem(self) -> str:
-        """An error that names the missing nodes, or the addresses that each node used."""
-        head, *others = self.meeting.nodes
-        missing = [node for node in others if node not in self.ways]
-        if missing:
-            hosts = " or ".join(f"{host}:{self.meeting.port}" for host in self.meeting.hosts)
-            return (
-                f"{', '.join(missing)} did not reach {head} at {hosts} within {self.meeting.timeout_s:.0f} s."
-            )
-        ways = "; ".join(f"{node} by {', '.join(self.ways[node])}" for node in others)
-        return f"no address of {head} is reached by all nodes: {ways}."
-
-
-async def lead(meeting: Meeting) -> Arrivals:
-    """On the head: listen until every node has come by one common address, then reply to all of them."""
-    arrivals, callers = Arrivals(meeting), set[asyncio.Task[None]]()
+    ways: Ways = {}
+    callers, over = set[asyncio.Task[None]](), asyncio.Event()
+    others = set(meeting.nodes[1:])
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        callers.add(task)
+        callers.add(cast("asyncio.Task[None]", asyncio.current_task()))
         # a connection without the token is ignored: port scanners connect too
         foreign = (OSError, ValueError, RecursionError, EOFError, asyncio.LimitOverrunError)
         with contextlib.suppress(*foreign, asyncio.CancelledError):
             hello = json.loads(await reader.readuntil())
-            if _is_hello(hello) and hello["token"] == meeting.token:
-                address = str(writer.get_extra_info("sockname")[0]).removeprefix("::ffff:")
-                arrivals.enter(hello["node"], address, hello["order"])
-                await arrivals.over.wait()
-                if arrivals.address() is not None:
+            if isinstance(hello, dict) and hello.get("token") == meeting.token:
+                ways[hello["node"]] = hello["reached"]
+                if others <= ways.keys():
+                    over.set()
+                await over.wait()
+                if others <= ways.keys() and common_address(ways):
                     writer.write(b"go\n")
-                    # the caller closes first: the port has no TIME_WAIT then
-                    await reader.read()
+                    await reader.read()  # the caller closes first: the port has no TIME_WAIT then
         writer.close()
 
     server = await asyncio.start_server(serve, sock=listen(meeting.port, 4096))
     async with server:
-        with contextlib.suppress(TimeoutError):  # `arrivals` has the missing nodes
-            await asyncio.wait_for(arrivals.over.wait(), meeting.timeout_s + HEAD_WAITS_LONGER_S)
-        arrivals.over.set()
+        with contextlib.suppress(TimeoutError):  # `ways` lacks the missing nodes
+            await asyncio.wait_for(over.wait(), meeting.timeout_s + HEAD_WAITS_LONGER_S)
+        over.set()
         if callers:
             await asyncio.wait(callers, timeout=HEAD_WAITS_LONGER_S)
-    return arrivals
-
-
-def _is_hello(message: Any) -> bool:
-    kinds = {"token": str, "node": str, "order": int}
-    return isinstance(message, dict) and all(type(message.get(name)) is kinds[name] for name in kinds)
+    return ways
 
 
 async def come(meeting: Meeting, node: str) -> dict[str, str] | None:
-    """On another node: try all addresses of each host until the head replies. None on success, else the
-    answer of each.
+    """On another node: connect to all addresses of the head, name those reached, and wait for its reply. None
+    on success, else the answer of each host.
     """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + meeting.timeout_s
     answers = dict.fromkeys(meeting.hosts, "no answer")
-    met = asyncio.Event()
+    streams: dict[str, tuple[int, asyncio.StreamReader, asyncio.StreamWriter]] = {}
 
-    async def visit(host: str, order: int, callers: asyncio.TaskGroup) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                entries = await loop.getaddrinfo(host, meeting.port, type=socket.SOCK_STREAM)
-                break
-            except OSError:
-                answers[host] = "the name does not resolve"
-                await asyncio.sleep(RETRY_S)
-        for place, address in enumerate(dict.fromkeys(str(where[0]) for *_, where in entries)):
-            callers.create_task(call(host, address, HOST * order + place))
+    async def visit(host: str, order: int, limit_s: float) -> None:
+        try:
+            lookup = loop.getaddrinfo(host, meeting.port, type=socket.SOCK_STREAM)
+            addresses = [str(address[0]) for *_, address in await asyncio.wait_for(lookup, limit_s)]
+        except OSError:
+            answers[host] = "the name does not resolve"
+            return
+        numbered = enumerate(dict.fromkeys(addresses), HOST * order)
+        await asyncio.gather(*(connect(host, address, number, limit_s) for number, address in numbered))
 
-    async def call(host: str, address: str, order: int) -> None:
-        hello = json.dumps({"token": meeting.token, "node": node, "order": order}).encode()
-        while True:
-            # the connection was closed: another job's head, or its time-out
-            with contextlib.suppress(asyncio.IncompleteReadError):
-                try:
-                    reader, writer = await asyncio.open_connection(address, meeting.port)
-                    answers[host] = "reached"
-                    with contextlib.closing(writer):
-                        writer.write(hello + b"\n")
-                        if await reader.readuntil() == b"go\n":
-                            met.set()
-                            return
-                except OSError as error:
-                    answers[host] = os.strerror(error.errno).lower() if error.errno else str(error)
-            await asyncio.sleep(RETRY_S)
+    async def connect(host: str, address: str, order: int, limit_s: float) -> None:
+        try:
+            stream = await asyncio.wait_for(asyncio.open_connection(address, meeting.port), limit_s)
+            streams.setdefault(address, (order, *stream))
+            answers[host] = "reached"
+        except OSError as error:
+            if not any(order // HOST == other[0] // HOST for other in streams.values()):
+                answers[host] = os.strerror(error.errno).lower() if error.errno else "no answer"
 
-    async def search() -> None:
-        async with asyncio.TaskGroup() as callers:
-            for order, host in enumerate(meeting.hosts):
-                callers.create_task(visit(host, order, callers))
-
-    searching = asyncio.create_task(search())
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(met.wait(), meeting.timeout_s)
-    searching.cancel()
-    await asyncio.wait([searching])
-    return None if met.is_set() else answers
+    listens = False
+    while (left := deadline - loop.time()) > 0:
+        streams.clear()
+        hosts = enumerate(meeting.hosts)
+        await asyncio.gather(*(visit(host, order, min(PROBE_S, left)) for order, host in hosts))
+        # an address counts as failed only if the head was listening: hence the second round
+        if listens and streams:
+            reached = {address: order for address, (order, _, _) in streams.items()}
+            _, reader, writer = min(streams.values(), key=itemgetter(0))
+            hello = {"token": meeting.token, "node": node, "reached": reached}
+            # no reply: another job's head, its time-out, or no address in common
+            with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+                writer.write(json.dumps(hello).encode() + b"\n")
+                await asyncio.wait_for(reader.readuntil(), deadline - loop.time() + HEAD_WAITS_LONGER_S)
+                answers.clear()
+        for _, _, writer in streams.values():
+            writer.close()
+        if not answers:
+            return None
+        listens = bool(streams)
+        await asyncio.sleep(RETRY_S)
+    return answers
 
 
 async def meet(meeting: Meeting, node: str) -> int:
@@ -207,18 +175,24 @@ async def meet(meeting: Meeting, node: str) -> int:
         return 0
     if node != head:
         return _report(meeting, node, await come(meeting, node))
-    arrivals = await lead(meeting)
-    address = arrivals.address()
-    if address is None:
-        hint = "set RDZV_HOST in slurm/cluster.env to an address of the first node that all reach"
-        print(f"rendezvous: {arrivals.problem()} HINT: {hint}", file=sys.stderr, flush=True)
-        return 1
-    if arrivals.order(address) >= HOST:
-        absent = ", ".join(node for node in others if min(arrivals.ways[node].values()) >= HOST)
-        line = f"rendezvous: {absent} did not reach {head} at {meeting.hosts[0]}: the nodes meet at {address}"
-        print(line, file=sys.stderr)
-    print(address, flush=True)
-    return 0
+    ways = await lead(meeting)
+    if missing := [other for other in others if other not in ways]:
+        hosts = " or ".join(f"{host}:{meeting.port}" for host in meeting.hosts)
+        problem = f"{', '.join(missing)} did not reach {head} at {hosts} within {meeting.timeout_s:.0f} s."
+    elif (common := common_address(ways)) is None:
+        reached = "; ".join(f"{other} by {', '.join(ways[other])}" for other in others)
+        problem = f"no address of {head} is reached by all nodes: {reached}."
+    else:
+        order, address = common
+        if order >= HOST:
+            absent = ", ".join(other for other in others if min(ways[other].values()) >= HOST)
+            line = f"{absent} did not reach {head} at {meeting.hosts[0]}: the nodes meet at {address}"
+            print(f"rendezvous: {line}", file=sys.stderr)
+        print(address, flush=True)
+        return 0
+    hint = "set RDZV_HOST in slurm/cluster.env to an address of the first node that all reach"
+    print(f"rendezvous: {problem} HINT: {hint}", file=sys.stderr, flush=True)
+    return 1
 
 
 def _report(meeting: Meeting, node: str, answers: dict[str, str] | None) -> int:
@@ -226,32 +200,20 @@ def _report(meeting: Meeting, node: str, answers: dict[str, str] | None) -> int:
         return 0
     if "reached" not in answers.values():
         reasons = ", ".join(f"{host}:{meeting.port} {answer}" for host, answer in answers.items())
-        print(
-            f"{node} cannot reach {meeting.nodes[0]} within {meeting.timeout_s:.0f} s: {reasons}.",
-            file=sys.stderr,
-        )
+        line = f"{node} cannot reach {meeting.nodes[0]} within {meeting.timeout_s:.0f} s: {reasons}."
+        print(line, file=sys.stderr)
     return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.rendezvous", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("port").add_argument("--seed", type=int, required=True)
     commands.add_parser("here").add_argument("--towards", required=True)
-    one = commands.add_parser("meet")
-    one.add_argument("--node", required=True, help="this node's name")
-    one.add_argument("--nodes", required=True, help="all nodes, separated by commas, the head first")
-    one.add_argument(
-        "--hosts", required=True, help="names or addresses of the head, separated by commas, preferred first"
-    )
-    one.add_argument("--port", type=int, required=True)
-    one.add_argument("--token", required=True, help="a secret of this start of this job")
-    one.add_argument("--timeout-s", type=float, default=60.0)
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    words = commands.add_parser("meet")
+    for name in ("node", "nodes", "hosts", "port", "token", "timeout-s"):  # the head and its address first
+        words.add_argument(f"--{name}", required=True)
+    options = parser.parse_args(argv)
     if options.command == "port":
         print(free_port(options.seed))
     elif options.command == "here":
@@ -259,10 +221,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         meeting = Meeting(
             hosts=options.hosts.split(","),
-            port=options.port,
+            port=int(options.port),
             token=options.token,
             nodes=options.nodes.split(","),
-            timeout_s=options.timeout_s,
+            timeout_s=float(options.timeout_s),
         )
         return asyncio.run(meet(meeting, options.node))
     return 0

@@ -229,16 +229,14 @@ def _parser() -> argparse.ArgumentParser:
     first.add_argument("--log", default="", help="the job's log, linked into the run directory")
     first.add_argument("--idle-gpus", default="", help="GPUs of the first node, where the job has none")
     first.add_argument("--dry-run", action="store_true", help="change nothing")
-    one = commands.add_parser("judge")
-    one.add_argument("run")
-    one.add_argument("--job", required=True)
-    one.add_argument("--restart", type=int, default=0)
-    one.add_argument("--code", type=int, required=True, help="the exit code of the ranks' job step")
-    one.add_argument("--unmet", action="store_true", help="the rendezvous failed, so no ranks were started")
-    one.add_argument("--no-requeue", action="store_true", help="Slurm does not requeue this job")
-    one.add_argument(
-        "--no-again", action="store_true", help="the ranks cannot be restarted in this allocation"
-    )
+    judging = commands.add_parser("judge")
+    judging.add_argument("run")
+    judging.add_argument("--job", required=True)
+    judging.add_argument("--restart", type=int, default=0)
+    judging.add_argument("--code", type=int, required=True, help="the exit code of the ranks' job step")
+    # the rendezvous failed; Slurm does not requeue this job; the ranks cannot start again in this allocation
+    for flag in ("--unmet", "--no-requeue", "--no-again"):
+        judging.add_argument(flag, action="store_true")
     return parser
 
 

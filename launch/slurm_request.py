@@ -1,15 +1,14 @@
-"""The resources of a job: nodes, GPUs, time and memory, in Slurm's notation, as submitit's parameters.
+"""The resources of a job: nodes, GPUs and time, in Slurm's notation, as submitit's parameters.
 
-Options of sbatch that launch.submit does not have itself pass on: --dependency, --mail-type, --reservation …
-Their names are those of the installed `sbatch --help`; Slurm checks the values. Not here: the run, whose
-flags are train.py's, and the submission (submit.py).
+Options of sbatch that launch.submit does not have itself pass on: --partition, --mem, --dependency …
+Slurm checks their names and values. Not here: the run, whose flags are train.py's, and the submission
+(submit.py).
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +17,15 @@ from fsdp.base.errors import ConfigError, LaunchError
 
 Options = Mapping[str, str | bool]
 """By name without dashes in front; True for an option without a value."""
-LONGEST_S = 2**31 - 1
-"""The seconds of Slurm's longest time limit."""
+REPLACED = {
+    "ntasks-per-node": "--tasks-per-node 8", "ntasks": "--tasks-per-node 8", "job-name": "--name NAME",
+    "signal": "--signal-s 120", "wait": "--follow", "test-only": "--dry-run",
+    **dict.fromkeys(("output", "error"), "leave it out: the log of each rank is RUN/logs/JOBID_RANK_log.out"),
+    "wrap": "slurm/fsdp.sbatch is a job script of shell: docs/slurm.md",
+}  # fmt: skip
+"""Options of sbatch that launch.submit sets itself, with what to type instead."""
+GPUS = ("gres", "gpus", "gpus-per-task", "gpus-per-socket")
+"""Requests for GPUs that do not determine the number of ranks."""
 
 
 def flag(default: int | str, help: str) -> Any:
@@ -34,14 +40,7 @@ class Request:
     nodes: int = flag(1, "number of nodes")
     gpus_per_node: str = flag("", "GPUs per node, as 8, or as TYPE:8 where nodes have several types")
     tasks_per_node: int = flag(0, "ranks per node; 0 means one per GPU, or one")
-    cpus_per_task: int = flag(0, "CPUs per rank")
     time: str = flag("1:00:00", "time limit in Slurm's notation; the job is requeued until the run is done")
-    mem: str = flag("", "memory per node, e.g. 64G")
-    partition: str = flag("", "Slurm partition")
-    account: str = flag("", "Slurm account")
-    qos: str = flag("", "quality of service")
-    constraint: str = flag("", "required node features")
-    exclude: str = flag("", "nodes to exclude")
     name: str = flag("shardrun", "job name")
     signal_s: int = flag(
         120,
@@ -69,12 +68,9 @@ class Request:
             "nodes": self.nodes,
             "tasks_per_node": self.ranks_per_node,
             "gpus_per_node": self.gpus or None,
-            "cpus_per_task": self.cpus_per_task or None,
             "stderr_to_stdout": True,
         }
-        names = ("partition", "account", "qos", "constraint", "exclude")
-        slurm = {f"slurm_{name}": getattr(self, name) or None for name in names}
-        slurm |= {
+        slurm = {
             "slurm_signal_delay_s": self.signal_s,
             "slurm_array_parallelism": self.array_parallelism or None,
             "slurm_additional_parameters": self._further(),
@@ -83,7 +79,6 @@ class Request:
 
     def _further(self) -> Options:
         typed = {"gpus_per_node": self.gpus_per_node} if ":" in self.gpus_per_node else {}
-        typed |= {"mem": self.mem} if self.mem else {}
         requeue = {} if "no-requeue" in self.sbatch else {"requeue": True}
         return {**requeue, **typed, **self.sbatch}
 
@@ -102,11 +97,6 @@ def minutes(text: str) -> int:
     leading = 0 if dash or len(parts) == 3 else 1  # without days, one or two numbers start with the minutes
     units = (3600, 60, 1)[leading : leading + len(parts)]
     seconds = int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=True))
-    if seconds > LONGEST_S:
-        longest = LONGEST_S // 86400
-        raise ConfigError(
-            f"--time {text} is longer than {longest} days, the longest that Slurm counts.", "--time 1-0"
-        )
     return -(-seconds // 60)
 
 
@@ -119,74 +109,35 @@ def check(request: Request) -> None:
             f"--gpus-per-node {request.gpus_per_node} is not a number of GPUs, or TYPE:NUMBER.",
             "--gpus-per-node 8",
         )
-    if request.cluster != "slurm" and minutes(request.time) == 0:
-        raise ConfigError(
-            f"--time {request.time} is no limit, which --cluster {request.cluster} needs.", "--time 1-0"
-        )
-    request.parameters()
-    check_gpus(request.sbatch, request.tasks_per_node)
-    if request.cluster == "slurm" and shutil.which("sbatch") is None:
-        raise LaunchError("there is no sbatch here.", "--cluster local runs it on this machine")
-    if request.cluster != "slurm" and request.nodes > 1:
-        raise ConfigError(
-            f"--cluster {request.cluster} is one node, not --nodes {request.nodes}.", "--nodes 1"
-        )
+    elsewhere, limit = request.cluster != "slurm", minutes(request.time)
+    if elsewhere and (request.sbatch or request.nodes > 1 or not limit):
+        others = [f"--{name}" for name in request.sbatch]
+        no_limit = [f"--time {request.time}"] * (not limit)
+        name = (others or no_limit or [f"--nodes {request.nodes}"])[0]
+        raise ConfigError(f"{name} is for Slurm, and not for --cluster {request.cluster}.", "--cluster slurm")
     if request.cluster == "debug" and request.ranks_per_node > 1:
         raise ConfigError(f"--cluster debug is one rank, not {request.ranks_per_node}.", "--cluster local")
+    if not elsewhere and shutil.which("sbatch") is None:
+        raise LaunchError("there is no sbatch here.", "--cluster local runs it on this machine")
+    for name, value in request.sbatch.items():
+        if name in REPLACED:
+            raise ConfigError(f"--{name} is set by launch.submit.", REPLACED[name])
+        # one rank would train on the first of several GPUs
+        if name in GPUS and "gpu" in f"{name}={value}" and not request.tasks_per_node:
+            hint = "--tasks-per-node 8, or --gpus-per-node 8 in its place"
+            raise ConfigError(f"--{name}={value} does not say how many ranks a node has.", hint)
 
 
-# ---------------------------------------------------------------- options of sbatch
-
-_LOGS = "leave it out: the log of each rank is RUN/logs/JOBID_RANK_log.out"
-_PRINTED = "leave it out: launch.submit prints the job, its run directory and its log"
-REPLACED = {
-    "ntasks-per-node": "--tasks-per-node {}", "job-name": "--name {}", "signal": "--signal-s 120",
-    "ntasks": "--nodes 1 --tasks-per-node {}", "wait": "--follow",
-    "requeue": "leave it out: jobs are requeued",
-    "output": _LOGS, "error": _LOGS, "input": "leave it out: ranks read no input",
-    "parsable": _PRINTED, "quiet": _PRINTED, "verbose": _PRINTED, "usage": "sbatch --usage",
-    "test-only": "--dry-run", "version": "sbatch --version",
-    "wrap": "slurm/fsdp.sbatch is a job script of shell: docs/slurm.md",
-}  # fmt: skip
-"""Options of sbatch that launch.submit sets itself, with what to type instead."""
-GPUS = ("gres", "gpus", "gpus-per-task", "gpus-per-socket")
-"""Requests for GPUs that do not determine the number of ranks."""
-
-
-def known_options() -> frozenset[str]:
-    """The long options of the installed sbatch; empty if it prints none."""
-    try:
-        text = subprocess.run(["sbatch", "--help"], capture_output=True, text=True).stdout
-    except OSError:
-        return frozenset()
-    return frozenset(re.findall(r"^ +(?:-\w,? +)?--([a-z][a-z-]*)", text, re.MULTILINE))
-
-
-def read_options(words: Sequence[str]) -> tuple[Options, list[str]]:
-    """The options among these words whose names are sbatch's, and the other words."""
+def read_options(words: Sequence[str]) -> Options:
+    """Options of sbatch, with and without values. A flag of train.py, or another word, is an error."""
     options: dict[str, str | bool] = {}
-    others: list[str] = []
-    rest, names = list(words), known_options() if words else frozenset()
+    rest = list(words)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
-        if name not in names or not word.startswith("--"):
-            others.append(word)
-            continue
+        if not word.startswith("--") or name == "config" or "." in name:
+            raise ConfigError(f"{word} is no option of sbatch.", f"train.py's flags follow `--`: -- {word} …")
         if not equals and rest and not rest[0].startswith("-"):
             equals, value = "=", rest.pop(0)
-        if name in REPLACED:
-            raise ConfigError(f"--{name} is set by launch.submit.", REPLACED[name].format(value or "N"))
         options[name] = value if equals else True
-    return options, others
-
-
-def check_gpus(options: Options, tasks_per_node: int) -> None:
-    """One rank would train on the first of several GPUs."""
-    asked = [f"--{name}={value}" for name, value in options.items() if name in GPUS]
-    gpus = [one for one in asked if "gpu" in one]
-    if gpus and not tasks_per_node:
-        raise ConfigError(
-            f"{gpus[0]} does not say how many ranks a node has.",
-            "--tasks-per-node 8, or --gpus-per-node 8 in its place",
-        )
+    return options

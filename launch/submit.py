@@ -6,11 +6,11 @@
     python -m launch.submit --nodes 2 --dependency=afterok:1234 --reservation=mine -- --train.steps 50
     python -m launch.submit --nodes 2 --dry-run -- --config recipes/digits.toml
 
-The flags of train.py follow `--`; any other option of sbatch passes through, by its long name. --dry-run
-prints the sbatch file and submits nothing. The code is copied into the run directory, so that a job that
-waits in the queue runs the code that was submitted. The resources and sbatch's
-further options are in launch/slurm_request.py, the task of the job in launch/submit_task.py, its requeue in
-slurm/lib.sh.
+The flags of train.py follow `--`; any other option of sbatch passes through, by its long name: --partition,
+--account, --qos, --cpus-per-task, --mem, --constraint, --exclude … --dry-run prints the sbatch file and
+submits nothing. The code is copied into the run directory, so that a job that waits in the queue runs the
+code that was submitted. The resources are in launch/slurm_request.py, the task of the job in
+launch/submit_task.py, its requeue in slurm/lib.sh.
 """
 
 from __future__ import annotations
@@ -18,17 +18,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import importlib.util
 import os
-import re
+import secrets
 import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,15 +38,13 @@ from fsdp.config.command_line import CommandParser, prints_errors, whole_number
 from fsdp.rundir import paths
 from fsdp.rundir.paths import RunDir, writing
 from launch import rendezvous
-from launch.ray_own import refuse_ray
+from launch.guard import refuse_ray
 from launch.slurm_request import Request, check, read_options
 
 if TYPE_CHECKING:  # imported where a job is made: --help works without it
     import submitit
 
 HOME = Path(__file__).resolve().parent.parent
-CODE = ("train.py", "fsdp", "launch", "slurm")
-_IGNORED = re.compile(r"(^|/)(__pycache__/|\.)")
 LOOK_S = 0.5
 
 
@@ -62,10 +57,10 @@ class JobArray:
 
     @functools.cached_property
     def code(self) -> Path:
-        """The folder of the code's copy, named by its content: jobs of one run that wait in the queue may
-        have different code.
+        """The folder of the code's copy, a new one for each submission: jobs of one run that wait in the
+        queue may have different code.
         """
-        return self.folder / "code" / _digest_of_code()
+        return self.folder / "code" / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
     @property
     def runs(self) -> list[RunDir]:
@@ -78,54 +73,25 @@ def plan(flags: Sequence[str], recipes: Sequence[str] = ()) -> JobArray:
     configs = [configuration.load([*recipe, *flags]) for recipe in words]
     for config in configs:
         refuse_ray(config, "launch.submit")
-    for folder, count in Counter(config.run.dir for config in configs if config.run.dir).items():
-        if count > 1:
-            raise ConfigError(f"--run.dir {folder} cannot be {count} runs at once.", "leave --run.dir out")
-    if not recipes:
-        run = paths.choose(configs[0]).path
-        return JobArray(run, (configuration.replace(configs[0], run__dir=str(run)),))
-    # under runs/, for the code and the logs of all
-    of_all = paths.choose(configuration.replace(configs[0], run__dir="")).path
-    runs = [
-        paths.choose(config).path if config.run.dir else of_all / f"{index}-{Path(recipe).stem}"
-        for index, (config, recipe) in enumerate(zip(configs, recipes, strict=True))
-    ]
+    named = next((config.run.dir for config in configs if config.run.dir), "")
+    if recipes and named:
+        raise ConfigError(f"--run.dir {named} cannot be the runs of an array.", "leave --run.dir out")
+    folder = paths.choose(configs[0]).path
+    runs = [folder / f"{index}-{Path(recipe).stem}" for index, recipe in enumerate(recipes)] or [folder]
     placed = zip(configs, runs, strict=True)
-    return JobArray(of_all, tuple(configuration.replace(config, run__dir=str(run)) for config, run in placed))
+    return JobArray(folder, tuple(configuration.replace(config, run__dir=str(run)) for config, run in placed))
 
 
 def snapshot(batch: JobArray) -> Path:
     """Copy the code: later edits do not change the job, nor does another submission of the same run."""
-    code = batch.code
-    if code.exists():
-        return code
-    with writing(code):
-        code.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".copy-", dir=code.parent) as folder:
-            copy = Path(folder, code.name)
-            for file in _code_files():
-                target = copy / file.relative_to(HOME)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(file, target)
-            try:
-                copy.rename(code)
-            except OSError:
-                if not code.exists():  # made by another submission meanwhile
-                    raise
-    return code
-
-
-def _code_files() -> list[Path]:
-    files = [file for name in CODE for file in (HOME / name, *(HOME / name).rglob("*")) if file.is_file()]
-    return sorted(file for file in files if _IGNORED.search(str(file.relative_to(HOME))) is None)
-
-
-def _digest_of_code() -> str:
-    digest = hashlib.sha256()
-    for file in _code_files():
-        content = file.read_bytes()
-        digest.update(f"{file.relative_to(HOME)}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()[:12]
+    with writing(batch.code):
+        batch.code.mkdir(parents=True)
+        shutil.copy2(HOME / "train.py", batch.code)
+        for folder in ("fsdp", "launch", "slurm"):
+            shutil.copytree(
+                HOME / folder, batch.code / folder, ignore=shutil.ignore_patterns("__pycache__", ".*")
+            )
+    return batch.code
 
 
 def executor(request: Request, batch: JobArray) -> submitit.AutoExecutor:
@@ -139,8 +105,7 @@ def executor(request: Request, batch: JobArray) -> submitit.AutoExecutor:
     made.update_parameters(**request.parameters())
     if request.cluster == "slurm":
         made.update_parameters(
-            slurm_setup=_before(code, batch),
-            slurm_teardown=["rc=$?", "set -e", "judge_and_act --no-again"],
+            slurm_setup=_before(code, batch), slurm_teardown=["rc=$?", "set -e", "judge_and_act --no-again"]
         )
     return made
 
@@ -244,20 +209,20 @@ def describe(request: Request, batch: JobArray, jobs: Sequence[submitit.Job[Any]
 
 def follow(job: submitit.Job[Any], cluster: str) -> None:
     """Print the job's log as it grows, through every requeue, until the job has left the queue."""
-    place = 0
+    offset = 0
     while True:
         living = _is_alive(job, cluster)
-        place = _print_from(job.paths.stdout, place)
+        offset = _print_from(job.paths.stdout, offset)
         if not living:
             return
         time.sleep(LOOK_S)
 
 
-def _print_from(path: Path, place: int) -> int:
+def _print_from(path: Path, offset: int) -> int:
     if not path.exists():
-        return place
+        return offset
     with path.open("rb") as file:
-        file.seek(place)
+        file.seek(offset)
         sys.stdout.write(file.read().decode(errors="replace"))
         sys.stdout.flush()
         return file.tell()
@@ -275,8 +240,7 @@ def _is_alive(job: submitit.Job[Any], cluster: str) -> bool:
 
 
 def _parser() -> CommandParser:
-    hint = "train.py's flags follow `--`: -- {} …"
-    parser = CommandParser("launch.submit", __doc__, unknown_hint=hint)
+    parser = CommandParser("launch.submit", __doc__)
     for field in dataclasses.fields(Request):
         if "help" not in field.metadata:
             continue
@@ -293,26 +257,12 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _options(words: Sequence[str]) -> dict[str, Any]:
-    """The flags of this tool by name, and sbatch's under `sbatch`. Any other is an error."""
-    parser = _parser()
-    found, unknown = parser.parse_known_intermixed_args(list(words))
-    passed, others = read_options(unknown)
-    if others:
-        parser.parse(others)
-    if passed and found.cluster != "slurm":
-        name = next(iter(passed))
-        raise ConfigError(
-            f"--{name} is an option of sbatch, and --cluster {found.cluster} has none.", f"leave --{name} out"
-        )
-    return {**vars(found), "sbatch": passed}
-
-
 @prints_errors("launch.submit")
 def main(argv: Sequence[str]) -> int:
     end = list(argv).index("--") if "--" in argv else len(argv)
     ours, flags = list(argv[:end]), list(argv[end + 1 :])
-    options = _options(ours)
+    typed, unknown = _parser().parse_known_intermixed_args(ours)
+    options = {**vars(typed), "sbatch": read_options(unknown)}
     recipes, watch, dry_run = options.pop("array"), options.pop("follow"), options.pop("dry_run")
     request = Request(**options)
     check(request)

@@ -117,7 +117,12 @@ job_begin() {
     trap 'kill -USR1 $(jobs -p) 2>/dev/null || :' USR1 USR2
     job_facts
     export SHARDRUN_LAUNCHER=${LAUNCHER:-torchrun}
-    [[ $SHARDRUN_LAUNCHER =~ ^(torchrun|srun)$ ]] || die "LAUNCHER=$LAUNCHER is neither. HINT: LAUNCHER=srun, or torchrun"
+    case $SHARDRUN_LAUNCHER in
+    torchrun | srun) ;;
+    # the subshell that waits for the driver forwards it, as USR1
+    ray) trap 'kill -TERM $(jobs -p) 2>/dev/null || :' TERM ;;
+    *) die "LAUNCHER=$LAUNCHER is no launcher. HINT: LAUNCHER=torchrun, srun or ray" ;;
+    esac
     flags=() dry_run=() preflight=
     name_in_front "$@"
     for word in "${named[@]}"; do
@@ -127,6 +132,8 @@ job_begin() {
         *) flags+=("$word") ;;
         esac
     done
+    [[ $SHARDRUN_LAUNCHER != ray || " ${SRUN_ARGS[*]} " != *" --container"* ]] ||
+        die "SRUN_ARGS has an image, and Ray's driver is no step. HINT: CONTAINER=(…) in $CLUSTER_ENV"
     log=$(grep -m 1 -oP ' StdOut=\K.*?(?= \w+=|$)' <<<"$record") || log=
     run=$(on_head python -m launch.slurm_job begin "${dry_run[@]}" --default-run-dir "runs/$SLURM_JOB_NAME-$job" \
         --log "$log" --idle-gpus "$(idle_gpus)" "${flags[@]}")
@@ -142,16 +149,14 @@ idle_gpus() {
 
 # Sets named: words in front without dashes, a strategy's and a recipe's name, become their flags.
 name_in_front() {
-    local recipes
     named=()
     while [ $# -gt 0 ] && [[ $1 != -* ]]; do
         case $1 in
         ddp | fsdp | hsdp) named+=(--mesh.strategy "$1") ;;
         *.toml) named+=(--config "$1") ;;
         *)
-            recipes=$(cd "$home/recipes" && printf '%s ' *.toml)
             [ -e "$home/recipes/$1.toml" ] ||
-                die "$1 is not a strategy (ddp, fsdp, hsdp) or a recipe (${recipes//.toml/}). HINT: sbatch slurm/fsdp.sbatch ddp"
+                die "$1 is not a strategy (ddp, fsdp, hsdp) or a recipe ($(cd "$home/recipes" && echo *.toml)). HINT: sbatch slurm/fsdp.sbatch ddp"
             named+=(--config "$home/recipes/$1.toml")
             ;;
         esac
@@ -191,9 +196,15 @@ head_addresses() {
     [ "$address" = "${nodes[0]}" ] && echo "$address" || echo "${nodes[0]},$address"
 }
 
+# Sets by_srun: srun on all nodes with this number of tasks each, and these further options.
+on_nodes() {
+    by_srun=(srun --nodes=${#nodes[@]} --ntasks=$((${#nodes[@]} * $1)) --ntasks-per-node="$1" "${@:2}"
+        "${node_gpus[@]}" "${SRUN_ARGS[@]}" "${CONTAINER[@]}")
+}
+
 each_node() {
-    srun --nodes=${#nodes[@]} --ntasks=${#nodes[@]} --ntasks-per-node=1 --kill-on-bad-exit=0 \
-        "${node_gpus[@]}" "${SRUN_ARGS[@]}" "${CONTAINER[@]}" "$@"
+    on_nodes 1 --kill-on-bad-exit=0
+    "${by_srun[@]}" "$@"
 }
 
 # Instead of training: print what every node has and the command of the ranks, and run train.py's --dry-run with it.
@@ -210,7 +221,7 @@ show_what_would_run() {
 # exit status; it comes in a file, so that torchrun ends without an error of its own.
 examine_nodes() {
     local verdict_file=$run/doctor/verdict
-    export SHARDRUN_PREFLIGHT=1
+    export SHARDRUN_PREFLIGHT=1 SHARDRUN_LAUNCHER=${SHARDRUN_LAUNCHER/ray/torchrun}
     srun_ranks
     on_head rm -f "$verdict_file"
     "${by_srun[@]}" bash "$here/node.sh" ranks -m fsdp.doctor --dir "$run" --verdict-to "$verdict_file" || say "its ranks ended with $?"
@@ -233,26 +244,49 @@ wait_through_signals() {
 
 # One torchrun per node starts the ranks, or Slurm starts one task per rank. Sets by_srun.
 srun_ranks() {
-    local tasks_per_node=1 more=()
+    local tasks_per_node=1 more=(--cpu-bind=none --kill-on-bad-exit=1)
     if [ "$SHARDRUN_LAUNCHER" = srun ]; then
-        tasks_per_node=$ranks_per_node more=(--label)
+        tasks_per_node=$ranks_per_node more+=(--label)
         [ "$ranks_per_node" -le "${SLURM_CPUS_ON_NODE:-1}" ] || more+=(--overcommit)
     fi
-    by_srun=(srun --nodes=${#nodes[@]} --ntasks=$((${#nodes[@]} * tasks_per_node)) --ntasks-per-node="$tasks_per_node"
-        --cpu-bind=none --kill-on-bad-exit=1 "${more[@]}" "${node_gpus[@]}" "${SRUN_ARGS[@]}" "${CONTAINER[@]}")
+    on_nodes "$tasks_per_node" "${more[@]}"
 }
 
 # Replaces the subshell by srun, so that its pid is srun's. With `echo` as an argument it prints the command instead.
 start_ranks() {
+    [ "$SHARDRUN_LAUNCHER" != ray ] || start_ray "$@"
     srun_ranks
     exec "$@" "${by_srun[@]}" bash "$here/node.sh" ranks "$home/train.py" --run.dir "$run" "${flags[@]}"
 }
 
-# The srun of submitit's job script, in the background as above.
+# A Ray node on every Slurm node and one driver in this shell, all stopped at its end. Runs in a subshell, and ends it.
+start_ray() {
+    local rc=0 ray_nodes driver command
+    command=("${CONTAINER[@]}" python "$home/train.py" --run.dir "$run" --backend ray --ray.address "$MASTER_ADDR:$MASTER_PORT"
+        --ray.num_workers $((${#nodes[@]} * ranks_per_node)) "${flags[@]}")
+    [ $(($# + ${#dry_run[@]})) = 0 ] || exec "$@" "${command[@]}"
+    export RAY_AUTH_MODE=token RAY_AUTH_TOKEN SHARDRUN_RAY_NODES=${#nodes[@]} RAY_USAGE_STATS_ENABLED=0
+    export RAY_worker_niceness="${RAY_worker_niceness:-0}" # as srun's ranks; Ray's is 15
+    RAY_AUTH_TOKEN=$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n')
+    on_nodes 1 --overlap --no-kill --cpu-bind=none --kill-on-bad-exit=0
+    "${by_srun[@]}" bash "$here/node.sh" ray &
+    ray_nodes=$!
+    "${command[@]}" &
+    driver=$!
+    trap 'kill -USR1 $driver 2>/dev/null || :' USR1
+    trap 'kill -TERM $driver 2>/dev/null || :' TERM
+    wait_through_signals "$driver"
+    # the driver has ended: USR2 ends the Ray nodes at once, TERM would drain them first
+    kill -USR2 "$ray_nodes" 2>/dev/null || :
+    wait "$ray_nodes" || :
+    exit "$rc"
+}
+
+# The srun of submitit's job script, in the background as above; its words name the container.
 submitit_srun() {
-    local rc
-    command srun --nodes=${#nodes[@]} --ntasks=$((${#nodes[@]} * tasks)) --ntasks-per-node="$tasks" --cpu-bind=none \
-        --kill-on-bad-exit=1 "${node_gpus[@]}" "$@" &
+    local rc SRUN_ARGS=() CONTAINER=()
+    on_nodes "$tasks" --cpu-bind=none --kill-on-bad-exit=1
+    command "${by_srun[@]}" "$@" &
     wait_through_signals $!
     return "$rc"
 }
@@ -305,6 +339,7 @@ requeue() {
 new_job() {
     local option value script
     again=(sbatch --dependency="afterany:$job" --nodes=${#nodes[@]} --ntasks-per-node="$tasks" "${node_gpus[@]}")
+    [ "$SHARDRUN_LAUNCHER" = torchrun ] || again+=("--export=ALL,LAUNCHER=$SHARDRUN_LAUNCHER")
     for option in partition=Partition account=Account qos=QOS time=TimeLimit cpus-per-task=CPUs/Task mem=MinMemoryNode \
         mem-per-cpu=MinMemoryCPU constraint=Features reservation=Reservation; do
         value=$(grep -m 1 -oP " ${option#*=}=\K\S+" <<<"$record") || continue

@@ -1,18 +1,47 @@
 #!/usr/bin/env bash
-# What srun starts on a node, inside the container where there is one: `node.sh meet`, `node.sh check`,
+# What srun starts on a node, inside the container where there is one: `node.sh meet`, `node.sh check`, `node.sh ray`,
 # `node.sh ranks train.py flags…`, or `node.sh rank COMMAND…`. slurm/lib.sh exports what it reads.
 set -euo pipefail
 
 # A rank handles both signals once it trains; before that they would end it, and SLURM_JOB_END_TIME has the time limit.
 # USR1 must not end torchrun, and TERM must not make it kill its ranks after 30 s while they save.
-ignore_stop_signals() {
-    trap '' TERM USR1 USR2
-}
-
 # c10d warns in C++: of each host name that does not resolve, and in 30 frames of a store whose process has ended. torch
 # raises its errors and logs them at this level.
-quiet_c10d() {
+prepare_ranks() {
+    trap '' TERM USR1 USR2
     export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
+}
+
+# Sets address, this node's on the route to the first one. gloo would use the loopback if the host's name does not resolve.
+find_interface() {
+    read -r address GLOO_SOCKET_IFNAME < <(python -m launch.rendezvous here --towards "$MASTER_ADDR")
+    export GLOO_SOCKET_IFNAME
+}
+
+# This node's part of a Ray cluster, until USR2 says that the driver has ended: TERM would drain it.
+ray_node() {
+    local folder='' ray role tries
+    if [ "$SLURM_NODEID" = 0 ]; then
+        # it contains sockets, whose paths have at most 107 characters
+        folder=$(mktemp -d "/tmp/ray-${SLURM_JOB_ID}-XXXX")
+        role=(--head --port="$MASTER_PORT" --temp-dir="$folder" --include-dashboard=false)
+    else
+        role=(--address="$MASTER_ADDR:$MASTER_PORT")
+        for ((tries = SHARDRUN_TIMEOUT_S * 5; tries > 0; tries--)); do
+            (: <"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null && break
+            sleep 0.2
+        done
+    fi
+    # as many CPUs as ranks, so that each node gets an equal number of ranks
+    ray start --block --node-ip-address="$address" --num-cpus="$SHARDRUN_RANKS_PER_NODE" --disable-usage-stats "${role[@]}" \
+        >/dev/null &
+    ray=$!
+    trap 'kill -KILL $(cat "/proc/$ray/task/$ray/children") $ray 2>/dev/null || :' USR2
+    trap 'kill -TERM $ray 2>/dev/null || :' TERM
+    while kill -0 "$ray" 2>/dev/null; do
+        wait "$ray" || :
+    done
+    [ -z "$folder" ] || rm -rf "$folder"
 }
 
 case $1 in
@@ -25,11 +54,8 @@ check)
     ;;
 ranks)
     shift
-    ignore_stop_signals
-    quiet_c10d
-    read -r address interface < <(python -m launch.rendezvous here --towards "$MASTER_ADDR")
-    # gloo would use the loopback if the host's name does not resolve
-    export GLOO_SOCKET_IFNAME=$interface
+    prepare_ranks
+    find_interface
     [ "$SHARDRUN_LAUNCHER" = torchrun ] || exec python "$@"
     # shellcheck disable=SC2016  # torchrun inserts the rank: the same prefix as srun --label
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: '
@@ -41,14 +67,17 @@ ranks)
         --rdzv-conf="is_host=$((SLURM_NODEID == 0)),join_timeout=$SHARDRUN_TIMEOUT_S" --local-addr="$address" \
         --signals-to-handle=SIGINT,SIGHUP,SIGQUIT "${logs[@]}" "$@"
     ;;
+ray)
+    find_interface
+    ray_node
+    ;;
 rank)
     shift
-    ignore_stop_signals
-    quiet_c10d
+    prepare_ranks
     exec "$@"
     ;;
 *)
-    echo "node.sh $1: neither meet, check, ranks nor rank" >&2
+    echo "node.sh $1: neither meet, check, ranks, ray nor rank" >&2
     exit 2
     ;;
 esac

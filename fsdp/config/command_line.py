@@ -60,11 +60,9 @@ def prints_errors(module: str) -> Callable[[Callable[[Words], int]], Callable[[W
 class CommandParser(argparse.ArgumentParser):
     """argparse with one-line errors, flags in full, and the tool's docstring as help."""
 
-    def __init__(self, module: str, doc: str | None, *, epilog: str = "", unknown_hint: str = "") -> None:
-        """`unknown_hint` replaces the hint for an unknown flag; {} stands for the flag."""
+    def __init__(self, module: str, doc: str | None, *, epilog: str = "") -> None:
         prepare_streams()
         self.flags: dict[str, argparse.Action] = {}
-        self._unknown_hint = unknown_hint
         self._module, self._section = module, module.rpartition(".")[2]
         super().__init__(
             prog=as_typed(f"python -m {module}"),
@@ -137,7 +135,7 @@ class CommandParser(argparse.ArgumentParser):
         name = word.partition("=")[0]
         other = nearest(name, self.flags, "did you mean {}?", f"{self.prog} --help")
         meant = self._meant(name)
-        hint = f"did you mean {meant}?" if meant else self._unknown_hint.format(name) or other
+        hint = f"did you mean {meant}?" if meant else other
         raise ConfigError(f"{name} is not a flag.", hint)
 
     def _meant(self, name: str) -> str:

@@ -132,7 +132,8 @@ def test_of_a_torchrun_killed_at_twenty_moments_of_training_each_start_continues
     assert run_world(2, on_a_rank, ["--run.dir", str(whole), *FLAGS, *DIGITS, *longer]) == [None] * 2
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    dice, slowly = random.Random(seed), ("--data.name", "tests.ray.slow:digits", "--data.args.seconds", "0.1")
+    slowly = ("--data.name", "tests.slurm.slow:digits", "--data.args.seconds", "0.1")
+    dice = random.Random(seed)
     reached, saved = [0], [0]
     for count in range(1, 21):
         step = max(reached[-1], saved[-1]) + dice.randrange(1, 6)

@@ -113,57 +113,13 @@ ON_SLURM = [
 ]
 """The cells of tests/slurm/test_ends.py; the others of Slurm have a test in tests/slurm/test_jobs.py."""
 ON_RAY = [*FAILURES, DEADLINE]
-_FINAL = "slurm/test_jobs.py::test_an_error_that_would_come_again_ends_the_job_at_once"
-_BOTH_MODES = "slurm/test_jobs.py::test_two_nodes_of_two_ranks_train_as_torchrun_does_on_one"
-_SUBMITTED = "slurm/test_jobs.py::test_submitit_is_requeued_at_its_limit_and_when_preempted"
-TESTED: Mapping[tuple[str, str], str] = {
-    **dict.fromkeys(ON_ONE_MACHINE, "launch/test_ends.py::test_what_follows"),
-    **dict.fromkeys(ON_SLURM, "slurm/test_ends.py::test_what_follows_on_slurm"),
-    **{(name, "Ray"): "ray/test_ends.py::test_what_follows_under_ray" for name in ON_RAY},
-    ("a lost node", "launch.submit"): "slurm/test_ends.py::test_submitit_continues_without_a_lost_node",
-
-    ("success", "sbatch"): _BOTH_MODES,
-    ("success", SRUN): _BOTH_MODES,
-    ("success", "launch.submit"):
-        "slurm/test_jobs.py::test_begun_under_torchrun_gone_on_under_sbatch_ended_under_submitit",
-    ("a wrong flag or mesh", "sbatch"): _FINAL,
-    ("numbers that are not finite", "sbatch"): _FINAL,
-    ("numbers that are not finite", SRUN): _FINAL,
-    ("a run directory that another job writes", "sbatch"):
-        "slurm/test_jobs.py::test_a_second_job_on_a_live_run_directory_is_refused_and_writes_nothing",
-    ("a lost node", "sbatch"): "slurm/test_jobs.py::test_the_first_node_too_can_be_lost",
-    ("a lost node", SRUN): "slurm/test_jobs.py::test_a_lost_node_is_left_out_of_the_next_start",
-    (STOPPED, SRUN):
-        "slurm/test_jobs.py::test_scancel_leaves_a_sealed_checkpoint_and_no_second_start",
-    ("a deadline or time limit", "sbatch"):
-        "slurm/test_jobs.py::test_a_time_limit_reached_twice_loses_nothing",
-    ("a deadline or time limit", "launch.submit"): _SUBMITTED,
-    ("preemption", "sbatch"): "slurm/test_jobs.py::test_preempted_with_grace_requeues_itself",
-    ("preemption", SRUN): "slurm/test_jobs.py::test_preempted_with_the_users_signal",
-    ("preemption", "launch.submit"): _SUBMITTED,
-    ("success", "Ray"): "ray/test_faults.py::test_a_ray_of_its_own_trains_to_the_same_bits_and_is_gone",
-    ("a wrong flag or mesh", "Ray"): "ray/test_faults.py::test_a_mistake_is_found_before_any_ray_starts",
-    ("numbers that are not finite", "Ray"):
-        "ray/test_joined.py::test_numbers_that_are_not_finite_end_the_run_with_one_line",
-    ("a run directory that another job writes", "Ray"):
-        "ray/test_continued.py::test_a_driver_on_a_live_run_directory_is_refused_and_writes_nothing",
-    ("a lost node", "Ray"): "ray/test_faults.py::test_a_node_is_lost",
-    (STOPPED, "Ray"):
-        "ray/test_joined.py::test_a_signal_at_the_driver_seals_a_checkpoint_and_leaves_with_0",
-    ("preemption", "Ray"):
-        "ray/test_faults.py::test_a_node_that_will_be_taken_away_is_left_with_a_checkpoint",
-}  # fmt: skip
-"""A cell's test with real processes: `tests/FILE::test`. Cells without one follow from the policy."""
 
 
 def table() -> list[str]:
-    """The lines of the table; a tested cell is in bold."""
+    """The lines of the table."""
     lines = ["| how a start ended | " + " | ".join(LAUNCHERS) + " |", "|---" * (len(LAUNCHERS) + 1) + "|"]
     for name, end in ENDS.items():
-        texts = [
-            f"**{cell(end, launcher)}**" if (name, launcher) in TESTED else cell(end, launcher)
-            for launcher in LAUNCHERS
-        ]
+        texts = [cell(end, launcher) for launcher in LAUNCHERS]
         lines.append(f"| {name} | " + " | ".join(texts) + " |")
     return lines
 

@@ -25,7 +25,6 @@ from tests.launch.ends import (
     PREEMPTED,
     REFUSED,
     STOPPED,
-    TESTED,
     cell,
     flags_of,
     sequence,
@@ -45,14 +44,6 @@ FEW = [("launch.local", "out of memory")]
 
 def test_the_page_has_the_table() -> None:
     assert "\n".join(table()) in text_of(ROOT / "docs" / "restarts.md"), "python -m tests.launch.ends"
-
-
-def test_every_test_of_a_cell_exists() -> None:
-    for cell_of, place in TESTED.items():
-        file, _, name = place.partition("::")
-        assert cell_of[0] in ENDS
-        assert cell_of[1] in LAUNCHERS
-        assert f"def {name}(" in text_of(ROOT / "tests" / file), f"{cell_of}: {place}"
 
 
 @contextlib.contextmanager

@@ -13,11 +13,9 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any, cast
-from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import softplus
 
@@ -27,7 +25,6 @@ from fsdp.base.errors import ConfigError, NotFiniteError
 from fsdp.dist.env import DistEnv
 from fsdp.optim import gradients as nonfinite
 from fsdp.run import own_loop as own_loop_module
-from fsdp.watch.rank import Watch
 from tests.launch.test_local import ROOT
 from tests.support.processes import eventually
 from tests.support.runs import QUIET
@@ -59,16 +56,7 @@ def trained_tensors(env: DistEnv, run_dir: str, more: str) -> int:
     return len(after - before)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        "",
-        "--memory.activation_budget 0.4",
-        "--memory.activation_checkpointing ops",
-        "--memory.nvme all --memory.nvme_dir {}",
-        "--optim.ema 0.9",
-    ],
-)
+@pytest.mark.parametrize("more", ["", "--memory.nvme all --memory.nvme_dir {}", "--optim.ema 0.9"])
 def test_a_finished_run_frees_its_tensors(more: str, tmp_path: Path) -> None:
     """A notebook's next run has the memory of the one before: FSDP2's modules are reference cycles."""
     assert run_world(1, trained_tensors, str(tmp_path), more) == [0]
@@ -123,13 +111,7 @@ def test_a_run_that_fails_leaves_no_monitor_and_no_open_files(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "more",
-    [
-        "",
-        "--run.sinks builtins:object",
-        "--optim.lr 1e30",
-        "--optim.lr 1e30 --checkpoint.local_dir {}/own",
-    ],
+    "more", ["", "--run.sinks builtins:object", "--optim.lr 1e30 --checkpoint.local_dir {}/own"]
 )
 def test_runs_leave_no_threads(more: str, tmp_path: Path) -> None:
     """Each group of gloo has three; a run that fails has a save thread too, and its staging buffer."""
@@ -180,17 +162,22 @@ def plain_loop(parameters: dict[str, torch.Tensor], first: int, last: int) -> di
     return dict(model.state_dict())
 
 
-def test_a_loop_of_ones_own_is_that_of_the_unsharded_module(tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_is_that_of_the_unsharded_module_and_resumes(tmp_path: Path) -> None:
+    """Stopped after 3 steps on two ranks and continued on one: momentum is restored too."""
     start, *_ = run_world(2, own_loop, str(tmp_path / "start"), 0)
     whole, *_ = run_world(2, own_loop, str(tmp_path / "whole"), 6)
     expected = plain_loop(start, 1, 6)
     for name, tensor in whole.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-12)
+    run_world(2, own_loop, str(tmp_path / "parts"), 3)
+    parts, *_ = run_world(1, own_loop, str(tmp_path / "parts"), 6)
+    for name, tensor in parts.items():
+        torch.testing.assert_close(tensor, whole[name], rtol=1e-10, atol=1e-12)
+    lines = (tmp_path / "parts/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
 
 
-def loop_with_a_bad_step(
-    env: DistEnv, folder: str, on_device: bool, saves: bool, *words: str
-) -> tuple[str, bool, int]:
+def loop_with_a_bad_step(env: DistEnv, folder: str, on_device: bool, *words: str) -> tuple[str, bool, int]:
     """A row of rank 1 is infinite in step 3: the error, whether the parameters are finite, the steps done."""
     with pytest.MonkeyPatch.context() as patch:
         if on_device:
@@ -209,7 +196,7 @@ def loop_with_a_bad_step(
                     with model.micro_batch(last=True):
                         model.called(rows).square().mean().backward()
                     training.update()
-                    if saves and step % 2 == 0:
+                    if step % 2 == 0:
                         training.save("a check")
         except shardrun.ShardrunError as error:
             said = str(error)
@@ -220,7 +207,7 @@ def loop_with_a_bad_step(
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_loop_of_ones_own_ends_at_a_gradient_that_is_not_finite(on_device: bool, tmp_path: Path) -> None:
     """Before, it trained on and saved NaN."""
-    for said, finite, done in run_world(2, loop_with_a_bad_step, str(tmp_path), on_device, True):
+    for said, finite, done in run_world(2, loop_with_a_bad_step, str(tmp_path), on_device):
         assert said.startswith("step 3: gradient norm nan, first in 0.weight on rank")
         assert "HINT: a lower rate of the optimizer, " in said
         assert "or --train.nonfinite skip to skip such updates" in said
@@ -229,38 +216,9 @@ def test_a_loop_of_ones_own_ends_at_a_gradient_that_is_not_finite(on_device: boo
     assert [folder.name for folder in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["step-00000002"]
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_a_loop_of_ones_own_skips_it_if_asked(on_device: bool, tmp_path: Path) -> None:
+def test_a_loop_of_ones_own_skips_it_if_asked(tmp_path: Path) -> None:
     asked = ("--train.nonfinite", "skip")
-    ended = run_world(2, loop_with_a_bad_step, str(tmp_path), on_device, True, *asked)
-    assert ended == [("", True, 6)] * 2
-
-
-def phases_of_a_loop(env: DistEnv, folder: str) -> list[tuple[str, int]]:
-    seen: list[tuple[str, int]] = []
-    with mock.patch.object(Watch, "phase", lambda _, name, step: seen.append((name, step))):
-        own_loop(env, folder, 2)
-    return seen
-
-
-def test_each_step_of_a_loop_of_ones_own_begins_one_for_the_watch(tmp_path: Path) -> None:
-    """It closes a step where the next one's data begin: its time, and on CUDA its events."""
-    [seen] = run_world(1, phases_of_a_loop, str(tmp_path))
-    assert [step for name, step in seen if name == "data"] == [1, 2]
-    assert seen[:5] == [("data", 1), ("forward", 1), ("reduce", 1), ("optimizer", 1), ("record", 1)]
-
-
-def test_a_loop_of_ones_own_resumes(tmp_path: Path) -> None:
-    """Stopped after 3 steps on two ranks and continued on one: momentum is restored too."""
-    whole, *_ = run_world(2, own_loop, str(tmp_path / "whole"), 6)
-    run_world(2, own_loop, str(tmp_path / "parts"), 3)
-    parts, *_ = run_world(1, own_loop, str(tmp_path / "parts"), 6)
-    for name, tensor in parts.items():
-        torch.testing.assert_close(tensor, whole[name], rtol=1e-10, atol=1e-12)
-    lines = (tmp_path / "parts/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    saves = (tmp_path / "parts/saves.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in saves] == [3, 4, 6]
+    assert run_world(2, loop_with_a_bad_step, str(tmp_path), False, *asked) == [("", True, 6)] * 2
 
 
 class Gan(torch.nn.Module):
@@ -405,15 +363,6 @@ def test_a_loop_of_ones_own_that_would_train_something_else_is_refused(kind: str
         assert said.startswith(BESIDE[kind]), said
 
 
-def built_for_evaluation() -> torch.nn.Module:
-    return build().eval()
-
-
-def trains(env: DistEnv) -> bool:
-    config = shardrun.load_config([*SHORT, "--mesh.strategy", "ddp"])
-    return shardrun.shard(built_for_evaluation, config, env).root.training
-
-
 def turned() -> torch.nn.Module:
     """A weight whose memory is in the order of its columns, which FSDP does not take."""
     model = build()
@@ -457,58 +406,6 @@ def test_a_loop_of_ones_own_does_not_start_over_where_its_checkpoints_are_missin
     for said in run_world(2, refused_loop, str(tmp_path / "run")):
         assert f"{tmp_path}/run has saved step 4, but {tmp_path}/run/checkpoints holds no checkpoint" in said
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 4
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_the_example_runs_and_continues(tmp_path: Path) -> None:
-    program = ROOT / "examples/own_loop.py"
-    assert len(program.read_text().splitlines()) <= 60
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for steps in ("4", "6"):
-        done = subprocess.run(
-            [*torchrun, str(program), "--run.dir", "own", "--train.steps", steps],
-            cwd=tmp_path,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-    assert "resumes from step 4" in done.stderr
-    saved = tmp_path / "own/checkpoints/step-00000006"
-    dcp_to_torch_save(saved, tmp_path / "whole.pt")
-
-
-TRIAL = """
-import sys, threading, types, runpy
-from ray import tune
-tune.get_context = lambda: types.SimpleNamespace(get_trial_id=lambda: "one")
-example = runpy.run_path(sys.argv[1])
-found = []
-settings = {"lr": 3e-3, "runs": "runs", "flags": ["--train.steps", "3", "--watch.enabled", "false"]}
-thread = threading.Thread(target=lambda: found.append(example["trial"](settings)))
-thread.start()
-thread.join()
-print(found[0]["step"], found[0]["run_dir"], found[0]["accuracy"] >= 0)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_trial_of_tune_is_a_run_on_another_thread(tmp_path: Path) -> None:
-    """As Tune calls it, without a Ray."""
-    pytest.importorskip("ray")
-    done = subprocess.run(
-        [sys.executable, "-c", TRIAL, str(ROOT / "examples/ray_tune.py")],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.stdout.endswith(f"3 {tmp_path}/runs/one True\n"), done.stderr
 
 
 @pytest.mark.long

@@ -118,15 +118,6 @@ def test_a_run_is_tried_again_while_it_gets_further(
         assert decision.hint
 
 
-def test_the_third_crash_in_an_allocation_is_requeued() -> None:
-    earlier = [crash(10), crash(20)]
-    decision = decide(crash(30), Past(crashes=earlier, crashes_here=2), LAUNCHERS["sbatch"])
-    assert decision.act is Act.REQUEUE
-    assert (
-        decide(crash(30), Past(crashes=earlier, crashes_here=2), LAUNCHERS["launch.local"]).act is Act.AGAIN
-    )
-
-
 def test_no_restart_left_ends_with_the_errors_own_code() -> None:
     decision = decide(crash(10, code=6), Past(), Allocation(tries_left=0))
     assert (decision.act, decision.code) == (Act.END, 6)

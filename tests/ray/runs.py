@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.ray.cluster import REPOSITORY, Cluster, clean_environment
+from tests.slurm import job
+from tests.slurm.job import Run
 from tests.support.processes import eventually
 from tests.support.resumable import resumable_at
 
@@ -22,38 +22,8 @@ FLAGS = (
     "--checkpoint.every_steps", str(EVERY), "--run.log_every_steps", "1", "--run.device", "cpu",
 )  # fmt: skip
 """The nodes of tests/slurm have GPUs that only Slurm sees."""
-SLOWLY = ("--data.name", "tests.ray.slow:digits", "--data.args.seconds", "0.25")
+SLOWLY = ("--data.name", "tests.slurm.slow:digits", "--data.args.seconds", "0.25")
 HSDP = ("--mesh.strategy", "hsdp", "--mesh.replicate", "2", "--mesh.shard", "2")
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run directory, as a user reads it."""
-
-    path: Path
-
-    @property
-    def losses(self) -> dict[int, float]:
-        """By step: JSON keeps every bit of a float."""
-        return {
-            record["step"]: record["loss"] for record in self._records("metrics.jsonl") if "loss" in record
-        }
-
-    @property
-    def steps(self) -> list[int]:
-        return [record["step"] for record in self._records("metrics.jsonl") if "loss" in record]
-
-    @property
-    def starts(self) -> list[dict[str, Any]]:
-        return [event for event in self._records("history.jsonl") if event["event"] == "start"]
-
-    def reaches(self, step: int, starts: int = 1) -> bool:
-        return len(self.starts) >= starts and max(self.steps, default=0) >= step
-
-    def _records(self, name: str) -> list[dict[str, Any]]:
-        path = self.path / name
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 class Driver:
@@ -62,17 +32,8 @@ class Driver:
     def __init__(self, run: Path, *flags: str, cluster: Cluster | None = None, **variables: str) -> None:
         self.run = Run(run)
         address = ("--ray.address", cluster.address) if cluster and "RAY_ADDRESS" not in variables else ()
-        command = [
-            sys.executable,
-            "train.py",
-            "--backend",
-            "ray",
-            *address,
-            *FLAGS,
-            *flags,
-            "--run.dir",
-            str(run),
-        ]
+        command = [sys.executable, "train.py", "--backend", "ray", *address, *FLAGS, *flags]
+        command += ["--run.dir", str(run)]
         # files, not pipes: a pipe that nobody reads while the test waits for a step would stop the run
         # Open as long as this object lives.
         self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -143,24 +104,7 @@ def _all_of(file: Any) -> str:
 
 def torchrun(run: Path, ranks: int, *flags: str) -> Run:
     """The same flags under torchrun."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        "train.py",
-    ]
-    done = subprocess.run(
-        [*command, *FLAGS, *flags, "--run.dir", str(run)],
-        cwd=REPOSITORY,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Run(run)
+    return job.torchrun(run, ranks, *flags, of=FLAGS)
 
 
 def check_whole(run: Run, undisturbed: Run) -> None:

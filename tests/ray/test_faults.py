@@ -46,28 +46,6 @@ def test_the_driver_is_killed_and_started_again_with_the_same_command(
     assert second.run.starts[-1]["from_step"] >= reached - EVERY
 
 
-def kill_controller(driver: Driver) -> None:
-    def named() -> list[int]:
-        return [
-            pid for pid in pids_with(driver.marker) if command_line(pid).startswith("ray::TrainController")
-        ]
-
-    (pid,) = eventually("Ray's controller", named, 90, driver.said)
-    os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.long
-def test_a_controller_that_dies_before_the_ranks_start_is_started_again(
-    tmp_path: Path, undisturbed: Run
-) -> None:
-    driver = Driver(tmp_path / "run")
-    kill_controller(driver)
-    run = driver.finish()
-    assert run.losses == undisturbed.losses
-    assert driver.err.count("TrainController died before it ran") == 1
-    assert "Traceback" not in driver.err
-
-
 def test_a_signal_to_the_process_group_saves_with_a_ray_of_its_own(tmp_path: Path) -> None:
     """As `timeout` and a closed terminal send it. Ray's processes are in a session of their own."""
     home = tmp_path / "home"

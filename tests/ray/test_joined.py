@@ -51,16 +51,6 @@ def test_losses_on_every_mesh(tmp_path: Path, joined: Cluster, ranks: int, mesh:
     assert joined.alive(), "a cluster that was joined is left running"
 
 
-def test_one_run_through_torchrun_and_ray_and_back(tmp_path: Path, joined: Cluster, undisturbed: Run) -> None:
-    torchrun(tmp_path / "run", 2, "--train.stop_after", "7")
-    Driver(tmp_path / "run", "--train.stop_after", "15", cluster=joined).finish()
-    run = torchrun(tmp_path / "run", 2)
-    assert run.losses == undisturbed.losses
-    assert run.steps == list(range(1, STEPS + 1))
-    assert [start["launcher"] for start in run.starts] == ["torchrun", "ray", "torchrun"]
-    assert [start["from_step"] for start in run.starts] == [0, 7, 15]
-
-
 def test_retention_is_ours_and_ray_copies_nothing(driver: Driver) -> None:
     run = driver.run
     kept = [found.step for found in inspect.scan(open_store(str(run.path / "checkpoints")))]
@@ -115,11 +105,11 @@ def test_variables_reach_the_workers_alone(tmp_path: Path, joined: Cluster) -> N
     assert "SHARDRUN_GIVEN" not in os.environ
 
 
-def test_a_job_that_ray_started_with_a_folder_of_its_own_trains_on_its_cluster(
+def test_a_job_that_ray_started_with_code_of_its_own_trains_on_its_cluster(
     tmp_path: Path, joined: Cluster
 ) -> None:
-    """`ray job submit --working-dir FOLDER -- python train.py --backend ray` sets both variables."""
-    job = {"runtime_env": {"working_dir": "gcs://_ray_pkg_0123456789abcdef.zip"}}
+    """`ray job submit --runtime-env FILE -- python train.py --backend ray` sets both variables."""
+    job = {"runtime_env": {"py_modules": ["gcs://_ray_pkg_0123456789abcdef.zip"]}}
     variables = {"RAY_ADDRESS": joined.address, "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job)}
     driver = Driver(tmp_path / "run", "--train.steps", "1", cluster=joined, **variables)
     run = driver.finish()
@@ -138,10 +128,8 @@ def test_a_cluster_that_demands_a_token_is_one_line_that_names_it(tmp_path: Path
 def test_more_workers_than_the_cluster_has_is_said_at_once(tmp_path: Path, joined: Cluster) -> None:
     driver = Driver(tmp_path / "run", "--ray.num_workers", "9", cluster=joined)
     assert driver.wait() == 3
-    assert (
-        "9 workers × 1 CPU do not fit on 2 nodes of 2 CPU, 2 CPU: room for 4. HINT: --ray.num_workers 4"
-        in driver.err
-    )
+    assert "9 workers × 1 CPU do not fit on 2 nodes of 2 CPU, 2 CPU: room for 4." in driver.err
+    assert "HINT: --ray.num_workers 4" in driver.err
     assert "Traceback" not in driver.err
     assert not driver.run.starts
 
@@ -151,14 +139,3 @@ def test_numbers_that_are_not_finite_end_the_run_with_one_line(tmp_path: Path, j
     assert driver.wait() == 5, driver.said()
     assert "not finite" in driver.err.splitlines()[-1]
     assert len(driver.run.starts) == 1, "the same numbers would come again: not tried"
-
-
-def test_the_same_exception_twice_is_not_tried_a_third_time(tmp_path: Path, joined: Cluster) -> None:
-    bad = tmp_path / "bad"
-    driver = Driver(tmp_path / "run", *SLOWLY, "--data.args.bad_file", str(bad), cluster=joined)
-    driver.until(2)
-    bad.touch()
-    assert driver.wait() == 5, driver.said()
-    assert f"{bad} cannot be read" in driver.err.splitlines()[-1]
-    assert len(driver.run.starts) == 2
-    assert "Traceback" not in driver.err

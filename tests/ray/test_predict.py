@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import ray_own, ray_predict
+from launch import ray_cluster, ray_predict
 from launch.ray_predict import split
 from tests.predict.test_sharded import FLAGS, of_one_process
 from tests.ray.cluster import REPOSITORY, clean_environment
@@ -40,7 +40,7 @@ def test_without_ray_it_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It tried to start Ray twice, and blamed the limit of open files."""
-    monkeypatch.setattr(ray_own.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(ray_cluster.importlib.util, "find_spec", lambda _: None)
     assert ray_predict.main(["RUN"]) == 3
     assert capsys.readouterr().err == (
         "launch.ray_predict: --backend ray needs Ray, which is not installed. "

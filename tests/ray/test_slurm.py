@@ -1,4 +1,4 @@
-"""slurm/ray.sbatch on a real Slurm: a Ray cluster on two nodes, asked to stop in the first start, done in the
+"""LAUNCHER=ray on a real Slurm: a Ray cluster on two nodes, asked to stop in the first start, done in the
 second.
 """
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ray.runs import FLAGS, HSDP, SLOWLY, STEPS, Driver, Run, torchrun
+from tests.ray.runs import FLAGS, HSDP, SLOWLY, STEPS, torchrun
 from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import need_slurm
 from tests.slurm.job import sbatch
@@ -21,7 +21,7 @@ def test_stopped_by_the_scheduler_it_is_requeued_and_ends_with_torchruns_losses(
     need_slurm()
     before = set(Path("/tmp").glob("ray-*"))
     with Cluster(tmp_path / "slurm") as cluster:
-        job = sbatch(cluster, tmp_path / "job", script="ray", ranks=2, flags=[*FLAGS, *SLOWLY])
+        job = sbatch(cluster, tmp_path / "job", ranks=2, flags=[*FLAGS, *SLOWLY], env={"LAUNCHER": "ray"})
         job.until_step(5, 240)
         # what --signal=B:USR1@120 does before the time limit
         cluster.run("scancel", "--signal=USR1", "--batch", job.id)
@@ -34,27 +34,3 @@ def test_stopped_by_the_scheduler_it_is_requeued_and_ends_with_torchruns_losses(
     assert job.run.starts[1]["from_step"] >= 5
     assert job.run.steps == list(range(1, STEPS + 1))
     assert job.run.losses == torchrun(tmp_path / "torchrun", 4, *HSDP).losses
-
-
-@pytest.mark.long
-def test_begun_under_torchrun_gone_on_under_ray_ended_under_sbatch(tmp_path: Path, undisturbed: Run) -> None:
-    """One run directory, one curve: two ranks each time, so the same bits."""
-    need_slurm()
-    place = tmp_path / "run"
-    torchrun(place, 2, "--train.stop_after", "7")
-    Driver(place, "--train.stop_after", "15").finish()
-    with Cluster(tmp_path / "slurm") as cluster:
-        flags = [
-            *FLAGS,
-            "--run.dir",
-            str(place),
-            "--run.device",
-            "cpu",
-        ]  # the nodes have GPUs of Slurm's alone
-        job = sbatch(cluster, tmp_path / "job", "--nodes=1", ranks=2, flags=flags)
-        assert job.wait(240) == "COMPLETED", job.log()
-    run = Run(place)
-    assert run.losses == undisturbed.losses
-    assert run.steps == list(range(1, STEPS + 1))
-    assert [start["launcher"] for start in run.starts] == ["torchrun", "ray", "torchrun under Slurm"]
-    assert [start["from_step"] for start in run.starts] == [0, 7, 15]

@@ -22,7 +22,7 @@ def test_a_rank_s_own_error_is_reported_before_secondary_ones() -> None:
     lost = rank_failure(0, RuntimeError("gloo/transport/tcp/pair.cc: Connection reset by peer"))
     heard = rank_failure(1, OtherRankFailed(2, "no", 5))
     knows = rank_failure(2, TrainingError("step 3: loss nan.", "--optim.lr lower"))
-    failure, _ = first_failure({0: lost, 1: heard, 2: knows})
+    failure = first_failure({0: lost, 1: heard, 2: knows})
     assert failure.message == "rank 2: step 3: loss nan. HINT: --optim.lr lower"
     assert (failure.code, failure.kind) == (5, Kind.FINAL)
 
@@ -31,7 +31,7 @@ def test_a_death_is_reported_before_secondary_errors_and_restarted() -> None:
     from launch.ray_failure import first_failure
     from launch.ray_worker import rank_failure
 
-    failure, _ = first_failure(
+    failure = first_failure(
         {
             0: rank_failure(0, RuntimeError("NCCL communicator was aborted")),
             1: OSError("The actor died.\nlong"),

@@ -4,13 +4,10 @@ As root each node is a host: own address, host name, /etc/hosts and process spac
 plug can be pulled. The network lies in the login host's namespace, not in the machine's: two clusters cannot
 meet, and nothing of one outlives its processes. Elsewhere the slurmd's share the loopback. Here is the
 cluster; what runs on it is the tests'.
-
-    python -m tests.slurm.cluster --nodes 2        # for trials: prints how to enter it, ends with Ctrl-C
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import getpass
 import os
@@ -21,7 +18,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -395,27 +391,3 @@ class Cluster:
         for path in sorted((self.folder / "log").glob("*")):
             ends.append(f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-8:]))
         return "\n".join(ends)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="A Slurm to play with, until Ctrl-C.")
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--cpus", type=int, default=8, help="that each node says it has")
-    parser.add_argument("--gpus", type=int, default=2, help="fake ones of each node")
-    parser.add_argument("--mode", choices=("netns", "local"), default=None)
-    options = parser.parse_args()
-    if reason := missing():
-        sys.exit(reason)
-    shape = Shape(nodes=options.nodes, cpus=options.cpus, gpus=options.gpus)
-    with (
-        tempfile.TemporaryDirectory(prefix="slurm-") as folder,
-        Cluster(Path(folder), shape, options.mode) as cluster,
-    ):
-        enter = f"SLURM_CONF={cluster.conf} {' '.join(cluster.on_login([]))} bash"
-        print(f"up. Enter with:\n  {enter}\nCtrl-C ends it.", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.pause()
-
-
-if __name__ == "__main__":
-    main()

@@ -57,8 +57,8 @@ class Run:
     def ends(self) -> list[str]:
         return [event["why"] for event in self.history if event["event"] == "end"]
 
-    def reaches(self, step: int) -> bool:
-        return max(self.steps, default=0) >= step
+    def reaches(self, step: int, starts: int = 1) -> bool:
+        return len(self.starts) >= starts and max(self.steps, default=0) >= step
 
     def _records(self, name: str) -> list[dict[str, Any]]:
         path = self.path / name
@@ -101,32 +101,26 @@ def sbatch(
     cluster: Cluster,
     folder: Path,
     *options: str,
-    script: str = "fsdp",
     ranks: int = 1,
     flags: Sequence[str] = FLAGS,
     env: Mapping[str, str] | None = None,
 ) -> Job:
-    """`sbatch OPTIONS slurm/SCRIPT.sbatch FLAGS`, called in `folder`, with so many ranks a node."""
+    """`sbatch OPTIONS slurm/fsdp.sbatch FLAGS`, called in `folder`, with so many ranks a node."""
     folder.mkdir(exist_ok=True)
-    path = REPOSITORY / "slurm" / f"{script}.sbatch"
+    path = REPOSITORY / "slurm" / "fsdp.sbatch"
     job = cluster.sbatch(f"--ntasks-per-node={ranks}", *options, str(path), *flags, env=env, cwd=folder)
     name = cluster.job(job)["JobName"]
     return Job(cluster, job, Run(folder / "runs" / f"{name}-{job}"))
 
 
-def torchrun(run: Path, ranks: int, *flags: str, env: Mapping[str, str] | None = None) -> Run:
+def torchrun(
+    run: Path, ranks: int, *flags: str, of: Sequence[str] = FLAGS, env: Mapping[str, str] | None = None
+) -> Run:
     """The same flags under torchrun, on this machine alone."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        "train.py",
-    ]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    words = f"-m torch.distributed.run --standalone --nproc-per-node={ranks} train.py --run.dir".split()
+    clean = {name: value for name, value in os.environ.items() if not name.startswith((*FOREIGN, "RAY_"))}
     done = subprocess.run(
-        [*command, "--run.dir", str(run), *FLAGS, *flags],
+        [sys.executable, *words, str(run), *of, *flags],
         cwd=REPOSITORY,
         env={**clean, "OMP_NUM_THREADS": "1", **(env or {})},
         capture_output=True,
@@ -149,14 +143,7 @@ class Undisturbed:
     def losses(self, replicate: int, shard: int) -> dict[int, float]:
         with self._lock:
             if (replicate, shard) not in self._known:
-                mesh = (
-                    "--mesh.strategy",
-                    "hsdp",
-                    "--mesh.replicate",
-                    str(replicate),
-                    "--mesh.shard",
-                    str(shard),
-                )
-                run = torchrun(self._folder / f"{replicate}x{shard}", replicate * shard, *mesh)
+                mesh = f"--mesh.strategy hsdp --mesh.replicate {replicate} --mesh.shard {shard}"
+                run = torchrun(self._folder / f"{replicate}x{shard}", replicate * shard, *mesh.split())
                 self._known[replicate, shard] = run.losses
             return self._known[replicate, shard]

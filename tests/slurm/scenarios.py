@@ -57,24 +57,6 @@ def both_modes(folder: Path) -> dict[str, Left]:
         return {name: left(job) for name, job in jobs.items()}
 
 
-def replicas(folder: Path) -> Left:
-    with Cluster(folder / "slurm") as cluster:
-        return left(sbatch(cluster, folder, flags=["ddp", *FLAGS]))
-
-
-def loopback(folder: Path) -> Left:
-    """Several slurmd's on one address, as where the tests do not run as root."""
-    with Cluster(folder / "slurm", mode="local") as cluster:
-        return left(sbatch(cluster, folder, env={"LAUNCHER": "srun"}))
-
-
-def array(folder: Path) -> dict[str, Left]:
-    with Cluster(folder / "slurm") as cluster:
-        job = sbatch(cluster, folder, "--nodes=1", "--array=0-1", env={"LAUNCHER": "srun"})
-        tasks = {f"{job.id}_{task}": Job(cluster, f"{job.id}_{task}", Run(folder)) for task in (0, 1)}
-        return {name: left(task) for name, task in tasks.items()}
-
-
 # ---------------------------------------------------------------- stopped by the scheduler
 
 
@@ -189,10 +171,6 @@ def preempt(cluster: Cluster) -> str:
     return cluster.sbatch(*command)
 
 
-def preempted_at_once(folder: Path) -> Left:
-    return preempted(folder, Shape(grace_s=0), "torchrun")
-
-
 def preempted_with_grace(folder: Path) -> Left:
     return preempted(folder, Shape(grace_s=30), "torchrun")
 
@@ -215,18 +193,6 @@ def cancelled(folder: Path) -> Left:
 
 
 # ---------------------------------------------------------------- failures
-
-
-def rank_killed(folder: Path, launcher: str = "torchrun") -> Left:
-    with Cluster(folder / "slurm") as cluster:
-        job = sbatch(cluster, folder, env={**SLOWLY, "LAUNCHER": launcher})
-        reached = job.until_resumable(13)
-        os.kill(rank_pid(job, "n2", rank=1), signal.SIGKILL)
-        return left(job, reached)
-
-
-def rank_killed_under_srun(folder: Path) -> Left:
-    return rank_killed(folder, "srun")
 
 
 FLOOD = """
@@ -291,12 +257,6 @@ def rank_pid(job: Job, node: str, rank: int) -> int:
     ]
     assert found, f"rank {rank} of job {job.id} is not on {node}\n{job.log()}"
     return found[0]
-
-
-def crashing(folder: Path) -> Left:
-    """A batch that cannot be read, in every start."""
-    with Cluster(folder / "slurm") as cluster:
-        return left(sbatch(cluster, folder, "--nodes=1", env={"RAISE_AT": "13", "LAUNCHER": "srun"}))
 
 
 def final_errors(folder: Path) -> dict[str, Left]:
@@ -467,12 +427,6 @@ def submitted(folder: Path) -> Left:
         reached = max(job.run.steps)
         cluster.wait(preempt(cluster))
         return left(job, reached)
-
-
-def submitted_crashing(folder: Path) -> Left:
-    """A batch that cannot be read, in every start."""
-    with Cluster(folder / "slurm") as cluster:
-        return left(submit(cluster, folder, "--nodes=1", env={"RAISE_AT": "3"}))
 
 
 def three_launchers(folder: Path) -> Left:

@@ -1,7 +1,7 @@
 """A data set for jobs that must be met while they run: the digits, read slowly in the starts that should be
 slow.
 
---data.name tests.slurm.slow:digits      and, in the job's environment:
+--data.name tests.slurm.slow:digits      with --data.args.seconds, or, in the job's environment:
 SLOW_S        seconds that each batch takes
 SLOW_STARTS   how many starts of the job are slow (default: all)
 RAISE_AT      the batch of each start that raises
@@ -42,7 +42,7 @@ class Slowly:
         return self.samples.batch(indices)
 
 
-def digits() -> DataSet:
+def digits(seconds: float = 0.0) -> DataSet:
     made = build_dataset(DataSection(name="digits"))
     start, slow_starts, slow_from, raise_at = (
         int(os.environ.get(name, default))
@@ -53,5 +53,5 @@ def digits() -> DataSet:
             ("RAISE_AT", "0"),
         )
     )
-    seconds = float(os.environ.get("SLOW_S", "0")) if start < slow_starts else 0.0
+    seconds = seconds or (float(os.environ.get("SLOW_S", "0")) if start < slow_starts else 0.0)
     return dataclasses.replace(made, train=Slowly(made.train, seconds, slow_from, raise_at))

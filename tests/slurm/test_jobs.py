@@ -8,7 +8,6 @@ full form, of which .ci/run has a part.
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -51,14 +50,6 @@ def test_two_jobs_on_the_same_nodes_do_not_meet(outcome: dict[str, Left]) -> Non
     assert len({left.run.path for left in outcome.values()}) == 2
 
 
-@pytest.mark.long
-@pytest.mark.scenario("replicas")
-def test_ddp_is_the_same_job_replicated(outcome: Left) -> None:
-    assert outcome.state == "COMPLETED", outcome.log
-    kept = tomllib.loads((outcome.run.path / "config.toml").read_text())
-    assert kept["mesh"]["strategy"] == "ddp"
-
-
 @pytest.mark.scenario("both_modes")
 @pytest.mark.parametrize("mode", ["torchrun", "srun"])
 def test_the_log_is_one_file_with_ranks_in_front_and_beside_the_run(
@@ -67,20 +58,6 @@ def test_the_log_is_one_file_with_ranks_in_front_and_beside_the_run(
     assert re.search(r"^0: .*rank 0\(4\)", outcome[mode].log, re.MULTILINE)
     (link,) = (outcome[mode].run.path / "logs").glob("shardrun-*.log")
     assert link.read_text() in outcome[mode].log
-
-
-@pytest.mark.long
-@pytest.mark.scenario("loopback")
-def test_several_slurmds_on_one_address(outcome: Left, undisturbed: Undisturbed) -> None:
-    check_finished(outcome, undisturbed.losses(1, 2))
-
-
-@pytest.mark.long
-@pytest.mark.scenario("array")
-def test_each_task_of_an_array_is_a_run_of_its_own(outcome: dict[str, Left]) -> None:
-    assert [left.state for left in outcome.values()] == ["COMPLETED", "COMPLETED"]
-    for name, left in outcome.items():
-        assert (left.run.path / "runs" / f"shardrun-{name}" / "DONE").exists()
 
 
 # ---------------------------------------------------------------- stopped by the scheduler
@@ -153,12 +130,6 @@ def check_preempted(left: Left, undisturbed: Undisturbed, reason: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.scenario("preempted_at_once")
-def test_preempted_without_grace_saves_before_the_kill(outcome: Left, undisturbed: Undisturbed) -> None:
-    check_preempted(outcome, undisturbed, "SIGTERM")
-
-
-@pytest.mark.long
 @pytest.mark.scenario("preempted_with_grace")
 def test_preempted_with_grace_requeues_itself(outcome: Left, undisturbed: Undisturbed) -> None:
     check_preempted(outcome, undisturbed, "SIGTERM")
@@ -208,12 +179,6 @@ def check_rank_killed(left: Left, undisturbed: Undisturbed) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.scenario("rank_killed")
-def test_a_killed_rank_is_back_in_the_same_allocation(outcome: Left, undisturbed: Undisturbed) -> None:
-    check_rank_killed(outcome, undisturbed)
-
-
-@pytest.mark.long
 @pytest.mark.scenario("rank_stopped")
 def test_a_stopped_rank_is_named_across_nodes_and_the_job_goes_on_without_it(
     outcome: Left, undisturbed: Undisturbed
@@ -229,22 +194,6 @@ def test_a_stopped_rank_is_named_across_nodes_and_the_job_goes_on_without_it(
         "rank-0.fr.json",
         "rank-1.txt",
     }
-
-
-@pytest.mark.long
-@pytest.mark.scenario("rank_killed_under_srun")
-def test_a_killed_rank_is_back_under_srun_too(outcome: Left, undisturbed: Undisturbed) -> None:
-    check_rank_killed(outcome, undisturbed)
-
-
-@pytest.mark.long
-@pytest.mark.scenario("crashing")
-def test_a_job_that_crashes_twice_at_one_step_stops_and_says_so(outcome: Left) -> None:
-    assert outcome.state == "FAILED"
-    assert outcome.restarts == 0
-    assert re.search(r"failed again after step \d+: no restart\. HINT: ", outcome.log)
-    assert outcome.code == 5, "the rank's own, and not torchrun's or srun's"
-    assert [event["event"] for event in outcome.run.history].count("crash") == 2
 
 
 @pytest.mark.long
@@ -432,15 +381,6 @@ def test_submitit_is_requeued_at_its_limit_and_when_preempted(
     assert len(outcome.run.starts) == outcome.restarts + 1
     assert {start["launcher"] for start in outcome.run.starts} == {"submitit (slurm)"}
     assert len(list(outcome.run.path.glob("code/*/train.py"))) == 1
-
-
-@pytest.mark.long
-@pytest.mark.scenario("submitted_crashing")
-def test_submitit_requeues_a_crash_and_says_so(outcome: Left) -> None:
-    assert (outcome.state, outcome.code, outcome.restarts) == ("FAILED", 5, 1), outcome.log
-    assert re.search(r"failed after step \d+\. To be requeued\.", outcome.log)
-    assert "Again, in the same allocation" not in outcome.log
-    assert re.search(r"failed again after step \d+: no restart\. HINT: ", outcome.log)
 
 
 @pytest.mark.scenario("three_launchers")

@@ -84,38 +84,6 @@ def test_a_cancel_while_the_ranks_start_ends_the_job(place: Place) -> None:
     assert [event for event in job.run.history if event["event"] == "crash"] == [], job.log()
 
 
-def test_of_two_jobs_at_once_on_one_run_directory_one_trains(place: Place) -> None:
-    flags = (*FLAGS, "--train.steps", "100000", "--watch.enabled", "false")
-    pair = [place.submit("--nodes=1", "slurm/fsdp.sbatch", run="shared", flags=flags) for _ in range(2)]
-
-    def failed() -> list[Job]:
-        return [job for job in pair if place.cluster.state(job.id) == "FAILED"]
-
-    (refused,) = eventually("one is refused", failed, END_S, pair[0].log)
-    trains = pair[1 - pair.index(refused)]
-    trains.until_step(1)
-    (trains.run.path / "STOP").touch()
-    assert trains.wait(END_S) == "COMPLETED", trains.log()
-    assert place.cluster.job(refused.id)["ExitCode"] == "4:0", refused.log()
-    assert len(trains.run.starts) == 1, refused.log()
-
-
-def test_a_requeue_onto_fewer_nodes_continues(place: Place) -> None:
-    """As an administrator does it for a job of two nodes."""
-    flags = (*FLAGS, "--watch.enabled", "false")
-    words = ("--nodes=2", "--exclude=n1", "slurm/fsdp.sbatch")
-    job = place.submit(*words, run="fewer", flags=flags, env={**SLOWLY, "SLOW_STARTS": "1"})
-    job.until_resumable(13)
-    place.cluster.run("scontrol", "requeuehold", job.id)
-    eventually("it is held", lambda: place.cluster.state(job.id) == "PENDING", END_S, job.log)
-    place.cluster.run("scontrol", "update", f"jobid={job.id}", "NumTasks=1", "NumNodes=1")
-    place.cluster.run("scontrol", "release", job.id)
-    assert job.wait(END_S) == "COMPLETED", job.log()
-    assert [len(start["nodes"]) for start in job.run.starts] == [2, 1]
-    assert job.run.starts[1]["from_step"] >= 13
-    assert job.run.steps == list(range(1, 41))
-
-
 def test_a_job_that_a_task_of_an_array_submits_has_its_own_number_and_processors(place: Place) -> None:
     """sbatch gives it the variables of that task, and the user's shell may set one of srun."""
     run, number = place.folder / "submitted run", place.folder / "submitted"

@@ -127,13 +127,6 @@ def test_what_an_earlier_start_left_counts_for_nothing(run: RunDir, monkeypatch:
     assert judge(run).act is Act.AGAIN
 
 
-def test_a_job_that_cannot_start_its_ranks_again_is_requeued(run: RunDir) -> None:
-    reach(run, 3)
-    decision = judge(run, again=False)
-    assert decision.act is Act.REQUEUE
-    assert "Again" not in slurm_job.message(run, decision)
-
-
 def test_nothing_is_written_where_another_job_holds_the_directory(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,16 +207,6 @@ def test_crashes_at_new_steps_leave_the_allocation_in_the_end(run: RunDir) -> No
         reach(run, step)
         acts.append(judge(run, restart=int(step == 40)).act)
     assert acts == [Act.AGAIN, Act.AGAIN, Act.REQUEUE, Act.AGAIN]
-
-
-def test_the_same_command_again_is_a_new_job_with_new_chances(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fail(run, monkeypatch, Kind.ERROR, 1)
-    reach(run, 20)
-    judge(run)
-    reach(run, 20)
-    assert judge(run, job="8").act is Act.AGAIN
 
 
 def test_nodes_that_met_once_and_do_not_now_are_requeued_a_few_times(run: RunDir) -> None:

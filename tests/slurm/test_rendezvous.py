@@ -5,7 +5,6 @@ in one line.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import secrets
 import socket
@@ -126,29 +125,33 @@ def test_a_single_node_meets_nobody(port: int) -> None:
     assert meet("a", port, "no-such-host.invalid") == {"a": ("127.0.0.1\n", "", 0)}
 
 
-def test_the_preferred_address_is_used_though_another_answers_first(port: int) -> None:
+def test_the_preferred_address_is_used_though_another_answers_too(port: int) -> None:
     """Two networks: of 8 meetings 3 had taken the slower one."""
-    nodes = ["--nodes", "a,b", "--hosts", "127.0.0.2,127.0.0.3", "--port", str(port), "--token", "t"]
-    head = subprocess.Popen(
-        [*COMMAND, "meet", "--node", "a", *nodes], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
-    )
-    hello = {"token": "t", "node": "b"}
-    second, preferred = _connect(port, "127.0.0.3"), _connect(port, "127.0.0.2")
-    with second, preferred:
-        second.sendall(json.dumps({**hello, "order": 100}).encode() + b"\n")
-        second.settimeout(0.5)
-        with pytest.raises(TimeoutError):
-            second.recv(3)
-        preferred.sendall(json.dumps({**hello, "order": 0}).encode() + b"\n")
-        assert preferred.recv(3) == b"go\n"
-    assert head.communicate(timeout=30)[0] == "127.0.0.2\n"
+    said = meet("abc", port, "127.0.0.3,127.0.0.2")
+    assert said["a"] == ("127.0.0.3\n", "", 0)
 
 
 def test_an_address_that_one_node_did_not_reach_is_not_used() -> None:
-    meeting = rendezvous.Meeting(hosts=["x", "y"], port=1, token="t", nodes=["a", "b", "c"], timeout_s=1)
     ways = {"b": {"fd00::1": 0, "10.0.0.1": 1, "10.1.0.1": 100}, "c": {"10.0.0.1": 1, "10.1.0.1": 100}}
-    assert rendezvous.Arrivals(meeting, ways).address() == "10.0.0.1"
+    assert rendezvous.common_address(ways) == (1, "10.0.0.1")
     del ways["b"]["10.0.0.1"]
-    assert rendezvous.Arrivals(meeting, ways).address() == "10.1.0.1"
+    assert rendezvous.common_address(ways) == (100, "10.1.0.1")
     del ways["c"]["10.1.0.1"]
-    assert rendezvous.Arrivals(meeting, ways).address() is None
+    assert rendezvous.common_address(ways) is None
+
+
+def test_a_caller_without_the_token_is_ignored(port: int) -> None:
+    """A port scanner, and another job's node."""
+    meeting = ["--nodes", "a,b", "--hosts", "127.0.0.1", "--port", str(port), "--token", "t"]
+
+    def start(node: str) -> subprocess.Popen[str]:
+        words = [*COMMAND, "meet", "--node", node, *meeting, "--timeout-s", "20"]
+        return subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+
+    head = start("a")
+    with _connect(port) as foreign:
+        foreign.sendall(b'{"token": "u", "node": "b", "reached": {"127.0.0.9": 0}}\n')
+        assert foreign.recv(3) == b""
+    node = start("b")
+    assert head.communicate(timeout=30)[0] == "127.0.0.1\n"
+    assert node.wait(30) == 0

@@ -12,42 +12,41 @@ import pytest
 from tests.slurm.cluster import REPOSITORY
 from tests.support.needs import skip_or_fail
 
-SCRIPTS = sorted(path.name for path in (REPOSITORY / "slurm").iterdir())
+FSDP = REPOSITORY / "slurm" / "fsdp.sbatch"
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_shellcheck_has_nothing_to_say(name: str) -> None:
-    if shutil.which("shellcheck") is None:
-        reason = "shellcheck is not installed (apt-get install shellcheck)"
-        skip_or_fail("shellcheck", reason)
-    said = subprocess.run(
-        ["shellcheck", "-x", f"slurm/{name}"], cwd=REPOSITORY, capture_output=True, text=True
+def bash(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", *words],
+        cwd=REPOSITORY,
+        env={"PATH": os.environ["PATH"], **environ},
+        capture_output=True,
+        text=True,
     )
+
+
+def test_shellcheck_has_nothing_to_say() -> None:
+    if shutil.which("shellcheck") is None:
+        skip_or_fail("shellcheck", "shellcheck is not installed (apt-get install shellcheck)")
+    said = bash("-c", "shellcheck -x slurm/*")
     assert said.returncode == 0, said.stdout
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name.endswith(".sbatch")])
-def test_a_job_script_outside_a_job_says_how_it_is_used(name: str) -> None:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
-    said = subprocess.run(
-        ["bash", f"slurm/{name}"], cwd=REPOSITORY, env=clean, capture_output=True, text=True
-    )
+def test_a_job_script_outside_a_job_says_how_it_is_used() -> None:
+    said = bash("slurm/fsdp.sbatch")
     assert said.returncode != 0
-    assert f"HINT: sbatch slurm/{name}" in said.stderr
+    assert "HINT: sbatch slurm/fsdp.sbatch" in said.stderr
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name.endswith(".sbatch")])
-def test_a_copied_job_script_names_what_it_misses(name: str, tmp_path: Path) -> None:
-    copied = shutil.copy(REPOSITORY / "slurm" / name, tmp_path / "mine.sbatch")
-    environ = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    said = subprocess.run(["bash", copied], env=environ, capture_output=True, text=True)
+def test_a_copied_job_script_names_what_it_misses(tmp_path: Path) -> None:
+    copied = shutil.copy(FSDP, tmp_path / "mine.sbatch")
+    environ = {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    said = bash(str(copied), **environ)
     assert said.returncode == 2
     assert said.stderr == (
         f"no lib.sh in {tmp_path}/slurm. HINT: export SHARDRUN_HOME=/path/to/shardrun before sbatch\n"
     )
-    found = {**environ, "SHARDRUN_HOME": str(REPOSITORY)}
-    said = subprocess.run(["bash", copied], env=found, capture_output=True, text=True)
-    assert "no lib.sh" not in said.stderr
+    assert "no lib.sh" not in bash(str(copied), **environ, SHARDRUN_HOME=str(REPOSITORY)).stderr
 
 
 @pytest.mark.parametrize(
@@ -76,10 +75,7 @@ def test_the_python_beside_train_py_comes_before_an_active_one(
 def words_of(*words: str) -> subprocess.CompletedProcess[str]:
     """The flags that job_begin passes on, one a line."""
     script = 'source slurm/lib.sh; name_in_front "$@"; printf "%s\\n" "${named[@]}"'
-    clean = {"PATH": os.environ["PATH"]}
-    return subprocess.run(
-        ["bash", "-euc", script, "job", *words], cwd=REPOSITORY, env=clean, capture_output=True, text=True
-    )
+    return bash("-euc", script, "job", *words)
 
 
 @pytest.mark.parametrize(
@@ -111,14 +107,8 @@ def facts_of(folder: Path, record: str, **environ: str) -> subprocess.CompletedP
         'leaks="${!SLURM_GPU@}${!SLURM_MEM@}${!SLURM_TRES@}${!SLURM_NTASKS@}"\n'
         'echo "${SLURM_JOB_END_TIME-}; ${node_gpus[*]}; $leaks"'
     )
-    given = {"SLURM_JOB_ID": "20", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", **environ}
-    return subprocess.run(
-        ["bash", "-euc", script],
-        cwd=REPOSITORY,
-        env={"PATH": f"{folder}:{os.environ['PATH']}", "TZ": "UTC", **given},
-        capture_output=True,
-        text=True,
-    )
+    job = {"SLURM_JOB_ID": "20", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", **environ}
+    return bash("-euc", script, **{"PATH": f"{folder}:{os.environ['PATH']}", "TZ": "UTC", **job})
 
 
 ARRAY = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
@@ -220,10 +210,7 @@ def test_the_address_is_found_beside_lines_of_a_site_s_prolog(said: str, address
         "nodes=(n1 n2) ranks_per_node=1 run=r job=1 restart=0 SLURM_JOB_ID=1 RDZV_HOST=n1\n"
         'meet 0; echo "$MASTER_ADDR"'
     )
-    environ = {"PATH": os.environ["PATH"], "SAID": said}
-    found = subprocess.run(
-        ["bash", "-euc", script], cwd=REPOSITORY, env=environ, capture_output=True, text=True
-    )
+    found = bash("-euc", script, SAID=said)
     assert found.stdout.strip() == address, found.stderr
     assert (found.returncode == 0) == bool(address)
 
@@ -248,10 +235,7 @@ def judged(folder: Path, scontrol: str, verdict: int = 3) -> subprocess.Complete
         'on_head() { kill -TERM $BASHPID; echo "$@"; return %d; }\n'
         "trap : TERM USR1; job=5 restart=0 rc=9 run=RUN; judge_and_act; trap -p TERM USR1"
     )
-    environ = {"PATH": f"{folder}:{os.environ['PATH']}"}
-    return subprocess.run(
-        ["bash", "-euc", script % verdict], cwd=REPOSITORY, env=environ, capture_output=True, text=True
-    )
+    return bash("-euc", script % verdict, PATH=f"{folder}:{os.environ['PATH']}")
 
 
 @pytest.mark.parametrize(
@@ -284,14 +268,12 @@ def test_a_job_cancelled_while_its_record_is_read_is_not_judged(tmp_path: Path) 
     assert (found.returncode, found.stdout) == (9, "the job is CANCELLED: nothing more to do here\n")
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name.endswith(".sbatch")])
-def test_the_last_task_of_a_large_array_finds_its_scripts(name: str, tmp_path: Path) -> None:
+def test_the_last_task_of_a_large_array_finds_its_scripts(tmp_path: Path) -> None:
     """Its id is the array's: scontrol writes a record for each task, more than a pipe holds."""
-    copied = shutil.copy(REPOSITORY / "slurm" / name, tmp_path / "mine.sbatch")
+    copied = shutil.copy(FSDP, tmp_path / "mine.sbatch")
     record = RECORD.format(state="RUNNING", requeue=1, home=REPOSITORY) + " " + "x" * 1500
     (tmp_path / "scontrol").write_text(f"#!/bin/bash\nfor i in $(seq 200); do echo '{record}'; done\n")
     (tmp_path / "scontrol").chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    environ = {"PATH": path, "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    said = subprocess.run(["bash", copied], env=environ, capture_output=True, text=True)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    said = bash(str(copied), SLURM_JOB_ID="1", **environ)
     assert "no lib.sh" not in said.stderr
