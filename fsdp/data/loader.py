@@ -61,9 +61,9 @@ class Loader:
         micro_batch: int,
         accumulation: int,
         rank: DataRank,
-        workers: int,
-        prefetch: int,
-        pin: bool,
+        workers: int = 0,
+        prefetch: int = 2,
+        pin: bool = False,
         device: torch.device | None = None,
         source_of: Callable[[np.ndarray], Tensor] | None = None,
     ) -> None:
@@ -99,11 +99,10 @@ class Loader:
         data = read_batch(self.samples, rows, f"rank {self.rank.index}, step {step}")
         mask = self._mask(len(part))
         counted = count_tokens(data, mask)
+        sources = None if self._source_of is None else self._source_of(rows)
         if self._pin:
             data = {name: value.pin_memory() for name, value in data.items()}
-        sources = None if self._source_of is None else self._source_of(rows)
-        if sources is not None and self._pin:
-            sources = sources.pin_memory()
+            sources = None if sources is None else sources.pin_memory()
         return Batch(data, mask, len(part), counted, sources)
 
     def _mask(self, rows: int) -> Tensor:
@@ -155,24 +154,14 @@ class _EvenlySpread:
 
 
 def heldout_batches(
-    samples: Samples,
-    *,
-    batch: int,
-    rank: DataRank,
-    limit: int,
-    workers: int = 0,
-    prefetch: int = 2,
-    pin: bool = False,
-    device: torch.device | None = None,
-    source_of: Callable[[np.ndarray], Tensor] | None = None,
+    samples: Samples, *, batch: int, rank: DataRank, limit: int, **reading: Any
 ) -> Iterator[Batch]:
-    """Yields as many batches on every rank, with each held-out sample in one of them; limit 0 takes all."""
+    """Yields as many batches on every rank, with each held-out sample in one of them; limit 0 takes all.
+    `reading`: further arguments of Loader.
+    """
     count = min(limit or len(samples), len(samples))
     order = _EvenlySpread(len(samples), count, batch * rank.count)
-    reading: Any = {"workers": workers, "prefetch": prefetch, "pin": pin, "device": device}
-    loader = Loader(
-        samples, order, micro_batch=batch, accumulation=1, rank=rank, source_of=source_of, **reading
-    )
+    loader = Loader(samples, order, micro_batch=batch, accumulation=1, rank=rank, **reading)
     try:
         for step in range(order.steps):
             yield loader.step(step).micro[0]

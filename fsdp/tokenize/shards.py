@@ -160,22 +160,17 @@ def plan_of(
 
 
 def _begin(out: Path, key: dict[str, Any]) -> None:
+    manifest = out / MANIFEST
     try:
         out.mkdir(parents=True, exist_ok=True)
-        manifest = out / MANIFEST
-        if manifest.is_file():
-            begun = json.loads(manifest.read_text(encoding="utf-8"))
-            if not isinstance(begun, dict) or begun.get("key") != key:
-                raise ConfigError(
-                    f"{out} holds tokens of another source, tokenizer or other flags.",
-                    f"another folder, or rm -r {out}",
-                )
-        elif any(out.iterdir()):
-            raise ConfigError(f"{out} is not empty, and {MANIFEST} is not in it.", "a new folder")
-        else:
+        if not any(out.iterdir()):
             write_atomically(manifest, json.dumps({"key": key}) + "\n")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{out} cannot be used: {error}.", "another folder") from None
+        if json.loads(manifest.read_text(encoding="utf-8"))["key"] == key:
+            return
+        problem = "holds tokens of another source, tokenizer or other flags"
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        problem = f"cannot be used: {error}"
+    raise ConfigError(f"{out} {problem}.", "another folder")
 
 
 def _write_manifest(out: Path, plan: TokenizePlan, key: dict[str, Any], total: Totals) -> None:
@@ -340,16 +335,12 @@ def run_child(job: TokenizeJob, *out: str) -> str:
     last, source = ended.stdout.strip().rpartition("\n")[2], shlex.quote(job.source)
     if ended.returncode == ConfigError.exit_code and last.startswith("["):
         raise ConfigError(*json.loads(last))
-    if ended.returncode == -signal.SIGKILL:
-        raise ShardrunError(
-            f"tokenizing {source} was killed, as when memory runs out.",
-            "a .txt file is one document, held in memory: split -C 64m --additional-suffix=.txt FILE FOLDER/ "
-            "makes many of a large one",
-        )
     if ended.returncode:
+        killed = ended.returncode == -signal.SIGKILL
+        reason = "was killed, as when memory runs out" if killed else f"ended with {ended.returncode}"
         raise ShardrunError(
-            f"tokenizing {source} ended with exit code {ended.returncode}.",
-            f"python -m fsdp.tokenize {source} tokens/ --workers 1 shows the error",
+            f"tokenizing {source} {reason}.",
+            f"python -m fsdp.tokenize {source} tokens/ --workers 1 needs least memory and shows the error",
         )
     return last
 
