@@ -18,6 +18,7 @@ from fsdp.tokenize.tokenizer import load_tokenizer
 from tests.data.test_loader import Numbers
 from tests.support.data_cache import own_cache as own_cache
 from tests.tokenize.chat import SPECIAL, save_tokenizer
+from tests.tokenize.rows import in_this_process as in_this_process
 from tests.tokenize.rows import write_lines
 
 SIZES = {"a": 10, "b": 33, "c": 5}
@@ -227,6 +228,7 @@ def test_sources_that_cannot_be_mixed_are_refused(tmp_path: Path, other: str, me
 
 
 @pytest.mark.needs("transformers")
+@pytest.mark.usefixtures("in_this_process")
 def test_the_tokenizer_of_the_section_goes_to_sources_that_are_tokenized(
     tmp_path: Path, own_cache: Path
 ) -> None:

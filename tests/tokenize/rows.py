@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+
+from fsdp.data import documents
+from fsdp.tokenize.shards import TokenizeJob, tokenize
 
 
 def write_lines(path: Path, rows: Iterable[Any]) -> Path:
@@ -30,3 +34,13 @@ def rows_in(readers: Iterable[Any], size: int = 1 << 30) -> list[dict[str, Any]]
     return [
         dict(row.values) for reader in readers for part in reader.parts(size) for row in reader.read(part)
     ]
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child process would import transformers for each case; tests/data/test_documents.py starts one."""
+
+    def tokenize_here(job: TokenizeJob, out: str) -> None:
+        tokenize(job, Path(out), 1)
+
+    monkeypatch.setattr(documents, "run_child", tokenize_here)

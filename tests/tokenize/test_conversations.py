@@ -18,6 +18,7 @@ from fsdp.tokenize.rows import Source, SourceRow
 from fsdp.tokenize.tokenizer import load_tokenizer
 from tests.tokenize import chat
 from tests.tokenize.chat import said, save_tokenizer
+from tests.tokenize.rows import in_this_process as in_this_process
 from tests.tokenize.rows import rows_in, write_lines
 
 pytestmark = pytest.mark.needs("transformers")
@@ -244,6 +245,7 @@ def data(path: Path, tokenizer: Path, seq_len: int = 24, **args: Any) -> DataSet
     )
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_conversation_is_a_sample(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path / "tokenizer", chat.PLAIN)
     rows = [{"messages": one} for one in [*CONVERSATIONS[:3], said("nobody answers")]]

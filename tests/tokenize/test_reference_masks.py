@@ -10,24 +10,14 @@ import pytest
 
 from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.config import DataSection
-from fsdp.data import build_dataset, documents
-from fsdp.tokenize.shards import TokenizeJob, tokenize
+from fsdp.data import build_dataset
 from tests.tokenize.chat import STYLES, ChatStyle, said, save_tokenizer
+from tests.tokenize.rows import in_this_process as in_this_process
 from tests.tokenize.rows import write_lines
 
-pytestmark = pytest.mark.needs("transformers")
+pytestmark = [pytest.mark.needs("transformers"), pytest.mark.usefixtures("in_this_process")]
 
 SEQ_LEN = 95
-
-
-@pytest.fixture(autouse=True)
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child process would import transformers for each case; tests/data/test_documents.py starts one."""
-
-    def tokenize_here(job: TokenizeJob, out: str) -> None:
-        tokenize(job, Path(out), 1)
-
-    monkeypatch.setattr(documents, "run_child", tokenize_here)
 
 
 WITHOUT_SYSTEM = [
