@@ -236,7 +236,7 @@ def test_older_checkpoints_keep_their_hash() -> None:
         ("--optim.ema 1", "--optim.ema 1.0 is out of range"),
         (
             "--checkpoint.keep_best 1 --checkpoint.keep_best_metric eval_ema_loss --train.eval_every_steps 5",
-            "--checkpoint.keep_best_metric eval_ema_loss is that of a moving average, and --optim.ema is 0",
+            "--checkpoint.keep_best_metric eval_ema_loss and --optim.ema 0 do not go together",
         ),
         (
             "--optim.ema 0.9 --memory.nvme optimizer --memory.nvme_dir /tmp",

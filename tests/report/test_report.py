@@ -82,7 +82,7 @@ def test_two_runs_are_shown_with_their_differences(run: Path, tmp_path: Path) ->
             "finished",
             "the last",
         ),
-        ({"event": "crash", "step": 9, "code": 137}, "failed", "code 137"),
+        ({"event": "crash", "job": "1", "restart": 0, "step": 9, "code": 137}, "failed", "code 137"),
         ({"event": "lost", "step": 9, "why": "its node lost"}, "killed", "its node lost"),
         ({"event": "unmet", "step": 9}, "failed", "rendezvous"),
     ],
@@ -134,7 +134,7 @@ def test_the_reason_of_an_end_is_the_verdict_that_the_run_did_not_survive(
 def test_a_crash_keeps_its_reason_and_gets_the_verdicts_of_its_own_time(tmp_path: Path) -> None:
     start = {"event": "start", "time": "2026-01-01T12:00:00+00:00", "from_step": 0, "ranks": 4}
     second = start | {"time": "2026-01-01T12:02:00+00:00", "from_step": 9}
-    crash = {"event": "crash", "code": 7, "step": 400}
+    crash = {"event": "crash", "job": "1", "restart": 0, "code": 7, "step": 400}
     write(tmp_path / "history.jsonl", [start, crash, second, crash | {"code": 9}])
     write(
         tmp_path / "watch" / "verdicts.jsonl",

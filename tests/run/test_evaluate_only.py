@@ -63,7 +63,7 @@ def test_what_cannot_be_evaluated_is_refused(trained: Path, tmp_path: Path) -> N
     assert (trained / "config.toml").read_text() == before
     said = failures(1, tmp_path, HELD, only)
     assert said[0] is not None
-    assert "names no weights. HINT: --checkpoint.resume RUN" in said[0]
+    assert "no weights are named. HINT: --checkpoint.resume RUN" in said[0]
     said = failures(1, tmp_path, only, "--checkpoint.resume", str(trained))
     assert said[0] is not None
     assert "has no held-out data" in said[0]
