@@ -7,8 +7,7 @@ folder without one does not count as a checkpoint.
     checkpointer                        what the training loop calls: saves beside the steps, restores
     saver, sealing                      one save beside the steps; all ranks' files sealed, or nothing
     state, pieces                       TrainState as named pieces, and what a load fills; boxes in a tensor
-    save_plan                           which rank writes which tensors, by DCP's planner; `.metadata`
-    rank_file, torch_file               one rank's file: in memory, with the frames of torch.save, written
+    rank_file                           one rank's file: planned by DCP's planner, copied, framed, written
     manifest, metadata, file_names      the seal; `.metadata`, read without executing its code; names
     store, object_store                 where checkpoints lie: a folder, s3://bucket/prefix
     local_tier                          checkpoints on the nodes' own disks, and their copies

@@ -29,12 +29,11 @@ from fsdp.base.errors import CheckpointError, ConfigError, RefusedError, without
 from fsdp.base.object_client import is_url
 from fsdp.base.streams import print_line
 from fsdp.base.text import byte_size, seconds
-from fsdp.checkpoint import file_names, inspect, load, retention
+from fsdp.checkpoint import file_names, inspect, metadata, retention
 from fsdp.checkpoint.adapter_weights import PEFT, Base
 from fsdp.checkpoint.discovery import READ_AT_ONCE, broken_folders, set_aside, why_not_whole
 from fsdp.checkpoint.export import export, of_averages
 from fsdp.checkpoint.inspect import CheckpointListing
-from fsdp.checkpoint.load import CheckpointSource
 from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.store import Store, lock_place, open_store
 from fsdp.config import CheckpointSection
@@ -43,7 +42,7 @@ from fsdp.config.fields import expanded
 from fsdp.models.hf import resolve_folder
 from fsdp.models.hub import PREFIX
 from fsdp.models.registry import SourceFolder
-from fsdp.run.job import prepare
+from fsdp.run.job import Job, prepare
 from fsdp.run.weights import base_of, saved_as
 from fsdp.rundir.lock import Folder, Locks, hold
 from fsdp.rundir.paths import FULL
@@ -125,19 +124,19 @@ def _section(options: argparse.Namespace) -> CheckpointSection:
     file = options.folder / "config.toml"
     section = CheckpointSection()
     if file.is_file():
-        fields = {name: config.FIELDS[name] for name in config.FIELDS if name.startswith("checkpoint.")}
-        read = {name: value for name, value in config.read_recipe(str(file)).items() if name in fields}
         values = {
-            name.removeprefix("checkpoint."): config.parse_value(fields[name], value)
-            for name, value in read.items()
+            name.removeprefix("checkpoint."): config.parse_value(config.FIELDS[name], value)
+            for name, value in config.read_recipe(str(file)).items()
+            if name.startswith("checkpoint.") and name in config.FIELDS
         }
         section = CheckpointSection(**values)
-    given = {
-        "keep_last": options.keep_last, "keep_every_steps": options.keep_every_steps,
+    flags = {
+        "keep_last": options.keep_last,
+        "keep_every_steps": options.keep_every_steps,
         "export_format": options.format,
         "export_dtype": options.dtype,
-    }  # fmt: skip
-    return dataclasses.replace(section, **{name: value for name, value in given.items() if value is not None})
+    }
+    return dataclasses.replace(section, **{name: value for name, value in flags.items() if value is not None})
 
 
 def _place(options: argparse.Namespace) -> str:
@@ -158,22 +157,18 @@ def _place(options: argparse.Namespace) -> str:
 
 
 def _chosen(store: Store, options: argparse.Namespace) -> list[CheckpointListing]:
-    listings = [found for found in inspect.scan(store) if options.step in (None, found.step)]
+    listings = [listing for listing in inspect.scan(store) if options.step in (None, listing.step)]
     shows_all = options.command in ("list", "verify") and options.step is None
     if not listings and not (shows_all and broken_folders(store)):
-        what = "no checkpoint" if options.step is None else f"no checkpoint of step {options.step}"
-        raise CheckpointError(f"{store.where} holds {what}.", _where_they_are(store, options))
+        around, _, name = options.run.rpartition("/")
+        hint = "give the --run.dir of a run that has saved one"
+        if options.step is not None:
+            hint = f"python -m fsdp.checkpoint {options.run} lists the steps"
+        elif (folder := file_names.parse(name)) is not None:
+            hint = f"python -m fsdp.checkpoint {around or '.'} --step {folder.step}"
+        step = "" if options.step is None else f" of step {options.step}"
+        raise CheckpointError(f"{store.where} holds no checkpoint{step}.", hint)
     return listings
-
-
-def _where_they_are(store: Store, options: argparse.Namespace) -> str:
-    """A hint: the steps that are there, or the folder around one checkpoint."""
-    if options.step is not None and inspect.scan(store):
-        return f"python -m fsdp.checkpoint {options.run}"
-    around, _, name = options.run.rpartition("/")
-    if (one := file_names.parse(name)) is not None:
-        return f"python -m fsdp.checkpoint {around or '.'} --step {one.step}"
-    return "give the --run.dir of a run that has saved one"
 
 
 def _list(store: Store, options: argparse.Namespace) -> int:
@@ -242,14 +237,13 @@ def _export(store: Store, options: argparse.Namespace) -> int:
             raise ConfigError(f"{path} is a link; the export does not follow links in a run directory.", hint)
     base, saved_as = _base(options, listing), _saved_as(options)
     try:
-        source: CheckpointSource | None = load.open_one(store, listing.folder, listing.manifest)
-        assert source is not None
-        source = of_averages(source) if options.ema else source
-        if source is None:
-            what = f"{listing.folder} holds no moving average of the weights."
-            raise ConfigError(what, f"python -m fsdp.checkpoint {options.run} export, without --ema")
+        source = metadata.open_one(store, listing.folder, listing.manifest)
+        averages = of_averages(source) if options.ema else source
+        if averages is None:
+            reason = f"{listing.folder} holds no moving average of the weights."
+            raise ConfigError(reason, f"python -m fsdp.checkpoint {options.run} export, without --ema")
         shard_gib, dtype = options.shard_gib, section.export_dtype
-        files = export(source, folder, section.export_format, shard_gib, base, saved_as, dtype)
+        files = export(averages, folder, section.export_format, shard_gib, base, saved_as, dtype)
     except DAMAGED as error:
         if isinstance(error, OSError) and (
             error.errno in FULL or str(error.filename or "").startswith(str(folder))
@@ -257,7 +251,11 @@ def _export(store: Store, options: argparse.Namespace) -> int:
             hint = f"ls -ld {folder} and df -h {folder} show why; --out FOLDER is another place"
             raise CheckpointError(f"{folder} cannot be written ({error.strerror}).", hint) from None
         failure = inspect.classify_failure(error, store.path(listing.folder))
-        raise _not_exported(store, listing, failure) from error
+        if isinstance(failure, CheckpointError):
+            raise failure from error
+        hint = f"python -m fsdp.checkpoint {options.run} verify shows which are whole; --step N exports one"
+        reason = f"{store.path(listing.folder)} cannot be exported: {failure.detail}."
+        raise CheckpointError(reason, hint) from error
     for file in files:
         print(f"{file}  {byte_size(file.stat().st_size)}")
     for newer in damaged:
@@ -283,70 +281,57 @@ def _to_export(
     raise CheckpointError(f"{store.where} holds no whole checkpoint.", hint)
 
 
-def _not_exported(
-    store: Store, listing: CheckpointListing, failure: Broken | CheckpointError
-) -> CheckpointError:
-    """The error with the checkpoint's name, and an older one to export in its place."""
-    if isinstance(failure, CheckpointError):
-        return failure
-    older = [one.step for one in inspect.scan(store) if one.manifest is not None and one.step < listing.step]
-    hint = f"--step {older[0]} exports the one before" if older else "put back a copy: no older one is whole"
-    return CheckpointError(f"{store.path(listing.folder)} cannot be exported: {failure.detail}.", hint)
-
-
 def _saved_as(options: argparse.Namespace) -> SourceFolder | None:
     """The format of transformers in which the run's model is exported; a torch export needs none."""
-    file = options.folder / "config.toml"
-    if not file.is_file() or options.section.export_format == "torch":
+    if not (options.folder / "config.toml").is_file() or options.section.export_format == "torch":
         return None
-    values = config.read_recipe(str(file))
-    name, args = str(values.get("model.name", "")), values.get("model.args", {})
-    _check_source(options, values, "or --format torch, a state dict alone")
+    values = _recipe(options, "or --format torch, a state dict alone")
+    name = str(values.get("model.name", ""))
     if name.startswith(PREFIX):
-        return resolve_folder(name, args, {})
+        return resolve_folder(name, values.get("model.args", {}), {})
     if name != "transformer":
         return None
+    run, job = _job(options)
+    return saved_as(run, job.spec) if options.section.export_format == "hf" else None
+
+
+def _recipe(options: argparse.Namespace, other: str) -> Mapping[str, Any]:
+    """The run's configuration as written; ConfigError if the folder or file that it started from is gone."""
+    values = config.read_recipe(str(options.folder / "config.toml"))
+    for flag in ("model.name", "model.weights"):
+        value = str(values.get(flag, ""))
+        path = expanded(value.removeprefix(PREFIX))
+        if value.startswith(PREFIX):
+            missing = path.is_absolute() and not path.is_dir()  # a hub's name has a cache of its own
+        else:
+            missing = flag == "model.weights" and value not in ("", "none") and not path.exists()
+        if missing:
+            reason = f"{options.run} has --{flag} {value}, which no longer exists."
+            raise ConfigError(reason, f"put it back, {other}")
+    return values
+
+
+def _job(options: argparse.Namespace) -> tuple[config.Config, Job]:
     run = config.load_run_config(options.folder, trusted=options.trust_code, forgotten=("checkpoint.resume",))
     run = dataclasses.replace(run, checkpoint=options.section)
-    if options.section.export_format != "hf":
-        return None
-    return saved_as(run, prepare(run, world_size=1, num_nodes=1, device=None).spec)
+    return run, prepare(run, world_size=1, num_nodes=1, device=None)
 
 
-def _check_source(options: argparse.Namespace, values: Mapping[str, Any], other: str) -> None:
-    """The folder or file that the run started from exists."""
-    name, weights = (str(values.get(field, "")) for field in ("model.name", "model.weights"))
-    for flag, value in (("--model.name", name), ("--model.weights", weights)):
-        place = expanded(value.removeprefix(PREFIX))
-        if value.startswith(PREFIX):
-            missing = place.is_absolute() and not place.is_dir()  # a hub's name has a cache of its own
-        else:
-            missing = flag == "--model.weights" and value not in ("", "none") and not place.exists()
-        if missing:
-            raise ConfigError(
-                f"{options.run} has {flag} {value}, which no longer exists.", f"put it back, {other}"
-            )
-
-
-def _base(options: argparse.Namespace, found: CheckpointListing) -> Base | None:
+def _base(options: argparse.Namespace, listing: CheckpointListing) -> Base | None:
     """The frozen weights under adapters, from the run's own configuration; None for a whole model."""
-    assert found.manifest is not None
-    saved = found.manifest.base
+    assert listing.manifest is not None
+    saved = listing.manifest.base
     if not saved:
         return None
-    file = options.folder / "config.toml"
-    if not file.is_file():
-        raise ConfigError(
-            f"{found.folder} holds adapters over {saved['origin']}, and {options.run} has no config.toml.",
-            "give the run directory",
+    if not (options.folder / "config.toml").is_file():
+        reason = (
+            f"{listing.folder} holds adapters over {saved['origin']}, and {options.run} has no config.toml."
         )
-    _check_source(options, config.read_recipe(str(file)), "since checkpoints of adapters do not hold it")
-    run = config.load_run_config(options.folder, trusted=options.trust_code, forgotten=("checkpoint.resume",))
-    job = prepare(run, world_size=1, num_nodes=1, device=None)
-    return dataclasses.replace(
-        base_of(run, job.spec, job.dtypes, saved["digest"]),
-        lora=dataclasses.replace(run.lora, rank=saved["rank"], alpha=saved["alpha"]),
-    )
+        raise ConfigError(reason, "give the run directory")
+    _recipe(options, "since checkpoints of adapters do not hold it")
+    run, job = _job(options)
+    lora = dataclasses.replace(run.lora, rank=saved["rank"], alpha=saved["alpha"])
+    return dataclasses.replace(base_of(run, job.spec, job.dtypes, saved["digest"]), lora=lora)
 
 
 if __name__ == "__main__":

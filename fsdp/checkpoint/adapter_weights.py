@@ -20,8 +20,8 @@ from fsdp.base.digest import digest_shard
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import full_state, load
 from fsdp.checkpoint.full_state import Entry
-from fsdp.checkpoint.load import CheckpointSource
 from fsdp.checkpoint.manifest import Manifest
+from fsdp.checkpoint.metadata import CheckpointSource
 from fsdp.config import LoraSection
 from fsdp.models.lora import A, B, is_transposed, merged
 from fsdp.models.registry import SourceFolder
@@ -98,9 +98,7 @@ def check(manifest: Manifest, base: Base | None, where: str) -> None:
 
 def whole_model(source: CheckpointSource, base: Base) -> tuple[list[Entry], full_state.Fetch]:
     """The entries of the plain model, and a function that merges base and adapters for one of them."""
-    stored = {
-        key.removeprefix("model.") for key in source.metadata.state_dict_metadata if key.startswith("model.")
-    }
+    stored = {key.removeprefix("model.") for key in source.tensors if key.startswith("model.")}
     model = base.build()
     entries = _entries(base, model)
     weights = base.open()
@@ -153,12 +151,11 @@ def peft_files(
     place = folder / PEFT
     place.mkdir(parents=True, exist_ok=True)
     keys = {}
-    for key, about in source.metadata.state_dict_metadata.items():
+    for key, saved in source.tensors.items():
         layer, _, part = key.removeprefix("model.").rpartition(".")
         if key.startswith("model.") and part in (A, B):
             name = f"base_model.model.{saved_layer(layer)}.{'lora_A' if part == A else 'lora_B'}.weight"
-            entry = Entry(name, about.properties.dtype, tuple(about.size))  # type: ignore[union-attr]
-            keys[name] = (key, entry)
+            keys[name] = (key, Entry(name, saved.dtype, saved.size))
     own = {key.removeprefix("model.").rpartition(".")[0] for key, _ in keys.values()}
     model = base.build()
     origin = base.origin.removeprefix("--model.weights ")

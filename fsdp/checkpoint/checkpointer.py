@@ -21,12 +21,12 @@ import torch
 from fsdp.base.errors import CheckpointError, error_number
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.base.text import listed
-from fsdp.checkpoint import discovery, inspect, load, retention
+from fsdp.checkpoint import discovery, inspect, metadata, retention
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.rank_file import StagingMemory
 from fsdp.checkpoint.restore import Restore, Restored
-from fsdp.checkpoint.saver import SaveJob, Saver, not_saved, repeated
+from fsdp.checkpoint.saver import SaveJob, Saver, not_saved
 from fsdp.checkpoint.sealing import SaveOutcome, Sealing
 from fsdp.checkpoint.state import take_snapshot
 from fsdp.checkpoint.store import Store, open_store
@@ -203,7 +203,7 @@ class Checkpointer:
         if outcome.fatal or (must and outcome.failure):
             raise not_saved(outcome, f"step {outcome.step} {outcome.verdict.lower()}", place)
         if outcome.failure and self._failed_before:
-            raise repeated(outcome, place)
+            raise not_saved(outcome, f"the save of step {outcome.step} failed, as did the one before", place)
         self._failed_before = bool(outcome.failure)
 
     def _settle(self, job: SaveJob) -> None:
@@ -333,7 +333,7 @@ class Checkpointer:
                 f"{self._store.where} holds no whole checkpoint to export.", "--checkpoint.export false"
             )
         try:
-            source = load.open_one(self._store, found.folder, found.manifest)
+            source = metadata.open_one(self._store, found.folder, found.manifest)
             if averaged and (average := of_averages(source)) is not None:
                 source = average
             return export(

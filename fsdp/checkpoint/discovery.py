@@ -17,7 +17,7 @@ import torch
 from fsdp.base.errors import CheckpointError, without_hint
 from fsdp.base.object_client import is_url
 from fsdp.base.text import listed
-from fsdp.checkpoint import file_names, inspect, load, retention
+from fsdp.checkpoint import file_names, inspect, metadata, retention
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.store import Store, open_store
@@ -102,7 +102,7 @@ def why_not_whole(store: Store, found: CheckpointListing, read: bool) -> str | N
     try:
         if read:
             inspect.check_files(store, found.folder, found.manifest.files)
-            load.open_one(store, found.folder, found.manifest)
+            metadata.open_one(store, found.folder, found.manifest)
     except (EOFError, LookupError, ValueError, TypeError) as error:
         # a manifest and files that do not fit together
         return f"NOT whole: {type(error).__name__}: {error}"

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from fsdp.base.digest import DTYPES
 from fsdp.base.errors import CheckpointError, ConfigError
@@ -36,8 +35,7 @@ from fsdp.checkpoint.full_state import (
     write_safetensors,
     write_torch,
 )
-from fsdp.checkpoint.load import CheckpointSource
-from fsdp.checkpoint.save_plan import chunks
+from fsdp.checkpoint.metadata import CheckpointSource
 from fsdp.checkpoint.store import sync_folder
 from fsdp.models.registry import SourceFolder
 
@@ -101,40 +99,31 @@ def of_averages(source: CheckpointSource) -> CheckpointSource | None:
     """The same checkpoint with the moving averages as its model; None if it holds none. What is not trained
     is the model's own.
     """
-    stored = source.metadata.state_dict_metadata
+    tensors, digests = dict(source.tensors), dict(source.manifest.digests if source.manifest else {})
     owners: dict[object, str] = {}
-    replaced = {}
-    for key in stored:
+    for key, saved in source.tensors.items():
         if key.startswith("model."):
             # A tied weight has several names, and its average the first one trained.
-            owner = owners.setdefault(load.memory_of(source, key), f"ema.{key.removeprefix('model.')}")
-            replaced[key] = owner if owner in stored else key
-    if not any(key.startswith("ema.") for key in replaced.values()):
+            average = owners.setdefault(saved.chunks[:1] or key, f"ema.{key.removeprefix('model.')}")
+            if average in source.tensors:
+                tensors[key] = source.tensors[average]
+                if average in digests:
+                    digests[key] = digests[average]
+    if tensors == source.tensors:
         return None
-    manifest, storage = source.manifest, dict(source.metadata.storage_data)
-    if manifest is not None:
-        digests = {
-            key: manifest.digests[other] for key, other in replaced.items() if other in manifest.digests
-        }
-        manifest = dataclasses.replace(manifest, digests={**manifest.digests, **digests})
-    for key, other in replaced.items():
-        for chunk in chunks(stored[other]):
-            storage[MetadataIndex(key, chunk.offsets)] = storage[MetadataIndex(other, chunk.offsets)]
-    entries = {**stored, **{key: stored[other] for key, other in replaced.items()}}
-    metadata = dataclasses.replace(source.metadata, state_dict_metadata=entries, storage_data=storage)
-    return dataclasses.replace(source, metadata=metadata, manifest=manifest)
+    manifest = source.manifest and dataclasses.replace(source.manifest, digests=digests)
+    return dataclasses.replace(source, tensors=tensors, manifest=manifest)
 
 
 def _model(source: CheckpointSource) -> tuple[list[Entry], Fetch]:
     """The model's tensors; names at the same place in the files are one tied weight."""
     entries: list[Entry] = []
     owners: dict[object, str] = {}
-    for key, about in source.metadata.state_dict_metadata.items():
-        if key.startswith("model.") and isinstance(about, TensorStorageMetadata):
+    for key, saved in source.tensors.items():
+        if key.startswith("model."):
             name = key.removeprefix("model.")
-            owner = owners.setdefault(load.memory_of(source, key), name)
-            same_as = owner if owner != name else ""
-            entries.append(Entry(name, about.properties.dtype, tuple(about.size), same_as))
+            owner = owners.setdefault(saved.chunks[:1] or key, name)
+            entries.append(Entry(name, saved.dtype, saved.size, owner if owner != name else ""))
     return entries, lambda entry: load.whole(source, f"model.{entry.name}")
 
 

@@ -38,8 +38,6 @@ _NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
 }  # fmt: skip
-MOST_OF_A_HEADER = 100_000_000
-"""The limit of the safetensors library too."""
 _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
@@ -196,73 +194,40 @@ def files_of_index(index: Path, flag: str = "--model.weights") -> list[Path]:
 def open_safetensors(file: Path, flag: str = "--model.weights") -> dict[str, StoredTensor]:
     """The tensors of one file by name, from its header; no data is read."""
     try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise ConfigError(
+            f"{flag} {file} needs the package safetensors.", "pip install safetensors"
+        ) from None
+    try:
         if file.exists() and not file.is_file():
-            raise ValueError("it is not a regular file")
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > size - 8:
-                raise ValueError("it is truncated, or not a safetensors file")
-            if length > MOST_OF_A_HEADER:
-                raise ValueError(f"its header has {length} bytes")
-            header = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
-        return {name: StoredTensor(file, 8 + length, about, size) for name, about in header.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = error if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+            raise OSError("it is not a regular file")
+        opened = safe_open(file, framework="pt")
+        return {name: StoredTensor(opened, name) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, KeyError) as error:
+        reason = f"{type(error).__name__}: {error}"
         raise ConfigError(
             f"{flag} {file} cannot be read: {reason}.", "give a whole .safetensors file"
         ) from None
 
 
 class StoredTensor:
-    """One tensor of a safetensors file: mapped when called, or read by rows."""
+    """One tensor of a safetensors file: mapped when called, or copied by rows."""
 
-    def __init__(self, file: Path, base: int, about: Mapping[str, Any], whole: int) -> None:
-        if about["dtype"] not in _TYPES:
-            raise ValueError(f"a tensor of it has the type {about['dtype']}, which is not supported")
-        first, last = about["data_offsets"]
-        self._file, self._start, self._length = file, base + first, last - first
-        self._dtype, self._size = _TYPES[about["dtype"]], tuple(about["shape"])
-        # Reading memory that is mapped beyond the file's end kills the process.
-        if first < 0 or min(self._size, default=0) < 0 or base + last > whole:
-            raise ValueError(f"a tensor of it lies outside the file, at {first} to {last}")
-        if self._length != math.prod(self._size) * self._dtype.itemsize:
-            raise ValueError(f"a tensor of {list(self._size)} {about['dtype']} has {self._length} bytes")
-
-    @property
-    def size(self) -> tuple[int, ...]:
-        return self._size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
+    def __init__(self, opened: Any, name: str) -> None:
+        self._opened, self._name = opened, name
+        part = opened.get_slice(name)
+        self.size: tuple[int, ...] = tuple(part.get_shape())
+        self.dtype = _TYPES[part.get_dtype()]
 
     def rows(self, first: int, last: int) -> torch.Tensor:
-        """Rows of dim 0, read into memory of their own; a scalar is one row."""
-        if not self._size:
-            return self().clone()
-        row = math.prod(self._size[1:]) * self._dtype.itemsize
-        found = torch.empty((last - first, *self._size[1:]), dtype=self._dtype)
-        into, at = as_bytes(found), 0
-        with self._file.open("rb", buffering=0) as stream:
-            stream.seek(self._start + first * row)
-            while at < len(into):
-                if not (count := stream.readinto(into[at:])):
-                    raise OSError(f"{self._file} ended while it was read")
-                at += count
-        return found
+        """Rows of dim 0 in memory of their own; a scalar is one row."""
+        tensor: torch.Tensor = self._opened.get_slice(self._name)[first:last] if self.size else self()
+        return tensor.clone()
 
     def __call__(self) -> torch.Tensor:
-        if not self._length:
-            return torch.empty(self._size, dtype=self._dtype)
-        # A private mapping: writing to the tensor changes a copy of the page, never the file.
-        end = self._start + self._length
-        storage = torch.UntypedStorage.from_file(str(self._file), shared=False, nbytes=end)
-        flat = torch.empty(0, dtype=torch.uint8).set_(storage)[self._start : end]  # type: ignore[arg-type]
-        if self._start % self._dtype.itemsize:
-            flat = flat.clone()
-        return flat.view(self._dtype).view(self._size)
+        tensor: torch.Tensor = self._opened.get_tensor(self._name)
+        return tensor
 
 
 def _open_torch(file: Path) -> dict[str, Callable[[], torch.Tensor]]:

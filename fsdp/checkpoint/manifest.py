@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 from zlib import crc32
 
 from fsdp.base.errors import CheckpointError
 from fsdp.base.text import checked_count
 
-FORMAT = 1
+FORMAT = 2
+"""1: no `head`, which was 1024."""
 MOST_BYTES = 128 << 20
 """A larger one is not read: 16,384 ranks have a megabyte of files, a million tensors 100 MB of digests."""
 LONGEST_TEXT = 4096
@@ -54,6 +55,8 @@ class Manifest:
     digests: Mapping[str, tuple[int, str]]
     """Key of each tensor → its number of elements and the digest of its bits, in hex."""
     bytes: int = 0
+    head: int = 1024
+    """The bytes of a tensor's frame before its data."""
     base: Mapping[str, Any] = field(default_factory=dict)
     """In a checkpoint of adapters alone: the frozen weights under them."""
     optimizer: str = ""
@@ -67,10 +70,7 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    body = {"format": FORMAT, **asdict(manifest)}
-    if not body["data"]:
-        del body["data"]  # older versions read the manifests of data without a position
-    text = json.dumps(body, sort_keys=True, ensure_ascii=False)
+    text = json.dumps({"format": FORMAT, **asdict(manifest)}, sort_keys=True, ensure_ascii=False)
     return f'{{"crc32": {crc32(text.encode()):10d}, "manifest":\n{text}}}\n'.encode()
 
 
@@ -86,47 +86,40 @@ def decode(data: bytes) -> Manifest:
         form, step = body.pop("format"), body.get("step")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise Broken("manifest", f"the manifest cannot be read ({error})") from None
-    if form != FORMAT:
+    if form not in (1, FORMAT):
         # It may be whole: it is not set aside.
         raise CheckpointError(
             f"a checkpoint of step {step!a:.40} has format {form!a:.40}; this program reads format {FORMAT}.",
             "resume with the version of this program that wrote it, or a newer one",
         )
     try:
-        return _checked(body)
+        return _checked(Manifest(**body))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise Broken(
             "manifest", f"the manifest has another form than this program writes ({error})"
         ) from None
 
 
-def _checked(body: dict[str, Any]) -> Manifest:
+def _checked(sealed: Manifest) -> Manifest:
     """The manifest with the type of each field checked: the file may come from anywhere."""
-    known = {field.name: field for field in fields(Manifest)}
-    for name, value in body.items():
-        if name not in known:
-            raise ValueError(f"{name!a:.40} is no field of it")
-        _CHECKS.get(str(known[name].type), _mapping)(name, value)
-    for name, entry in known.items():
-        if name not in body and entry.default is MISSING and entry.default_factory is MISSING:
-            raise ValueError(f"it has no {name}")
-    body["files"] = {
-        _file_name(name): (checked_count(size), checked_count(crc))
-        for name, (size, crc) in body["files"].items()
-    }
-    body["digests"] = {
-        key: (checked_count(numel), f"{int(value, 16):016x}")
-        for key, (numel, value) in body["digests"].items()
-    }
-    for number in (*body["counters"].values(), *body["metrics"].values(), body["created"]):
+    for entry in fields(Manifest):
+        _CHECKS.get(str(entry.type), _mapping)(entry.name, getattr(sealed, entry.name))
+    for number in (*sealed.counters.values(), *sealed.metrics.values()):
         _number("a number", number)
-    if not 0 <= body["created"] < LATEST:
-        raise ValueError(f"created {body['created']!a} is no time of a save")
-    if base := body.get("base"):
-        for name, check in (("digest", _text), ("origin", _text), ("alpha", _number)):
+    if not 0 <= sealed.created < LATEST:
+        raise ValueError(f"created {sealed.created!a} is no time of a save")
+    if base := sealed.base:
+        for name, check in (("digest", _text), ("origin", _text), ("alpha", _number), ("rank", _count)):
             check(f"base.{name}", base[name])
-        checked_count(base["rank"])
-    return Manifest(**body)
+    files = {
+        _file_name(name): (checked_count(size), checked_count(crc))
+        for name, (size, crc) in sealed.files.items()
+    }
+    digests = {
+        key: (checked_count(numel), f"{int(value, 16):016x}")
+        for key, (numel, value) in sealed.digests.items()
+    }
+    return replace(sealed, files=files, digests=digests)
 
 
 def _file_name(name: str) -> str:
@@ -156,5 +149,9 @@ def _mapping(name: str, value: Any) -> None:
         raise TypeError(f"{name} is not an object")
 
 
-_CHECKS = {"str": _text, "int": lambda name, value: checked_count(value), "float": _number}
+def _count(name: str, value: Any) -> None:
+    checked_count(value)
+
+
+_CHECKS = {"str": _text, "int": _count, "float": _number}
 """By the type of a field."""

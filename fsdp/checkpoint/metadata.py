@@ -1,69 +1,90 @@
-"""Reads DCP's `.metadata`, a pickle, without executing code from it.
+"""Opens a checkpoint: reads DCP's `.metadata`, a pickle, without executing code from it.
 
 The unpickler knows the names that DCP writes there and the few of torch inside them; any other name, and so
 any other call, is refused before it is looked up. A pickle may also set attributes of the objects it is
-given: it is given stand-in classes made for this one read, which are dropped after it. DCP's own objects are
-made from the stand-ins, with each type, size and path checked.
+given: it is given stand-in classes made for this one read, which are dropped after it. From them come the
+tensors and values with their places in the files, each type, size and path checked.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import operator
 import pickle
+from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp
 
 from fsdp.base import proc
+from fsdp.base.errors import CheckpointError
 from fsdp.base.text import checked_count, checked_text
-from fsdp.base.torch_private.saving import (
-    DCP_OLD_PROPERTIES,
-    DCP_OLD_UNREAD,
-    DCP_PLACE,
-    DCP_UNREAD,
-    StorageInfo,
-)
-from fsdp.checkpoint.manifest import Broken
+from fsdp.base.torch_private.names import DCP_OLD_PROPERTIES, DCP_OLD_UNREAD, DCP_PLACE, DCP_UNREAD
+from fsdp.checkpoint import file_names
+from fsdp.checkpoint.manifest import Broken, Manifest
+from fsdp.checkpoint.store import Store
 
+MOST_OF_METADATA = 4 << 30
 _DCP = "torch.distributed.checkpoint.metadata"
 _KINDS = (
-    dcp.BytesStorageMetadata,
-    dcp.ChunkStorageMetadata,
-    dcp.Metadata,
-    dcp.MetadataIndex,
-    dcp.TensorProperties,
-    dcp.TensorStorageMetadata,
-)
-_CLASSES = {(_DCP, kind.__name__): kind for kind in _KINDS} | {DCP_PLACE: StorageInfo}
+    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+    "TensorProperties", "TensorStorageMetadata",
+)  # fmt: skip
 _DTYPES = {
     ("torch", str(value).removeprefix("torch.")): value
     for value in vars(torch).values()
     if isinstance(value, torch.dtype)
 }
-_DEEPEST = 8
-"""Levels of nesting allowed in planner_data."""
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """A range of a file of the checkpoint."""
+
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A stored box of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: FileRange
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+Saved = tuple[dict[str, SavedTensor], dict[str, FileRange]]
+"""The tensors of a checkpoint and its other values, by key."""
 
 
 class _Reader(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
-        self.stand_ins = {name: _stand_in(name[1]) for name in _CLASSES}
+        kinds = {(_DCP, name): _stand_in(name) for name in _KINDS}
+        self.tensor_kind = kinds[_DCP, "TensorStorageMetadata"]
         self._known: dict[tuple[str, str], Any] = {
             **_DTYPES,
-            **self.stand_ins,
-            DCP_OLD_PROPERTIES: self.stand_ins[_DCP, "TensorProperties"],
-            (_DCP, "StorageMeta"): _stand_in("StorageMeta"),
+            **kinds,
+            DCP_PLACE: _stand_in(DCP_PLACE[1]),
+            DCP_OLD_PROPERTIES: kinds[_DCP, "TensorProperties"],
             ("torch", "Size"): torch.Size,
             ("collections", "OrderedDict"): dict,
             # fields of a tensor that are not used here, and the path that dcp.save wrote to
             **dict.fromkeys((*DCP_UNREAD, DCP_OLD_UNREAD), lambda *_: None),
             # Python 3.11.2 (Debian 12) writes an enum's member, one of these fields, as getattr(class, name)
             ("builtins", "getattr"): lambda *_: None,
-            ("pathlib", "PosixPath"): lambda *parts: None,
-            ("pathlib._local", "PosixPath"): lambda *parts: None,  # as Python 3.13 writes it
+            ("pathlib", "PosixPath"): lambda *_: None,
+            ("pathlib._local", "PosixPath"): lambda *_: None,  # as Python 3.13 writes it
         }
 
     def find_class(self, module: str, name: str) -> Any:
@@ -81,106 +102,123 @@ def _stand_in(name: str) -> type:
     return type(name, (), body if name == "TensorProperties" else {})
 
 
-def read(data: bytes) -> dcp.Metadata:
-    """The metadata; Broken if it is damaged or unsafe."""
+def read(data: bytes) -> Saved:
+    """Tensors and values; Broken if the file is damaged or unsafe."""
     try:
         with proc.collection_paused():
             reader = _Reader(data)
-            found = _Converter(reader).made(reader.load())
-            if not isinstance(found, dcp.Metadata):
-                raise TypeError("it holds something else")
-            return found
+            return _checked(vars(reader.load()), reader.tensor_kind)
     except Broken:
         raise
     except Exception as error:  # a damaged pickle can raise any exception
         raise Broken("metadata", f".metadata cannot be read ({type(error).__name__}: {error})") from None
 
 
-class _Converter:
-    """Makes DCP's objects from stand-ins; an exception for a form that DCP does not write."""
-
-    def __init__(self, reader: _Reader) -> None:
-        self._real = {stand_in: _CLASSES[name] for name, stand_in in reader.stand_ins.items()}
-
-    def made(self, found: Any) -> Any:
-        """DCP's object for a stand-in. Its constructor refuses unknown fields."""
-        kind = self._real[type(found)]
-        if kind is dcp.TensorProperties:
-            if type(found.state[0]) is not torch.dtype:
-                raise TypeError("a tensor has no dtype")
-            return dcp.TensorProperties(dtype=found.state[0])
-        fields = vars(found)
-        if kind is dcp.Metadata:
-            entries = {
-                checked_text(key): self.made(entry) for key, entry in fields["state_dict_metadata"].items()
-            }
-            places = (fields.get("storage_data") or {}).items()
-            storage = {self.made(index): self.made(place) for index, place in places}
-            return dcp.Metadata(entries, _plain(fields.get("planner_data")), storage)
-        if kind is dcp.TensorStorageMetadata:
-            chunks = [self.made(chunk) for chunk in fields["chunks"]]
-            return _checked_tensor(kind(self.made(fields["properties"]), _size(fields["size"]), chunks))
-        return _CHECKS[kind](kind(**fields))
+def _checked(metadata: dict[str, Any], tensor_kind: Any) -> Saved:
+    places = {}
+    for index, info in metadata["storage_data"].items():
+        offset = vars(index).get("offset")
+        places[index.fqn, None if offset is None else _size(offset)] = _place(vars(info))
+    tensors, values = {}, {}
+    for key, entry in metadata["state_dict_metadata"].items():
+        if not isinstance(entry, tensor_kind):
+            values[checked_text(key)] = places[key, None]
+            continue
+        size, chunks, dtype = _size(entry.size), [], entry.properties.state[0]
+        for chunk in entry.chunks:
+            offsets, sizes = _size(chunk.offsets), _size(chunk.sizes)
+            ends = [start + count for start, count in zip(offsets, sizes, strict=True)]
+            if any(end > most for end, most in zip(ends, size, strict=True)):
+                raise ValueError(f"a chunk of {sizes} at {offsets} leaves its tensor of {size}")
+            chunks.append(Chunk(offsets, sizes, places[key, offsets]))
+        if sum(math.prod(chunk.sizes) for chunk in chunks) < math.prod(size):
+            raise ValueError(f"chunks do not cover a tensor of {size}")
+        if type(dtype) is not torch.dtype:
+            raise TypeError("a tensor has no dtype")
+        tensors[checked_text(key)] = SavedTensor(dtype, size, tuple(chunks))
+    return tensors, values
 
 
-def _checked_tensor(entry: Any) -> Any:
-    size = entry.size
-    for chunk in entry.chunks:
-        ends = map(operator.add, chunk.offsets, chunk.sizes)
-        same = len(chunk.offsets) == len(chunk.sizes) == len(size)
-        if not same or not all(map(operator.le, ends, size)):
-            raise ValueError(f"a chunk of {chunk.sizes} at {chunk.offsets} leaves its tensor of {size}")
-    if sum([math.prod(chunk.sizes) for chunk in entry.chunks]) < math.prod(size):
-        raise ValueError(f"chunks do not cover a tensor of {tuple(size)}")
-    return entry
-
-
-def _checked_chunk(chunk: Any) -> Any:
-    _size(chunk.offsets), _size(chunk.sizes)
-    return chunk
-
-
-def _checked_index(index: Any) -> Any:
-    checked_text(index.fqn)
-    if index.offset is not None:
-        _size(index.offset)
-    if index.index is not None:
-        checked_count(index.index)
-    return index
-
-
-def _checked_place(place: Any) -> Any:
-    if place.transform_descriptors:
-        raise Broken("format", f"{place.relative_path!a} is compressed or encrypted")
-    path = checked_text(place.relative_path)
+def _place(info: dict[str, Any]) -> FileRange:
+    path = checked_text(info["relative_path"])
+    if info.get("transform_descriptors"):
+        raise Broken("format", f"{path!a} is compressed or encrypted")
     if "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
         raise Broken("foreign-path", f".metadata points outside the checkpoint, to {path!a}")
-    checked_count(place.offset), checked_count(place.length)
-    return place
+    return FileRange(path, checked_count(info["offset"]), checked_count(info["length"]))
 
 
-_CHECKS = {
-    dcp.BytesStorageMetadata: lambda value: value,
-    dcp.ChunkStorageMetadata: _checked_chunk,
-    dcp.MetadataIndex: _checked_index,
-    StorageInfo: _checked_place,
-}
-
-
-def _size(value: Any) -> torch.Size:
-    if type(value) is not torch.Size or min(value, default=0) < 0:
+def _size(value: Any) -> tuple[int, ...]:
+    if type(value) is not torch.Size:
         raise ValueError(f"{value!a:.40} is not a size")
-    return value
+    return tuple(map(checked_count, value))
 
 
-def _plain(value: Any, deep: int = 0) -> Any:
-    """A value of strings and numbers in dicts, lists and tuples; an exception for anything else."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if deep > _DEEPEST:
-        raise ValueError("planner_data is nested too deeply")
-    if type(value) is dict:
-        return {_plain(key, _DEEPEST): _plain(item, deep + 1) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_plain(item, deep + 1) for item in value)
-    raise TypeError(f"a {type(value).__name__} in planner_data")
+# ---------------------------------------------------------------- an opened checkpoint
+
+
+@dataclass
+class CheckpointSource:
+    """An opened checkpoint. Without a manifest it is another program's, and is not verified."""
+
+    store: Store
+    folder: str
+    tensors: dict[str, SavedTensor]
+    values: dict[str, FileRange]
+    manifest: Manifest | None
+
+    @property
+    def keys(self) -> set[str]:
+        return {*self.tensors, *self.values}
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is a run's own, which fits in every key and dtype."""
+        return self.manifest is not None
+
+    @property
+    def path(self) -> str:
+        return self.store.path(self.folder)
+
+    def digest(self, key: str) -> tuple[int, int]:
+        """The number of elements and the digest of a tensor."""
+        assert self.manifest is not None
+        if key not in self.manifest.digests:
+            raise Broken("digest", f"the manifest has no digest of {key}")
+        numel, digest = self.manifest.digests[key]
+        return numel, int(digest, 16)
+
+    def misfit(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} is not of this model: {reason}.",
+            "give the flags that the run had (config.toml beside it), or a new --run.dir",
+        )
+
+
+def opened(store: Store, folder: str, manifest: Manifest | None, data: bytes) -> CheckpointSource:
+    """The source with this content of `.metadata`; Broken if that is not the file that was sealed."""
+    if manifest is not None:
+        if file_names.METADATA not in manifest.files:
+            raise Broken("missing-file", f"its manifest lacks {file_names.METADATA}")
+        if manifest.files[file_names.METADATA][1] != crc32(data):
+            raise Broken("checksum", f"{file_names.METADATA} is not what was written: its checksum differs")
+    return CheckpointSource(store, folder, *read(data), manifest)
+
+
+def read_metadata(store: Store, folder: str) -> bytes:
+    size = store.size(folder, file_names.METADATA)
+    if size is None:
+        raise Broken("missing-file", f"{file_names.METADATA} is missing")
+    if size > MOST_OF_METADATA:
+        raise Broken("size", f"{file_names.METADATA} has {size} bytes")
+    return store.read(folder, file_names.METADATA)
+
+
+def open_one(store: Store, folder: str, manifest: Manifest | None) -> CheckpointSource:
+    """The source, opened by a single process; Broken if its contents are damaged or unsafe."""
+    source = opened(store, folder, manifest, read_metadata(store, folder))
+    for key, saved in source.tensors.items() if manifest is not None else ():
+        count = math.prod(saved.size)
+        if count and source.digest(key)[0] != count:  # empty tensors are not written
+            raise Broken("digest", f"the manifest's digest of {key} is of another size")
+    return source

@@ -1,33 +1,228 @@
-"""One rank's file of a save: its tensors copied to memory beside the next step, framed, checked and written.
+"""One rank's file of a save: planned by DCP's planner, copied beside the next step, framed and written.
 
-The staging buffer is allocated once and reused; pinned for CUDA, where copies run on a stream of their own.
-It holds each tensor at its place in the file, with space around it for its frame. Writing runs in a thread
-beside the training step: the long calls (crc32, write, fsync) release the GIL.
+The plan is made once, and again only when a tensor appears, disappears or changes its shape. Of a piece that
+several ranks hold, the one with the least to write writes it. DCP stores each tensor as a file of torch.save:
+here torch writes it without its data (`frame`), and the staging buffer, allocated once and pinned for CUDA,
+holds each tensor at its place in the file between head and tail. Offsets follow from shapes: `.metadata` is
+known before the first byte is written.
+
+Measured on 2 cores for 708 MiB in 219 tensors, with checksums and fsync: 0.12 s of processor time and 0.3 s
+in all; DCP's FileSystemWriter, which copies each tensor through torch.save and the page cache beside the
+training step, takes 0.46 to 1.5 s and 0.7 to 3.3 s. The long calls (crc32, write, fsync) release the GIL.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
+import math
 import mmap
+import pickle
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, Protocol
 from zlib import crc32
 
 import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.utils.serialization import config
 
+from fsdp.base import proc
 from fsdp.base.phases import Activity, announces
-from fsdp.checkpoint import file_names, pieces, torch_file
+from fsdp.base.torch_private.core import storage_info
+from fsdp.checkpoint import file_names, pieces
 from fsdp.checkpoint.pieces import as_bytes
-from fsdp.checkpoint.state import Piece
+from fsdp.checkpoint.state import KeyPath, Piece, Snapshot
 from fsdp.checkpoint.store import Store
+from fsdp.dist.collectives import ObjectGroup
+from fsdp.optim.optimizer import PLAIN
 
-SMALL = 4096  # below this, crc32 over the bytes is cheaper than combining
+ALIGN = 1024
+"""Of the records in a frame: its head has the same length for every tensor."""
+DCP_VERSION = "1.0.0"
+Values = list[tuple[str, KeyPath, bytes]]
+"""Key, path and `torch.save` stream of each value other than a tensor."""
+
+
+# ---------------------------------------------------------------- frames
+
+
+class _WithoutData:
+    """What torch.save writes before and after the data, past which it seeks."""
+
+    def __init__(self) -> None:
+        self.parts = [b""]
+
+    def write(self, data: bytes) -> int:
+        self.parts[-1] += bytes(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int) -> None:
+        self.parts.append(b"")
+
+    def flush(self) -> None:
+        pass
+
+
+@lru_cache(maxsize=4096)
+def frame(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """The bytes of torch.save before and after a tensor's data; it notes no checksum of the data."""
+    stream: Any = _WithoutData()
+    aligned: Any = config
+    with aligned.patch("save.storage_alignment", ALIGN), torch.serialization.skip_data():
+        torch.save(torch.empty(sizes, dtype=dtype, device="cpu"), stream)
+    return stream.parts[0], b"".join(stream.parts[1:])
+
+
+HEAD = len(frame(torch.float32, (1,))[0])
+
+
+def _item_length(dtype: torch.dtype, sizes: tuple[int, ...]) -> int:
+    return math.prod(sizes) * dtype.itemsize + sum(map(len, frame(dtype, sizes)))
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // 64) * 64
+
+
+# ---------------------------------------------------------------- the plan
+
+
+@dataclass
+class WritePlan:
+    """The pieces that this rank writes (`mine`), by their index; on rank 0 also the places of all tensors."""
+
+    fingerprint: str
+    mine: list[int]
+    metadata: Metadata | None = None
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Further key → the key under which the tensor is written."""
+    values_begin: int = 0
+    """Where the values begin in rank 0's file: after its tensors."""
+    last: tuple[list[tuple[str, int]], bytes] | None = None
+    """The last save's `.metadata`, and the lengths of the values in it."""
+
+
+def make_plan(snapshot: Snapshot, known: WritePlan | None, group: ObjectGroup) -> WritePlan:
+    """The known plan while no rank's tensors have changed, else a new one. Collective."""
+    rows = [repr((p.key, p.aliases, p.size, p.offsets, p.sizes, p.local.dtype)) for p in snapshot.pieces]
+    fingerprint = hashlib.sha256("\n".join(rows).encode()).hexdigest()
+    changed = group.any_rank(known is None or known.fingerprint != fingerprint)
+    if not changed and known is not None:
+        return known
+    with proc.collection_paused():
+        plan, keys = WritePlan(fingerprint, []), list[list[str]]()
+        if (plans := group.gather(_local_plan(snapshot.pieces, group.rank))) is not None:
+            keys = _plan_globally(plans, plan)
+        mine = group.broadcast(keys)[group.rank]
+    index = {piece.key: nth for nth, piece in enumerate(snapshot.pieces)}
+    return replace(plan, mine=[index[key] for key in mine])
+
+
+def _local_plan(pieces: Sequence[Piece], rank: int) -> SavePlan:
+    # Each rank's forward passes change its own buffers: those of different ranks must not mix.
+    items = [_item(piece) for piece in pieces if rank == 0 or not piece.buffer]
+    names = {key: path for piece in pieces for key, path in ((piece.key, piece.path), *piece.aliases)}
+    tied = {key: piece.key for piece in pieces for key, _ in piece.aliases}
+    return SavePlan(items, storage_data=tied, planner_data=names)
+
+
+def _item(piece: Piece) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=piece.local.dtype), torch.Size(piece.size))
+    return WriteItem(MetadataIndex(piece.key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _plan_globally(plans: list[SavePlan], plan: WritePlan) -> list[list[str]]:
+    """Rank 0: `.metadata` without values, the end of rank 0's tensors, and the keys that each rank writes."""
+    plan.tied = {key: owner for local in plans for key, owner in local.storage_data.items()}
+    plans, metadata = DefaultSavePlanner().create_global_plan(plans)
+    storage, end = {}, 0
+    for rank, local in reversed(list(enumerate(plans))):
+        end = 0
+        for item in local.items:
+            assert item.tensor_data is not None
+            dtype, sizes = item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
+            length = _item_length(dtype, sizes)
+            storage[item.index] = storage_info(file_names.data_file(rank), end, length)
+            end = _aligned(end + length)
+    for key, owner in plan.tied.items():
+        entry = metadata.state_dict_metadata[key] = metadata.state_dict_metadata[owner]
+        assert isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks:
+            storage[MetadataIndex(key, chunk.offsets)] = storage[MetadataIndex(owner, chunk.offsets)]
+    plan.values_begin = end
+    plan.metadata = replace(metadata, storage_data=storage, version=DCP_VERSION)
+    return [[item.index.fqn for item in local.items] for local in plans]
+
+
+def metadata_bytes(plan: WritePlan, values: Values) -> bytes:
+    """`.metadata` of a save; the same bytes while the values keep their lengths."""
+    assert plan.metadata is not None
+    lengths = [(key, len(data)) for key, _, data in values]
+    if plan.last is None or plan.last[0] != lengths:
+        entries, storage = dict(plan.metadata.state_dict_metadata), dict(plan.metadata.storage_data)
+        paths, begin = dict(plan.metadata.planner_data), plan.values_begin
+        for key, path, data in values:
+            entries[key], paths[key] = BytesStorageMetadata(), path
+            storage[MetadataIndex(key)] = storage_info(file_names.data_file(0), begin, len(data))
+            begin += len(data)
+        with proc.collection_paused():
+            plan.last = (lengths, pickle.dumps(Metadata(entries, paths, storage, version=DCP_VERSION)))
+    return plan.last[1]
+
+
+def sum_digests(plan: WritePlan, shares: Iterable[Mapping[str, int]]) -> dict[str, tuple[int, str]]:
+    """Key → elements and digest of each tensor: the sum of the ranks' shares modulo 2⁶⁴."""
+    assert plan.metadata is not None
+    sums: dict[str, int] = {}
+    for key, share in (pair for rank_shares in shares for pair in rank_shares.items()):
+        sums[key] = (sums.get(key, 0) + share) % 2**64
+    sums |= {key: sums[owner] for key, owner in plan.tied.items() if owner in sums}
+    sizes = {key: plan.metadata.state_dict_metadata[key].size for key in sums}  # type: ignore[union-attr]
+    return {key: (math.prod(sizes[key]), f"{total:016x}") for key, total in sums.items()}
+
+
+def pack_values(snapshot: Snapshot) -> Values:
+    """The values other than tensors as DCP stores them. TypeError for a state of the optimizer that a resume
+    would refuse.
+    """
+    packed = []
+    for key, (path, value) in snapshot.values.items():
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        if path[:2] == ("optim", "state") and type(value) not in PLAIN:
+            _check_readable(key, value, stream)
+        packed.append((key, path, stream.getvalue()))
+    return packed
+
+
+def _check_readable(key: str, value: object, stream: io.BytesIO) -> None:
+    stream.seek(0)
+    try:
+        torch.load(stream, weights_only=True)
+    except pickle.UnpicklingError:
+        raise TypeError(
+            f"{key} is a {type(value).__name__}, which no resume reads: keep tensors and plain numbers"
+        ) from None
+
+
+# ---------------------------------------------------------------- the copy
 
 
 @dataclass(frozen=True)
 class Staged:
-    """The copy of a piece. Its frame begins at `start` in the image, the next one at `end`."""
+    """The copy of a piece. Its head begins at `start` in the image, the next one at `end`."""
 
     piece: Piece
     tensor: torch.Tensor
@@ -50,18 +245,6 @@ class StagingMemory(Protocol):
     def forget(self, tensors: Iterable[torch.Tensor]) -> None: ...
 
 
-@dataclass
-class Written:
-    """A rank's report of its file: size, checksum, and its share of each tensor's digest."""
-
-    file: str
-    size: int = 0
-    crc: int = 0
-    shares: dict[str, int] = field(default_factory=dict)
-    buffers: dict[str, int] = field(default_factory=dict)
-    """Digests of this rank's own buffers; the checkpoint keeps rank 0's buffers."""
-
-
 class Staging:
     def __init__(self, device: torch.device, memory: StagingMemory | None = None) -> None:
         self._memory = memory
@@ -73,11 +256,11 @@ class Staging:
         """Copies the pieces: completed on return on a CPU, queued on CUDA, after the event `ready`."""
         starts = [0]
         for piece in parts:
-            starts.append(torch_file.aligned(starts[-1] + torch_file.item_length(piece.nbytes)))
+            starts.append(_aligned(starts[-1] + _item_length(piece.local.dtype, piece.sizes)))
         self._reserve(starts[-1])
         staged = []
         for piece, start, end in zip(parts, starts, starts[1:], strict=False):
-            flat = self._buffer[start + torch_file.HEAD :][: piece.nbytes]
+            flat = self._buffer[start + HEAD :][: piece.nbytes]
             tensor = flat.view(piece.local.dtype).view(piece.local.shape)
             staged.append(Staged(piece, tensor, start, end))
         self._run(staged, ready)
@@ -147,6 +330,16 @@ def _copy_quietly(source: torch.Tensor, target: torch.Tensor) -> None:
 # ---------------------------------------------------------------- writing
 
 
+@dataclass
+class Written:
+    """A rank's report of its file: size, checksum, and its share of each tensor's digest."""
+
+    file: str
+    size: int = 0
+    crc: int = 0
+    shares: dict[str, int] = field(default_factory=dict)
+
+
 @announces(Activity.STORAGE)
 def write_file(
     store: Store, folder: str, rank: int, image: Image, values: list[bytes], staging: Staging
@@ -154,7 +347,11 @@ def write_file(
     """Writes this rank's file; `values` are the pickled values other than tensors, on rank 0."""
     written = Written(file_names.data_file(rank))
     for copy in image.staged:
-        _frame(image, copy, written)
+        first, last = copy.start + HEAD, copy.start + HEAD + copy.tensor.nbytes
+        head, tail = frame(copy.tensor.dtype, tuple(copy.tensor.shape))
+        image.data[copy.start : first] = head[:HEAD]
+        image.data[last : copy.end] = (head[HEAD:] + tail).ljust(copy.end - last, b"\0")
+        written.crc = crc32(image.data[copy.start : copy.end], written.crc)
         written.shares[copy.piece.key] = pieces.digest(copy.tensor, copy.piece.offsets, copy.piece.size)
         staging.forget(copy.tensor)
     for value in values:
@@ -163,18 +360,3 @@ def write_file(
     store.write(folder, written.file, [image.data, *values])
     staging.forget(*(copy.tensor for copy in image.staged))
     return written
-
-
-def _frame(image: Image, copy: Staged, written: Written) -> None:
-    """Writes head and tail around the data, and adds all three to the file's checksum in one pass."""
-    count = copy.tensor.nbytes
-    first = copy.start + torch_file.HEAD
-    data = image.data[first : first + count]
-    data_crc = crc32(data)
-    head, tail = torch_file.frame(copy.tensor.dtype, tuple(copy.tensor.shape), count, data_crc)
-    tail += bytes(copy.end - first - count - len(tail))
-    image.data[copy.start : first] = head
-    image.data[first + count : copy.end] = tail
-    crc = crc32(head, written.crc)
-    crc = crc32(data, crc) if count < SMALL else torch_file.combine(crc, data_crc, count)
-    written.crc = crc32(tail, crc)

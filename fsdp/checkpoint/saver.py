@@ -18,10 +18,21 @@ import torch
 
 from fsdp.base.devices import WorkerThread
 from fsdp.base.errors import CheckpointError, RefusedError
-from fsdp.checkpoint import file_names, manifest, pieces
+from fsdp.checkpoint import file_names, manifest
 from fsdp.checkpoint.manifest import Manifest
-from fsdp.checkpoint.rank_file import Image, Staging, StagingMemory, Written, write_file
-from fsdp.checkpoint.save_plan import WritePlan, make_plan, metadata_bytes, pack_values, sum_digests
+from fsdp.checkpoint.rank_file import (
+    HEAD,
+    Image,
+    Staging,
+    StagingMemory,
+    WritePlan,
+    Written,
+    make_plan,
+    metadata_bytes,
+    pack_values,
+    sum_digests,
+    write_file,
+)
 from fsdp.checkpoint.sealing import Contents, SaveOutcome, Sealing, failed
 from fsdp.checkpoint.state import KeyPath, Snapshot
 from fsdp.dist.network import is_lost_peer
@@ -58,7 +69,6 @@ class Saver:
     def __init__(self, sealing: Sealing, device: torch.device, memory: StagingMemory | None = None) -> None:
         self._sealing, self._group = sealing, sealing.group
         self._staging = Staging(device, memory)
-        self._compared = False
         self._plan: WritePlan | None = None
         self._thread = WorkerThread(self._serve, "checkpoint", device, _lower_priority)
 
@@ -86,7 +96,6 @@ class Saver:
         job.copies = self._staging.event()
         job.copied.set()
         outcome = self._sealing.run(job.step, partial(self._write, job, image), partial(self._contents, job))
-        self._compared = True
         return replace(outcome, write_s=time.perf_counter() - started)
 
     def _write(self, job: SaveJob, image: Image, folder: str) -> Written:
@@ -94,38 +103,17 @@ class Saver:
             job.copies.synchronize()
         job.values = pack_values(job.snapshot) if self._group.rank == 0 else []
         values = [data for _, _, data in job.values]
-        written = write_file(self._sealing.store, folder, self._group.rank, image, values, self._staging)
-        if not self._compared:
-            written.buffers = {
-                p.key: pieces.digest(p.local, p.offsets, p.size) for p in job.snapshot.pieces if p.buffer
-            }
-        return written
-
-    def _compare_buffers(self, written: list[Written]) -> None:
-        """Once: logs buffers that differ between ranks (BatchNorm's statistics); rank 0's are kept."""
-        differ = [
-            key
-            for key, mine in written[0].buffers.items()
-            if any(one.buffers.get(key) != mine for one in written)
-        ]
-        if differ and not self._compared:
-            log.warning(
-                "%d buffers differ between ranks (%s, …): checkpoints keep rank 0's, "
-                "and a resumed run loads them on every rank",
-                len(differ),
-                differ[0],
-            )
+        return write_file(self._sealing.store, folder, self._group.rank, image, values, self._staging)
 
     def _contents(self, job: SaveJob, written: list[Written]) -> Contents:
         """Rank 0: the file that names the places of all tensors, and the manifest."""
         assert self._plan is not None
-        self._compare_buffers(written)
         places = metadata_bytes(self._plan, job.values)
         files = {report.file: (report.size, report.crc) for report in written}
         files[file_names.METADATA] = (len(places), crc32(places))
         total = sum(size for size, _ in files.values())
         digests = sum_digests(self._plan, (report.shares for report in written))
-        about = replace(job.about, created=time.time(), files=files, digests=digests, bytes=total)
+        about = replace(job.about, created=time.time(), files=files, digests=digests, bytes=total, head=HEAD)
         return Contents({file_names.METADATA: places}, manifest.encode(about), total)
 
 
@@ -134,16 +122,11 @@ def _lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICE)
 
 
-def repeated(outcome: SaveOutcome, place: str) -> CheckpointError:
-    return not_saved(outcome, f"the save of step {outcome.step} failed, as did the one before", place)
-
-
 def not_saved(outcome: SaveOutcome, what: str, place: str) -> CheckpointError:
     """`what`, then why; with the ranks and the error number of the failed save. `place`: where it writes."""
+    # The lock alone ends a run without an exception: another start would be refused, or begin anew.
+    lock_lost = outcome.fatal and outcome.cause is None
     advice = storage_advice(outcome.error_number, place) or storage_shown(place)
-    if outcome.fatal and outcome.cause is None:
-        advice = TWO_RUNS
-    hint = f"{advice}, then start the same command: it resumes from the newest whole checkpoint"
     if outcome.cause is not None and is_lost_peer(outcome.cause):
         # The cause tells the watch that another rank is at fault.
         error = CheckpointError(
@@ -151,10 +134,12 @@ def not_saved(outcome: SaveOutcome, what: str, place: str) -> CheckpointError:
             "the same command resumes from the newest whole checkpoint",
         )
     else:
-        # The lock alone ends a run without an exception: another start would be refused, or begin anew.
-        kind = RefusedError if outcome.fatal and outcome.cause is None else CheckpointError
-        error = kind(
-            f"{what}: {outcome.failure}.", hint, ranks=outcome.ranks, error_number=outcome.error_number
+        error = (RefusedError if lock_lost else CheckpointError)(
+            f"{what}: {outcome.failure}.",
+            f"{TWO_RUNS if lock_lost else advice}, then start the same command: it resumes from the newest "
+            "whole checkpoint",
+            ranks=outcome.ranks,
+            error_number=outcome.error_number,
         )
     error.__cause__ = outcome.cause
     return error

@@ -21,14 +21,14 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 
 from fsdp.base.digest import NAMES
 from fsdp.base.errors import CheckpointError
-from fsdp.base.torch_private.saving import global_offset
+from fsdp.base.torch_private.core import global_offset
+from fsdp.checkpoint.metadata import CheckpointSource, SavedTensor
 from fsdp.dist.shards import local_tensor
 from fsdp.models.lora import base_names
 from fsdp.models.units import clean_name
@@ -66,6 +66,8 @@ class Piece:
     buffer: bool = False
     """Each rank's forward passes change it by their own samples: the checkpoint keeps rank 0's."""
     replicas: Replicas | None = None
+    reader: int = 0
+    """In a load: the index of the replica that reads it."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -115,9 +117,8 @@ def take_snapshot(state: TrainState) -> Snapshot:
     pieces: list[Piece] = []
     for name, tensor in model_tensors(state.model).items():
         # BatchNorm's statistics change in the next forward, long before the optimizer writes.
-        one = piece(("model", name), tensor.clone() if name in buffers else tensor)
-        one.buffer = name in buffers
-        pieces.append(one)
+        part = piece(("model", name), tensor.clone() if name in buffers else tensor)
+        pieces.append(replace(part, buffer=name in buffers))
     values: dict[str, tuple[KeyPath, Any]] = {}
     for path, value in _optimizer(state.optimizer, parameter_names(state.model)):
         if isinstance(value, torch.Tensor):
@@ -164,16 +165,10 @@ def _replicas(tensor: torch.Tensor) -> Replicas | None:
         assert dist.group.WORLD is not None
         return Replicas(dist.group.WORLD, dist.get_world_size(), dist.get_rank())
     mesh = tensor.device_mesh
-    if tensor.device.type != mesh.device_type:
-        return (
-            None  # offloaded to the host, which the mesh's groups may not support: each rank reads its piece
-        )
-    axes = [
-        axis
-        for axis, placement in enumerate(tensor.placements)
-        if placement.is_replicate() and mesh.size(axis) > 1
-    ]
-    if len(axes) != 1:
+    placements = enumerate(tensor.placements)
+    axes = [axis for axis, place in placements if place.is_replicate() and mesh.size(axis) > 1]
+    # Offloaded to the host, which the mesh's groups may not support: each rank reads its piece.
+    if len(axes) != 1 or tensor.device.type != mesh.device_type:
         return None
     return Replicas(mesh.get_group(axes[0]), mesh.size(axes[0]), mesh.get_local_rank(axes[0]))
 
@@ -184,8 +179,8 @@ def _inner(local: torch.Tensor) -> torch.Tensor:
         return local
     names, _ = local.__tensor_flatten__()
     held = [getattr(local, name) for name in names]
-    found: torch.Tensor = next(t for t in held if t.shape == local.shape and t.dtype == local.dtype)
-    return found.detach()
+    inner: torch.Tensor = next(t for t in held if t.shape == local.shape and t.dtype == local.dtype)
+    return inner.detach()
 
 
 def _offsets(size: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
@@ -206,46 +201,30 @@ def _optimizer(
                 yield ("optim", "state", names[parameter], field_name), value
     for index, group in enumerate(optimizer.param_groups):
         for field_name, value in group.items():
-            kept = [names[parameter] for parameter in value] if field_name == "params" else _copied(value)
-            yield ("optim", "param_groups", index, field_name), kept
-
-
-def _copied(value: Any) -> Any:
-    """A copy, which stays when the loop sets the next step's learning rate."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+            if field_name == "params":
+                value = [names[parameter] for parameter in value]
+            elif isinstance(value, torch.Tensor):  # the loop sets the next step's learning rate
+                value = value.detach().clone()
+            yield ("optim", "param_groups", index, field_name), value
 
 
 def _merge_aliases(pieces: list[Piece]) -> list[Piece]:
     """One piece for each memory: the later keys of a tied weight become aliases of the first."""
     seen: dict[tuple[int, Any], Piece] = {}
     merged: list[Piece] = []
-    for one in pieces:
-        # Adam's steps are tiny and never tied; an empty tensor has no address.
-        memory = (one.local.data_ptr(), (one.local.dtype, one.sizes, one.local.stride()))
-        first = seen.get(memory) if one.nbytes else None
-        if first is None or first.offsets != one.offsets or first.size != one.size:
-            merged.append(one)
-            seen[memory] = one
+    for part in pieces:
+        local = part.local
+        memory = (local.data_ptr(), (local.dtype, local.stride(), part.sizes, part.offsets, part.size))
+        first = seen.get(memory) if part.nbytes else None  # an empty tensor has no address
+        if first is None:
+            merged.append(part)
+            seen[memory] = part
         else:
-            first.aliases.append((one.key, one.path))
+            first.aliases.append((part.key, part.path))
     return merged
 
 
 # ---------------------------------------------------------------- a load
-
-
-@dataclass
-class LoadTarget:
-    """A local piece to fill from the checkpoint's key `source`."""
-
-    source: str
-    piece: Piece
-    reader: int = 0
-    """The index of the replica that reads it."""
-
-    @property
-    def reads(self) -> bool:
-        return self.piece.replicas is None or self.piece.replicas.index == self.reader
 
 
 @dataclass(frozen=True)
@@ -256,36 +235,26 @@ class Prefixes:
     optim: str | None = "optim."
 
 
-def of_model(
-    model: nn.Module, metadata: Metadata, prefixes: Prefixes, exact: bool, where: str
-) -> list[LoadTarget]:
-    """A target for every parameter and persistent buffer."""
+def of_model(model: nn.Module, source: CheckpointSource, prefix: str = "model.") -> list[Piece]:
+    """The pieces to fill: every parameter and persistent buffer."""
     tensors = model_tensors(model)
-    stored = {key for key in metadata.state_dict_metadata if key.startswith(prefixes.model)}
     frozen = {clean_name(name) for name, p in model.named_parameters() if not p.requires_grad}
-    unknown = stored - {prefixes.model + name for name in tensors}
-    if exact and unknown:
-        raise _misfit(where, f"it holds {min(unknown)} and {len(unknown) - 1} more that this model lacks")
-    return [
-        _target(prefixes.model + name, tensor, metadata, exact, where, name in frozen)
-        for name, tensor in tensors.items()
-    ]
-
-
-def _target(
-    source: str, tensor: torch.Tensor, metadata: Metadata, exact: bool, where: str, frozen: bool
-) -> LoadTarget:
-    entry = metadata.state_dict_metadata.get(source)
-    if not isinstance(entry, TensorStorageMetadata):
-        raise _misfit(where, f"it does not hold {source}")
-    if tuple(entry.size) != tuple(tensor.shape):
-        raise _misfit(where, f"its {source} is {tuple(entry.size)} and this model's {tuple(tensor.shape)}")
-    if exact and entry.properties.dtype != tensor.dtype:
-        raise CheckpointError(
-            f"{where} keeps {source} in {entry.properties.dtype} and this run in {tensor.dtype}.",
-            _dtype_hint(tensor, entry.properties.dtype, frozen),
-        )
-    return LoadTarget(source, piece((source,), tensor))
+    stored = {key for key in source.keys if key.startswith(prefix)}
+    unknown = stored - {prefix + name for name in tensors}
+    if source.exact and unknown:
+        raise source.misfit(f"it holds {min(unknown)} and {len(unknown) - 1} more that this model lacks")
+    for name, tensor in tensors.items():
+        key = prefix + name
+        if (saved := source.tensors.get(key)) is None:
+            raise source.misfit(f"it does not hold {key}")
+        if saved.size != tuple(tensor.shape):
+            raise source.misfit(f"its {key} is {saved.size} and this model's {tuple(tensor.shape)}")
+        if source.exact and saved.dtype != tensor.dtype:
+            raise CheckpointError(
+                f"{source.path} keeps {key} in {saved.dtype} and this run in {tensor.dtype}.",
+                _dtype_hint(tensor, saved.dtype, name in frozen),
+            )
+    return [piece((prefix + name,), tensor) for name, tensor in tensors.items()]
 
 
 def _dtype_hint(tensor: torch.Tensor, saved: torch.dtype, frozen: bool) -> str:
@@ -294,78 +263,51 @@ def _dtype_hint(tensor: torch.Tensor, saved: torch.dtype, frozen: bool) -> str:
     return f"--precision.master {NAMES.get(saved, str(saved))}"
 
 
-def _misfit(where: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{where} is not of this model: {what}.",
-        "give the flags that the run had (config.toml beside it), or a new --run.dir",
-    )
-
-
-def of_optimizer(
-    state: TrainState, metadata: Metadata, prefix: str, exact: bool, where: str
-) -> tuple[list[LoadTarget], PendingState]:
-    """Targets for the saved optimizer state; after the read `commit` gives it to the optimizer."""
-    pending = PendingState(state.optimizer)
-    names = parameter_names(state.model)
-    stored = _by_parameter(metadata, prefix)
-    targets: list[LoadTarget] = []
-    for group in state.optimizer.param_groups:
-        for parameter in group["params"]:
-            for field_name, key in sorted(stored.pop(names[parameter], {}).items()):
-                targets += pending.prepare(
-                    group, parameter, field_name, key, metadata.state_dict_metadata[key]
-                )
-    if exact and stored:
-        raise _misfit(where, f"it holds optimizer state of {min(stored)}, which this run does not train")
-    return targets, pending
-
-
-def of_averages(state: TrainState, metadata: Metadata) -> tuple[list[LoadTarget], list[str]]:
-    """Targets for the moving averages that the checkpoint holds, and the names of the others."""
-    targets, missing = [], []
-    for name, tensor in averages(state.optimizer).items():
-        entry = metadata.state_dict_metadata.get(f"ema.{name}")
-        if isinstance(entry, TensorStorageMetadata) and _fits(tensor, entry):
-            targets.append(LoadTarget(f"ema.{name}", piece(("ema", name), tensor)))
-        else:
-            missing.append(name)
-    return targets, missing
-
-
-def _by_parameter(metadata: Metadata, prefix: str) -> dict[str, dict[str, str]]:
-    """The keys of the optimizer state: parameter → field → key."""
-    found: dict[str, dict[str, str]] = {}
-    for key in metadata.state_dict_metadata:
-        if key.startswith(prefix + "state."):
-            name, _, field = key.removeprefix(prefix + "state.").rpartition(".")
-            found.setdefault(name, {})[field] = key
-    return found
+def of_averages(state: TrainState, tensors: Mapping[str, SavedTensor]) -> tuple[list[Piece], list[str]]:
+    """The moving averages that the checkpoint holds, as pieces to fill, and the names of the others."""
+    current = averages(state.optimizer)
+    missing = [name for name, tensor in current.items() if not _fits(tensor, tensors.get(f"ema.{name}"))]
+    return [piece(("ema", name), current[name]) for name in current if name not in missing], missing
 
 
 class PendingState:
-    """Optimizer state in the course of a load: tensors to be filled, and values still to be read."""
+    """Optimizer state in the course of a load: pieces to fill, and values still to be read; `commit` gives
+    both to the optimizer.
+    """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._state: dict[nn.Parameter, dict[str, Any]] = {
-            p: {} for group in optimizer.param_groups for p in group["params"]
-        }
+    def __init__(self, state: TrainState, source: CheckpointSource, prefix: str) -> None:
+        self._optimizer = state.optimizer
+        self._state: dict[nn.Parameter, dict[str, Any]] = {}
+        self.pieces: list[Piece] = []
         self.values: list[tuple[nn.Parameter, str, str]] = []
+        stored: dict[str, dict[str, str]] = {}
+        for key in source.keys:
+            if key.startswith(f"{prefix}state."):
+                name, _, field_name = key.removeprefix(f"{prefix}state.").rpartition(".")
+                stored.setdefault(name, {})[field_name] = key
+        names = parameter_names(state.model)
+        for group in state.optimizer.param_groups:
+            for parameter in group["params"]:
+                self._state[parameter] = {}
+                for field_name, key in sorted(stored.pop(names[parameter], {}).items()):
+                    self._prepare(group, parameter, field_name, key, source.tensors.get(key))
+        if source.exact and stored:
+            raise source.misfit(f"it holds optimizer state of {min(stored)}, which this run does not train")
 
-    def prepare(
-        self, group: dict[str, Any], parameter: nn.Parameter, field: str, key: str, entry: Any
-    ) -> Iterator[LoadTarget]:
-        if not isinstance(entry, TensorStorageMetadata):
-            self.values.append((parameter, field, key))
+    def _prepare(
+        self, group: dict[str, Any], parameter: nn.Parameter, name: str, key: str, saved: SavedTensor | None
+    ) -> None:
+        if saved is None:
+            self.values.append((parameter, name, key))
             return
-        old = self._optimizer.state.get(parameter, {}).get(field)
-        tensor = old if _fits(old, entry) else _make(group, parameter, field, entry)
-        self._state[parameter][field] = tensor
-        yield LoadTarget(key, piece((key,), tensor))
+        old = self._optimizer.state.get(parameter, {}).get(name)
+        tensor = old if _fits(old, saved) else _make(group, parameter, name, saved)
+        self._state[parameter][name] = tensor
+        self.pieces.append(piece((key,), tensor))
 
     def commit(self, values: dict[str, Any]) -> None:
-        for parameter, field_name, key in self.values:
-            self._state[parameter][field_name] = values[key]
+        for parameter, name, key in self.values:
+            self._state[parameter][name] = values[key]
         for parameter, fields in self._state.items():
             if fields:
                 self._optimizer.state[parameter] = fields
@@ -373,21 +315,19 @@ class PendingState:
                 self._optimizer.state.pop(parameter, None)
 
 
-def _fits(old: Any, entry: TensorStorageMetadata) -> bool:
+def _fits(old: Any, saved: SavedTensor | None) -> bool:
     return (
         isinstance(old, torch.Tensor)
-        and tuple(old.shape) == tuple(entry.size)
-        and old.dtype == entry.properties.dtype
+        and saved is not None
+        and (saved.size, saved.dtype) == (tuple(old.shape), old.dtype)
     )
 
 
-def _make(
-    group: dict[str, Any], parameter: nn.Parameter, field: str, entry: TensorStorageMetadata
-) -> torch.Tensor:
+def _make(group: dict[str, Any], parameter: nn.Parameter, name: str, saved: SavedTensor) -> torch.Tensor:
     """Sharded as the parameter if it has its shape; else whole, on the device that torch's optimizers use."""
-    if field != "step" and tuple(entry.size) == tuple(parameter.shape):
+    if name != "step" and saved.size == tuple(parameter.shape):
         # Not empty_like: for a float8 weight it would make a tensor that is cast as weights are.
-        return torch.zeros_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
-    on_device = field != "step" or group.get("capturable") or group.get("fused")
+        return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False)
+    on_device = name != "step" or group.get("capturable") or group.get("fused")
     device = parameter.device if on_device else torch.device("cpu")
-    return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+    return torch.empty(saved.size, dtype=saved.dtype, device=device)

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp.base.torch_private import core, fsdp, names, saving
+from fsdp.base.torch_private import core, fsdp, names
 from fsdp.dist.env import DistEnv
 from tests.support.processes import eventually
 from tests.support.world import run_world
@@ -720,28 +720,6 @@ def test_a_mesh_is_freed() -> None:
 # ---------------------------------------------------------------- files
 
 
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_torch_save_names_the_same_storage_and_function(dtype: torch.dtype) -> None:
-    function, arguments = torch.ones(2, 3).to(dtype).__reduce_ex__(2)
-    ours, found = saving.rebuild_call(arguments[0], (2, 3), None)
-    holds(ours is function, "saving.rebuild_call", f"torch.save calls {function}")
-    holds(found[1:6] == arguments[1:6], "saving.rebuild_call", f"torch.save passes {arguments[1:]}")
-    kind = saving.storage_class(dtype)
-    holds(isinstance(arguments[0], torch.storage.TypedStorage), "saving.rebuild_call", "an untyped storage")
-    holds(arguments[0].pickle_storage_type() == kind.__name__, "saving.storage_class", f"it is not {kind}")
-
-
-def test_torch_save_names_an_untyped_storage_for_fp8() -> None:
-    function, arguments = torch.ones(2, 3).to(torch.float8_e4m3fn).__reduce_ex__(2)
-    holds(
-        saving.storage_class(torch.float8_e4m3fn) is None, "saving.storage_class", "fp8 has a storage class"
-    )
-    ours, found = saving.rebuild_call(arguments[0], (2, 3), torch.float8_e4m3fn)
-    holds(ours is function, "saving.rebuild_call", f"torch.save calls {function}")
-    holds(found[1:] == arguments[1 : len(found)], "saving.rebuild_call", f"torch.save passes {arguments[1:]}")
-
-
 def test_dcp_writes_the_same_names(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
@@ -750,25 +728,26 @@ def test_dcp_writes_the_same_names(tmp_path: Path) -> None:
     strings = [
         argument for _, argument, _ in pickletools.genops(io.BytesIO(data)) if isinstance(argument, str)
     ]
-    for module, name in (saving.DCP_PLACE, *saving.DCP_UNREAD):
+    for module, name in (names.DCP_PLACE, *names.DCP_UNREAD):
         holds(
             {module, name} <= set(strings),
-            "saving.DCP_PLACE or DCP_UNREAD",
+            "names.DCP_PLACE or DCP_UNREAD",
             f"no {module}.{name} in .metadata",
         )
-    fields = list(inspect.signature(saving.StorageInfo).parameters)
-    holds(fields[:3] == ["relative_path", "offset", "length"], "saving.StorageInfo", f"fields are {fields}")
+    place = vars(core.storage_info("a", 1, 2))
+    fits = (place["relative_path"], place["offset"], place["length"]) == ("a", 1, 2)
+    holds(fits, "core.storage_info", f"its fields are {place}")
 
 
 def offsets(env: DistEnv) -> tuple[int, ...]:
     mesh = dist.init_device_mesh("cpu", (env.world_size,))
-    return saving.global_offset((5, 2), mesh, [Shard(0)])
+    return core.global_offset((5, 2), mesh, [Shard(0)])
 
 
 def test_where_a_shard_starts_in_the_whole() -> None:
-    with works("saving.global_offset", "DTensor computes it elsewhere"):
+    with works("core.global_offset", "DTensor computes it elsewhere"):
         found = run_world(2, offsets)
-    holds(found == [(0, 0), (3, 0)], "saving.global_offset", f"shards of 5 rows start at {found}")
+    holds(found == [(0, 0), (3, 0)], "core.global_offset", f"shards of 5 rows start at {found}")
 
 
 # ---------------------------------------------------------------- CUDA

@@ -24,6 +24,7 @@ from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import manifest
 from fsdp.checkpoint.file_names import MANIFEST, METADATA
+from fsdp.checkpoint.rank_file import HEAD
 from fsdp.dist.env import DistEnv
 from tests.checkpoint.small import bits, build, save_once
 from tests.support.faulty_file import FLIP, Fault, always, faulty, once
@@ -107,7 +108,7 @@ def garble(folder: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (truncate, "size"),
-    "a bit of a tensor": (flip(2400), "digest"),
+    "a bit of a tensor": (flip(HEAD + 1), "digest"),
     "a bit of the manifest": (flip(120, MANIFEST), "manifest"),
     "a bit of the metadata": (flip(200, METADATA), "checksum"),
     "no seal": (unseal, "unsealed"),
@@ -140,7 +141,7 @@ def test_after_a_broken_checkpoint_all_state_is_of_the_one_before(run_dir: Path)
     shutil.rmtree(run_dir / "checkpoints" / "step-00000004")
     clean = run_world(RANKS, restore, str(run_dir), {})
     run_world(RANKS, save_once, "fsdp", str(run_dir), 2)
-    flip(2400)(run_dir / "checkpoints" / "step-00000004")
+    flip(HEAD + 1)(run_dir / "checkpoints" / "step-00000004")
     after = run_world(RANKS, restore, str(run_dir), {})
     assert [(step, total) for step, _, _, total in after] == [(step, total) for step, _, _, total in clean]
 
@@ -207,7 +208,7 @@ def test_a_wrong_byte_in_the_page_cache_is_read_again_from_the_disk(run_dir: Pat
 
 def test_of_damaged_checkpoints_none_is_set_aside_if_none_is_whole(run_dir: Path) -> None:
     for name in names(run_dir):
-        flip(2400)(run_dir / "checkpoints" / name)
+        flip(HEAD + 1)(run_dir / "checkpoints" / name)
     for _ in range(2):
         for step, _, said, _ in run_world(RANKS, restore, str(run_dir), {}):
             assert step is None
@@ -221,7 +222,7 @@ def test_a_run_whose_checkpoints_were_all_set_aside_is_told_how_to_restore_one(
 ) -> None:
     """As an earlier version left it: whole ones, and one that is damaged."""
     store = run_dir / "checkpoints"
-    flip(2400)(store / "step-00000004")
+    flip(HEAD + 1)(store / "step-00000004")
     for name in names(run_dir):
         (store / name).rename(store / f"{name}.broken-unreadable")
     for _, _, said, _ in run_world(RANKS, restore, str(run_dir), {}):
@@ -351,11 +352,11 @@ def test_a_newer_format_is_refused_and_left_alone(run_dir: Path) -> None:
     """It may be whole: it is neither set aside nor passed over for an older one."""
     file = run_dir / "checkpoints" / "step-00000004" / MANIFEST
     body = json.loads(file.read_text())["manifest"]
-    text = json.dumps({**body, "format": 2}, sort_keys=True, ensure_ascii=False)
+    text = json.dumps({**body, "format": 3}, sort_keys=True, ensure_ascii=False)
     file.write_text(f'{{"crc32": {manifest.crc32(text.encode()):10d}, "manifest":\n{text}}}\n')
     for step, _, said, _ in run_world(RANKS, restore, str(run_dir), {}):
         assert step is None
-        assert "a checkpoint of step 4 has format 2; this program reads format 1" in said
+        assert "a checkpoint of step 4 has format 3; this program reads format 2" in said
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [
         "step-00000002",
         "step-00000004",

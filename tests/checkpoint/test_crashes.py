@@ -11,7 +11,7 @@ import pytest
 from fsdp.checkpoint import file_names, inspect
 from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.sealing import Sealing
-from fsdp.checkpoint.store import LocalStore, sync_folder
+from fsdp.checkpoint.store import LocalStore
 from tests.checkpoint.crashes import Change, Left, Recorder, Tree, states
 from tests.checkpoint.small import build
 from tests.support.env import env_of
@@ -136,25 +136,6 @@ def test_a_missing_fsync_is_found(tmp_path: Path, what: str) -> None:
     assert violations(record(tmp_path, no_fsync_of(what)))[1]
 
 
-def seal_before_the_manifest(patch: pytest.MonkeyPatch) -> None:
-    """Writes the manifest after the folder has its final name."""
-    write, seal, kept = LocalStore.write, LocalStore.seal, dict[str, Any]()
-
-    def late(self: LocalStore, folder: str, file: str, buffers: Any) -> None:
-        if file == file_names.MANIFEST:
-            kept[folder] = buffers
-        else:
-            write(self, folder, file, buffers)
-
-    def sealed(self: LocalStore, staged: str, final: str) -> None:
-        seal(self, staged, final)
-        write(self, final, file_names.MANIFEST, kept[staged])
-        sync_folder(self.root / final)
-
-    patch.setattr(LocalStore, "write", late)
-    patch.setattr(LocalStore, "seal", sealed)
-
-
 def delete_sealed(patch: pytest.MonkeyPatch) -> None:
     """Deletes files before the manifest."""
     unlink = Path.unlink
@@ -178,9 +159,7 @@ def prune_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sealing, "_seal", late)
 
 
-@pytest.mark.parametrize(
-    "fault", [seal_before_the_manifest, delete_sealed, prune_first], ids=lambda fault: fault.__name__
-)
+@pytest.mark.parametrize("fault", [delete_sealed, prune_first], ids=lambda fault: fault.__name__)
 def test_a_wrong_order_is_found(tmp_path: Path, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)

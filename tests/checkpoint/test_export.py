@@ -23,10 +23,11 @@ from safetensors.torch import load_file, save_file
 from fsdp.base.errors import ConfigError
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import export as export_module
-from fsdp.checkpoint import full_state, load, manifest
+from fsdp.checkpoint import full_state, load, manifest, metadata
 from fsdp.checkpoint.export import export
 from fsdp.checkpoint.file_names import MANIFEST
 from fsdp.checkpoint.full_state import open_full_state
+from fsdp.checkpoint.rank_file import HEAD
 from fsdp.dist.env import DistEnv
 from tests.checkpoint.small import Model, build, save_once
 from tests.support.world import run_world
@@ -144,7 +145,7 @@ def test_a_file_that_is_no_state_dict_is_named(tmp_path: Path, content: object, 
 
 def test_a_truncated_safetensors_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"\xff\xff\0\0\0\0\0\0{}")
-    with pytest.raises(ConfigError, match="truncated"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         open_full_state(tmp_path / "a.safetensors")
 
 
@@ -152,11 +153,11 @@ def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytes
     run_world(2, save_once, "fsdp", str(tmp_path))
     store = checkpoints.open_store(str(tmp_path / "checkpoints"))
     about = manifest.decode(store.read("step-00000003", MANIFEST))
-    source = load.open_one(store, "step-00000003", about)
+    source = metadata.open_one(store, "step-00000003", about)
     held: list[int] = []
     whole = load.whole
 
-    def fetch(source: load.CheckpointSource, key: str) -> torch.Tensor:
+    def fetch(source: metadata.CheckpointSource, key: str) -> torch.Tensor:
         import weakref
 
         tensor = whole(source, key)
@@ -169,14 +170,14 @@ def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytes
     assert len(export(source, tmp_path / "out", "both", 1.0)) == 3
 
 
-def sources(folder: Path) -> list[load.CheckpointSource]:
+def sources(folder: Path) -> list[metadata.CheckpointSource]:
     """The checkpoints of a run at steps 1 and 2, opened."""
     run_world(2, save_once, "fsdp", str(folder), 1)
     run_world(2, save_once, "fsdp", str(folder), 1)
     store = checkpoints.open_store(str(folder / "checkpoints"))
     found = []
     for name in ("step-00000001", "step-00000002"):
-        found.append(load.open_one(store, name, manifest.decode(store.read(name, MANIFEST))))
+        found.append(metadata.open_one(store, name, manifest.decode(store.read(name, MANIFEST))))
     return found
 
 
@@ -280,7 +281,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def flip(file: Path) -> None:
     data = bytearray(file.read_bytes())
-    data[2400] ^= 1
+    data[HEAD + 1] ^= 1
     file.write_bytes(data)
 
 

@@ -1,11 +1,10 @@
-"""Runs of train.py killed with SIGKILL and started again; a second job on the same run directory."""
+"""Runs of train.py killed with SIGKILL and started again."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,6 @@ import pytest
 
 from tests.golden.chain import Chain, wide
 from tests.golden.configurations import Configuration
-from tests.support.locks import acquire
 from tests.support.marks import sample_are
 from tests.support.processes import eventually
 from tests.support.runs import on_a_rank
@@ -89,27 +87,6 @@ def starts(run_dir: Path) -> list[dict[str, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.long
-def test_under_torchrun_the_same_command_resumes(tmp_path: Path) -> None:
-    assert run_world(2, on_a_rank, ["--run.dir", str(tmp_path / "whole"), *FLAGS, *DIGITS]) == [None] * 2
-    gate = tmp_path / "gate"
-    with torchrun(tmp_path / "run", gate) as first:
-        while max(losses(tmp_path / "run"), default=0) < 23:
-            assert first.poll() is None
-            time.sleep(0.01)
-        os.kill(starts(tmp_path / "run")[0]["pid"], signal.SIGKILL)
-        gate.touch()
-        assert first.wait(300) != 0
-        assert not (tmp_path / "run" / "DONE").exists()
-        with torchrun(tmp_path / "run", gate) as second:
-            assert second.wait(300) == 0
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    began, again = (start["from_step"] for start in starts(tmp_path / "run"))
-    assert began == 0
-    assert again >= 15
-
-
-@pytest.mark.slow
 def test_of_a_killed_torchrun_the_ranks_save_and_the_same_command_continues(tmp_path: Path) -> None:
     """They trained on as orphans, and the command was refused until they had all steps."""
     assert run_world(2, on_a_rank, ["--run.dir", str(tmp_path / "whole"), *FLAGS, *DIGITS]) == [None] * 2
@@ -153,24 +130,3 @@ def test_of_a_torchrun_killed_at_twenty_moments_of_training_each_start_continues
 
 def is_at(run_dir: Path, start: int, step: int) -> bool:
     return len(starts(run_dir)) == start and max(losses(run_dir), default=0) >= step
-
-
-@pytest.mark.slow
-def test_a_second_job_on_a_run_directory_is_refused_by_name(tmp_path: Path) -> None:
-    lock = acquire(tmp_path, "srun", "Slurm job 7")
-    command = [
-        sys.executable,
-        "train.py",
-        "--run.dir",
-        str(tmp_path),
-        "--model.name",
-        "mlp",
-        "--train.steps",
-        "1",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    lock.release()
-    assert done.returncode == 4
-    assert f"{tmp_path} is being written by process {os.getpid()} on" in done.stderr
-    assert "started by srun (Slurm job 7), since" in done.stderr
-    assert not (tmp_path / "metrics.jsonl").exists()

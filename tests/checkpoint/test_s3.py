@@ -19,6 +19,7 @@ from fsdp.base.errors import CheckpointError
 from fsdp.base.proc import collection_paused
 from fsdp.checkpoint import file_names, inspect, object_store
 from fsdp.checkpoint.object_store import ObjectStore
+from fsdp.checkpoint.rank_file import HEAD
 from fsdp.checkpoint.store import open_store
 from fsdp.dist.env import DistEnv
 from tests.checkpoint import s3_server
@@ -108,7 +109,7 @@ def test_a_damaged_checkpoint_is_marked_and_the_one_before_loaded(
     store = open_store(place)
     newest = inspect.finals(store)[0]
     data = bytearray(store.read(newest, "__1_0.distcp"))
-    data[2400] ^= 1
+    data[HEAD + 1] ^= 1
     store.write(newest, "__1_0.distcp", [bytes(data)])
     assert {step for step, _ in run_world(2, train, server, place, str(tmp_path), {}, 1)} == {1}
     assert f"{newest}.broken-digest" in store.folders()

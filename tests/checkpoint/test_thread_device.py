@@ -68,14 +68,13 @@ def test_the_savers_thread_sets_its_device(
 
 
 def test_threads_that_read_a_checkpoint_set_their_device(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared = SimpleNamespace(file="", start=0, end=0, views=[], targets=[])
-    monkeypatch.setattr(load, "_prepare", lambda *_: prepared)
+    monkeypatch.setattr(load, "_reads_of", lambda _, target: [load._Read(target.key, 0, 1, [], [])])
     monkeypatch.setattr(load, "_fulfil", calls.noting("copy", lambda *_: None))
-    into = SimpleNamespace(device=GPU)
-    tasks: Any = [SimpleNamespace(file="f", offset=nth, take_offsets=(0,), into=into) for nth in range(20)]
-    load._run(SimpleNamespace(manifest=object()), tasks)  # type: ignore[arg-type]
+    on_gpu = SimpleNamespace(device=GPU, is_cuda=True)
+    targets: Any = [SimpleNamespace(key=f"{nth}", local=on_gpu) for nth in range(20)]
+    load._run(SimpleNamespace(manifest=object()), targets)  # type: ignore[arg-type]
     assert calls.of
     for name, done in calls.of.items():
         assert done[0] == GPU, name

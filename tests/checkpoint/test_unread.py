@@ -40,7 +40,7 @@ def refused(number: int) -> Spoils:
 
 def newer(folder: Path, _: pytest.MonkeyPatch) -> None:
     body = (folder / MANIFEST).read_bytes().partition(b"\n")[2][:-2]
-    body = body.replace(b'"format": 1', b'"format": 2')
+    body = body.replace(b'"format": 2', b'"format": 3')
     (folder / MANIFEST).write_bytes(b'{"crc32": %10d, "manifest":\n%s}\n' % (crc32(body), body))
 
 
@@ -59,7 +59,7 @@ def run_dir(tmp_path: Path) -> Path:
     [
         (refused(errno.EACCES), "step-00000002 cannot be read: [Errno 13] Permission denied"),
         (refused(errno.ESTALE), "step-00000002 cannot be read: OSError: [Errno 116] Stale file handle"),
-        (newer, "a checkpoint of step 2 has format 2; this program reads format 1"),
+        (newer, "a checkpoint of step 2 has format 3; this program reads format 2"),
     ],
 )
 def test_the_others_are_listed_and_pruned(

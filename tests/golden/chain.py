@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdp.checkpoint import inspect, load
+from fsdp.checkpoint import inspect, load, metadata
 from fsdp.checkpoint.file_names import MANIFEST, METADATA
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.checkpoint.store import LocalStore, Store, open_store
@@ -224,7 +224,7 @@ class Chain:
         """Every byte is as sealed, every tensor equals the uninterrupted run's at that step."""
         for file, (size, crc) in manifest.files.items():
             inspect.check_file(store, folder, file, size, crc)
-        source = load.open_one(store, folder, manifest)
+        source = metadata.open_one(store, folder, manifest)
         tensors = {key: load.whole(source, key) for key in manifest.digests}
         digests = reference.digests[manifest.step]
         if reference.run is not None:
@@ -237,11 +237,11 @@ class Chain:
         if not same:
             raise Violation(f"{self.run_dir}: {folder} is not the state of step {manifest.step}")
 
-    def source(self, step: int) -> load.CheckpointSource:
+    def source(self, step: int) -> metadata.CheckpointSource:
         """The checkpoint of this step."""
         sealed = inspect.sealed_step(self.store, step)
         assert sealed is not None
-        return load.open_one(self.store, sealed.folder, sealed.manifest)
+        return metadata.open_one(self.store, sealed.folder, sealed.manifest)
 
     def check_end(self, reference: Reference) -> None:
         """The losses, each step once, and the model are those of the uninterrupted run."""

@@ -222,7 +222,8 @@ def test_the_folder_that_dcp_save_notes_is_read_from_every_python(module: bytes)
 @pytest.mark.parametrize("value", [False, True], ids=["a tensor", "a value"])
 @pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "a/..", "", ".", "a//b", "a\0b"])
 def test_a_path_that_leads_out_of_the_checkpoint_is_refused(path: str, value: bool) -> None:
-    assert len(metadata.read(described("below/x.distcp", value)).storage_data) == 1
+    tensors, values = metadata.read(described("below/x.distcp", value))
+    assert [*tensors, *values] == ["a"]
     with pytest.raises(Broken, match="points outside the checkpoint"):
         metadata.read(described(path, value))
 
@@ -405,7 +406,7 @@ def test_json_that_is_nested_too_deeply_is_text_that_is_no_json() -> None:
         for file in sorted((ROOT / place).rglob("*.py"))
         for line, named in handlers(ast.parse(file.read_text(encoding="utf-8")))
     }
-    assert len(found) > 15
+    assert len(found) > 10
     assert not [
         place for place, named in found.items() if "RecursionError" not in named and "UNREADABLE" not in named
     ]

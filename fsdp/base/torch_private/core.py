@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
 
 __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_leaves"]
 """tree_leaves, all leaves of nested containers: torch.utils has no public module for it."""
@@ -338,3 +342,22 @@ def stop_allocator_history() -> None:
 def write_allocator_snapshot(path: Path) -> None:
     """The file that https://pytorch.org/memory_viz reads."""
     torch.cuda.memory._dump_snapshot(str(path))
+
+
+# ---------------------------------------------------------------- distributed checkpoints
+
+
+def storage_info(path: str, offset: int, length: int) -> Any:
+    """The place of an item in a file, as `.metadata` has it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(path, offset, length)
+
+
+def global_offset(size: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """Where this rank's shard starts in the whole tensor. DCP computes the places of its own checkpoints with
+    it.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return tuple(compute_local_shape_and_global_offset(torch.Size(size), mesh, placements)[1])

@@ -50,3 +50,18 @@ OPTIMIZER_IMPORT = "torch._dynamo"
 
 SNAPSHOT_VIEWER = "python -m torch.cuda._memory_viz trace_plot"
 """The command that draws a snapshot of CUDA's allocator, named in a profile's log and docs."""
+
+DCP_PLACE = ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+"""Module and name that `.metadata` has for the place of an item in a file. Files on disk hold it: a torch
+that renames it breaks its own old checkpoints too.
+"""
+
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"
+DCP_OLD_PROPERTIES, DCP_OLD_UNREAD = (_OLD, "TensorProperties"), (_OLD, "MEM_FORMAT_ENCODING")
+"""Names in older versions' `.metadata`: the same class with the same state, and a field's function."""
+
+DCP_UNREAD = (
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),
+)
+"""Functions that `.metadata` calls for fields of a tensor that no reader here uses."""

@@ -1,0 +1,140 @@
+"""One rank's file of a save: what it holds, `.metadata`, and the bytes that torch.save writes."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from fsdp.base import digest
+from fsdp.checkpoint import Checkpointer, metadata, pieces, rank_file
+from fsdp.checkpoint.rank_file import HEAD
+from fsdp.checkpoint.state import Piece, Snapshot, take_snapshot
+from fsdp.config import CheckpointSection
+from fsdp.dist.collectives import ObjectGroup
+from fsdp.dist.env import DistEnv
+from fsdp.optim.state import TrainState
+from tests.checkpoint.small import build_state
+from tests.support.env import env_of
+from tests.support.world import run_world
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.uint16,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(), (5,), (0,), (2, 0, 3), (2, 3, 1, 2, 2, 3)], ids=str)
+def test_torch_load_reads_back_every_bit(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    count = int(np.prod(sizes, dtype=int)) * dtype.itemsize
+    data = bytes(byte & 1 for byte in os.urandom(count)) if dtype == torch.bool else os.urandom(count)
+    head, tail = rank_file.frame(dtype, sizes)
+    assert len(head) == HEAD or not count
+    loaded = torch.load(io.BytesIO(head + data + tail), weights_only=True)
+    assert (loaded.dtype, tuple(loaded.shape), loaded.stride()) == (dtype, sizes, torch.empty(sizes).stride())
+    assert loaded.contiguous().view(-1).view(torch.uint8).numpy().tobytes() == data if count else True
+
+
+def test_a_tensor_of_more_than_4_gib_is_read_too(tmp_path: Path) -> None:
+    """Sparse on disk: only its last elements are written."""
+    count = (4 << 30) + 8
+    head, tail = rank_file.frame(torch.uint8, (count,))
+    with (tmp_path / "big").open("wb") as stream:
+        stream.write(head)
+        stream.seek(HEAD + count - 3)
+        stream.write(b"end" + tail)
+    loaded = torch.load(tmp_path / "big", mmap=True, weights_only=True)
+    assert loaded.shape == (count,)
+    assert bytes(loaded[-4:].tolist()) == b"\0end"
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_tensors_digest_is_the_sum_of_its_boxes_cut_along_any_axis(axis: int) -> None:
+    whole = torch.randn(4, 5, 6, dtype=torch.float64)
+    total, at = 0, 0
+    for part in whole.chunk(3, dim=axis):
+        offsets = tuple(at if dim == axis else 0 for dim in range(3))
+        total += pieces.digest(part.contiguous(), offsets, (4, 5, 6))
+        at += part.shape[axis]
+    assert total % 2**64 == digest.digest_shard(whole).at(0)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex128], ids=str)
+@pytest.mark.parametrize("size", [(0,), (), (7,), (3, 5), (2 * pieces.CHUNK + 7,)], ids=str)
+def test_a_digest_is_the_same_on_a_cpu_and_on_a_device(dtype: torch.dtype, size: tuple[int, ...]) -> None:
+    """numpy computes it on a CPU, torch elsewhere: one checkpoint is verified on both."""
+    whole = torch.arange(int(np.prod(size, dtype=int))).reshape(size).to(dtype)
+    assert pieces.digest(whole, (0,) * len(size), size) == digest.digest_shard(whole).at(0)
+
+
+def test_values_of_another_length_move_those_behind_them() -> None:
+    tensor = torch.arange(6.0)
+    snapshot = Snapshot([Piece("a", ("a",), (6,), (0,), tensor)], {})
+    plan = rank_file.make_plan(snapshot, None, ObjectGroup())
+    assert rank_file.make_plan(snapshot, plan, ObjectGroup()) is plan
+    short = rank_file.metadata_bytes(plan, [("x", ("x",), b"1"), ("y", ("y",), b"22")])
+    assert rank_file.metadata_bytes(plan, [("x", ("x",), b"9"), ("y", ("y",), b"88")]) is short
+    long = rank_file.metadata_bytes(plan, [("x", ("x",), b"333"), ("y", ("y",), b"22")])
+    for data, length in ((short, 1), (long, 3)):
+        _, values = metadata.read(data)
+        places = {key: (place.start - plan.values_begin, place.length) for key, place in values.items()}
+        assert places == {"x": (0, length), "y": (length, 2)}
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_tied_weight_is_written_once_and_read_by_torch_under_both_names(tmp_path: Path) -> None:
+    model = Tied()
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    env = env_of()
+    checkpointer = Checkpointer(
+        CheckpointSection(), tmp_path, env, build_state(env, "ddp")[2], config_hash="00"
+    )
+    checkpointer.save(state, metrics={}, reason="a test", wait=True)
+    checkpointer.close()
+    folder = tmp_path / "checkpoints" / "step-00000000"
+    storage = FileSystemReader(folder).read_metadata().storage_data
+    places = {index.fqn: info for index, info in storage.items()}
+    assert places["model.embed.weight"] == places["model.head.weight"]
+    dcp_to_torch_save(folder, tmp_path / "whole.pt")
+    whole = torch.load(io.BytesIO((tmp_path / "whole.pt").read_bytes()), weights_only=False)["model"]
+    assert torch.equal(whole["embed.weight"], model.embed.weight)
+    assert torch.equal(whole["head.weight"], model.embed.weight)
+
+
+def rows_written(env: DistEnv) -> tuple[list[int], int]:
+    """Under DDP: the rows of a large weight, and what of a small one and a buffer is this rank's to write."""
+    model = nn.Sequential(nn.Linear(512, 1025), nn.BatchNorm1d(1025))
+    state = TrainState(
+        nn.parallel.DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    snapshot, group = take_snapshot(state), ObjectGroup()
+    plan = rank_file.make_plan(snapshot, None, group)
+    mine = {snapshot.pieces[nth].key: snapshot.pieces[nth] for nth in plan.mine}
+    return list(mine["model.0.weight"].sizes), sum("running" in key for key in mine)
+
+
+def test_replicas_share_a_large_weight_by_rows_and_rank_0_writes_the_buffers() -> None:
+    (first, buffers), (second, others) = run_world(2, rows_written)
+    assert first == [512, 512]
+    assert second == [513, 512]
+    assert (buffers, others) == (2, 0)
