@@ -82,16 +82,16 @@ def write_torch(stream: BinaryIO, entries: Sequence[Entry], fetch: Fetch) -> Non
 def write_safetensors(stream: BinaryIO, entries: Sequence[Entry], fetch: Fetch) -> None:
     """Writes the header with all offsets, then the tensors; tied weights twice, as the format shares none."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    offset = 0
     for entry in entries:
         if entry.dtype not in _NAMES:
             raise ConfigError(
                 f"{entry.name} is {entry.dtype}, which safetensors does not support.",
                 "--checkpoint.export_format torch",
             )
-        place = [at, at + entry.nbytes]
-        header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.size), "data_offsets": place}
-        at += entry.nbytes
+        span = [offset, offset + entry.nbytes]
+        header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.size), "data_offsets": span}
+        offset += entry.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     stream.write(len(text).to_bytes(8, "little") + text)
@@ -134,17 +134,17 @@ class FullState(Mapping[str, torch.Tensor]):
 
 def open_full_state(path: str | Path) -> FullState:
     """Opens a whole model's state dict: safetensors with or without an index, or a file of torch.save."""
-    place = Path(path)
-    if not place.is_dir():
-        check_no_adapter(place, "--model.weights", str(path))
-    files = _files(place) if place.is_dir() else [place]
+    location = Path(path)
+    if not location.is_dir():
+        check_no_adapter(location, "--model.weights", str(path))
+    files = _files(location) if location.is_dir() else [location]
     tensors: dict[str, Callable[[], torch.Tensor]] = {}
     for file in files:
-        found: Mapping[str, Callable[[], torch.Tensor]] = (
+        stored: Mapping[str, Callable[[], torch.Tensor]] = (
             open_safetensors(file) if file.suffix == ".safetensors" else _open_torch(file)
         )
         tensors |= {
-            clean_name(name, ddp=True): tensor for name, tensor in found.items() if not _is_extra_state(name)
+            clean_name(name, ddp=True): tensor for name, tensor in stored.items() if not _is_extra_state(name)
         }
     return FullState(str(path), tensors)
 
@@ -152,19 +152,19 @@ def open_full_state(path: str | Path) -> FullState:
 def newest_export(folder: Path) -> Path | None:
     """The file with which a reader of the folder's newest export begins."""
     ours = [folder / name for name in (INDEX_FILE, TORCH_FILE, SINGLE_FILE)]
-    found = [file for file in ours if file.is_file()]
-    return max(found, key=lambda file: file.stat().st_mtime_ns, default=None)
+    present = [file for file in ours if file.is_file()]
+    return max(present, key=lambda file: file.stat().st_mtime_ns, default=None)
 
 
 def _files(folder: Path) -> list[Path]:
     """The files of a run directory's export, of an export folder, or with names that other tools use. Of
     exports in several formats the newest counts: the others may be of an earlier step.
     """
-    for place in (folder, folder / "full_model"):
-        if (newest := newest_export(place)) is not None:
+    for parent in (folder, folder / "full_model"):
+        if (newest := newest_export(parent)) is not None:
             return files_of_index(newest) if newest.name == INDEX_FILE else [newest]
-        if (place / "pytorch_model.bin").is_file():
-            return [place / "pytorch_model.bin"]
+        if (parent / "pytorch_model.bin").is_file():
+            return [parent / "pytorch_model.bin"]
     check_no_adapter(folder, "--model.weights", str(folder))
     raise ConfigError(
         f"--model.weights {folder} holds no {TORCH_FILE}, {INDEX_FILE} or model.safetensors.",

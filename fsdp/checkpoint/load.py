@@ -216,16 +216,16 @@ def _rows_read(
     columns, first = chunk.sizes[1:], within[0].start if within else 0
     straight = into.is_cpu and into.is_contiguous() and into.dtype == dtype and into.shape[1:] == columns
     buffer = into if straight else torch.empty((*into.shape[:1], *columns), dtype=dtype)
-    start = chunk.place.start + head + first * math.prod(columns) * dtype.itemsize
+    start = chunk.range.start + head + first * math.prod(columns) * dtype.itemsize
     copies: list[Callable[[], object]] = []
     if not straight:
         copies.append(partial(_copy, into, buffer, (slice(None), *within[1:])))
-    return _Read(chunk.place.file, start, start + buffer.nbytes, [as_bytes(buffer)], copies)
+    return _Read(chunk.range.file, start, start + buffer.nbytes, [as_bytes(buffer)], copies)
 
 
 def _foreign_read(chunk: Chunk, dtype: torch.dtype, within: tuple[slice, ...], into: torch.Tensor) -> _Read:
     """A whole chunk of another program's checkpoint, by torch.load."""
-    place, data = chunk.place, bytearray(chunk.place.length)
+    stored, data = chunk.range, bytearray(chunk.range.length)
 
     def copy() -> None:
         try:
@@ -234,10 +234,10 @@ def _foreign_read(chunk: Chunk, dtype: torch.dtype, within: tuple[slice, ...], i
                 raise ValueError(f"it is {tuple(tensor.shape)} {tensor.dtype}")
         except (RuntimeError, ValueError, AttributeError, pickle.UnpicklingError) as error:
             reason = str(error).partition("\n")[0]
-            raise Broken("format", f"{place.file} at {place.start} is not the tensor ({reason})") from None
+            raise Broken("format", f"{stored.file} at {stored.start} is not the tensor ({reason})") from None
         _copy(into, tensor, within)
 
-    return _Read(place.file, place.start, place.start + place.length, [memoryview(data)], [copy])
+    return _Read(stored.file, stored.start, stored.start + stored.length, [memoryview(data)], [copy])
 
 
 def _copy(into: torch.Tensor, tensor: torch.Tensor, within: tuple[slice, ...]) -> None:
@@ -249,11 +249,11 @@ def _copy(into: torch.Tensor, tensor: torch.Tensor, within: tuple[slice, ...]) -
 
 def _value(source: CheckpointSource, key: str) -> object:
     """A value other than a tensor, loaded with weights_only: nothing in it is executed."""
-    place = source.values[key]
-    if place.length > MOST_OF_A_VALUE:
-        raise Broken("format", f"{key} is no value: it has {place.length} bytes")
-    data = bytearray(place.length)
-    source.store.read_into(source.folder, place.file, place.start, [memoryview(data)])
+    stored = source.values[key]
+    if stored.length > MOST_OF_A_VALUE:
+        raise Broken("format", f"{key} is no value: it has {stored.length} bytes")
+    data = bytearray(stored.length)
+    source.store.read_into(source.folder, stored.file, stored.start, [memoryview(data)])
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:  # torch compares no checksum
             if damaged := archive.testzip():

@@ -53,7 +53,7 @@ class Chunk:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    place: FileRange
+    range: FileRange
 
 
 @dataclass(frozen=True)

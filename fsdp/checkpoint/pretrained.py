@@ -64,24 +64,24 @@ class PretrainedWeights(Mapping[str, Tensor]):
         """Rows first … last - 1 of a tensor, in the dtype of the file; a scalar is one row."""
         name = self._first[name]
         if name in self._drawn:
-            whole = self._source.draw_missing(name, self._seed)
-            return whole[first:last] if whole.dim() else whole
+            drawn = self._source.draw_missing(name, self._seed)
+            return drawn[first:last] if drawn.dim() else drawn
         if name in self._plan.converted:
             return self._convert(name, first, last)
         keys = self._plan.plain[name]
-        found = self._read(keys[0], first, last)
+        tensor = self._read(keys[0], first, last)
         for other in keys[1:]:
-            if not same_values(found, self._read(other, first, last)):
+            if not same_values(tensor, self._read(other, first, last)):
                 raise ConfigError(
                     f"{self._source.flag}: {keys[0]} and {other} differ, and config.json ties them.",
                     "--model.args.tie_word_embeddings false",
                 )
-        return found
+        return tensor
 
     def _read(self, key: str, first: int, last: int) -> Tensor:
-        found = self._stored[key].rows(first, last)
-        self.nbytes += found.nbytes
-        return found
+        tensor = self._stored[key].rows(first, last)
+        self.nbytes += tensor.nbytes
+        return tensor
 
     def _convert(self, name: str, first: int, last: int) -> Tensor:
         """The last conversion is kept: it may give several tensors of the model."""
@@ -91,8 +91,8 @@ class PretrainedWeights(Mapping[str, Tensor]):
         if self._last[0] != made:
             self._last = (None, {})  # freed before the next is read
             self._last = (made, self._converted(group, slice(first, last) if by_row else slice(None)))
-        whole = self._last[1][name]
-        return whole if by_row else whole[first:last]
+        tensor = self._last[1][name]
+        return tensor if by_row else tensor[first:last]
 
     def _converted(self, group: Conversion, chosen: slice) -> dict[str, Tensor]:
         tensors = {
@@ -101,8 +101,8 @@ class PretrainedWeights(Mapping[str, Tensor]):
         }
         if not all(tensors.values()):
             return {group.target: torch.empty((0, *self._shape(group.target)[1:]))}
-        found = group.convert(self._model, tensors)
-        return {self._first.get(name, name): tensor for name, tensor in found.items()}
+        converted = group.convert(self._model, tensors)
+        return {self._first.get(name, name): tensor for name, tensor in converted.items()}
 
     def _shape(self, name: str) -> torch.Size:
         return self._model.state_dict()[name].shape
@@ -131,10 +131,10 @@ def open_stored(source: PretrainedFolder) -> dict[str, StoredTensor]:
         return open_safetensors(single, flag)
     if not index.is_file():
         raise _no_weights(source)
-    found: dict[str, StoredTensor] = {}
+    stored: dict[str, StoredTensor] = {}
     for file in files_of_index(index, flag):
-        found |= open_safetensors(file, flag)
-    return found
+        stored |= open_safetensors(file, flag)
+    return stored
 
 
 def _no_weights(source: PretrainedFolder) -> ConfigError:
@@ -210,8 +210,8 @@ def _is_new(name: str, model: Any, plan: NamePlan) -> bool:
     """
     base = f"{model.base_model_prefix}."
     part = base + name.removeprefix(base).partition(".")[0] + "."
-    found = (*plan.plain, *plan.converted)
-    return not name.startswith(base) or not any(one.startswith(part) for one in found)
+    present = (*plan.plain, *plan.converted)
+    return not name.startswith(base) or not any(one.startswith(part) for one in present)
 
 
 def _rows(one: StoredTensor) -> int:

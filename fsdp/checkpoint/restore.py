@@ -119,9 +119,9 @@ class Restore:
 
         A checkpoint at a path is never renamed.
         """
-        place, listing = self.group.on_main(lambda: discovery.find_checkpoint(path))
+        folder, listing = self.group.on_main(lambda: discovery.find_checkpoint(path))
         try:
-            source = self._open(open_store(place), listing)
+            source = self._open(open_store(folder), listing)
             if listing.manifest is not None:
                 return self._sealed(state, source, listing.manifest, [])
             return self._foreign(state, source, path)
@@ -134,11 +134,11 @@ class Restore:
 
         Torch's converters keep the counters of a run's own one.
         """
-        where = _prefixes(source, list(states.parameter_names(state.model).values()), path)
-        where = replace(where, optim=None) if self.weights_only else where
-        notes = self._load(state, source, where)
-        names = {where.model + name for name in states.model_tensors(state.model)}
-        levels = where.model.split(".")[:-1]
+        prefixes = _prefixes(source, list(states.parameter_names(state.model).values()), path)
+        prefixes = replace(prefixes, optim=None) if self.weights_only else prefixes
+        notes = self._load(state, source, prefixes)
+        names = {prefixes.model + name for name in states.model_tensors(state.model)}
+        levels = prefixes.model.split(".")[:-1]
         candidates = [".".join([*levels[:depth], "epoch"]) for depth in range(len(levels), -1, -1)]
         epoch_key = next((key for key in candidates if key in source.keys), "")
         counter_keys = {name: f"train.{name}" for name in state.counters()}
@@ -146,14 +146,18 @@ class Restore:
         numbers = self.group.on_main(lambda: {key: load.read_number(source, key) for key in keys})
         epoch = numbers[epoch_key]
         epoch = epoch if isinstance(epoch, int) and epoch < 2**31 else None
-        loaded = (f"{where.optim}state.", f"{where.optim}param_groups.") if where.optim is not None else ()
+        loaded = (
+            (f"{prefixes.optim}state.", f"{prefixes.optim}param_groups.")
+            if prefixes.optim is not None
+            else ()
+        )
         dropped = [
             key
             for key in sorted(source.keys - names)
             if not key.startswith((*loaded, "train.")) and (key != epoch_key or epoch is None)
         ]
         counters = {name: value for name, key in counter_keys.items() if (value := numbers[key]) is not None}
-        note = "weights alone" if where.optim is None else "weights and optimizer"
+        note = "weights alone" if prefixes.optim is None else "weights and optimizer"
         notes.insert(0, f"{note} of a checkpoint without a manifest, which cannot be verified")
         if dropped:
             notes.append(f"dropped, since a run has no place for it: {listed(dropped, 3)}")
@@ -170,14 +174,14 @@ class Restore:
         from fsdp.checkpoint import adapter_weights
 
         adapter_weights.check(manifest, self.base, source.path)
-        where, more = Prefixes(optim=None) if self.weights_only else Prefixes(), []
+        prefixes, more = Prefixes(optim=None) if self.weights_only else Prefixes(), []
         if not self.weights_only and not same_states(manifest.optimizer, state.optimizer_name):
-            where = Prefixes(optim=None)
+            prefixes = Prefixes(optim=None)
             more.append(
                 f"--optim.name {state.optimizer_name} starts with fresh states: "
                 f"those of the checkpoint are of {manifest.optimizer}"
             )
-        more += self._load(state, source, where)
+        more += self._load(state, source, prefixes)
         try:
             state.set_counters(dict(manifest.counters))
         except (KeyError, ValueError, OverflowError) as error:
@@ -215,10 +219,10 @@ class Restore:
             path = f"{store.path(listing.folder)}/{file_names.METADATA}"
             return b"", inspect.classify_failure(error, path)
 
-    def _load(self, state: TrainState, source: CheckpointSource, where: Prefixes) -> list[str]:
+    def _load(self, state: TrainState, source: CheckpointSource, prefixes: Prefixes) -> list[str]:
         """Returns notes for the log."""
-        targets = states.of_model(state.model, source, where.model)
-        pending = PendingState(state, source, where.optim) if where.optim is not None else None
+        targets = states.of_model(state.model, source, prefixes.model)
+        pending = PendingState(state, source, prefixes.optim) if prefixes.optim is not None else None
         present, missing = states.of_averages(state, source.tensors)
         targets += (pending.pieces if pending is not None else []) + present
         load.fill(source, targets, pending, self.group, self.section.verify)
@@ -246,7 +250,7 @@ def load_weights(source: CheckpointSource, model: nn.Module, group: ObjectGroup,
         raise CheckpointError(f"{source.path} is not whole: {broken.detail}.", hint) from None
 
 
-def _prefixes(source: CheckpointSource, names: list[str], where: str) -> Prefixes:
+def _prefixes(source: CheckpointSource, names: list[str], path: str) -> Prefixes:
     """The prefixes of another program's keys, for a model with these parameters. Programs nest them in ways:
     {"model": …}, {"app": {"model": …, "optim": …}}, {"state_dict": {"module": …}}.
     """
@@ -255,7 +259,7 @@ def _prefixes(source: CheckpointSource, names: list[str], where: str) -> Prefixe
     fitting = sorted((p for p in candidates if keys.issuperset(p + name for name in names)), key=len)
     if not fitting:
         raise CheckpointError(
-            f"{where} does not hold this model: no prefix turns {longest} and all other parameters into keys "
+            f"{path} does not hold this model: no prefix turns {longest} and all other parameters into keys "
             f"(it holds {min(keys, default='nothing')}, …).",
             "give the flags of the model that it was saved from",
         )
