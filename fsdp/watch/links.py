@@ -8,8 +8,7 @@ node acknowledges nothing for SILENT_S: it is out of reach. One whose monitor on
 acknowledges. Messages do not go over the run directory: shared storage may delay a file for longer than that,
 and may work while the ranks' own network does not.
 
-Orders: alive, ask, keep (the folder of a verdict in RUN/watch), printed, done, and end with failed. A
-connection with bytes of another form is closed.
+Orders: alive, printed, done, and end with failed. A connection with bytes of another form is closed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import contextlib
 import errno
 import hmac
 import json
-import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,20 +39,11 @@ MOST_UNSENT = 1 << 22
 """Bytes. With this much unsent, further messages are dropped."""
 LONGEST = 1 << 26
 """Bytes of one message: a longer one is of another program, and its connection is closed."""
-FOLDER = re.compile(r"[a-z]+(-[a-z]+)*-\d{6,19}")
-"""KIND-STEP, the folder of a verdict: a name that stays in RUN/watch."""
 OUT_OF_REACH = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 
-def read_report(message: Mapping[str, Any]) -> tuple[list[Observation], bool]:
-    """A node's ranks, and whether the report follows a request to the responders."""
-    return [decode(data) for data in message["ranks"]], bool(message["asked"])
-
-
-def read_order(message: Mapping[str, Any]) -> dict[str, Any]:
-    if not FOLDER.fullmatch(message.get("keep", "a-000000")):
-        raise ValueError("a folder outside RUN/watch")
-    return dict(message)
+def read_report(message: Mapping[str, Any]) -> list[Observation]:
+    return [decode(data) for data in message["ranks"]]
 
 
 class Link:
@@ -134,7 +123,7 @@ class Head:
         """Accept new nodes, read reports, send a sign of life."""
         self._accept()
         for node, link in self.links.items():
-            for ranks, _ in link.receive():
+            for ranks in link.receive():
                 self.reports[node] = ranks
         self.broadcast(alive=True)
 
@@ -188,17 +177,6 @@ class Head:
             for e in ranks
         ]
 
-    def wait_for_answers(self, deadline: float) -> None:
-        """Wait until every node in reach has sent the report that follows the request to its responders."""
-        near = {node for node, link in self.links.items() if not (link.closed or link.unseen())}
-        while near and time.monotonic() < deadline:
-            time.sleep(0.02)
-            for node in sorted(near):
-                for ranks, asked in self.links[node].receive():
-                    if node in near:  # none follows with less
-                        self.reports[node] = ranks
-                    near -= {node} if asked else set()
-
     def close(self) -> None:
         for link in self.links.values():
             link.close()
@@ -214,7 +192,7 @@ class Peer:
         self.link: Link | None = None
         self.tried_at = 0.0
 
-    def exchange(self, ranks: Sequence[Observation], *, asked: bool = False) -> list[dict[str, Any]]:
+    def exchange(self, ranks: Sequence[Observation]) -> list[dict[str, Any]]:
         """Send a report; returns the head's orders."""
         now = time.monotonic()
         if (self.link is None or self.link.closed) and now - self.tried_at >= RETRY_S:
@@ -222,10 +200,10 @@ class Peer:
             with contextlib.suppress(OSError):  # not yet, or gone
                 connection = socket.create_connection(self._head, CONNECT_S)
                 self.close()
-                self.link = Link(connection, read_order, self._greeting)
+                self.link = Link(connection, dict, self._greeting)
         if self.link is None:
             return []
-        self.link.send({"ranks": ranks, "asked": asked})
+        self.link.send({"ranks": ranks})
         orders: list[dict[str, Any]] = self.link.receive()
         return orders
 

@@ -43,7 +43,7 @@ from fsdp.watch.verdict import Verdict, judge
 
 INTERVAL_S = 0.15
 """A round costs half a millisecond."""
-ASK_S = 1.5
+ASK_S, ASK_AGAIN_S = 1.5, 0.4
 """Least stillness before requests go to the responders; a verdict comes with the second answer."""
 STEPS_STILL = 6
 """The same in slow steps of this run."""
@@ -99,7 +99,7 @@ class Monitor:
     def __init__(self, options: MonitorOptions) -> None:
         self.options = options
         self.files = RecordFiles(Path(options.run) / "watch")
-        self.ranks = NodeRanks(options.ranks, options.node, self.files)
+        self.ranks = NodeRanks(options.ranks, options.node)
         self.head = Head(options.listener, options.token) if options.listener >= 0 else None
         self.peer = Peer(options.head, options.token, options.node) if options.head else None
         self.hints = launcher_hints(options.launcher, len(options.nodes))
@@ -108,7 +108,7 @@ class Monitor:
         self.shown: Verdict | None = None
         self.shown_at = 0.0
         self._candidate: tuple[str, tuple[int, ...]] | None = None
-        self._asked_at = self._trouble_at = self._shown_still = 0.0
+        self._asked_at = self._decided_at = self._trouble_at = self._shown_still = 0.0
         self._first_rank_gone = self._head_done = False
         self._began = time.monotonic()
 
@@ -121,6 +121,9 @@ class Monitor:
             lost = max(0.0, now - before - INTERVAL_S - 2 * ANSWER_S)
             before = now
             self.ranks.observe(now, lost)
+            if self._stand_still(self.ranks.seen) and now - self._asked_at >= ASK_AGAIN_S:
+                self._asked_at = now
+                self.ranks.ask()
             self._exchange()
             if self._judges(now):
                 self._judge(now)
@@ -161,11 +164,6 @@ class Monitor:
         if self.peer is None:
             return
         for order in self.peer.exchange(self.ranks.seen):
-            if order.get("ask"):
-                self.ranks.ask()
-                self.peer.exchange(self.ranks.seen, asked=True)
-            if order.get("keep"):
-                self.ranks.keep(order["keep"])
             if order.get("printed") or order.get("end"):
                 if self.shown is not BY_THE_HEAD:
                     self.shown, self.shown_at = BY_THE_HEAD, time.monotonic()
@@ -233,19 +231,22 @@ class Monitor:
             self._show(Verdict("lost", (rank,), failure["print"], "", failure["hint"]), observations)
 
     def _judge_stillness(self, now: float, observations: list[Observation]) -> None:
-        still = min((e.still_s for e in observations if e.runs and not e.silent_node_s), default=0.0)
-        if self.shown is not None and still < ASK_S:
+        still_s = _still_s(observations)
+        if self.shown is not None and still_s < ASK_S:
             stood_s = now - self.shown_at + self._shown_still
             print_lines([f"watch: the run continues, {stood_s:.0f} s after it stood still"])
             self.shown = None
-        step_s = max((e.step_s for e in observations), default=0.0)
-        suspicious_s = max(ASK_S, STEPS_STILL * step_s)
-        if still < suspicious_s or self.options.hang_s == 0:
+        if not self._stand_still(observations):
             self._candidate = None
+        elif now - self._decided_at >= ASK_AGAIN_S:
+            self._decided_at = now
+            self._decide(still_s, observations, ENDLESS * _suspicious_s(observations))
+
+    def _stand_still(self, observations: Sequence[Observation]) -> bool:
+        """Whether all these ranks do, for longer than a slow step of this run."""
         # before the first step loading and compiling have no measure of their own
-        elif (step_s or still >= NO_STEP_YET_S) and now - self._asked_at >= 0.4:
-            self._asked_at = now
-            self._decide(still, self._ask_all_ranks(), ENDLESS * suspicious_s)
+        least_s = _suspicious_s(observations) if any(e.step_s for e in observations) else NO_STEP_YET_S
+        return self.options.hang_s != 0 and _still_s(observations) >= least_s
 
     def _decide(self, still: float, observations: list[Observation], endless_s: float = math.inf) -> None:
         """Print a verdict that comes twice in a row; end the job when its time is up."""
@@ -270,15 +271,6 @@ class Monitor:
         if evaluates or (not step_s and verdict.kind != "stopped"):
             return FIRST_S
         return max(STORAGE_LEAST_S if verdict.kind == "storage" else HANG_LEAST_S, HANG_STEPS * step_s)
-
-    def _ask_all_ranks(self) -> list[Observation]:
-        """Observations with the responders' answers, of all nodes in reach."""
-        if self.head is not None:
-            self.head.broadcast(ask=True)
-        self.ranks.ask()
-        if self.head is not None:
-            self.head.wait_for_answers(time.monotonic() + ANSWER_S + 0.5)
-        return self._all_observations()
 
     # ------------------------------------------------------------ printing and ending
 
@@ -311,9 +303,8 @@ class Monitor:
         if verdict.kind != "config":
             evidence = json.dumps(observations, indent=1, default=vars)
             self.files.write(f"{folder}/{EVIDENCE}", evidence)
-            if self.head is not None:
-                self.head.broadcast(keep=folder)
-            self.ranks.keep(folder)
+            for e in observations:
+                self.files.write(f"{folder}/rank-{e.rank}.txt", _stacks_text(e))
         if not verdict.recoverable:
             # failed ranks wait for this: with the last of them the terminal may be gone
             if self.head is not None:
@@ -332,6 +323,27 @@ class Monitor:
             ended = {"time": time.time(), "kind": ENDED, "ranks": list(self.options.ranks)}
             self.files.append("verdicts.jsonl", {**ended, "what": "by the watch"})
             self.ranks.end(failed)
+
+
+def _still_s(observations: Sequence[Observation]) -> float:
+    """Since when none of the ranks that run has moved."""
+    return min((e.still_s for e in observations if e.runs and not e.silent_node_s), default=0.0)
+
+
+def _suspicious_s(observations: Sequence[Observation]) -> float:
+    return max(ASK_S, STEPS_STILL * max((e.step_s for e in observations), default=0.0))
+
+
+def _stacks_text(e: Observation) -> str:
+    if e.failure is not None and e.failure["trace"]:
+        return str(e.failure["trace"])
+    stacks = {"training": e.stack, **e.threads} if e.answered is not None else {}
+    text = "".join(
+        f"{thread}:\n" + "".join(f"  {file}:{line} {function}\n" for file, line, function in stack)
+        for thread, stack in stacks.items()
+        if stack
+    )
+    return e.fatal or text or "did not answer\n"
 
 
 def _failure_of(verdict: Verdict, observations: Sequence[Observation]) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The ranks of one node, as their monitor handles them: observe, ask, keep their stacks, release or end them.
+"""The ranks of one node, as their monitor handles them: observe, ask, release or end them.
 
 Of each rank it reads the status page, the kernel's counts and the responder's answers. A process id may be
 used again: a rank is identified by its process id and its start time. What an observation means is in
@@ -21,7 +21,6 @@ from typing import Any
 from fsdp.base import proc
 from fsdp.watch import status_page
 from fsdp.watch.observation import UNNAMED, GroupCalls, Observation, Stack
-from fsdp.watch.records import RecordFiles
 from fsdp.watch.status_page import (
     BEGUN,
     ENDED,
@@ -54,7 +53,7 @@ Watched = tuple[int, int, str]
 
 
 class LocalRank:
-    """One rank of this node. `seen`: the last observation, with the responder's answer after a request."""
+    """One rank of this node. `seen`: the last observation, with the answer since its last move."""
 
     def __init__(self, rank: int, node: str, page: int, stacks: int, address: str) -> None:
         self._address, self.page = address, status_page.attach(page)
@@ -67,6 +66,7 @@ class LocalRank:
         self._moved_at = self._counted_at = time.monotonic()
         self._counts = self._counts_at_move = (0.0, 0.0, 0.0, 0.0)
         self._instruction: tuple[Any, ...] = ()
+        self._answer: dict[str, Any] = {}
         self._died_at = 0.0
         self._memory = proc.memory_group(self.seen.pid)
         self._oom_kills = [self._memory.oom_kills()] * 2
@@ -90,6 +90,7 @@ class LocalRank:
         progress = [numbers[index] for index in (STATE, STEP, SINCE, BEGUN, ENDED)]
         if progress != self._progress:
             self._progress, self._moved_at, self._counts_at_move = progress, now, self._counts
+            self._answer = {}
         since = [count - before for count, before in zip(self._counts, self._counts_at_move, strict=True)]
         page = status_page.read(numbers)
         page["spent"]["starved"] = self._counts[2]
@@ -106,6 +107,7 @@ class LocalRank:
             io_bytes=since[3],
             failure=self.page.read_failure(),
             **page,
+            **self._answer,
         )
         if alive and now - self._counted_at > COUNT_S:
             self._oom_kills = [self._oom_kills[1], self._memory.oom_kills()]
@@ -147,19 +149,15 @@ class LocalRank:
         if answer is None:
             stack, *others = parse_stacks("" if self.seen.stopped else self._stacks_by_signal())
             threads = {f"{UNNAMED} {nth}": frames for nth, frames in enumerate(others)}
-            self.seen = replace(self.seen, answered=False, stack=stack, threads=threads)
-            return
-        instruction = (answer["lasti"], answer["training"])
-        moving = answer["in_python"] or self._instruction not in ((), instruction)
-        self._instruction = instruction
-        self.seen = replace(
-            self.seen,
-            answered=True,
-            stack=answer["training"],
-            threads=answer["threads"],
-            moving=moving,
-            calls=tuple(GroupCalls(**call) for call in answer["groups"]),
-        )
+            self._answer = {"answered": False, "stack": stack, "threads": threads}
+        else:
+            instruction = (answer["lasti"], answer["training"])
+            moving = answer["in_python"] or self._instruction not in ((), instruction)
+            self._instruction = instruction
+            calls = tuple(GroupCalls(**call) for call in answer["groups"])
+            self._answer = {"answered": True, "stack": answer["training"], "threads": answer["threads"]}
+            self._answer |= {"moving": moving, "calls": calls}
+        self.seen = replace(self.seen, **self._answer)
 
     def _stacks_by_signal(self) -> str:
         """faulthandler's text, written in C by the stuck process."""
@@ -214,9 +212,8 @@ def parse_stacks(text: str) -> list[Stack]:
 class NodeRanks:
     """`ranks`: open descriptors of each rank's status page and stacks, and its responder's address."""
 
-    def __init__(self, ranks: Mapping[int, Watched], node: str, files: RecordFiles) -> None:
+    def __init__(self, ranks: Mapping[int, Watched], node: str) -> None:
         self.ranks = [LocalRank(rank, node, *watched) for rank, watched in ranks.items()]
-        self._files = files
 
     @property
     def seen(self) -> list[Observation]:
@@ -230,32 +227,12 @@ class NodeRanks:
         """None of them runs any more; one in these states counts as gone, though its process may exist."""
         return all(local.state in (OVER, LEFT, *states) or not local.seen.alive for local in self.ranks)
 
-    def _answers(self, command: str) -> list[tuple[LocalRank, dict[str, Any] | None]]:
-        sent = [(local, local.request(command)) for local in self.ranks]
-        deadline = time.monotonic() + ANSWER_S
-        return [(local, _received(connection, deadline)) for local, connection in sent]
-
     def ask(self) -> None:
         """Complete `seen` with each responder's answer, or without one with the stack by signal."""
-        for local, answer in self._answers("stacks"):
+        sent = [(local, local.request("stacks")) for local in self.ranks]
+        deadline = time.monotonic() + ANSWER_S
+        for local, answer in [(local, _received(connection, deadline)) for local, connection in sent]:
             local.add_answer(answer)
-
-    def keep(self, folder: str) -> None:
-        """Write the stacks of all threads and the flight recorders of these ranks."""
-        for local, answer in self._answers("dump"):
-            name = f"{folder}/rank-{local.seen.rank}"
-            if answer is not None:
-                stacks = {"training": answer["training"], **answer["threads"]}
-                text = "".join(
-                    f"{thread}:\n"
-                    + "".join(f"  {file}:{line} {function}\n" for file, line, function in stack)
-                    for thread, stack in stacks.items()
-                )
-                self._files.write(f"{name}.fr.json", json.dumps(answer["calls"]))
-            else:
-                trace = local.seen.failure["trace"] if local.seen.failure else ""
-                text = trace or local.all_stacks() or "did not answer\n"
-            self._files.write(f"{name}.txt", text)
 
     def mark_printed(self) -> None:
         """Ranks that have failed wait for this before their processes end."""

@@ -11,7 +11,6 @@ waits for that.
 The responder is a thread that answers the monitor's requests over a Unix socket:
 
     stacks       the stacks of all threads and each group's unfinished collective, as one JSON line
-    dump         the same with everything that PyTorch's flight recorder holds
     exit CODE    end this process at once
 
 It cannot answer while other code holds Python's lock, or while the process is stopped. Without the lock a
@@ -358,14 +357,13 @@ class Responder:
                 command, _, code = connection.recv(64).decode().partition(" ")
                 if command == "exit":
                     os._exit(int(code))
-                connection.sendall(json.dumps(self.snapshot(all_calls=command == "dump")).encode() + b"\n")
+                connection.sendall(json.dumps(self.snapshot()).encode() + b"\n")
 
-    def snapshot(self, *, all_calls: bool) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """Stacks of all threads but this one, and the collectives in the flight recorder."""
         # "Dummy-N" is what Python notes of a thread of C code, as one of autograd's, that asked for its name
         threads = [thread for thread in threading.enumerate() if not thread.name.startswith("Dummy-")]
         names = {thread.ident: thread.name for thread in threads}
-        recorded, groups = _recorded()
         stacks = {}
         training: list[list[Any]] = []
         lasti, in_python = 0, False
@@ -381,18 +379,16 @@ class Responder:
             "lasti": lasti,
             "in_python": in_python,
             "threads": stacks,
-            "groups": groups,
-            "calls": recorded if all_calls else [],
+            "groups": _group_calls(),
         }
 
 
-def _recorded() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The flight recorder's entries, and in brief by group. Without them an answer still has the stacks."""
+def _group_calls() -> list[dict[str, Any]]:
+    """The flight recorder in brief, by group. Without it an answer still has the stacks."""
     try:
-        entries = flight_recorder_entries()
-        return entries, [vars(call) for call in group_calls(entries)]
+        return [vars(call) for call in group_calls(flight_recorder_entries())]
     except Exception:  # of a torch whose recorder has another form
-        return [], []
+        return []
 
 
 def _runs_python(frame: FrameType) -> bool:

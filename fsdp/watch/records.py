@@ -6,8 +6,8 @@ late.jsonl       one object when a rank begins or ceases to be late: rank, node,
 timing.jsonl     one object per interval: from_step, step, seconds, and by rank the mean seconds a step in
                  data, forward, backward, reduce, optimizer, record, evaluate, save, waiting (in collectives,
                  for others), starved. On CUDA forward, backward, optimizer and waiting are device times
-KIND-STEP/       the evidence of a verdict: rank-N.txt (stacks), rank-N.fr.json (flight recorder),
-                 evidence.json (the observations); of the newest 20 verdicts
+KIND-STEP/       the evidence of a verdict: rank-N.txt (stacks), evidence.json (the observations, with each
+                 group's calls in PyTorch's flight recorder); of the newest 20 verdicts
 """
 
 from __future__ import annotations

@@ -191,7 +191,6 @@ def test_a_stopped_rank_is_named_across_nodes_and_the_job_goes_on_without_it(
     assert {path.name for path in folder.iterdir()} >= {
         "evidence.json",
         "rank-0.txt",
-        "rank-0.fr.json",
         "rank-1.txt",
     }
 

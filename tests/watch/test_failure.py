@@ -36,7 +36,6 @@ from fsdp.watch.failure import failure_report
 from fsdp.watch.monitor import MonitorOptions
 from fsdp.watch.node_ranks import NodeRanks
 from fsdp.watch.rank import Watch, spawn
-from fsdp.watch.records import RecordFiles
 from fsdp.watch.status_page import FAILED, MONITOR, OVER, PID, STATE, StatusPage
 from tests.support.env import env_of
 from tests.support.processes import command_line, eventually
@@ -223,7 +222,7 @@ def test_a_failed_rank_that_hangs_is_ended(
     rank = subprocess.Popen(["sleep", "3600"])
     try:
         page.numbers[PID], page.numbers[STATE] = rank.pid, FAILED
-        ranks = NodeRanks({0: watched_by(page)}, "n1", RecordFiles(tmp_path))
+        ranks = NodeRanks({0: watched_by(page)}, "n1")
         ranks.observe(time.monotonic(), 0.0)
         ranks.end(failed)
         if ended:
