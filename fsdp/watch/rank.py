@@ -74,7 +74,7 @@ log = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
 MONITOR_END_S = 2.0
 STARTED_S = 5.0
-"""A monitor that ends sooner is not started again."""
+"""One that was started again and ends sooner stays away."""
 
 
 class Watch:
@@ -252,7 +252,7 @@ class MonitorProcess:
             os.close(stacks)
 
     def _keep(self) -> None:
-        began, node = time.monotonic(), self._options["node"]
+        began, node = -STARTED_S, self._options["node"]
         while (code := self.process.wait()) and not self._leaving:
             how = "ended " + (f"(exit code {code})" if code > 0 else f"({signal.Signals(-code).name})")
             if time.monotonic() - began < STARTED_S:
