@@ -39,11 +39,6 @@ def test_ranks_without_an_address_are_refused(monkeypatch: pytest.MonkeyPatch) -
         rendezvous_store(made, 1.0)
 
 
-def test_alone() -> None:
-    made = from_environment({})
-    assert (made.rank, made.world_size, made.launcher, made.is_main) == (0, 1, "a single process", True)
-
-
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [("login", "login"), ("gpu[01-03,7],login", "gpu01"), ("r[1-2]n[09-10]-ib", "r1n09-ib")],
@@ -136,16 +131,6 @@ def test_one_process_in_an_allocation_for_several_is_a_warning(environ: dict[str
     assert bool(said) is warned
     assert not warned or "HINT: srun python train.py, or sbatch --nodes=" in said
     assert not unused_allocation(from_environment(TORCHRUN, device="cpu"), environ)
-
-
-def test_a_dry_run_has_the_warning_of_the_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    for words, warned in ([], True), (["--backend", "ray"], False):
-        assert train.main(["--dry-run", "--data.name", "digits", "--model.name", "mlp", *words]) == 0
-        said = capsys.readouterr().err
-        assert ("train.py: one process alone: WORLD_SIZE is 4, and RANK is not set. HINT: " in said) is warned
 
 
 @pytest.mark.parametrize(("size", "warned"), [("4", True), ("1", False), ("all", False), ("", False)])

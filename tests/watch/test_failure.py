@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -124,30 +123,9 @@ def test_an_error_is_one_line_and_has_a_hint_that_fits(error: Exception, line: s
     assert hint in report["hint"]
 
 
-@pytest.mark.parametrize(
-    ("launcher", "nodes", "typed"),
-    [
-        ("torchrun", 1, "CUDA_VISIBLE_DEVICES without number 2 leaves it out, with --nproc_per_node=3"),
-        ("launch.local", 1, "CUDA_VISIBLE_DEVICES without number 2 leaves it out, with --ranks 3"),
-        ("ray", 2, f"`ray stop` on {socket.gethostname()} removes it from the cluster"),
-        ("srun", 2, f"srun --exclude={socket.gethostname()}"),
-    ],
-)
-def test_a_broken_device_is_left_out_as_one_types_it_under_the_launcher(
-    launcher: str, nodes: int, typed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    error = RuntimeError("CUDA error: uncorrectable ECC error encountered")
-    report = failure_report(error, env_of(2, 4 * nodes, nodes=nodes, launcher=launcher))
-    assert report["hint"].startswith("the device may be broken: ")
-    assert report["hint"].endswith(typed)
-    assert report["print"].endswith(f"HINT: {report['hint']}")
-
-
 # ---------------------------------------------------------------- the end of the process
 
 ROOT = Path(__file__).parents[2]
-"""From a rank's exception until all ranks are gone: before the limit that ends a rank which hangs."""
 
 
 @pytest.fixture
@@ -167,11 +145,6 @@ def state(pid: int) -> str:
     found = proc.stat(pid)
     return found.state if found is not None else "X"
 
-
-# ---------------------------------------------------------------- waiting for the monitor to print
-
-
-# ---------------------------------------------------------------- the end of the process
 
 ENDS = """
 import atexit, os, sys, threading, time

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from fsdp.base.phases import Activity
 from fsdp.base.torch_private.core import flight_recorder_entries
 from fsdp.dist.env import DistEnv
-from fsdp.dist.launcher_hints import launcher_hints
 from fsdp.watch.node_ranks import parse_stacks
 from fsdp.watch.observation import WATCH_FOLDER, Frame, GroupCalls, Observation, group_calls
 from fsdp.watch.verdict import Verdict, find_stuck, judge
@@ -116,25 +115,6 @@ def test_the_rank_at_fault_is_named_with_what_it_does(odd: dict[str, Any], kind:
     verdict = on(**odd)
     assert (verdict.kind, verdict.ranks) == (kind, (2,))
     assert words in verdict.what
-
-
-@pytest.mark.parametrize(
-    ("launcher", "leave_out", "killer"),
-    [
-        ("torchrun", "torchrun --nnodes=1 on the others", "dmesg on n2"),
-        ("torchrun under Slurm", "sbatch --exclude=n2", "sacct, or dmesg on n2"),
-        ("ray", "`ray stop` on n2", "dmesg on n2"),
-    ],
-)
-def test_a_node_out_of_reach_is_left_out_as_one_types_it_under_the_launcher(
-    launcher: str, leave_out: str, killer: str
-) -> None:
-    hints = launcher_hints(launcher, 2)
-    found = world(silent_node_s=3.2, node="n2")
-    verdict = judged(found, hints=hints)
-    assert f"or leave it out: {leave_out}" in verdict.hint
-    verdict = judged([replace(e, monitor_ended=e.node == "n2") for e in found], hints=hints)
-    assert verdict.hint == f"{killer} shows what killed them"
 
 
 def test_a_rank_that_aborts_when_its_peer_is_killed_for_memory_is_not_named() -> None:
