@@ -121,7 +121,8 @@ class Monitor:
             lost = max(0.0, now - before - INTERVAL_S - 2 * ANSWER_S)
             before = now
             self.ranks.observe(now, lost)
-            if self._stand_still(self.ranks.seen) and now - self._asked_at >= ASK_AGAIN_S:
+            failed = any(e.has_failed for e in self.ranks.seen)
+            if self._stand_still(self.ranks.seen) and now - self._asked_at >= ASK_AGAIN_S and not failed:
                 self._asked_at = now
                 self.ranks.ask()
             self._exchange()

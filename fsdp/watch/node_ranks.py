@@ -144,7 +144,7 @@ class LocalRank:
 
     def add_answer(self, answer: Mapping[str, Any] | None) -> None:
         """Complete `seen` with the responder's answer, or with the stack that faulthandler writes."""
-        if not self.seen.alive:
+        if not self.seen.alive or self.state in (OVER, FAILED, LEFT):
             return
         if answer is None:
             stack, *others = parse_stacks("" if self.seen.stopped else self._stacks_by_signal())

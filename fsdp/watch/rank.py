@@ -333,13 +333,12 @@ class Responder:
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)  # which wakes its thread
         self._listener.close()
-        faulthandler.unregister(STACK_SIGNAL)
+        # STACK_SIGNAL stays registered, with its file: one that comes late would end the process
         faulthandler.disable()
         if self._was_enabled:
             # a program may have put something without a descriptor in the place of its standard error
             with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
                 faulthandler.enable()
-        self.stacks.close()
 
     def _serve(self) -> None:
         set_thread_device(self._device)  # NCCL's recorder asks events whether they have passed
