@@ -54,28 +54,14 @@ END_S = 5.0
 @prints_errors("fsdp.doctor")
 def main(argv: Sequence[str]) -> int:
     parser = CommandParser("fsdp.doctor", __doc__)
-    parser.add_argument(
-        "--dir", type=Path, default=Path("runs"), help="folder of the checkpoints to come (default: runs)"
-    )
-    parser.add_argument(
-        "--limit-s",
-        type=number(5.0, 86400.0),
-        default=120.0,
-        help="seconds after which it ends, done or not (default: 120)",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=whole_number(),
-        default=0,
-        help="in a single process: ranks to start (default: 0, a rank per GPU, or two)",
-    )
-    parser.add_argument(
-        "--nccl-log",
-        type=Path,
-        action="append",
-        metavar="FILE",
-        help="read NCCL's transport from a log of NCCL_DEBUG=INFO, and check nothing else; may be repeated",
-    )
+    for name, kind, default, about in (
+        ("dir", Path, Path("runs"), "folder of the checkpoints to come (default: runs)"),
+        ("limit-s", number(5.0, 86400.0), 120.0, "seconds after which it ends, done or not (default: 120)"),
+        ("ranks", whole_number(), 0, "in a single process: ranks to start (default: a rank per GPU, or two)"),
+    ):
+        parser.add_argument(f"--{name}", type=kind, default=default, help=about)
+    about = "read NCCL's transport from a log of NCCL_DEBUG=INFO, and check nothing else; may be repeated"
+    parser.add_argument("--nccl-log", type=Path, action="append", metavar="FILE", help=about)
     # the file in which rank 0 leaves the exit code for the process that started it
     parser.add_argument("--verdict-to", type=Path, help=argparse.SUPPRESS)
     options = parser.parse(argv)

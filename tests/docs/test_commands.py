@@ -79,7 +79,7 @@ NOT_RUN = {
     r"torchrun --nproc_per_node=2 train\.py$": "the default job: .ci/run runs it by make train",
     r"make ": "sets up an environment; .ci/run runs make train, test, lint and test-full in a fresh clone",
     r"pytest ": "tests",
-    r"(LAUNCHER=srun )?sbatch ": "needs Slurm: tests/slurm submits these scripts to a real one",
+    r"(LAUNCHER=\w+ )?sbatch ": "needs Slurm: tests/slurm submits these scripts to a real one",
     r"python -m launch\.submit": "needs Slurm: tests/slurm/test_submit.py",
     r"python -m launch\.ray_predict RUN": "starts a Ray: tests/ray/test_predict.py",
     r"python train\.py --backend ray": "starts or joins a Ray: tests/ray",
