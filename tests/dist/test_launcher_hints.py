@@ -42,13 +42,6 @@ def test_each_launcher_has_its_own_words(
     assert hints.killer("n1").startswith(killer)
 
 
-def test_an_installed_command_is_named_as_it_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARDRUN_INSTALLED", "1")
-    hints = launcher_hints("submitit (slurm)", 4, {})
-    assert hints.without(["n1"]) == "shardrun submit --exclude=n1"
-    assert hints.more_memory.startswith("shardrun submit --mem")
-
-
 @pytest.mark.parametrize(
     ("launcher", "nodes", "environ", "typed"),
     [
