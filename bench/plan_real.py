@@ -22,7 +22,7 @@ from fsdp.models.loss import LossFunction
 from fsdp.optim.optimizer import build_optimizer, update_of
 from fsdp.optim.state import maybe_ema
 from fsdp.parallel.materialize import materialize
-from fsdp.parallel.shard import replicate, shard_model
+from fsdp.parallel.shard import replicate, shard_model, sharding_of
 from fsdp.plan.estimate import memory_of
 from fsdp.plan.fake_step import FakeRun, TracedSetup, batches, stage, trace_step
 from fsdp.plan.subject import Subject, subject_of
@@ -136,13 +136,7 @@ def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -
     dist.barrier()
     model = model_of(config, subject.spec)
     loss_function = LossFunction(model)
-    sharded = shard_model(
-        model,
-        config,
-        sizes=sizes,
-        mesh=mesh,
-        device=device,
-    )
+    sharded = shard_model(model, sharding_of(config, sizes, device), mesh)
     materialize(
         sharded,
         spec=subject.spec,

@@ -39,8 +39,8 @@ from fsdp.checkpoint.store import Store, lock_place, open_store
 from fsdp.config import CheckpointSection
 from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
 from fsdp.config.fields import expanded
+from fsdp.models.factory import PREFIX
 from fsdp.models.hf import resolve_folder
-from fsdp.models.hub import PREFIX
 from fsdp.models.registry import SourceFolder
 from fsdp.run.job import Job, prepare
 from fsdp.run.weights import base_of, saved_as

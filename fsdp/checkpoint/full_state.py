@@ -25,7 +25,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.regular_file import TABLE, regular_text
 from fsdp.base.torch_private.names import EXTRA_STATE
 from fsdp.checkpoint.pieces import as_bytes
-from fsdp.models.hub import check_no_adapter
+from fsdp.models.factory import check_no_adapter
 from fsdp.models.units import clean_name
 
 TORCH_FILE = "full-model.pt"

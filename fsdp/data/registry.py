@@ -23,8 +23,7 @@ from fsdp.base.text import nearest, quoted
 from fsdp.config import Args, DataSection, ModelSection
 from fsdp.config.fields import expanded, with_home
 from fsdp.data.types import DataSet, Where, source_section
-from fsdp.models.factory import unknown_argument
-from fsdp.models.hub import PREFIX, find_folder
+from fsdp.models.factory import PREFIX, find_folder, unknown_argument
 
 log = logging.getLogger(__name__)
 BUILT_INS = {

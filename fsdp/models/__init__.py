@@ -8,13 +8,13 @@ A model describes itself as data, and imports no torch.distributed. All of it is
 
 A module that has none of them still trains. The modules here:
 
-    registry, factory             --model.name → ModelSpec; callables of the user, sizes of built-in models
+    registry, factory             --model.name → ModelSpec; callables of the user, folders, sizes
     mlp, vit, transformer         the built-in models
     init, units, lora             initial weights; units to shard, names of tensors; adapters, freezing
     loss, cross_entropy           a micro-batch's loss: which one is trained; sums of cross entropies
     chunked_loss, packed          the output layer in chunks of tokens; attention within documents
     checks                        parameters, indices, losses and packed rows
-    hub, hf, hf_weights           folders of save_pretrained: found, built as a model, tensor names and draws
+    hf, hf_weights                folders of save_pretrained: built as a model, tensor names and draws
     hf_settings                   experts' kernels and caches
 """
 

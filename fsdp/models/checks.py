@@ -41,61 +41,56 @@ def check_parameters(model: nn.Module, whose: str) -> None:
 
     Messages begin with `whose`.
     """
-    _check_embeddings(model, whose)
-    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if is_lazy(tensor):
-            raise ConfigError(
-                f"{whose}: {key} has no shape before the first forward, but sharding comes before it.",
-                "nn.Linear(IN, OUT) in place of nn.LazyLinear(OUT), and likewise for every lazy module",
-            )
-    for key, parameter in model.named_parameters():
-        if parameter.is_complex():
-            raise ConfigError(
-                f"{whose}: parameter {key} is {str(parameter.dtype).removeprefix('torch.')}, "
-                "which FSDP does not reduce.",
-                "nn.Parameter(torch.view_as_real(VALUES)), and torch.view_as_complex(parameter) in forward",
-            )
-        if gradient_hooks(parameter):
-            raise ConfigError(
-                f"{whose}: parameter {key} has a gradient hook, which sharding would lose: it replaces the "
-                "parameters.",
-                "change the gradient in forward, as weight = SCALE.apply(self.weight) with a "
-                "torch.autograd.Function, or between backward and update() of a loop of your own: "
-                "docs/library.md",
-            )
-        if _is_packed(parameter):
-            raise ConfigError(
-                f"{whose}: parameter {key} is of type {type(parameter).__name__}, whose packed "
-                "values cannot be cut into the shards of any number of ranks.",
-                f"{key} as it was before quantization; --precision.frozen bf16 stores what is not trained in "
-                "half the bytes",
-            )
+    for fault, hint in (*_embedding_faults(model), *_parameter_faults(model)):
+        raise ConfigError(f"{whose}: {fault}.", hint)
 
 
-def _check_embeddings(model: nn.Module, whose: str) -> None:
-    """Refuses what an embedding does beside a lookup: sparse gradients, and weights that forward scales."""
+def _embedding_faults(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """What an embedding does beside a lookup: sparse gradients, and weights that forward scales."""
     for key, module in model.named_modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             continue
-        name = f"{whose}: {key or type(module).__name__}"
+        name = key or type(module).__name__
         if module.sparse:
-            raise ConfigError(
-                f"{name} has sparse gradients, which are neither reduced nor clipped.", "sparse=False"
-            )
+            yield f"{name} has sparse gradients, which are neither reduced nor clipped", "sparse=False"
         if module.max_norm is not None:
-            raise ConfigError(
+            yield (
                 f"{name} has max_norm {module.max_norm:g}: its forward writes into the rows that a rank "
-                "looks up, which no shard and no other rank receives.",
+                "looks up, which no shard and no other rank receives",
                 "max_norm=None, and scale the rows after the lookup",
             )
 
 
-def _is_packed(parameter: nn.Parameter) -> bool:
-    """Whether it is a tensor of another library (torchao's NF4Tensor) with operations of its own."""
-    kind = type(parameter)
-    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not kind.__module__.startswith(
-        "torch."
-    )
+def _parameter_faults(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            yield (
+                f"{key} has no shape before the first forward, but sharding comes before it",
+                "nn.Linear(IN, OUT) in place of nn.LazyLinear(OUT), and likewise for every lazy module",
+            )
+    for key, parameter in model.named_parameters():
+        kind = type(parameter)
+        if parameter.is_complex():
+            yield (
+                f"parameter {key} is {parameter.dtype}, which FSDP does not reduce",
+                "nn.Parameter(torch.view_as_real(VALUES)), and torch.view_as_complex(parameter) in forward",
+            )
+        if gradient_hooks(parameter):
+            yield (
+                f"parameter {key} has a gradient hook, which sharding would lose: it replaces the parameters",
+                "change the gradient in forward, as weight = SCALE.apply(self.weight) with a "
+                "torch.autograd.Function, or between backward and update() of a loop of your own: "
+                "docs/library.md",
+            )
+        # A tensor of another library (torchao's NF4Tensor) with operations of its own.
+        dispatches = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+        if dispatches and not kind.__module__.startswith("torch."):
+            yield (
+                f"parameter {key} is of type {kind.__name__}, whose packed values cannot be cut into the "
+                "shards of any number of ranks",
+                f"{key} as it was before quantization; --precision.frozen bf16 stores what is not trained in "
+                "half the bytes",
+            )
 
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -158,66 +153,29 @@ def make_contiguous(model: nn.Module) -> None:
             parameter.data = parameter.data.contiguous()
 
 
-def lacks_base(model: nn.Module) -> str | None:
-    """Returns the first orthogonal parametrization without a base: torch omits it on the meta device."""
-    return next(
-        (
-            f"{name}.base"
-            for name, module in model.named_modules()
-            if type(module).__module__ == "torch.nn.utils.parametrizations"
-            and getattr(module, "base", module) is None
-        ),
-        None,
-    )
-
-
 def misfit(error: Exception, model: nn.Module) -> ConfigError | None:
     """Returns a ConfigError if a forward or its loss failed because of indices out of range or targets that
     are not classes; None for other errors. It concerns one rank: others have other samples.
     """
-    found = next(_embeddings(error), None)
-    targets, logits = _cross_entropy(error)
-    if found is not None:
-        said = _beyond(*found, model)
-    elif targets is not None and logits is not None:
-        said = _no_classes(targets, logits)
-    else:
-        return None
-    if said is not None:
-        said.scope = "rank"
-    return said
-
-
-def _beyond(embedding: nn.Embedding, ids: Tensor, model: nn.Module) -> ConfigError | None:
-    low, high, size = int(ids.min()), int(ids.max()), embedding.num_embeddings
-    if low >= 0 and high < size:
-        return None
-    name = next((name for name, module in model.named_modules() if module is embedding), "an embedding")
-    return ConfigError(
-        f"{name} of the model is read at {high if high >= size else low}, but has rows 0 to {size - 1}: "
-        "a token id or a position of the data is out of range.",
-        f"give the model {high + 1} rows there, or the data fewer tokens (--data.seq_len)"
-        if high >= size
-        else "ids are at least 0",
-    )
-
-
-def _no_classes(targets: Tensor, logits: Tensor) -> ConfigError | None:
-    if targets.is_floating_point() or targets.is_complex():
-        return ConfigError(
-            f"targets are {str(targets.dtype).removeprefix('torch.')}, but cross entropy needs class "
-            "indices.",
-            "return targets.long() from the data, or let the model take targets and return its loss",
-        )
-    classes, counted = logits.shape[-1], targets[targets != IGNORED]
-    if not counted.numel() or (int(counted.min()) >= 0 and int(counted.max()) < classes):
-        return None
-    wrong = int(counted.max()) if int(counted.max()) >= classes else int(counted.min())
-    return ConfigError(
-        f"a target is {wrong}, but the model has logits for classes 0 to {classes - 1} "
-        f"({IGNORED} masks a target).",
-        f"a model with {wrong + 1} classes" if wrong >= classes else f"targets from 0, or {IGNORED}",
-    )
+    losses = (torch.nn.functional.cross_entropy.__code__, torch.nn.functional.nll_loss.__code__)
+    for frame in frames(error):
+        owner, values = frame.f_locals.get("self"), frame.f_locals.get("input")
+        if isinstance(owner, nn.Embedding) and isinstance(values, Tensor):
+            name = next((name for name, module in model.named_modules() if module is owner), "an embedding")
+            what, indices, rows = f"{name} of the model is read", values, owner.num_embeddings
+            hint = "ids from 0; more rows there, or fewer tokens in the data (--data.seq_len)"
+        elif frame.f_code in losses:
+            what, indices, rows = "a target is", frame.f_locals["target"], frame.f_locals["input"].shape[-1]
+            hint = f"whole targets from 0, or {IGNORED}; a model with more classes, or its own loss"
+        else:
+            continue
+        counted = indices[indices != IGNORED]
+        if indices.is_floating_point():
+            return ConfigError(f"{what} {indices.dtype}, not the index of a class.", hint, scope="rank")
+        wrong = counted[(counted < 0) | (counted >= rows)]
+        if wrong.numel():
+            return ConfigError(f"{what} at {int(wrong[0])}, beyond 0 to {rows - 1}.", hint, scope="rank")
+    return None
 
 
 def check_one_number(loss: Tensor) -> None:
@@ -280,7 +238,9 @@ def check_documents_apart(
     one, other = logits_of(tokens, positions), logits_of(changed, positions)
     if one is None or other is None or one.dim() < 3:
         return
-    bound = 16 * torch.finfo(one.dtype).eps * float(one.abs().max()) if _has_experts(model) else 0.0
+    # By the names of modules: the field of a configuration differs from model to model.
+    experts = any("expert" in name.lower() for name, _ in model.named_modules())
+    bound = 16 * torch.finfo(one.dtype).eps * float(one.abs().max()) if experts else 0.0
     apart = float((one[:, half:].double() - other[:, half:].double()).abs().max())
     if not apart <= bound:
         raise ConfigError(
@@ -288,11 +248,6 @@ def check_documents_apart(
             f"logits of one document change by {apart:.3g} with the tokens of another.",
             WHOLE_ROWS,
         )
-
-
-def _has_experts(model: nn.Module) -> bool:
-    """By the names of modules: the field of a configuration differs from model to model."""
-    return any("expert" in name.lower() for name, _ in model.named_modules())
 
 
 # ---------------------------------------------------------------- where it failed
@@ -303,20 +258,3 @@ def frames(error: Exception) -> Iterator[FrameType]:
     while trace is not None:
         yield trace.tb_frame
         trace = trace.tb_next
-
-
-def _embeddings(error: Exception) -> Iterator[tuple[nn.Embedding, Tensor]]:
-    for frame in frames(error):
-        owner, ids = frame.f_locals.get("self"), frame.f_locals.get("input")
-        if isinstance(owner, nn.Embedding) and isinstance(ids, Tensor):
-            yield owner, ids
-
-
-def _cross_entropy(error: Exception) -> tuple[Tensor | None, Tensor | None]:
-    """Returns targets and logits of torch's cross_entropy or nll_loss, if it was the function that failed."""
-    functions = (torch.nn.functional.cross_entropy.__code__, torch.nn.functional.nll_loss.__code__)
-    for frame in frames(error):
-        if frame.f_code in functions:
-            inside: Mapping[str, Any] = frame.f_locals
-            return inside["target"], inside["input"]
-    return None, None

@@ -23,7 +23,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.regular_file import SETTINGS, regular_text
 from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.models.checks import check_model
-from fsdp.models.factory import blame, unknown_argument
+from fsdp.models.factory import blame, check_no_adapter, find_folder, unknown_argument
 from fsdp.models.hf_weights import (
     draw_missing,
     initialise,
@@ -31,7 +31,6 @@ from fsdp.models.hf_weights import (
     reverted,
     saved_pieces,
 )
-from fsdp.models.hub import check_no_adapter, find_folder
 
 HEADS = {
     "causal": "CAUSAL_LM",

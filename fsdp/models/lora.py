@@ -11,9 +11,10 @@ And --model.frozen: parameters selected by name patterns and frozen.
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -110,10 +111,12 @@ def _targets(model: nn.Module, section: LoraSection) -> dict[str, nn.Module]:
     shared = _shared(model)
     if not patterns(section.targets):
         return _inner(model, {name: m for name, m in layers.items() if m.weight not in shared}, section)
-    wanted = [_form(pattern, layers) for pattern in patterns(section.targets)]
-    for pattern in wanted:
-        _check_kind(model, pattern, layers)
-    chosen = matching(wanted, list(layers), "--lora.targets", "linear layer")
+    # A bare name selects every layer of that name.
+    wanted = [
+        f"*.{pattern}" if fnmatch.filter(layers, f"*.{pattern}") and pattern not in layers else pattern
+        for pattern in patterns(section.targets)
+    ]
+    chosen = matching(wanted, list(layers), "--lora.targets", "linear layer (nn.Linear, Conv1D)")
     for name in chosen:
         if layers[name].weight in shared:
             raise ConfigError(
@@ -122,36 +125,6 @@ def _targets(model: nn.Module, section: LoraSection) -> dict[str, nn.Module]:
                 "leave it out of --lora.targets",
             )
     return {name: layers[name] for name in chosen}
-
-
-def _check_kind(model: nn.Module, pattern: str, layers: Collection[str]) -> None:
-    """Refuses a pattern that matches no linear layer, but a layer or a parameter of another kind."""
-    if any(fnmatchcase(name, pattern) for name in layers):
-        return
-    others = {name: type(module).__name__ for name, module in model.named_modules() if name}
-    others |= {
-        name: f"parameter of {parameter.dim()} dimensions" for name, parameter in model.named_parameters()
-    }
-    wider = _form(pattern, others)
-    found = next(
-        (n for n in others if fnmatchcase(n, wider) and not any(name.startswith(f"{n}.") for name in layers)),
-        None,
-    )
-    if found is not None:
-        last = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
-        kind = others[found]
-        raise ConfigError(
-            f"--lora.targets {pattern} matches {found}, {'an' if kind[0] in 'AEIO' else 'a'} {kind}: "
-            "adapters are for linear layers (nn.Linear, Conv1D).",
-            f"--lora.targets {','.join(last[:4])}" if last else "--lora.rank 0",
-        )
-
-
-def _form(pattern: str, names: Mapping[str, object]) -> str:
-    """Expands a bare name: `q_proj` selects every layer of that name."""
-    last = f"*.{pattern}"
-    whole = any(fnmatchcase(name, pattern) for name in names)
-    return last if not whole and any(fnmatchcase(name, last) for name in names) else pattern
 
 
 def _shared(model: nn.Module) -> set[Tensor]:
@@ -215,20 +188,11 @@ def matching(wanted: Sequence[str], names: Sequence[str], flag: str, what: str) 
     """
     for pattern in wanted:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise _nothing(pattern, names, flag, what)
+            wider = (form for form in (f"{pattern}.*", f"*.{pattern}") if fnmatch.filter(names, form))
+            similar = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+            hint = f"{flag} {next(wider, ','.join(similar))}" if names else f"leave {flag} out"
+            raise ConfigError(f"{flag} {pattern} matches no {what} of this model (of {len(names)}).", hint)
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)]
-
-
-def _nothing(pattern: str, names: Sequence[str], flag: str, what: str) -> ConfigError:
-    below = f"{pattern}.*"
-    if any(fnmatchcase(name, below) for name in names):
-        near = [below]
-    elif any(fnmatchcase(name, f"*.{pattern}") for name in names):
-        near = [f"*.{pattern}"]
-    else:
-        near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or list(names[:3])
-    hint = f"{flag} {','.join(near)}" if near else f"leave {flag} out"
-    return ConfigError(f"{flag} {pattern} matches no {what} of this model (of {len(names)}).", hint)
 
 
 def freeze(model: nn.Module, text: str) -> list[str]:

@@ -22,8 +22,7 @@ from fsdp.base.torch_private.core import uncompiled
 from fsdp.config import ModelSection
 from fsdp.config.fields import expanded
 from fsdp.models.checks import check_model
-from fsdp.models.factory import BuiltIn, Facts, blame, load_attribute, parameters_of
-from fsdp.models.hub import PREFIX
+from fsdp.models.factory import PREFIX, BuiltIn, Facts, blame, load_attribute, parameters_of
 from fsdp.models.init import draw_parameters, fill_buffers, seeded, to_empty
 
 if TYPE_CHECKING:

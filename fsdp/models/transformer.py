@@ -2,8 +2,8 @@
 
 It runs alone on one device. Rotary tables are non-persistent buffers: `init_buffers` computes them, and they
 are in no checkpoint. Half-split rotation and the order of the projections are those of Hugging Face's Llama,
-in whose format `--checkpoint.export_format hf` writes it: as the class of Llama's family that computes the
-same. Not here: the loss; reading such a folder, which `--model.name hf:FOLDER` does.
+in whose format `--checkpoint.export_format hf` writes it. Not here: the loss; reading such a folder, which
+`--model.name hf:FOLDER` does.
 """
 
 from __future__ import annotations
@@ -44,10 +44,6 @@ class TransformerSizes:
     tied: bool = False
     dropout: float = 0.0
     norm_eps: float = 1e-5
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    out_bias: bool = False
-    ffn_bias: bool = False
 
     def __post_init__(self) -> None:
         if not self.head_dim:
@@ -87,15 +83,14 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads = sizes.heads, sizes.kv_heads
         q_width, kv_width = sizes.head_dim * sizes.heads, sizes.head_dim * sizes.kv_heads
-        self.q = nn.Linear(sizes.width, q_width, bias=sizes.qkv_bias)
-        self.k = nn.Linear(sizes.width, kv_width, bias=sizes.qkv_bias)
-        self.v = nn.Linear(sizes.width, kv_width, bias=sizes.qkv_bias)
-        self.o = nn.Linear(q_width, sizes.width, bias=sizes.out_bias)
-        self.q_norm, self.k_norm = _head_norm(sizes), _head_norm(sizes)
+        self.q = nn.Linear(sizes.width, q_width, bias=False)
+        self.k = nn.Linear(sizes.width, kv_width, bias=False)
+        self.v = nn.Linear(sizes.width, kv_width, bias=False)
+        self.o = nn.Linear(q_width, sizes.width, bias=False)
 
     def forward(self, x: Tensor, rotary: Rotary, documents: Documents | None = None) -> Tensor:
-        q = rotary.turn(self.q_norm(self._split(self.q(x), self.heads)))
-        k = rotary.turn(self.k_norm(self._split(self.k(x), self.kv_heads)))
+        q = rotary.turn(self._split(self.q(x), self.heads))
+        k = rotary.turn(self._split(self.k(x), self.kv_heads))
         v = self._split(self.v(x), self.kv_heads)
         if documents is not None:
             y = documents.attend(q, k, v)
@@ -110,18 +105,14 @@ class Attention(nn.Module):
         return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def _head_norm(sizes: TransformerSizes) -> nn.Module:
-    return nn.RMSNorm(sizes.head_dim, eps=sizes.norm_eps) if sizes.qk_norm else nn.Identity()
-
-
 class FeedForward(nn.Module):
     """SwiGLU."""
 
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
-        self.gate = nn.Linear(sizes.width, sizes.ffn, bias=sizes.ffn_bias)
-        self.up = nn.Linear(sizes.width, sizes.ffn, bias=sizes.ffn_bias)
-        self.down = nn.Linear(sizes.ffn, sizes.width, bias=sizes.ffn_bias)
+        self.gate = nn.Linear(sizes.width, sizes.ffn, bias=False)
+        self.up = nn.Linear(sizes.width, sizes.ffn, bias=False)
+        self.down = nn.Linear(sizes.ffn, sizes.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -202,9 +193,8 @@ class Transformer(ConvertedModule):
         residual = Normal(0.02 / math.sqrt(2 * self.sizes.layers))
 
         def init_of(name: str, dims: int) -> Init:
-            if dims == 1:
-                return Constant(0.0 if name.endswith(".bias") else 1.0)
-            return residual if name.endswith(("attention.o.weight", "ffn.down.weight")) else Normal(0.02)
+            ends_residual = name.endswith(("attention.o.weight", "ffn.down.weight"))
+            return Constant(1.0) if dims == 1 else residual if ends_residual else Normal(0.02)
 
         return {name: init_of(name, parameter.dim()) for name, parameter in self.named_parameters()}
 
@@ -264,7 +254,6 @@ BUILT_IN = BuiltIn(
 
 # ---------------------------------------------------------------- in transformers' format
 
-CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SIZES = {
     "vocab_size": "vocab_size", "width": "hidden_size", "layers": "num_hidden_layers",
     "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "ffn": "intermediate_size",
@@ -274,8 +263,7 @@ SIZES = {
 _BLOCK = {
     "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "attention.q": "self_attn.q_proj", "attention.k": "self_attn.k_proj", "attention.v": "self_attn.v_proj",
-    "attention.o": "self_attn.o_proj", "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm", "ffn.gate": "mlp.gate_proj", "ffn.up": "mlp.up_proj",
+    "attention.o": "self_attn.o_proj", "ffn.gate": "mlp.gate_proj", "ffn.up": "mlp.up_proj",
     "ffn.down": "mlp.down_proj",
 }  # fmt: skip
 _OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -289,10 +277,7 @@ class LlamaFormat:
     build: Callable[[], nn.Module]
     folder: None = None
     dtype: torch.dtype | None = None
-
-    @property
-    def class_name(self) -> str:
-        return CLASSES[self.fields["model_type"]]
+    class_name: str = "LlamaForCausalLM"
 
     def saved_pieces(self, model: Any) -> dict[str, dict[str, Tensor]]:
         return {name: self.reverted(model, name, tensor) for name, tensor in model.named_parameters()}
@@ -313,29 +298,15 @@ class LlamaFormat:
 
 
 def from_sizes(sizes: Mapping[str, Any], build: Callable[[], nn.Module]) -> LlamaFormat:
-    """The format of a transformer with these sizes; ConfigError if no class computes the same."""
+    """The format of a transformer with these sizes."""
     rope = {"rope_type": "default", "rope_theta": sizes["rope_theta"]}
     fields = {
-        "model_type": _class_of(sizes), "hidden_act": "silu",
+        "model_type": "llama", "hidden_act": "silu",
         **{field: sizes[name] for name, field in SIZES.items()},
         "max_position_embeddings": sizes["max_seq_len"], "rope_parameters": rope,
         # The older names of the same, which other programs read
         "rope_theta": rope["rope_theta"], "rope_scaling": None,
-        "attention_bias": sizes["qkv_bias"], "mlp_bias": sizes["ffn_bias"], "attention_dropout": 0.0,
-        "use_sliding_window": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+        "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
     return LlamaFormat(fields=fields, build=build)
-
-
-def _class_of(sizes: Mapping[str, Any]) -> str:
-    """Llama has biases of all projections and of the feed-forward, Qwen2 of q, k and v; Qwen3 has norms."""
-    qkv, out, norm, ffn = (sizes[name] for name in ("qkv_bias", "out_bias", "qk_norm", "ffn_bias"))
-    if qkv == out and not (norm and ffn):
-        return "qwen3" if norm else "llama"
-    if qkv and not out and not norm and not ffn:
-        return "qwen2"
-    chosen = ", ".join(name for name in ("qk_norm", "qkv_bias", "out_bias", "ffn_bias") if sizes[name])
-    raise ConfigError(
-        f"--checkpoint.export_format hf: no class of transformers has {chosen} and no more.",
-        "--checkpoint.export_format safetensors",
-    )

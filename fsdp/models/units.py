@@ -55,15 +55,13 @@ def blocks_of(units: Sequence[Unit]) -> list[nn.Module]:
 
 def wrap_hint(model: nn.Module | None) -> str:
     """--mesh.wrap with the classes of composite modules in lists, where none of them is repeated."""
-    inside = [] if model is None else [m for m in model.modules() if isinstance(m, _CONTAINERS)]
-    names = [
-        type(m).__name__
-        for container in inside
-        for m in _members(container)
-        if _is_block(m) and not isinstance(m, _CONTAINERS) and next(m.children(), None) is not None
+    containers = [m for m in (model.modules() if model else ()) if isinstance(m, _CONTAINERS)]
+    members = [m for container in containers for m in _members(container) if _is_block(m)]
+    composite = [
+        m for m in members if not isinstance(m, _CONTAINERS) and next(m.children(), None) is not None
     ]
-    classes = ",".join(dict.fromkeys(names)) or "NAME says which modules are units"
-    return f"--mesh.wrap class:{classes}"
+    names = ",".join(dict.fromkeys(type(m).__name__ for m in composite))
+    return f"--mesh.wrap class:{names or 'NAME says which modules are units'}"
 
 
 def _joined(units: Sequence[Unit], count: int) -> list[Unit]:

@@ -7,14 +7,13 @@ the same name and shape.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -141,34 +140,21 @@ Round = list[list[int]]
 
 
 def rounds(matrices: Sequence[Matrix], ranks: int, owned: int = OWNED) -> list[Round]:
-    """Every matrix in one round and with one owner; within a round the owners' costs are even."""
-    order = sorted(range(len(matrices)), key=lambda at: (-matrices[at].cost, at))
-    return [_shared(matrices, some, ranks) for some in _divided(matrices, order, ranks, owned * ranks)]
-
-
-def _divided(matrices: Sequence[Matrix], order: Sequence[int], ranks: int, most: int) -> Iterator[list[int]]:
-    """Rounds of at most that many elements, with at least one matrix for each rank."""
-    current: list[int] = []
-    size = 0
-    for at in order:
-        if len(current) >= ranks and size + matrices[at].numel > most:
-            yield current
-            current, size = [], 0
-        current.append(at)
-        size += matrices[at].numel
-    if current:
-        yield current
-
-
-def _shared(matrices: Sequence[Matrix], some: Sequence[int], ranks: int) -> Round:
-    """Costliest first, each to the rank that has least."""
-    found: Round = [[] for _ in range(ranks)]
-    cost = [0] * ranks
-    for at in some:
+    """Every matrix in one round and with one owner: costliest first, each to the rank that has least. A round
+    has at most `owned` elements a rank, and at least one matrix for each.
+    """
+    made: list[Round] = []
+    count = size = 0
+    cost: list[int] = []
+    for at in sorted(range(len(matrices)), key=lambda at: (-matrices[at].cost, at)):
+        if not made or (count >= ranks and size + matrices[at].numel > owned * ranks):
+            made.append([[] for _ in range(ranks)])
+            count, size, cost = 0, 0, [0] * ranks
         owner = cost.index(min(cost))
-        found[owner].append(at)
+        made[-1][owner].append(at)
         cost[owner] += matrices[at].cost
-    return found
+        count, size = count + 1, size + matrices[at].numel
+    return made
 
 
 def apply_to_whole(
@@ -244,10 +230,9 @@ def _returned(
 
 log = logging.getLogger(__name__)
 
-AdjustLr = Literal["match_rms_adamw", "original"]
-
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration (kellerjordan.github.io/posts/muon), as in torch.optim.Muon."""
+STEPS = 5
 EPS = 1e-7
 DTYPE = torch.bfloat16
 """Of the iteration, as in torch.optim.Muon. Rows are sent in it: the owner would cast them anyway."""
@@ -267,13 +252,8 @@ class ShardedMuon(torch.optim.Optimizer):
         lr: float,
         weight_decay: float,
         momentum: float,
-        ns_steps: int = 5,
-        adjust_lr: AdjustLr = "match_rms_adamw",
     ) -> None:
-        group: dict[str, Any] = {
-            "params": list(matrices), "lr": lr, "weight_decay": weight_decay, "momentum": momentum,
-            "ns_steps": ns_steps, "adjust_lr": adjust_lr,
-        }  # fmt: skip
+        group = {"params": [*matrices], "lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         super().__init__([group, *(others.param_groups if others is not None else ())], {})
         self._others = others
         if others is not None:
@@ -310,14 +290,15 @@ class ShardedMuon(torch.optim.Optimizer):
             self._shapes,
             owned,
             lambda at: self._direction(group, parameters[at]),
-            functools.partial(orthogonalized, steps=group["ns_steps"]),
+            orthogonalized,
             dtype=DTYPE,
             device=_compute_device(parameters[0]),
         )
         for at, update in found:
             parameter = parameters[at]
             if parameter.grad is not None:
-                local, ratio = local_tensor(parameter), lr_ratio(parameter.shape, group["adjust_lr"])
+                # Of AdamW's size: arXiv 2502.16982
+                local, ratio = local_tensor(parameter), 0.2 * math.sqrt(max(parameter.shape))
                 local.mul_(1 - group["lr"] * group["weight_decay"])
                 local.add_(update.to(local.device), alpha=-group["lr"] * ratio)
 
@@ -342,26 +323,18 @@ class ShardedMuon(torch.optim.Optimizer):
         return local_tensor(parameter.grad).lerp(momentum, group["momentum"])
 
 
-def orthogonalized(matrix: Tensor, *, steps: int) -> Tensor:
+def orthogonalized(matrix: Tensor) -> Tensor:
     """About U Vᵀ of the matrix's singular value decomposition U S Vᵀ, by the Newton–Schulz iteration.
     Overwrites the matrix.
     """
     a, b, c = COEFFICIENTS
     tall = matrix.size(0) > matrix.size(1)
-    found = matrix.T if tall else matrix
-    found.div_(found.norm().clamp(min=EPS))
-    for _ in range(steps):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.T if tall else found
-
-
-def lr_ratio(shape: torch.Size, adjust_lr: AdjustLr) -> float:
-    """match_rms_adamw gives updates of AdamW's size (arXiv 2502.16982); original is Keller Jordan's."""
-    rows, columns = shape
-    if adjust_lr == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))
+    wide = matrix.T if tall else matrix
+    wide.div_(wide.norm().clamp(min=EPS))
+    for _ in range(STEPS):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if tall else wide
 
 
 def _compute_device(parameter: Tensor) -> torch.device:
@@ -370,6 +343,3 @@ def _compute_device(parameter: Tensor) -> torch.device:
         kind = parameter.device_mesh.device_type
         return torch.device(kind, torch.get_device_module(kind).current_device())
     return parameter.device
-
-
-__all__ = ["ShardedMuon", "hidden_matrices"]

@@ -75,7 +75,14 @@ def build_custom(section: OptimSection, model: nn.Module) -> torch.optim.Optimiz
             f"{FLAG} {section.name} returned a {type(made).__name__}.", "return a torch.optim.Optimizer"
         )
     check_step(f"{FLAG} {section.name}", made)
-    _check_parameters(section.name, made, named)
+    held = {parameter for group in made.param_groups for parameter in group["params"]}
+    strangers, left_out = held - {p for _, p in named}, [name for name, p in named if p not in held]
+    if strangers or left_out:
+        fault = "holds a tensor that is no trained parameter" if strangers else f"leaves out {left_out[0]}"
+        raise ConfigError(
+            f"{FLAG} {section.name}: the optimizer {fault}.",
+            "give it all tensors of named_parameters, themselves, not copies; --model.frozen for the others",
+        )
     for group in made.param_groups:
         group[LR_RATIO] = float(group.setdefault("lr", section.lr)) / section.lr
     return made
@@ -104,20 +111,6 @@ def check_step(whose: str, made: torch.optim.Optimizer) -> None:
             f"{whose}: step() of {type(made).__name__} needs a closure, which a run does not pass.",
             "an optimizer that steps once for each gradient",
         ) from None
-
-
-def _check_parameters(path: str, made: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]]) -> None:
-    held = {parameter for group in made.param_groups for parameter in group["params"]}
-    if held - {parameter for _, parameter in named}:
-        raise ConfigError(
-            f"{FLAG} {path}: the optimizer holds a tensor that is no trained parameter.",
-            "pass on the tensors of named_parameters themselves, not copies",
-        )
-    if missing := [name for name, parameter in named if parameter not in held]:
-        raise ConfigError(
-            f"{FLAG} {path}: the optimizer leaves out {missing[0]} ({len(missing)} in all).",
-            f"give it all parameters, or --model.frozen {missing[0]}",
-        )
 
 
 # ---------------------------------------------------------------- states of an optimizer of the user

@@ -16,7 +16,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -151,42 +150,6 @@ def refused_recomputation(error: Exception) -> ConfigError | None:
 # ---------------------------------------------------------------- some operations are kept
 
 
-@dataclass(frozen=True)
-class Produced:
-    """Cost of one operation of a forward: bytes to keep its output, floating point operations to repeat
-    it.
-    """
-
-    key: Key
-    nbytes: int
-    flops: float
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A unit's forward: bytes that it keeps for backward by itself, those of its inputs, and the outputs
-    that could be kept instead.
-    """
-
-    kept: int
-    inputs: int
-    produced: Sequence[Produced]
-
-
-def choose(measured: Measured, budget: float | None) -> frozenset[Key] | None:
-    """The operations that are kept besides the inputs, from which recomputation starts; None recomputes
-    nothing. Without a budget the products, else within `budget` of what the unit keeps by itself.
-    """
-    if budget is None:
-        return frozenset(made.key for made in measured.produced if made.key[0] in _products())
-    spent, keep = measured.inputs, set()
-    for made in sorted(measured.produced, key=lambda made: -made.flops / made.nbytes):
-        if spent + made.nbytes <= budget * measured.kept:
-            spent += made.nbytes
-            keep.add(made.key)
-    return frozenset(keep) if spent < measured.kept else None
-
-
 class Selective:
     """A unit's forward that keeps the results of some operations."""
 
@@ -202,7 +165,7 @@ class Selective:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         if not self.measured:
-            self.keep = choose(measure(self._block, self._forward, args, kwargs), self._budget)
+            self.keep = choose(self._block, self._forward, self._budget, args, kwargs)
             self.measured = True
         if self.keep is None:
             return self._forward(*args, **kwargs)
@@ -234,8 +197,13 @@ def storage_of(tensor: Tensor) -> int:
     return id(tensor.untyped_storage())
 
 
-def measure(block: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Measured:
-    """One forward without side effects: random streams and buffers are restored."""
+def choose(
+    block: nn.Module, forward: Forward, budget: float | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> frozenset[Key] | None:
+    """The operations that are kept besides the inputs, from which recomputation starts; None recomputes
+    nothing. Without a budget the products, else within `budget` of what the unit keeps by itself: those of
+    most computation a byte. By one forward without side effects: random streams and buffers are restored.
+    """
     own = {storage_of(t) for t in [*block.parameters(), *block.buffers()]}
     saved: dict[int, int] = {}
 
@@ -253,9 +221,16 @@ def measure(block: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: d
     recorder = _Recorder()
     with _unwritten(block), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), recorder:
         forward(*args, **kwargs)
-    return Measured(
-        sum({**saved, **inputs}.values()), sum(inputs.values()), recorder.produced(set(inputs) | own)
-    )
+    produced = recorder.produced(set(inputs) | own)
+    if budget is None:
+        return frozenset(key for key, _, _ in produced if key[0] in _products())
+    by_itself, spent = sum({**saved, **inputs}.values()), sum(inputs.values())
+    keep = set()
+    for key, nbytes, _ in sorted(produced, key=lambda made: -made[2] / made[1]):
+        if spent + nbytes <= budget * by_itself:
+            spent += nbytes
+            keep.add(key)
+    return frozenset(keep) if spent < by_itself else None
 
 
 @contextmanager
@@ -293,18 +268,18 @@ class _Recorder(TorchDispatchMode):
         )
         return out
 
-    def produced(self, known: set[int]) -> list[Produced]:
-        """Outputs with memory of their own that are not written afterwards: a kept value must be
-        unchanged.
+    def produced(self, known: set[int]) -> list[tuple[Key, int, float]]:
+        """Outputs with memory of their own that are not written afterwards (a kept value must be unchanged):
+        their bytes, and the operations that repeat them.
         """
-        found, written = [], {storage_of(t) for t in self._written}
+        made, written = [], {storage_of(t) for t in self._written}
         for key, tensors, versions, taken, flops in self._made:
             storages = {storage_of(t): t.untyped_storage().nbytes() for t in tensors}
             changed = any(writes(t) != version for t, version in zip(tensors, versions, strict=True))
             changed = changed or bool(storages.keys() & written)
             if storages and not changed and not storages.keys() & (taken | known) and sum(storages.values()):
-                found.append(Produced(key, sum(storages.values()), flops))
-        return found
+                made.append((key, sum(storages.values()), flops))
+        return made
 
 
 def _written_by(operator: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -101,44 +101,41 @@ def check_initialised(
     """Stops the run by name for a value left uninitialised, a buffer nobody filled, equal shards, or
     replicas that differ. `loaded` are the tensors that were read from weights, which may have NaN.
     """
-    problems = _everyones([*_unfilled(root, known=(), loaded=loaded)])
-    if problems and loaded:
-        _refuse(problems, "give weights without NaN, and with everything that the model does not fill")
-    if not problems:
-        problems = [(text, ()) for text in _compare(root, drawn)]
-    _refuse(problems)
+    _refuse_unfilled([*_unfilled(root, known=(), loaded=loaded)], loaded)
+    if faults := _unequal_faults(root, drawn):
+        raise TrainingError(f"{faults[0]}{_more(faults)}.", FILL)
 
 
 def check_unsaved(root: nn.Module) -> None:
     """The same for values that no checkpoint holds, before one fills the rest. Collective."""
-    _refuse(_everyones([*_unfilled(root, known=root.state_dict().keys())]))
+    _refuse_unfilled([*_unfilled(root, known=root.state_dict().keys())])
 
 
-def _everyones(findings: list[str]) -> list[tuple[str, tuple[int, ...]]]:
-    """Every rank's findings, each with that rank."""
-    return [
-        (f"rank {rank}: {text}", (rank,))
-        for rank, texts in enumerate(all_gather_objects(findings))
-        for text in texts
-    ]
+def _refuse_unfilled(findings: list[str], loaded: Collection[str] = frozenset()) -> None:
+    """Collective: every rank's findings, the first of which is named with its rank."""
+    everyones = list(enumerate(all_gather_objects(findings)))
+    faults = [(rank, text) for rank, texts in everyones for text in texts]
+    if faults:
+        hint = (
+            "give weights without NaN, and with everything that the model does not fill" if loaded else FILL
+        )
+        rank, text = faults[0]
+        raise TrainingError(f"rank {rank}: {text}{_more(faults)}.", hint, ranks=(rank,))
 
 
-def _refuse(
-    problems: list[tuple[str, tuple[int, ...]]],
-    hint: str = "the model's initialisation must fill every parameter and buffer on each rank",
-) -> None:
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        text, ranks = problems[0]
-        raise TrainingError(f"{text}{more}.", hint, ranks=ranks)
+FILL = "the model's initialisation must fill every parameter and buffer on each rank"
+
+
+def _more(faults: list[Any]) -> str:
+    return f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
 
 
 def _unfilled(root: nn.Module, known: Container[str], loaded: Container[str] = frozenset()) -> Iterator[str]:
     for kind, named in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
         for name, tensor in named:
+            part = local_tensor(tensor)
             if name in known:
                 continue
-            part = local_tensor(tensor)
             if part.is_meta:
                 yield f"{kind} {name} is still on the meta device"
             elif part.numel() and _is_poisoned(part):
@@ -147,10 +144,8 @@ def _unfilled(root: nn.Module, known: Container[str], loaded: Container[str] = f
     for name, module in root.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
-                owner = name or type(root).__name__
-                yield (
-                    f"{owner}.{key} is a tensor that no register_buffer made, and is still on the meta device"
-                )
+                what = "is a tensor that no register_buffer made, and is still on the meta device"
+                yield f"{name or type(root).__name__}.{key} {what}"
 
 
 def _is_poisoned(part: Tensor) -> bool:
@@ -171,51 +166,35 @@ def _digests(root: nn.Module) -> list[Tensor]:
     return tables
 
 
-def _compare(root: nn.Module, drawn: Mapping[str, Init]) -> list[str]:
+def _unequal_faults(root: nn.Module, drawn: Mapping[str, Init]) -> list[str]:
     """Compares every rank's digests. Equal shards are an error where values are random; elsewhere they
     may be intended.
     """
     tables = _digests(root)
-    named = [*root.named_parameters(), *root.named_buffers()]
-    found: list[str] = []
-    equal: dict[str, list[str]] = {}
-    for row, (name, tensor) in enumerate(named):
+    faults: list[str] = []
+    equal: dict[str, str] = {}
+    for row, (name, tensor) in enumerate([*root.named_parameters(), *root.named_buffers()]):
         count = shard_count(tensor)
-        digests = [tuple(t[row].tolist()) for t in tables]
-        found += _differing_replicas(name, digests, count)
-        if _varied(digests, count):
-            equal[name] = _equal_shards(name, digests, count)
+        digests = [tuple(table[row].tolist()) for table in tables]
+        differing = (rank for rank in range(count, len(digests)) if digests[rank] != digests[rank % count])
+        if (rank := next(differing, None)) is not None:
+            faults.append(
+                f"{name} differs between ranks {rank % count} and {rank}, which hold the same shard"
+            )
+        # Non-empty shards that are not one value throughout
+        varied = [rank for rank in range(count) if digests[rank][0] and not digests[rank][3]]
+        if len(varied) > 1:
+            pairs = ((a, b) for b in varied for a in varied if a < b and digests[a] == digests[b])
+            pair = next(pairs, None)
+            equal[name] = (
+                f"{name} is the same on ranks {pair[0]} and {pair[1]}, which hold different shards"
+                if pair
+                else ""
+            )
     at_random = {n for n in equal if n in drawn and not isinstance(drawn[n], Constant)}
     # One parameter may have equal shards on purpose, but never all of them.
     suspects = at_random or (set(equal) if all(equal.values()) else set())
-    return found + [text for name in equal if name in suspects for text in equal[name]]
-
-
-def _varied(digests: list[tuple[int, ...]], count: int) -> bool:
-    """Several non-empty shards, and not one value throughout."""
-    return sum(numel > 0 and not constant for numel, _, _, constant in digests[:count]) > 1
-
-
-def _differing_replicas(name: str, digests: list[tuple[int, ...]], count: int) -> list[str]:
-    return [
-        f"{name} differs between ranks {rank % count} and {rank}, which hold the same shard"
-        for rank in range(count, len(digests))
-        if digests[rank] != digests[rank % count]
-    ][:1]
-
-
-def _equal_shards(name: str, digests: list[tuple[int, ...]], count: int) -> list[str]:
-    seen: dict[tuple[int, ...], int] = {}
-    for rank in range(count):
-        numel, _, _, constant = digests[rank]
-        if numel and not constant:
-            if digests[rank] in seen:
-                return [
-                    f"{name} is the same on ranks {seen[digests[rank]]} and {rank}, which hold different "
-                    "shards"
-                ]
-            seen[digests[rank]] = rank
-    return []
+    return faults + [text for name, text in equal.items() if text and name in suspects]
 
 
 def state_digest(root: nn.Module) -> dict[str, int]:
@@ -346,11 +325,9 @@ def _refused_parameter(error: Exception, root: nn.Module) -> ConfigError | None:
     which keeps those of the model before sharding. None for other errors.
     """
     if "DTensor" not in str(error):
-        stale = (
-            [name for name, tensor in kept_tensors(root) if tensor.is_meta] if "meta" in str(error) else []
-        )
-        if stale:
-            return stale_reference(stale[0])
+        stale = next((name for name, tensor in kept_tensors(root) if tensor.is_meta), None)
+        if stale is not None and "meta" in str(error):
+            return stale_reference(stale)
         if "out of bounds for storage of size 0" not in str(error):
             return None
         return ConfigError(

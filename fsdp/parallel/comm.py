@@ -125,20 +125,15 @@ def apply_comm(root: nn.Module, section: CommSection, hooks: Hooks) -> None:
 FLAG = "--mesh.unsharded"
 
 
-def whole_names(model: nn.Module, text: str) -> frozenset[str]:
-    """Names of the parameters that match `text`; a tied parameter matches by any of its names."""
+def whole_parameters(model: nn.Module, text: str) -> dict[str, nn.Parameter]:
+    """All names of the parameters that match `text`; a tied parameter matches by any of its names."""
     if not text:
-        return frozenset()
+        return {}
     named = dict(model.named_parameters(remove_duplicate=False))
     chosen = {named[name] for name in matching(patterns(text), list(named), FLAG, "parameter")}
     if len(chosen) == len(set(named.values())):
         raise ConfigError(f"{FLAG} {text} leaves nothing to shard.", "--mesh.strategy ddp")
-    return frozenset(name for name, parameter in named.items() if parameter in chosen)
-
-
-def whole_parameters(model: nn.Module, text: str) -> set[nn.Parameter]:
-    named = dict(model.named_parameters(remove_duplicate=False))
-    return {named[name] for name in whole_names(model, text)}
+    return {name: parameter for name, parameter in named.items() if parameter in chosen}
 
 
 def apply_casts(

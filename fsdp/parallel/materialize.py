@@ -39,57 +39,14 @@ if TYPE_CHECKING:
     from fsdp.parallel.nvme import NvmeFiles
 
 
-class WeightSource(Protocol):
-    """Rank 0's side of a broadcast: full tensors by name, each taken once, in the model's order."""
-
-    def take(self, name: str) -> Tensor | None: ...
+Take = Callable[[str], "Tensor | None"]
+"""Rank 0's side of a broadcast: full tensors by name, each taken once, in the model's order."""
 
 
 class RowSource(Protocol):
     """Weights that each rank reads by itself, by rows of dim 0; a scalar is one row."""
 
     def rows(self, name: str, first: int, last: int) -> Tensor: ...
-
-
-class BuiltSource:
-    """A real copy of the model on the host, released parameter by parameter."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-    def take(self, name: str) -> Tensor | None:
-        tensor = self._tensors.pop(name, None)
-        return None if tensor is None else tensor.detach()
-
-
-class DrawnSource:
-    """Each parameter drawn whole, one at a time: `--model.init broadcast` for models that define their
-    inits.
-    """
-
-    def __init__(self, inits: Mapping[str, Init], shapes: Mapping[str, torch.Size], seed: int) -> None:
-        self._inits, self._shapes, self._seed = inits, shapes, seed
-
-    def take(self, name: str) -> Tensor | None:
-        if name not in self._inits:
-            return None
-        shape = self._shapes[name]
-        return draw(self._inits[name], self._seed, name, 0, shape.numel()).view(shape)
-
-
-class StateSource:
-    """A pretrained state dict, read lazily. A tied parameter may have any of its names there."""
-
-    def __init__(
-        self, state: Mapping[str, Tensor], names: Mapping[str, list[str]], rest: WeightSource | None
-    ) -> None:
-        self._state, self._names, self._rest = state, names, rest
-
-    def take(self, name: str) -> Tensor | None:
-        for known in self._names.get(name, [name]):
-            if known in self._state:
-                return self._state[known]
-        return self._rest.take(name) if self._rest else None
 
 
 def materialize(
@@ -214,37 +171,51 @@ def _source(
     seed: int,
     weights: Callable[[], Mapping[str, Tensor]] | None,
     root: nn.Module,
-) -> WeightSource:
+) -> Take:
     """Rank 0's values. A model that defines its inits is never built whole, nor is one whose state dict
     is complete.
     """
-    shapes = {name: parameter.shape for name, parameter in root.named_parameters()}
+    if weights is None and inits:
+        shapes = {name: parameter.shape for name, parameter in root.named_parameters()}
+        return lambda name: _drawn_whole(inits, seed, name, shapes[name]) if name in inits else None
+    draws = spec.draws(seed, functools.partial(build_on_host, spec, seed)) if weights is None else None
+    if draws is not None:
+        return draws.take
     if weights is None:
-        if inits:
-            return DrawnSource(inits, shapes, seed)
-        return spec.draws(seed, functools.partial(build_on_host, spec, seed)) or BuiltSource(
-            build_on_host(spec, seed)
-        )
+        return _built(spec, seed)
     state, names = weights(), all_names(root)
     _check_state_fits(state, names, root)
     complete = hasattr(root, "init_buffers") or all(name in state for name, _ in root.named_buffers())
-    return StateSource(state, names, None if complete else BuiltSource(build_on_host(spec, seed)))
+    rest = None if complete else _built(spec, seed)
+
+    def take(name: str) -> Tensor | None:
+        known = next((known for known in names.get(name, [name]) if known in state), None)
+        return state[known] if known is not None else rest(name) if rest is not None else None
+
+    return take
+
+
+def _built(spec: ModelSpec, seed: int) -> Take:
+    """Of a real copy of the model on the host, released parameter by parameter."""
+    model = build_on_host(spec, seed)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return lambda name: tensors.pop(name).detach() if name in tensors else None
+
+
+def _drawn_whole(inits: Mapping[str, Init], seed: int, name: str, shape: torch.Size) -> Tensor:
+    return draw(inits[name], seed, name, 0, shape.numel()).view(shape)
 
 
 def _check_state_fits(state: Mapping[str, Tensor], names: Mapping[str, list[str]], root: nn.Module) -> None:
     """Checks that nothing is missing or unexpected and that every shape matches: else a part would be
-    trained from scratch unnoticed.
+    trained from scratch unnoticed. A tied parameter may have any of its names there.
     """
     tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
-    needed = (
-        dict(root.named_parameters())
-        if hasattr(root, "init_buffers")
-        else {n: tensors[n] for n in persistent(root)}
-    )
-    added = lora_inits(root)
-    missing = [
-        name for name in needed if name not in added and not any(known in state for known in names[name])
-    ]
+    filled = set(lora_inits(root))
+    if hasattr(root, "init_buffers"):
+        filled |= {name for name, _ in root.named_buffers()}
+    needed = [name for name in persistent(root) if name not in filled]
+    missing = [name for name in needed if not any(known in state for known in names[name])]
     if missing:
         raise ConfigError(
             f"--model.weights has no {missing[0]} ({len(missing)} of {len(needed)} are missing).",
@@ -256,32 +227,32 @@ def _check_state_fits(state: Mapping[str, Tensor], names: Mapping[str, list[str]
         raise ConfigError(
             f"--model.weights has {over[0]}, which the model has not ({len(over)} of {len(state)} are left "
             "over).",
-            "give --model.preset and --model.args as the weights were trained with",
+            SAME_SIZES,
         )
     for name, some in names.items():
         held, target = [known for known in some if known in state], tensors[name]
         for known in held:
-            _check_tensor_fits(known, state[known], target)
-        for other in held[1:]:
-            if not same_values(state[held[0]], state[other]):
+            stored = state[known]
+            if stored.shape != target.shape:
                 raise ConfigError(
-                    f"--model.weights: {held[0]} and {other} differ, and the model has them as one tensor.",
-                    f"a model that does not tie them, or a file without {other}",
+                    f"--model.weights has {known} as {tuple(stored.shape)}, the model as "
+                    f"{tuple(target.shape)}.",
+                    SAME_SIZES,
+                )
+            if target.is_floating_point() and not stored.is_floating_point():
+                raise ConfigError(
+                    f"--model.weights has {known} as {stored.dtype}, such as quantized weights: the model's "
+                    "are floating-point numbers.",
+                    "give the weights before quantization",
+                )
+            if known != held[0] and not same_values(state[held[0]], stored):
+                raise ConfigError(
+                    f"--model.weights: {held[0]} and {known} differ, and the model has them as one tensor.",
+                    f"a model that does not tie them, or a file without {known}",
                 )
 
 
-def _check_tensor_fits(name: str, found: Tensor, target: Tensor) -> None:
-    if found.shape != target.shape:
-        raise ConfigError(
-            f"--model.weights has {name} as {tuple(found.shape)}, the model as {tuple(target.shape)}.",
-            "give --model.preset and --model.args as the weights were trained with",
-        )
-    if target.is_floating_point() and not found.is_floating_point():
-        raise ConfigError(
-            f"--model.weights has {name} as {str(found.dtype).removeprefix('torch.')}, such as quantized "
-            "weights: the model's are floating-point numbers.",
-            "give the weights before quantization",
-        )
+SAME_SIZES = "give --model.preset and --model.args as the weights were trained with"
 
 
 def build_on_host(spec: ModelSpec, seed: int) -> nn.Module:
@@ -300,16 +271,16 @@ def build_on_host(spec: ModelSpec, seed: int) -> nn.Module:
 
 
 def _send_all(
-    sharded: Sharded, open_source: Callable[[], WeightSource], added: Mapping[str, Init], rank: int
+    sharded: Sharded, open_source: Callable[[], Take], added: Mapping[str, Init], rank: int
 ) -> None:
     """An error on rank 0, which alone opens the source, is sent to all: no rank waits for weights."""
-    opened: list[WeightSource] = []
+    opened: list[Take] = []
     on_main(rank, lambda: opened.append(open_source()))
     root = sharded.root
     with torch.no_grad():
         for name, target in [*root.named_parameters(), *_sent_buffers(root)]:
             if name not in added:
-                _send(sharded, target, opened[0].take(name) if opened else None, is_source=bool(opened))
+                _send(sharded, target, opened[0](name) if opened else None, is_source=bool(opened))
 
 
 def _send(sharded: Sharded, target: Tensor, full: Tensor | None, *, is_source: bool) -> None:

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import logging
 import mmap
 import os
 import secrets
+import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.devices import without_owner
 from fsdp.base.errors import ConfigError
-from fsdp.base.text import byte_size, counted
+from fsdp.base.text import byte_size
 from fsdp.base.torch_private.core import like_shard
 from fsdp.base.torch_private.fsdp import move_padded_shard, padded_shard, parameter_groups
 from fsdp.config import MemorySection, OptimSection
@@ -104,69 +103,41 @@ def room_for(nbytes: int) -> int:
 
 
 def _open_nameless(folder: Path) -> int:
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".shardrun-{secrets.token_hex(8)}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     path.unlink()
     return descriptor
 
 
-@dataclass(frozen=True)
-class _DiskNeed:
-    """The bytes that one rank needs, and those free on its disk. `disk` is equal for ranks that share it."""
-
-    host: str
-    disk: int
-    needed: int
-    free: int
-    trouble: str
-
-
 def reserve(folder: Path, sizes: Mapping[str, int]) -> list[MappedFile]:
     """A file of each size on every rank, or one ConfigError on all of them and nothing left behind.
     Collective.
     """
-    shown = ", ".join(f"{name} {byte_size(size)}" for name, size in sizes.items())
-    shown = collectives.broadcast_object(f"What --memory.nvme puts there ({shown})")
-    needs = collectives.all_gather_objects(_disk_need(folder, sum(sizes.values())))
-    for rank, need in enumerate(needs):
-        if need.trouble:
-            raise ConfigError(
-                f"--memory.nvme_dir {folder} cannot be used on rank {rank} ({need.trouble}).",
-                "--memory.nvme_dir DIR on a local disk",
-            )
-        sharers = [other for other in needs if (other.host, other.disk) == (need.host, need.disk)]
-        total, free = sum(other.needed for other in sharers), min(other.free for other in sharers)
-        if total > free:
-            raise ConfigError(
-                f"{shown} takes {byte_size(total)} for {counted(len(sharers), 'rank')}, but {folder} on "
-                f"{need.host} has {byte_size(free)} free.",
-                "--memory.nvme_dir a folder on a larger disk",
-            )
     files: list[MappedFile] = []
-    trouble = ""
-    try:
-        files = [MappedFile(folder, size) for size in sizes.values()]
-    except OSError as error:
-        trouble = f"{socket.gethostname()}: {errno.errorcode.get(error.errno or 0, '')}, {error.strerror}"
-    troubles = [text for text in collectives.all_gather_objects(trouble) if text]
-    if troubles:
-        files.clear()
-        raise ConfigError(
-            f"--memory.nvme_dir {folder}: {shown} could not be reserved ({troubles[0]}).",
-            "--memory.nvme_dir a larger disk",
-        )
-    return files
-
-
-def _disk_need(folder: Path, needed: int) -> _DiskNeed:
-    host = socket.gethostname()
+    host, trouble = socket.gethostname(), ""
+    everyones = collectives.all_gather_objects((host, sum(sizes.values())))
+    needed = sum(size for other, size in everyones if other == host)
+    shown = ", ".join(f"{name} {byte_size(size)}" for name, size in sizes.items())
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        state = os.statvfs(folder)
-        return _DiskNeed(host, folder.stat().st_dev, needed, state.f_bavail * state.f_frsize, "")
+        # Before the first is allocated: that would fill the disk for others.
+        if needed > (free := shutil.disk_usage(folder).free):
+            trouble = (
+                f"has {byte_size(free)} free on {host}, whose ranks put {byte_size(needed)} there ({shown})"
+            )
+        else:
+            files = [MappedFile(folder, size) for size in sizes.values()]
     except OSError as error:
-        return _DiskNeed(host, 0, needed, 0, error.strerror or str(error))
+        trouble = f"has no room on {host} for {shown} ({error.strerror or error})"
+    troubles = collectives.all_gather_objects(trouble)
+    if any(troubles):
+        files.clear()
+        rank = next(rank for rank, text in enumerate(troubles) if text)
+        raise ConfigError(
+            f"--memory.nvme_dir {folder} of rank {rank} {troubles[rank]}.",
+            "--memory.nvme_dir DIR, a folder on a larger local disk",
+        )
+    return files
 
 
 PART_BYTES = 64 << 20

@@ -231,13 +231,14 @@ class OffloadStreams:
 
 
 class Passage:
-    """One forward of one unit: the tensors that it keeps, out and back."""
+    """One forward of one unit: the tensors that it keeps, out and back. The graph holds them: one that is
+    dropped frees its copies.
+    """
 
     def __init__(self, carrier: OffloadStreams, module: nn.Module, before: Passage | None) -> None:
         self._carrier, self._module = carrier, module
         self._before = weakref.ref(before) if before is not None else None
-        self._kept: dict[tuple[Any, ...], _Kept] = {}
-        self._fetchable: list[weakref.ref[_Kept]] = []
+        self._kept: weakref.WeakValueDictionary[tuple[Any, ...], _Kept] = weakref.WeakValueDictionary()
         self._own: set[int] | None = None
         self._out_done: Any = None
         self._back_done: Any = None
@@ -246,22 +247,27 @@ class Passage:
     def pack(self, tensor: Tensor) -> Any:
         if not self._is_copied(tensor):
             return tensor
-        key = (
-            id(tensor.untyped_storage()),
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-        )
-        known = self._kept.get(key)
-        if known is None:
-            known = _Kept.leave(self, tensor, self._carrier)
-            if known is None:
-                return tensor
-            self._kept[key] = known
-            self._fetchable.append(weakref.ref(known))
-        known.uses += 1
-        return known
+        place = (id(tensor.untyped_storage()), tensor.storage_offset())
+        key = (*place, tensor.shape, tensor.stride(), tensor.dtype)
+        kept = self._kept.get(key)
+        if kept is None:
+            out, _ = self._carrier.streams()
+            host = torch.empty_like(tensor, device="cpu", pin_memory=out is not None, requires_grad=False)
+            if host.stride() != tensor.stride():
+                return tensor  # compiled backwards rely on strides
+            self._copy_out(tensor.detach(), host, out)
+            kept = self._kept[key] = _Kept(self, tensor.detach(), host)
+        kept.uses += 1
+        return kept
+
+    def _copy_out(self, source: Tensor, host: Tensor, out: Any) -> None:
+        self._carrier.copied += source.nbytes
+        if out is None:
+            host.copy_(source)
+            return
+        out.wait_stream(torch.cuda.current_stream(self._carrier.device))
+        with torch.cuda.stream(out):
+            host.copy_(source, non_blocking=True)
 
     def _is_copied(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.device.type != self._carrier.device.type:
@@ -284,8 +290,7 @@ class Passage:
         """
         if self._out_done is not None:
             torch.cuda.current_stream(self._carrier.device).wait_event(self._out_done)
-        self._kept.clear()
-        for kept in self._alive():
+        for kept in self._kept.values():
             kept.source = None
 
     def fetch(self) -> None:
@@ -306,14 +311,15 @@ class Passage:
         if self._fetched:
             return
         self._fetched = True
-        for kept in self._alive():
-            kept.fetch(self._carrier, self._out_done)
-        self._kept.clear()
         _, back = self._carrier.streams()
+        for kept in self._kept.values():
+            kept.back = kept.source  # None if it has left
+            if kept.back is None and back is not None:
+                back.wait_event(self._out_done)
+                with torch.cuda.stream(back):
+                    kept.back = kept.host.to(self._carrier.device, non_blocking=True)
+            kept.source = None
         self._back_done = back.record_event() if back is not None else None
-
-    def _alive(self) -> list[_Kept]:
-        return [kept for one in self._fetchable if (kept := one()) is not None]
 
 
 class _Kept:
@@ -322,45 +328,19 @@ class _Kept:
     def __init__(self, passage: Passage, source: Tensor, host: Tensor) -> None:
         self.passage, self.host = passage, host
         self.source: Tensor | None = source
+        self.back: Tensor | None = None
         self.uses = 0
-        self._back: Tensor | None = None
 
-    @classmethod
-    def leave(cls, passage: Passage, tensor: Tensor, carrier: OffloadStreams) -> _Kept | None:
-        """None if a copy would have other strides: compiled backwards rely on them."""
-        out, _ = carrier.streams()
-        host = torch.empty_like(tensor, device="cpu", pin_memory=out is not None, requires_grad=False)
-        if host.stride() != tensor.stride():
-            return None
-        carrier.copied += tensor.nbytes
-        if out is None:
-            host.copy_(tensor.detach())
-        else:
-            out.wait_stream(torch.cuda.current_stream(carrier.device))
-            with torch.cuda.stream(out):
-                host.copy_(tensor.detach(), non_blocking=True)
-        return cls(passage, tensor.detach(), host)
-
-    def fetch(self, carrier: OffloadStreams, out_done: Any) -> None:
-        _, back = carrier.streams()
-        if self.source is not None:
-            self._back = self.source  # it has not left yet
-        elif back is not None:
-            back.wait_event(out_done)
-            with torch.cuda.stream(back):
-                self._back = self.host.to(carrier.device, non_blocking=True)
-        self.source = None
-
-    def take(self, carrier: OffloadStreams) -> Tensor:
+    def take(self, device: torch.device) -> Tensor:
         self.passage.fetch()
-        if self._back is None:  # a second backward over the same graph
-            self._back = self.host.to(carrier.device)
-        value = self._back
-        if carrier.device.type == "cuda":
-            value.record_stream(torch.cuda.current_stream(carrier.device))
+        if self.back is None:  # on a CPU, or a second backward over the same graph
+            self.back = self.host.to(device)
+        value = self.back
+        if device.type == "cuda":
+            value.record_stream(torch.cuda.current_stream(device))
         self.uses -= 1
         if self.uses <= 0:
-            self._back = None
+            self.back = None
         return value
 
 
@@ -380,4 +360,4 @@ class _Offloaded:
         return output
 
     def _unpack(self, kept: Any) -> Tensor:
-        return kept.take(self.carrier) if isinstance(kept, _Kept) else kept
+        return kept.take(self.carrier.device) if isinstance(kept, _Kept) else kept

@@ -30,8 +30,10 @@ from fsdp.base.digest import DTYPES
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.core import check_buckets_reduced, convert_tensors
 from fsdp.config import (
+    CommSection,
     Config,
     MemorySection,
+    MeshSection,
     PrecisionSection,
     SpeedSection,
     reshard_policy,
@@ -48,7 +50,7 @@ from fsdp.parallel.comm import (
     average_gradients,
     average_scalars,
     load_hooks,
-    whole_names,
+    whole_parameters,
 )
 from fsdp.parallel.compute import apply_float8, compiles, set_kernel_folders
 
@@ -217,26 +219,47 @@ class Sharded:
             average_gradients(self.named_whole, self.divisor)
 
 
-def shard_model(
-    model: nn.Module,
-    config: Config,
-    *,
-    sizes: MeshSizes,
-    mesh: DeviceMesh,
-    device: torch.device,
-    hooks: Hooks | None = None,
-) -> Sharded:
-    """Shards the model as the sections mesh, precision, memory, speed and comm say; its weights may still be
-    on meta. For DDP call `replicate` once they are real.
-    """
-    memory, speed = config.memory, config.speed
-    dtypes, compiled = resolve_dtypes(config.precision, device), compiles(speed, device)
-    _apply_dtypes(model, dtypes)
-    units = find_units(model, config.mesh.wrap)
-    apply_float8(units, speed, sharded=sizes.strategy != "ddp")
-    apply_activation_checkpointing(units, memory, compiled=compiled, root=model)
-    compiled_modules = (blocks_of(units) or [model]) if compiled else []
-    if compiled:
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """The part of a job that sharding reads: its sections, and what follows from them."""
+
+    mesh: MeshSection
+    memory: MemorySection
+    speed: SpeedSection
+    comm: CommSection
+    sizes: MeshSizes
+    device: torch.device
+    dtypes: Dtypes
+    compiled: bool
+    """Whether units are compiled."""
+    hooks: Hooks
+
+
+def sharding_of(config: Config, sizes: MeshSizes, device: torch.device | None) -> Sharding:
+    """`device` is None in a process that is no rank. ConfigError."""
+    here = device or torch.device("cpu")
+    return Sharding(
+        mesh=config.mesh,
+        memory=config.memory,
+        speed=config.speed,
+        comm=config.comm,
+        sizes=sizes,
+        device=here,
+        dtypes=resolve_dtypes(config.precision, here),
+        compiled=device is not None and compiles(config.speed, device),
+        hooks=load_hooks(config.comm),
+    )
+
+
+def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
+    """Shards the model, whose weights may still be on meta. For DDP call `replicate` once they are real."""
+    memory, speed, sharded_by_fsdp = job.memory, job.speed, job.sizes.strategy != "ddp"
+    _apply_dtypes(model, job.dtypes)
+    units = find_units(model, job.mesh.wrap)
+    apply_float8(units, speed, sharded=sharded_by_fsdp)
+    apply_activation_checkpointing(units, memory, compiled=job.compiled, root=model)
+    compiled_modules = (blocks_of(units) or [model]) if job.compiled else []
+    if job.compiled:
         set_kernel_folders()
     for module in compiled_modules:
         # In place, so names stay; per unit: equal blocks are compiled once, and the graph has no gather.
@@ -244,26 +267,26 @@ def shard_model(
     if memory.activation_offload:
         from fsdp.parallel.offload import apply_activation_offload
 
-        apply_activation_offload(units, device, compiled=compiled)
-    policy = reshard_policy(config.mesh.reshard_after_forward)
+        apply_activation_offload(units, job.device, compiled=job.compiled)
+    policy = reshard_policy(job.mesh.reshard_after_forward)
     sharded = Sharded(
         root=model,
-        sizes=sizes,
+        sizes=job.sizes,
         mesh=mesh,
-        dtypes=dtypes,
-        device=device,
+        dtypes=job.dtypes,
+        device=job.device,
         units=units,
-        accumulate=config.mesh.accumulate,
+        accumulate=job.mesh.accumulate,
         keep_gathered=policy == "step",
-        divides_by=config.comm.divide_by,
-        whole=whole_names(model, config.mesh.unsharded),
+        divides_by=job.comm.divide_by,
+        whole=frozenset(whole_parameters(model, job.mesh.unsharded)),
         compiled=compiled_modules,
     )
-    if sizes.strategy != "ddp":
+    if sharded_by_fsdp:
         _apply_fully_shard(sharded, policy, memory)
         _reduce_unused_experts(model)
         _apply_prefetch(units, speed)
-        apply_comm(model, config.comm, hooks or load_hooks(config.comm))
+        apply_comm(model, job.comm, job.hooks)
     return sharded
 
 

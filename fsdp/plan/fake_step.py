@@ -38,7 +38,7 @@ from fsdp.optim.gradients import LossScaler
 from fsdp.optim.optimizer import build_optimizer, is_custom, update_of
 from fsdp.optim.small_states import SmallStateAdam, dynamic_map, new_state
 from fsdp.optim.state import TrainState, maybe_ema
-from fsdp.parallel.shard import Sharded, shard_model
+from fsdp.parallel.shard import Sharded, shard_model, sharding_of
 from fsdp.plan.cuda import cuda_formulas, fused_entropy
 from fsdp.plan.subject import Subject, subject_of
 from fsdp.plan.trace import AFTER, HOST_KINDS, Trace, Tracker
@@ -266,7 +266,7 @@ def stage(ask: FakeRun) -> Iterator[tuple[StepParts, Buckets | None, Subject]]:
         dynamic_map(True), dynamic_map(False)
     formulas = cuda_formulas() if ask.device == "cuda" else contextlib.nullcontext()
     with fake_world(ask.sizes, ask.rank) as mesh, formulas:
-        sharded = shard_model(model, plain, sizes=ask.sizes, mesh=mesh, device=CPU)
+        sharded = shard_model(model, sharding_of(plain, ask.sizes, CPU), mesh)
         with fake_forward():  # the model comes from meta
             to_empty(sharded.root, CPU)
             buckets = Buckets(sharded) if ask.sizes.strategy == "ddp" else None

@@ -24,8 +24,8 @@ from fsdp.data.types import DataSet
 from fsdp.memory.account import resting_bytes
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
+from fsdp.models.factory import PREFIX
 from fsdp.models.hf import resolve_folder
-from fsdp.models.hub import PREFIX
 from fsdp.parallel.shard import resolve_dtypes
 from fsdp.run.job import meta_model, model_of
 from fsdp.tokenize.rows import is_pattern, is_remote

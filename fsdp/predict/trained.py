@@ -32,13 +32,13 @@ from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.dist.process_group import process_group
 from fsdp.models import ModelSpec, resolve
 from fsdp.models.cross_entropy import read_output
+from fsdp.models.factory import PREFIX
 from fsdp.models.hf import KERNELS
 from fsdp.models.hf_settings import select_experts_kernel, turn_caches_off
-from fsdp.models.hub import PREFIX
 from fsdp.models.init import fill_buffers, seeded, to_empty
 from fsdp.models.units import all_names
 from fsdp.parallel.materialize import materialize
-from fsdp.parallel.shard import Sharded, resolve_dtypes, shard_model
+from fsdp.parallel.shard import Sharded, resolve_dtypes, shard_model, sharding_of
 from fsdp.run.job import model_of
 
 WEIGHT_FILES = (".pt", ".pth", ".bin", ".safetensors")
@@ -206,16 +206,12 @@ def sharded_run(
 
 def _sharded(config: Config, spec: ModelSpec, env: DistEnv) -> Sharded:
     """Compilation, recomputation and offload of the training run do not apply."""
-    mesh = MeshSizes("fsdp", 1, env.world_size)
-    plain = Config(model=config.model, run=config.run)
-    return shard_model(
-        # frozen parameters may have their own dtype
-        model_of(plain, spec, resolve_dtypes(config.precision, env.device)),
-        Config(mesh=MeshSection(strategy="fsdp"), precision=config.precision),
-        sizes=mesh,
-        mesh=build_mesh(mesh, env.device, config.run.process_group_timeout_s),
-        device=env.device,
-    )
+    sizes = MeshSizes("fsdp", 1, env.world_size)
+    plain = Config(mesh=MeshSection(strategy="fsdp"), precision=config.precision)
+    sharding = sharding_of(plain, sizes, env.device)
+    # frozen parameters may have their own dtype
+    model = model_of(Config(model=config.model, run=config.run), spec, sharding.dtypes)
+    return shard_model(model, sharding, build_mesh(sizes, env.device, config.run.process_group_timeout_s))
 
 
 @dataclass(frozen=True)

@@ -165,8 +165,8 @@ def loss_function(start: RunStart, model: nn.Module) -> LossFunction:
     z_loss = config.train.z_loss
     for line in remarks(model) if start.env.is_main and job.loss is None else ():
         log.warning("%s", line)
-    head = maybe_chunked(model, config.memory.loss_chunk, compiled=job.compiled, z_loss=z_loss)
-    summed = torch.compile(summed_entropy) if job.compiled else summed_entropy
+    head = maybe_chunked(model, config.memory.loss_chunk, compiled=job.sharding.compiled, z_loss=z_loss)
+    summed = torch.compile(summed_entropy) if job.sharding.compiled else summed_entropy
     return LossFunction(model, job.loss, head, summed=summed, z_loss=z_loss)
 
 
@@ -174,7 +174,7 @@ def sharded(start: RunStart, model: nn.Module) -> Sharded:
     """Collective."""
     config, job, env = start.config, start.job, start.env
     mesh = build_mesh(job.sizes, env.device, config.run.process_group_timeout_s)
-    return shard_model(model, config, sizes=job.sizes, mesh=mesh, device=env.device, hooks=job.hooks)
+    return shard_model(model, job.sharding, mesh)
 
 
 def nvme_files(start: RunStart, model: Sharded) -> NvmeFiles | None:
@@ -247,7 +247,9 @@ def optimizer(start: RunStart, model: Sharded) -> torch.optim.Optimizer:
     memory, on_cuda = start.config.memory, start.env.device.type == "cuda"
     on_host = (memory.cpu_offload or memory.nvme != "off") and on_cuda
     # The update of small states is compiled where blocks are, and states rest on the device.
-    return build_optimizer(start.config.optim, model.root, compiled=start.job.compiled and not on_host)
+    return build_optimizer(
+        start.config.optim, model.root, compiled=start.job.sharding.compiled and not on_host
+    )
 
 
 def restore(

@@ -28,7 +28,6 @@ from fsdp.models.checks import (
     check_parameters,
     extra_states,
     kept_tensors,
-    lacks_base,
     make_contiguous,
     stale_reference,
 )
@@ -40,9 +39,9 @@ from fsdp.optim.optimizer import load_factory
 from fsdp.optim.schedule import Schedule
 from fsdp.optim.state import TrainState
 from fsdp.parallel.checks import check_device
-from fsdp.parallel.comm import Hooks, check_divide, load_hooks
-from fsdp.parallel.compute import check_attention, check_float8, check_float8_tokens, compiles
-from fsdp.parallel.shard import Dtypes, resolve_dtypes
+from fsdp.parallel.comm import check_divide
+from fsdp.parallel.compute import check_attention, check_float8, check_float8_tokens
+from fsdp.parallel.shard import Dtypes, Sharding, resolve_dtypes, sharding_of
 from fsdp.run.weights import saved_as
 from fsdp.rundir import history
 
@@ -57,16 +56,20 @@ class Job:
 
     data: DataSet
     spec: ModelSpec
-    sizes: MeshSizes
+    sharding: Sharding
     batch: BatchPlan
     cursor: Cursor | MixCursor | StreamCursor
     total_steps: int
-    dtypes: Dtypes
-    hooks: Hooks
     schedule: Schedule
     loss: CustomLoss | None
-    compiled: bool
-    """Whether units are compiled."""
+
+    @property
+    def sizes(self) -> MeshSizes:
+        return self.sharding.sizes
+
+    @property
+    def dtypes(self) -> Dtypes:
+        return self.sharding.dtypes
 
     def epoch_at(self, step: int) -> float | None:
         """Epochs complete after `step`, with their fraction; None for a stream."""
@@ -121,19 +124,17 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
     cursor = _cursor(config, data)
     total_steps = _total_steps(config, data, cursor)
     spec = resolve_model(config.model, data.info.facts)
+    sharding = sharding_of(config, sizes, device)
     saved_as(config, spec)  # its errors come before the ranks meet
     return Job(
         data=data,
         spec=spec,
-        sizes=sizes,
+        sharding=sharding,
         batch=batch,
         cursor=cursor,
         total_steps=total_steps,
-        dtypes=resolve_dtypes(config.precision, device or torch.device("cpu")),
-        hooks=load_hooks(config.comm),
         schedule=Schedule(config.optim, total_steps),
         loss=load_loss(config.train.loss),
-        compiled=device is not None and compiles(config.speed, device),
     )
 
 
@@ -239,10 +240,11 @@ def meta_model(spec: ModelSpec, seed: int = 0) -> nn.Module:
             model = spec.build()
         # Parameters in a list are the model's own, and the list may be for other ends than forward.
         stray = next((n for n, one in kept_tensors(model) if not isinstance(one, nn.Parameter)), None)
-        base = lacks_base(model)
-        if stray is None and base is None:
+        # torch leaves out the base of an orthogonal parametrization there.
+        bases = {n: getattr(m, "base", m) for n, m in model.named_modules() if "parametrizations" in n}
+        if stray is None and None not in bases.values():
             return model
-        reason = f"{stray} is a tensor that no register_buffer made" if stray else f"{base} is not made there"
+        reason = f"{stray or 'an orthogonal base'} is a tensor that no register_buffer made"
     except (NotImplementedError, RuntimeError) as error:
         reason = first_line(error)
     log.warning(

@@ -41,7 +41,7 @@ from fsdp.optim.state import TrainState
 from fsdp.parallel.checks import check_first_forward
 from fsdp.parallel.compute import check_attention
 from fsdp.parallel.materialize import materialize
-from fsdp.parallel.shard import Sharded, replicate, resolve_dtypes, shard_model
+from fsdp.parallel.shard import Sharded, replicate, shard_model, sharding_of
 from fsdp.record.metrics import NoReporter, Reporter
 from fsdp.run import build, weights
 from fsdp.run.job import trainable_model, warn_of_extra_states
@@ -81,13 +81,14 @@ def shard(builder: Callable[[], nn.Module], config: Config, env: DistEnv) -> Sha
             raise ConfigError(f"--{flag} {value} has no effect in a loop of your own.", f"leave --{flag} out")
     sizes = resolve(config.mesh, env.world_size, env.num_nodes)
     spec = _spec_of(builder)
-    dtypes = resolve_dtypes(config.precision, env.device)
+    sharding = sharding_of(config, sizes, env.device)
+    dtypes = sharding.dtypes
     model = trainable_model(spec, config.run.seed, dtypes.master if sizes.strategy == "ddp" else dtypes.param)
     if config.model.frozen:
         freeze(model, config.model.frozen)
     warn_of_extra_states(model)
     mesh = build_mesh(sizes, env.device, config.run.process_group_timeout_s)
-    sharded = shard_model(model, config, sizes=sizes, mesh=mesh, device=env.device)
+    sharded = shard_model(model, sharding, mesh)
     state_named = config.model.weights not in ("", weights.NONE)
     materialize(
         sharded,

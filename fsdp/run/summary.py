@@ -132,7 +132,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _bytes_a_rank(config: Config, job: Job, model: nn.Module) -> str:
     """Parameters, gradients and optimizer states. A plan adds what a step takes."""
-    dtypes, whole = job.dtypes, whole_parameters(model, config.mesh.unsharded)
+    dtypes, whole = job.dtypes, {*whole_parameters(model, config.mesh.unsharded).values()}
     held = resting_bytes(config.optim, model, dtypes.master, dtypes.frozen).total
     kept = resting_bytes(config.optim, model, dtypes.master, dtypes.frozen, only=whole).total
     resting = kept + (held - kept) / job.sizes.shard
@@ -146,7 +146,7 @@ def dry_run(config: Config, env: DistEnv) -> str:
     ranks = named if env.world_size == 1 else env.world_size
     job = prepare(config, world_size=ranks, num_nodes=env.num_nodes, device=env.device)
     model = trained_model(config, job)
-    whole = whole_parameters(model, config.mesh.unsharded)
+    whole = {*whole_parameters(model, config.mesh.unsharded).values()}
     table = unit_table(model, config.mesh.wrap, job.sizes.shard, whole)
     return "\n".join([*columns(list(describe(config, job, model).items())), "", *table])
 

@@ -20,7 +20,7 @@ from fsdp.optim.optimizer import build_optimizer
 from fsdp.parallel import nvme
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.nvme import NvmeFiles
-from fsdp.parallel.shard import Sharded, shard_model
+from fsdp.parallel.shard import Sharded, shard_model, sharding_of
 from tests.support.runs import flags, on_a_rank
 from tests.support.world import run_world
 
@@ -53,11 +53,7 @@ def made(env: DistEnv, name: str, folder: Path, everything: bool) -> Trained:
     with torch.device("meta"):
         model = spec.build()
     sharded = shard_model(
-        model,
-        Config(memory=memory),
-        sizes=sizes,
-        mesh=build_mesh(sizes, env.device),
-        device=env.device,
+        model, sharding_of(Config(memory=memory), sizes, env.device), build_mesh(sizes, env.device)
     )
     nvme_files = NvmeFiles(memory, OptimSection(), sharded.root, sharded.units, state_dtype=torch.float32)
     materialize(sharded, spec=spec, seed=0, init="shard", rank=env.rank, nvme_files=nvme_files)

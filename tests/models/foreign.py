@@ -1,7 +1,5 @@
 """Models of transformers and timm trained by the product and by a plain loop, and the difference of the two.
 
-    python -m tests.models.foreign [MODEL …]     prints a table at its end
-
 The plain loop takes a whole global batch at once, in float64, and shares with the product only the initial
 weights and the samples.
 """
@@ -10,11 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import itertools
-import sys
-import tempfile
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +41,6 @@ MESHES = {
     "1 rank": (1, ""), "2 ranks": (2, ""), "3 ranks": (3, ""),
     "hsdp 2×2": (4, "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2"),
 }  # fmt: skip
-RECOMPUTED = ("none", "full", "ops")
 RATES = {"t5": 0.005}
 """0.05 for the others."""
 
@@ -173,32 +166,3 @@ def differences(
     found = [record["loss"] for record in finished.records if "grad_norm" in record]
     apart = max(abs(a / b - 1) for a, b in zip(found, losses, strict=True))
     return apart, relative_difference(finished.parameters, parameters)
-
-
-def worst_of(model: str, meshes: Iterable[str], recomputed: Iterable[str], *, exact: bool) -> float:
-    """The largest difference of any run, of a loss or of the parameters."""
-    worst = 0.0
-    for mesh, how in itertools.product(meshes, recomputed):
-        ranks, words = MESHES[mesh]
-        with tempfile.TemporaryDirectory(prefix="foreign-") as folder:
-            more = f"--memory.activation_checkpointing {how}"
-            found = differences(model, ranks, 1, Path(folder), words, more, exact=exact)
-        worst = max(worst, *found)
-    return worst
-
-
-def main(names: Sequence[str]) -> int:
-    heads = ("model", *MESHES, "as it comes")
-    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for model in names or KINDS:
-        began = time.monotonic()
-        exact = [worst_of(model, [mesh], RECOMPUTED, exact=True) for mesh in MESHES]
-        as_it_comes = worst_of(model, MESHES, RECOMPUTED[:1], exact=False)
-        rows.append(f"| {model} | {' | '.join(f'{size:.0e}' for size in (*exact, as_it_comes))} |")
-        print(f"{model}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    print("\n".join(rows))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

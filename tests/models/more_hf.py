@@ -99,10 +99,3 @@ def build(name: str, fields: dict[str, Any]) -> nn.Module:
     cls = getattr(transformers, name)
     built: nn.Module = cls(cls.config_class(**fields))
     return built
-
-
-def kind_of(name: str) -> str:
-    """What the class reads."""
-    kinds = {"CausalLM": "causal", "MaskedLM": "masked", "ConditionalGeneration": "seq2seq",
-             "SequenceClassification": "classes", "ImageClassification": "images"}  # fmt: skip
-    return next((kind for end, kind in kinds.items() if name.endswith(f"For{end}")), "causal")

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torchvision_import import import_torchvision
 from fsdp.dist.env import DistEnv
 from fsdp.models.transformer import Transformer, TransformerSizes
-from fsdp.models.units import blocks_of, find_units, wrap_hint
+from fsdp.models.units import find_units
 from tests.support.world import run_world
 
 
@@ -88,17 +87,6 @@ def test_the_models_own_units_come_first() -> None:
     assert names(small()) == [["blocks.0"], ["blocks.1"]]
 
 
-def test_units_may_be_named_and_inner_ones_go_first() -> None:
-    model: Any = Ours(nn.ModuleList([Layer(), Layer()]))
-    model.chosen = lambda: ["body.0", model.body[1], (model.body[0].linear,)]
-    assert names(model) == [["body.0.linear"], ["body.0"], ["body.1"]]
-
-
-def test_the_blocks_to_recompute_are_units_of_several_layers() -> None:
-    model = small()
-    assert blocks_of(find_units(model)) == list(model.blocks)
-
-
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
@@ -130,28 +118,6 @@ def test_repeated_blocks_are_found(body: nn.Module, expected: list[str]) -> None
     assert flat(Net(body)) == expected
 
 
-def test_torchvisions_and_torchs_own_models() -> None:
-    with torch.device("meta"):
-        models = import_torchvision().models
-        vit, resnet, pair = (
-            models.vit_b_16(),
-            models.resnet18(),
-            nn.Transformer(8, 2, 3, 2, 8, batch_first=True),
-        )
-    assert flat(vit) == [f"encoder.layers.encoder_layer_{i}" for i in range(12)]
-    assert flat(resnet) == [f"layer{stage}.{i}" for stage in (1, 2, 3, 4) for i in (0, 1)]
-    assert flat(pair) == [
-        *(f"encoder.layers.{i}" for i in range(3)),
-        *(f"decoder.layers.{i}" for i in range(2)),
-    ]
-
-
-def test_a_block_that_is_applied_many_times_is_one_unit() -> None:
-    layer = Layer()
-    assert names(Net(nn.ModuleList([layer] * 4))) == [["body.0"]]
-    assert names(Net(nn.ModuleList([layer, Layer(), layer]))) == [["body.0"], ["body.1"]]
-
-
 # ---------------------------------------------------------------- parameters in two places
 
 
@@ -162,12 +128,6 @@ def test_tied_units_go_to_the_root() -> None:
     assert flat(model) == ["body.0", "body.2"]
 
 
-def test_parameters_tied_within_one_list_stay_a_unit() -> None:
-    model: Any = small(tied=True)
-    model.units = lambda: [[model.embedding, model.norm, model.head], *model.blocks]
-    assert names(model) == [["embedding", "norm", "head"], ["blocks.0"], ["blocks.1"]]
-
-
 def test_a_module_shared_by_two_blocks_keeps_both_out() -> None:
     body: Any = nn.ModuleList([Layer(), Layer(), Layer()])
     body[0].linear = body[2].linear
@@ -175,12 +135,6 @@ def test_a_module_shared_by_two_blocks_keeps_both_out() -> None:
 
 
 # ---------------------------------------------------------------- class, size, root
-
-
-def test_by_class_inner_units_go_first() -> None:
-    assert flat(small(), "class:Block") == ["blocks.0", "blocks.1"]
-    both = flat(small(), "class:Block,FeedForward")
-    assert both == ["blocks.0.ffn", "blocks.1.ffn", "blocks.0", "blocks.1"]
 
 
 @pytest.mark.parametrize("least", [1, 20, 300, 1000, 2500, 5000, 10**9])
@@ -221,26 +175,6 @@ def test_a_wrong_wrap_is_one_line_with_a_hint(wrap: str, says: str, hint: str) -
         find_units(small(dropout=0.1), wrap)
     assert says in str(error.value)
     assert error.value.hint == hint
-
-
-@pytest.mark.parametrize(
-    ("chosen", "says", "hint"),
-    [
-        (lambda m: [m.body], "gave a ModuleList, which has no forward", "[*self.blocks]"),
-        (lambda m: [nn.Linear(2, 2)], "gave a Linear, no module inside it", "modules of the model"),
-        (lambda m: ["body.o"], "gave 'body.o', no module inside it", "body"),
-        (lambda m: [3], "gave a int, no module inside it", "return modules"),
-    ],
-)
-def test_wrong_units_of_a_model_are_one_line_with_a_hint(
-    chosen: Callable[[Any], Any], says: str, hint: str
-) -> None:
-    model: Any = Ours(nn.ModuleList([Layer(), Layer()]))
-    model.chosen = lambda: chosen(model)
-    with pytest.raises(ConfigError) as error:
-        find_units(model)
-    assert says in str(error.value)
-    assert hint in str(error.value.hint)
 
 
 # ---------------------------------------------------------------- FSDP takes each choice
@@ -298,19 +232,3 @@ def test_fsdp_takes_each_choice_and_its_gradients_are_right() -> None:
     for found in run_world(2, largest_differences):
         assert found.keys() == CHOICES.keys()
         assert max(found.values()) < 1e-10, found
-
-
-def test_the_hint_names_blocks_of_which_there_is_one_a_class() -> None:
-    class Mixer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(2, 2)
-
-    class Attention(Mixer):
-        pass
-
-    unlike = nn.ModuleDict({"layers": nn.ModuleList([Mixer(), Attention(), nn.Linear(2, 2)])})
-    assert find_units(unlike) == []
-    assert wrap_hint(unlike) == "--mesh.wrap class:Mixer,Attention"
-    assert len(find_units(unlike, "class:Mixer,Attention")) == 2
-    assert "class:NAME" in wrap_hint(nn.Linear(2, 2))

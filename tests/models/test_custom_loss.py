@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp.base.errors import ConfigError
 from fsdp.data import build_dataset
 from fsdp.models.loss import LossFunction, load_loss
 from tests.support import plain_loop
 from tests.support.plain_loop import Trained, relative_difference, train_plainly
 from tests.support.runs import failures, run, settings
-from tests.support.user_code import OwnLoss, Uneven
+from tests.support.user_code import Uneven
 
 OWN = "tests.models.test_custom_loss:"
 FP64 = "--precision.master fp64 --precision.param fp64"
@@ -135,14 +133,6 @@ def test_padding_and_what_is_masked_add_nothing_even_if_infinite() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_a_model_that_takes_targets_returns_logits_to_it() -> None:
-    model = OwnLoss()
-    function = LossFunction(model, load_loss(OWN + "squared"))
-    data = {"inputs": torch.randn(3, 12), "targets": torch.tensor([1, 0, 2])}
-    parts = function(model, data, torch.ones(3, dtype=torch.bool), 3)
-    assert float(parts.loss_sum) == pytest.approx(float(squared(model(data["inputs"]), data).sum()))
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -160,15 +150,3 @@ def test_what_cannot_be_weighed_is_refused(name: str, message: str, tmp_path: Pa
         assert line is not None
         assert line.startswith(f"ConfigError: --train.loss {OWN}{name} {message}")
         assert "HINT: " in line
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        (OWN + "absent", "has no absent"),
-        ("cross_entropy", "is not package.module:factory"),
-    ],
-)
-def test_a_wrong_name_is_refused_before_any_process_group(path: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load_loss(path)

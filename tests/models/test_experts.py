@@ -4,17 +4,14 @@ and the dtype of computation alone.
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.models.hf_settings import select_experts_kernel
-from fsdp.models.units import has_separate_experts
 from fsdp.predict.trained import open_run
 from tests.models import foreign
 from tests.models.foreign import plain, words_of
@@ -52,24 +49,6 @@ def test_the_loop_replaces_grouped_products_where_torch_has_none(
     built(inputs, labels=inputs).loss.backward()
 
 
-def test_a_model_inside_another_module_is_found_too(caplog: pytest.LogCaptureFixture) -> None:
-    inner = build("odd_moe")
-    with caplog.at_level(logging.INFO):
-        select_experts_kernel(nn.ModuleDict({"inner": inner}), torch.bfloat16)
-    assert inner.config._experts_implementation == "eager"
-    assert caplog.messages == [
-        "experts are computed one after another: inner.model.layers.0.mlp.experts.gate_up_proj is "
-        "5 × 38 × 24, and torch's grouped products in bfloat16 need multiples of 8"
-    ]
-
-
-def test_a_chosen_kernel_stays() -> None:
-    built = build("odd_moe")
-    built.set_experts_implementation("batched_mm")
-    select_experts_kernel(built, torch.float32)
-    assert built.config._experts_implementation == "batched_mm"
-
-
 LOW = {"fp32": 1e-6, "bf16": 2e-2}
 
 
@@ -89,16 +68,6 @@ def test_odd_widths_train_in_lower_precision_as_a_plain_loop_in_float64(
     assert relative_difference(found, plain(model, ranks, 1)[0]) < LOW[dtype]
 
 
-@pytest.mark.parametrize("mesh", ["", "--mesh.strategy ddp"])
-@pytest.mark.slow
-@pytest.mark.long
-def test_strategies_compute_in_their_own_dtype(mesh: str, tmp_path: Path) -> None:
-    """DDP's autocast leaves the weights of grouped products in fp64."""
-    words = words_of("qwen3_moe")
-    finished = run(2, tmp_path, words, "--precision.param fp32", mesh)
-    assert all(value.isfinite().all() for value in finished.parameters.values())
-
-
 @pytest.mark.slow
 def test_a_prediction_selects_the_loop_too(tmp_path: Path) -> None:
     run(1, tmp_path, words_of("odd_moe"), "--train.steps 1")
@@ -106,10 +75,3 @@ def test_a_prediction_selects_the_loop_too(tmp_path: Path) -> None:
     for flags in ([], ["--precision.master", "fp32"]):
         opened = open_run(tmp_path, flags, trusted)
         assert opened.logits(torch.arange(12).view(2, 6)).isfinite().all()
-
-
-def test_experts_that_are_modules_of_their_own_are_found() -> None:
-    experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
-    assert has_separate_experts(nn.ModuleDict({"layer": nn.ModuleDict({"experts": experts})}))
-    assert not has_separate_experts(nn.ModuleDict({"layers": experts}))
-    assert not has_separate_experts(nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2)])}))

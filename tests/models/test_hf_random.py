@@ -65,12 +65,3 @@ def test_a_value_of_the_constructor_is_read_from_a_whole_model() -> None:
     draws = ModuleDraws(with_a_scale, 0, with_a_scale)
     found: Tensor = draws["own.scale"]
     assert torch.equal(found, torch.full((3,), 5.0))
-
-
-def test_one_module_is_held_at_a_time() -> None:
-    prepare_torchvision()
-    draws = ModuleDraws(small_hf.llama, 0, refuse)
-    for _ in draws.values():
-        held = [p for p in draws._model.parameters() if p.device.type != "meta"]
-        assert not held
-        assert len(draws._last[1]) <= 2

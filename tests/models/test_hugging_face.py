@@ -46,45 +46,6 @@ def resolve_llama(folder: Path, monkeypatch: pytest.MonkeyPatch, **args: bool) -
     return resolve(ModelSection(name="my_llama:llama", args=args), {"vocab_size": 100, "seq_len": 16})
 
 
-def on_meta(spec: ModelSpec) -> nn.Module:
-    with torch.device("meta"):
-        return spec.build()
-
-
-def test_it_is_built_on_meta_with_nothing_left_outside(llama: ModelSpec) -> None:
-    model = on_meta(llama)
-    assert {p.device.type for p in [*model.parameters(), *model.buffers()]} == {"meta"}
-    assert not [
-        (n, k) for n, m in model.named_modules() for k, v in vars(m).items() if isinstance(v, torch.Tensor)
-    ]
-    assert not llama.knows_inits
-    assert llama.sizes == {"vocab_size": 100}
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_its_layers_are_its_units(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = on_meta(resolve_llama(tmp_path, monkeypatch, tied=tied))
-    known = {module: name for name, module in model.named_modules()}
-    assert [known[module] for [module] in find_units(model)] == [f"model.layers.{i}" for i in range(3)]
-    assert [known[module] for [module] in find_units(model, "class:LlamaDecoderLayer")] == [
-        f"model.layers.{i}" for i in range(3)
-    ]
-    both = [known[module] for [module] in find_units(model, "class:Embedding,LlamaDecoderLayer")]
-    assert ("model.embed_tokens" in both) is not tied
-
-
-def test_its_weights_follow_from_the_seed_and_it_trains(llama: ModelSpec) -> None:
-    first, again, other = (build_real(llama, seed) for seed in (1, 1, 2))
-    weights = [
-        dict(model.named_parameters())["model.layers.0.mlp.up_proj.weight"] for model in (first, again, other)
-    ]
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
-    logits = first(torch.randint(0, 100, (2, 16))).logits
-    logits.sum().backward()
-    assert all(p.grad is not None for p in first.parameters())
-
-
 # ---------------------------------------------------------------- recomputation
 
 SMALL: dict[str, Any] = {

@@ -29,12 +29,6 @@ def test_same_bits_however_cut(kind: Init, parts: int) -> None:
     assert torch.equal(torch.cat(pieces), whole)
 
 
-@pytest.mark.parametrize("start", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 10**12 + 3])
-def test_one_element_is_that_element_of_the_stream(start: int) -> None:
-    around = draw(Normal(1.0), 0, NAME, start, 5)
-    assert torch.equal(draw(Normal(1.0), 0, NAME, start + 3, 1), around[3:4])
-
-
 def test_each_seed_and_name_has_its_own_stream() -> None:
     streams = [draw(Normal(1.0), seed, name, 0, 10_000) for seed in (0, 1) for name in ("a", "b")]
     correlation = torch.corrcoef(torch.stack(streams)) - torch.eye(4)
@@ -51,34 +45,6 @@ def test_moments_tails_and_shape_of_the_normal() -> None:
     # Kolmogorov and Smirnov's distance: 1.63/√n is its one-in-a-hundred value
     cdf = 0.5 * (1 + torch.erf(x.sort().values / math.sqrt(2)))
     assert float((cdf - (torch.arange(len(x)) + 0.5) / len(x)).abs().max()) < 1.63 / math.sqrt(len(x))
-
-
-def test_neighbours_and_halves_of_a_block_are_independent() -> None:
-    x = draw(Normal(1.0), 0, NAME, 0, 64 * BLOCK)
-    for lag in (1, 2, BLOCK // 2, BLOCK):
-        a, b = x[:-lag], x[lag:]
-        for f in (lambda v: v, torch.abs, torch.sign):
-            assert abs(float(torch.corrcoef(torch.stack([f(a), f(b)]))[0, 1])) < 4e-3, lag
-
-
-def test_uniform_fills_its_bounds_evenly() -> None:
-    x = draw(Uniform(0.5), 0, NAME, 0, 1_000_000)
-    assert -0.5 <= float(x.min()) < -0.4999
-    assert 0.4999 < float(x.max()) <= 0.5
-    assert abs(float(x.mean())) < 2e-3
-    assert abs(float(x.var()) - 1 / 12) < 1e-3
-
-
-def test_clip_clamps_at_k_deviations() -> None:
-    free, clipped = (draw(Normal(0.1, clip=k), 0, NAME, 0, 100_000) for k in (None, 2.0))
-    assert torch.equal(clipped, free.clamp(-0.2, 0.2))
-    assert float(clipped.max()) == pytest.approx(0.2)
-
-
-def test_other_dtypes_are_casts_of_the_same_numbers() -> None:
-    single = draw(Normal(0.02), 0, NAME, 5, 1000)
-    assert torch.equal(draw(Normal(0.02), 0, NAME, 5, 1000, dtype=torch.float64), single.double())
-    assert torch.equal(draw(Normal(0.02), 0, NAME, 5, 1000, dtype=torch.bfloat16), single.bfloat16())
 
 
 CHECKSUM = 0x44B5B5CF

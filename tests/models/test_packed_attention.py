@@ -11,14 +11,12 @@ from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.torchvision_import import prepare_torchvision
-from fsdp.config import MemorySection
 from fsdp.models import packed
 from fsdp.models.checks import check_documents_apart, check_positions
 from fsdp.models.cross_entropy import read_output
 from fsdp.models.hf_settings import select_experts_kernel
-from fsdp.models.packed import documents_of, uses_varlen
+from fsdp.models.packed import documents_of
 from fsdp.models.transformer import Transformer, TransformerSizes
-from fsdp.parallel.activations import apply_activation_checkpointing
 from tests.models import small_hf
 
 LENGTHS = ([3, 1, 5], [9], [1, 1, 7])
@@ -75,21 +73,6 @@ def test_a_document_has_the_same_bits_beside_another(dtype: torch.dtype) -> None
     assert not torch.equal(one[0, :4], two[0, :4])
 
 
-@pytest.mark.parametrize("memory", [("full", 1.0), ("ops", 1.0), ("none", 0.5)])
-def test_recomputation_has_the_same_gradients(memory: tuple[Any, float]) -> None:
-    tokens, positions = rows()
-    found = []
-    cases: list[tuple[Any, float]] = [("none", 1.0), memory]
-    for kind, budget in cases:
-        model = transformer()
-        section = MemorySection(activation_checkpointing=kind, activation_budget=budget)
-        units: list[list[nn.Module]] = [[block] for block in model.blocks]
-        apply_activation_checkpointing(units, section)
-        model(tokens, positions).square().sum().backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
 # ---------------------------------------------------------------- varlen
 
 
@@ -117,16 +100,6 @@ def test_varlen_is_as_the_mask(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(packed, "uses_varlen", lambda *_: True)
     assert documents_of(positions, masked, 4).mask is None
     assert torch.allclose(model(tokens, positions), masked, rtol=0, atol=1e-12)
-
-
-def test_varlen_is_for_half_precision_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(packed, "varlen_kernel", lambda: plain_varlen)
-    cuda = torch.device("cuda")
-    assert uses_varlen(cuda, torch.bfloat16, 64)
-    assert not uses_varlen(cuda, torch.float32, 64)
-    assert not uses_varlen(cuda, torch.bfloat16, 20)
-    assert not uses_varlen(torch.device("cpu"), torch.bfloat16, 64)
 
 
 # ---------------------------------------------------------------- the check
@@ -167,24 +140,6 @@ def test_a_model_without_positions_is_refused() -> None:
         check_positions(nn.Linear(2, 2), "a", {"packed": True})
     check_positions(nn.Linear(2, 2), "a", {})
     check_positions(transformer(), "a", {"packed": True})
-
-
-def test_experts_are_known_by_their_names_and_may_round() -> None:
-    """DBRX has their number in a part of its configuration."""
-
-    class Rounds(nn.Module):
-        def __init__(self, name: str) -> None:
-            super().__init__()
-            self.inner = transformer()
-            self.add_module(name, nn.Identity())
-
-        def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
-            found = logits(self.inner(tokens, position_ids=position_ids))
-            return found * (1 + float(tokens[0, 0]) * torch.finfo(found.dtype).eps)
-
-    check(Rounds("experts"))
-    with pytest.raises(ConfigError, match="its attention crosses"):
-        check(Rounds("other"))
 
 
 @pytest.mark.slow

@@ -16,13 +16,6 @@ from tests.support.user_code import Block, Sentences, Uneven, Vectors
 # ---------------------------------------------------------------- what trains
 
 
-class Empty(Uneven):
-    def __init__(self) -> None:
-        super().__init__()
-        self.nothing = nn.Parameter(torch.zeros(0))
-        self.blocks[0].nothing = nn.Parameter(torch.zeros(0, 3))
-
-
 class Orthogonal(Uneven):
     def __init__(self) -> None:
         super().__init__()
@@ -41,17 +34,6 @@ class Shuffled(Uneven):
         return super().forward((x @ self.turn.to(x.dtype))[:, self.order])
 
 
-class Ordered(Shuffled):
-    """Without the tensor: it is built on meta."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.turn
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Uneven.forward(self, x[:, self.order])
-
-
 class HostNoise(Uneven):
     """Drops features in training, by the streams of Python and numpy, as SpecAugment does."""
 
@@ -62,41 +44,10 @@ class HostNoise(Uneven):
         return super().forward(x)
 
 
-class WholeNumbers(Uneven):
-    """A table of int8 as a parameter that is not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.arange(13, dtype=torch.int8), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x) + 0.01 * self.table
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 class Unused(Uneven):
     def __init__(self) -> None:
         super().__init__()
         self.extra = nn.Linear(4, 4)
-
-
-class SharedBuffer(Uneven):
-    """One tensor as a buffer of two modules."""
-
-    shared: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("shared", torch.linspace(0.5, 1, 13))
-        self.blocks[0].register_buffer("shared", self.shared)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x) * self.shared
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x * self.blocks[0].get_buffer("shared"))
 
 
 class TensorList(Uneven):
@@ -135,13 +86,6 @@ class Remembers(Uneven):
         return super().forward(x) + self.decayed[1].sum()
 
 
-class Scripted(Uneven):
-    def __init__(self) -> None:
-        super().__init__()
-        script: Any = torch.jit.script
-        self.blocks = nn.ModuleList(script(Block(13)) for _ in range(2))
-
-
 class Complex(Uneven):
     def __init__(self) -> None:
         super().__init__()
@@ -169,18 +113,6 @@ class Follows(Uneven):
         return super().forward(x) + self.head(self.slow(x))
 
 
-class Clips(Block):
-    """A block that clips its weight in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__(13)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.up.weight.clamp_(-0.01, 0.01)
-        return super().forward(x)
-
-
 class InStages(Uneven):
     """Its second block is frozen at first, and trained from the second forward on; or the other way round."""
 
@@ -194,12 +126,6 @@ class InStages(Uneven):
         if self.forwards == 2:
             self.blocks[1].requires_grad_(not self.first)
         return super().forward(x)
-
-
-class Clipping(Uneven):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Clips() for _ in range(2))
 
 
 class Another(Block):
@@ -301,15 +227,6 @@ class Detached(Uneven):
         return super().forward(x).detach()
 
 
-class ReturnsNothing(Uneven):
-    def forward(self, x: Tensor) -> None:  # type: ignore[override]
-        super().forward(x)
-
-
-def wrapped() -> Any:
-    return nn.DataParallel(Uneven())
-
-
 class Scales(nn.Module):
     """A block whose output is a view, and whose backward reads its parameter without looking at its size."""
 
@@ -395,13 +312,6 @@ class Lazy(Uneven):
         self.stem = nn.LazyLinear(13)
 
 
-class PerSample(Uneven):
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
-        logits = super().forward(x)
-        loss = None if targets is None else nn.functional.cross_entropy(logits, targets, reduction="none")
-        return {"loss": loss, "logits": logits}
-
-
 class Packed(Tensor):
     """A weight as a library of quantized tensors has it: operations of its own, no other."""
 
@@ -461,41 +371,6 @@ class Alternating(Uneven):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Alternates() for _ in range(2))
-
-
-class Cache:
-    """A key-value cache as transformers' have it: what the blocks append to."""
-
-    def __init__(self) -> None:
-        self.layers: list[dict[str, Tensor]] = []
-
-    def get_seq_length(self) -> int:
-        return len(self.layers)
-
-
-class Caches(Block):
-    def __init__(self) -> None:
-        super().__init__(13)
-
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        out = super().forward(x)
-        if cache is not None:
-            cache.layers.append({"keys": out})
-        return out
-
-
-class Caching(Uneven):
-    """A model that makes a cache in each forward, though it trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Caches() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, cache = self.stem(x), Cache()
-        for block in self.blocks:
-            x = block(x, cache=cache)
-        return self.head(x)
 
 
 class Words(nn.Module):

@@ -20,13 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import ConfigError
-from fsdp.config import OptimSection, load
+from fsdp.config import OptimSection
 from fsdp.dist.env import DistEnv
-from fsdp.dist.mesh import MeshSizes
-from fsdp.memory.account import state_bytes
-from fsdp.optim.optimizer import build_optimizer, check_step, set_lr
-from fsdp.parity.reference import build_optimizers
-from fsdp.plan.fake_step import FakeRun, trace_step
+from fsdp.optim.optimizer import build_optimizer
 from tests.support import plain_loop
 from tests.support.marks import quick_are
 from tests.support.plain_loop import Trained, relative_difference, train_plainly
@@ -79,11 +75,6 @@ def lion(
     return Lion(groups_of(named_parameters, weight_decay), lr, betas)
 
 
-def slower_vectors(named_parameters: Named, lr: float) -> torch.optim.Optimizer:
-    matrices, others = groups_of(named_parameters, 0.0)
-    return torch.optim.SGD([matrices, {**others, "lr": lr / 4}], lr=lr)
-
-
 def with_state(state_of: Any) -> Any:
     class Other(Lion):
         pass
@@ -98,7 +89,6 @@ by_rank = with_state(lambda p: torch.full((4,), float(dist.get_rank())))
 nested = with_state(lambda p: {"rows": 0})
 of_numpy = with_state(lambda p: np.sqrt(np.float64(p.dim())))
 rows = with_state(lambda p: (p * 1).sum(-1) if p.dim() > 1 else torch.zeros_like(p))
-replicated = with_state(lambda p: torch.arange(6.0).view(2, 3))
 
 
 def without_head(named_parameters: Named, lr: float) -> torch.optim.Optimizer:
@@ -115,16 +105,6 @@ def a_list(named_parameters: Named, lr: float) -> Any:
 
 def failing(named_parameters: Named, lr: float) -> Any:
     raise ValueError("no such thing")
-
-
-class ReadsValues(Lion):
-    def step(self, closure: Any = None) -> Any:
-        assert all(float(p.grad.sum()) < 1e9 for group in self.param_groups for p in group["params"])
-        super().step()
-
-
-def reads_values(named_parameters: Named, lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
-    return ReadsValues([p for _, p in named_parameters], lr, betas)
 
 
 @functools.cache
@@ -163,12 +143,6 @@ def test_a_run_resumes_on_other_numbers_of_ranks(factory: str, tmp_path: Path) -
     assert failures(1, tmp_path, flags, "--train.stop_after 4") == [None]
     finished = run(3, tmp_path, flags)
     assert relative_difference(finished.parameters, plain(factory).parameters) <= 1e-10
-
-
-def test_a_small_state_that_is_equal_on_all_ranks_is_resumed(tmp_path: Path) -> None:
-    flags = f"--train.steps 2 --optim.name {OWN}replicated"
-    assert failures(2, tmp_path, flags, "--train.stop_after 1") == [None] * 2
-    assert failures(1, tmp_path, flags) == [None]
 
 
 @pytest.mark.parametrize(
@@ -210,78 +184,6 @@ def test_states_that_other_ranks_could_not_resume_are_refused_after_the_first_up
 def test_a_factory_that_returns_something_else_is_one_line(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         build_optimizer(OptimSection(name=name), Uneven())
-
-
-def test_an_optimizer_with_a_schedule_of_torch_is_stepped_without_a_closure() -> None:
-    """The schedule replaces step() on the object, by a function with another signature."""
-    for kind, refused in ((torch.optim.SGD, False), (torch.optim.LBFGS, True)):
-        made: Any = kind(Uneven().parameters(), lr=0.1)
-        torch.optim.lr_scheduler.StepLR(made, 1)
-        with pytest.raises(ConfigError, match="needs a closure") if refused else contextlib.nullcontext():
-            check_step("the optimizer", made)
-
-
-@pytest.mark.parametrize(
-    ("beside", "both", "hint"),
-    [
-        (
-            "--memory.nvme optimizer --memory.nvme_dir /tmp",
-            "--optim.name torch.optim:NAdam and --memory.nvme optimizer",
-            "--optim.name adamw",
-        ),
-        (
-            "--optim.state bf16",
-            "--optim.state bf16 and --optim.name torch.optim:NAdam",
-            "--optim.state master",
-        ),
-        (
-            "--optim.fused true",
-            "--optim.name torch.optim:NAdam and --optim.fused true",
-            "--optim.name adamw",
-        ),
-    ],
-)
-def test_what_only_built_in_optimizers_can_is_refused(beside: str, both: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"{both} do not go together. HINT: {hint}")):
-        load(["--optim.name", "torch.optim:NAdam", *beside.split()])
-
-
-def test_groups_keep_the_ratio_of_their_rates() -> None:
-    optimizer = build_optimizer(OptimSection(name=OWN + "slower_vectors", lr=0.5), Uneven())
-    set_lr(optimizer, 0.2)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.05]
-
-
-def test_a_bad_step_is_skipped(tmp_path: Path) -> None:
-    flags = "--data.name tests.support.user_code:spoilt_vectors --train.nonfinite skip --train.steps 6"
-    finished = run(2, tmp_path, flags, f"--optim.name {OWN}lion")
-    assert all(value.isfinite().all() for value in finished.parameters.values())
-    assert any(one["loss"] is None or one["loss"] != one["loss"] for one in finished.records if "loss" in one)
-
-
-def test_parity_s_plain_loop_builds_it_with_the_same_settings() -> None:
-    section = OptimSection(name=OWN + "lion", lr=0.25, beta1=0.5, weight_decay=0.3)
-    (plainly,) = build_optimizers(section, Uneven())
-    assert isinstance(plainly, Lion)
-    assert [group["weight_decay"] for group in plainly.param_groups] == [0.3, 0.0]
-    assert plainly.param_groups[0]["betas"] == (0.5, 0.95)
-
-
-def planned(name: str) -> Any:
-    config = settings(f"--optim.name {name}")
-    return trace_step(FakeRun(config, MeshSizes("fsdp", 1, 2), 0, 3, 2, "cpu"))
-
-
-def test_a_plan_runs_its_step_on_fake_tensors_or_says_that_it_cannot() -> None:
-    assert planned(OWN + "lion").parts
-    with pytest.raises(ConfigError, match=f"--optim.name {OWN}reads_values cannot step on fake tensors"):
-        planned(OWN + "reads_values")
-
-
-def test_its_states_count_as_adam_s_where_they_are_unknown() -> None:
-    parameters = list(Uneven().parameters())
-    section = OptimSection(name=OWN + "lion")
-    assert state_bytes(section, parameters, 4) == state_bytes(OptimSection(), parameters, 4)
 
 
 # ---------------------------------------------------------------- a start with another optimizer

@@ -14,7 +14,7 @@ from torch import nn
 from fsdp import config as configuration
 from fsdp.dist.env import DistEnv
 from fsdp.optim import gradients as loss_scale
-from fsdp.optim.gradients import GROWS_AFTER, LARGEST, LossScaler
+from fsdp.optim.gradients import GROWS_AFTER, LossScaler
 from fsdp.optim.state import TrainState
 from fsdp.run.loop import train
 from tests.support.runs import flags
@@ -50,15 +50,6 @@ def test_an_overflow_halves_it_and_resets_the_count() -> None:
     assert (one.scale, scaled.good_steps) == (4.0, 0)
     one.good()
     assert one.scale == 4.0, "one good step after an overflow is not enough to grow"
-
-
-def test_it_has_a_largest_and_a_smallest() -> None:
-    top = LossScaler(state(LARGEST, good_steps=GROWS_AFTER))
-    top.good()
-    assert top.scale == LARGEST
-    low = LossScaler(state(2.0))
-    assert low.overflow()
-    assert not low.overflow(), "below 1 the numbers themselves are at fault"
 
 
 def scales_of_steps(env: DistEnv, words: list[str]) -> list[float]:

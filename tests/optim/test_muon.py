@@ -13,18 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from bench.plan_real import _asks
 from fsdp.base.errors import ConfigError
-from fsdp.config import OptimSection, load
-from fsdp.data import build_dataset
+from fsdp.config import OptimSection
 from fsdp.dist.env import DistEnv
-from fsdp.memory.account import muon_matrices, state_bytes
-from fsdp.models import resolve
-from fsdp.optim.muon import AdjustLr, Matrix, hidden_matrices, lr_ratio, rounds
-from fsdp.optim.optimizer import build_optimizer, set_lr
-from fsdp.plan.estimate import memory_of
-from fsdp.plan.fake_step import trace_step
-from tests.plan.test_measured import BATCH, SMALL, tensors
+from fsdp.optim.muon import Matrix, hidden_matrices, rounds
+from fsdp.optim.optimizer import build_optimizer
 from tests.support.plain_loop import Trained, relative_difference, train_plainly
 from tests.support.runs import failures, run, settings
 from tests.support.user_code import TiedWords, Tiny, Uneven
@@ -127,19 +120,6 @@ def test_every_rank_has_torch_s_bits(ranks: int, shape: tuple[int, ...], owned: 
         assert all(torch.equal(a, b) for a, b in zip(moments, momentum, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(8, 2), (2, 8)])
-def test_each_rule_of_the_rate_is_torch_s(shape: tuple[int, int]) -> None:
-    grad = torch.linspace(-1, 1, 16).reshape(shape)
-
-    def update(rule: AdjustLr) -> torch.Tensor:
-        matrix = nn.Parameter(torch.zeros(shape))
-        matrix.grad = grad.clone()
-        torch.optim.Muon([matrix], lr=1.0, weight_decay=0.0, adjust_lr_fn=rule).step()
-        return matrix.detach() / lr_ratio(torch.Size(shape), rule)
-
-    assert torch.allclose(update("original"), update("match_rms_adamw"))
-
-
 def test_each_matrix_has_one_owner_and_the_owners_cost_is_even() -> None:
     matrices = [Matrix(rows, 512, 8) for rows in (512, 2048) for _ in range(32)]
     found = rounds(matrices, 8, 4 * 512 * 2048)
@@ -165,16 +145,6 @@ def test_matrices_inside_repeated_blocks() -> None:
         nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3)
     )
     assert names_of(layers) == ["2.weight", "4.weight"]
-
-
-@pytest.mark.parametrize(("name", "kind"), [("transformer", "tokens"), ("vit", "images")])
-def test_of_a_built_in_model_all_but_embedding_and_head(name: str, kind: str) -> None:
-    config = load(["--model.name", name, "--data.name", "synthetic", "--data.args.kind", kind])
-    with torch.device("meta"):
-        model = resolve(config.model, build_dataset(config.data).info.facts).build()
-    inside = [n for n, p in model.named_parameters() if re.search(r"\.\d+\.", n) and p.dim() == 2]
-    assert inside
-    assert names_of(model) == inside
 
 
 def test_patterns_replace_the_rule() -> None:
@@ -207,97 +177,7 @@ def test_a_model_or_pattern_without_matrices_is_one_line(
 # ---------------------------------------------------------------- its settings
 
 
-def updated(**more: Any) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = Uneven()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = build_optimizer(OptimSection(**{"name": "muon", "lr": 0.5, **more}), model)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    set_lr(optimizer, 0.25)
-    for _ in range(2):
-        optimizer.step()
-    return {name: p.detach() - before[name] for name, p in model.named_parameters()}
-
-
-def test_each_setting_changes_its_matrices_alone() -> None:
-    usual = updated()
-    others = {"muon_lr": 1.5, "muon_momentum": 0.5}
-    for setting, value in others.items():
-        found = updated(**{setting: value})
-        changed = [name for name in usual if not torch.equal(found[name], usual[name])]
-        assert changed == UNEVEN, setting
-    ratio = updated(muon_lr=1.0, weight_decay=0.0)[UNEVEN[0]] / updated(weight_decay=0.0)[UNEVEN[0]]
-    assert torch.allclose(ratio, torch.full_like(ratio, 2.0), rtol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            "--optim.name muon --memory.nvme optimizer --memory.nvme_dir /tmp",
-            "--optim.name muon and --memory.nvme optimizer do not go together. HINT: --optim.name adamw",
-        ),
-        (
-            "--optim.name muon --optim.state bf16",
-            "--optim.state bf16 and --optim.name muon do not go",
-        ),
-        (
-            "--optim.muon_lr 0.02",
-            "--optim.muon_lr 0.02 has no effect under --optim.name adamw. HINT: --optim.name muon",
-        ),
-    ],
-)
-def test_conflicts_are_one_line(flags: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load(flags.split())
-
-
 # ---------------------------------------------------------------- its memory
 
 
-def test_its_states_are_one_moment_of_the_matrices_and_two_of_the_others() -> None:
-    model = Uneven()
-    section = OptimSection(name="muon")
-    optimizer = build_optimizer(section, model)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    held = sum(v.numel() * 4 for state in optimizer.state.values() for v in state.values() if v.dim())
-    assert held == state_bytes(section, model.parameters(), 4, muon_matrices(section, model))
-
-
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        ("--mesh.strategy", "fsdp"),
-        ("--mesh.strategy", "ddp"),
-        ("--mesh.strategy", "fsdp", "--model.args.layers", "9"),
-    ],
-)
-@pytest.mark.long
-def test_a_plan_counts_its_states_and_its_buffers(mesh: tuple[str, ...]) -> None:
-    flags = (
-        *SMALL,
-        "--data.seq_len",
-        "8",
-        "--model.args.width",
-        "128",
-        *BATCH,
-        "--optim.name",
-        "muon",
-        *mesh,
-    )
-    measured = run_world(2, tensors, flags)
-    planned = [memory_of(trace_step(ask), ask).peak for ask in _asks(flags, 2)]
-    assert planned == pytest.approx(measured, rel=0.01)
-
-
 # ---------------------------------------------------------------- a start with other settings
-
-
-@pytest.mark.long
-def test_parameters_that_change_between_muon_and_adamw_start_with_fresh_states(tmp_path: Path) -> None:
-    flags = f"--train.steps 3 --optim.name muon --optim.muon_parameters {UNEVEN[0]},head.weight"
-    assert failures(2, tmp_path, flags, "--train.stop_after 1") == [None] * 2
-    assert failures(1, tmp_path, "--train.steps 3 --optim.name muon") == [None]

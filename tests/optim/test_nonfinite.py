@@ -98,22 +98,6 @@ def test_skipping_leaves_the_same_bits_as_where_the_host_decides(optimizer: str,
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
-def test_skipping_has_its_bound(tmp_path: Path) -> None:
-    words = (
-        f"{SPOILT} --data.args.count 1 --data.args.spoil 0 --train.global_batch 1 --run.log_every_steps 10"
-    )
-    words += " --train.nonfinite skip --train.max_skipped 3"
-    for said, finite in run_world(2, decided_by_device, ["--run.dir", str(tmp_path), *flags(words)]):
-        assert "step 4: loss nan" in str(said)
-        assert "not finite 4 times in a row" in str(said)
-        assert finite
-
-
-def test_a_good_step_resets_the_count_of_skips(tmp_path: Path) -> None:
-    words = f"{SPOILT} --train.nonfinite skip --train.max_skipped 1 --train.steps 12 --run.log_every_steps 5"
-    assert run_world(2, decided_by_device, ["--run.dir", str(tmp_path), *flags(words)]) == [(None, True)] * 2
-
-
 def test_a_loss_that_is_not_finite_skips_and_only_skips_in_a_row_count() -> None:
     model = torch.nn.Linear(1, 1)
     section = TrainSection(nonfinite="skip", max_skipped=1)

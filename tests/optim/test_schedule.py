@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 from fsdp.base.errors import ConfigError
-from fsdp.config import OptimSection, config_hash, load
+from fsdp.config import OptimSection
 from fsdp.optim.schedule import Schedule
 from tests.support.runs import failures, run, settings
 
 OWN = "tests.optim.test_schedule:"
-OLD_HASH = "661c13ecc1bc9836"
-"""Of the defaults, by the commit before `--optim.decay_share`."""
 
 
 def inverse(step: int, total_steps: int, settings: OptimSection) -> float:
@@ -49,12 +47,6 @@ def test_wsd_rises_stays_and_decays_over_its_share() -> None:
     assert found[14:] == pytest.approx([1 - 0.9 * part / 6 for part in range(1, 7)])
 
 
-def test_wsd_without_room_for_a_stable_part_decays_after_the_warm_up() -> None:
-    assert rates(OptimSection(lr=1.0, schedule="wsd", warmup_steps=2, decay_share=1.0), 4) == pytest.approx(
-        [0.5, 1.0, 0.55, 0.1]
-    )
-
-
 def test_a_function_s_factor_is_of_the_peak_rate_and_a_resumed_run_continues_it(tmp_path: Path) -> None:
     flags = f"--optim.schedule {OWN}inverse --optim.warmup_steps 3 --train.steps 6"
     whole = run(1, tmp_path / "whole", flags)
@@ -81,29 +73,3 @@ def test_a_wrong_function_is_one_line_before_any_process_group(flags: str, messa
         Schedule(settings(flags).optim, 20)
     assert refused.value.hint
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            "--optim.schedule wds",
-            "is not one of cosine, linear, constant, wsd or package.module:function. "
-            "HINT: --optim.schedule wsd",
-        ),
-        (
-            "--optim.decay_share 0.5",
-            "--optim.decay_share 0.5 has no effect under --optim.schedule cosine. HINT: --optim.schedule wsd",
-        ),
-        ("--optim.schedule wsd --optim.decay_share 0", "--optim.decay_share 0.0 is out of range"),
-    ],
-)
-def test_a_wrong_flag_is_one_line(flags: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load(flags.split())
-
-
-def test_the_hash_of_what_is_trained_is_that_of_older_checkpoints() -> None:
-    """A checkpoint written before wsd existed resumes without a note on another configuration."""
-    assert config_hash(load(["--optim.schedule", "wsd"])) != config_hash(load([]))
-    assert config_hash(load([])) == OLD_HASH

@@ -9,16 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp.base.errors import ConfigError
 from fsdp.config import MemorySection
 from fsdp.models.units import find_units
-from fsdp.parallel import activations
 from fsdp.parallel.activations import (
-    Measured,
-    Produced,
     Selective,
     apply_activation_checkpointing,
-    choose,
 )
 from tests.memory.held import Trunk, gradients, held
 from tests.support.marks import quick_are, sample_are
@@ -62,25 +57,6 @@ def test_a_budget_is_kept(budget: float) -> None:
     assert all(isinstance(block.forward, Selective) and block.forward.measured for block in blocks)
     if budget >= 0.25:
         assert some >= 0.7 * budget * none
-
-
-def test_products_are_kept_first() -> None:
-    _, _, blocks = after(MemorySection(activation_budget=0.5))
-    forward = blocks[0].forward
-    assert isinstance(forward, Selective)
-    assert forward.keep is not None
-    kept = {str(op) for op, _ in forward.keep}
-    assert any("attention" in name for name in kept)
-    assert any("mm" in name for name in kept)
-
-
-def test_the_most_computation_a_byte_is_kept_within_the_budget() -> None:
-    produced = [Produced(("a", 0), 40, 400.0), Produced(("b", 0), 50, 50.0), Produced(("a", 1), 10, 500.0)]
-    measured = Measured(kept=100, inputs=20, produced=produced)
-    assert choose(measured, 0.7) == choose(measured, 0.75)
-    assert choose(measured, 0.7) == {("a", 0), ("a", 1)}
-    assert choose(measured, 0.35) == {("a", 1)}
-    assert choose(measured, 0.0) == frozenset()
 
 
 class Counting(nn.Module):
@@ -175,18 +151,3 @@ def test_a_unit_that_writes_into_a_product(batched: bool, how: Any) -> None:
     memory = MemorySection(activation_budget=0.6) if how == "budget" else None
     found = writing(batched, memory or MemorySection(activation_checkpointing=how))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_recomputing_without_units_is_refused() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"--memory.activation_checkpointing full works on units.*HINT: --mesh.wrap class:NAME",
-    ):
-        apply_activation_checkpointing([], MemorySection(activation_checkpointing="full"))
-    with pytest.raises(ConfigError, match=r"--memory.activation_budget 0.5 works on units"):
-        apply_activation_checkpointing([], MemorySection(activation_budget=0.5))
-
-
-def test_products_in_float8_are_kept_as_others_are() -> None:
-    """Recomputed, they would be a third product of each float8 layer."""
-    assert {torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default} <= activations._products()

@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import config as configuration
-from fsdp.base.errors import ConfigError
 from fsdp.config import SpeedSection
 from fsdp.dist.env import DistEnv
 from fsdp.parallel import compute as attention
-from fsdp.parallel.compute import attention_kernel, check_attention, refused_attention
+from fsdp.parallel.compute import attention_kernel, refused_attention
 from fsdp.run.loop import train
-from tests.support.runs import failures, flags
+from tests.support.runs import flags
 from tests.support.world import run_world
 
 WORDS = (
@@ -63,16 +62,6 @@ def test_a_package_of_flash_attention_takes_flashs_place_for_the_run(
     assert calls == [name.upper(), "restored"]
 
 
-@pytest.mark.parametrize("name", ["fa3", "fa4"])
-def test_an_absent_package_of_flash_attention_is_refused(name: str) -> None:
-    speed = SpeedSection(attention=name)  # type: ignore[arg-type]
-    with (
-        pytest.raises(ConfigError, match=f"--speed.attention {name} cannot be activated"),
-        attention_kernel(speed),
-    ):
-        pass
-
-
 def test_a_kernel_that_does_not_fit_ends_the_run_with_a_hint() -> None:
     query = torch.ones(1, 1, 4, 8)
     mask = torch.ones(4, 4, requires_grad=True)  # torch's flash kernel has no gradient for it
@@ -82,12 +71,3 @@ def test_a_kernel_that_does_not_fit_ends_the_run_with_a_hint() -> None:
     assert refused is not None
     assert "HINT: --speed.attention auto" in str(refused)
     assert refused_attention(RuntimeError("other")) is None
-
-
-def test_a_kernel_of_cuda_is_refused_elsewhere(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--speed\.attention cudnn is a kernel of CUDA, and this is cpu"):
-        check_attention(SpeedSection(attention="cudnn"), torch.device("cpu"))
-    check_attention(SpeedSection(attention="cudnn"), torch.device("cuda", 0))
-    (said,) = failures(1, tmp_path, WORDS, "--speed.attention efficient")
-    assert said is not None
-    assert "HINT: --speed.attention auto" in said

@@ -20,7 +20,7 @@ from fsdp.run.loop import train
 from tests.support import comm_hooks
 from tests.support.marks import quick_are, sample_are
 from tests.support.plain_loop import relative_difference
-from tests.support.runs import failures, flags, run
+from tests.support.runs import flags, run
 from tests.support.world import run_world
 
 HERE = "tests.support.comm_hooks"
@@ -52,14 +52,6 @@ def test_a_users_function_is_called_and_trains_the_same(ranks: int, mesh: str, t
     assert all(torch.equal(own[name], usual[name]) for name in usual)
 
 
-def test_an_all_reduce_hook_changes_the_gradient(tmp_path: Path) -> None:
-    """Half the gradient, twice the rate."""
-    sgd = f"{FP64} --optim.name sgd --optim.momentum 0 --train.clip_grad_norm 0 --train.steps 4"
-    half = run(2, tmp_path / "a", sgd, f"--comm.all_reduce_hook {HERE}:halves --optim.lr 0.02").parameters
-    whole = run(2, tmp_path / "b", sgd, "--optim.lr 0.01").parameters
-    assert relative_difference(half, whole) < 1e-12
-
-
 @pytest.mark.parametrize(
     ("ranks", "mesh"),
     sample_are([(2, "")], [(2, ""), (4, HSDP), (2, "--train.micro_batch 2 --mesh.accumulate every")]),
@@ -85,27 +77,3 @@ def test_an_uncallable_object_is_refused_before_any_process_group(flag: str, pat
     with pytest.raises(ConfigError) as caught:
         load_hooks(replace(CommSection(), **{flag: path}))  # type: ignore[arg-type]
     assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--mesh.strategy ddp --comm.divide_by 2", "--comm.divide_by 2 do not go together"),
-        (
-            f"--mesh.strategy ddp --comm.all_gather {HERE}:gather",
-            "it applies to shards",
-        ),
-        ("--mesh.strategy ddp --mesh.accumulate shard", "HINT: --mesh.strategy fsdp"),
-    ],
-)
-def test_ddp_refuses_them(words: str, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        configuration.load(words.split())
-    assert said in str(caught.value)
-
-
-def test_a_divisor_without_shards_is_refused(tmp_path: Path) -> None:
-    for text in failures(
-        2, tmp_path, "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 1 --comm.divide_by 2"
-    ):
-        assert "divides where shards are reduced" in str(text)

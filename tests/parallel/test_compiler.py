@@ -81,12 +81,6 @@ def test_the_default_trains_eager_where_triton_cannot_compile(
     assert compiler.compiles(SpeedSection(compile="true"), GPU)  # torch's own error says what it needs
 
 
-def test_cc_names_a_compiler(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.has(triton=True, gcc=False, header=True)
-    monkeypatch.setenv("CC", "/opt/icx")
-    assert compiler.compiles(SpeedSection(), GPU)
-
-
 def test_kernels_lie_on_the_nodes_disk_where_the_environment_does_not_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

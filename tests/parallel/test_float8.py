@@ -4,7 +4,6 @@ refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -80,22 +79,6 @@ def test_tensorwise_gathers_weights_in_a_byte_an_element(tmp_path: Path) -> None
     assert tensorwise < 0.6 * bf16
 
 
-@with_torchao
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_checkpoint_is_plain_and_resumes(tmp_path: Path) -> None:
-    whole = run(2, tmp_path / "whole", WIDE, f"{EMULATED} tensorwise").parameters
-    half = ["--run.dir", str(tmp_path / "half"), *flags(WIDE, f"{EMULATED} tensorwise --train.stop_after 3")]
-    run_world(2, _train, half)
-    resumed = run(2, tmp_path / "half", WIDE, f"{EMULATED} tensorwise").parameters
-    assert {type(value) for value in resumed.values()} == {torch.Tensor}
-    assert relative_difference(resumed, whole) < 1e-6
-
-
-def _train(env: DistEnv, words: list[str]) -> None:
-    train(configuration.load(words), env)
-
-
 def test_micro_batches_have_multiples_of_16_tokens() -> None:
     check_float8_tokens(SpeedSection(float8="rowwise"), 3, 1024)
     check_float8_tokens(SpeedSection(float8="rowwise"), 3, 0)  # images
@@ -131,27 +114,3 @@ def test_unsupported_hardware_is_refused(
         check_float8(section, device)
     assert said in str(caught.value)
     assert "HINT: --speed.float8 off" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "more",
-    ["--lora.rank 2", "--memory.cpu_offload true", "--precision.master fp64", "--precision.param fp16"],
-)
-def test_incompatible_flags_are_refused_by_name(more: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        configuration.load(["--speed.float8", "tensorwise", *more.split()])
-    assert f"--speed.float8 tensorwise and {more} do not go together" in str(caught.value)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Stands in for torchao's Float8LinearConfig."""
-
-    name: str = ""
-    emulate: bool = False
-    enable_fsdp_float8_all_gather: bool = False
-    pad_inner_dim: bool = False
-
-    @classmethod
-    def from_recipe_name(cls, name: str) -> Recipe:
-        return cls(name)

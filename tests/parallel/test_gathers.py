@@ -11,8 +11,7 @@ from fsdp import config as configuration
 from fsdp.config import Config
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import build_mesh, resolve
-from fsdp.parallel.comm import load_hooks
-from fsdp.parallel.shard import shard_model
+from fsdp.parallel.shard import shard_model, sharding_of
 from fsdp.run.loop import train
 from tests.support import comm_hooks, user_code
 from tests.support.runs import flags
@@ -53,14 +52,7 @@ def ahead(env: DistEnv, words: list[str]) -> dict[str, list[int]]:
     config: Config = configuration.load([*COUNTED.split(), *words])
     sizes = resolve(config.mesh, env.world_size)
     model = user_code.Uneven()
-    sharded = shard_model(
-        model,
-        config,
-        sizes=sizes,
-        mesh=build_mesh(sizes, env.device),
-        device=env.device,
-        hooks=load_hooks(config.comm),
-    )
+    sharded = shard_model(model, sharding_of(config, sizes, env.device), build_mesh(sizes, env.device))
     seen: dict[str, list[int]] = {"forward": [], "backward": []}
 
     def note(way: str, *_: object) -> None:

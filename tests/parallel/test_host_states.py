@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fsdp.base.errors import ConfigError
-from fsdp.config import OptimSection, load
+from fsdp.config import OptimSection
 from fsdp.optim.optimizer import build_optimizer
 from fsdp.parallel import offload as host_states
 from fsdp.parallel.offload import HostStates
-from tests.memory import small
 from tests.support.marks import quick_are
-from tests.support.runs import check_same_numbers, failures, run
+from tests.support.runs import check_same_numbers
 
 OFFLOAD = "--memory.optimizer_offload true"
 CASES = {
@@ -34,16 +30,6 @@ CASES = {
 def test_the_numbers_are_those_of_a_run_without(case: str, tmp_path: Path) -> None:
     ranks, words = CASES[case]
     check_same_numbers(ranks, tmp_path, words, OFFLOAD)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("first", "then"), [("", OFFLOAD), (OFFLOAD, "")])
-def test_a_checkpoint_resumes_with_and_without(first: str, then: str, tmp_path: Path) -> None:
-    cut = "--train.stop_after 9 --checkpoint.every_steps 5"
-    for folder, ways in (("plain", ("", "")), ("moved", (first, then))):
-        assert failures(2, tmp_path / folder, ways[0], cut) == [None, None]
-        run(3, tmp_path / folder, ways[1], "--checkpoint.every_steps 5")
-    assert small.digests(tmp_path / "plain") == small.digests(tmp_path / "moved")
 
 
 def stepped(model: nn.Module, store: HostStates | None) -> torch.optim.Optimizer:
@@ -73,54 +59,3 @@ def test_one_part_is_copied_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     store.step(parts)
     assert rooms == {name: value.data_ptr() for p in parts.state for name, value in parts.state[p].items()}
     assert len(whole.state) == len(parts.state)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--memory.cpu_offload true",
-        "--optim.name muon",
-        "--optim.state 8bit",
-        "--optim.ema 0.9",
-        "--optim.name sgd --optim.momentum 0",
-        "--memory.nvme optimizer --memory.nvme_dir /tmp/x",
-    ],
-)
-def test_what_it_does_not_go_with(words: str) -> None:
-    with pytest.raises(ConfigError, match=r"--memory\.optimizer_offload true"):
-        load([*OFFLOAD.split(), *words.split()])
-
-
-def test_on_a_device_memory_is_pinned_and_the_host_waits_once_an_update(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Stand-ins for CUDA: copies over the bus are asynchronous only from pinned memory, and a save reads
-    states as soon as the update has returned.
-    """
-    said: list[str] = []
-    empty, copy_ = torch.empty, Tensor.copy_
-
-    def allocated(*size: Any, pin_memory: bool = False, **more: Any) -> Tensor:
-        said.extend(["pinned"] * pin_memory)
-        return empty(*size, **more)
-
-    def copied(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        said.append("queued" if non_blocking else "waited for a copy")
-        return copy_(self, source)
-
-    stream = SimpleNamespace(synchronize=lambda: said.append("the host waits"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    model = nn.Linear(8, 8)
-    store = HostStates(OptimSection(), torch.float32, torch.device("cuda", 0))
-    optimizer = build_optimizer(OptimSection(), model)
-    empty_like = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda t, device=None, **more: empty_like(t, **more))
-    monkeypatch.setattr(torch, "empty", allocated)
-    monkeypatch.setattr(Tensor, "copy_", copied)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    store.step(optimizer)
-    assert said == ["pinned", "queued"] * 4 + ["the host waits"], "new states of two parameters"
-    said.clear()
-    store.step(optimizer)
-    assert said == ["queued"] * 8 + ["the host waits"], "there and back"

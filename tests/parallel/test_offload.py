@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ from torch import Tensor, nn
 from fsdp.base.torch_private.core import compiled_call
 from fsdp.config import MemorySection
 from fsdp.parallel.activations import apply_activation_checkpointing
-from fsdp.parallel.offload import OffloadStreams, _Kept, apply_activation_offload
+from fsdp.parallel.offload import OffloadStreams, apply_activation_offload
 from tests.support.marks import quick_are
-from tests.support.runs import check_same_numbers, failures
+from tests.support.runs import check_same_numbers
 from tests.support.user_code import Uneven
 
 OFFLOAD = "--memory.activation_offload true"
@@ -65,22 +64,6 @@ def test_recomputed_units_offload_their_inputs_alone() -> None:
     model, carrier = made(MemorySection(activation_offload=True, activation_checkpointing="full"))
     model(torch.randn(6, 12)).square().sum().backward()
     assert carrier.copied == 2 * 6 * 13 * 4
-
-
-def test_each_tensor_is_copied_once_and_no_parameter() -> None:
-    """A unit keeps its input (13 wide, and two numbers of its norm), the norm's output (13) and tanh's
-    (15).
-    """
-    model, carrier = made(MemorySection(activation_offload=True))
-    model(torch.randn(6, 12)).square().sum().backward()
-    assert carrier.copied == 2 * 6 * 4 * (13 + 2 + 13 + 15)
-
-
-def test_a_forward_without_gradients_copies_nothing() -> None:
-    model, carrier = made(MemorySection(activation_offload=True))
-    with torch.no_grad():
-        model(torch.randn(6, 12))
-    assert carrier.copied == 0
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -138,41 +121,3 @@ def test_stream_dependencies_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Non
         ["back waits for out1", "back records back2"],
     )
     assert said == [*second, *first, "main waits for back2"]
-
-
-def test_a_model_without_units_is_refused_by_name(tmp_path: Path) -> None:
-    said = failures(1, tmp_path / "run", OFFLOAD, "--mesh.wrap root")
-    assert said[0] is not None
-    assert "--memory.activation_offload true works on units, and this model has none" in said[0]
-
-
-def test_copies_over_the_bus_are_pinned_and_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From unpinned memory, or without non_blocking, the host would wait for each."""
-    said: list[Any] = []
-    out, back = Stream("out", []), Stream("back", [])
-    empty_like, copy_, to = torch.empty_like, Tensor.copy_, Tensor.to
-
-    def allocated(tensor: Tensor, pin_memory: bool = False, **more: Any) -> Tensor:
-        said.append(("pinned", pin_memory))
-        return empty_like(tensor, **more)
-
-    def copied(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        said.append(("queued", non_blocking))
-        return copy_(self, source)
-
-    def moved(self: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
-        said.append(("back, queued", non_blocking))
-        return to(self, "cpu", copy=True)
-
-    monkeypatch.setattr(torch, "empty_like", allocated)
-    monkeypatch.setattr(Tensor, "copy_", copied)
-    monkeypatch.setattr(Tensor, "to", moved)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main", []))
-    carrier = OffloadStreams(torch.device("cuda", 0))
-    monkeypatch.setattr(carrier, "streams", lambda: (out, back))
-    kept = _Kept.leave(SimpleNamespace(), torch.ones(3), carrier)  # type: ignore[arg-type]
-    assert kept is not None
-    kept.source = None
-    kept.fetch(carrier, "out1")
-    assert said == [("pinned", True), ("queued", True), ("back, queued", True)]

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp.config import Config, MeshSection, PrecisionSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import build_mesh, resolve
-from fsdp.parallel.shard import Sharded, replicate, resolve_dtypes, shard_model
+from fsdp.parallel.shard import Sharded, replicate, resolve_dtypes, shard_model, sharding_of
 from tests.parallel.test_materialize import made
 from tests.support import user_code
 from tests.support.world import run_world
@@ -24,10 +24,8 @@ def sharded_of(env: DistEnv, name: str, section: MeshSection) -> Sharded:
     sizes = resolve(section, env.world_size)
     return shard_model(
         getattr(user_code, name)(),
-        Config(mesh=section),
-        sizes=sizes,
-        mesh=build_mesh(sizes, env.device),
-        device=env.device,
+        sharding_of(Config(mesh=section), sizes, env.device),
+        build_mesh(sizes, env.device),
     )
 
 
@@ -72,22 +70,13 @@ def test_uneven_rows_small_parameters_and_scalars() -> None:
     assert found[0]["whole"] == ["temperature", "blocks.0.gain", "blocks.1.gain", "blocks.2.gain"]
 
 
-def test_names_and_frozen_parameters_stay() -> None:
-    plain = user_code.Frozen()
-    for found in run_world(2, look, "Frozen"):
-        assert found["names"] == [n for n, _ in plain.named_parameters()]
-        assert found["trained"] == {n: p.requires_grad for n, p in plain.named_parameters()}
-
-
 def after_evaluation(env: DistEnv, policy: str) -> tuple[bool, bool]:
     """(all parameters are shards again, the model is in training mode)"""
     sizes = resolve(MeshSection(), env.world_size)
     sharded = shard_model(
         user_code.Uneven(),
-        Config(mesh=MeshSection(reshard_after_forward=policy)),
-        sizes=sizes,
-        mesh=build_mesh(sizes, env.device),
-        device=env.device,
+        sharding_of(Config(mesh=MeshSection(reshard_after_forward=policy)), sizes, env.device),
+        build_mesh(sizes, env.device),
     )
     with sharded.evaluating():
         sharded.called(torch.zeros(2, 12))
@@ -97,19 +86,6 @@ def after_evaluation(env: DistEnv, policy: str) -> tuple[bool, bool]:
 @pytest.mark.parametrize("policy", ["true", "false", "step"])
 def test_an_evaluation_leaves_nothing_gathered(policy: str) -> None:
     assert run_world(2, after_evaluation, policy) == [(True, True)] * 2
-
-
-def ddp_of(env: DistEnv) -> tuple[bool, bool, bool]:
-    sharded = made(env, user_code.Uneven, strategy="ddp")
-    replicate(sharded)
-    real = isinstance(sharded.runs, DistributedDataParallel)
-    with sharded.evaluating():
-        inner = sharded.called is sharded.root
-    return real, sharded.called is sharded.runs, inner
-
-
-def test_ddp_is_torch_s_own() -> None:
-    assert run_world(2, ddp_of) == [(True, True, True)] * 2
 
 
 def sent_each_step(env: DistEnv, name: str) -> bool:

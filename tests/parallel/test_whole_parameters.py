@@ -16,11 +16,11 @@ from fsdp.config import Config, MeshSection, PrecisionSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import build_mesh, resolve
 from fsdp.parallel.comm import average_gradients, average_scalars
-from fsdp.parallel.shard import shard_model
+from fsdp.parallel.shard import shard_model, sharding_of
 from tests.support import user_code
 from tests.support.marks import quick_are
 from tests.support.plain_loop import relative_difference, train_plainly
-from tests.support.runs import failures, run, settings
+from tests.support.runs import run, settings
 from tests.support.world import run_world
 
 FP64 = "--precision.master fp64"
@@ -55,27 +55,13 @@ def test_trains_as_one_process(way: str, tmp_path: Path) -> None:
     assert norms == pytest.approx(plain.norms, rel=1e-10)
 
 
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [WHOLE, PAIRS])
-def test_a_run_resumes_on_other_ranks_with_and_without(words: str, tmp_path: Path) -> None:
-    assert failures(2, tmp_path, FP64, words, "--train.stop_after 8") == [None] * 2
-    assert failures(3, tmp_path, FP64, words, "--train.stop_after 14") == [None] * 3
-    found = run(2, tmp_path, FP64)
-    assert (
-        relative_difference(found.parameters, train_plainly(settings(FP64), dtype="fp64").parameters) <= 1e-10
-    )
-
-
 def dtypes_of(env: DistEnv) -> tuple[list[str], list[str]]:
     section = MeshSection(unsharded="blocks.*.norm.*,head.*")
     sizes = resolve(section, env.world_size)
     root = shard_model(
         user_code.Uneven(),
-        Config(mesh=section, precision=PrecisionSection(param="bf16")),
-        sizes=sizes,
-        mesh=build_mesh(sizes, env.device),
-        device=env.device,
+        sharding_of(Config(mesh=section, precision=PrecisionSection(param="bf16")), sizes, env.device),
+        build_mesh(sizes, env.device),
     ).root
     whole = [name for name, p in root.named_parameters() if not isinstance(p, DTensor)]
     out = root(torch.ones(2, 12))
@@ -90,23 +76,6 @@ def test_whole_layers_compute_in_the_master_dtype() -> None:
     for whole, dtypes in run_world(2, dtypes_of):
         assert whole == names
         assert dtypes == ["torch.bfloat16", "torch.float32"]
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("--mesh.unsharded nothing.*", "--mesh.unsharded nothing.* matches no parameter"),
-        ("--mesh.unsharded *", "leaves nothing to shard. HINT: --mesh.strategy ddp"),
-        (
-            "--mesh.unsharded blocks.*.up.bias --precision.param bf16",
-            "--mesh.unsharded keeps some parameters of blocks.0.up whole and shards others",
-        ),
-    ],
-)
-def test_what_cannot_stay_whole_is_refused(words: str, told: str, tmp_path: Path) -> None:
-    said = failures(1, tmp_path, words)
-    assert said[0] is not None
-    assert told in said[0]
 
 
 # ---------------------------------------------------------------- units
@@ -149,10 +118,8 @@ def gradients(env: DistEnv, accumulate: Literal["last", "every"]) -> dict[str, l
     sizes = resolve(section, env.world_size)
     sharded = shard_model(
         model,
-        Config(mesh=section, precision=PrecisionSection(master="fp64")),
-        sizes=sizes,
-        mesh=build_mesh(sizes, env.device),
-        device=env.device,
+        sharding_of(Config(mesh=section, precision=PrecisionSection(master="fp64")), sizes, env.device),
+        build_mesh(sizes, env.device),
     )
     x = torch.linspace(0.1, 1, 48, dtype=torch.float64).view(4, 12)
     x[:2, 0] = -1

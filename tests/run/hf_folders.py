@@ -109,14 +109,7 @@ def _load(env: DistEnv, name: str, folder: str, words: str) -> LoadedRank:
     config = configuration.load(flags.split())
     job = prepare(config, world_size=env.world_size, num_nodes=1, device=env.device)
     mesh = build_mesh(job.sizes, env.device, 60.0)
-    sharded = shard_model(
-        trained_model(config, job),
-        config,
-        sizes=job.sizes,
-        mesh=mesh,
-        device=env.device,
-        hooks=job.hooks,
-    )
+    sharded = shard_model(trained_model(config, job), job.sharding, mesh)
     opened = weights.open_folder(config, job.spec)
     materialize(sharded, spec=job.spec, seed=0, init="shard", rank=env.rank, pretrained=lambda: opened)
     parts = [local_tensor(p) for p in sharded.root.parameters()]

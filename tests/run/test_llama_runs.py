@@ -64,6 +64,3 @@ def test_a_format_that_the_model_has_not_is_refused(tmp_path: Path) -> None:
     [said] = run_world(1, on_a_rank, f"{flags} mlp".split())
     assert said is not None
     assert "--checkpoint.export_format hf: mlp is no model of transformers." in said
-    [said] = run_world(1, on_a_rank, f"{flags} transformer {DATA} --model.args.out_bias true".split())
-    assert said is not None
-    assert "no class of transformers has out_bias and no more" in said
