@@ -103,8 +103,8 @@ def kept_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, (Tensor, list, tuple, dict)) and key not in _OF_MODULES:
-                found = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-                yield from ((f"{name + '.' if name else ''}{key}", leaf) for leaf in found)
+                tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+                yield from ((f"{name + '.' if name else ''}{key}", leaf) for leaf in tensors)
 
 
 def stale_reference(name: str) -> ConfigError:

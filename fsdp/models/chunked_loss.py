@@ -185,17 +185,17 @@ def _part(
     reduction = "sum" if into is None else "none"
     loss = F.nll_loss(scores, targets, reduction=reduction, ignore_index=IGNORED)
     loss = loss if into is None else into.copy_(loss).sum()
-    kept = (targets != IGNORED).unsqueeze(-1)
-    place = targets.unsqueeze(-1).clamp(min=0)
+    counted = (targets != IGNORED).unsqueeze(-1)
+    classes = targets.unsqueeze(-1).clamp(min=0)
     # Before the scores are overwritten.
-    normalizers = logits.gather(-1, place) - scores.gather(-1, place) if z_loss else None
+    normalizers = logits.gather(-1, classes) - scores.gather(-1, classes) if z_loss else None
     gradient = scores.exp_()
     extra = None
     if normalizers is not None:
-        extra = z_loss * normalizers.masked_fill(~kept, 0.0).square().sum()
+        extra = z_loss * normalizers.masked_fill(~counted, 0.0).square().sum()
         gradient.mul_(1 + 2 * z_loss * normalizers)
-    gradient.scatter_add_(-1, place, torch.full_like(place, -1, dtype=gradient.dtype))
-    return loss, extra, gradient.mul_(kept).to(logits.dtype)
+    gradient.scatter_add_(-1, classes, torch.full_like(classes, -1, dtype=gradient.dtype))
+    return loss, extra, gradient.mul_(counted).to(logits.dtype)
 
 
 class _Summed(torch.autograd.Function):

@@ -65,8 +65,8 @@ def squared_normalizers(logits: Tensor, scores: Tensor, targets: Tensor) -> Tens
     """Σ log²(Σ exp(logits)) over unmasked targets, where `scores` is log_softmax(logits): the log is the
     difference of the two, here at the target. Backward keeps no logits, which gather would save.
     """
-    place = torch.arange(len(targets), device=targets.device), targets.clamp(min=0)
-    normalizers = logits[place] - scores[place]
+    indices = torch.arange(len(targets), device=targets.device), targets.clamp(min=0)
+    normalizers = logits[indices] - scores[indices]
     return normalizers.masked_fill(targets == IGNORED, 0.0).square().sum()
 
 
@@ -145,10 +145,10 @@ def next_labels(labels: Tensor) -> Tensor:
 
 def count_tokens(data: Mapping[str, Tensor], valid: Tensor) -> dict[str, TokenCounts]:
     """Counts unmasked targets and labels on the host, before the copy to a device; empty without tokens."""
-    found = {name: data[name] for name in ("targets", "labels") if name in data}
+    named = {name: data[name] for name in ("targets", "labels") if name in data}
     return {
         name: TokenCounts(int(marks.sum()), int(marks[:, 1:].sum()))
-        for name, labels in found.items()
+        for name, labels in named.items()
         if labels.dim() >= 2 and not labels.is_floating_point()
         for marks in [labels[valid] != IGNORED]
     }

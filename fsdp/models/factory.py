@@ -93,13 +93,17 @@ class Parameters:
     def accepts(self, name: str) -> bool:
         return name in self.named or self.any_name
 
-    def check(self, given: Iterable[str], flag: str, owner: str) -> None:
-        for name in given:
+    def check(self, names: Iterable[str], flag: str, owner: str) -> None:
+        for name in names:
             if not self.accepts(name):
                 raise unknown_argument(name, list(self.named), flag, owner)
 
-    def missing(self, given: Mapping[str, Any]) -> list[str]:
-        return [name for name, one in self.named.items() if one.default is one.empty and name not in given]
+    def missing(self, args: Mapping[str, Any]) -> list[str]:
+        return [
+            name
+            for name, parameter in self.named.items()
+            if parameter.default is parameter.empty and name not in args
+        ]
 
 
 def parameters_of(factory: Callable[..., Any]) -> Parameters | None:

@@ -113,9 +113,9 @@ def resolve_folder(name: str, args: Mapping[str, Any], facts: Mapping[str, Any])
             f"--model.name {name} needs {error.name}, which is not installed.", "pip install transformers"
         ) from None
     fields = _read_config(name, folder)
-    given = dict(args)
-    head = given.pop("head", None)
-    config = _configuration(name, fields, given)
+    rest = dict(args)
+    head = rest.pop("head", None)
+    config = _configuration(name, fields, rest)
     cls = _class_for(name, config, fields, head)
     _check_classes(name, cls, config, facts)
     source = PretrainedFolder(name=name, folder=folder, cls=cls, config=config, new_head=head is not None)
@@ -137,8 +137,8 @@ def _read_config(name: str, folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         check_no_adapter(folder, "--model.name", name)
         exported = folder / "full_model"
-        found = (exported / "config.json").is_file()
-        hint = f"--model.name hf:{exported}" if found else "a folder that save_pretrained wrote"
+        is_export = (exported / "config.json").is_file()
+        hint = f"--model.name hf:{exported}" if is_export else "a folder that save_pretrained wrote"
         line = f"--model.name {name}: {file} cannot be read: {error}."
         raise ConfigError(line, hint, scope="node") from None
     if (quantized := fields.get("quantization_config")) is not None:
@@ -173,9 +173,9 @@ def _check_dtype(file: Path, fields: Mapping[str, Any]) -> None:
         )
 
 
-def _configuration(name: str, fields: dict[str, Any], given: dict[str, Any]) -> Any:
+def _configuration(name: str, fields: dict[str, Any], overrides: dict[str, Any]) -> Any:
     """config.json with --model.args over it. Kernels are chosen by flags alone: a name may be a hub's."""
-    kernels = {field: given.pop(field) for field in KERNELS if field in given}
+    kernels = {field: overrides.pop(field) for field in KERNELS if field in overrides}
     for field, value in kernels.items():
         if value not in KERNELS[field]:
             raise ConfigError(
@@ -185,12 +185,12 @@ def _configuration(name: str, fields: dict[str, Any], given: dict[str, Any]) -> 
     cls = _auto("configuration_auto").CONFIG_MAPPING[fields["model_type"]]
     try:
         known = cls.from_dict(_plain(fields))
-        for field in given:
+        for field in overrides:
             if field.startswith("_") or field in ("auto_map", "model_type") or not hasattr(known, field):
                 raise unknown_argument(
                     field, [*known.to_dict(), *KERNELS, "head"], "--model.args", f"--model.name {name}"
                 )
-        return cls.from_dict(_plain(fields) | given, **kernels)
+        return cls.from_dict(_plain(fields) | overrides, **kernels)
     except ConfigError:
         raise
     except Exception as error:
@@ -203,7 +203,7 @@ def _configuration(name: str, fields: dict[str, Any], given: dict[str, Any]) -> 
 def _plain(fields: Any) -> Any:
     """The fields without those that name code or kernels, at any depth; `torch.bfloat16` as `bfloat16`."""
     if isinstance(fields, list):
-        return [_plain(one) for one in fields]
+        return [_plain(item) for item in fields]
     if not isinstance(fields, dict):
         return fields
     barred = ("auto_map", "custom_pipelines", "use_kernels", "kernel_config")

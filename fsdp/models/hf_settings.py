@@ -34,7 +34,7 @@ def select_experts_kernel(model: nn.Module, dtype: torch.dtype) -> None:
     torch.nn.functional.grouped_mm takes float32, bfloat16 and float16, and rows of multiples of 16 bytes.
     """
     grouped = list(_stacked_weights(model, GROUPED))
-    unaligned = [found for found in grouped if _is_unaligned(found[1], dtype)]
+    unaligned = [entry for entry in grouped if _is_unaligned(entry[1], dtype)]
     if not grouped or not (unaligned or dtype == torch.float64):
         return
     _select(model, LOOP)

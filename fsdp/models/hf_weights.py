@@ -44,8 +44,8 @@ class Conversion:
         for pattern, some in tensors.items():
             for name, tensor in zip(self.sources[pattern], some, strict=False):
                 rule.add_tensor(self.target, name, pattern, tensor)
-        found = rule.convert(self.target, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+        converted = rule.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
     @property
     def stacks_rows(self) -> bool:
@@ -54,7 +54,7 @@ class Conversion:
         return (
             type(first).__name__ == "MergeModulelist"
             and first.dim == 0
-            and all(type(one).__name__ == "Concatenate" and one.dim > 0 for one in others)
+            and all(type(operation).__name__ == "Concatenate" and operation.dim > 0 for operation in others)
         )
 
 
@@ -92,7 +92,7 @@ def plan_names(model: Any, files: Mapping[str, Shape]) -> NamePlan:
             plan.plain.setdefault(first[name], []).append(key)
             shapes[first[name]] = files[key]
         else:
-            rule = next(one for one in converters if pattern in one.source_patterns)
+            rule = next(converter for converter in converters if pattern in converter.source_patterns)
             group = groups.setdefault(name, Conversion(rule, name))
             group.sources.setdefault(pattern, []).append(key)
     for group in groups.values():
@@ -126,9 +126,9 @@ def _compare(plan: NamePlan, model: Any, shapes: Mapping[str, Shape]) -> None:
         name: tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()] if name in saved
     }
     plan.missing = [name for name in tensors if name not in shapes]
-    found = SimpleNamespace(missing_keys=set(), unexpected_keys=set(plan.unexpected))
-    model._adjust_missing_and_unexpected_keys(found)
-    plan.unexpected = [name for name in plan.unexpected if name in found.unexpected_keys]
+    keys = SimpleNamespace(missing_keys=set(), unexpected_keys=set(plan.unexpected))
+    model._adjust_missing_and_unexpected_keys(keys)
+    plan.unexpected = [name for name in plan.unexpected if name in keys.unexpected_keys]
     plan.misshapen = {
         name: shape
         for name, shape in shapes.items()
@@ -145,13 +145,13 @@ def saved_pieces(model: Any) -> dict[str, dict[str, Tensor]]:
     from transformers.core_model_loading import revert_weight_conversion
 
     state = _untied(model)
-    whole = revert_weight_conversion(model, dict(state))
+    together = revert_weight_conversion(model, dict(state))
     try:
         pieces = {name: reverted(model, name, tensor) for name, tensor in state.items()}
     except Exception:  # operations that need several tensors at once raise many classes
         pieces = {}
     names = {name: tuple(one.shape) for some in pieces.values() for name, one in some.items()}
-    if names == {name: tuple(one.shape) for name, one in whole.items()}:
+    if names == {name: tuple(one.shape) for name, one in together.items()}:
         return pieces
     return {name: {name: tensor} for name, tensor in state.items()}
 
@@ -165,23 +165,23 @@ def reverted(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 def _untied(model: Any) -> dict[str, Tensor]:
     saved = model.state_dict()
-    kept = {}
+    untied = {}
     for names in all_names(model).values():
         some = [name for name in names if name in saved]
         if some:
             name = next((one for one in some if one not in model.all_tied_weights_keys), some[0])
-            kept[name] = saved[name]
-    return {name: kept[name] for name in saved if name in kept}
+            untied[name] = saved[name]
+    return {name: untied[name] for name in saved if name in untied}
 
 
 # ---------------------------------------------------------------- random weights
 
 
-def initialise(model: Any, path: str, kept: Collection[str]) -> None:
-    """Calls transformers' initialisation of one module; the tensors of the state dict in `kept` stay."""
+def initialise(model: Any, path: str, unchanged: Collection[str]) -> None:
+    """Calls transformers' initialisation of one module; the tensors of the state dict in `unchanged` stay."""
     from transformers import initialization
 
-    tensors = [tensor for name, tensor in model.state_dict(keep_vars=True).items() if name in kept]
+    tensors = [tensor for name, tensor in model.state_dict(keep_vars=True).items() if name in unchanged]
     for tensor in tensors:
         setattr(tensor, _FLAG, True)
     try:

@@ -230,8 +230,8 @@ def to_empty(
 
 def persistent(model: nn.Module) -> list[str]:
     """Returns the names of the parameters and buffers in the state dict."""
-    kept = model.state_dict().keys()
-    return [name for name, _ in [*model.named_parameters(), *model.named_buffers()] if name in kept]
+    saved = model.state_dict().keys()
+    return [name for name, _ in [*model.named_parameters(), *model.named_buffers()] if name in saved]
 
 
 def draw_parameters(model: nn.Module, seed: int) -> None:

@@ -350,8 +350,8 @@ class LossFunction:
 
     def tokens(self, counted: Mapping[str, TokenCounts]) -> int:
         """Returns the weight of a micro-batch, from the tokens counted on the host."""
-        found = counted.get(self._label_name(counted), TokenCounts(0, 0))
-        return found.after_first if self.shifts(counted) else found.all
+        counts = counted.get(self._label_name(counted), TokenCounts(0, 0))
+        return counts.after_first if self.shifts(counted) else counts.all
 
     def _passes(self, name: str) -> bool:
         return name in self._accepts or (self._accepts_all and name != "targets")

@@ -82,10 +82,10 @@ def document_bounds(starts: Tensor) -> Tensor:
 def varlen_kernel() -> Callable[..., Any] | None:
     """torch's variable-length attention; None if this torch has none."""
     try:
-        found: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        kernel: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError):
         return None
-    return found
+    return kernel
 
 
 def uses_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -105,15 +105,15 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
     kernel = varlen_kernel()
     assert kernel is not None
     known = inspect.signature(kernel).parameters
-    given: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    settings: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if q.shape[1] != k.shape[1]:
         if "enable_gqa" in known:
-            given["enable_gqa"] = True
+            settings["enable_gqa"] = True
         else:
-            k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], dim=1) for one in (k, v))
-    flat = [one.transpose(1, 2).flatten(0, 1) for one in (q, k, v)]
+            k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))
+    flat = [heads.transpose(1, 2).flatten(0, 1) for heads in (q, k, v)]
     # The row's length bounds that of a document; the greatest one would be read from the device, and compiled
     # code would be compiled anew for each.
     batch, _, length, _ = q.shape
-    y: Tensor = kernel(*flat, bounds, bounds, length, length, **given)
+    y: Tensor = kernel(*flat, bounds, bounds, length, length, **settings)
     return y.unflatten(0, (batch, length)).transpose(1, 2)

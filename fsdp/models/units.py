@@ -200,14 +200,14 @@ def _of_size(model: nn.Module, least: int) -> list[nn.Module]:
 def _distinct(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
     """Removes the root, duplicates, modules inside another of their unit, and modules without parameters."""
     seen: set[nn.Module] = {model}
-    kept: list[Unit] = []
+    distinct: list[Unit] = []
     for unit in units:
         fresh = [m for m in dict.fromkeys(unit) if m not in seen and next(m.parameters(), None) is not None]
         inside = {inner for outer in fresh for inner in outer.modules() if inner is not outer}
         fresh = [m for m in fresh if m not in inside]
         seen.update(fresh)
-        kept += [fresh] if fresh else []
-    return kept
+        distinct += [fresh] if fresh else []
+    return distinct
 
 
 def _levels(units: Sequence[Unit]) -> list[int]:

@@ -74,8 +74,8 @@ class Gradients:
                 first = self._sharded[0]
                 square = torch.zeros((), dtype=_summed(first.dtype), device=first.device)
             dist.all_reduce(square, group=self._group)
-        whole = [part for part in (square, self._square_sum(plain)) if part is not None]
-        return torch.stack(whole).sum().sqrt() if whole else torch.zeros(())
+        squares = [part for part in (square, self._square_sum(plain)) if part is not None]
+        return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
     @torch.no_grad()
     def scale(self, factor: Tensor | float) -> None:

@@ -38,7 +38,7 @@ def hidden_matrices(model: nn.Module, wanted: str = "") -> list[nn.Parameter]:
         return _named(named, wanted)
     repeated = set(_repeated(named))
     embedded = {m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
-    found = [
+    matrices = [
         parameter
         for name, parameter in named.items()
         if parameter.dim() == 2
@@ -46,18 +46,20 @@ def hidden_matrices(model: nn.Module, wanted: str = "") -> list[nn.Parameter]:
         and parameter not in embedded
         and any(place in repeated for place, _ in _places(name))
     ]
-    if not found:
+    if not matrices:
         raise ConfigError(
             "--optim.name muon finds no matrix inside repeated blocks of this model.",
             f"{FLAG} '{_example(named)}' names them, or --optim.name adamw",
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(matrices))
 
 
 def _named(named: dict[str, nn.Parameter], wanted: str) -> list[nn.Parameter]:
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     matrices = [name for name, parameter in trained.items() if parameter.dim() == 2]
-    unknown = [one for one in patterns(wanted) if not any(fnmatchcase(name, one) for name in trained)]
+    unknown = [
+        pattern for pattern in patterns(wanted) if not any(fnmatchcase(name, pattern) for name in trained)
+    ]
     matching(unknown, matrices, FLAG, "trained matrix")  # its hint names a matrix
     names = matching(patterns(wanted), list(trained), FLAG, "trained parameter")
     for name in names:
@@ -117,8 +119,8 @@ class Matrix:
         return short * short * (2 * long + short)
 
     def rows_of(self, rank: int) -> slice:
-        kept = rows_of(self.rows, rank % self.shards, self.shards)
-        return slice(kept.start, kept.stop)
+        rows = rows_of(self.rows, rank % self.shards, self.shards)
+        return slice(rows.start, rows.stop)
 
     def size_on(self, rank: int) -> int:
         return len(rows_of(self.rows, rank % self.shards, self.shards)) * self.columns
@@ -194,9 +196,9 @@ def apply_to_whole(
         pieces[at].append(piece)
     results = {}
     for at in mine:
-        whole = torch.cat(pieces.pop(at)).view(matrices[at].rows, matrices[at].columns)
-        results[at] = change(whole)
-        del whole
+        matrix = torch.cat(pieces.pop(at)).view(matrices[at].rows, matrices[at].columns)
+        results[at] = change(matrix)
+        del matrix
     del received
     yield from _returned(matrices, owned, results, rank, dtype, device)
 
@@ -286,7 +288,7 @@ class ShardedMuon(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], owned: list[list[int]]) -> None:
         parameters = group["params"]
-        found = apply_to_whole(
+        updates = apply_to_whole(
             self._shapes,
             owned,
             lambda at: self._direction(group, parameters[at]),
@@ -294,7 +296,7 @@ class ShardedMuon(torch.optim.Optimizer):
             dtype=DTYPE,
             device=_compute_device(parameters[0]),
         )
-        for at, update in found:
+        for at, update in updates:
             parameter = parameters[at]
             if parameter.grad is not None:
                 # Of AdamW's size: arXiv 2502.16982

@@ -379,12 +379,12 @@ def signed(word: int) -> int:
 @functools.cache
 def dynamic_map(signed: bool) -> tuple[float, ...]:
     """256 values within [-1, 1]: seven decades, finer for larger values; 0 and 1 are among them."""
-    found = [0.0, 1.0]
+    values = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1)
         middles = (10.0 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2).tolist()
-        found += middles + ([-value for value in middles] if signed else [])
-    return tuple(sorted(found))
+        values += middles + ([-value for value in middles] if signed else [])
+    return tuple(sorted(values))
 
 
 class Table(NamedTuple):
@@ -421,15 +421,15 @@ def encode(moment: Tensor, table: Table) -> tuple[Tensor, Tensor]:
     blocks = _in_blocks(moment)
     scale = blocks.abs().amax(-1)
     relative = blocks * torch.where(scale > 0, 1 / scale, 0).unsqueeze(-1)
-    found = table.lowest[(relative.view(torch.int32) >> 16) & 0xFFFF]
-    found += relative > table.middles[found.int()]
+    coded = table.lowest[(relative.view(torch.int32) >> 16) & 0xFFFF]
+    coded += relative > table.middles[coded.int()]
     row = moment.shape[1:].numel()
-    return found.flatten(1)[:, :row].view(moment.shape), scale
+    return coded.flatten(1)[:, :row].view(moment.shape), scale
 
 
-def decode(found: Tensor, scale: Tensor, table: Table) -> Tensor:
-    values = _in_blocks(table.values[found.int()]) * scale.unsqueeze(-1)
-    return values.flatten(1)[:, : found.shape[1:].numel()].reshape(found.shape)
+def decode(coded: Tensor, scale: Tensor, table: Table) -> Tensor:
+    values = _in_blocks(table.values[coded.int()]) * scale.unsqueeze(-1)
+    return values.flatten(1)[:, : coded.shape[1:].numel()].reshape(coded.shape)
 
 
 def _in_blocks(moment: Tensor) -> Tensor:

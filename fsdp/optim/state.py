@@ -62,9 +62,9 @@ class Ema:
         self._parameters = list(named.values())
         with torch.no_grad():
             # Not clone: of a float8 weight it would make a tensor that is cast as weights are.
-            found = {n: torch.zeros_like(p, requires_grad=False).copy_(p) for n, p in named.items()}
-        optimizer.state[KEY] = found
-        self._averages = list(found.values())
+            copies = {n: torch.zeros_like(p, requires_grad=False).copy_(p) for n, p in named.items()}
+        optimizer.state[KEY] = copies
+        self._averages = list(copies.values())
         self._average = get_ema_multi_avg_fn(decay)
 
     @torch.no_grad()
@@ -84,9 +84,9 @@ class Ema:
     @torch.no_grad()
     def _swap(self) -> None:
         for average, parameter in zip(*self._locals(), strict=True):
-            kept = parameter.clone()
+            before = parameter.clone()
             parameter.copy_(average)
-            average.copy_(kept)
+            average.copy_(before)
 
     def _locals(self) -> tuple[list[Tensor], list[Tensor]]:
         return [local_tensor(t) for t in self._averages], [local_tensor(p) for p in self._parameters]
@@ -98,5 +98,5 @@ def maybe_ema(section: OptimSection, model: nn.Module, optimizer: torch.optim.Op
 
 def averages(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The averages by the parameters' names; empty without --optim.ema."""
-    found: dict[str, Tensor] = optimizer.state.get(KEY, {})
-    return found
+    stored: dict[str, Tensor] = optimizer.state.get(KEY, {})
+    return stored

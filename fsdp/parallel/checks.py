@@ -336,7 +336,7 @@ def _refused_parameter(error: Exception, root: nn.Module) -> ConfigError | None:
         )
     names = {module: name for name, module in root.named_modules()}
     owners = [frame.f_locals.get("self") for frame in frames(error)]
-    found = [
+    reads = [
         f"{names[owner]}.{key}".lstrip(".")
         for owner in reversed(owners)
         if isinstance(owner, nn.Module) and owner in names
@@ -344,7 +344,7 @@ def _refused_parameter(error: Exception, root: nn.Module) -> ConfigError | None:
         if isinstance(parameter, DTensor)
     ]
     return ConfigError(
-        f"the forward computes with {clean_name(found[0]) if found else 'a parameter'} where this rank has a "
+        f"the forward computes with {clean_name(reads[0]) if reads else 'a parameter'} where this rank has a "
         "shard of it alone: outside of the forward of its unit, or after torch.autograd.grad.",
         "--mesh.wrap root gathers all parameters at once; --mesh.wrap class:NAME makes a unit of the class "
         "whose forward computes with it",

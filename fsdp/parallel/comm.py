@@ -144,10 +144,10 @@ def apply_casts(
         return
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
-        kept = [parameter in whole for parameter in own if parameter.dim()]
-        if not any(kept):
+        are_whole = [parameter in whole for parameter in own if parameter.dim()]
+        if not any(are_whole):
             continue
-        if not all(kept):
+        if not all(are_whole):
             raise ConfigError(
                 f"{FLAG} keeps some parameters of {name or 'the model itself'} whole and shards others: "
                 f"they would have two dtypes, {master} and {param}.",
@@ -161,7 +161,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple):
-        return tuple(_cast(one, dtype) for one in value)
+        return tuple(_cast(item, dtype) for item in value)
     return value
 
 

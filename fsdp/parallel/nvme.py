@@ -274,10 +274,10 @@ class NvmeFiles:
 
     def _slot(self, parameter: nn.Parameter, name: str, dtype: torch.dtype, purpose: str) -> Tensor:
         """One for each use of a parameter, created once."""
-        found = self._slots.get((parameter, name))
-        if found is None or found.dtype != dtype:
-            found = self._slots[(parameter, name)] = self._files[purpose].take(_local(parameter).shape, dtype)
-        return found
+        slot = self._slots.get((parameter, name))
+        if slot is None or slot.dtype != dtype:
+            slot = self._slots[(parameter, name)] = self._files[purpose].take(_local(parameter).shape, dtype)
+        return slot
 
     # ------------------------------------------------------------ what is resident
 

@@ -59,13 +59,13 @@ def cut_into_parts(sized: Iterable[tuple[Any, int]], limit: int) -> Iterator[lis
 
 def step_some(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """The optimizer's step on these parameters alone."""
-    wanted, whole = set(parameters), optimizer.param_groups
-    few = [{**group, "params": [p for p in group["params"] if p in wanted]} for group in whole]
+    chosen, groups = set(parameters), optimizer.param_groups
+    parts = [{**group, "params": [p for p in group["params"] if p in chosen]} for group in groups]
     try:
-        optimizer.param_groups = [group for group in few if group["params"]]
+        optimizer.param_groups = [group for group in parts if group["params"]]
         optimizer.step()
     finally:
-        optimizer.param_groups = whole
+        optimizer.param_groups = groups
 
 
 @contextlib.contextmanager
