@@ -207,7 +207,10 @@ def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
             "over",
             "--model.weights has blocks.3.up.bias, which the model has not (1 of 23 are left over). HINT: ",
         ),
-        ("dtype", "--model.weights has head.weight as torch.int8, such as quantized weights: the model's are "),
+        (
+            "dtype",
+            "--model.weights has head.weight as torch.int8, such as quantized weights: the model's are ",
+        ),
     ],
 )
 def test_a_state_dict_that_does_not_fit_is_refused_on_every_rank(
