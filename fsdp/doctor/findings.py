@@ -23,7 +23,7 @@ OF_PEAK = 0.55
 """Least share of the manufacturer's figure for dense products; 0.6 to 0.8 is usual for 8192 × 8192."""
 SLOW_LINK = 0.5
 SAME_PRODUCT = 1e-3
-FREE_MEMORY, FREE_DISK_GIB = 0.9, 5.0
+FREE_MEMORY = 0.9
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,6 @@ def _below_peak(report: RankReport) -> str:
     return text * (rate < OF_PEAK * peak)
 
 
-def _full_disk(report: RankReport) -> str:
-    free = report.get("disk_free_gib", FREE_DISK_GIB)
-    return f"{report['folder']} has {free:.1f} GiB left" if free < FREE_DISK_GIB else ""
-
-
 class FaultCheck(NamedTuple):
     """A check of one report: what is wrong with it, or an empty text."""
 
@@ -148,7 +143,6 @@ FAULTS = (
     FaultCheck(lambda report: report.get("storage_error", ""), "--dir FOLDER on shared storage", True, True),
     FaultCheck(lambda report: report.get("unseen", ""),
           "mount the shared storage there, or --dir FOLDER that is shared", True, True),
-    FaultCheck(_full_disk, "free some of it, or --dir FOLDER on another disk", False, True),
 )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -179,7 +178,7 @@ def link_of(device: torch.device, group: dist.ProcessGroup | None, ranks: int) -
 
 
 def write_probe(file: Path, size: int) -> dict[str, Any]:
-    """Write and sync a file of `size` bytes: MB/s, and the free space afterwards."""
+    """Write and sync a file of `size` bytes: MB/s."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         block = os.urandom(BLOCK)
@@ -189,8 +188,7 @@ def write_probe(file: Path, size: int) -> dict[str, Any]:
                 target.write(block)
             target.flush()
             os.fsync(target.fileno())
-        rate = size / (time.perf_counter() - began) / 1e6
-        return {"write_mb_s": rate, "disk_free_gib": shutil.disk_usage(file.parent).free / GIB}
+        return {"write_mb_s": size / (time.perf_counter() - began) / 1e6}
     except OSError as error:
         return {"storage_error": f"{file.parent} cannot be written ({error.strerror})"}
 

@@ -23,7 +23,6 @@ MOST_ROWS = 24
 SHOWN_FLAGS = 12
 MOST_BARS = 16
 """Ranks that are shown: those that the others wait for, or with the most memory."""
-NOT_COMPARED = ("run.dir", "checkpoint.dir")
 PHASE_LABELS = {
     WAITING: "exposed communication", "data": "waiting for data", "reduce": "norm and loss",
     "record": "records", "evaluate": "evaluation", "save": "saves",
@@ -74,11 +73,6 @@ def _contents(run: RunData, sample: Sample) -> Iterator[tuple[str, Markup]]:
     yield "Samples", _sample(sample)
     yield "Checkpoints", _checkpoints(run)
     yield "Starts", _starts(run)
-
-
-def _rows(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> Markup:
-    """A table, or nothing without a row."""
-    return part("table", heads, rows) if rows else Markup("")
 
 
 def _chip(text: str, kind: str) -> Markup:
@@ -174,10 +168,6 @@ def _differences(runs: Sequence[RunData]) -> Iterator[Markup]:
         if len(values) == len(runs):
             rows.append([label, *map(text, values), _change(*values)])
     yield section("Differences", part("table", heads, rows, numeric=heads[1:]))
-    names = dict.fromkeys(name for run in runs for name in run.config if name not in NOT_COMPARED)
-    fields = [[name, *(shown_value(run.config.get(name, "")) for run in runs)] for name in names]
-    fields = [row for row in fields if len(set(row[1:])) > 1]
-    yield section("Different settings", part("table", ["setting", *heads[1:-1]], fields))
 
 
 def _change(first: float, second: float) -> str:
@@ -212,7 +202,7 @@ def _faults(run: RunData) -> Markup:
             title = f"Stacks of {rank}, {fault.kind} at step {fault.step:,}"
             stacks.append(part("details", title, part("element", "pre", fault.stacks)))
     heads = ("time", "kind", "ranks", "step", "description", "what to do", "stacks in")
-    return Markup("").join([_rows(heads, rows), *stacks])
+    return Markup("").join([part("table", heads, rows), *stacks]) if rows else Markup("")
 
 
 def _time(run: RunData) -> Markup:

@@ -39,7 +39,6 @@ def report(rank: int) -> dict[str, Any]:
     if rank % 2 == 0:
         values["between"] = {str(n): LINK for n in ((node - 1) % 4, (node + 1) % 4)}
         values |= {"unnamed": "", "unreachable": {}, "write_mb_s": 500.0, "read_mb_s": 900.0}
-        values["disk_free_gib"] = 1024.0
     return values
 
 
