@@ -126,17 +126,9 @@ def test_elastic_it_goes_on_with_what_there_is(tmp_path: Path) -> None:
     the way.
     """
     with Cluster([2, 2]) as cluster:
-        flags = (
-            "--ray.num_workers",
-            "2:4",
-            "--mesh.strategy",
-            "fsdp",
-            "--train.steps",
-            "200",
-            "--data.args.seconds",
-            "0.4",
-        )
-        driver = Driver(tmp_path / "run", *SLOWLY, *flags, "--optim.schedule", "constant", cluster=cluster)
+        words = "--ray.num_workers 2:4 --mesh.strategy fsdp --train.steps 200 --data.args.seconds 0.4"
+        flags = (*words.split(), "--optim.schedule", "constant")
+        driver = Driver(tmp_path / "run", *SLOWLY, *flags, cluster=cluster)
         driver.until(6)
         cluster.lose(1)
         driver.until(driver.run.steps[-1] + 6, starts=2)
@@ -146,15 +138,8 @@ def test_elastic_it_goes_on_with_what_there_is(tmp_path: Path) -> None:
         run = driver.finish()
     assert [start["ranks"] for start in run.starts] == [4, 2, 4]
     assert run.steps == list(range(1, run.steps[-1] + 1))
-    whole = torchrun(
-        tmp_path / "whole",
-        2,
-        *flags[2:6],
-        "--train.stop_after",
-        str(run.steps[-1]),
-        "--optim.schedule",
-        "constant",
-    )
+    stop = ("--train.stop_after", str(run.steps[-1]))
+    whole = torchrun(tmp_path / "whole", 2, *flags[2:6], *flags[8:], *stop)
     for step, loss in whole.losses.items():
         assert run.losses[step] == pytest.approx(loss, abs=1e-5)
 

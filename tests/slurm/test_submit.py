@@ -97,14 +97,7 @@ def test_any_option_of_sbatch_passes_through(slurm: Cluster, tmp_path: Path) -> 
     """A dependency, a reservation, mail, GPUs a task, no requeue, a comment of two words."""
     before = slurm.sbatch("--hold", "--output=/dev/null", "--wrap", "true")
     user = getpass.getuser()
-    kept = [
-        "StartTime=now",
-        "Duration=60",
-        f"Users={user}",
-        "Nodes=n3",
-        "ReservationName=kept",
-        "Flags=OVERLAP",
-    ]
+    kept = f"StartTime=now Duration=60 Users={user} Nodes=n3 ReservationName=kept Flags=OVERLAP".split()
     slurm.run("scontrol", "create", "reservation", *kept)
     options = [f"--dependency=afterok:{before}", "--reservation", "kept", "--mail-type=END", "--no-requeue"]
     options += ["--gpus-per-task=1", "--tasks-per-node", "2", "--comment=two words"]
@@ -220,29 +213,11 @@ def launch(folder: Path, *words: str, **variables: str) -> subprocess.CompletedP
 @pytest.mark.slurm
 def test_a_dry_run_prints_the_sbatch_file_and_submits_nothing(tmp_path: Path) -> None:
     need_slurm()
-    said = launch(
-        tmp_path,
-        "--dry-run",
-        "--nodes",
-        "4",
-        "--gpus-per-node",
-        "a100:8",
-        "--time",
-        "4:00:00",
-        "--mem",
-        "64G",
-        "--",
-        *FLAGS,
-    )
+    words = "--dry-run --nodes 4 --gpus-per-node a100:8 --time 4:00:00 --mem 64G --"
+    said = launch(tmp_path, *words.split(), *FLAGS)
     assert said.returncode == 0, said.stderr
-    for line in (
-        "--nodes=4",
-        "--gpus-per-node=a100:8",
-        "--ntasks-per-node=8",
-        "--time=240",
-        "--mem=64G",
-        "--requeue",
-    ):
+    lines = "--nodes=4 --gpus-per-node=a100:8 --ntasks-per-node=8 --time=240 --mem=64G --requeue"
+    for line in lines.split():
         assert re.search(rf"^#SBATCH {line}$", said.stdout, re.MULTILINE), line
     assert "--signal=USR2@120" in said.stdout
     assert not list(tmp_path.iterdir())
@@ -251,21 +226,10 @@ def test_a_dry_run_prints_the_sbatch_file_and_submits_nothing(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.long
 def test_local_runs_the_same_without_slurm(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    mesh = ["--mesh.strategy", "hsdp", "--mesh.replicate", "2", "--mesh.shard", "1"]
     run = tmp_path / "run"
-    said = launch(
-        tmp_path,
-        "--cluster",
-        "local",
-        "--tasks-per-node",
-        "2",
-        "--follow",
-        "--",
-        *FLAGS,
-        *mesh,
-        "--run.dir",
-        str(run),
-    )
+    words = ["--cluster", "local", "--tasks-per-node", "2", "--follow", "--"]
+    mesh = ["--mesh.strategy", "hsdp", "--mesh.replicate", "2", "--mesh.shard", "1"]
+    said = launch(tmp_path, *words, *FLAGS, *mesh, "--run.dir", str(run))
     assert said.returncode == 0, said.stdout + said.stderr
     assert re.search(r"^cancel  kill \d+$", said.stdout, re.MULTILINE)
     assert f"step {STEPS}" in said.stdout or str(STEPS) in said.stdout, "--follow shows the log"
