@@ -70,17 +70,14 @@ class Request:
             "gpus_per_node": self.gpus or None,
             "stderr_to_stdout": True,
         }
+        typed = {"gpus_per_node": self.gpus_per_node} if ":" in self.gpus_per_node else {}
+        requeue = {} if "no-requeue" in self.sbatch else {"requeue": True}
         slurm = {
             "slurm_signal_delay_s": self.signal_s,
             "slurm_array_parallelism": self.array_parallelism or None,
-            "slurm_additional_parameters": self._further(),
+            "slurm_additional_parameters": {**requeue, **typed, **self.sbatch},
         }
         return {name: value for name, value in {**common, **slurm}.items() if value is not None}
-
-    def _further(self) -> Options:
-        typed = {"gpus_per_node": self.gpus_per_node} if ":" in self.gpus_per_node else {}
-        requeue = {} if "no-requeue" in self.sbatch else {"requeue": True}
-        return {**requeue, **typed, **self.sbatch}
 
 
 def minutes(text: str) -> int:

@@ -99,8 +99,14 @@ def executor(request: Request, batch: JobArray) -> submitit.AutoExecutor:
     import submitit
 
     code = batch.code
+    # submitit's limit on interruptions is lifted: launch/policy.py limits restarts by progress
+    words: dict[str, Any] = {f"{request.cluster}_max_num_timeout": 1_000_000}
+    if request.cluster == "slurm":
+        # after srun's options in the sbatch file, where bash has the variables of cluster.env
+        node = f'"${{SRUN_ARGS[@]}}" "${{CONTAINER[@]}}" bash {shlex.quote(str(code / "slurm" / "node.sh"))}'
+        words["slurm_python"] = f"{node} rank {shlex.quote(sys.executable)}"
     made = submitit.AutoExecutor(
-        folder=batch.folder / "logs", cluster=request.cluster, **_for_cluster(request.cluster, code)
+        folder=batch.folder / "logs", cluster=request.cluster, **({} if request.cluster == "debug" else words)
     )
     made.update_parameters(**request.parameters())
     if request.cluster == "slurm":
@@ -108,16 +114,6 @@ def executor(request: Request, batch: JobArray) -> submitit.AutoExecutor:
             slurm_setup=_before(code, batch), slurm_teardown=["rc=$?", "set -e", "judge_and_act --no-again"]
         )
     return made
-
-
-def _for_cluster(cluster: str, code: Path) -> dict[str, Any]:
-    """Lift submitit's limit on interruptions: launch/policy.py limits restarts by progress."""
-    limits = {f"{cluster}_max_num_timeout": 1_000_000} if cluster in ("slurm", "local") else {}
-    if cluster != "slurm":
-        return limits
-    # after srun's options in the sbatch file, where bash has the variables of cluster.env
-    node = f'"${{SRUN_ARGS[@]}}" "${{CONTAINER[@]}}" bash {shlex.quote(str(code / "slurm" / "node.sh"))}'
-    return {**limits, "slurm_python": f"{node} rank {shlex.quote(sys.executable)}"}
 
 
 def _before(code: Path, batch: JobArray) -> list[str]:
