@@ -110,7 +110,6 @@ NOT_RUN = {
     r"python -m torch\.cuda\._memory_viz trace_plot": "needs a snapshot that a GPU wrote",
     r"python -m tests\.memory\.bound$": "minutes; .ci/run runs it",
     r"python -m tests\.golden": "minutes; tests/golden/test_golden.py runs its parts",
-    r"python -m tests\.models\.foreign$": "minutes: tests/models/test_foreign.py runs a row",
 }
 
 COPIED = ("train.py", "shardrun", "examples", *FOLDERS)
