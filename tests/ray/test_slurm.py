@@ -1,4 +1,4 @@
-"""LAUNCHER=ray on a real Slurm: a Ray cluster on two nodes, asked to stop in the first start, done in the
+"""slurm/ray.sbatch on a real Slurm: a Ray cluster on two nodes, asked to stop in the first start, done in the
 second.
 """
 
@@ -21,7 +21,7 @@ def test_stopped_by_the_scheduler_it_is_requeued_and_ends_with_torchruns_losses(
     need_slurm()
     before = set(Path("/tmp").glob("ray-*"))
     with Cluster(tmp_path / "slurm") as cluster:
-        job = sbatch(cluster, tmp_path / "job", ranks=2, flags=[*FLAGS, *SLOWLY], env={"LAUNCHER": "ray"})
+        job = sbatch(cluster, tmp_path / "job", script="ray", ranks=2, flags=[*FLAGS, *SLOWLY])
         job.until_step(5, 240)
         # what --signal=B:USR1@120 does before the time limit
         cluster.run("scancel", "--signal=USR1", "--batch", job.id)

@@ -101,13 +101,14 @@ def sbatch(
     cluster: Cluster,
     folder: Path,
     *options: str,
+    script: str = "fsdp",
     ranks: int = 1,
     flags: Sequence[str] = FLAGS,
     env: Mapping[str, str] | None = None,
 ) -> Job:
-    """`sbatch OPTIONS slurm/fsdp.sbatch FLAGS`, called in `folder`, with so many ranks a node."""
+    """`sbatch OPTIONS slurm/SCRIPT.sbatch FLAGS`, called in `folder`, with so many ranks a node."""
     folder.mkdir(exist_ok=True)
-    path = REPOSITORY / "slurm" / "fsdp.sbatch"
+    path = REPOSITORY / "slurm" / f"{script}.sbatch"
     job = cluster.sbatch(f"--ntasks-per-node={ranks}", *options, str(path), *flags, env=env, cwd=folder)
     name = cluster.job(job)["JobName"]
     return Job(cluster, job, Run(folder / "runs" / f"{name}-{job}"))
