@@ -430,23 +430,22 @@ class Tracker(TorchDispatchMode):
         """
         methods = [self._unshard, self._wait_for_unshard, self._post_backward, self._finalize_backward]
         copies: Any = offload._Kept
-        leave, plain = vars(copies)["leave"], vars(offload)["Tensor"]
+        made, plain = copies.__init__, vars(offload)["Tensor"]
 
-        def leaving(cls: Any, *args: Any) -> Any:
-            copy = leave.__func__(cls, *args)
-            self._hold_all(iter([None if copy is None else copy.host]), "offloaded")
-            return copy
+        def marked(copy: Any, *args: Any) -> None:
+            made(copy, *args)
+            self._hold_all(iter([copy.host]), "offloaded")
 
         around = around_methods([(method.__name__.removeprefix("_"), method) for method in methods])
         with around, after_resizes(self.resized), copies_of_offloaded(self.copies):
-            copies.leave = classmethod(leaving)
+            copies.__init__ = marked
             if self.fake:
                 offload.Tensor = FakeTensor  # type: ignore[misc, assignment]  # it asks for the very type
             try:
                 with self:
                     yield
             finally:
-                copies.leave, offload.Tensor = leave, plain  # type: ignore[misc]
+                copies.__init__, offload.Tensor = made, plain  # type: ignore[misc]
 
 
 def _extent(tensor: Tensor) -> int:
