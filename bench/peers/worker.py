@@ -125,7 +125,7 @@ def memory_mib(name: str) -> float:
 
 
 class Turns:
-    """A Reporter (fsdp/record/metrics.py) that holds the run between turns."""
+    """A Reporter (fsdp/record/sinks.py) that holds the run between turns."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders, self._on = orders, True

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import itertools
 import resource
-import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ from torch import Tensor
 from fsdp.base.text import byte_size
 from fsdp.dist.env import DistEnv
 from fsdp.record.console import Console
-from fsdp.record.metrics import Reporter, StepMetrics
-from fsdp.record.sinks import CLOSE_S, Losses, Sink
+from fsdp.record.sinks import Losses, Reporter, Sink, StepMetrics
 from fsdp.record.tensorboard import EventWriter
 from fsdp.rundir.history import Appender, save_record
 from fsdp.rundir.paths import RunDir
@@ -57,6 +55,12 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts it in KiB
+
+
+def _read(tensors: list[Tensor]) -> list[list[float]]:
+    """Their numbers, in one copy from the device."""
+    numbers = iter(torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors]).tolist())
+    return [list(itertools.islice(numbers, tensor.numel())) for tensor in tensors]
 
 
 class Recorder:
@@ -97,82 +101,63 @@ class Recorder:
 
     def flush(self) -> list[StepMetrics]:
         """Fetch the pending steps, write them, and print them."""
-        if not self._pending:
-            return []
-        fetched, self._pending = self._fetch(self._pending), []
-        if self._mfu_of:
-            fetched = [replace(one, extra={**one.extra, "mfu": self._mfu(one)}) for one in fetched]
-        if self._env.is_main:
-            for metrics in fetched:
-                record = step_record(metrics)
+        fetched = self._fetch()
+        for metrics in fetched:
+            record = step_record(metrics)
+            if self._env.is_main:
                 self._metrics.append(record)  # unbuffered: a kill loses nothing that was printed
                 self._send(metrics.step, "train", record)
                 self._console.step(metrics, self.checkpoint_note)
-        self.last = fetched[-1]
-        for metrics in fetched:
-            self._reporter.report(step_record(metrics))
+            self._reporter.report(record)
+            self.last = metrics
         return fetched
 
-    def _fetch(self, pending: list[Pending]) -> list[StepMetrics]:
-        """The pending steps with their numbers.
-
-        The host runs ahead of a CUDA device: its time per step differs from the device's, but the mean since
-        the last fetch does not.
+    def _fetch(self) -> list[StepMetrics]:
+        """The host runs ahead of a CUDA device: its time per step differs from the device's, but the mean
+        since the last fetch does not.
         """
-        losses, norms = (
-            self._read_rows([(one.loss, one.more) for one in pending]),
-            self._read([one.grad_norm for one in pending]),
-        )
-        times = [one.step_time_s for one in pending]
+        pending, self._pending = self._pending, []
+        if not pending:
+            return []
+        # Loss and norm may be on two devices.
+        losses = _read([p.loss if p.more is None else torch.cat([p.loss.view(1), p.more]) for p in pending])
+        norms = _read([p.grad_norm for p in pending])
+        mean_s, memory = None, peak_memory_gib(self._env.device)
         if self._asynchronous and pending[0].began:
-            times = [(time.perf_counter() - pending[0].began) / len(pending)] * len(pending)
-        memory = peak_memory_gib(self._env.device)
-        numbers = zip(pending, losses, norms, times, strict=True)
-        return [
-            StepMetrics(
-                step=step.step,
-                loss=loss,
-                grad_norm=norm,
-                lr=step.lr,
-                samples=step.samples,
-                tokens=step.tokens,
-                step_time_s=step_time_s,
-                data_wait_s=step.data_wait_s,
-                max_mem_gib=memory,
-                epoch=step.epoch,
-                extra=step.named(more) if step.named is not None else {},
+            mean_s = (time.perf_counter() - pending[0].began) / len(pending)
+        fetched = []
+        for p, (loss, *more), (norm,) in zip(pending, losses, norms, strict=True):
+            seconds = p.step_time_s if mean_s is None else mean_s
+            extra = {} if p.named is None else dict(p.named(more))
+            if self._mfu_of:
+                extra["mfu"] = self._mfu_of * p.samples / max(seconds, 1e-9)
+            fetched.append(
+                StepMetrics(
+                    step=p.step,
+                    loss=loss,
+                    grad_norm=norm,
+                    lr=p.lr,
+                    samples=p.samples,
+                    tokens=p.tokens,
+                    step_time_s=seconds,
+                    data_wait_s=p.data_wait_s,
+                    max_mem_gib=memory,
+                    epoch=p.epoch,
+                    extra=extra,
+                )
             )
-            for step, (loss, *more), norm, step_time_s in numbers
-        ]
-
-    def _read_rows(self, rows: list[tuple[Tensor, Tensor | None]]) -> list[list[float]]:
-        """A number and the further ones of each step, in one copy."""
-        if all(more is None for _, more in rows):
-            return [[number] for number in self._read([first for first, _ in rows])]
-        whole = [[first.double().view(1)] + ([] if more is None else [more.double()]) for first, more in rows]
-        sizes = [sum(part.numel() for part in parts) for parts in whole]
-        numbers = iter(torch.cat([part for parts in whole for part in parts]).tolist())
-        return [list(itertools.islice(numbers, size)) for size in sizes]
-
-    def _read(self, numbers: list[Tensor]) -> list[float]:
-        """One copy from the device for all numbers; on the host each is read in place."""
-        if not self._asynchronous:
-            return [float(number) for number in numbers]
-        return torch.stack([number.double() for number in numbers]).tolist()
+        return fetched
 
     def evaluation(self, step: int, values: Mapping[str, float], epoch: float | None) -> None:
         """Record an evaluation; a value with "/" in its name is of one source, and is not printed."""
-        found = {"step": step, **values, **_epoch(epoch)}
+        record = {"step": step, **values, **_epoch(epoch)}
         if self._env.is_main:
-            self._metrics.append(found)
-            self._send(step, "eval", found)
+            self._metrics.append(record)
+            self._send(step, "eval", record)
             shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items() if "/" not in name)
-            at = "" if epoch is None else f", epoch {epoch:.2f}"
-            self._console.print_line(f"{shown}  at step {step}{at}")
-        self._reporter.report(found)
-
-    def _mfu(self, m: StepMetrics) -> float:
-        return self._mfu_of * m.samples / max(m.step_time_s, 1e-9)
+            epochs = "" if epoch is None else f", epoch {epoch:.2f}"
+            self._console.print_line(f"{shown}  at step {step}{epochs}")
+        self._reporter.report(record)
 
     def saving(self, step: int) -> None:
         self.checkpoint_note = f"saving {step}"
@@ -204,16 +189,10 @@ class Recorder:
         self._metrics.close()
         self._saves.close()
         for sink, losses in self._sinks:
-            # After those that end their wait themselves.
-            waits = threading.Timer(CLOSE_S + 1, losses.not_closed_yet)
-            waits.daemon = True
-            waits.start()
             try:
                 sink.close()
             except Exception as error:
                 losses.not_closed(error)
-            finally:
-                waits.cancel()
 
 
 def step_record(metrics: StepMetrics) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Trackers that rank 0's numbers go to: Weights & Biases, MLflow, and sinks of the user.
+"""Numbers of a step and where they go: the launcher's Reporter, Weights & Biases, MLflow, sinks of the user.
 
 A tracker is a row of TRACKERS and a class here. Servers get their records from a thread of their own: one
 that is slow or away does not slow the steps. While a call lasts, up to MOST_WAITING records wait, and the
@@ -15,13 +15,13 @@ its records and is logged; the run continues.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.util
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,6 +44,44 @@ LONGEST, BATCH, METRICS = 500, 100, 1000
 _stuck = threading.Event()
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One optimizer step; equal on every rank except max_mem_gib and the times."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    samples: int
+    tokens: int
+    step_time_s: float
+    data_wait_s: float = 0.0
+    max_mem_gib: float = 0.0
+    epoch: float | None = None
+    """Epochs complete after this step, with their fraction; None for a stream."""
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+
+class Reporter(Protocol):
+    """Called on every rank after each logged step, each evaluation and each sealed checkpoint."""
+
+    def report(self, metrics: Mapping[str, float], checkpoint: str | None = None) -> None: ...
+
+    def should_stop(self) -> str | None:
+        """The launcher's reason to stop (a preemption notice), if any. Called once a step; must not block."""
+        ...
+
+
+class NoReporter:
+    """For a launcher that takes no reports."""
+
+    def report(self, metrics: Mapping[str, float], checkpoint: str | None = None) -> None:
+        return None
+
+    def should_stop(self) -> str | None:
+        return None
+
+
 class Sink(Protocol):
     """An output that receives every number of rank 0."""
 
@@ -63,9 +101,9 @@ class Losses:
     def __init__(self, label: str) -> None:
         self._label, self._count = label, 0
 
-    def add(self, step: int, why: object, count: int = 1) -> None:
+    def add(self, step: int, reason: object, count: int = 1) -> None:
         if not self._count:
-            log.warning("step %d: %s cannot write: %s. The run continues", step, self._label, why)
+            log.warning("step %d: %s cannot write: %s. The run continues", step, self._label, _line(reason))
         self._count += count
 
     def end(self, step: int) -> None:
@@ -74,72 +112,23 @@ class Losses:
         self._count = 0
 
     def not_closed(self, error: Exception) -> None:
-        log.warning("%s cannot be closed: %s. %d records are lost", self._label, error, self._count)
-
-    def not_closed_yet(self) -> None:
-        log.warning("%s is still closing; the run waits for it at its end", self._label)
+        log.warning("%s cannot be closed: %s. %d records are lost", self._label, _line(error), self._count)
 
 
-class Sender:
-    """`send` receives the entries that have come since its last call, `finish` comes last; on the thread."""
+def _line(reason: object) -> object:
+    """An exception with its file and line: it may be one of a user's code."""
+    from fsdp.models.factory import blame
 
-    def __init__(
-        self, label: str, send: Callable[[Sequence[TimedRecord]], None], finish: Callable[[], None]
-    ) -> None:
-        self._send, self._finish, self._label = send, finish, label
-        self._losses = Losses(label)
-        self._waiting: queue.SimpleQueue[TimedRecord | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name=label, daemon=True)
-        self._thread.start()
-
-    def put(self, step: int, values: Mapping[str, float]) -> None:
-        if self._waiting.qsize() < MOST_WAITING:
-            self._waiting.put((step, values, time.time()))
-        else:
-            self._losses.add(step, f"{MOST_WAITING:,} records wait for it")
-
-    def close(self) -> None:
-        """Waits CLOSE_S at most. In a process that lives on the thread still sends what is left."""
-        self._waiting.put(None)
-        self._thread.join(CLOSE_S)
-        if self._thread.is_alive():
-            _stuck.set()
-            log.warning(
-                "%s has not taken its last records %g s after the last step: they may be lost",
-                self._label,
-                CLOSE_S,
-            )
-
-    def _serve(self) -> None:
-        ends = False
-        while not ends:
-            entries = [self._waiting.get()]
-            while len(entries) < TOGETHER and not self._waiting.empty():
-                entries.append(self._waiting.get())
-            sent = [one for one in entries if one is not None]
-            ends = len(sent) < len(entries)
-            if sent:
-                self._send_logged(sent)
-        try:
-            self._finish()
-        except Exception as error:
-            self._losses.not_closed(error)
-
-    def _send_logged(self, entries: Sequence[TimedRecord]) -> None:
-        step = entries[-1][0]
-        try:
-            self._send(entries)
-        except Exception as error:  # the server is away, or refuses a value
-            self._losses.add(step, error, len(entries))
-        else:
-            self._losses.end(step)
+    return blame(reason) if isinstance(reason, Exception) else reason
 
 
 # ---------------------------------------------------------------- trackers
 
 
 class TrackerSink:
-    """A server's run for a run directory: a later start of the same directory continues it."""
+    """A server's run for a run directory: a later start of the same directory continues it. Records reach the
+    server on a thread of its own.
+    """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         """Raises ConfigError if the server refuses, or is not there."""
@@ -152,22 +141,54 @@ class TrackerSink:
             raise ConfigError(
                 f"--run.{flag} {value}: {one_line(error)}", f"{hint}, or leave --run.{flag} out"
             ) from error
-        self._sender = Sender(type(self).__name__, self.send, self.finish)
+        self._losses = Losses(type(self).__name__)
+        self._waiting: queue.SimpleQueue[TimedRecord | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=type(self).__name__, daemon=True)
+        self._thread.start()
 
     def open(self, config: Config, run_dir: Path) -> None:
         raise NotImplementedError
 
     def send(self, entries: Sequence[TimedRecord]) -> None:
+        """Those that have come since its last call; on the thread."""
         raise NotImplementedError
 
     def finish(self) -> None:
+        """After the last record; on the thread."""
         raise NotImplementedError
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._sender.put(step, values)
+        if self._waiting.qsize() < MOST_WAITING:
+            self._waiting.put((step, values, time.time()))
+        else:
+            self._losses.add(step, f"{MOST_WAITING:,} records wait for it")
 
     def close(self) -> None:
-        self._sender.close()
+        """Waits CLOSE_S at most. In a process that lives on the thread still sends what is left."""
+        self._waiting.put(None)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            _stuck.set()
+            message = "%s has not taken its last records %g s after the last step: they may be lost"
+            log.warning(message, type(self).__name__, CLOSE_S)
+
+    def _serve(self) -> None:
+        entries = list[TimedRecord | None]()
+        while None not in entries:
+            entries = [self._waiting.get()]
+            while len(entries) < TOGETHER and not self._waiting.empty():
+                entries.append(self._waiting.get())
+            records = [entry for entry in entries if entry is not None]
+            try:
+                if records:
+                    self.send(records)
+                    self._losses.end(records[-1][0])
+            except Exception as error:  # the server is away, or refuses a value
+                self._losses.add(records[-1][0], error, len(records))
+        try:
+            self.finish()
+        except Exception as error:
+            self._losses.not_closed(error)
 
 
 class WandbSink(TrackerSink):
@@ -275,12 +296,8 @@ def build_sinks(config: Config, run_dir: Path, from_step: int) -> Iterator[Sink]
 # ---------------------------------------------------------------- sinks of the user
 
 
-class SinkError(Exception):
-    """An exception in a user's sink, with its file and line."""
-
-
 class CustomSink:
-    """A user's sink whose errors name the file and line."""
+    """A user's sink."""
 
     def __init__(self, path: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         from fsdp.models.factory import blame, parameters_of
@@ -289,29 +306,21 @@ class CustomSink:
         accepted = parameters_of(factory)
         names = arguments if accepted is None or accepted.any_name else accepted.named
         try:
-            self._sink = factory(**{name: value for name, value in arguments.items() if name in names})
+            sink = factory(**{name: value for name, value in arguments.items() if name in names})
         except Exception as error:
             hint = "it is called with (*, run_dir, config, from_step)"
             raise ConfigError(f"{self.label} failed: {blame(error)}.", hint) from error
-        if not callable(getattr(self._sink, "scalars", None)):
-            reason = f"{self.label}: {type(self._sink).__name__} has no method scalars."
+        if not callable(getattr(sink, "scalars", None)):
+            reason = f"{self.label}: {type(sink).__name__} has no method scalars."
             raise ConfigError(reason, "def scalars(self, step, values): ...")
+        self._sink = sink
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._call(self._sink.scalars, step, dict(values))
+        self._sink.scalars(step, dict(values))
 
     def close(self) -> None:
         if callable(close := getattr(self._sink, "close", None)):
-            self._call(close)
-
-    @staticmethod
-    def _call(function: Callable[..., Any], *arguments: Any) -> None:
-        try:
-            function(*arguments)
-        except Exception as error:
-            from fsdp.models.factory import blame
-
-            raise SinkError(blame(error)) from error
+            close()
 
 
 def _classes(config: Config) -> dict[str, Callable[..., Any]]:

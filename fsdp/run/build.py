@@ -47,10 +47,9 @@ from fsdp.parallel.checks import check_first_forward
 from fsdp.parallel.compute import attention_kernel
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import Sharded, replicate, shard_model
-from fsdp.record.console import Console, set_up_logging, start_facts
-from fsdp.record.metrics import Reporter
+from fsdp.record.console import Console, set_up_logging
 from fsdp.record.recorder import Recorder
-from fsdp.record.sinks import build_sinks, check_sinks
+from fsdp.record.sinks import Reporter, build_sinks, check_sinks
 from fsdp.run import weights
 from fsdp.run.job import Job, trained_model
 from fsdp.run.summary import Planned, steps_line
@@ -390,7 +389,7 @@ def log_start(start: RunStart, job: Job, facts: Mapping[str, str], restored: Res
         for line in (*restored.notes, f"resumes from step {restored.step}", job.cursor.note()):
             if line:
                 log.info("%s", line)
-    shown = start_facts({**facts, "steps": steps_line(job)})
+    shown = {**facts, "steps": steps_line(job)}
     log.info("%s", "; ".join(f"{name} {text}" for name, text in shown.items()))
 
 

@@ -42,7 +42,7 @@ from fsdp.parallel.checks import check_first_forward
 from fsdp.parallel.compute import check_attention
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import Sharded, replicate, shard_model, sharding_of
-from fsdp.record.metrics import NoReporter, Reporter
+from fsdp.record.sinks import NoReporter, Reporter
 from fsdp.run import build, weights
 from fsdp.run.job import trainable_model, warn_of_extra_states
 from fsdp.run.step import check_trained, gradients_of
