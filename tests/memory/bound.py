@@ -69,23 +69,16 @@ def compare(folder: Path, limit: int, disk: Path) -> Iterator[str]:
 
 
 def _command(run: Path, layers: int, more: Sequence[str]) -> list[str]:
-    arguments = {
-        "width": WIDTH,
-        "heads": 4,
-        "layers": layers,
-        "ffn": 4 * WIDTH,
-        "vocab_size": 256,
-        "max_seq_len": 16,
-    }
-    words = [word for name, value in arguments.items() for word in (f"--model.args.{name}", str(value))]
-    return [
-        sys.executable, "train.py", "--run.dir", str(run), "--model.name", "transformer", *words,
-        "--data.name", "synthetic", "--data.args.kind", "tokens", "--data.args.vocab_size", "256",
-        "--data.seq_len", "16", "--train.steps", str(STEPS), "--train.global_batch", "2",
-        "--train.micro_batch", "1", "--train.eval_samples", "1", "--mesh.accumulate", "shard",
-        "--checkpoint.every_steps", str(SAVE_EVERY), "--checkpoint.keep_last", "1",
-        "--checkpoint.export", "false", *more,
-    ]  # fmt: skip
+    words = (
+        f"--run.dir {run} --model.name transformer --model.args.width {WIDTH} --model.args.heads 4 "
+        f"--model.args.layers {layers} --model.args.ffn {4 * WIDTH} --model.args.vocab_size 256 "
+        "--model.args.max_seq_len 16 --data.name synthetic --data.args.kind tokens "
+        f"--data.args.vocab_size 256 --data.seq_len 16 --train.steps {STEPS} "
+        "--train.global_batch 2 --train.micro_batch 1 "
+        f"--train.eval_samples 1 --mesh.accumulate shard --checkpoint.every_steps {SAVE_EVERY} "
+        "--checkpoint.keep_last 1 --checkpoint.export false"
+    )
+    return [sys.executable, "train.py", *words.split(), *more]
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from torch import nn
 
-from fsdp.base.text import byte_size
-from fsdp.memory.account import by_size
 from tests.support import runs, user_code
 
 RANKS = 2
@@ -112,13 +110,3 @@ def test_profiling_does_not_change_losses(tmp_path: Path) -> None:
     names = {path.name for path in (tmp_path / "seen" / "profile").iterdir()}
     each = ("memory.json", "trace.json.gz", "operators.txt")
     assert names == {f"rank{rank}_{name}" for rank in range(RANKS) for name in each}
-
-
-# ---------------------------------------------------------------- without ranks
-
-
-def test_sizes_as_text() -> None:
-    assert [byte_size(n) for n in (0, 999, 1024, 1.5 * 2**20, 3 * 2**30, 5 * 2**40)] == [
-        "0 B", "999 B", "1 KiB", "1.5 MiB", "3 GiB", "5 TiB",
-    ]  # fmt: skip
-    assert by_size({"a": 1, "b": 2048, "c": 0}) == "b 2 KiB, a 1 B"

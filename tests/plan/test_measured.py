@@ -9,7 +9,7 @@ import pytest
 
 from bench import plan_cuda, plan_hf
 from bench.plan import MARGIN
-from bench.plan_cases import Case, draw
+from bench.plan_cases import Case
 from bench.plan_real import _asks, _real_steps
 from fsdp.config import load
 from fsdp.dist.env import DistEnv
@@ -61,25 +61,6 @@ def test_planned_bytes_of_a_model_of_transformers(name: str, variant: str, tmp_p
     assert planned == pytest.approx(measured, rel=0.01)
 
 
-def test_the_draw_is_the_same_each_time_and_has_every_kind() -> None:
-    drawn = draw(random.Random(7), 48)
-    assert drawn == draw(random.Random(7), 48)
-    words = {word for case in drawn for word in case.flags}
-    assert {
-        "ddp",
-        "hsdp",
-        "fsdp",
-        "full",
-        "ops",
-        "bf16",
-        "sgd",
-        "mlp",
-        "vit",
-        "bench.plan_cases:half_frozen",
-    } <= words
-    assert {case.ranks for case in drawn} == {1, 2, 4}
-
-
 @pytest.mark.slow
 def test_cases_of_the_cuda_bench_can_be_planned() -> None:
     drawn = plan_cuda.draw(random.Random(7), 24)
@@ -88,6 +69,3 @@ def test_cases_of_the_cuda_bench_can_be_planned() -> None:
     smallest = min(drawn, key=lambda case: int(case.flags[case.flags.index("--model.args.width") + 1]))
     peaks = plan_cuda.planned(smallest)
     assert 0 < peaks.allocated <= peaks.reserved
-    row = plan_cuda.Row(smallest, peaks, plan_cuda.Peaks(peaks.allocated / 1.1, peaks.reserved))
-    assert "| +10.00% |" in "\n".join(plan_cuda.table([row], "a device"))
-    assert plan_cuda.table([row], "a device")[-1] == "reserved: median error 0.00%, worst 0.00% of 1 runs."

@@ -15,8 +15,6 @@ from fsdp.plan.subject import subject_of
 from tests.plan.asked import GIB, SMALL, plan
 from tests.support.marks import quick_are
 
-SHAPED = ("--mesh.strategy", "fsdp", "--memory.activation_checkpointing", "none")
-
 
 def peak(*flags: str, gpus: int = 4) -> float:
     return plan(*flags, gpus=gpus).memory.peak
@@ -62,16 +60,8 @@ def test_ddp_keeps_gradients_beside_its_buckets_until_it_synchronises() -> None:
 # ---------------------------------------------------------------- knobs
 
 LONG = ("--data.seq_len", "128", "--precision.param", "bf16")
-WIDE = (
-    "--data.seq_len",
-    "8",
-    "--model.args.width",
-    "256",
-    "--train.micro_batch",
-    "1",
-    "--train.global_batch",
-    "4",
-)
+WORDS = "--data.seq_len 8 --model.args.width 256 --train.micro_batch 1 --train.global_batch 4"
+WIDE = tuple(WORDS.split())
 LESS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "--memory.activation_checkpointing full": (LONG, ()),
     "--memory.activation_checkpointing ops": (LONG, ()),

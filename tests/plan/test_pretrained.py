@@ -54,15 +54,8 @@ def test_mixtures_of_experts_are_planned(
 
 
 def test_layers_dropped_at_random_are_planned_as_present(capsys: pytest.CaptureFixture[str]) -> None:
-    model = (
-        "--model.name",
-        "tests.plan.own:Dropping",
-        "--data.name",
-        "synthetic",
-        "--data.args.kind",
-        "tokens",
-    )
-    assert main([*model, "--data.args.vocab_size", "31", *FIXED]) == 0
+    words = "--model.name tests.plan.own:Dropping --data.name synthetic --data.args.kind tokens"
+    assert main([*words.split(), "--data.args.vocab_size", "31", *FIXED]) == 0
     assert "units: 8 of " in capsys.readouterr().out
 
 
