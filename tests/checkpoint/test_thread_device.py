@@ -114,7 +114,6 @@ WITHOUT_TENSORS = {
     "fsdp/rundir/lock.py": 1,
     "fsdp/watch/failure.py": 1, "fsdp/doctor/measure.py": 1,
     "fsdp/dist/stop.py": 1, "fsdp/watch/records.py": 1, "fsdp/record/sinks.py": 1,
-    "fsdp/record/recorder.py": 1,
     "fsdp/checkpoint/inspect.py": 1,
     "launch/ray_driver.py": 3, "launch/ray_worker.py": 1,
 }  # fmt: skip
