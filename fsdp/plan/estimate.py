@@ -22,7 +22,7 @@ from fsdp.plan.fake_step import FakeRun, trace_step
 from fsdp.plan.rates import UNMEASURED, Rates, rates_for
 from fsdp.plan.step_time import Step, time_step
 from fsdp.plan.subject import subject_of
-from fsdp.plan.trace import AFTER, COLUMN, KINDS, POOLS, Part, Trace
+from fsdp.plan.trace import AFTER, COLUMN, KINDS, POOLS, Stretch, Trace
 
 SCRATCH_MARGIN = 0.15
 """Of models of convolutions and recurrent layers on CUDA: docs/plan.md, "What is not counted"."""
@@ -75,7 +75,7 @@ def memory_of(trace: Trace, ask: FakeRun, read_ahead: float = 0.0) -> Memory:
     )
 
 
-def describe(part: Part, blocks: int) -> str:
+def describe(part: Stretch, blocks: int) -> str:
     if part.phase not in ("forward", "backward"):
         return part.phase
     before = "before the blocks" if part.phase == "forward" else "what follows the blocks"

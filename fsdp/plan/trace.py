@@ -66,7 +66,7 @@ of attention the width of a head.
 """
 
 
-class Part(NamedTuple):
+class Stretch(NamedTuple):
     """A stretch of the step between two marks. Blocks count from 1; 0 is before them, AFTER what follows."""
 
     micro: int
@@ -79,7 +79,7 @@ AFTER = -1
 
 @dataclass(frozen=True)
 class Trace:
-    parts: tuple[Part, ...]
+    parts: tuple[Stretch, ...]
     curve: np.ndarray
     """Bytes alive by column, [points, columns]: at each allocation, and where a part begins and ends."""
     part_of: np.ndarray
@@ -163,7 +163,7 @@ class Tracker(TorchDispatchMode):
 
     def restart(self) -> None:
         """Forgets the parts that were recorded, and records again from the next mark on."""
-        self._parts: list[Part] = []
+        self._parts: list[Stretch] = []
         self._points: list[tuple[int, ...]] = []
         self._rows: list[list[Any]] = []
         self._run: dict[int, tuple[_Memory, int]] = {}
@@ -173,7 +173,7 @@ class Tracker(TorchDispatchMode):
         """Starts the part of all that follows."""
         self._end_run()
         self._point()
-        self._parts.append(Part(micro, phase, block))
+        self._parts.append(Stretch(micro, phase, block))
         self._point()
 
     def trace(self, blocks: int) -> Trace:
