@@ -93,6 +93,8 @@ def decode(data: bytes) -> Manifest:
             "resume with the version of this program that wrote it, or a newer one",
         )
     try:
+        if unknown := body.keys() - {entry.name for entry in fields(Manifest)}:
+            raise ValueError(f"{min(unknown)!a:.40} is no field of it")
         return _checked(Manifest(**body))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise Broken(

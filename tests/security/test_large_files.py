@@ -178,7 +178,7 @@ ODD_FIELDS: dict[str, dict[str, Any]] = {
     "strategy is not a string of up to": {"strategy": "x" * 100_000},
     "base.digest is not": {"base": {"digest": ["x"], "origin": "", "rank": 1, "alpha": 1.0}},
     "base.origin is not": {"base": {"digest": "0", "origin": "x" * 9999, "rank": 1, "alpha": 1.0}},
-    "argument 'surplus'": {"surplus": 1},
+    "'surplus' is no field": {"surplus": 1},
 }
 
 
