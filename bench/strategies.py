@@ -3,7 +3,7 @@
     python -m bench.strategies           all models
     python -m bench.strategies 7b        one of them
 
-No GPU is needed: the planner counts a step on fake tensors. It takes seconds for the small models and minutes for 70b.
+No GPU is needed: the planner counts a step on fake tensors. The 70B model takes minutes.
 """
 
 from __future__ import annotations
