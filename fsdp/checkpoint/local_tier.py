@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import cast
 
 from fsdp.base.devices import WorkerThread
-from fsdp.base.errors import CheckpointError, error_number
+from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import file_names, inspect, manifest, retention
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken
@@ -45,7 +45,7 @@ from fsdp.checkpoint.sealing import Contents, SaveOutcome, Sealing
 from fsdp.checkpoint.store import LocalStore, Store
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
-from fsdp.rundir.paths import storage_shown
+from fsdp.rundir.paths import storage_shown, storing
 
 log = logging.getLogger(__name__)
 
@@ -339,7 +339,7 @@ def local_folder_name(shared: Store) -> str:
     when it is mounted.
     """
     place, inode = shared.where, 0
-    try:
+    with storing(place):
         if isinstance(shared, LocalStore):
             shared.make()
             place, inode = str(shared.root.resolve()), shared.root.stat().st_ino
@@ -349,9 +349,6 @@ def local_folder_name(shared: Store) -> str:
                 name = f"shardrun-{secrets.token_hex(8)}"
             text = json.dumps({"name": name, "place": place, "inode": inode})
             shared.write_small(TOKEN, f"{text}\n".encode())
-    except OSError as error:
-        what, hint = f"{place} cannot be written: {error}.", "--checkpoint.dir FOLDER that is writable"
-        raise CheckpointError(what, hint, error_number=error_number(error)) from None
     return name
 
 

@@ -24,15 +24,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
 from fsdp.base import proc
-from fsdp.base.errors import CheckpointError, RefusedError, error_number
+from fsdp.base.errors import RefusedError
 from fsdp.base.phases import ACTIVITIES, follows_parent
-from fsdp.rundir.paths import writing
+from fsdp.rundir.paths import storing, writing
 
 log = logging.getLogger(__name__)
 
@@ -99,10 +98,9 @@ _FORM = Holder("", "", "", 1, "", "", "", 0.0)
 
 def this_holder(launcher: str, job: str = "") -> Holder:
     """This process as the holder of a lock."""
-    pid, place = os.getpid(), this_place()
+    pid, place, parent = os.getpid(), this_place(), os.getppid() if follows_parent() else 0
     seen = proc.stat(pid) if place else None
-    born, parent = ("" if seen is None else seen.start_ticks), (os.getppid() if follows_parent() else 0)
-    token, host = secrets.token_hex(8), socket.gethostname()
+    born, token, host = "" if seen is None else seen.start_ticks, secrets.token_hex(8), socket.gethostname()
     return Holder(token, host, place, pid, born, launcher, job, time.time(), parent)
 
 
@@ -293,28 +291,25 @@ class Lock:
         count = missed = 0
         while not self._over.wait(self._place.beat_s) and self.lost is None:
             count += 1
-            error = self._renew(count)
-            if error is not None:
+            try:
+                self._renew(count)
+            except OSError as error:
                 missed += 1
                 if missed == 1:
                     log.warning("the lock of %s cannot be renewed: %s", self._place.where, error)
-            elif missed:
+                continue
+            if missed:
                 log.warning("the lock of %s is renewed again, %d renewals failed", self._place.where, missed)
-                missed = 0
+            missed = 0
 
-    def _renew(self, count: int) -> OSError | None:
-        """Reads who holds the lock where the count cannot be written: NFS gives a replaced holder ESTALE."""
-        failed, version = None, None
+    def _renew(self, count: int) -> None:
         try:
             version = _write(self._place, self._holder, count, self._version)
-        except OSError as error:
-            failed = error
-        try:
-            self.lost = self.lost_now() if version is None else None
-        except OSError as error:
-            failed = failed or error
+        except OSError:  # NFS gives a replaced holder ESTALE
+            self.lost = self.lost_now()
+            raise
+        self.lost = self.lost_now() if version is None else None
         self._version = version or self._version
-        return failed
 
 
 def _write(place: Place, holder: Holder, count: int, version: str | None) -> str | None:
@@ -404,7 +399,7 @@ def _places(run: Place | None, store: Place | None) -> Iterator[tuple[Place, str
 
 
 def _acquire(place: Place, holder: Holder, ousted: set[str], flag: str) -> Lock:
-    with writing(place.path / FILE) if isinstance(place, Folder) else _storing(place, flag):
+    with writing(place.path / FILE) if isinstance(place, Folder) else storing(place.where, flag):
         while True:
             found, line = place.get(FILE), ""
             if found is not None and found.data != RELEASED:
@@ -416,15 +411,6 @@ def _acquire(place: Place, holder: Holder, ousted: set[str], flag: str) -> Lock:
                         log.warning("%s", line)
                     return Lock(place, holder, version, line)
             time.sleep(0.01)
-
-
-@contextmanager
-def _storing(place: Place, flag: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        hint, what = f"{flag} FOLDER that is writable", f"{place.where} cannot be written: {error}."
-        raise CheckpointError(what, hint, error_number=error_number(error)) from None
 
 
 def _take_over(place: Place, found: VersionedObject, holder: Holder, ousted: set[str], flag: str) -> str:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp.base.errors import CheckpointError, ConfigError, ShardrunError, error_number
+from fsdp.base.errors import CheckpointError, ConfigError, error_number
 from fsdp.base.object_client import is_url
 
 if TYPE_CHECKING:
@@ -38,47 +38,31 @@ PROBE_BYTES = 4096
 """Written and synced before a start: an empty file can be made on a disk that has no block left."""
 
 
+class _Below:
+    """A path in the run directory."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+        return run.path / self.name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The paths in a run directory."""
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def history(self) -> Path:
-        return self.path / "history.jsonl"
-
-    @property
-    def saves(self) -> Path:
-        return self.path / "saves.jsonl"
-
-    @property
-    def stopped(self) -> Path:
-        return self.path / "STOPPED"
-
-    @property
-    def done(self) -> Path:
-        return self.path / "DONE"
-
-    @property
-    def failed(self) -> Path:
-        return self.path / "FAILED"
-
-    @property
-    def full_model(self) -> Path:
-        return self.path / "full_model"
-
-    @property
-    def full_model_ema(self) -> Path:
-        return self.path / "full_model_ema"
+    config = _Below("config.toml")
+    metrics = _Below("metrics.jsonl")
+    history = _Below("history.jsonl")
+    saves = _Below("saves.jsonl")
+    stopped = _Below("STOPPED")
+    done = _Below("DONE")
+    failed = _Below("FAILED")
+    full_model = _Below("full_model")
+    full_model_ema = _Below("full_model_ema")
 
 
 def new_name(config: Config) -> str:
@@ -104,12 +88,9 @@ def choose(config: Config) -> RunDir:
 def open_run(place: str) -> RunDir:
     """The run directory that a command names; ConfigError for a URL. Creates nothing."""
     if is_url(place):
-        copied = f"aws s3 cp --recursive --exclude 'step-*' {shlex.quote(place)} runs/copy"
-        raise ConfigError(
-            f"{place} is in an object store, and a run directory is a folder.",
-            f"{copied} copies a run's records there, and python -m fsdp.checkpoint "
-            f"{shlex.quote(place)} export --out runs/copy/full_model its weights",
-        )
+        copy = f"aws s3 cp --recursive --exclude 'step-*' {shlex.quote(place)} runs/copy"
+        what = f"{place} is in an object store, and a run directory is a folder."
+        raise ConfigError(what, f"{copy} copies the run's records")
     return RunDir(Path(place).absolute())
 
 
@@ -150,29 +131,25 @@ def _names(place: str, run: RunDir) -> bool:
 
 
 def write_config(run: RunDir, config: Config) -> list[str]:
-    """Write config.toml, and return what has changed since the last start as `field: old → new`."""
+    """Writes config.toml, and returns what has changed since the last start as `field: old → new`."""
     # here: the monitor process of each node imports this file and needs no configuration
     from fsdp import config as configuration
 
     changed: list[str] = []
     config = with_absolute_places(config)
-    if run.config.is_file():
-        try:
-            old = configuration.read_recipe(str(run.config))
-        except ConfigError as error:  # used for the comparison alone: the start continues
-            why = str(error).partition(" HINT:")[0]
-            changed.append(f"config.toml of the last start cannot be compared: {why}")
-            old = {}
-        for name, value in configuration.flatten(config).items():
-            if name.partition(".")[0] in configuration.LAUNCHERS_OWN:
-                continue
-            if isinstance(value, tuple):
-                value = configuration.as_tables(value)
-            before = old.get(
-                name, [] if isinstance(value, list) else {} if isinstance(value, Mapping) else value
-            )
-            if before != value and not (name == "run.dir" and _names(str(before), run)):
-                changed.append(f"{name}: {before} → {value}")
+    try:
+        old = configuration.read_recipe(str(run.config)) if run.config.is_file() else None
+    except ConfigError as error:  # used for the comparison alone: the start continues
+        old, why = {}, str(error).partition(" HINT:")[0]
+        changed.append(f"config.toml of the last start cannot be compared: {why}")
+    for name, value in configuration.flatten(config).items():
+        if old is None or name.partition(".")[0] in configuration.LAUNCHERS_OWN:
+            continue
+        if isinstance(value, tuple):
+            value = configuration.as_tables(value)
+        before = old.get(name, type(value)() if isinstance(value, list | Mapping) else value)
+        if before != value and not (name == "run.dir" and _names(str(before), run)):
+            changed.append(f"{name}: {before} → {value}")
     write_atomically(run.config, configuration.run_toml(config))
     return changed
 
@@ -182,56 +159,52 @@ def write_config(run: RunDir, config: Config) -> list[str]:
 FULL = (errno.ENOSPC, errno.EDQUOT)
 WRITES_ALONE = (*FULL, errno.EROFS, errno.EFBIG)
 """Errors that no read has."""
-DENIED = (errno.EACCES, errno.EPERM)
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError into a one-line error that names the file. For the files that a start needs."""
+    """Turns an OSError into a one-line error that names the file. For the files that a start needs."""
     try:
         yield
     except OSError as error:
-        raise _unwritable(path, error) from None
+        number, what = error.errno or 0, f"{path} cannot be written ({error.strerror})."
+        file = error.filename if isinstance(error.filename, str | Path) else path
+        shown = next(str(place) for place in (file, *path.absolute().parents) if os.path.lexists(place))
+        advice = storage_advice(number, shown) or f"ls -ld {shlex.quote(shown)} shows who may write there"
+        if number in FULL:
+            hint = f"{advice}, then start the same command"
+            raise CheckpointError(what, hint, error_number=number) from None
+        if number == errno.EEXIST:  # of mkdir, which accepts a folder
+            what, advice = (
+                f"{file} is in the place of a folder.",
+                f"mv {shlex.quote(str(file))} to another name",
+            )
+        raise ConfigError(what, f"{advice}; --run.dir runs/NAME is another place") from None
 
 
-def _unwritable(path: Path, error: OSError) -> ShardrunError:
-    # Path.is_dir raises below a folder that may not be searched
-    folder = next(one for one in (path, *path.absolute().parents) if os.path.isdir(one))  # noqa: PTH112
-    what = f"{path} cannot be written ({error.strerror})."
-    if error.errno in FULL:
-        hint = f"{storage_advice(error.errno, str(folder))}, then start the same command"
-        return CheckpointError(what, hint, error_number=error_number(error))
-    if error.errno == errno.EEXIST and error.filename is not None:  # of mkdir, which accepts a folder
-        hint = f"mv {shlex.quote(str(error.filename))} to another name; --run.dir runs/NAME is another place"
-        return ConfigError(f"{error.filename} is in the place of a folder.", hint)
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return ConfigError(what, "ulimit -n 65536 before the start")
-    if error.errno == errno.EFBIG:
-        return ConfigError(what, f"{storage_advice(error.errno, str(folder))}, before the start")
-    advice = storage_advice(error.errno or 0, str(folder)) if error.errno not in DENIED else ""
-    advice = advice or f"ls -ld {_denied(folder, error)} shows who may write there"
-    return ConfigError(what, f"{advice}; --run.dir runs/NAME is another place")
-
-
-def _denied(folder: Path, error: OSError) -> str:
-    """The folder, and a file in it that may not be opened, as words of a command."""
-    file = error.filename
-    shown = (folder, file) if isinstance(file, str | Path) and os.path.lexists(file) else (folder,)
-    return " ".join(dict.fromkeys(shlex.quote(str(one)) for one in shown))
+@contextmanager
+def storing(place: str, flag: str = "--checkpoint.dir") -> Iterator[None]:
+    """Turns an OSError into a CheckpointError that names the store of checkpoints."""
+    try:
+        yield
+    except OSError as error:
+        what, hint = f"{place} cannot be written: {error}.", f"{flag} FOLDER that is writable"
+        raise CheckpointError(what, hint, error_number=error_number(error)) from None
 
 
 def storage_advice(number: int, place: str) -> str:
     """What shows or removes the cause of a write's `errno` in a folder or under a URL; empty if unknown."""
-    if number == errno.EFBIG:
-        return "ulimit -f unlimited lifts the limit on a file's size"
-    if "://" in place:
-        return "renew the credentials" if number in DENIED else ""
-    folder = shlex.quote(place)
-    if number in FULL:
+    folder, remote = shlex.quote(place), "://" in place
+    denied = "renew the credentials" if remote else f"ls -ld {folder} shows who may write there"
+    if number in FULL and not remote:
         return f"df -h {folder} and df -i {folder} show what is full: free some"
-    if number == errno.EROFS:
-        return f"findmnt -T {folder} shows the mount: make it writable"
-    return f"ls -ld {folder} shows who may write there" if number in DENIED else ""
+    return {
+        errno.EFBIG: "ulimit -f unlimited lifts the limit on a file's size",
+        errno.EMFILE: "ulimit -n 65536 before the start",
+        errno.EROFS: "" if remote else f"findmnt -T {folder} shows the mount: make it writable",
+        errno.EACCES: denied,
+        errno.EPERM: denied,
+    }.get(number, "")
 
 
 def storage_shown(place: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from pathlib import Path
 
@@ -26,32 +25,21 @@ def fill(ballast: Path) -> None:
         os.close(descriptor)
 
 
-def fill_inodes(folder: Path) -> None:
-    """Take every inode of a disk that has room left."""
-    folder.mkdir()
-    with contextlib.suppress(OSError):
-        for number in itertools.count():
-            (folder / str(number)).touch()
-
-
 class Fills(Vectors):
-    """`fill_at` and `free_at` count the rows read; 0 is never. `inodes`: these run out instead of room."""
+    """`fill_at` and `free_at` count the rows read; 0 is never."""
 
-    def __init__(self, count: int, ballast: str, fill_at: int, free_at: int, inodes: bool) -> None:
+    def __init__(self, count: int, ballast: str, fill_at: int, free_at: int) -> None:
         super().__init__(count)
-        self._inodes = inodes
         self._ballast, self._fill_at, self._free_at, self._read = Path(ballast), fill_at, free_at, 0
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         self._read += 1
         if self._read == self._fill_at:
-            (fill_inodes if self._inodes else fill)(self._ballast)
+            fill(self._ballast)
         if self._read == self._free_at:
             self._ballast.unlink(missing_ok=True)
         return super().__getitem__(index)
 
 
-def vectors(
-    count: int = 48, ballast: str = "", fill_at: int = 0, free_at: int = 0, inodes: bool = False
-) -> Fills:
-    return Fills(count, ballast, fill_at, free_at, inodes)
+def vectors(count: int = 48, ballast: str = "", fill_at: int = 0, free_at: int = 0) -> Fills:
+    return Fills(count, ballast, fill_at, free_at)

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import struct
 import subprocess
 import sys
@@ -25,13 +24,12 @@ from fsdp.dist.env import from_environment
 from fsdp.rundir.paths import RunDir
 from launch.guard import report
 from launch.marker import Marker
-from tests.rundir.filling import fill, fill_inodes
+from tests.rundir.filling import fill
 from tests.support.processes import dies_with_us
 from tests.support.runs import QUIET
 
 ROOT = Path(__file__).parents[2]
 SIZE = "size=2m"
-FEW_INODES = "size=8m,nr_inodes=60"
 BATCH, STEPS = 12, 60
 """Steps enough for each file to need another block while the disk is full."""
 
@@ -166,28 +164,6 @@ def test_records_of_a_disk_that_was_full_for_a_while_are_complete(disk: SmallDis
     assert disk.lines("run/history.jsonl")[-1]["why"] == "the last step"
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_two_ranks_whose_checkpoints_have_room_end_well(disk: SmallDisk, tmp_path: Path) -> None:
-    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-    elsewhere = (
-        "--checkpoint.dir",
-        str(tmp_path / "checkpoints"),
-        "--checkpoint.export",
-        "false",
-        "--watch.enabled",
-        "true",
-    )
-    done = disk.start(*ranks, *words(disk, *elsewhere, fill_at=3))
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert (
-        f"run/DONE cannot be written (No space left on device): the last step at step {STEPS}" in done.stderr
-    )
-    assert f"finished at step {STEPS}" in done.stdout
-    assert list((tmp_path / "checkpoints").glob("step-*"))
-
-
 def test_a_start_on_a_full_disk_is_refused_in_one_line_with_a_hint(disk: SmallDisk) -> None:
     (disk.outside / "run").mkdir()
     fill(disk.outside / "ballast")
@@ -201,50 +177,6 @@ def test_a_start_on_a_full_disk_is_refused_in_one_line_with_a_hint(disk: SmallDi
         assert command in line
         assert disk.start(*command.split()).returncode == 0
     assert disk.names("run") == ["logs", "tensorboard"], "partial files are removed"
-
-
-def test_a_lock_file_that_does_not_fit_is_named_and_removed(disk: SmallDisk) -> None:
-    """The disk fills up between the check of the folder and the lock."""
-    fill(disk.outside / "ballast")
-    take = f"from fsdp.rundir.lock import Folder, hold; hold(Folder({str(disk.inside)!r}), None, 'test')"
-    refused = disk.start(sys.executable, "-c", take)
-    assert (
-        f"{disk.inside}/CLAIM cannot be written (No space left on device)." in refused.stderr.splitlines()[-1]
-    )
-    assert disk.names() == ["ballast"]
-
-
-@pytest.mark.parametrize("disk", [FEW_INODES], indirect=True)
-def test_a_start_without_a_free_inode_is_refused_in_one_line(disk: SmallDisk) -> None:
-    """The disk has room: only `df -i`, which the hint has, shows why."""
-    (disk.outside / "run").mkdir()
-    fill_inodes(disk.outside / "ballast")
-    refused = disk.start(*one_rank(disk))
-    assert refused.returncode == 4
-    [line] = [line for line in refused.stderr.splitlines() if "HINT" in line]
-    assert "cannot be written (No space left on device). HINT: df -h" in line
-    assert f"df -i {disk.inside / 'run'}" in line
-    assert "Traceback" not in refused.stderr
-    assert disk.names("run") == []
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.parametrize("disk", [FEW_INODES], indirect=True)
-def test_a_run_whose_disk_has_no_inode_left_keeps_its_records_and_resumes(disk: SmallDisk) -> None:
-    """Open files grow on; a save needs new ones, and the last one's failure is the run's error."""
-    saves = ("--checkpoint.every_steps", "24", "--checkpoint.mode", "blocking", "--data.args.inodes", "true")
-    full = disk.start(*one_rank(disk, *saves, fill_at=34))
-    assert full.returncode == 4, full.stderr
-    assert "Traceback" not in full.stderr
-    assert "CHECKPOINT of step 48 was NOT saved" in full.stderr
-    assert [record["step"] for record in disk.lines("run/metrics.jsonl")] == list(range(1, STEPS + 1))
-    shutil.rmtree(disk.outside / "ballast")
-    again = disk.start(*one_rank(disk, *saves))
-    assert again.returncode == 0, again.stderr
-    assert "resumes from step 24" in again.stderr
-    assert [record["step"] for record in disk.lines("run/metrics.jsonl")] == list(range(1, STEPS + 1))
-    assert (disk.outside / "run/DONE").exists()
 
 
 def test_a_failure_that_cannot_be_noted_is_one_line_beside_the_error_and_keeps_its_code(

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.base.errors import CheckpointError, ConfigError
 from fsdp.rundir import history, paths
 from fsdp.rundir.history import Appender
 from fsdp.rundir.paths import RunDir
@@ -69,18 +68,6 @@ def test_metrics_with_a_torn_line_are_read_cut_and_go_on(torn: bytes, run: RunDi
     history.truncate_metrics(run, 4)
     lines = list(history.read_records(run.metrics))
     assert [line["step"] for line in lines] == [1, 2, 3, 4], "the resumed run records step 5 again"
-
-
-def test_a_record_behind_nuls_in_its_line_is_read(run: RunDir) -> None:
-    run.metrics.write_bytes(b"\0" * 64 + b'{"step": 7}\n')
-    assert history.last_step(run) == 7
-
-
-@pytest.mark.parametrize("torn", [b'{"event": "en', b"\0\0\0"])
-def test_a_torn_end_is_ended_before_the_next_record(torn: bytes, run: RunDir) -> None:
-    run.history.write_bytes(torn)
-    history.append(run.history, {"event": "start", "from_step": 3})
-    assert list(history.read_records(run.history)) == [{"event": "start", "from_step": 3}]
 
 
 @pytest.mark.parametrize("torn", [b'{"event": "en', b"\0" * 64])
@@ -182,45 +169,6 @@ def test_kept_records_are_limited_and_lost_ones_counted(
     file.close()
     assert steps(file.path) == [0, 1, 2]
     assert caplog.records[-1].getMessage().endswith("3 records kept until now, 7 records lost")
-
-
-def test_a_full_disk_is_retried_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[int] = []
-    real = history._write_whole
-
-    def counted(descriptor: int, data: bytes) -> None:
-        tried.append(len(data))
-        real(descriptor, data)
-
-    monkeypatch.setattr(history, "_write_whole", counted)
-    file = Appender(tmp_path / "lines.jsonl")
-    with room_for(0):
-        for step in range(100):
-            file.append({"step": step})
-    assert len(tried) == 1
-
-
-def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
-    file = tmp_path / "config.toml"
-    paths.write_atomically(file, "old")
-    with room_for(20), pytest.raises(OSError, match="File too large"):
-        paths.write_atomically(file, "x" * 100)
-    assert file.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [file]
-
-
-@pytest.mark.parametrize(
-    ("number", "kind"),
-    [(errno.ENOSPC, CheckpointError), (errno.EDQUOT, CheckpointError), (errno.EROFS, ConfigError)],
-)
-def test_a_file_that_a_start_cannot_write_is_named_in_one_line(
-    number: int, kind: type[Exception], tmp_path: Path
-) -> None:
-    with (
-        pytest.raises(kind, match=f"{tmp_path}/config.toml cannot be written .*HINT: "),
-        paths.writing(tmp_path / "config.toml"),
-    ):
-        raise OSError(number, os.strerror(number))
 
 
 def test_a_stale_handle_is_opened_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,15 +37,6 @@ def in_namespaces(space: list[str], prepare: str, *command: str, cwd: Path = ROO
     return done.stdout
 
 
-def arena(run_dir: Path, space: list[str], prepare: str, user: int, stale_s: float) -> tuple[str, str]:
-    run_dir.mkdir()
-    said = in_namespaces(
-        space, prepare, sys.executable, "-m", "tests.support.arena", str(user), str(stale_s), cwd=run_dir
-    )
-    second, third = json.loads(said)
-    return second, third
-
-
 def test_a_holder_in_another_pid_namespace_is_recognised_by_its_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
