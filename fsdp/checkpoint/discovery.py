@@ -24,6 +24,7 @@ from fsdp.checkpoint.store import Store, open_store
 from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.mesh import MeshSizes
+from fsdp.rundir.paths import storing
 
 log = logging.getLogger(__name__)
 
@@ -121,10 +122,8 @@ def find_checkpoint(path: str) -> tuple[str, CheckpointListing]:
             return place, found
     parent, _, folder = path.rstrip("/").rpartition("/")
     store = open_store(parent or ".")
-    try:
+    with inspect.reading(store.where):
         sizes = store.sizes(folder) if folder in store.folders() else {}
-    except OSError as error:
-        raise inspect.unreadable(store.where, error) from None
     if file_names.MANIFEST in sizes:
         found = inspect.listing_of(store, folder)
         if found.manifest is None:
@@ -152,41 +151,26 @@ def differences(manifest: Manifest, sizes: MeshSizes, ranks: int, config: str) -
 
 def check_shared(store: Store, group: ObjectGroup, attempt: str) -> None:
     """CheckpointError with the ranks that cannot see a file that rank 0 writes to the store. Collective."""
-    group.on_main(lambda: _put_marker(store, attempt))
-    seen = group.gather((socket.gethostname(), _sees_marker(store, attempt)))
-    blind = group.broadcast(
-        [(f"rank {rank} on {host}", why) for rank, (host, why) in enumerate(seen or []) if why]
-    )
-    if group.rank == 0:
-        _remove_marker(store, attempt)
+    file = f".shared-{attempt}"
+
+    def put() -> None:
+        with storing(store.where):
+            store.write_small(file, b"shared")
+
+    group.on_main(put)
+    try:
+        why = "" if store.read_small(file) is not None else "cannot see what rank 0 wrote there"
+    except OSError as error:
+        why = f"cannot read it: {error}"
+    seen = group.gather((socket.gethostname(), why)) or []
+    blind = group.broadcast([(f"rank {rank} on {host}", why) for rank, (host, why) in enumerate(seen) if why])
+    try:
+        if group.rank == 0:
+            store.delete_small(file)
+    except OSError as error:  # where nothing may be deleted, as by a bucket's policy
+        log.warning("%s: a marker of a few bytes stays there", error)
     if blind:
         raise CheckpointError(
             f"{store.where} is not shared: {', '.join(who for who, _ in blind)} {blind[0][1]}.",
             "--checkpoint.dir a folder that all nodes mount, or s3://bucket/prefix",
         )
-
-
-def _sees_marker(store: Store, attempt: str) -> str:
-    """Empty if this rank sees what rank 0 wrote, else why not."""
-    try:
-        seen = store.read_small(f".shared-{attempt}") is not None
-        return "" if seen else "cannot see what rank 0 wrote there"
-    except OSError as error:
-        return f"cannot read it: {error}"
-
-
-def _remove_marker(store: Store, attempt: str) -> None:
-    """Where nothing may be deleted, as by a bucket's policy, a few bytes stay."""
-    try:
-        store.delete_small(f".shared-{attempt}")
-    except OSError as error:
-        log.warning("%s: a marker of a few bytes stays there", error)
-
-
-def _put_marker(store: Store, attempt: str) -> None:
-    try:
-        store.write_small(f".shared-{attempt}", b"shared")
-    except OSError as error:
-        raise CheckpointError(
-            f"{store.where} cannot be written: {error}.", "--checkpoint.dir FOLDER that is writable"
-        ) from None

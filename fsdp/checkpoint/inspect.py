@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import errno
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -49,10 +50,7 @@ def examine(store: Store, folder: str) -> Manifest:
     if name is not None and name.step != found.step:
         raise Broken("mixed", f"its manifest is of step {found.step}")
     for file, (size, _) in found.files.items():
-        there = sizes.get(file)
-        if there is None:
-            there = store.size(folder, file)
-        if there is None:
+        if (there := sizes.get(file)) is None and (there := store.size(folder, file)) is None:
             raise Broken("missing-file", f"{file} is missing")
         if there != size:
             raise Broken("size", f"{file} has {there} bytes and was sealed with {size}")
@@ -77,19 +75,12 @@ def classify_failure(error: Exception, where: str) -> Broken | CheckpointError:
 
 
 def listing_of(store: Store, folder: str) -> CheckpointListing:
-    name = file_names.parse(folder)
-    step = name.step if name else -1
     try:
-        return CheckpointListing(folder, step, examine(store, folder))
+        return CheckpointListing(folder, _step(folder), examine(store, folder))
     except Broken as broken:
-        return CheckpointListing(folder, step, None, broken.why, broken.detail)
+        return CheckpointListing(folder, _step(folder), None, broken.why, broken.detail)
     except OSError as error:
         raise classify_failure(error, store.path(folder)) from None
-
-
-def maybe_sealed(store: Store, folder: str) -> Manifest | None:
-    """The manifest of a folder that may not be there; None if it is no whole checkpoint."""
-    return listing_of(store, folder).manifest if folder in store.folders() else None
 
 
 def listing_or_reason(store: Store, folder: str) -> CheckpointListing:
@@ -101,66 +92,67 @@ def listing_or_reason(store: Store, folder: str) -> CheckpointListing:
     except CheckpointError as error:
         if error.error_number == errno.ETIMEDOUT:
             raise
-        name = file_names.parse(folder)
-        return CheckpointListing(folder, name.step if name else -1, unread=error)
+        return CheckpointListing(folder, _step(folder), unread=error)
 
 
 def finals(store: Store) -> list[str]:
     """Folders with the name of a checkpoint, the newest first."""
-    return finals_of(store.folders())
-
-
-def finals_of(folders: Sequence[str]) -> list[str]:
-    parsed = [
-        (name, folder) for folder in folders if (name := file_names.parse(folder)) and name.kind == "final"
-    ]
-    return [folder for _, folder in sorted(parsed, key=lambda pair: (pair[0].step, pair[1]), reverse=True)]
+    parsed = [(name, folder) for folder in store.folders() if (name := file_names.parse(folder)) is not None]
+    final = [(name.step, folder) for name, folder in parsed if name.kind == "final"]
+    return [folder for _, folder in sorted(final, reverse=True)]
 
 
 def scan(store: Store) -> list[CheckpointListing]:
     """The checkpoints, the newest first; CheckpointError for a store that cannot be listed."""
-    return [listing_or_reason(store, folder) for folder in _finals(store)]
+    with reading(store.where):
+        return [listing_or_reason(store, folder) for folder in finals(store)]
 
 
 def newest_whole(store: Store) -> CheckpointListing | None:
     """The newest whole checkpoint, if there is one. Older ones are not read: a run may keep many."""
-    listings = (listing_of(store, folder) for folder in _finals(store))
-    return next((found for found in listings if found.manifest is not None), None)
+    with reading(store.where):
+        listings = (listing_of(store, folder) for folder in finals(store))
+        return next((found for found in listings if found.manifest is not None), None)
 
 
-def _finals(store: Store) -> list[str]:
+@contextmanager
+def reading(place: str) -> Iterator[None]:
     try:
-        return finals(store)
+        yield
     except OSError as error:
-        raise unreadable(store.where, error) from None
+        raise unreadable(place, error) from None
 
 
 def unreadable(place: str, error: OSError) -> CheckpointError:
     """The error for a store or a folder that cannot be reached or may not be read."""
     hint = f"ls -ld {shlex.quote(str(error.filename or place))} shows who may read it"
     if is_url(place):
-        hint = "the keys are read from the environment, as the store's own client does"
-    if place.startswith(("s3://", "s3a://")):
-        hint = "keys and AWS_ENDPOINT_URL are read from the environment: aws s3 ls shows what they may read"
+        hint = (
+            f"the keys are read from the environment: aws s3 ls {shlex.quote(place)} shows what they may read"
+        )
     return CheckpointError(f"{place} cannot be read: {error}.", hint, error_number=error_number(error))
 
 
 def sealed_step(store: Store, step: int) -> CheckpointListing | None:
     """The whole checkpoint of this step; None if there is none."""
-    for folder in finals(store):
-        name = file_names.parse(folder)
-        if (
-            name is not None
-            and name.step == step
-            and (found := listing_of(store, folder)).manifest is not None
-        ):
-            return found
-    return None
+    folders = [folder for folder in finals(store) if _step(folder) == step]
+    listings = (listing_of(store, folder) for folder in folders)
+    return next((found for found in listings if found.manifest is not None), None)
+
+
+def _step(folder: str) -> int:
+    name = file_names.parse(folder)
+    return -1 if name is None else name.step
 
 
 def check_file(store: Store, folder: str, file: str, size: int, crc: int) -> None:
-    """Reads a whole file; Broken if its checksum differs."""
-    if crc_of(store, folder, file, 0, size) != crc:
+    """Reads a whole file in pieces; Broken if its checksum differs."""
+    found, buffer = 0, memoryview(bytearray(min(CHUNK, size)))
+    for start in range(0, size, CHUNK):
+        view = buffer[: min(CHUNK, size - start)]
+        store.read_into(folder, file, start, [view])
+        found = crc32(view, found)
+    if found != crc:
         raise Broken("checksum", f"{file} is not what was written: its checksum differs")
 
 
@@ -169,13 +161,3 @@ def check_files(store: Store, folder: str, files: Mapping[str, tuple[int, int]])
     with ThreadPoolExecutor(READERS) as pool:
         for _ in pool.map(lambda file: check_file(store, folder, file, *files[file]), files):
             pass
-
-
-def crc_of(store: Store, folder: str, file: str, start: int, end: int) -> int:
-    """The checksum of a range of a file, which is read in pieces."""
-    crc, buffer = 0, memoryview(bytearray(min(CHUNK, end - start)))
-    for at in range(start, end, CHUNK):
-        view = buffer[: min(CHUNK, end - at)]
-        store.read_into(folder, file, at, [view])
-        crc = crc32(view, crc)
-    return crc

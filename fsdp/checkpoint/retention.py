@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from fsdp.base.errors import without_hint
 from fsdp.checkpoint import file_names
-from fsdp.checkpoint.inspect import CheckpointListing, finals_of, listing_or_reason
+from fsdp.checkpoint.inspect import CheckpointListing, finals, listing_or_reason
 from fsdp.checkpoint.sealing import one_line
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
@@ -31,31 +31,21 @@ def superfluous(section: CheckpointSection, whole: Sequence[CheckpointListing]) 
     if not section.keep_last:
         return []
     newest = sorted(whole, key=lambda found: found.step, reverse=True)
-    kept = {found.folder for found in newest[: section.keep_last]}
-    if section.keep_every_steps:
-        kept |= {found.folder for found in newest if found.step % section.keep_every_steps == 0}
-    kept |= {
-        found.folder
-        for found in sorted(newest, key=lambda found: _rank(section, found))[: section.keep_best]
-        if _has(section, found)
-    }
-    return [found for found in newest if found.folder not in kept]
+    every = section.keep_every_steps
+    kept = newest[: section.keep_last] + [found for found in newest if every and found.step % every == 0]
+    folders = {found.folder for found in kept + _best(section, newest)}
+    return [found for found in newest if found.folder not in folders]
 
 
-def _metric(section: CheckpointSection, found: CheckpointListing) -> float:
-    assert found.manifest is not None
-    value = found.manifest.metrics.get(section.keep_best_metric.lstrip("-"), math.nan)
-    return -value if section.keep_best_metric.startswith("-") else value
-
-
-def _has(section: CheckpointSection, found: CheckpointListing) -> bool:
-    return not math.isnan(_metric(section, found))
-
-
-def _rank(section: CheckpointSection, found: CheckpointListing) -> tuple[bool, float, int]:
-    """Sorts the best first, ties by the newest, and those without the metric last."""
-    value = _metric(section, found)
-    return math.isnan(value), value if not math.isnan(value) else 0.0, -found.step
+def _best(section: CheckpointSection, whole: Iterable[CheckpointListing]) -> list[CheckpointListing]:
+    """The best by their metric, of equal ones the newest."""
+    name, sign = section.keep_best_metric.lstrip("-"), -1 if section.keep_best_metric[:1] == "-" else 1
+    ranked = [
+        (sign * value, -found.step, found)
+        for found in whole
+        if found.manifest is not None and not math.isnan(value := found.manifest.metrics.get(name, math.nan))
+    ]
+    return [found for _, _, found in sorted(ranked, key=lambda entry: entry[:2])[: section.keep_best]]
 
 
 def prune(
@@ -74,10 +64,15 @@ def prune(
     if not section.keep_last:
         return []
     known, left = {} if known is None else known, {} if left is None else left
-    folders = store.folders()
-    whole = _whole(store, section, known, finals_of(folders))
-    unwanted = [found.folder for found in superfluous(section, whole)] + _half_deleted(folders)
-    deleted = delete(store, _due(unwanted, left), attempt, left)
+    gone = [
+        folder for folder in store.folders() if (name := file_names.parse(folder)) and name.kind == "gone"
+    ]
+    unwanted = [found.folder for found in superfluous(section, _whole(store, section, known))] + gone
+    for step in left.keys() - {_step(folder) for folder in unwanted}:
+        del left[step]  # somebody else has deleted it
+    again = list(left)[:RETRIED]  # those that were tried longest ago; a failure may have renamed the folder
+    due = [folder for folder in unwanted if _step(folder) not in left or _step(folder) in again]
+    deleted = delete(store, sorted(due, key=lambda folder: _step(folder) in left), attempt, left)
     for folder in deleted:
         known.pop(folder, None)
     return deleted
@@ -105,35 +100,18 @@ def delete(store: Store, folders: Iterable[str], attempt: str, left: dict[int, s
     return deleted
 
 
-def _half_deleted(folders: Sequence[str]) -> list[str]:
-    return [folder for folder in folders if (name := file_names.parse(folder)) and name.kind == "gone"]
-
-
-def _due(unwanted: Sequence[str], left: dict[int, str]) -> list[str]:
-    """The folders to delete now: new ones, then those of the RETRIED steps that were tried longest ago.
-
-    What somebody else has deleted is taken out of `left`. A folder may have another name after a failure.
-    """
-    steps = {_step(folder) for folder in unwanted}
-    for step in left.keys() - steps:
-        del left[step]
-    again = list(left)[:RETRIED]
-    new = [folder for folder in unwanted if _step(folder) not in left]
-    return new + [folder for step in again for folder in unwanted if _step(folder) == step]
-
-
 def _step(folder: str) -> int:
     name = file_names.parse(folder)
     return -1 if name is None else name.step
 
 
 def _whole(
-    store: Store, section: CheckpointSection, known: dict[str, CheckpointListing], folders: Sequence[str]
+    store: Store, section: CheckpointSection, known: dict[str, CheckpointListing]
 ) -> list[CheckpointListing]:
+    folders = finals(store)
     for folder in known.keys() - set(folders):
         del known[folder]
-    best = sorted(known.values(), key=lambda found: _rank(section, found))[: section.keep_best]
-    again = {found.folder for found in best}
+    again = {found.folder for found in _best(section, known.values())}
     whole: list[CheckpointListing] = []
     for folder in folders:
         if folder not in known or folder in again or len(whole) < section.keep_last:
