@@ -11,8 +11,6 @@ import pytest
 
 from fsdp.checkpoint import inspect
 from fsdp.checkpoint.store import LocalStore
-from tests.checkpoint.small import save_once
-from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,17 +75,6 @@ def test_a_full_disk_fails_the_new_save_and_keeps_the_old_ones(checkpoints: Path
         inspect.check_file(LocalStore(kept), "step-00000001", file, size, crc)
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_pruning_makes_room_where_two_fit(checkpoints: Path, tmp_path: Path) -> None:
-    mount = f"mount -t tmpfs -o size=40m tmpfs {checkpoints}"
-    copy = f"cp -a {checkpoints} {tmp_path / 'kept'}"
-    said = mounted(mount, tmp_path / "run", f"dir={checkpoints}", "keep_last=1", then=copy)
-    assert "saved 5" in said
-    assert "NOT saved" not in said
-    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["step-00000005"]
-
-
 def read_only(place: Path) -> str:
     return f"mount --bind {place} {place} && mount -o remount,ro,bind {place}"
 
@@ -98,21 +85,6 @@ def test_a_read_only_store_is_an_error_before_training(checkpoints: Path, tmp_pa
     assert f"CheckpointError: {checkpoints} cannot be written: " in said
     assert "Read-only file system" in said
     assert "saved" not in said
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_run_starts_from_a_checkpoint_in_a_read_only_store(checkpoints: Path, tmp_path: Path) -> None:
-    run_world(2, save_wide, str(checkpoints))
-    before = sorted(path.name for path in checkpoints.rglob("*"))
-    said = mounted(read_only(checkpoints), tmp_path / "run", f"resume={checkpoints}/step-00000002")
-    assert "restored 2" in said
-    assert "saved 7" in said
-    assert sorted(path.name for path in checkpoints.rglob("*")) == before
-
-
-def save_wide(env: object, place: str) -> None:
-    save_once(env, "fsdp", place + "-run", 2, section={"dir": place}, width=20_000)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -128,9 +100,8 @@ def test_an_old_checkpoint_with_a_file_in_use_is_left_and_named_once(
     left, last = LocalStore(checkpoints).folders()
     assert (left.startswith("step-00000003.gone-"), last) == (True, "step-00000010")
     assert [file.name for file in (checkpoints / left).iterdir()] == ["__0_0.distcp"]
-    why = "(tried again after the next saves): step-00000003: __0_0.distcp: EBUSY, Device or resource busy"
-    assert f"1 old checkpoint in {checkpoints} could not be deleted {why}" in said
-    assert said.count("could not be deleted") == 1
+    why = "step-00000003: __0_0.distcp: EBUSY, Device or resource busy"
+    assert said.count(f"old checkpoints in {checkpoints} were not deleted: {why}") == 1
     again = subprocess.run(
         [sys.executable, "-m", "fsdp.checkpoint", str(checkpoints), "prune", "--keep-last", "1"],
         cwd=ROOT,

@@ -68,23 +68,9 @@ def test_what_was_never_sealed_is_deleted(store: LateStore) -> None:
     assert store.size(unfinished, "__0_0.distcp") is None
 
 
-def test_a_missing_file_is_still_missing(store: LateStore) -> None:
-    folder = save(store, 3)
-    store._fs.rm_file(f"{store._root}/{folder}/__0_0.distcp")
-    [found] = inspect.scan(store)
-    assert (found.manifest, found.why) == (None, "missing-file")
-
-
 def test_a_deleted_checkpoint_loses_its_seal_first(store: LateStore) -> None:
     """A manifest that stayed would seal a checkpoint without its files."""
     folder = save(store, 3)
     store.late = (file_names.MANIFEST,)
     store.remove(folder, ATTEMPT)
     assert store.size(folder, file_names.MANIFEST) is None
-
-
-def test_the_marker_of_a_shared_store_is_seen_at_once(store: LateStore) -> None:
-    store.late = (".shared-a",)
-    assert store.read_small(".shared-a") is None
-    store.write_small(".shared-a", b"")
-    assert store.read_small(".shared-a") == b""

@@ -185,16 +185,6 @@ def test_an_upload_that_an_outage_cut_off_does_not_replace_the_whole_object(
     assert store.read("step-00000001-ab", "__0_0.distcp") == data
 
 
-def test_an_object_has_no_more_parts_than_s3_accepts(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """S3's limits, scaled down: 4 parts of 5 MiB instead of 10,000 of 16 MiB."""
-    monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)
-    monkeypatch.setattr(object_store, "MOST_PARTS", 4, raising=False)
-    sent, store, data = Outage(monkeypatch).seen, ObjectStore(f"{bucket}/run"), os.urandom(33 << 20)
-    store.write("full_model", "one.pt", [data[: 7 << 20], memoryview(data)[7 << 20 :]])
-    assert 1 < sent["upload_part"] <= 4
-    assert store.read("full_model", "one.pt") == data
-
-
 class Everything(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import pathlib
 import pickle
 import re
@@ -55,14 +54,6 @@ def test_a_report_that_is_a_link_is_replaced_and_not_followed(tmp_path: Path, vi
     assert "</html>" in (run / "report.html").read_text()
 
 
-def test_a_report_goes_where_the_person_says(tmp_path: Path, victim: Path) -> None:
-    """--out may be a link: /dev/stdout is one."""
-    (tmp_path / "named").symlink_to(victim)
-    assert report([str(made(tmp_path / "run")), "--out", str(tmp_path / "named")]) == 0
-    assert "</html>" in victim.read_text()
-    assert (tmp_path / "named").is_symlink()
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("saved")
@@ -93,23 +84,6 @@ def test_an_export_is_not_written_through_a_link(
     assert hint.startswith(f"--out {elsewhere}")
     assert checkpoints.main([str(run), "export", "--out", str(elsewhere)]) == 0
     assert [file.name for file in elsewhere.iterdir()] == ["full-model.pt"]
-
-
-def test_an_export_through_a_link_to_itself_is_one_line(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (run / "full_model").symlink_to("full_model")
-    assert checkpoints.main([str(run), "export"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_an_export_replaces_a_file_that_is_a_link(run: Path, victim: Path) -> None:
-    (run / "full_model").mkdir()
-    (run / "full_model" / "full-model.pt").symlink_to(victim)
-    (run / "full_model" / f".full-model.pt.tmp-{os.getpid()}").symlink_to(victim)
-    assert checkpoints.main([str(run), "export"]) == 0
-    assert victim.read_text() == SECRET
-    assert not (run / "full_model" / "full-model.pt").is_symlink()
 
 
 @pytest.mark.parametrize(
@@ -247,22 +221,7 @@ def test_a_metadata_of_another_form_is_broken(changes: dict[str, Any]) -> None:
 
 # ---------------------------------------------------------------- the manifest
 
-ODD: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    1e999,
-    float("nan"),
-    10**400,
-    "",
-    "x",
-    [],
-    {},
-    [[1]],
-    {"a": {}},
-    "../x",
-    [1, 2, 3],
-)
+ODD: tuple[Any, ...] = (None, -1, float("nan"), 10**400, "x", [[1]], {"a": {}}, "../x")
 
 
 def resealed(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:

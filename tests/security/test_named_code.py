@@ -202,12 +202,6 @@ def test_a_hint_is_safe_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert said.strip().isprintable()
 
 
-def test_settings_of_the_optimizer_that_were_once_accepted_refuse_no_tool(tmp_path: Path) -> None:
-    """Neither prediction nor export takes the flags that a refusal would name."""
-    run = foreign(tmp_path / "run", arguments='[optim]\nname = "sgd"\nweight_decay = 5e-4\nema = 0.9\n')
-    assert configuration.load_run_config(run).optim.ema == 0.9
-
-
 @pytest.mark.parametrize("field", TRAINING_CODE)
 def test_code_of_training_is_replaced_by_the_default(tmp_path: Path, work: Path, field: str) -> None:
     """Also beside settings that only that code would read."""
