@@ -105,20 +105,13 @@ def _end(run: RunDir, marker: Marker, job: str, restart: int, code: int, unmet: 
     events = history.events(run)
     past = past_of(events, job, restart)
     if unmet:
-        history.record_unmet(run, job=job)
+        history.record(run, "unmet", job=job)  # the rendezvous of its nodes failed
         return End(Kind.UNMET), past
     end = _requested_end(run) or (SAVED if code == 0 else None)
     if end is None:
         end = end_of(run, marker, code, starting=_failed_while_starting(events))
-        history.record_crash(
-            run,
-            job=job,
-            restart=restart,
-            step=end.step,
-            code=end.code,
-            kind=end.kind.name,
-            starting=end.starting,
-        )
+        about = {"code": end.code, "kind": end.kind.name, "starting": end.starting}
+        history.record(run, "crash", job=job, restart=restart, step=end.step, **about)
     return end, past
 
 
@@ -207,7 +200,8 @@ def begin(
         history.remove_markers(run)
         events = history.events(run)
         if events and events[-1]["event"] == "start":
-            history.record_lost(run, why="without a message: its node failed, or it was killed before a save")
+            why = "without a message: its node failed, or it was killed before a save"
+            history.record(run, "lost", why=why)
     return run
 
 

@@ -220,27 +220,10 @@ def record_end(run: RunDir, *, step: int, why: str, how: Ending) -> None:
     append_if_possible(run.history, {"event": "end", "time": now(), "step": step, "why": why, "how": how})
 
 
-def record_lost(run: RunDir, *, why: str) -> None:
-    """The last start has no end."""
-    _append_at_last_step(run, {"event": "lost", "why": why})
-
-
-def record_unmet(run: RunDir, *, job: str) -> None:
-    """The rendezvous of a job's nodes failed."""
-    _append_at_last_step(run, {"event": "unmet", "job": job})
-
-
-def record_crash(
-    run: RunDir, *, job: str, restart: int, step: int, code: int, kind: str, starting: bool
-) -> None:
-    """The ranks of a job's start ended with an error; `starting`: before they recorded that start."""
-    fields = {"event": "crash", "job": job, "restart": restart, "step": step, "code": code, "kind": kind}
-    _append_at_last_step(run, {**fields, "starting": starting})
-
-
-def _append_at_last_step(run: RunDir, record: Record) -> None:
+def record(run: RunDir, event: str, **fields: Any) -> None:
+    """A start that has no end (`lost`), nodes that did not meet (`unmet`), or ranks that failed (`crash`)."""
     with writing(run.history):
-        append(run.history, {"time": now(), "step": last_step(run), **record})
+        append(run.history, {"event": event, "time": now(), "step": last_step(run), **fields})
 
 
 def save_record(step: int, stall_s: float, write_s: float, size: int) -> dict[str, float]:
@@ -272,11 +255,8 @@ def now() -> str:
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
     """Appends one whole record, or raises OSError. A torn last line gets its newline first."""
-    descriptor = _open_for_append(path)
-    try:
-        _write_whole(descriptor, _ends_torn_line(descriptor) + _line(record))
-    finally:
-        os.close(descriptor)
+    with os.fdopen(_open_for_append(path), "rb+", buffering=0) as file:
+        _write_whole(file.fileno(), _ends_torn_line(file.fileno()) + _line(record))
 
 
 def check_appendable(path: Path) -> None:

@@ -331,32 +331,31 @@ def _is_of(found: VersionedObject, holder: Holder) -> bool:
 class Locks:
     """The locks of a run held as one: lost when any of them is."""
 
-    def __init__(self, *held: Lock, copy_records: Callable[[], None] | None = None) -> None:
+    def __init__(self, *held: Lock, copy_records: Callable[[], None] = lambda: None) -> None:
         self.held, self._copy_records = held, copy_records
 
     @property
     def lost(self) -> str | None:
-        return next((one.lost for one in self.held if one.lost is not None), None)
+        return next((lock.lost for lock in self.held if lock.lost is not None), None)
 
     def lost_now(self) -> str | None:
-        return next((why for one in self.held if (why := one.lost_now()) is not None), None)
+        return next((why for lock in self.held if (why := lock.lost_now()) is not None), None)
 
     def advice(self) -> str:
         """The hint of an error about the lost one of them."""
-        return next((one.advice() for one in self.held if one.lost is not None), TWO_RUNS)
+        return next((lock.advice() for lock in self.held if lock.lost is not None), TWO_RUNS)
 
     def before_seal(self) -> str | None:
         """None if a checkpoint may be sealed now, after its records are copied; else the new holder."""
-        why = self.lost_now()
-        if why is None and self._copy_records is not None:
+        if (why := self.lost_now()) is None:
             self._copy_records()
         return why
 
     def release(self) -> None:
-        if self._copy_records is not None and self.lost is None:
+        if self.lost is None:
             self._copy_records()
-        for one in reversed(self.held):
-            one.release()
+        for lock in reversed(self.held):
+            lock.release()
 
 
 # ---------------------------------------------------------------- taking it
@@ -367,7 +366,7 @@ def hold(
     store: Place | None,
     launcher: str,
     job: str = "",
-    copy_records: Callable[[], None] | None = None,
+    copy_records: Callable[[], None] = lambda: None,
 ) -> Locks:
     """Takes the lock of a run directory, and of a store outside of it; RefusedError with a live holder.
 
@@ -401,15 +400,15 @@ def _places(run: Place | None, store: Place | None) -> Iterator[tuple[Place, str
 def _acquire(place: Place, holder: Holder, ousted: set[str], flag: str) -> Lock:
     with writing(place.path / FILE) if isinstance(place, Folder) else storing(place.where, flag):
         while True:
-            found, line = place.get(FILE), ""
-            if found is not None and found.data != RELEASED:
+            line, found = "", place.get(FILE)
+            is_free = found is None or found.data == RELEASED
+            if found is not None and not is_free:
                 line = _take_over(place, found, holder, ousted, flag)
-            if found is None or found.data == RELEASED or line:
-                version = _write(place, holder, 0, None if found is None else found.version)
-                if version is not None:
-                    if line:
-                        log.warning("%s", line)
-                    return Lock(place, holder, version, line)
+            version = None if found is None else found.version
+            if (is_free or line) and (version := _write(place, holder, 0, version)) is not None:
+                if line:
+                    log.warning("%s", line)
+                return Lock(place, holder, version, line)
             time.sleep(0.01)
 
 
