@@ -96,7 +96,7 @@ class Checkpointer:
         self._save_seconds = 0.0
         self._folders: list[str] | None = None
         self._pruned_before: dict[str, CheckpointListing] = {}
-        self._undeleted: dict[int, str] = {}
+        self._undeleted: set[int] = set()
         self._closed = False
 
     def _build_sealing(self) -> Sealing:
@@ -262,15 +262,16 @@ class Checkpointer:
         """Rank 0 prunes the shared store, in the background. What cannot be deleted is logged, once."""
         if outcome.doubt or not self._env.is_main:
             return
-        before = set(self._undeleted)
+        left: dict[int, str] = {}
         try:
             if self._locks is not None and (why := self._locks.lost_now()) is not None:
                 raise OSError(why)
-            retention.prune(self._store, self._section, self._attempt, self._pruned_before, self._undeleted)
+            retention.prune(self._store, self._section, self._attempt, self._pruned_before, left)
         except Exception as error:  # the save itself is sealed
             log.warning("old checkpoints in %s were not deleted: %s", self._store.where, error)
-        if new := [why for step, why in self._undeleted.items() if step not in before]:
+        if new := [why for step, why in left.items() if step not in self._undeleted]:
             log.warning("old checkpoints in %s were not deleted: %s", self._store.where, listed(new, 3))
+        self._undeleted |= left.keys()
 
     # ------------------------------------------------------------ restoring
 

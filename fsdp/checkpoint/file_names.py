@@ -44,6 +44,12 @@ def parse(text: str) -> FolderName | None:
     return FolderName(int(step), cast(Kind, kind or "final"), rest or own or "")
 
 
+def step_of(text: str) -> int:
+    """-1 for the name of something else."""
+    name = parse(text)
+    return -1 if name is None else name.step
+
+
 def data_file(rank: int) -> str:
     """DCP's own name for the first file of a rank."""
     return f"__{rank}_0.distcp"

@@ -76,9 +76,9 @@ def classify_failure(error: Exception, where: str) -> Broken | CheckpointError:
 
 def listing_of(store: Store, folder: str) -> CheckpointListing:
     try:
-        return CheckpointListing(folder, _step(folder), examine(store, folder))
+        return CheckpointListing(folder, file_names.step_of(folder), examine(store, folder))
     except Broken as broken:
-        return CheckpointListing(folder, _step(folder), None, broken.why, broken.detail)
+        return CheckpointListing(folder, file_names.step_of(folder), None, broken.why, broken.detail)
     except OSError as error:
         raise classify_failure(error, store.path(folder)) from None
 
@@ -92,7 +92,7 @@ def listing_or_reason(store: Store, folder: str) -> CheckpointListing:
     except CheckpointError as error:
         if error.error_number == errno.ETIMEDOUT:
             raise
-        return CheckpointListing(folder, _step(folder), unread=error)
+        return CheckpointListing(folder, file_names.step_of(folder), unread=error)
 
 
 def finals(store: Store) -> list[str]:
@@ -135,14 +135,9 @@ def unreadable(place: str, error: OSError) -> CheckpointError:
 
 def sealed_step(store: Store, step: int) -> CheckpointListing | None:
     """The whole checkpoint of this step; None if there is none."""
-    folders = [folder for folder in finals(store) if _step(folder) == step]
+    folders = [folder for folder in finals(store) if file_names.step_of(folder) == step]
     listings = (listing_of(store, folder) for folder in folders)
     return next((found for found in listings if found.manifest is not None), None)
-
-
-def _step(folder: str) -> int:
-    name = file_names.parse(folder)
-    return -1 if name is None else name.step
 
 
 def check_file(store: Store, folder: str, file: str, size: int, crc: int) -> None:

@@ -58,9 +58,9 @@ class NodeStore(LocalStore):
 
     def begin(self, folder: str) -> None:
         """Deletes the step's folder of an earlier start too: not every node sealed it."""
-        step = file_names.parse(folder)
-        if step is not None and file_names.final(step.step) in self.folders():
-            self.remove(file_names.final(step.step), step.attempt)
+        earlier = file_names.final(file_names.step_of(folder))
+        if earlier in self.folders():
+            self.remove(earlier, "earlier")
         super().begin(folder)
 
 
@@ -118,31 +118,25 @@ class LocalTier:
 
     def _check_folder(self) -> None:
         """CheckpointError on all ranks: a node cannot write its folder, or two nodes have the same one."""
-        place, host, node = self.store.root.parent, socket.gethostname(), self._env.node_rank
-        problem = ""
+        place, host, group = self.store.root.parent, socket.gethostname(), self._group
+        marks = [f".node-{self._attempt}-{node}" for node in range(self._env.num_nodes)]
+        own, problem, written = marks[self._env.node_rank], "", self._leads
         try:
             if self._leads:
-                self.store.write_small(f".node-{self._attempt}-{node}", b"")
+                self.store.write_small(own, b"")
         except OSError as error:
-            problem = f"{place} cannot be written on {host}: {error.strerror}"
-        self._raise_any(problem)
-        if self._leads:
-            nodes = [n for n in range(self._env.num_nodes) if n != node]
-            marks = [n for n in nodes if self.store.read_small(f".node-{self._attempt}-{n}") is not None]
-            problem = f"{place} on {host} is the folder of nodes {marks} too" if marks else ""
-        try:
-            self._raise_any(problem)
-        finally:
-            self._group.gather(None)  # every node has looked
-            if self._leads:
-                self.store.delete_small(f".node-{self._attempt}-{node}")
-                retention.sweep(self.store, self._attempt)
-
-    def _raise_any(self, problem: str) -> None:
-        problems = [text for text in self._group.gather(problem) or [] if text]
-        if text := self._group.broadcast(problems[0] if problems else ""):
+            written, problem = False, f"{place} cannot be written on {host}: {error.strerror}"
+        group.gather(None)  # every node has written
+        if written:
+            seen = [node for node, mark in enumerate(marks) if self.store.read_small(mark) is not None]
+            problem = f"{place} on {host} is the folder of nodes {seen}" if len(seen) > 1 else ""
+        problems = group.broadcast([text for text in group.gather(problem) or [] if text])
+        if written:
+            self.store.delete_small(own)
+            retention.sweep(self.store, self._attempt)
+        if problems:
             hint = "--checkpoint.local_dir a folder on each node's own disk; leave it out to save to"
-            raise CheckpointError(f"--checkpoint.local_dir {text}.", f"{hint} --checkpoint.dir alone")
+            raise CheckpointError(f"--checkpoint.local_dir {problems[0]}.", f"{hint} --checkpoint.dir alone")
 
     # ------------------------------------------------------------ a start
 
@@ -237,12 +231,12 @@ class LocalTier:
 
     def _copy(self, group: ObjectGroup, folder: str, files: Sequence[str], sends: bool) -> SaveOutcome:
         """Copies a locally sealed checkpoint: `files` are this rank's, one rank `sends` the manifest."""
-        name = file_names.parse(folder)
-        assert name is not None
         leads = group.rank == 0
         sealing = Sealing(self._shared, group, self._attempt, self._lock_lost, self._after_copy, leads=leads)
         write = partial(self._copy_files, folder, files, sends)
-        outcome = sealing.run(name.step, write, lambda sent: Contents({}, next(filter(None, sent)), 0))
+        outcome = sealing.run(
+            file_names.step_of(folder), write, lambda sent: Contents({}, next(filter(None, sent)), 0)
+        )
         if leads and outcome.doubt:
             message = "%s is whole in %s, but %s: a power cut may still lose it. Older checkpoints are kept."
             log.warning(message, folder, self._shared.where, outcome.doubt)

@@ -82,13 +82,10 @@ class ObjectStore:
         return {path: size for path, size in listing.items() if "/" not in path and not path.startswith(MARK)}
 
     def size(self, folder: str, file: str) -> int | None:
-        return self._size(self._path(folder, file))
-
-    def _size(self, path: str) -> int | None:
         def request() -> int | None:
             self._fs.invalidate_cache()
             try:
-                return int(self._fs.info(path)["size"])
+                return int(self._fs.info(self._path(folder, file))["size"])
             except FileNotFoundError:
                 return None
 

@@ -20,10 +20,8 @@ from fsdp.config import CheckpointSection
 
 log = logging.getLogger(__name__)
 
-RETRIED = 8
-"""Steps that an earlier call could not delete and this one tries again: of a thousand in a bucket that lets
-nobody delete, each takes several requests.
-"""
+MOST_FAILURES = 8
+"""Deletions of one call: of a thousand in a bucket that lets nobody delete, each takes several requests."""
 
 
 def superfluous(section: CheckpointSection, whole: Sequence[CheckpointListing]) -> list[CheckpointListing]:
@@ -58,21 +56,17 @@ def prune(
     """Deletes what no rule keeps, and what earlier deletions left; returns the deleted folders.
 
     `known` are the whole checkpoints of an earlier call, by folder: of these the last ones and the best are
-    examined again, since others are deleted for them. A run may keep a thousand. `left` holds why a step
-    could not be deleted, from earlier calls and from this one.
+    examined again, since others are deleted for them. A run may keep a thousand. `left` receives the steps
+    that could not be deleted, each with the reason.
     """
     if not section.keep_last:
         return []
-    known, left = {} if known is None else known, {} if left is None else left
-    gone = [
-        folder for folder in store.folders() if (name := file_names.parse(folder)) and name.kind == "gone"
+    known = {} if known is None else known
+    unwanted = [found.folder for found in superfluous(section, _whole(store, section, known))]
+    unwanted += [
+        folder for folder in store.folders() if ".gone-" in folder and file_names.step_of(folder) >= 0
     ]
-    unwanted = [found.folder for found in superfluous(section, _whole(store, section, known))] + gone
-    for step in left.keys() - {_step(folder) for folder in unwanted}:
-        del left[step]  # somebody else has deleted it
-    again = list(left)[:RETRIED]  # those that were tried longest ago; a failure may have renamed the folder
-    due = [folder for folder in unwanted if _step(folder) not in left or _step(folder) in again]
-    deleted = delete(store, sorted(due, key=lambda folder: _step(folder) in left), attempt, left)
+    deleted = delete(store, unwanted, attempt, {} if left is None else left)
     for folder in deleted:
         known.pop(folder, None)
     return deleted
@@ -81,28 +75,23 @@ def prune(
 def delete(store: Store, folders: Iterable[str], attempt: str, left: dict[int, str]) -> list[str]:
     """Deletes these folders, as far as that is possible; returns those that it deleted.
 
-    `left` receives the others: step → why. OSError for a server that does not answer: each further request
-    would take minutes.
+    `left` receives the others, up to MOST_FAILURES: step → why. OSError for a server that does not answer:
+    each further request would take minutes.
     """
     deleted = []
     for folder in folders:
         try:
             store.remove(folder, attempt)
             deleted.append(folder)
-            why = ""
         except OSError as error:
             if error.errno == errno.ETIMEDOUT:
                 raise
-            why = f"{folder}: {one_line(error).removeprefix(store.path(folder) + '/')}"
-        left.pop(_step(folder), None)  # its place: the others are tried again before it
-        if why:
-            left[_step(folder)] = why
+            left[file_names.step_of(folder)] = (
+                f"{folder}: {one_line(error).removeprefix(store.path(folder) + '/')}"
+            )
+            if len(left) == MOST_FAILURES:
+                break
     return deleted
-
-
-def _step(folder: str) -> int:
-    name = file_names.parse(folder)
-    return -1 if name is None else name.step
 
 
 def _whole(

@@ -20,7 +20,7 @@ import errno
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,19 +117,6 @@ def _absolute(place: str) -> str:
     return str(Path(place).absolute()) if place and not is_url(place) else place
 
 
-def _names(place: str, run: RunDir) -> bool:
-    """Whether --run.dir of an earlier start, in a working directory of its own, can mean this folder."""
-    if not place:
-        return True
-    with suppress(OSError):
-        if Path(place).samefile(run.path):
-            return True
-    if Path(place).is_absolute():
-        return False
-    end = tuple(part for part in Path(place).parts if part != "..")
-    return run.path.parts[len(run.path.parts) - len(end) :] == end
-
-
 def write_config(run: RunDir, config: Config) -> list[str]:
     """Writes config.toml, and returns what has changed since the last start as `field: old → new`."""
     # here: the monitor process of each node imports this file and needs no configuration
@@ -143,12 +130,12 @@ def write_config(run: RunDir, config: Config) -> list[str]:
         old, why = {}, str(error).partition(" HINT:")[0]
         changed.append(f"config.toml of the last start cannot be compared: {why}")
     for name, value in configuration.flatten(config).items():
-        if old is None or name.partition(".")[0] in configuration.LAUNCHERS_OWN:
+        if old is None or name == "run.dir" or name.partition(".")[0] in configuration.LAUNCHERS_OWN:
             continue
         if isinstance(value, tuple):
             value = configuration.as_tables(value)
         before = old.get(name, type(value)() if isinstance(value, list | Mapping) else value)
-        if before != value and not (name == "run.dir" and _names(str(before), run)):
+        if before != value:
             changed.append(f"{name}: {before} → {value}")
     write_atomically(run.config, configuration.run_toml(config))
     return changed
