@@ -4,10 +4,8 @@ lost.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 import resource
 import signal
 from collections.abc import Iterator
@@ -169,32 +167,6 @@ def test_kept_records_are_limited_and_lost_ones_counted(
     file.close()
     assert steps(file.path) == [0, 1, 2]
     assert caplog.records[-1].getMessage().endswith("3 records kept until now, 7 records lost")
-
-
-def test_a_stale_handle_is_opened_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file server's handle stays invalid, however often it is tried."""
-    monkeypatch.setattr(history, "RETRY_S", 0.0)
-    opens, open_file, write, errors = list[Path](), history._open_for_append, os.write, list[OSError]()
-
-    def opened(path: Path) -> int:
-        opens.append(path)
-        return open_file(path)
-
-    def refused(descriptor: int, data: bytes) -> int:
-        if errors:
-            raise errors.pop()
-        return write(descriptor, data)
-
-    monkeypatch.setattr(history, "_open_for_append", opened)
-    monkeypatch.setattr(os, "write", refused)
-    file = Appender(tmp_path / "metrics.jsonl")
-    file.append({"step": 1})
-    errors.append(OSError(errno.ESTALE, "Stale file handle"))
-    for step in (2, 3):
-        file.append({"step": step})
-    file.close()
-    assert opens == [file.path] * 2
-    assert [json.loads(line)["step"] for line in file.path.read_text().splitlines()] == [1, 2, 3]
 
 
 def test_a_file_that_is_removed_is_begun_anew_and_one_in_its_place_is_left_alone(

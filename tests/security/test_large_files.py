@@ -154,8 +154,6 @@ def test_digits_of_another_script_are_no_step(run: Path, name: str) -> None:
 
 ODD_FIELDS: dict[str, dict[str, Any]] = {
     "created": {"created": float("-inf")},
-    "created ": {"created": -1e308},
-    "created is not a time": {"created": float("nan")},
     "strategy is not a string of up to": {"strategy": "x" * 100_000},
     "base.digest is not": {"base": {"digest": ["x"], "origin": "", "rank": 1, "alpha": 1.0}},
     "base.origin is not": {"base": {"digest": "0", "origin": "x" * 9999, "rank": 1, "alpha": 1.0}},
@@ -168,7 +166,7 @@ def test_an_odd_field_is_named_in_our_words(run: Path, what: str) -> None:
     resealed(run / "checkpoints" / "step-00000002", lambda body: body.update(ODD_FIELDS[what]))
     found = inspect.listing_of(LocalStore(run / "checkpoints"), "step-00000002")
     assert found.why == "manifest"
-    assert what.partition(" is not a time")[0].strip() in found.detail
+    assert what in found.detail
     assert "__init__" not in found.detail
     assert len(found.detail) < 300
 

@@ -100,33 +100,6 @@ def test_an_export_of_adapters_runs_nothing_either(
     assert "HINT: add --trust-code os:system" in capsys.readouterr().err
 
 
-def test_an_export_leaves_the_hooks_of_training_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, proof = tmp_path / "run", tmp_path / "ran"
-    (tmp_path / "hooked.py").write_text(f"open({str(proof)!r}, 'w').close()\ndef hook(gradient): ...\n")
-    adapters(run)
-    foreign(run, arguments='[comm]\nall_reduce_hook = "hooked:hook"\n')
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "fsdp.checkpoint.__main__",
-            str(run),
-            "export",
-            "--out",
-            str(tmp_path / "out"),
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert not proof.exists()
-    assert done.returncode == 4, done.stderr  # the digest of such a base is made up
-    assert "Traceback" not in done.stderr
-
-
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", *words],
@@ -172,12 +145,6 @@ def test_one_trusted_name_allows_no_other(
         assert predict([str(run), "--trust-code", trusted]) == 2
         assert "--trust-code mine:build" in capsys.readouterr().err
     assert not (work / "imported").exists()
-
-
-def test_a_flag_that_names_code_is_the_persons_own_word(tmp_path: Path, work: Path) -> None:
-    run = foreign(tmp_path / "run", "mine:build")
-    assert predict([str(run), "--data.name", "mine:data", "--trust-code", "mine:build"]) == 0
-    assert (work / "imported").exists()
 
 
 def test_trusted_code_is_not_taken_from_the_run_directory(

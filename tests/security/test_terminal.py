@@ -13,7 +13,6 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.streams import prepare_streams, print_line
 from fsdp.base.text import printable, printable_line
 from fsdp.checkpoint.__main__ import main as checkpoints
-from fsdp.predict.__main__ import main as predict
 from fsdp.report.__main__ import main as report
 from launch.slurm_job import main as slurm_job
 from tests.security.test_named_code import foreign
@@ -39,12 +38,8 @@ def folder(run: Path, name: str) -> None:
 
 PLACES: dict[str, tuple[Callable[[Path], object], Tool, list[str]]] = {
     "a checkpoint set aside": (lambda run: folder(run, f"step-00000009.broken-{RED}"), checkpoints, []),
-    "a deleted checkpoint": (lambda run: folder(run, f"step-00000009.gone-{RED}"), checkpoints, ["prune"]),
-    "an unknown section": (lambda run: config_of(run, f"[{IN_TOML}]\na = 1"), predict, []),
     "an unknown field": (lambda run: config_of(run, f"[train]\n{IN_TOML} = 1"), report, []),
-    "a field's value": (lambda run: config_of(run, f"[precision]\nparam = {IN_TOML}"), predict, []),
     "a folder's name": (lambda run: config_of(run, f"[checkpoint]\ndir = {IN_TOML}"), checkpoints, []),
-    "a model's argument": (lambda run: config_of(run, f"[model.args]\n{IN_TOML} = 1"), predict, []),
     "a stop": (lambda run: marker(run, "STOPPED", reason=RED, step=1, why=RED), slurm_job, JUDGE),
     "a failure": (
         lambda run: marker(run, "FAILED", kind="FINAL", code=5, message=RED, rank=0, start="", time=""),
