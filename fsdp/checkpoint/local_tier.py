@@ -30,7 +30,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,22 +68,11 @@ class NodeStore(LocalStore):
 class Offer:
     """One sealed folder of a node: the files that it holds whole, of all that the checkpoint has."""
 
-    folder: str
     step: int
     seal: str
     """The digest of the manifest: equal for the folders of one checkpoint."""
     held: frozenset[str]
     total: frozenset[str]
-
-
-@dataclass(frozen=True)
-class LocalChoice:
-    """A checkpoint that is whole over the nodes' folders, and the files that each node copies."""
-
-    folder: str
-    step: int
-    files: dict[int, tuple[str, ...]]
-    """By the rank that leads a node."""
 
 
 class LocalTier:
@@ -112,7 +101,8 @@ class LocalTier:
         )
         self._copy_group = ObjectGroup()
         self._lock = threading.Lock()
-        self._waiting = self._copying = self._failure = ""
+        self._waiting = self._copying = -1
+        self._failure = ""
         self._disconnected = False
         self._thread: WorkerThread[None] = WorkerThread(self._copy_next, "checkpoint-copy", env.device)
 
@@ -143,25 +133,26 @@ class LocalTier:
     def catch_up(self) -> None:
         """Copies the newest step that is whole over the nodes' folders to the shared store, if newer."""
         gathered = self._group.gather(offers_of(self.store) if self._leads else [])
-        choices = self._group.on_main(lambda: self._choices(gathered or []))
-        for choice in choices:
+        for step, holders in self._group.on_main(lambda: self._newer(gathered or [])):
             if self._group.rank == 0:
-                log.info("step %d is on the nodes' own disks: copying it", choice.step)
-            files, first = choice.files.get(self._group.rank, ()), min(choice.files)
-            outcome = self._copy(self._group, choice.folder, files, self._group.rank == first)
+                log.info("step %d is on the nodes' own disks: copying it", step)
+            rank, first = self._group.rank, min(holders.values())
+            files = [file for file, holder in holders.items() if holder == rank]
+            outcome = self._copy(self._group, step, files, rank == first)
             if outcome.path:
                 return
             if not outcome.damaged:
                 raise CheckpointError(
-                    f"step {choice.step} is whole on the nodes' own disks, and could not be copied to "
+                    f"step {step} is whole on the nodes' own disks, and could not be copied to "
                     f"{self._shared.where}: {outcome.failure}.",
                     "start again when the storage answers; nothing local was changed",
                 )
 
-    def _choices(self, gathered: Sequence[Sequence[Offer]]) -> list[LocalChoice]:
+    def _newer(self, gathered: Sequence[Sequence[Offer]]) -> list[tuple[int, dict[str, int]]]:
         """Rank 0: the local checkpoints that are newer than the shared store's newest, newest first."""
         newest = inspect.newest_whole(self._shared)
-        return [one for one in whole_over_nodes(gathered) if newest is None or one.step > newest.step]
+        found = whole_over_nodes(gathered)
+        return [(step, holders) for step, holders in found if newest is None or step > newest.step]
 
     def near(self, found: CheckpointListing) -> Store:
         """The shared store, with the files of this node's copy of the checkpoint read here."""
@@ -181,16 +172,18 @@ class LocalTier:
         """
         keep = self._group.broadcast(self._next(outcome.step) if self._group.rank == 0 else None)
         if self._leads and not outcome.doubt:
-            others = [folder for folder in inspect.finals(self.store) if folder not in keep]
+            others = [
+                folder for folder in inspect.finals(self.store) if file_names.step_of(folder) not in keep
+            ]
             left: dict[int, str] = {}
             retention.delete(self.store, others, self._attempt, left)
             for why in left.values():
                 log.warning("%s: not deleted: %s", self.store.root, why)
         self._thread.put(None)
 
-    def _next(self, step: int) -> set[str]:
+    def _next(self, step: int) -> set[int]:
         with self._lock:
-            self._waiting = file_names.final(step)
+            self._waiting = step
             return {self._waiting, self._copying}
 
     def _copy_next(self, _: None) -> None:
@@ -199,23 +192,23 @@ class LocalTier:
         if self._disconnected:
             return
         try:
-            folder: str = group.broadcast(self._take() if group.rank == 0 else None)
-            if not folder:
+            step: int = group.broadcast(self._take() if group.rank == 0 else None)
+            if step < 0:
                 return
             started = time.perf_counter()
             files = [file_names.data_file(group.rank), *[file_names.METADATA] * (group.rank == 0)]
-            self._failure = self._copy(group, folder, files, group.rank == 0).failure
+            self._failure = self._copy(group, step, files, group.rank == 0).failure
             self.copy_seconds = time.perf_counter() - started
             if group.rank == 0 and not self._failure:
-                log.info("%s copied to %s in %.1f s", folder, self._shared.where, self.copy_seconds)
+                log.info("step %d copied to %s in %.1f s", step, self._shared.where, self.copy_seconds)
         except Exception as error:  # the ranks are disconnected: a peer has died
             self._disconnected, self._failure = True, f"{type(error).__name__}: {error}"
         with self._lock:
-            self._copying = ""
+            self._copying = -1
 
-    def _take(self) -> str:
+    def _take(self) -> int:
         with self._lock:
-            self._copying, self._waiting = self._waiting, ""
+            self._copying, self._waiting = self._waiting, -1
             return self._copying
 
     def close(self) -> None:
@@ -229,14 +222,12 @@ class LocalTier:
 
     # ------------------------------------------------------------ a copy
 
-    def _copy(self, group: ObjectGroup, folder: str, files: Sequence[str], sends: bool) -> SaveOutcome:
+    def _copy(self, group: ObjectGroup, step: int, files: Sequence[str], sends: bool) -> SaveOutcome:
         """Copies a locally sealed checkpoint: `files` are this rank's, one rank `sends` the manifest."""
-        leads = group.rank == 0
+        leads, folder = group.rank == 0, file_names.final(step)
         sealing = Sealing(self._shared, group, self._attempt, self._lock_lost, self._after_copy, leads=leads)
         write = partial(self._copy_files, folder, files, sends)
-        outcome = sealing.run(
-            file_names.step_of(folder), write, lambda sent: Contents({}, next(filter(None, sent)), 0)
-        )
+        outcome = sealing.run(step, write, lambda sent: Contents({}, next(filter(None, sent)), 0))
         if leads and outcome.doubt:
             message = "%s is whole in %s, but %s: a power cut may still lose it. Older checkpoints are kept."
             log.warning(message, folder, self._shared.where, outcome.doubt)
@@ -276,28 +267,26 @@ def offers_of(store: LocalStore) -> list[Offer]:
             log.warning("%s is left out: %s", store.path(folder), error)
             continue
         held = frozenset(name for name, (size, _) in sealed.files.items() if sizes.get(name) == size)
-        seal = hashlib.sha256(data).hexdigest()
-        offers.append(Offer(folder, sealed.step, seal, held, frozenset(sealed.files)))
+        offers.append(Offer(sealed.step, hashlib.sha256(data).hexdigest(), held, frozenset(sealed.files)))
     return offers
 
 
-def whole_over_nodes(gathered: Sequence[Sequence[Offer]]) -> list[LocalChoice]:
-    """By rank, the folders of its node: the checkpoints whose files are all on some node, newest first."""
-    together: dict[tuple[int, str], dict[int, Offer]] = {}
-    for rank, offers in enumerate(gathered):
-        for offer in offers:
-            together.setdefault((offer.step, offer.seal), {})[rank] = offer
-    choices = []
-    for (step, _), by_rank in sorted(together.items(), key=lambda item: -item[0][0]):
-        first = next(iter(by_rank.values()))
-        holders = {file: rank for rank in reversed(by_rank) for file in by_rank[rank].held}
-        if holders.keys() == first.total:
-            files = {
-                rank: tuple(sorted(file for file, holder in holders.items() if holder == rank))
-                for rank in set(holders.values())
-            }
-            choices.append(LocalChoice(first.folder, step, files))
-    return choices
+def whole_over_nodes(gathered: Sequence[Sequence[Offer]]) -> Iterator[tuple[int, dict[str, int]]]:
+    """Each checkpoint whose files are all on some node, newest first: its step, and each file's rank.
+
+    `gathered` has by rank the folders of its node.
+    """
+    kinds = {(offer.step, offer.seal): offer.total for offers in gathered for offer in offers}
+    for (step, seal), total in sorted(kinds.items(), key=lambda kind: -kind[0][0]):
+        holders = {
+            file: rank
+            for rank, offers in reversed(list(enumerate(gathered)))
+            for offer in offers
+            if (offer.step, offer.seal) == (step, seal)
+            for file in offer.held
+        }
+        if holders.keys() == total:
+            yield step, holders
 
 
 class NearStore:

@@ -146,7 +146,7 @@ def recording(folder: Path, forgets: Forgets) -> Iterator[Recording]:
 
 def copied(run: Checkpointer) -> bool:
     assert run._tier is not None
-    return not (run._tier._waiting or run._tier._copying)
+    return max(run._tier._waiting, run._tier._copying) < 0
 
 
 def train(env: DistEnv, folder: Path, steps: list[int], fails: bool) -> None:
@@ -180,10 +180,10 @@ def record(folder: Path, forgets: Forgets = lambda change: False) -> Recording:
     with recording(folder, forgets) as found:
         copy, write = LocalTier._copy, LocalStore.write
 
-        def lossy(self: LocalTier, group: Any, folder: str, *args: Any) -> SaveOutcome:
-            if folder >= file_names.final(3):
-                return SaveOutcome(3, "", "the store does not answer")
-            return copy(self, group, folder, *args)
+        def lossy(self: LocalTier, group: Any, step: int, *args: Any) -> SaveOutcome:
+            if step >= 3:
+                return SaveOutcome(step, "", "the store does not answer")
+            return copy(self, group, step, *args)
 
         def failing(self: LocalStore, staged: str, file: str, buffers: Any) -> None:
             late = file == file_names.MANIFEST and staged >= file_names.final(4)
@@ -209,10 +209,11 @@ def summary(tree: Tree) -> Summary:
 
 
 def _damaged(store: Any, offer: Offer) -> frozenset[str]:
-    sealed, found = manifest.decode(store.read(offer.folder, file_names.MANIFEST)), set()
+    folder, found = file_names.final(offer.step), set()
+    sealed = manifest.decode(store.read(folder, file_names.MANIFEST))
     for file in offer.held:
         try:
-            inspect.check_file(store, offer.folder, file, *sealed.files[file])
+            inspect.check_file(store, folder, file, *sealed.files[file])
         except Broken:
             found.add(file)
     return frozenset(found)
@@ -220,17 +221,12 @@ def _damaged(store: Any, offer: Offer) -> frozenset[str]:
 
 def resumed(nodes: tuple[Summary, ...]) -> int:
     """The newest step that a start copies to the shared store: those that are damaged are passed over."""
-    for choice in whole_over_nodes([[offer for offer, _ in found] for found in nodes]):
-        broken = [
-            file
-            for rank, files in choice.files.items()
-            for offer, damaged in nodes[rank]
-            if (offer.folder, offer.step) == (choice.folder, choice.step)
-            for file in files
-            if file in damaged
-        ]
-        if not broken:
-            return choice.step
+    for step, holders in whole_over_nodes([[offer for offer, _ in found] for found in nodes]):
+        damaged = {
+            (rank, file) for rank in range(NODES) for o, bad in nodes[rank] if o.step == step for file in bad
+        }
+        if not damaged & {(rank, file) for file, rank in holders.items()}:
+            return step
     return 0
 
 
