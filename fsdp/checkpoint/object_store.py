@@ -57,8 +57,6 @@ class ObjectStore:
         self.where = without_secrets(url)
         self._fs, self._root = open_url(url, CheckpointError, "--checkpoint.dir s3://bucket/prefix")
         self._conditional = is_s3(self._fs)
-        self._copied: dict[str, tuple[int, int]] = {}
-        """Size and time of each record as it was copied last."""
 
     def _retried(self, request: Callable[[], T], what: str) -> T:
         return retried(request, what, self._fs)
@@ -215,13 +213,10 @@ class ObjectStore:
                 replace_with(run / name, [data])
 
     def put_records(self, run: Path) -> None:
-        """Copies the records that have changed. A failure is logged: the save itself counts."""
+        """Copies the records. A failure is logged: the save itself counts."""
         try:
             for file in (run / name for name in RECORDS if (run / name).is_file()):
-                state = (file.stat().st_size, file.stat().st_mtime_ns)
-                if self._copied.get(file.name) != state:
-                    self.write_small(file.name, file.read_bytes())
-                    self._copied[file.name] = state
+                self.write_small(file.name, file.read_bytes())
         except OSError as error:
             log.warning("the records of %s are not all in %s: %s", run, self.where, error)
 
