@@ -127,9 +127,10 @@ def unreadable(place: str, error: OSError) -> CheckpointError:
     """The error for a store or a folder that cannot be reached or may not be read."""
     hint = f"ls -ld {shlex.quote(str(error.filename or place))} shows who may read it"
     if is_url(place):
-        hint = (
-            f"the keys are read from the environment: aws s3 ls {shlex.quote(place)} shows what they may read"
+        shown = (
+            "aws s3 ls shows what they may read" if place.startswith("s3") else "see the store's own client"
         )
+        hint = f"the keys are read from the environment: {shown}"
     return CheckpointError(f"{place} cannot be read: {error}.", hint, error_number=error_number(error))
 
 

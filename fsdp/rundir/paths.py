@@ -90,7 +90,8 @@ def open_run(place: str) -> RunDir:
     if is_url(place):
         copy = f"aws s3 cp --recursive --exclude 'step-*' {shlex.quote(place)} runs/copy"
         what = f"{place} is in an object store, and a run directory is a folder."
-        raise ConfigError(what, f"{copy} copies the run's records")
+        export = f"python -m fsdp.checkpoint {shlex.quote(place)} export --out runs/copy/full_model"
+        raise ConfigError(what, f"{copy} copies a run's records there, and {export} its weights")
     return RunDir(Path(place).absolute())
 
 
@@ -134,7 +135,8 @@ def write_config(run: RunDir, config: Config) -> list[str]:
             continue
         if isinstance(value, tuple):
             value = configuration.as_tables(value)
-        before = old.get(name, type(value)() if isinstance(value, list | Mapping) else value)
+        default = [] if isinstance(value, list) else {} if isinstance(value, Mapping) else value
+        before = old.get(name, default)
         if before != value:
             changed.append(f"{name}: {before} → {value}")
     write_atomically(run.config, configuration.run_toml(config))
