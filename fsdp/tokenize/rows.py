@@ -63,7 +63,7 @@ class SourceRow:
     """By column."""
 
 
-class Part(NamedTuple):
+class RowRange(NamedTuple):
     """Rows `row` to row + rows of a file; `first` and `last` are its bytes, or again numbers of rows."""
 
     first: int
@@ -75,18 +75,18 @@ class Part(NamedTuple):
 class SourceRows(Protocol):
     """Rows of a file, or of several."""
 
-    def parts(self, size: int) -> list[Part]:
+    def parts(self, size: int) -> list[RowRange]:
         """All rows, in parts of about `size` bytes."""
         ...
 
-    def read(self, part: Part) -> Iterator[SourceRow]: ...
+    def read(self, part: RowRange) -> Iterator[SourceRow]: ...
 
 
-def by_number(ends: Iterable[int], count: int) -> list[Part]:
+def by_number(ends: Iterable[int], count: int) -> list[RowRange]:
     """Parts of `count` rows that end at these numbers."""
     inner = [int(end) for end in ends if 0 < end < count]
     return [
-        Part(first, last, first, last - first)
+        RowRange(first, last, first, last - first)
         for first, last in zip([0, *inner], [*inner, count], strict=True)
     ]
 
@@ -100,19 +100,19 @@ class LineRows:
     def __init__(self, plain: Path, name: str, unit: str = "line") -> None:
         self._plain, self._name, self._unit = plain, name, unit
 
-    def parts(self, size: int) -> list[Part]:
+    def parts(self, size: int) -> list[RowRange]:
         """Each begins at the first line that starts at a multiple of `size`, or behind it."""
-        made: list[Part] = []
+        made: list[RowRange] = []
         first = row = end = lines = 0
         with self._plain.open("rb") as file:
             for lines, line in enumerate(file, 1):
                 if end // size > first // size:
-                    made.append(Part(first, end, row, lines - 1 - row))
+                    made.append(RowRange(first, end, row, lines - 1 - row))
                     first, row = end, lines - 1
                 end += len(line)
-        return [*made, Part(first, end, row, lines - row)]
+        return [*made, RowRange(first, end, row, lines - row)]
 
-    def read(self, part: Part) -> Iterator[SourceRow]:
+    def read(self, part: RowRange) -> Iterator[SourceRow]:
         """A blank line has no row."""
         end = part.first
         with self._plain.open("rb") as file:
@@ -183,12 +183,12 @@ class TextFiles:
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
 
-    def parts(self, size: int) -> list[Part]:
+    def parts(self, size: int) -> list[RowRange]:
         sums = np.cumsum([path.stat().st_size for path in self._paths])
         cuts = np.unique(np.searchsorted(sums, np.arange(size, int(sums[-1]), size)) + 1)
         return by_number(cuts.tolist(), len(self._paths))
 
-    def read(self, part: Part) -> Iterator[SourceRow]:
+    def read(self, part: RowRange) -> Iterator[SourceRow]:
         for path in self._paths[part.first : part.last]:
             yield SourceRow(str(path), {"text": checked_text(path.read_bytes(), path)})
 
@@ -223,12 +223,12 @@ class DatasetRows:
         self.files = [Path(file["filename"]) for file in dataset.cache_files]
         self.count = len(dataset)
 
-    def parts(self, size: int) -> list[Part]:
+    def parts(self, size: int) -> list[RowRange]:
         """By the mean size of a row."""
         rows = max(1, self.count * size // max(1, sum(path.stat().st_size for path in self.files)))
         return by_number(range(rows, self.count, rows), self.count)
 
-    def read(self, part: Part) -> Iterator[SourceRow]:
+    def read(self, part: RowRange) -> Iterator[SourceRow]:
         for start in range(part.first, part.last, 1024):
             rows = self._dataset[start : min(part.last, start + 1024)].to_pylist()
             for number, values in enumerate(rows, start + 1):

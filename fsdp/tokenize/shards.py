@@ -41,7 +41,7 @@ import fsdp
 from fsdp.base.errors import ConfigError, ShardrunError, without_hint
 from fsdp.rundir.paths import replace_with, write_atomically
 from fsdp.tokenize.conversations import Document, DocumentOptions, DocumentReader, Form, form_of, masks
-from fsdp.tokenize.rows import MANIFEST, Part, Source, SourceRows, is_remote
+from fsdp.tokenize.rows import MANIFEST, RowRange, Source, SourceRows, is_remote
 from fsdp.tokenize.tokenizer import digest_of_tokenizer, load_tokenizer
 
 VERSION = 4
@@ -89,7 +89,7 @@ class TokenizeJob:
 class Shard:
     number: int
     source: int
-    part: Part
+    part: RowRange
     row: int
     """Of its first row, counted over all sources."""
     held: bool
