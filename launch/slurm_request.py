@@ -18,11 +18,15 @@ from fsdp.base.errors import ConfigError, LaunchError
 Options = Mapping[str, str | bool]
 """By name without dashes in front; True for an option without a value."""
 REPLACED = {
-    "ntasks-per-node": "--tasks-per-node 8", "ntasks": "--tasks-per-node 8", "job-name": "--name NAME",
-    "signal": "--signal-s 120", "wait": "--follow", "test-only": "--dry-run",
+    "ntasks-per-node": "--tasks-per-node 8",
+    "ntasks": "--tasks-per-node 8",
+    "job-name": "--name NAME",
+    "signal": "--signal-s 120",
+    "wait": "--follow",
+    "test-only": "--dry-run",
     **dict.fromkeys(("output", "error"), "leave it out: the log of each rank is RUN/logs/JOBID_RANK_log.out"),
     "wrap": "slurm/fsdp.sbatch is a job script of shell: docs/slurm.md",
-}  # fmt: skip
+}
 """Options of sbatch that launch.submit sets itself, with what to type instead."""
 GPUS = ("gres", "gpus", "gpus-per-task", "gpus-per-socket")
 """Requests for GPUs that do not determine the number of ranks."""

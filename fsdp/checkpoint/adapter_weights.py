@@ -160,12 +160,17 @@ def peft_files(
     model = base.build()
     origin = base.origin.removeprefix("--model.weights ")
     config = {
-        "peft_type": "LORA", "task_type": next(task, None),
+        "peft_type": "LORA",
+        "task_type": next(task, None),
         "base_model_name_or_path": origin.removeprefix("--model.name ").removeprefix("hf:"),
-        "r": base.lora.rank, "lora_alpha": base.lora.alpha, "lora_dropout": base.lora.dropout, "bias": "none",
-        "target_modules": sorted(map(saved_layer, own)), "inference_mode": True,
+        "r": base.lora.rank,
+        "lora_alpha": base.lora.alpha,
+        "lora_dropout": base.lora.dropout,
+        "bias": "none",
+        "target_modules": sorted(map(saved_layer, own)),
+        "inference_mode": True,
         "fan_in_fan_out": any(is_transposed(model.get_submodule(layer)) for layer in own),
-    }  # fmt: skip
+    }
     text = json.dumps(config, indent=1).encode()
     write = partial(
         full_state.write_safetensors,

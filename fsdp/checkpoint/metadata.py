@@ -28,9 +28,14 @@ from fsdp.checkpoint.store import Store
 MOST_OF_METADATA = 4 << 30
 _DCP = "torch.distributed.checkpoint.metadata"
 _KINDS = (
-    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-    "TensorProperties", "TensorStorageMetadata",
-)  # fmt: skip
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+)
 _DTYPES = {
     ("torch", str(value).removeprefix("torch.")): value
     for value in vars(torch).values()

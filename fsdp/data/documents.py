@@ -71,10 +71,14 @@ def build(
     if tokenized:
         unused = joins or heldout in (HELD_OUT, store.key.get("heldout"))
         flags = {
-            "args.text": text, "args.loss": "" if loss == "assistant" else loss, "args.config": config,
-            "args.split": split, "args.chat_template": chat_template, "tokenizer": where.tokenizer,
+            "args.text": text,
+            "args.loss": "" if loss == "assistant" else loss,
+            "args.config": config,
+            "args.split": split,
+            "args.chat_template": chat_template,
+            "tokenizer": where.tokenizer,
             "args.heldout": "" if unused else heldout,
-        }  # fmt: skip
+        }
         _check_no_effect(where, store, flags)
     facts, version = dict[str, Any](), str(rows)
     samples: Sequence[Samples]

@@ -27,10 +27,14 @@ from fsdp.models.factory import PREFIX, find_folder, unknown_argument
 
 log = logging.getLogger(__name__)
 BUILT_INS = {
-    "digits": "images:digits", "fashion_mnist": "images:fashion_mnist", "text": "text:build",
-    "tokens": "tokens:build", "documents": "documents:build", "folder": "images:folder",
+    "digits": "images:digits",
+    "fashion_mnist": "images:fashion_mnist",
+    "text": "text:build",
+    "tokens": "tokens:build",
+    "documents": "documents:build",
+    "folder": "images:folder",
     "synthetic": "synthetic:build",
-}  # fmt: skip
+}
 """Name → module of fsdp.data, and its function (where, *, …) -> DataSet, whose keywords are --data.args."""
 LOOKED_AT = 1000
 """Files below a folder, to tell images, rows and text apart."""

@@ -33,8 +33,11 @@ def build(
     if where.dir:
         raise ConfigError(f"--data.dir {where.dir} has no effect on synthetic.", "leave it out")
     sizes = {
-        "image_size": image_size, "channels": channels, "num_classes": num_classes, "vocab_size": vocab_size,
-    }  # fmt: skip
+        "image_size": image_size,
+        "channels": channels,
+        "num_classes": num_classes,
+        "vocab_size": vocab_size,
+    }
     check_range("samples", samples, 1)
     for name, value in {**sizes, "heldout": heldout}.items():
         check_range(name, value, 0)

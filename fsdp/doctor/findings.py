@@ -181,11 +181,17 @@ PRODUCT = RateCheck(
 STORAGE = {"cuda": 0.25, "cpu": 0.25}, "check its mount and its network to the storage", False, True
 RATES = (
     PRODUCT,
-    RateCheck("within_gb_s", "{:.3g} GB/s within the node", {"cuda": 0.5, "cpu": 0.5},
-         "NVLink or PCIe may be down: NCCL_DEBUG=INFO shows the path", True, True),
+    RateCheck(
+        "within_gb_s",
+        "{:.3g} GB/s within the node",
+        {"cuda": 0.5, "cpu": 0.5},
+        "NVLink or PCIe may be down: NCCL_DEBUG=INFO shows the path",
+        True,
+        True,
+    ),
     RateCheck("write_mb_s", "writes {:.0f} MB/s", *STORAGE),
     RateCheck("read_mb_s", "reads {:.0f} MB/s", *STORAGE),
-)  # fmt: skip
+)
 
 
 def slow(rate: RateCheck, reports: Mapping[int, RankReport]) -> dict[int, str]:
@@ -327,9 +333,12 @@ LINKS = (
 )
 VALUES = (
     # name of the measurement, its column, format
-    ("tflops", "TFLOP/s", ".3g"), ("memory_free_gib", "free GiB", ".1f"), *LINKS,
-    ("write_mb_s", "write MB/s", ".0f"), ("read_mb_s", "read MB/s", ".0f"),
-)  # fmt: skip
+    ("tflops", "TFLOP/s", ".3g"),
+    ("memory_free_gib", "free GiB", ".1f"),
+    *LINKS,
+    ("write_mb_s", "write MB/s", ".0f"),
+    ("read_mb_s", "read MB/s", ".0f"),
+)
 
 
 def text(reports: NodeReports, verdict: Diagnosis, seconds: float) -> str:

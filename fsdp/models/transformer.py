@@ -214,9 +214,15 @@ class Transformer(ConvertedModule):
 
 
 _LLAMA_8B = {
-    "vocab_size": 128_256, "width": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14_336,
-    "max_seq_len": 8192, "rope_theta": 500_000.0,
-}  # fmt: skip
+    "vocab_size": 128_256,
+    "width": 4096,
+    "layers": 32,
+    "heads": 32,
+    "kv_heads": 8,
+    "ffn": 14_336,
+    "max_seq_len": 8192,
+    "rope_theta": 500_000.0,
+}
 _LLAMA_70B = {**_LLAMA_8B, "width": 8192, "layers": 80, "heads": 64, "ffn": 28_672}
 
 _LLAMA_2 = {"vocab_size": 32_000, "max_seq_len": 4096}
@@ -261,11 +267,16 @@ SIZES = {
 }  # fmt: skip
 """Size of the transformer → field of config.json."""
 _BLOCK = {
-    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attention.q": "self_attn.q_proj", "attention.k": "self_attn.k_proj", "attention.v": "self_attn.v_proj",
-    "attention.o": "self_attn.o_proj", "ffn.gate": "mlp.gate_proj", "ffn.up": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.o": "self_attn.o_proj",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
     "ffn.down": "mlp.down_proj",
-}  # fmt: skip
+}
 _OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 

@@ -91,9 +91,12 @@ def build_custom(section: OptimSection, model: nn.Module) -> torch.optim.Optimiz
 def settings_for(section: OptimSection, factory: Callable[..., Any]) -> dict[str, Any]:
     """The settings that a factory accepts; with **kwargs, also lr, betas and weight_decay."""
     every = {
-        "lr": section.lr, "betas": (section.beta1, section.beta2), "weight_decay": section.weight_decay,
-        "eps": section.eps, "momentum": section.momentum,
-    }  # fmt: skip
+        "lr": section.lr,
+        "betas": (section.beta1, section.beta2),
+        "weight_decay": section.weight_decay,
+        "eps": section.eps,
+        "momentum": section.momentum,
+    }
     accepted = parameters_of(factory)
     usual = ("lr", "betas", "weight_decay")
     if accepted is None:

@@ -116,10 +116,12 @@ class ParityOptions:
         if row is not None:
             samples = -(-configuration.load(self.words, fixed).train.global_batch // self.ranks)
             fixed |= {
-                "mesh.strategy": row.strategy, "mesh.replicate": row.replicate, "mesh.shard": row.shard,
+                "mesh.strategy": row.strategy,
+                "mesh.replicate": row.replicate,
+                "mesh.shard": row.shard,
                 "mesh.reshard_after_forward": row.reshard,
                 "train.micro_batch": -(-samples // row.micro_batches),
-            }  # fmt: skip
+            }
         return configuration.load(self.words, fixed)
 
 

@@ -217,9 +217,11 @@ REASONS = {
     "memory.nvme": "what rests in files is counted as if it rested in memory",
     "speed.float8": "time counts compiled products as faster; memory and bytes sent are bf16's",
     "speed.float8_emulate": "time is that of hardware which has float8",
-    **dict.fromkeys(("comm.all_reduce_hook", "comm.all_gather", "comm.reduce_scatter"),
-                    "counted as FSDP's own; what it takes itself is not known here"),
-}  # fmt: skip
+    **dict.fromkeys(
+        ("comm.all_reduce_hook", "comm.all_gather", "comm.reduce_scatter"),
+        "counted as FSDP's own; what it takes itself is not known here",
+    ),
+}
 
 
 def notes(config: Config) -> Iterator[str]:

@@ -108,10 +108,13 @@ def rates_for(config: Config) -> Rates:
     """The device that --plan.gpu names, with --plan's own figures over the table's."""
     plan = config.plan
     figures: dict[str, Any] = {
-        "memory": plan.memory_gib * GIB, "link": plan.link_gb_s * 1e9 * BUS,
-        "node_link": plan.node_link_gb_s * 1e9 * BUS, "gpus_a_node": plan.gpus_per_node,
-        "bandwidth": plan.memory_gb_s * 1e9 * STREAMED, "matmul": plan.tflops * 1e12 * SUSTAINED,
-    }  # fmt: skip
+        "memory": plan.memory_gib * GIB,
+        "link": plan.link_gb_s * 1e9 * BUS,
+        "node_link": plan.node_link_gb_s * 1e9 * BUS,
+        "gpus_a_node": plan.gpus_per_node,
+        "bandwidth": plan.memory_gb_s * 1e9 * STREAMED,
+        "matmul": plan.tflops * 1e12 * SUSTAINED,
+    }
     figures = {name: value for name, value in figures.items() if value}
     base = Rates() if plan.gpu == "cpu" else _from_table(plan.gpu)
     return dataclasses.replace(base, **figures, shared=base.shared and "memory" not in figures)

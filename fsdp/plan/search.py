@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError, without_hint
 from fsdp.config import Config
@@ -20,7 +22,7 @@ from fsdp.plan.estimate import Plan, check_device, fake_run, for_target, plan_of
 from fsdp.plan.fake_step import trace_step
 from fsdp.plan.rates import rates_for
 from fsdp.plan.subject import parameter_bytes
-from fsdp.plan.trace import Trace, extrapolated, resharded
+from fsdp.plan.trace import CODE, COLUMNS, Trace
 
 LARGEST_MICRO_BATCH = 64
 MOST_RANKS = 4096
@@ -258,3 +260,28 @@ def _least_memory(choices: Sequence[Choice]) -> list[Choice]:
     return [
         c for c in choices if c.checkpointing == kind and (c.reshard == reshard or c.sizes.strategy == "ddp")
     ]
+
+
+def extrapolated(low: Trace, high: Trace, share: float) -> Trace | None:
+    """Of traces that differ in sizes alone, each size at `share` of the way; None if they differ in more."""
+    if low.curve.shape != high.curve.shape or not np.array_equal(low.work["code"], high.work["code"]):
+        return None
+    work = low.work.copy()
+    for name in ("flops", "bytes", "fused_bytes"):
+        work[name] = np.maximum(0, low.work[name] + share * (high.work[name] - low.work[name]))
+    curve = low.curve + share * (high.curve - low.curve)
+    return replace(low, curve=curve, work=work, packing=max(low.packing, high.packing))
+
+
+def resharded(trace: Trace, factor: float) -> Trace:
+    """The trace with shards `factor` times as large: resting shards, what replicas reduce, and what is copied
+    into a gather. Buffers of one unit's shard stay as large as in the traced mesh.
+    """
+    sharded = [name in ("parameters", "gradients", "optimizer", "reduce pool") for name in COLUMNS]
+    work = trace.work.copy()
+    on_shards = np.array([part.phase in ("reduce", "optimizer") for part in trace.parts])[work["part"]]
+    copied_in = (work["stream"] == 1) & (work["code"] == CODE["pointwise"])
+    scale = np.where(on_shards | copied_in | (work["code"] == CODE["all_reduce"]), factor, 1.0)
+    work["bytes"] *= scale
+    work["fused_bytes"] *= scale
+    return replace(trace, curve=trace.curve * np.where(sharded, factor, 1.0), work=work)

@@ -76,10 +76,11 @@ class Step:
             return "host"
         between = self.limited_between > self.parts["communication"] / 2
         named = {
-            "matrix products": self.parts["matmul"], "attention": self.parts["attention"],
+            "matrix products": self.parts["matmul"],
+            "attention": self.parts["attention"],
             "memory traffic": self.parts["pointwise"] + self.parts["optimizer"],
             "links between nodes" if between else "links in a node": self.exposed,
-        }  # fmt: skip
+        }
         return max(named, key=lambda name: named[name])
 
 

@@ -80,13 +80,15 @@ def _chosen(plan: Plan) -> dict[str, object]:
     mesh, memory, train = plan.config.mesh, plan.config.memory, plan.config.train
     is_ddp = plan.sizes.strategy == "ddp"
     return {
-        "mesh.strategy": plan.sizes.strategy, "mesh.replicate": plan.sizes.replicate,
+        "mesh.strategy": plan.sizes.strategy,
+        "mesh.replicate": plan.sizes.replicate,
         "mesh.shard": 0 if is_ddp else plan.sizes.shard,
         "mesh.reshard_after_forward": mesh.reshard_after_forward,
         "memory.activation_checkpointing": memory.activation_checkpointing,
         "memory.cpu_offload": memory.cpu_offload,
-        "train.global_batch": train.global_batch, "train.micro_batch": plan.micro_batch,
-    }  # fmt: skip
+        "train.global_batch": train.global_batch,
+        "train.micro_batch": plan.micro_batch,
+    }
 
 
 def flags_of(plan: Plan) -> str:

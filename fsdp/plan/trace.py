@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,31 +93,6 @@ class Trace:
         """Peak bytes of tensors of each part."""
         starts = np.flatnonzero(np.diff(self.part_of, prepend=-1))
         return np.maximum.reduceat(self.curve[:, : len(KINDS)].sum(1), starts)
-
-
-def extrapolated(low: Trace, high: Trace, share: float) -> Trace | None:
-    """Of traces that differ in sizes alone, each size at `share` of the way; None if they differ in more."""
-    if low.curve.shape != high.curve.shape or not np.array_equal(low.work["code"], high.work["code"]):
-        return None
-    work = low.work.copy()
-    for name in ("flops", "bytes", "fused_bytes"):
-        work[name] = np.maximum(0, low.work[name] + share * (high.work[name] - low.work[name]))
-    curve = low.curve + share * (high.curve - low.curve)
-    return replace(low, curve=curve, work=work, packing=max(low.packing, high.packing))
-
-
-def resharded(trace: Trace, factor: float) -> Trace:
-    """The trace with shards `factor` times as large: resting shards, what replicas reduce, and what is copied
-    into a gather. Buffers of one unit's shard stay as large as in the traced mesh.
-    """
-    sharded = [name in ("parameters", "gradients", "optimizer", "reduce pool") for name in COLUMNS]
-    work = trace.work.copy()
-    on_shards = np.array([part.phase in ("reduce", "optimizer") for part in trace.parts])[work["part"]]
-    copied_in = (work["stream"] == 1) & (work["code"] == CODE["pointwise"])
-    scale = np.where(on_shards | copied_in | (work["code"] == CODE["all_reduce"]), factor, 1.0)
-    work["bytes"] *= scale
-    work["fused_bytes"] *= scale
-    return replace(trace, curve=trace.curve * np.where(sharded, factor, 1.0), work=work)
 
 
 @dataclass(slots=True, eq=False)

@@ -24,9 +24,13 @@ SHOWN_FLAGS = 12
 MOST_BARS = 16
 """Ranks that are shown: those that the others wait for, or with the most memory."""
 PHASE_LABELS = {
-    WAITING: "exposed communication", "data": "waiting for data", "reduce": "norm and loss",
-    "record": "records", "evaluate": "evaluation", "save": "saves",
-}  # fmt: skip
+    WAITING: "exposed communication",
+    "data": "waiting for data",
+    "reduce": "norm and loss",
+    "record": "records",
+    "evaluate": "evaluation",
+    "save": "saves",
+}
 ChartSpec = tuple[str, str, bool, tuple[tuple[str, str], ...]]
 CHARTS: tuple[ChartSpec, ...] = (
     # title, unit, smoothed, (series, its label)

@@ -341,10 +341,9 @@ def records(start: RunStart, step: int) -> None:
     def write() -> None:
         with writing(run.history):  # another user's: before config.toml is replaced
             check_appendable(run.history)
-        with writing(run.metrics):
-            history.truncate_metrics(run, step)
-        with writing(run.saves):
-            history.truncate_saves(run, step)
+        for file, truncate in (run.metrics, history.truncate_metrics), (run.saves, history.truncate_saves):
+            with writing(file):
+                truncate(run, step)
         with writing(run.config):
             changed = paths.write_config(run, start.config) + history.data_changes(run, data)
         with writing(run.history):

@@ -45,7 +45,8 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
     tokens = job.data.info.tokens_per_sample * job.batch.global_batch
     facts = {
         "mesh": f"{sizes.strategy}, replicate {sizes.replicate} × shard {sizes.shard} = {sizes.ranks} ranks",
-        "model": f"{job.spec.name} {config.model.preset}".strip() + f", {total:,} parameters"
+        "model": f"{job.spec.name} {config.model.preset}".strip()
+        + f", {total:,} parameters"
         + ("" if trained == total else f", {trained:,} trained"),
         "data": _data_name(job, config)
         + (f", {len(job.data.heldout):,} held out" if job.data.heldout is not None else ""),
@@ -56,7 +57,7 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
         + ("" if dtypes.frozen is None else f", frozen in {_name(dtypes.frozen)}"),
         "bytes a rank": _bytes_a_rank(config, job, model),
         "units": units_line(model, config.mesh.wrap),
-    }  # fmt: skip
+    }
     layers = sum(1 for _ in adapted(model))
     if chunk := config.memory.loss_chunk:
         facts["loss"] = f"in chunks of {chunk:,} tokens, from the inputs of {output_layer(model)[0]}"

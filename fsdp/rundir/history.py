@@ -38,10 +38,12 @@ KEPT_BYTES = 4 << 20
 """Of one file's records while it cannot be written; later records are lost."""
 RETRY_S = 5.0
 NEEDED: Mapping[str, Mapping[str, type]] = {
-    "metrics.jsonl": {"step": int}, "history.jsonl": {"event": str},
-    "start": {"from_step": int}, "end": {"step": int},
+    "metrics.jsonl": {"step": int},
+    "history.jsonl": {"event": str},
+    "start": {"from_step": int},
+    "end": {"step": int},
     "crash": {"job": str, "restart": int, "step": int, "code": int},
-}  # fmt: skip
+}
 """The fields that decisions depend on, by file or event. A record without them counts as torn."""
 Record = dict[str, Any]
 

@@ -271,9 +271,13 @@ class ChatTemplate:
 
         filled = [{key: value for key, value in message.items() if value is not None} for message in messages]
         values: Any = {
-            "conversations": [filled], "chat_template": self._text, "return_assistant_tokens_mask": True,
-            "add_generation_prompt": False, **self._tokenizer.special_tokens_map, **arguments,
-        }  # fmt: skip
+            "conversations": [filled],
+            "chat_template": self._text,
+            "return_assistant_tokens_mask": True,
+            "add_generation_prompt": False,
+            **self._tokenizer.special_tokens_map,
+            **arguments,
+        }
         rendered: Any = _limited(messages, place, lambda: render_jinja_template(**values))
         texts, spans = rendered
         return str(texts[0]), [(int(start), int(end)) for start, end in spans[0]]

@@ -77,10 +77,13 @@ class TokenizeJob:
         source = self.find()
         held = [str(Path(file).absolute()) for file in source.held_out()]
         key = {
-            "version": VERSION, "files": source.identity(), "heldout": self.heldout,
+            "version": VERSION,
+            "files": source.identity(),
+            "heldout": self.heldout,
             "options": {**asdict(self.options), "tokenizer": digest_of_tokenizer(self.options.tokenizer)},
-            "shard_bytes": self.shard_bytes, **({"held_out": held} if held else {}),
-        }  # fmt: skip
+            "shard_bytes": self.shard_bytes,
+            **({"held_out": held} if held else {}),
+        }
         known: dict[str, Any] = json.loads(json.dumps(key))
         return known
 
@@ -179,11 +182,16 @@ def _write_manifest(out: Path, plan: TokenizePlan, key: dict[str, Any], total: T
     options = plan.job.options
     tokenizer = load_tokenizer(options.tokenizer)
     facts = {
-        "key": key, "form": plan.form, "masked": masks(plan.form, options), "files": names,
+        "key": key,
+        "form": plan.form,
+        "masked": masks(plan.form, options),
+        "files": names,
         "fingerprint": hashlib.sha256("".join(sums).encode()).hexdigest()[:16],
-        "vocab_size": tokenizer.vocab_size, "end": tokenizer.end, "tokenizer": options.tokenizer or "bytes",
+        "vocab_size": tokenizer.vocab_size,
+        "end": tokenizer.end,
+        "tokenizer": options.tokenizer or "bytes",
         **{name: total[name] for name in ("documents", "tokens", "empty")},
-    }  # fmt: skip
+    }
     write_atomically(out / MANIFEST, json.dumps(facts) + "\n")
 
 
@@ -278,13 +286,18 @@ class SplitFiles:
         if not self._lengths:
             return
         facts = {
-            "dtype": self._dtype.name, "vocab_size": vocab_size, "tokens": sum(self._lengths),
-            "documents": len(self._lengths), "sha256": self._digest.hexdigest(),
-        }  # fmt: skip
+            "dtype": self._dtype.name,
+            "vocab_size": vocab_size,
+            "tokens": sum(self._lengths),
+            "documents": len(self._lengths),
+            "sha256": self._digest.hexdigest(),
+        }
         contents = {
             ".bin.json": json.dumps(facts).encode() + b"\n",
-            ".loss": self._trained, ".bin": self._tokens, ".idx": index_bytes(self._lengths, self._dtype),
-        }  # fmt: skip
+            ".loss": self._trained,
+            ".bin": self._tokens,
+            ".idx": index_bytes(self._lengths, self._dtype),
+        }
         for suffix, content in contents.items():
             if content:
                 replace_with(Path(f"{self._stem}{suffix}"), [bytes(content)])

@@ -22,9 +22,12 @@ checkpoints, which then have other keys with and without these wrappers.
 """
 
 COLLECTIVE_OPS = {
-    "_allgather_base_": "all_gather", "allgather_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
-    "allreduce_": "all_reduce", "broadcast_": "all_reduce",
-}  # fmt: skip
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "broadcast_": "all_reduce",
+}
 """Operators of the c10d namespace → collective. One under another name is missing from a plan's
 communication.
 """
