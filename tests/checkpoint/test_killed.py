@@ -25,6 +25,7 @@ STEPS = 60
 CONFIGURATIONS = [wide("fsdp", 2), wide("hsdp", 4), wide("ddp", 2)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "configuration",
     sample_are(CONFIGURATIONS[:1], CONFIGURATIONS),

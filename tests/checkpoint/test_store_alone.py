@@ -103,6 +103,7 @@ def test_a_killed_run_resumes_on_a_machine_without_its_run_directory(
     assert [found.step for found in inspect.scan(open_store(url))] == [30, 25]
 
 
+@pytest.mark.long
 def test_a_second_writer_of_a_prefix_is_refused(url: str, tmp_path: Path) -> None:
     words = ["train.py", *flags(MORE), "--train.steps", "1000000"]
     with started(tmp_path / "one", url, *words) as first:
@@ -118,6 +119,7 @@ def test_a_second_writer_of_a_prefix_is_refused(url: str, tmp_path: Path) -> Non
     assert first.returncode == 0, said
 
 
+@pytest.mark.long
 def test_a_run_without_its_bucket_is_one_line(url: str, tmp_path: Path) -> None:
     url = url.replace("s3://run-", "s3://absent-")
     with started(tmp_path / "run", url, "train.py", *flags(MORE)) as process:

@@ -265,12 +265,14 @@ def test_dry_run_prints_what_follows_and_makes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.long
 def test_a_dry_run_under_ray_is_for_its_workers() -> None:
     done = train_py("--dry-run", "--backend", "ray", "--ray.num_workers", "4:8")
     assert done.returncode == 0, done.stderr
     assert "= 4 ranks" in done.stdout
 
 
+@pytest.mark.long
 def test_a_stream_of_another_encoding_takes_what_is_printed() -> None:
     done = train_py("--dry-run", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr

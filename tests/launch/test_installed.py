@@ -136,6 +136,7 @@ def blocks(page: str) -> list[str]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_code_of_the_library_page_runs_from_another_folder(installed: Path, tmp_path: Path) -> None:
     whole, _ = blocks("docs/library.md")

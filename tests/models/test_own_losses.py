@@ -187,6 +187,7 @@ IN_PARITY = {name: of_own(name, "labels") for name in LOSSES} | {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", quick_are([], IN_PARITY, ["class weights"]))
 def test_parity_trains_it_too(name: str, capfd: pytest.CaptureFixture[str]) -> None:

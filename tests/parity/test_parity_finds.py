@@ -55,6 +55,7 @@ def differences(words: str, name: str, folder: Path) -> dict[Row, list[ParityDif
     return {row: [d for d in known.differences(row, str(folder)) if not d.same] for row in tried}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sample_are(["twice"], WRONG))
 def test_a_broken_reduction_is_found(name: str, tmp_path: Path) -> None:
     found = differences(WORDS if "tokens" in name else VECTORS, name, tmp_path)

@@ -42,6 +42,7 @@ def test_replicas_hold_what_their_shards_hold() -> None:
     assert ddp.memory.kinds["gradients"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_each_way_to_reshard() -> None:
     gathered = {
@@ -163,6 +164,7 @@ def test_a_mistyped_data_set_is_named() -> None:
         subject_of(config.model, config.data)
 
 
+@pytest.mark.long
 def test_a_cpus_ranks_share_its_memory() -> None:
     cpu = ("--plan.gpu", "cpu", "--plan.gpus_per_node", "4")
     one, four, eight = (plan(*cpu, gpus=gpus).rates.memory for gpus in (1, 4, 8))

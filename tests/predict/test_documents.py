@@ -16,6 +16,7 @@ from tests.tokenize.rows import texts, write_lines
 pytestmark = pytest.mark.needs("transformers")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_prompt_and_its_continuation_are_text(
     tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]

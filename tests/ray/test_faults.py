@@ -59,6 +59,7 @@ def test_a_signal_to_the_process_group_saves_with_a_ray_of_its_own(tmp_path: Pat
     assert not (home / ".ray").exists(), "a token there would close the next `ray start --head` to drivers"
 
 
+@pytest.mark.long
 def test_a_signal_before_the_ranks_start_ends_the_driver_in_a_line(tmp_path: Path) -> None:
     """While it connects to something that is no Ray, and while its own Ray starts."""
     with socket.create_server(("", 0)) as server:  # Ray connects to another address of this machine
@@ -89,6 +90,7 @@ def test_a_mistake_is_found_before_any_ray_starts(tmp_path: Path) -> None:
     assert not driver.run.path.exists()
 
 
+@pytest.mark.long
 def test_nobody_answers_at_the_address(tmp_path: Path) -> None:
     driver = Driver(tmp_path / "run", "--ray.address", "127.0.0.1:1")
     assert driver.wait() == 3

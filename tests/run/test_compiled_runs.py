@@ -67,6 +67,7 @@ def graphs_of_a_run(env: DistEnv, words: list[str]) -> int:
     return len(graphs)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("case", quick_are(["fsdp"], CASES, []))
 def test_equal_units_share_their_code_and_no_step_compiles_again(case: str, tmp_path: Path) -> None:
