@@ -81,7 +81,7 @@ def _tokenizer(trained: TrainedModel) -> Tokenizer | None:
 
 @functools.cache
 def _loaded(name: str) -> Tokenizer:
-    return load_tokenizer(name)
+    return load_tokenizer(name, ends=False)
 
 
 def default_prompt(trained: TrainedModel) -> str:

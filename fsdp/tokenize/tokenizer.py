@@ -57,7 +57,8 @@ class ByteTokenizer:
 class HubTokenizer:
     """A tokenizer of transformers: of its folder, or of a tokenizer.json alone."""
 
-    def __init__(self, name: str, path: Path) -> None:
+    def __init__(self, name: str, path: Path, *, ends: bool) -> None:
+        """`ends`: whether texts are ended, for which it needs a token."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         # A config.json beside it has transformers import its model's packages, torchvision too.
         from fsdp.base.torchvision_import import prepare_torchvision
@@ -86,11 +87,12 @@ class HubTokenizer:
         self.vocab_size = 1 + max(vocabulary.values(), default=0)
         named = (vocabulary[end] for end in ENDS if alone and end in vocabulary)
         end = next(named, self.made.eos_token_id)
-        if end is None:
+        if end is None and ends:
             file = (path.parent if alone else path) / "tokenizer_config.json"
             hint = f'"eos_token": "TOKEN", one of its tokens, in {file}, and --data.tokenizer {file.parent}'
             raise ConfigError(f"--data.tokenizer {name} has no token that ends a text.", hint)
         self.end: int = end
+        """None where none is needed and it has none."""
 
     def encode(self, text: str, *, special: bool, spans: bool = False) -> Encoded:
         encoded = self._encoded(text, special, spans)
@@ -122,9 +124,9 @@ class HubTokenizer:
 Tokenizer = ByteTokenizer | HubTokenizer
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str, *, ends: bool = True) -> Tokenizer:
     """--data.tokenizer; an empty name is bytes."""
-    return ByteTokenizer() if name in ("", BYTES) else HubTokenizer(name, find_tokenizer(name))
+    return ByteTokenizer() if name in ("", BYTES) else HubTokenizer(name, find_tokenizer(name), ends=ends)
 
 
 def find_tokenizer(name: str) -> Path:

@@ -112,7 +112,7 @@ OF_THE_JOB = {
     "--model.name tests.support.user_code:Unevn --data.name digits": "tests.support.user_code has no Unevn",
     "--model.preset smal": "is not one of vit's: small, wide, b16. HINT: --model.preset small",
     "--model.args.widht 3": "is not an argument of --model.name vit. HINT: --model.args.width",
-    "--model.args.width -1": "is less than 1. HINT: --model.args.width 128",
+    "--model.args.width -1": "is not a whole number from 1. HINT: --model.args.width 128",
     "--model.args.heads 3": "is not a multiple of --model.args.heads 3. HINT: --model.args.heads 2",
     "--data.name digit": "HINT: --data.name digits",
     "--data.name folder --data.dir ~nobody_has_this_name": "needs a folder of images",

@@ -193,6 +193,10 @@ def texts(kind: str, count: int = 50) -> Texts:
     return Texts(count, kind)
 
 
+def texts_with_heldout(kind: str) -> tuple[Texts, Texts]:
+    return Texts(50, kind), Texts(11, kind)
+
+
 class Pictures(Dataset[tuple[Tensor, int]]):
     def __init__(self, count: int) -> None:
         self.inputs = torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(7))

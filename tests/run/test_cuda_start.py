@@ -69,7 +69,9 @@ def test_on_cuda_the_cross_entropy_and_the_update_are_compiled_by_default(
     monkeypatch.setattr(torch, "compile", compiling)
     config, built = settings(words), list[bool]()
     monkeypatch.setattr(build, "build_optimizer", lambda section, root, compiled: built.append(compiled))
-    job: Any = SimpleNamespace(loss=None, compiled=compiler.compiles(config.speed, device))
+    job: Any = SimpleNamespace(
+        loss=None, sharding=SimpleNamespace(compiled=compiler.compiles(config.speed, device))
+    )
     start = started(config, device, job)
     build.optimizer(start, SimpleNamespace(root=None))  # type: ignore[arg-type]
     assert built == [update]

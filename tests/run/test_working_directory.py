@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp import config as configuration
 from fsdp.checkpoint.__main__ import main as checkpoint_tool
 from fsdp.dist.env import DistEnv
-from fsdp.rundir import paths
 from tests.support.runs import flags, on_a_rank
 from tests.support.world import run_world
 
@@ -61,11 +59,3 @@ def test_prune_deletes_this_runs_checkpoints_and_not_those_of_the_working_direct
     assert "nothing to delete" in capsys.readouterr().out
     assert sorted(path.name for path in (other / "ck").glob("step-*")) == before
     assert len(before) > 1
-
-
-def test_a_run_directory_that_was_moved_is_a_change(tmp_path: Path) -> None:
-    paths.write_config(paths.create(tmp_path / "old"), configuration.load(["--run.dir", "runs/old"]))
-    (tmp_path / "old").rename(tmp_path / "new")
-    run = paths.create(tmp_path / "new")
-    changed = paths.write_config(run, configuration.load(["--run.dir", "runs/new"]))
-    assert changed == ["run.dir: runs/old → runs/new"]

@@ -29,7 +29,7 @@ from tests.support.processes import dies_with_us
 from tests.support.runs import QUIET
 
 ROOT = Path(__file__).parents[2]
-SIZE = "size=2m"
+SIZE = "size=6m"
 BATCH, STEPS = 12, 60
 """Steps enough for each file to need another block while the disk is full."""
 
