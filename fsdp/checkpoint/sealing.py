@@ -189,7 +189,7 @@ class Sealing:
             if self.store.read(final, file_names.MANIFEST) == manifest:
                 return replace(failure, sealed=True)
         except FileNotFoundError:
-            pass
+            pass  # not sealed: what was staged is deleted below
         except OSError as error:  # the checkpoint may exist: nothing is deleted
             return replace(failure, line=f"{failure.line}; then {without_hint(error)}", sealed=None)
         self._remove(folder)
@@ -199,7 +199,7 @@ class Sealing:
         try:
             self.store.remove(folder, self._attempt)
         except FileNotFoundError:
-            pass
+            pass  # the failed write had not made it
         except OSError as error:
             log.warning("%s could not be deleted: %s", self.store.path(folder), one_line(error))
 

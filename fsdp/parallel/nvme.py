@@ -144,7 +144,7 @@ PART_BYTES = 64 << 20
 """Bytes of states in a part: resident at once, and updated by one call of the optimizer."""
 RETURNED_BYTES = 1 << 20
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-FRAME = 4096  # more than head, tail and alignment of a tensor in a checkpoint's file
+FRAME = 16384  # more than head, tail and alignment of a tensor in a checkpoint's file
 
 
 class NvmeFiles:

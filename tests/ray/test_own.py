@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.base.errors import ConfigError
+from fsdp.base.errors import ConfigError, LaunchError
 from fsdp.config import load
 from fsdp.rundir.paths import choose
 from launch import ray_cluster
@@ -95,3 +95,17 @@ def test_a_run_in_the_folder_that_a_job_of_ray_deletes_is_refused(
         ):
             choose(load(flags))
     assert choose(load(["--run.dir", str(tmp_path)])).path == tmp_path
+
+
+def test_a_cluster_that_wants_a_token_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def refused(**_: object) -> None:
+        raise ray.exceptions.AuthenticationError("InvalidAuthToken: the token does not match")
+
+    monkeypatch.setattr(ray, "init", refused)
+    config = load(["--backend", "ray", "--ray.address", "auto"])
+    with pytest.raises(LaunchError) as told, ray_cluster.connected(None, config):
+        pass
+    assert "InvalidAuthToken: the token does not match" in str(told.value)
+    assert "export RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN" in str(told.value)

@@ -322,7 +322,9 @@ def test_a_node_that_falls_out_fails_the_job_and_is_written_for_sbatch(
     left = outcome["sick"]
     assert left.state == "FAILED", left.log
     assert "verdict: 1 node is not fit: sbatch --exclude=n2" in left.log
-    assert re.search(r"^OUT +n2: does not see what n1 wrote into ", left.log, re.MULTILINE), left.log
+    assert re.search(r"^OUT +n2: does not see what the first node wrote into ", left.log, re.MULTILINE), (
+        left.log
+    )
     assert "HINT: mount the shared storage there" in left.log
     assert (left.run.path / "doctor" / "exclude").read_text() == "n2\n"
     assert "Traceback" not in left.log
