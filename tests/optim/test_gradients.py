@@ -11,6 +11,7 @@ from torch import nn
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import Strategy
 from fsdp.optim.gradients import Gradients
+from fsdp.run.step import gradients_of
 from tests.parallel.test_materialize import made
 from tests.support import user_code
 from tests.support.marks import quick_are
@@ -29,8 +30,7 @@ def norms(env: DistEnv, strategy: Strategy, name: str) -> list[float]:
     for parameter, whole in zip(parameters, plain, strict=True):
         parameter.grad = parameter.detach().clone() * 3
         whole.grad = whole.detach() * 3
-    group = sharded.mesh.get_group("dp_shard") if strategy != "ddp" else None
-    gradients = Gradients(sharded.root.parameters(), group)
+    gradients = gradients_of(sharded)
     first = gradients.norm()
     gradients.clip(0.3, first)
     found = [
