@@ -1,7 +1,7 @@
 """Predictions of a trained run: classes with probabilities and accuracy, or generated text.
 
     __main__   the command: python -m fsdp.predict RUN
-    trained    a run directory's model in one process or sharded over ranks, with the data it was trained on
+    trained    a run directory's model, on one rank or sharded over several, with the data it was trained on
     images     classes of samples or of image files, the accuracy
     language   text, one token at a time
 

@@ -30,11 +30,10 @@ from fsdp.dist.env import (
     DistEnv,
     from_environment,
     prints_shared_errors,
-    started_by,
     wait_for_rank_0_to_print,
 )
 from fsdp.predict import images, language
-from fsdp.predict.trained import TrainedModel, open_run, sharded_run
+from fsdp.predict.trained import TrainedModel, open_run
 from fsdp.rundir import paths
 from fsdp.rundir.history import trained_classes
 from fsdp.rundir.paths import RunDir
@@ -55,11 +54,7 @@ FLAGS: tuple[tuple[str, str, Any, Any, str], ...] = (
 @prints_errors("fsdp.predict")
 def main(argv: Sequence[str]) -> int:
     try:
-        if started_by():
-            answer_as_rank(argv, from_environment())
-        else:
-            options, flags = parse(argv)
-            _answer(open_run(paths.open_run(options.run).path, flags, options.trust_code), options)
+        answer_as_rank(argv, from_environment())
     except ShardrunError as error:
         if prints_shared_errors() or error.scope != "all":
             print_line(f"fsdp.predict: {error}")
@@ -77,8 +72,12 @@ def main(argv: Sequence[str]) -> int:
 def answer_as_rank(argv: Sequence[str], env: DistEnv) -> None:
     """One rank's part of a prediction from shards, under any launcher; rank 0 prints."""
     options, flags = parse(argv)
-    with sharded_run(paths.open_run(options.run).path, flags, options.trust_code, env) as trained:
-        _answer(trained, options, shows=env.is_main)
+    with open_run(paths.open_run(options.run).path, env, flags, options.trust_code) as trained:
+        text = _answer(trained, options)
+        if env.is_main:
+            print_line(text, sys.stdout)
+            if options.out:
+                options.out.write_text(text + "\n", encoding="utf-8")
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -96,8 +95,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_with_run_flags(argv, sections=["data"])
 
 
-def _answer(trained: TrainedModel, options: argparse.Namespace, *, shows: bool = True) -> None:
-    """Computes on every rank; the one that `shows` prints and writes."""
+def _answer(trained: TrainedModel, options: argparse.Namespace) -> str:
+    """The text that rank 0 prints. Collective."""
     is_text = trained.data.info.kind == "text" or language.has_tokenizer(trained, options.prompt)
     flags = [*FLAGS, ("image", "images", None, [], ""), ("invert", "images", None, False, "")]
     for name, kind, _, default, _ in flags:
@@ -107,16 +106,7 @@ def _answer(trained: TrainedModel, options: argparse.Namespace, *, shows: bool =
             raise ConfigError(f"--{name} does not apply to {options.run}: it is {model}.", "leave it out")
         if value is None and name != "prompt":
             setattr(options, name.replace("-", "_"), default)
-    text = (_generate if is_text else _classify)(trained, options)
-    if not shows:
-        return
-    print_line(text, sys.stdout)
-    if options.out:
-        try:
-            options.out.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            reason = f"--out {options.out} cannot be written ({error.strerror})."
-            raise ConfigError(reason, "--out text.txt") from None
+    return (_generate if is_text else _classify)(trained, options)
 
 
 def _classify(trained: TrainedModel, options: argparse.Namespace) -> str:
@@ -148,8 +138,8 @@ def _classify(trained: TrainedModel, options: argparse.Namespace) -> str:
 
 def _generate(trained: TrainedModel, options: argparse.Namespace) -> str:
     prompt = options.prompt if options.prompt is not None else language.default_prompt(trained)
-    sampling = language.Sampling(options.tokens, options.temperature, options.top_k, options.seed)
-    return language.continued(trained, prompt, sampling)
+    sampling = {name: getattr(options, name) for name in ("tokens", "temperature", "top_k", "seed")}
+    return language.continued(trained, prompt, **sampling)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ numbers.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fsdp.base.errors import ConfigError
+from fsdp.dist.collectives import broadcast_object
 from fsdp.predict.trained import TrainedModel
 from fsdp.tokenize.tokenizer import Tokenizer, load_tokenizer
 
@@ -22,19 +22,9 @@ GREEDY = 1e-30
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """temperature 0 is greedy; top_k 0 samples from all tokens."""
-
-    tokens: int
-    temperature: float
-    top_k: int
-    seed: int
-
-
-def continued(trained: TrainedModel, prompt: str, sampling: Sampling) -> str:
-    """The prompt and the text after it."""
-    return decode(trained, generate(trained, encode(trained, prompt), sampling))
+def continued(trained: TrainedModel, prompt: str, **sampling: Any) -> str:
+    """The prompt and the text after it; `sampling` as `generate` has it."""
+    return decode(trained, generate(trained, encode(trained, prompt), **sampling))
 
 
 def encode(trained: TrainedModel, prompt: str) -> list[int]:
@@ -97,24 +87,25 @@ def vocab_size(trained: TrainedModel) -> int:
     return int(trained.data.info.facts.get("vocab_size", 1 << 62))
 
 
-def generate(trained: TrainedModel, prompt: list[int], sampling: Sampling) -> list[int]:
-    """The prompt and the tokens after it, up to one that ends a document; deterministic for a seed."""
-    generator = torch.Generator().manual_seed(sampling.seed)
-    window = int(trained.data.info.facts.get("seq_len", len(prompt) + sampling.tokens))
-    tokens = list(prompt)
-    end = trained.data.info.preprocess.get("end")
-    for _ in range(sampling.tokens):
-        logits = trained.logits(torch.tensor([tokens[-window:]]))
-        chosen = _choose(logits[0, -1, : vocab_size(trained)].float().cpu(), sampling, generator)
-        tokens.append(chosen if trained.from_rank_0 is None else trained.from_rank_0(chosen))
-        if tokens[-1] == end:
+def generate(
+    trained: TrainedModel, prompt: list[int], *, tokens: int, temperature: float, top_k: int, seed: int
+) -> list[int]:
+    """The prompt and the tokens after it, up to one that ends a document; deterministic for a seed.
+
+    temperature 0 is greedy; top_k 0 samples from all tokens. Each rank continues with rank 0's token.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    window = int(trained.data.info.facts.get("seq_len", len(prompt) + tokens))
+    text, end = list(prompt), trained.data.info.preprocess.get("end")
+    for _ in range(tokens):
+        logits = trained.logits(torch.tensor([text[-window:]]))[0, -1, : vocab_size(trained)].float().cpu()
+        if 0 < top_k < len(logits):
+            logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+        if temperature < GREEDY:
+            chosen = logits.argmax()
+        else:
+            chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        text.append(broadcast_object(int(chosen)))
+        if text[-1] == end:
             break
-    return tokens
-
-
-def _choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    if sampling.temperature < GREEDY:
-        return int(logits.argmax())
-    if 0 < sampling.top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
-    return int(torch.multinomial((logits / sampling.temperature).softmax(-1), 1, generator=generator))
+    return text

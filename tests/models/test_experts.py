@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fsdp.base.torchvision_import import prepare_torchvision
+from fsdp.dist.env import from_environment
 from fsdp.models.hf_settings import select_experts_kernel
 from fsdp.predict.trained import open_run
 from tests.models import foreign
@@ -73,5 +74,5 @@ def test_a_prediction_selects_the_loop_too(tmp_path: Path) -> None:
     run(1, tmp_path, words_of("odd_moe"), "--train.steps 1")
     trusted = ("tests.models.foreign:build", "tests.models.small_hf:texts")
     for flags in ([], ["--precision.master", "fp32"]):
-        opened = open_run(tmp_path, flags, trusted)
-        assert opened.logits(torch.arange(12).view(2, 6)).isfinite().all()
+        with open_run(tmp_path, from_environment({}), flags, trusted) as opened:
+            assert opened.logits(torch.arange(12).view(2, 6)).isfinite().all()

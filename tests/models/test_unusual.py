@@ -15,7 +15,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp import config as configuration
-from fsdp.dist.env import DistEnv
+from fsdp.dist.env import DistEnv, from_environment
 from fsdp.models import build_real, resolve
 from fsdp.predict.trained import open_run
 from tests.support.plain_loop import relative_difference, train_plainly
@@ -92,7 +92,9 @@ def test_what_a_constructor_draws_is_the_same_on_every_rank(name: str, tmp_path:
     assert run_world(2, from_other_streams, ["--run.dir", str(folder), *words]) == [None, None]
     loop = train_plainly(configuration.load(words), dtype="fp64", steps=3)
     assert relative_difference(finished(folder).parameters, loop.parameters) < 1e-10
-    predicting: Any = open_run(folder, trusted=[f"{HERE}:{name}", "tests.support.user_code:vectors"]).model
+    trusted = [f"{HERE}:{name}", "tests.support.user_code:vectors"]
+    with open_run(folder, from_environment({}), trusted=trusted) as opened:
+        predicting: Any = opened.model
     plain: Any = build_real(resolve(configuration.load(words).model, {}), 3)
     assert predicting.order == plain.order
     assert torch.equal(predicting.turn, plain.turn)

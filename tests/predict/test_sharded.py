@@ -13,8 +13,8 @@ import pytest
 
 from fsdp.dist.env import DistEnv
 from fsdp.dist.shards import local_tensor
-from fsdp.predict.__main__ import _answer, main, parse
-from fsdp.predict.trained import sharded_run
+from fsdp.predict.__main__ import answer_as_rank, main, parse
+from fsdp.predict.trained import open_run
 from tests.support.runs import on_a_rank
 from tests.support.world import run_world
 
@@ -35,11 +35,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def printed_on_a_rank(env: DistEnv, argv: list[str]) -> tuple[str, float]:
     """What the rank prints, and its part of the parameters."""
     options, flags = parse(argv)
-    with redirect_stdout(io.StringIO()) as out, sharded_run(Path(options.run), flags, (), env) as trained:
+    with redirect_stdout(io.StringIO()) as out:
+        answer_as_rank(argv, env)
+    with open_run(Path(options.run), env, flags) as trained:
         parameters = list(trained.model.parameters())
-        kept = sum(local_tensor(p).numel() for p in parameters) / sum(p.numel() for p in parameters)
-        _answer(trained, options, shows=env.is_main)
-    return out.getvalue(), kept
+        part = sum(local_tensor(p).numel() for p in parameters) / sum(p.numel() for p in parameters)
+    return out.getvalue(), part
 
 
 def of_one_process(argv: list[str]) -> str:
@@ -57,7 +58,7 @@ def test_the_text_is_that_of_one_process(run: Path, ranks: int, tmp_path: Path) 
         expected = of_one_process([str(run), *argv[1:]])
         found = run_world(ranks, printed_on_a_rank, argv)
         assert [text for text, _ in found] == [expected, *[""] * (ranks - 1)]
-        assert max(kept for _, kept in found) < 1 / ranks + 0.05
+        assert max(part for _, part in found) < 1 / ranks + 0.05
         if (tmp_path / "run" / "full_model").is_dir():  # next from the checkpoint
             shutil.rmtree(tmp_path / "run" / "full_model")
 
