@@ -18,8 +18,7 @@ import sys
 from fsdp import config as configuration
 from fsdp.base import proc
 from fsdp.base.errors import ConfigError, ShardrunError
-from fsdp.base.streams import flush_output, prepare_streams, print_answer
-from fsdp.base.text import as_typed
+from fsdp.base.text import as_typed, flush_output, prepare_streams, print_answer
 from fsdp.config import Config, worker_range
 from fsdp.dist.env import prints_shared_errors, started_by
 from fsdp.watch.failure import ProcessExit

@@ -59,7 +59,7 @@ def datasets(folder: Path) -> Iterator[Any]:
 
 
 def streaming(folder: Path) -> Iterator[Any]:
-    from fsdp.base.torchvision_import import prepare_torchvision
+    from fsdp.base.torch_private.core import prepare_torchvision
 
     prepare_torchvision()  # streaming imports it
     from streaming import MDSWriter, StreamingDataset

@@ -18,7 +18,7 @@ from fsdp.base.errors import (
     exception_line,
     first_line,
 )
-from fsdp.base.streams import print_line
+from fsdp.base.text import print_line
 from fsdp.config import Config
 from fsdp.dist.env import DistEnv, prints_errors_of_node, prints_shared_errors, wait_for_rank_0_to_print
 from fsdp.dist.network import is_lost_peer

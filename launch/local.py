@@ -29,7 +29,7 @@ from fsdp import config as configuration
 from fsdp.base import proc
 from fsdp.base.errors import LaunchError, ShardrunError
 from fsdp.base.phases import delayed, follow_parent, stop_signals
-from fsdp.base.streams import flush_output, print_answer
+from fsdp.base.text import flush_output, print_answer
 from fsdp.config import Config
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, whole_number
 from fsdp.dist.env import DistEnv, fewer_ranks, job_start, pick_device, set_allocator

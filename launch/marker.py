@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.streams import print_line
+from fsdp.base.text import print_line
 from fsdp.config import Config
 from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir, open_run, write_atomically

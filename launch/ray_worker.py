@@ -23,7 +23,7 @@ import torch
 
 from fsdp.base.errors import LaunchError, ShardrunError
 from fsdp.base.object_client import is_url
-from fsdp.base.streams import PrintableFormatter
+from fsdp.base.text import PrintableFormatter
 from fsdp.checkpoint.inspect import scan
 from fsdp.checkpoint.store import open_store
 from fsdp.config import Config

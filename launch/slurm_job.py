@@ -24,7 +24,7 @@ from typing import Any
 from fsdp import config as configuration
 from fsdp.base.errors import CheckpointError, ConfigError, RefusedError, ShardrunError, without_hint
 from fsdp.base.phases import Ending
-from fsdp.base.streams import print_line
+from fsdp.base.text import print_line
 from fsdp.dist.env import job_start
 from fsdp.rundir import history
 from fsdp.rundir.lock import Folder, hold

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import submitit
 from submitit.helpers import DelayedSubmission
 
-from fsdp.base.streams import flush_output
+from fsdp.base.text import flush_output
 from fsdp.config import Config
 from fsdp.dist import env as environment
 from fsdp.dist.env import DistEnv

@@ -20,8 +20,7 @@ import runpy
 import sys
 
 import shardrun
-from fsdp.base.streams import print_answer
-from fsdp.base.text import INSTALLED
+from fsdp.base.text import INSTALLED, print_answer
 
 MODULES = {
     "train": "train", "local": "launch.local", "submit": "launch.submit", "ray_predict": "launch.ray_predict",

@@ -47,7 +47,7 @@ PEERS = {
     "datasets": Peer(("datasets==5.2.0",), "import datasets"),
     "streaming": Peer(
         ("mosaicml-streaming==0.13.0",),
-        "from fsdp.base.torchvision_import import prepare_torchvision as p; p(); import streaming",
+        "from fsdp.base.torch_private.core import prepare_torchvision as p; p(); import streaming",
     ),
     "torchtitan": Peer(
         ("torchtitan==0.3.0",), "import torchtitan",

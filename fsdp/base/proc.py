@@ -1,5 +1,6 @@
 """Reads Linux's /proc: state, processor time, memory and children of a process, and its cgroup's limit. And
-for this process: garbage collection paused, the folder of its cache.
+for this process: garbage collection paused, the folder of its cache, files that may be anyone's, read
+within a size.
 
 None or an empty value where /proc does not show a process: other systems, hidepid, a process that has ended.
 
@@ -25,11 +26,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import stat as stat_of
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from fsdp.base.text import byte_size
 
 PROC = Path("/proc")
 
@@ -242,3 +246,33 @@ def paused_for_imports() -> Iterator[None]:
 def cache_folder(*names: str) -> Path:
     """$XDG_CACHE_HOME/shardrun, or ~/.cache/shardrun. RuntimeError for a user without a home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "shardrun", *names)
+
+
+# ---------------------------------------------------------------- files that may be anyone's
+
+SETTINGS = 16 << 20
+"""Of a file of settings, such as config.json, which has some kilobytes."""
+TABLE = 256 << 20
+"""Of a file with a line for each tensor, rank or token: an index of weights, a tokenizer.json."""
+
+
+def read_regular(file: Path, most: int) -> bytes:
+    """A file's content; ValueError for a FIFO or a device, and for more than `most` bytes."""
+    with open(file, "rb", opener=_open_at_once) as stream:
+        status = os.fstat(stream.fileno())
+        if not stat_of.S_ISREG(status.st_mode):
+            raise ValueError("it is not a regular file")
+        data = stream.read(most + 1) if status.st_size <= most else b""
+    if max(status.st_size, len(data)) > most:
+        raise ValueError(f"it has more than {byte_size(most)}")
+    return data
+
+
+def regular_text(file: Path, most: int) -> str:
+    """The same as text in UTF-8."""
+    return read_regular(file, most).decode()
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """O_NONBLOCK: opening a FIFO would wait for a writer."""
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -1,4 +1,5 @@
-"""Texts for messages, logs and terminals: counts, lists, units, commands as a person types them.
+"""Texts for messages, logs and terminals: counts, lists, units, commands as a person types them. And stdout
+and stderr, which print any text: a lost one is no traceback.
 
 Control characters are escaped. Messages name the commands of a clone, `python train.py` and
 `python -m fsdp.plan`; `as_typed` replaces them where `shardrun` started the run: it sets SHARDRUN_INSTALLED
@@ -8,12 +9,16 @@ for itself and its children. Also checks of values of files that may come from a
 from __future__ import annotations
 
 import difflib
+import errno
+import io
+import logging
 import os
 import re
 import shlex
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 _CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F]
 _CONTROLS += [*range(0x2028, 0x202F), *range(0x2066, 0x206A)]
@@ -163,3 +168,85 @@ def checked_text(value: Any) -> str:
     if type(value) is not str:
         raise TypeError(f"a {type(value).__name__} instead of a string")
     return value
+
+
+# ---------------------------------------------------------------- stdout and stderr
+
+
+class PrintableFormatter(logging.Formatter):
+    """Log records hold names of files that others wrote: control characters are escaped."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def prepare_streams() -> None:
+    """Make stdout and stderr take any text, and the log of tools escape control characters.
+
+    A stream of another encoding than UTF-8 (a locale of ISO-8859-1) escapes what it lacks, in place of an
+    error at the end of a run. A closed one (`>&-`), for which Python has None, is redirected to /dev/null.
+    """
+    if logging.lastResort is not None:  # the handler of tools, which set up no logging
+        logging.lastResort.setFormatter(PrintableFormatter())
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does by itself
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115  for the life of the process
+
+
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    """Print text of any origin, to stderr unless told: control characters are escaped (`printable`).
+
+    It is one write, since the ranks of a node share their streams.
+    Under PYTHONUNBUFFERED, `print` writes a text and the end of its line apart: two ranks that fail at once
+    leave two texts on one line.
+    """
+    stream = sys.stderr if stream is None else stream
+    stream.write(f"{printable(text)}\n")
+    stream.flush()
+
+
+def flush_output() -> None:
+    """Flush stdout and stderr before the interpreter exits.
+
+    The interpreter's own flush of a stream that cannot be written makes any exit code 120. Such a stream is
+    redirected to /dev/null, as the documentation of Python's signal module does for SIGPIPE.
+    """
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+
+
+def print_answer(text: str, program: str, end: str = "\n") -> int:
+    """Print what a command was asked for, such as its help, and return the exit code."""
+    try:
+        print(printable(text), end=end, flush=True)
+    except OSError as error:
+        return lost_output(error, program)
+    return 0
+
+
+def lost_output(error: OSError, program: str) -> int:
+    """The exit code after an error of stdout: a full disk is one line, and an ended reader (`| head`) none.
+
+    Any other error is raised again.
+    """
+    if not is_of_output(error):
+        raise error
+    flush_output()
+    if error.errno == errno.ENOSPC:
+        print(f"{program}: its output cannot be written: {error.strerror}", file=sys.stderr)
+    return 1
+
+
+def is_of_output(error: OSError) -> bool:
+    """Whether stdout's reader has ended (`| head`), or its disk is full: errors of files have their name.
+
+    The stream itself cannot be asked: after the error it has dropped what was to be written.
+    """
+    return error.errno in (errno.EPIPE, errno.ENOSPC) and error.filename is None

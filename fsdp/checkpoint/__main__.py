@@ -27,8 +27,7 @@ from typing import Any
 from fsdp import config
 from fsdp.base.errors import CheckpointError, ConfigError, RefusedError, without_hint
 from fsdp.base.object_client import is_url
-from fsdp.base.streams import print_line
-from fsdp.base.text import byte_size, seconds
+from fsdp.base.text import byte_size, print_line, seconds
 from fsdp.checkpoint import file_names, inspect, metadata, retention
 from fsdp.checkpoint.adapter_weights import PEFT, Base
 from fsdp.checkpoint.discovery import READ_AT_ONCE, broken_folders, set_aside, why_not_whole

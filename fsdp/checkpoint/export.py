@@ -22,7 +22,7 @@ import torch
 
 from fsdp.base.digest import DTYPES
 from fsdp.base.errors import CheckpointError, ConfigError
-from fsdp.base.regular_file import TABLE, read_regular
+from fsdp.base.proc import TABLE, read_regular
 from fsdp.checkpoint import adapter_weights, load
 from fsdp.checkpoint.adapter_weights import Base
 from fsdp.checkpoint.full_state import (

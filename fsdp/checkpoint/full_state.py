@@ -22,8 +22,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.regular_file import TABLE, regular_text
-from fsdp.base.torch_private.names import EXTRA_STATE
+from fsdp.base.proc import TABLE, regular_text
+from fsdp.base.torch_private import EXTRA_STATE
 from fsdp.checkpoint.pieces import as_bytes
 from fsdp.models.factory import check_no_adapter
 from fsdp.models.units import clean_name

@@ -20,7 +20,7 @@ import torch
 from fsdp.base import proc
 from fsdp.base.errors import CheckpointError
 from fsdp.base.text import checked_count, checked_text
-from fsdp.base.torch_private.names import DCP_OLD_PROPERTIES, DCP_OLD_UNREAD, DCP_PLACE, DCP_UNREAD
+from fsdp.base.torch_private import DCP_OLD_PROPERTIES, DCP_OLD_UNREAD, DCP_PLACE, DCP_UNREAD
 from fsdp.checkpoint import file_names
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.store import Store

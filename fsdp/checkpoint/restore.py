@@ -23,10 +23,9 @@ from fsdp.checkpoint.metadata import CheckpointSource
 from fsdp.checkpoint.state import PendingState, Prefixes
 from fsdp.checkpoint.store import Store, open_store
 from fsdp.config import CheckpointSection
-from fsdp.dist.collectives import ObjectGroup
+from fsdp.dist.collectives import ObjectGroup, local_tensor
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
-from fsdp.dist.shards import local_tensor
 from fsdp.optim.optimizer import same_states
 from fsdp.optim.state import TrainState, averages
 

@@ -29,7 +29,7 @@ from fsdp.base.digest import NAMES
 from fsdp.base.errors import CheckpointError
 from fsdp.base.torch_private.core import global_offset
 from fsdp.checkpoint.metadata import CheckpointSource, SavedTensor
-from fsdp.dist.shards import local_tensor
+from fsdp.dist.collectives import local_tensor
 from fsdp.models.lora import base_names
 from fsdp.models.units import clean_name
 from fsdp.optim.state import TrainState, averages

@@ -22,8 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from fsdp.base.errors import ConfigError, ShardrunError
-from fsdp.base.streams import lost_output, prepare_streams, print_answer, print_line
-from fsdp.base.text import as_typed, nearest
+from fsdp.base.text import as_typed, lost_output, nearest, prepare_streams, print_answer, print_line
 from fsdp.config.fields import FIELDS
 from fsdp.config.help import help_asked
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.regular_file import read_regular
+from fsdp.base.proc import read_regular
 from fsdp.base.text import byte_size, nearest
 from fsdp.config.aliases import hint_for, is_flags, sharding
 from fsdp.config.checks import check

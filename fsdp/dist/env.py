@@ -1,4 +1,5 @@
-"""The rank, the sizes and the device of this process: the only reader of rank variables.
+"""The rank, the sizes and the device of this process: the only reader of rank variables. And what a person
+types under the launcher of a run, for hints.
 
 `from_environment()` reads torchrun's variables, Slurm's own (`srun python train.py`, one task per rank) or
 none, and returns a `DistEnv`; Ray's adapter builds a `DistEnv` itself. MPI's variables are read to refuse
@@ -8,17 +9,19 @@ process group (fsdp/dist/process_group.py) and the mesh (fsdp/dist/mesh.py).
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from fsdp.base.errors import LaunchError
 from fsdp.base.phases import follow_parent
+from fsdp.base.text import as_typed
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +35,7 @@ DeviceChoice = Literal["auto", "cpu", "cuda"]
 """--run.device: auto is a GPU if torch sees one."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DistEnv:
     """One process's place among the ranks. The launcher's adapter sets the device; it is computed once."""
 
@@ -45,7 +48,7 @@ class DistEnv:
     device: torch.device
     launcher: str
 
-    @property
+    @functools.cached_property
     def is_main(self) -> bool:
         return self.rank == 0
 
@@ -145,27 +148,7 @@ def from_environment(environ: Mapping[str, str] = os.environ, device: DeviceChoi
             f"torchrun --nproc_per_node={ranks} train.py; or export RANK, WORLD_SIZE, LOCAL_RANK, "
             "LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process",
         )
-    return _made((0, 1), (0, 1), (0, 1), pick_device(0, device), "a single process")
-
-
-def _made(
-    ranks: tuple[int, int],
-    local: tuple[int, int],
-    nodes: tuple[int, int],
-    device: torch.device,
-    launcher: str,
-) -> DistEnv:
-    """Each pair is a number and how many there are."""
-    return DistEnv(
-        rank=ranks[0],
-        world_size=ranks[1],
-        local_rank=local[0],
-        local_world_size=local[1],
-        node_rank=nodes[0],
-        num_nodes=nodes[1],
-        device=device,
-        launcher=launcher,
-    )
+    return DistEnv(0, 1, 0, 1, 0, 1, pick_device(0, device), "a single process")
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -210,15 +193,15 @@ def _from_torchrun(environ: Mapping[str, str], device: DeviceChoice) -> DistEnv:
     node = _integer(environ, "GROUP_RANK", rank // local[1])
     nodes = _integer(environ, "GROUP_WORLD_SIZE", max(1, world // local[1]))
     launcher = "torchrun under Slurm" if "SLURM_JOB_ID" in environ else "torchrun"
-    return _made((rank, world), local, (node, nodes), pick_device(local[0], device), launcher)
+    return DistEnv(rank, world, *local, node, nodes, pick_device(local[0], device), launcher)
 
 
 def _from_slurm(environ: Mapping[str, str], device: DeviceChoice) -> DistEnv:
     ranks = _place(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", (0, 1))
     local_rank = _integer(environ, "SLURM_LOCALID")
-    local = local_rank, _tasks_on_node(environ)
     nodes = _integer(environ, "SLURM_NODEID"), _integer(environ, "SLURM_STEP_NUM_NODES", 1)
-    return _made(ranks, local, nodes, pick_device(local_rank, device, "srun"), "srun")
+    device_of_rank = pick_device(local_rank, device, "srun")
+    return DistEnv(*ranks, local_rank, _tasks_on_node(environ), *nodes, device_of_rank, "srun")
 
 
 def _tasks_on_node(environ: Mapping[str, str]) -> int:
@@ -238,8 +221,7 @@ def _tasks_on_node(environ: Mapping[str, str]) -> int:
         raise LaunchError(problem, _hint_for(name)) from None
 
 
-# ---------------------------------------------------------------- the device
-
+# ---------------------------------------------------------------- what a person types under a launcher
 
 FEWER_RANKS = {
     "srun": "--ntasks-per-node={}",
@@ -248,10 +230,78 @@ FEWER_RANKS = {
     "ray": "--ray.num_workers {}",
 }
 """Each launcher's flag for the number of ranks on a node; torchrun's for all others."""
+WITHOUT_NODES = {
+    "sbatch": "sbatch --exclude={hosts}",
+    "srun": "srun --exclude={hosts}",
+    "submitit": "python -m launch.submit --exclude={hosts}",
+    "ray": "`ray stop` on {hosts} removes it from the cluster",
+    "torchrun": "torchrun --nnodes={left} on the others",
+}
+SLURM = {"sbatch": "sbatch --mem", "srun": "srun --mem", "submitit": "python -m launch.submit --mem"}
+"""The flag for a job's memory under Slurm, where sacct shows how a process ended too."""
 
 
 def fewer_ranks(launcher: str, count: int) -> str:
     return FEWER_RANKS.get(launcher.split(" ")[0], "--nproc_per_node={}").format(count)
+
+
+@dataclass(frozen=True)
+class LauncherHints:
+    launcher: str = "torchrun"
+    """A key of WITHOUT_NODES, or a launcher of one machine alone."""
+    nodes: int = 1
+    reads_cluster_env: bool = False
+    """Whether the job's script reads slurm/cluster.env."""
+
+    @property
+    def is_slurm(self) -> bool:
+        return self.launcher in SLURM
+
+    def without(self, hosts: Sequence[str]) -> str:
+        """Leaves out these hosts; empty under a launcher of one machine alone."""
+        left = max(1, self.nodes - len(hosts))
+        return as_typed(WITHOUT_NODES.get(self.launcher, "").format(hosts=",".join(hosts), left=left))
+
+    @property
+    def more_memory(self) -> str:
+        """Where the limit of a process's memory is set."""
+        flag = as_typed(SLURM.get(self.launcher, ""))
+        return f"{flag}, the container's" if flag else "the container's, such as docker run --memory"
+
+    @property
+    def other_address(self) -> str:
+        """What sets another address of rank 0."""
+        if self.reads_cluster_env:
+            return "RDZV_HOST in slurm/cluster.env sets another address"
+        return "for another address export MASTER_ADDR and MASTER_PORT in each process"
+
+    def killer(self, nodes: str) -> str:
+        """What shows what has killed processes of these nodes."""
+        return f"sacct, or dmesg on {nodes}" if self.is_slurm else f"dmesg on {nodes}"
+
+
+def launcher_hints(launcher: str, nodes: int, environ: Mapping[str, str] = os.environ) -> LauncherHints:
+    """`launcher` as in DistEnv."""
+    name = launcher.split(" ")[0]
+    if launcher == "submitit (slurm)":
+        return LauncherHints(name, nodes, reads_cluster_env=True)
+    if not environ.keys().isdisjoint(("SHARDRUN_LAUNCHER", "SHARDRUN_RAY_NODES")):
+        return LauncherHints("sbatch", nodes, reads_cluster_env=True)
+    if launcher == "torchrun under Slurm":
+        return LauncherHints("sbatch", nodes)
+    return LauncherHints("one machine" if name == "submitit" else name, nodes)
+
+
+def without_device(env: DistEnv, host: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Leaves out this rank's node, where others can take its place, or its device."""
+    hints = launcher_hints(env.launcher, env.num_nodes, environ)
+    if hints.is_slurm or env.num_nodes > 1:
+        return f"leave its node out: {hints.without([host])}"
+    fewer = fewer_ranks(env.launcher, max(1, env.local_world_size - 1))
+    return f"CUDA_VISIBLE_DEVICES without number {env.local_rank} leaves it out, with {fewer}"
+
+
+# ---------------------------------------------------------------- the device
 
 
 def pick_device(local_rank: int, wanted: DeviceChoice = "auto", launcher: str = "torchrun") -> torch.device:

@@ -25,7 +25,6 @@ import torch
 from fsdp.base.errors import LaunchError
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv
-from fsdp.dist.launcher_hints import launcher_hints
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +147,7 @@ def check(env: DistEnv, run: Path | None, patience_s: float = SAME_FILE_S) -> No
     everyone = [facts for facts, _ in found]
     for difference in differences(everyone):
         if difference.fatal:
-            hint = launcher_hints(env.launcher, env.num_nodes).one_environment
+            hint = "one environment that all nodes see: VENV in slurm/cluster.env, or a container"
             raise LaunchError(f"{difference.describe(everyone)}.", hint)
         if env.is_main:
             log.warning("%s", difference.describe(everyone))

@@ -26,11 +26,11 @@ from fsdp.dist.env import (
     agent_serves_store,
     fewer_ranks,
     gloo_interface_is_set,
+    launcher_hints,
     rendezvous_host,
     rendezvous_port,
     set_variable,
 )
-from fsdp.dist.launcher_hints import launcher_hints
 from fsdp.dist.mesh import CUDA_BACKENDS
 from fsdp.dist.network import address_towards, interface_of, is_loopback, resolves
 

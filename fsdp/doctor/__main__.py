@@ -34,15 +34,15 @@ import torch.distributed as dist
 
 from fsdp.base.devices import set_thread_device
 from fsdp.base.errors import ConfigError, LaunchError, first_line
-from fsdp.base.streams import print_line
+from fsdp.base.text import print_line
 from fsdp.config.command_line import CommandParser, number, prints_errors, whole_number
 from fsdp.dist.env import DistEnv, from_environment, gloo_interface_is_set, rendezvous_host
-from fsdp.dist.nccl_log import NOTHING
 from fsdp.dist.network import address_towards, listen, resolves
 from fsdp.dist.preflight import appears, facts_of
 from fsdp.dist.process_group import process_group, rendezvous_store
 from fsdp.doctor import measure
 from fsdp.doctor.findings import PRODUCT, NodeReports, can_form_group, judge, slow, text
+from fsdp.doctor.nccl_log import NOTHING
 from fsdp.rundir.paths import write_atomically
 
 NOT_FIT = LaunchError.exit_code

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from fsdp.base.text import columns, counted, listed, named_ranks
-from fsdp.dist.launcher_hints import LauncherHints, launcher_hints
+from fsdp.dist.env import LauncherHints, launcher_hints
 from fsdp.dist.preflight import RankFacts, differences
 
 RankReport = Mapping[str, Any]

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from fsdp.base import devices, proc
 from fsdp.base.errors import ConfigError
-from fsdp.dist import nccl_log
 from fsdp.dist.env import DistEnv
 from fsdp.doctor.findings import link_rate
+from fsdp.doctor.nccl_log import Transport
 
 GIB = 2**30
 SECONDS = 0.4
@@ -230,17 +230,13 @@ def transport_of(files: Sequence[Path], nodes: int = 0) -> Mapping[str, Any]:
     """What NCCL's log says. `nodes` 0: several if the log has a connection between nodes; the devices of this
     node's kernel are then not those of the log.
     """
-    lines: list[str] = []
+    text = ""
     for file in files:
         try:
-            lines += file.read_text(encoding="utf-8", errors="replace").splitlines()
+            text += file.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             raise ConfigError(f"{file} cannot be read ({error.strerror}).", "--nccl-log FILE") from None
-    transport = nccl_log.read_log(lines)
+    transport = Transport(text)
     infiniband = sorted(path.name for path in INFINIBAND.iterdir()) if nodes and INFINIBAND.is_dir() else []
-    nodes = nodes or 1 + bool(transport.total("NET/"))
-    verdicts = nccl_log.verdicts(transport, nodes=nodes, host_devices=infiniband)
-    return {
-        "summary": nccl_log.summary(transport),
-        "verdicts": [(verdict.what, verdict.hint) for verdict in verdicts],
-    }
+    verdicts = transport.verdicts(nodes or 1 + transport.between_nodes, infiniband)
+    return {"summary": transport.summary, "verdicts": verdicts}

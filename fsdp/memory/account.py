@@ -32,7 +32,7 @@ from fsdp.base.torch_private.fsdp import (
 )
 from fsdp.config import OptimSection
 from fsdp.config.sections import MOMENTS
-from fsdp.dist.shards import local_tensor, tensors_in
+from fsdp.dist.collectives import local_tensor, tensors_in
 from fsdp.optim.optimizer import is_custom
 
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "communication", "other")

@@ -24,8 +24,7 @@ import torch
 
 from fsdp.base.errors import Scope, ShardrunError
 from fsdp.base.proc import memory_group
-from fsdp.base.streams import print_line
-from fsdp.base.text import byte_size, columns
+from fsdp.base.text import byte_size, columns, print_line
 from fsdp.config import Config, accepts
 from fsdp.dist.env import DistEnv
 from fsdp.memory.account import by_size, process_bytes, tally

@@ -22,12 +22,12 @@ from torch import nn
 
 from fsdp.base.phases import Activity, Phases, announces
 from fsdp.base.text import byte_size
+from fsdp.base.torch_private import SNAPSHOT_VIEWER
 from fsdp.base.torch_private.core import (
     start_allocator_history,
     stop_allocator_history,
     write_allocator_snapshot,
 )
-from fsdp.base.torch_private.names import SNAPSHOT_VIEWER
 from fsdp.config import Config, ProfileSection, profile_steps
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv

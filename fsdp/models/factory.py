@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fsdp.base.errors import ConfigError, one_line
-from fsdp.base.regular_file import SETTINGS, regular_text
+from fsdp.base.proc import SETTINGS, regular_text
 from fsdp.base.text import nearest
-from fsdp.base.torchvision_import import prepare_torchvision
+from fsdp.base.torch_private.core import prepare_torchvision
 from fsdp.config.fields import expanded
 
 # ---------------------------------------------------------------- a user's callable

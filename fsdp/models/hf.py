@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.regular_file import SETTINGS, regular_text
-from fsdp.base.torchvision_import import prepare_torchvision
+from fsdp.base.proc import SETTINGS, regular_text
+from fsdp.base.torch_private.core import prepare_torchvision
 from fsdp.models.checks import check_model
 from fsdp.models.factory import blame, check_no_adapter, find_folder, unknown_argument
 from fsdp.models.hf_weights import (

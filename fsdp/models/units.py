@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import nearest
-from fsdp.base.torch_private.names import WRAPPER_NAMES
+from fsdp.base.torch_private import WRAPPER_NAMES
 
 Unit = list[nn.Module]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp.base.torchvision_import import import_torchvision
+from fsdp.base.torch_private.core import import_torchvision
 from fsdp.models.factory import BuiltIn, Fact, check_multiple
 from fsdp.models.init import Constant, Init, Normal, Uniform
 

@@ -23,7 +23,7 @@ from fsdp.base.text import named_ranks
 from fsdp.base.torch_private.core import foreach_multiply_, foreach_norm
 from fsdp.config import TrainSection
 from fsdp.dist import collectives
-from fsdp.dist.shards import local_tensor
+from fsdp.dist.collectives import local_tensor
 from fsdp.optim.state import TrainState
 
 log = logging.getLogger(__name__)

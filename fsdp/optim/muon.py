@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import ConfigError
 from fsdp.dist import collectives
-from fsdp.dist.shards import local_tensor, rows_of, shard_axis, shard_count
+from fsdp.dist.collectives import local_tensor, rows_of, shard_axis, shard_count
 from fsdp.models.lora import matching, patterns
 from fsdp.models.units import clean_name
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from fsdp.config import OptimSection
-from fsdp.dist.shards import local_tensor
+from fsdp.dist.collectives import local_tensor
 from fsdp.models.units import clean_name
 
 

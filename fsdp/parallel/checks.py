@@ -40,8 +40,7 @@ from fsdp.base.torch_private.fsdp import (
     seen_tensors,
 )
 from fsdp.config import MemorySection
-from fsdp.dist.collectives import all_gather_objects
-from fsdp.dist.shards import cut_of, local_tensor, shard_count
+from fsdp.dist.collectives import all_gather_objects, cut_of, local_tensor, shard_count
 from fsdp.models.checks import frames, kept_tensors, misfit, stale_reference
 from fsdp.models.init import Constant, Init
 from fsdp.models.units import clean_name

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.digest import same_values
 from fsdp.base.errors import ConfigError, ShardrunError
-from fsdp.dist.collectives import all_gather_objects, on_main
-from fsdp.dist.shards import cut_of, local_tensor, shard_count
+from fsdp.dist.collectives import all_gather_objects, cut_of, local_tensor, on_main, shard_count
 from fsdp.models import ModelSpec, to_empty
 from fsdp.models.init import Init, draw, draw_into, persistent, seeded
 from fsdp.models.lora import lora_inits

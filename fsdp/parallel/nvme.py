@@ -36,7 +36,7 @@ from fsdp.base.torch_private.fsdp import move_padded_shard, padded_shard, parame
 from fsdp.config import MemorySection, OptimSection
 from fsdp.config.sections import MOMENTS
 from fsdp.dist import collectives
-from fsdp.dist.shards import local_tensor, rows_of, shard_count, tensors_in
+from fsdp.dist.collectives import local_tensor, rows_of, shard_count, tensors_in
 from fsdp.parallel.offload import (
     cut_into_parts,
     moments_of,

@@ -28,7 +28,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.core import compiled_call, like_shard, set_compiled_call, viewed
 from fsdp.config import OptimSection
 from fsdp.config.sections import MOMENTS
-from fsdp.dist.shards import local_tensor
+from fsdp.dist.collectives import local_tensor
 from fsdp.models.units import blocks_of
 
 

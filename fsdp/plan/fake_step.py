@@ -25,8 +25,8 @@ from fsdp.base.torch_private.core import READS_VALUES, fake_forward, init_fake_g
 from fsdp.base.torch_private.fsdp import chunks_by
 from fsdp.config import CommSection, Config
 from fsdp.data.types import Batch
+from fsdp.dist.collectives import tensors_in
 from fsdp.dist.mesh import MeshSizes, build_mesh
-from fsdp.dist.shards import tensors_in
 from fsdp.models import to_empty
 from fsdp.models.chunked_loss import maybe_chunked
 from fsdp.models.cross_entropy import summed_entropy

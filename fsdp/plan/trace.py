@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
+from fsdp.base.torch_private import COLLECTIVE_OPS, WRITE_ONLY_OPS
 from fsdp.base.torch_private.core import FakeTensor, TorchDispatchMode, schema
 from fsdp.base.torch_private.fsdp import (
     Run,
@@ -31,8 +32,7 @@ from fsdp.base.torch_private.fsdp import (
     reduces,
     sharded_gradient,
 )
-from fsdp.base.torch_private.names import COLLECTIVE_OPS, WRITE_ONLY_OPS
-from fsdp.dist.shards import local_tensor, tensors_in
+from fsdp.dist.collectives import local_tensor, tensors_in
 from fsdp.memory.account import LiveStorages
 from fsdp.parallel import offload
 from fsdp.plan.cuda import packing

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
-from fsdp.base.streams import PrintableFormatter, prepare_streams, print_line
+from fsdp.base.text import PrintableFormatter, prepare_streams, print_line
 from fsdp.dist.env import DistEnv
 from fsdp.record.sinks import StepMetrics
 

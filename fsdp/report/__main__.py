@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp.base.errors import ConfigError, first_line
-from fsdp.base.streams import print_line
+from fsdp.base.text import print_line
 from fsdp.config import TRUST_HELP, CodeRefused
 from fsdp.config.command_line import CommandParser, prints_errors
 from fsdp.record.console import print_last

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from fsdp.base.text import as_typed, byte_size, columns, from_here
-from fsdp.base.torch_private.names import OPTIMIZER_IMPORT
+from fsdp.base.torch_private import OPTIMIZER_IMPORT
 from fsdp.config import Config, PlanSection
 from fsdp.data import MixCursor
+from fsdp.dist.collectives import cut_of
 from fsdp.dist.env import DistEnv
-from fsdp.dist.shards import cut_of
 from fsdp.memory.account import process_bytes, resting_bytes
 from fsdp.models.chunked_loss import output_layer
 from fsdp.models.lora import adapted

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp.base.errors import ShardrunError
-from fsdp.base.streams import print_line
+from fsdp.base.text import print_line
 from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
 from fsdp.tokenize.conversations import DocumentOptions, template_text
 from fsdp.tokenize.rows import held_out_line

@@ -39,8 +39,7 @@ from fsdp.base.errors import (
     first_line,
 )
 from fsdp.base.phases import SIGNALS
-from fsdp.dist.env import DistEnv
-from fsdp.dist.launcher_hints import without_device
+from fsdp.dist.env import DistEnv, without_device
 from fsdp.dist.network import is_peer_failure
 from fsdp.record.sinks import any_stuck
 from fsdp.watch.status_page import MONITOR, PRINTED, StatusPage

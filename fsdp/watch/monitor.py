@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.phases import SIGNALS
-from fsdp.dist.launcher_hints import launcher_hints
+from fsdp.dist.env import launcher_hints
 from fsdp.watch.links import Head, Peer
 from fsdp.watch.node_ranks import ANSWER_S, NodeRanks, Watched
 from fsdp.watch.observation import Observation

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.phases import PHASES, READER, Activity
-from fsdp.base.torch_private.names import BACKWARD_FUNCTION, COMPILER_HELPERS, COMPILER_PACKAGES
+from fsdp.base.torch_private import BACKWARD_FUNCTION, COMPILER_HELPERS, COMPILER_PACKAGES
 
 Frame = Sequence[Any]
 """File, line, function."""

@@ -33,8 +33,8 @@ from fsdp.base.torch_private.fsdp import (
 )
 from fsdp.config import WatchSection
 from fsdp.dist import collectives
+from fsdp.dist.collectives import local_tensor
 from fsdp.dist.env import set_variable
-from fsdp.dist.shards import local_tensor
 from fsdp.models.units import clean_name
 from fsdp.parallel.shard import Sharded
 from fsdp.rundir.history import Appender

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from fsdp.base.phases import PHASES, Activity
 from fsdp.base.text import byte_size, named_ranks
-from fsdp.dist.launcher_hints import LauncherHints
+from fsdp.dist.env import LauncherHints
 from fsdp.watch.observation import (
     BUSY_S,
     GroupCalls,

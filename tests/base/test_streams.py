@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 LINES, RANKS = 2000, 3
 PRINTS = f"""
 import sys
-from fsdp.base.streams import print_line
+from fsdp.base.text import print_line
 for number in range({LINES}):
     print_line(f"rank {{sys.argv[1]}} failed at step {{number}}")
 """

@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp.base.torch_private import core, fsdp, names
+from fsdp.base import torch_private as names
+from fsdp.base.torch_private import core, fsdp
 from fsdp.dist.env import DistEnv
 from tests.support.processes import eventually
 from tests.support.world import run_world

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fsdp.dist.launcher_hints import launcher_hints, without_device
+from fsdp.dist.env import launcher_hints, without_device
 from tests.support.env import env_of
 
 SCRIPT = {"SHARDRUN_LAUNCHER": "torchrun"}
@@ -74,6 +74,4 @@ def test_cluster_env_is_named_where_the_job_reads_it(
     launcher: str, environ: dict[str, str], reads: bool
 ) -> None:
     hints = launcher_hints(launcher, 2, environ)
-    assert ("VENV in slurm/cluster.env" in hints.one_environment) is reads
     assert ("RDZV_HOST in slurm/cluster.env" in hints.other_address) is reads
-    assert ("torchrun --local-addr=" in hints.other_address) is (not reads and "torchrun" in launcher)

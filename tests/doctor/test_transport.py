@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from fsdp.dist.nccl_log import read_log, summary, verdicts
 from fsdp.doctor import measure
 from fsdp.doctor.__main__ import main
 from fsdp.doctor.findings import judge, text
+from fsdp.doctor.nccl_log import Transport
 from tests.doctor.test_findings import alike, reports
 
 SOCKET = """\
@@ -45,18 +46,12 @@ gpu-a:5664:5734 [1] NCCL INFO 16 coll channels, 0 collnet channels, 4 nvls chann
 """
 
 
-def of(log: str, **how: object) -> list[tuple[str, bool]]:
-    found = verdicts(read_log(log.splitlines()), nodes=2, **how)  # type: ignore[arg-type]
-    return [(one.what, bool(one.hint)) for one in found]
+def of(log: str, **how: Sequence[str]) -> list[tuple[str, bool]]:
+    return [(what, bool(hint)) for what, hint in Transport(log).verdicts(2, **how)]
 
 
 def test_sockets_and_shared_memory() -> None:
-    found = read_log(SOCKET.splitlines())
-    assert (found.version, found.network, found.devices) == ("2.18.5", "Socket", ())
-    assert found.interfaces == ("enp10s0", "bond0")
-    assert found.paths == {"NET/Socket": 2, "SHM": 1}
-    assert not found.nvlink
-    assert summary(found) == "NCCL 2.18.5, network Socket, NET/Socket 2, SHM 1"
+    assert Transport(SOCKET).summary == "NCCL 2.18.5, network Socket, NET/Socket 2, SHM 1"
     assert of(SOCKET) == [
         ("NET/Socket between nodes (enp10s0, bond0): the node has no InfiniBand device", False),
         ("SHM within the node: its GPUs exchange through host memory", True),
@@ -68,10 +63,7 @@ def test_sockets_and_shared_memory() -> None:
 
 
 def test_infiniband_with_direct_access_and_nvlink() -> None:
-    found = read_log(INFINIBAND.splitlines())
-    assert (found.network, found.devices) == ("IB", ("mlx5_0", "mlx5_1"))
-    assert found.paths == {"NET/IB/GDRDMA": 2, "P2P": 2}
-    assert found.nvlink
+    assert Transport(INFINIBAND).summary == "NCCL 2.21.5, network IB, NET/IB/GDRDMA 2, P2P 2"
     assert of(INFINIBAND) == [
         ("NET/IB with GPUDirect RDMA between nodes (mlx5_0, mlx5_1)", False),
         ("NVLink within the node", False),
@@ -87,9 +79,8 @@ def test_infiniband_with_direct_access_and_nvlink() -> None:
     ],
 )
 def test_a_variable_that_causes_it_is_named(more: str, what: str, hint: str) -> None:
-    log = f"{SOCKET}n0:571:571 [0] NCCL INFO {more}\n"
-    found = [one for one in verdicts(read_log(log.splitlines()), nodes=2) if what in one.what]
-    assert [one.hint for one in found] == [hint]
+    verdicts = Transport(f"{SOCKET}n0:571:571 [0] NCCL INFO {more}\n").verdicts(2)
+    assert [its_hint for statement, its_hint in verdicts if what in statement] == [hint]
 
 
 def test_the_command_reads_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp.base.torchvision_import import prepare_torchvision
+from fsdp.base.torch_private.core import prepare_torchvision
 from fsdp.dist.env import from_environment
 from fsdp.models.hf_settings import select_experts_kernel
 from fsdp.predict.trained import open_run

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torchvision_import import prepare_torchvision
+from fsdp.base.torch_private.core import prepare_torchvision
 from fsdp.models import packed
 from fsdp.models.checks import check_documents_apart, check_positions
 from fsdp.models.cross_entropy import read_output

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import adam
 
 from fsdp.config import OptimSection
+from fsdp.dist.collectives import local_tensor
 from fsdp.dist.env import DistEnv
-from fsdp.dist.shards import local_tensor
 from fsdp.optim.optimizer import ShardedAdam, ShardedAdamW, apply_hyperparameters, build_optimizer
 from tests.support.world import run_world
 

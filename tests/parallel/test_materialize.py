@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from fsdp.base.errors import OtherRankFailed
 from fsdp.checkpoint.full_state import open_full_state
 from fsdp.config import Config, MeshSection, PrecisionSection
+from fsdp.dist.collectives import local_tensor
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import Strategy, build_mesh, resolve
-from fsdp.dist.shards import local_tensor
 from fsdp.models import ModelSpec
 from fsdp.models.init import Init, Normal
 from fsdp.parallel.checks import check_initialised

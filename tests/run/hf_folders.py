@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fsdp import config as configuration
-from fsdp.base.torchvision_import import prepare_torchvision
+from fsdp.base.torch_private.core import prepare_torchvision
+from fsdp.dist.collectives import local_tensor
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import build_mesh
-from fsdp.dist.shards import local_tensor
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import shard_model
 from fsdp.run import weights

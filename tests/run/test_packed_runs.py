@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp.base.torchvision_import import prepare_torchvision
+from fsdp.base.torch_private.core import prepare_torchvision
 from fsdp.config import ModelSection
 from fsdp.models import build_real, resolve
 from fsdp.models.cross_entropy import read_output

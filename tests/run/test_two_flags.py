@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp.base.torchvision_import import prepare_torchvision
+from fsdp.base.torch_private.core import prepare_torchvision
 from tests.models import more_hf
 from tests.support.data_cache import on_a_rank
 from tests.support.data_cache import own_cache as own_cache

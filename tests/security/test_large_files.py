@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.regular_file import read_regular
+from fsdp.base.proc import read_regular
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect
 from fsdp.checkpoint.file_names import MANIFEST, METADATA

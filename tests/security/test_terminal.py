@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.streams import prepare_streams, print_line
-from fsdp.base.text import printable, printable_line
+from fsdp.base.text import prepare_streams, print_line, printable, printable_line
 from fsdp.checkpoint.__main__ import main as checkpoints
 from fsdp.report.__main__ import main as report
 from launch.slurm_job import main as slurm_job

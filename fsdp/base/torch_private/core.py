@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from fsdp.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -361,3 +365,36 @@ def global_offset(size: Sequence[int], mesh: DeviceMesh, placements: Sequence[Pl
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return tuple(compute_local_shape_and_global_offset(torch.Size(size), mesh, placements)[1])
+
+
+# ---------------------------------------------------------------- torchvision
+
+
+def import_torchvision() -> ModuleType:
+    """The torchvision package, imported at the first call."""
+    prepare_torchvision()
+    try:
+        return importlib.import_module("torchvision")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed.", "pip install -r requirements.txt") from None
+
+
+@functools.cache
+def prepare_torchvision() -> torch.library.Library | None:
+    """Makes any later `import torchvision` work with a CPU build of torch and PyPI's torchvision, which is
+    built for CUDA. Its extension then cannot load, and the import fails at the two operators that it
+    registers fakes for: declaring their schemas is enough. They live as long as the library that this
+    returns.
+    """
+    package = importlib.util.find_spec("torchvision") if "torchvision" not in sys.modules else None
+    extensions = list(Path(package.origin or "").parent.glob("_C*.so")) if package is not None else []
+    if not extensions:
+        return None
+    try:
+        torch.ops.load_library(str(extensions[0]))
+    except OSError:
+        schemas = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            schemas.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return schemas
+    return None
