@@ -27,8 +27,10 @@ from fsdp.watch.failure import ProcessExit
 def main(argv: list[str]) -> int:
     prepare_streams()
     try:
-        if (text := configuration.help_asked(argv, __doc__ or "")) is not None:
-            return print_answer(as_typed(text), "train.py")
+        if any(word in ("-h", "--help", "--help-all") for word in argv):
+            from fsdp.config.help import help_asked
+
+            return print_answer(as_typed(help_asked(argv, __doc__ or "") or ""), "train.py")
         if not prints_shared_errors():
             logging.getLogger(configuration.__name__).setLevel(logging.ERROR)  # all ranks read one recipe
         config = configuration.load([word for word in argv if word != "--dry-run"])

@@ -26,7 +26,6 @@ from fsdp.record.console import print_last
 from fsdp.watch.failure import write_torchrun_error_file
 from launch.command import rank_command
 from launch.marker import Failure, Marker, marker_of
-from launch.policy import EXIT_INTERRUPTED, Kind
 
 if TYPE_CHECKING:
     from fsdp.run.evaluate import Outcome
@@ -61,7 +60,11 @@ def already_failed(marker: Marker | None, program: str) -> int | None:
     failure; None if this try may train. It prints that error again, and imports no torch.
     """
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    before = marker.read() if restarted and marker is not None else None
+    if not restarted or marker is None:
+        return None
+    from launch.policy import Kind
+
+    before = marker.read()
     if before is None or before.kind is not Kind.FINAL:
         return None
     if prints_shared_errors():
@@ -94,6 +97,8 @@ def refuse(error: ShardrunError, program: str) -> int:
 
 def interrupted(program: str) -> int:
     """Print that Ctrl-C came before the ranks record it as a stop request, and return the exit code."""
+    from launch.policy import EXIT_INTERRUPTED
+
     if prints_shared_errors():
         print_line(f"{program}: interrupted while it started; no step was trained.")
     return EXIT_INTERRUPTED
@@ -121,6 +126,8 @@ def report(error: BaseException, env: DistEnv, program: str, marker: Marker | No
 
 def failure_of(error: BaseException) -> Failure:
     """The kind, exit code and message of an exception, as launch/policy.py and RUN/FAILED need them."""
+    from launch.policy import Kind
+
     if isinstance(error, ShardrunError):
         lost = error.__cause__ is not None and is_lost_peer(error.__cause__)
         echo = isinstance(error, OtherRankFailed) or lost

@@ -13,13 +13,16 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import print_line
 from fsdp.config import Config
 from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir, open_run, write_atomically
-from launch.policy import Kind
+
+if TYPE_CHECKING:
+    from launch.policy import Kind
 
 TOKEN = "SHARDRUN_TOKEN"
 """The environment variable that names this start; slurm/lib.sh sets it."""
@@ -56,6 +59,8 @@ class Marker:
 
         One line if it cannot be written: the disk may be full or away, which may be the failure itself.
         """
+        from launch.policy import Kind
+
         before_the_lock = not self.lock_checked and failure.code == ConfigError.exit_code
         if failure.echo or failure.kind is Kind.REFUSED or before_the_lock:
             return
@@ -76,6 +81,8 @@ class Marker:
 
     def read(self) -> Failure | None:
         """The failure of this start; None if no rank has written one, or if it has another form."""
+        from launch.policy import Kind
+
         try:
             with self.run.failed.open("rb") as file:
                 record = json.loads(file.read(MOST_BYTES))

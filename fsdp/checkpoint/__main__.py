@@ -35,7 +35,7 @@ from fsdp.checkpoint.export import export, of_averages
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.store import Store, lock_place, open_store
-from fsdp.config import CheckpointSection
+from fsdp.config import CheckpointSection, trust
 from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
 from fsdp.config.fields import expanded
 from fsdp.models.factory import PREFIX
@@ -90,7 +90,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         for name, (command, how) in OPTIONS.items()
     }
     parser.add_argument(
-        "--trust-code", action="append", default=[], metavar="NAME", help=f"export: {config.TRUST_HELP}"
+        "--trust-code", action="append", default=[], metavar="NAME", help=f"export: {trust.TRUST_HELP}"
     )
     options = parser.parse(argv)
     commands = [word for word in options.words if word in COMMANDS]
@@ -144,7 +144,7 @@ def _place(options: argparse.Namespace) -> str:
     if is_url(run):
         return run
     if options.section.dir:
-        return config.check_store(Path(run), options.section.dir)
+        return trust.check_store(Path(run), options.section.dir)
     if Path(run, "checkpoints").is_dir():
         return str(Path(run, "checkpoints"))
     if not Path(run).is_dir():
@@ -311,7 +311,7 @@ def _recipe(options: argparse.Namespace, other: str) -> Mapping[str, Any]:
 
 
 def _job(options: argparse.Namespace) -> tuple[config.Config, Job]:
-    run = config.load_run_config(options.folder, trusted=options.trust_code, forgotten=("checkpoint.resume",))
+    run = trust.load_run_config(options.folder, trusted=options.trust_code, forgotten=("checkpoint.resume",))
     run = dataclasses.replace(run, checkpoint=options.section)
     return run, prepare(run, world_size=1, num_nodes=1, device=None)
 

@@ -25,7 +25,6 @@ from fsdp.config.fields import (
     with_home,
     worker_range,
 )
-from fsdp.config.help import all_fields, help_asked
 from fsdp.config.read import (
     accepts,
     check_labels,
@@ -58,5 +57,4 @@ from fsdp.config.sections import (
     TrainSection,
     WatchSection,
 )
-from fsdp.config.trust import TRUST_HELP, CodeRefused, check_store, load_run_config
 from fsdp.config.write import as_tables, changed_flags, config_hash, run_toml, to_toml

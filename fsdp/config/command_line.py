@@ -24,7 +24,6 @@ from typing import Any, NoReturn, TypeVar
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.base.text import as_typed, lost_output, nearest, prepare_streams, print_answer, print_line
 from fsdp.config.fields import FIELDS
-from fsdp.config.help import help_asked
 
 RUN_FLAGS = "Flags of train.py are accepted too: --help-all lists them."
 
@@ -93,6 +92,8 @@ class CommandParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """The tool's own flags, and train.py's as typed: of `sections` only, if any are given."""
         if "--help-all" in argv and not sections:
+            from fsdp.config.help import help_asked
+
             text = as_typed(help_asked(argv[argv.index("--help-all") :], self.format_help()) or "")
             self.exit(print_answer(text, self._module))
         own: list[str] = []

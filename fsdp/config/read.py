@@ -30,7 +30,6 @@ from typing import Any, Literal
 from fsdp.base.errors import ConfigError
 from fsdp.base.proc import read_regular
 from fsdp.base.text import byte_size, nearest
-from fsdp.config.aliases import hint_for, is_flags, sharding
 from fsdp.config.checks import check
 from fsdp.config.fields import FIELDS, FieldSpec, exists, flatten
 from fsdp.config.sections import LAUNCHERS_OWN, Config, MixedSource, default_label
@@ -171,6 +170,8 @@ def pair_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
         if not word.startswith("--") or word == "--":
             flags = f"--config {word}" if Path(word).suffix in (".toml", *FOREIGN_SUFFIXES) else ""
             hint = "flags are --section.field VALUE; python train.py --help lists them"
+            from fsdp.config.aliases import sharding
+
             raise ConfigError(f"{word} is not a flag.", sharding(word) or flags or hint)
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
@@ -212,6 +213,8 @@ def _named(spec: FieldSpec, value: Any) -> Mapping[str, Any]:
 
 
 def _unknown(name: str, value: Any = "") -> ConfigError:
+    from fsdp.config.aliases import hint_for
+
     old = next((old for old in REMOVED if f"{name}.".startswith(f"{old}.")), None)
     if old is not None:
         return _gone(old)
@@ -226,6 +229,8 @@ def _unknown(name: str, value: Any = "") -> ConfigError:
 
 def _as_typed(hint: str) -> str:
     """Returns the flags of a hint with valid values: the default replaces a typed value that is invalid."""
+    from fsdp.config.aliases import is_flags
+
     if not is_flags(hint):
         return hint
     words = shlex.split(hint)
@@ -303,6 +308,8 @@ def _number(spec: FieldSpec, value: Any, default: str) -> float | int:
 
 
 def _choice_hint(spec: FieldSpec, text: str, choices: Sequence[str]) -> str:
+    from fsdp.config.aliases import sharding
+
     if spec.name == "mesh.strategy" and (known := sharding(text)) is not None:
         return known
     word = text.lower().removeprefix("torch.")

@@ -17,12 +17,11 @@ Not here: how a batch becomes a loss (fsdp/models/loss.py).
 
 from fsdp.data.cursor import Cursor
 from fsdp.data.loader import Loader, heldout_batches
-from fsdp.data.mixture import MixCursor
 from fsdp.data.registry import BUILT_INS, build_dataset
 from fsdp.data.types import Batch, DataInfo, DataSet, Samples, StepBatch
 
 __all__ = [
-    "BUILT_INS", "Batch", "Cursor", "DataInfo", "DataSet", "Loader", "MixCursor", "Samples", "StepBatch",
+    "BUILT_INS", "Batch", "Cursor", "DataInfo", "DataSet", "Loader", "Samples", "StepBatch",
     "build_dataset",
     "heldout_batches",
 ]  # fmt: skip

@@ -27,7 +27,6 @@ from torch import Tensor
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import quoted
 from fsdp.data.types import DataSet, Where, check_range, shifted, text_info
-from fsdp.tokenize.rows import checked_text, files_below, held_out, held_out_line
 
 log = logging.getLogger(__name__)
 # Tests are long lists of data; site-packages depends on what is installed.
@@ -47,8 +46,7 @@ def build(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
     # A folder's sources are read as bytes, as the library's are: existing runs on them can resume.
     as_sources = not where.dir or files == SOURCES
     paths = [] if as_sources else _files(where, files)
-    if named := held_out([str(path) for path in paths]):
-        log.info("text: %s", held_out_line(named))
+    if paths and (named := _held_out(paths)):
         train = b"".join(_read_texts(root, [path for path in paths if str(path) not in named], limit))
         heldout = b"".join(_read_texts(root, [Path(path) for path in named], HELD_OUT))
     else:
@@ -73,6 +71,14 @@ def build(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
     return DataSet(train=samples[0], heldout=samples[1], info=info)
 
 
+def _held_out(paths: Sequence[Path]) -> Sequence[str]:
+    from fsdp.tokenize.rows import held_out, held_out_line
+
+    if named := held_out([str(path) for path in paths]):
+        log.info("text: %s", held_out_line(named))
+    return named
+
+
 def _read_sources(root: Path, limit: int) -> Iterator[bytes]:
     """Every .py file below, ordered by name, independent of the file system."""
     for folder, names, files in os.walk(root):
@@ -92,6 +98,8 @@ def _files(where: Where, pattern: str) -> list[Path]:
         raise ConfigError(f"{where} is neither a file nor a folder.", f"ls {quoted(root.parent)}")
     if root.is_file():
         return [root]
+    from fsdp.tokenize.rows import files_below
+
     # In the order of a walk: a folder's own files before those of the folders in it.
     paths = sorted(files_below(root), key=lambda path: (path.parent.parts, path.name))
     return [path for path in paths if fnmatch.fnmatch(path.name, pattern)]
@@ -127,7 +135,11 @@ def _read_text(path: Path, limit: int, *, alone: bool) -> bytes | None:
         decoded = codecs.getincrementaldecoder("utf-8-sig")().decode(raw, final=complete)
     except UnicodeDecodeError:
         decoded = "\0"
-    return (checked_text(raw, path) if "\0" in decoded else decoded).encode()[:limit]
+    if "\0" in decoded:
+        from fsdp.tokenize.rows import checked_text
+
+        decoded = checked_text(raw, path)
+    return decoded.encode()[:limit]
 
 
 class ByteSamples:

@@ -14,7 +14,7 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,30 @@ from fsdp.config.sections import MOMENTS
 from fsdp.dist.collectives import local_tensor, tensors_in
 from fsdp.optim.optimizer import is_custom
 
+if TYPE_CHECKING:
+    from fsdp.base.phases import Phases
+    from fsdp.data.types import Samples
+    from fsdp.dist.mesh import BatchPlan
+    from fsdp.models.loss import CustomLoss
+    from fsdp.parallel.shard import Sharded
+
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "communication", "other")
 """other: module buffers, temporaries of the optimizer, what a save stages."""
+
+
+@dataclass(kw_only=True)
+class OomContext:
+    """The model and its step, filled in as they are built: what the page of an out-of-memory error reads."""
+
+    sharded: Sharded
+    batch: BatchPlan
+    build: Callable[[], nn.Module]
+    """Builds the trained model on the meta device."""
+    samples: Samples
+    loss: CustomLoss | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    phases: Phases | None = None
+
 
 # ---------------------------------------------------------------- from shapes
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,17 +28,10 @@ from fsdp.base.proc import memory_group
 from fsdp.base.text import byte_size, columns, print_line
 from fsdp.config import Config, accepts
 from fsdp.dist.env import DistEnv
-from fsdp.memory.account import by_size, process_bytes, tally
-from fsdp.memory.oom_advice import (
-    ActivationEstimates,
-    Advice,
-    OomContext,
-    OomFacts,
-    Suggestion,
-    advise,
-    comes_first,
-    footprint_of,
-)
+from fsdp.memory.account import OomContext, by_size, process_bytes, tally
+
+if TYPE_CHECKING:
+    from fsdp.memory.oom_advice import Advice, OomFacts, Suggestion
 
 MESSAGES = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
 """Parts of torch's error messages on the CPU, and where the class torch.OutOfMemoryError is lost."""
@@ -64,7 +58,7 @@ class OutOfMemoryHandler:
     def set_context(self, context: OomContext) -> None:
         """Call it once the model is materialized and before the first step."""
         self.context = context
-        resting = sum(tally(context.root, None, "cpu").values())
+        resting = sum(tally(context.sharded.root, None, "cpu").values())
         self.beyond = max(0, process_bytes().get("rss_anon", 0) - resting)
 
     def __enter__(self) -> OutOfMemoryHandler:
@@ -78,6 +72,8 @@ class OutOfMemoryHandler:
 
     def explain(self, error: BaseException) -> OutOfMemory:
         """Writes and prints the page; the error returned has its summary in one line."""
+        from fsdp.memory.oom_advice import ActivationEstimates, advise, comes_first, footprint_of
+
         facts = measure(error, self.env, self.context, self.beyond)
         free_frames(error)
         advice, note = None, "It failed before the model was built."
@@ -143,8 +139,10 @@ def requested_bytes(message: str) -> int:
 
 def measure(error: BaseException, env: DistEnv, context: OomContext | None, beyond: int) -> OomFacts:
     """Call it while the failed step's tensors still exist."""
+    from fsdp.memory.oom_advice import OomFacts
+
     device = env.device
-    kinds = tally(context.root, context.optimizer, device.type) if context is not None else {}
+    kinds = tally(context.sharded.root, context.optimizer, device.type) if context is not None else {}
     unused, around = 0, list[tuple[str, str]]()
     if device.type == "cuda":
         held = torch.cuda.memory_allocated(device)

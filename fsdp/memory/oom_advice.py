@@ -18,18 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError, one_line
-from fsdp.base.phases import Phases
 from fsdp.base.torch_private.core import FakeTensorMode
 from fsdp.config import Config, reshard_policy
-from fsdp.data.types import Samples
 from fsdp.dist.env import expandable_segments
-from fsdp.dist.mesh import BatchPlan, MeshSizes
-from fsdp.memory.account import StorageTracker, resting_bytes
+from fsdp.memory.account import OomContext, StorageTracker, resting_bytes
 from fsdp.models.chunked_loss import maybe_chunked, output_layer
-from fsdp.models.loss import CustomLoss, LossFunction
+from fsdp.models.loss import LossFunction
 from fsdp.models.units import blocks_of, find_units
 from fsdp.parallel.activations import apply_activation_checkpointing
-from fsdp.parallel.shard import Dtypes
 
 MARGIN = 1.1
 """A suggestion must free this many times what is missing: the arithmetic ignores the allocator's rounding."""
@@ -39,23 +35,6 @@ LOSS_CHUNK = 1024
 """Tokens whose logits exist at once, where it is suggested."""
 CACHED = 0.25
 """A larger share of memory cached by an allocator is reported first."""
-
-
-@dataclass(kw_only=True)
-class OomContext:
-    """The model and its step, filled in by the loop as they are built; None for what does not exist yet."""
-
-    sizes: MeshSizes
-    batch: BatchPlan
-    dtypes: Dtypes
-    build: Callable[[], nn.Module]
-    """Builds the trained model on the meta device."""
-    samples: Samples
-    root: nn.Module
-    units: Sequence[Sequence[nn.Module]]
-    loss: CustomLoss | None = None
-    optimizer: torch.optim.Optimizer | None = None
-    phases: Phases | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,14 +121,14 @@ def footprint_of(config: Config, context: OomContext, device: torch.device) -> F
         seen.update(fresh)
         return sum(p.numel() for p in fresh)
 
-    dtypes = context.dtypes
-    resting = resting_bytes(config.optim, context.root, dtypes.master, dtypes.frozen)
+    dtypes = context.sharded.dtypes
+    resting = resting_bytes(config.optim, context.sharded.root, dtypes.master, dtypes.frozen)
     trained = resting.gradients // dtypes.master.itemsize
     return Footprint(
-        units=(*(count(unit) for unit in context.units), count([context.root])),
+        units=(*(count(unit) for unit in context.sharded.units), count([context.sharded.root])),
         trained=trained,
-        shard=context.sizes.shard,
-        replicate=context.sizes.replicate,
+        shard=context.sharded.sizes.shard,
+        replicate=context.sharded.sizes.replicate,
         master=dtypes.master.itemsize,
         param=dtypes.param.itemsize,
         reduce=dtypes.reduce.itemsize,
@@ -164,8 +143,8 @@ def footprint_of(config: Config, context: OomContext, device: torch.device) -> F
         chunkable=_is_chunkable(context),
         offload=config.memory.cpu_offload and device.type == "cuda",
         nvme=config.memory.nvme != "off",
-        ddp=context.sizes.strategy == "ddp",
-        recomputes=bool(blocks_of([list(unit) for unit in context.units])),
+        ddp=context.sharded.sizes.strategy == "ddp",
+        recomputes=bool(blocks_of([list(unit) for unit in context.sharded.units])),
     )
 
 
@@ -176,7 +155,7 @@ def _is_chunkable(context: OomContext) -> bool:
     sample = context.samples.batch(np.zeros(1, np.int64))
     targets = sample.get("targets", sample.get("labels"))
     try:
-        return targets is not None and targets.dim() > 1 and bool(output_layer(context.root))
+        return targets is not None and targets.dim() > 1 and bool(output_layer(context.sharded.root))
     except ConfigError:
         return False
 
@@ -218,7 +197,7 @@ class ActivationEstimates:
         loss_function = LossFunction(model, context.loss, head, z_loss=z_loss)
         memory = dataclasses.replace(self.config.memory, activation_checkpointing=checkpointing)
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            _to_fake(model, self.device, context.dtypes.param)
+            _to_fake(model, self.device, context.sharded.dtypes.param)
             apply_activation_checkpointing(find_units(model, self.config.mesh.wrap), memory)
             data = {name: fake.from_tensor(value).to(self.device) for name, value in batch.items()}
             valid = torch.ones(micro, dtype=torch.bool, device=self.device)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from fsdp.base.digest import widest_floating
 from fsdp.base.errors import ConfigError
 from fsdp.models.checks import IGNORED, check_one_number
-from fsdp.models.chunked_loss import ChunkedHead
 from fsdp.models.cross_entropy import (
     HfEntropy,
     LossParts,
@@ -44,6 +43,9 @@ from fsdp.models.cross_entropy import (
     summed_entropy,
 )
 from fsdp.models.factory import blame, load_attribute
+
+if TYPE_CHECKING:
+    from fsdp.models.chunked_loss import ChunkedHead
 
 FLAG = "--train.loss"
 EXAMPLE = "cross_entropy(output, batch['targets'], reduction='none')"

@@ -44,7 +44,6 @@ from fsdp.dist.collectives import all_gather_objects, cut_of, local_tensor, shar
 from fsdp.models.checks import frames, kept_tensors, misfit, stale_reference
 from fsdp.models.init import Constant, Init
 from fsdp.models.units import clean_name
-from fsdp.parallel.activations import refused_recomputation
 from fsdp.parallel.compute import refused_attention
 
 log = logging.getLogger(__name__)
@@ -311,6 +310,8 @@ def explained(root: nn.Module) -> Iterator[None]:
     try:
         yield
     except (IndexError, RuntimeError) as error:
+        from fsdp.parallel.activations import refused_recomputation
+
         refused = refused_recomputation(error) or refused_attention(error) or misfit(error, root)
         refused = refused or _refused_parameter(error, root)
         if refused is None:

@@ -41,7 +41,6 @@ from fsdp.config import (
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models.init import persistent
 from fsdp.models.units import blocks_of, find_units, has_separate_experts
-from fsdp.parallel.activations import apply_activation_checkpointing
 from fsdp.parallel.checks import explained
 from fsdp.parallel.comm import (
     Hooks,
@@ -257,7 +256,10 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
     _apply_dtypes(model, job.dtypes)
     units = find_units(model, job.mesh.wrap)
     apply_float8(units, speed, sharded=sharded_by_fsdp)
-    apply_activation_checkpointing(units, memory, compiled=job.compiled, root=model)
+    if memory.activation_checkpointing != "none" or memory.activation_budget < 1:
+        from fsdp.parallel.activations import apply_activation_checkpointing
+
+        apply_activation_checkpointing(units, memory, compiled=job.compiled, root=model)
     compiled_modules = (blocks_of(units) or [model]) if job.compiled else []
     if job.compiled:
         set_kernel_folders()

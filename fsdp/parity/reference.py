@@ -54,8 +54,8 @@ class PlainLoop:
         self.model = build_real(job.spec, config.run.seed, device)
         if weights.reads_folder(config, job.spec):
             self.model.load_state_dict(dict(weights.open_folder(config, job.spec)))
-        elif (state := weights.maybe_state(config)) is not None:
-            self.model.load_state_dict(dict(state))
+        elif weights.names_state(config):
+            self.model.load_state_dict(dict(weights.open_state(config)))
         if config.model.frozen:
             freeze(self.model, config.model.frozen)
         computed = COMPUTED[config.precision.param]

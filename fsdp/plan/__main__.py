@@ -21,12 +21,13 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.config import Config
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, prints_errors
+from fsdp.config.help import all_fields
 from fsdp.rundir.paths import write_atomically
 
 
 @prints_errors("fsdp.plan")
 def main(argv: list[str]) -> int:
-    parser = CommandParser("fsdp.plan", __doc__, epilog=f"{configuration.all_fields('plan')}\n\n{RUN_FLAGS}")
+    parser = CommandParser("fsdp.plan", __doc__, epilog=f"{all_fields('plan')}\n\n{RUN_FLAGS}")
     _, flags = parser.parse_with_run_flags(argv)
     config = configuration.load(flags)
     file = Path(config.plan.write)

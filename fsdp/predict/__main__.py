@@ -24,8 +24,8 @@ from typing import Any
 
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.base.text import is_of_output, print_line
-from fsdp.config import TRUST_HELP
 from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
+from fsdp.config.trust import TRUST_HELP
 from fsdp.dist.env import (
     DistEnv,
     from_environment,

@@ -23,7 +23,8 @@ from fsdp.checkpoint.full_state import INDEX_FILE, SINGLE_FILE, TORCH_FILE, newe
 from fsdp.checkpoint.pretrained import PretrainedWeights
 from fsdp.checkpoint.restore import load_weights
 from fsdp.checkpoint.store import open_store
-from fsdp.config import Config, MeshSection, check_store
+from fsdp.config import Config, MeshSection
+from fsdp.config.trust import check_store, load_run_config
 from fsdp.data import DataSet, build_dataset
 from fsdp.data.registry import with_model_tokenizer
 from fsdp.dist.collectives import ObjectGroup
@@ -118,7 +119,7 @@ def read_config(run: Path, flags: Sequence[str], trusted: Collection[str]) -> Co
     source = str(configuration.read_recipe(str(file)).get("model.weights", ""))
     sized = (run / "full_model" / "config.json").is_file() or Path(source).suffix in WEIGHT_FILES
     forgotten = (*NOT_USED, "model.weights") if _has_export(run) and sized else NOT_USED
-    return configuration.load_run_config(run, flags=flags, trusted=trusted, forgotten=forgotten)
+    return load_run_config(run, flags=flags, trusted=trusted, forgotten=forgotten)
 
 
 def _data_of(run: Path, config: Config) -> DataSet:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from fsdp.base.errors import ConfigError, first_line
 from fsdp.base.text import print_line
-from fsdp.config import TRUST_HELP, CodeRefused
 from fsdp.config.command_line import CommandParser, prints_errors
+from fsdp.config.trust import TRUST_HELP, CodeRefused
 from fsdp.record.console import print_last
 from fsdp.report.page import Sample, page
 from fsdp.report.run_data import RunData, read_run

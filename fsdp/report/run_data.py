@@ -23,7 +23,8 @@ from fsdp.base.phases import Ending
 from fsdp.base.text import counted
 from fsdp.checkpoint.inspect import CheckpointListing, scan
 from fsdp.checkpoint.store import open_store
-from fsdp.config import FIELDS, check_store, parse_value, read_recipe
+from fsdp.config import FIELDS, parse_value, read_recipe
+from fsdp.config.trust import check_store
 from fsdp.rundir.history import read_lines
 from fsdp.rundir.paths import RunDir
 from fsdp.watch.verdict import RECOVERABLE

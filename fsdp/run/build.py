@@ -25,7 +25,6 @@ from fsdp.base.phases import Ending, Phases
 from fsdp.base.torch_private.core import fake_forward
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.checkpointer import Restored
-from fsdp.checkpoint.full_state import open_full_state
 from fsdp.checkpoint.store import lock_place, open_store
 from fsdp.config import Config, config_hash
 from fsdp.data import DataSet, Loader
@@ -34,8 +33,7 @@ from fsdp.dist.env import DistEnv, check_torch, end_time, set_allocator, unused_
 from fsdp.dist.mesh import build_mesh, data_rank
 from fsdp.dist.process_group import process_group
 from fsdp.dist.stop import Stopper
-from fsdp.memory.oom_advice import OomContext
-from fsdp.models.chunked_loss import maybe_chunked
+from fsdp.memory.account import OomContext
 from fsdp.models.cross_entropy import remarks, summed_entropy
 from fsdp.models.hf_settings import group_experts
 from fsdp.models.init import to_empty
@@ -164,7 +162,11 @@ def loss_function(start: RunStart, model: nn.Module) -> LossFunction:
     z_loss = config.train.z_loss
     for line in remarks(model) if start.env.is_main and job.loss is None else ():
         log.warning("%s", line)
-    head = maybe_chunked(model, config.memory.loss_chunk, compiled=job.sharding.compiled, z_loss=z_loss)
+    head = None
+    if config.memory.loss_chunk:
+        from fsdp.models.chunked_loss import maybe_chunked
+
+        head = maybe_chunked(model, config.memory.loss_chunk, compiled=job.sharding.compiled, z_loss=z_loss)
     summed = torch.compile(summed_entropy) if job.sharding.compiled else summed_entropy
     return LossFunction(model, job.loss, head, summed=summed, z_loss=z_loss)
 
@@ -211,14 +213,13 @@ def fill_weights(start: RunStart, model: Sharded, saves: Checkpointer, files: Nv
     """Makes meta weights real; for a restored run only allocates them. Collective."""
     config, job = start.config, start.job
     folder_read = weights.reads_folder(config, job.spec)
-    state_named = not folder_read and config.model.weights not in ("", weights.NONE)
     materialize(
         model,
         spec=job.spec,
         seed=config.run.seed,
         init=config.model.init,
         rank=start.env.rank,
-        weights=(lambda: open_full_state(config.model.weights)) if state_named else None,
+        weights=partial(weights.open_state, config) if weights.names_state(config) else None,
         pretrained=(lambda: weights.open_folder(config, job.spec, quiet=not start.env.is_main))
         if folder_read
         else None,
@@ -320,17 +321,8 @@ def stopper(start: RunStart, saves: Checkpointer) -> Stopper:
 
 
 def oom_context(start: RunStart, model: Sharded) -> OomContext:
-    job = start.job
-    return OomContext(
-        sizes=job.sizes,
-        batch=job.batch,
-        dtypes=model.dtypes,
-        build=partial(trained_model, start.config, job),
-        samples=job.data.train,
-        root=model.root,
-        units=model.units,
-        loss=job.loss,
-    )
+    job, build = start.job, partial(trained_model, start.config, start.job)
+    return OomContext(sharded=model, batch=job.batch, build=build, samples=job.data.train, loss=job.loss)
 
 
 def records(start: RunStart, step: int) -> None:

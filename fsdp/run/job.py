@@ -10,6 +10,7 @@ import logging
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,9 +18,8 @@ from torch import nn
 from fsdp.base.errors import ConfigError, first_line
 from fsdp.checkpoint.restore import Restored
 from fsdp.config import Config
-from fsdp.data import Cursor, DataSet, MixCursor, build_dataset
+from fsdp.data import Cursor, DataSet, build_dataset
 from fsdp.data.registry import with_model_tokenizer
-from fsdp.data.stream import StreamCursor
 from fsdp.dist.mesh import BatchPlan, MeshSizes, plan_batch, resolve
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
@@ -44,6 +44,10 @@ from fsdp.parallel.compute import check_attention, check_float8, check_float8_to
 from fsdp.parallel.shard import Dtypes, Sharding, resolve_dtypes, sharding_of
 from fsdp.run.weights import saved_as
 from fsdp.rundir import history
+
+if TYPE_CHECKING:
+    from fsdp.data.mixture import MixCursor
+    from fsdp.data.stream import StreamCursor
 
 log = logging.getLogger(__name__)
 
@@ -172,11 +176,13 @@ def _data_of_this_node(config: Config) -> DataSet:
 def _cursor(config: Config, data: DataSet) -> Cursor | MixCursor | StreamCursor:
     seed, batch = config.run.seed, config.train.global_batch
     if data.stream is not None:
+        from fsdp.data.stream import StreamCursor
+
         ahead = max(config.data.prefetch, config.data.workers) + config.data.workers + 3
         return StreamCursor(data.stream, global_batch=batch, ahead=ahead)
     if data.sources is None:
         return Cursor(seed=seed, samples=len(data.train), global_batch=batch)
-    from fsdp.data.mixture import first_segment
+    from fsdp.data.mixture import MixCursor, first_segment
 
     first = first_segment(config.data, data, global_batch=batch, epochs=config.train.epochs)
     return MixCursor(seed=seed, segments=[first])

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -28,7 +29,6 @@ from torch import Tensor, nn
 from fsdp.base.errors import CheckpointError, ConfigError, NotFiniteError
 from fsdp.base.phases import Phases
 from fsdp.checkpoint import Checkpointer
-from fsdp.checkpoint.full_state import open_full_state
 from fsdp.config import Config, config_hash
 from fsdp.dist.collectives import on_main, sum_over_ranks
 from fsdp.dist.env import DistEnv, from_environment
@@ -89,14 +89,13 @@ def shard(builder: Callable[[], nn.Module], config: Config, env: DistEnv) -> Sha
     warn_of_extra_states(model)
     mesh = build_mesh(sizes, env.device, config.run.process_group_timeout_s)
     sharded = shard_model(model, sharding, mesh)
-    state_named = config.model.weights not in ("", weights.NONE)
     materialize(
         sharded,
         spec=spec,
         seed=config.run.seed,
         init=config.model.init,
         rank=env.rank,
-        weights=(lambda: open_full_state(config.model.weights)) if state_named else None,
+        weights=partial(weights.open_state, config) if weights.names_state(config) else None,
         rest_device=torch.device("cpu") if config.memory.cpu_offload else None,
     )
     check_first_forward(

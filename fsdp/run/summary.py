@@ -17,11 +17,9 @@ from torch import nn
 from fsdp.base.text import as_typed, byte_size, columns, from_here
 from fsdp.base.torch_private import OPTIMIZER_IMPORT
 from fsdp.config import Config, PlanSection
-from fsdp.data import MixCursor
 from fsdp.dist.collectives import cut_of
 from fsdp.dist.env import DistEnv
 from fsdp.memory.account import process_bytes, resting_bytes
-from fsdp.models.chunked_loss import output_layer
 from fsdp.models.lora import adapted
 from fsdp.models.units import find_units
 from fsdp.optim.optimizer import is_custom
@@ -60,6 +58,8 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
     }
     layers = sum(1 for _ in adapted(model))
     if chunk := config.memory.loss_chunk:
+        from fsdp.models.chunked_loss import output_layer
+
         facts["loss"] = f"in chunks of {chunk:,} tokens, from the inputs of {output_layer(model)[0]}"
     if layers:
         facts["adapters"] = f"rank {config.lora.rank} beside {layers} layers; checkpoints hold them alone"
@@ -79,8 +79,11 @@ def _data_name(job: Job, config: Config) -> str:
     if job.data.stream is not None:
         return f"{config.data.name}, a stream of {len(job.data.stream.shards)} shards"
     samples = f", {len(job.data.train):,} samples"
-    if not isinstance(job.cursor, MixCursor):
+    if job.data.sources is None:
         return config.data.name + samples
+    from fsdp.data.mixture import MixCursor
+
+    assert isinstance(job.cursor, MixCursor)
     segment = job.cursor.now
     shares = zip(segment.samples, segment.shares, strict=True)
     return " + ".join(f"{label} {share / sum(segment.shares):.1%}" for label, share in shares) + samples

@@ -13,34 +13,44 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.checkpoint.full_state import FullState, open_full_state
-from fsdp.checkpoint.pretrained import PretrainedWeights
 from fsdp.config import Config
 from fsdp.models import ModelSpec, build_real
-from fsdp.models.lora import adapted, base_names
 from fsdp.models.registry import SourceFolder
 from fsdp.models.units import names_in_state
 from fsdp.parallel.checks import state_digest
 from fsdp.parallel.materialize import build_on_host
 from fsdp.parallel.shard import Dtypes
-from fsdp.run import weights
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.adapter_weights import Base
-
+    from fsdp.checkpoint.full_state import FullState
+    from fsdp.checkpoint.pretrained import PretrainedWeights
 
 NONE = "none"
 """--model.weights none: random weights where --model.name has its own."""
 
 
-def maybe_state(config: Config) -> FullState | None:
-    """The state dict that --model.weights names."""
-    return open_full_state(config.model.weights) if config.model.weights not in ("", NONE) else None
+def names_state(config: Config) -> bool:
+    """Whether --model.weights names a state dict."""
+    return config.model.weights not in ("", NONE)
+
+
+def open_state(config: Config) -> FullState:
+    from fsdp.checkpoint.full_state import open_full_state
+
+    return open_full_state(config.model.weights)
 
 
 def reads_folder(config: Config, spec: ModelSpec) -> bool:
     """Whether the weights are those of a folder of transformers."""
     return spec.pretrained is not None and config.model.weights == ""
+
+
+def open_folder(config: Config, spec: ModelSpec, *, quiet: bool = True) -> PretrainedWeights:
+    from fsdp.checkpoint.pretrained import PretrainedWeights
+
+    assert spec.pretrained is not None
+    return PretrainedWeights(spec.pretrained, config.run.seed, quiet)
 
 
 def saved_as(config: Config, spec: ModelSpec) -> SourceFolder | None:
@@ -59,18 +69,7 @@ def saved_as(config: Config, spec: ModelSpec) -> SourceFolder | None:
     return from_sizes(spec.sizes, spec.build)
 
 
-def open_folder(config: Config, spec: ModelSpec, *, quiet: bool = True) -> PretrainedWeights:
-    assert spec.pretrained is not None
-    return PretrainedWeights(spec.pretrained, config.run.seed, quiet)
-
-
-def origin(config: Config, spec: ModelSpec) -> str:
-    """The flag that identifies the weights."""
-    if reads_folder(config, spec):
-        assert spec.pretrained is not None
-        return spec.pretrained.flag
-    weights = config.model.weights
-    return f"--model.weights {weights}" if weights not in ("", NONE) else f"--run.seed {config.run.seed}"
+# ---------------------------------------------------------------- the frozen weights under adapters
 
 
 class _Renamed(Mapping[str, Tensor]):
@@ -83,7 +82,7 @@ class _Renamed(Mapping[str, Tensor]):
         return self._state[next(known for known in self._names[name] if known in self._state)]
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name, known in self._names.items() if any(one in self._state for one in known))
+        return (name for name, known in self._names.items() if any(alias in self._state for alias in known))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -91,27 +90,29 @@ class _Renamed(Mapping[str, Tensor]):
 
 def base_of(config: Config, spec: ModelSpec, dtypes: Dtypes, digest: str) -> Base:
     """The source of the weights by the flags, whatever their digest."""
+    from fsdp.checkpoint.adapter_weights import Base
+
+    seed, origin = config.run.seed, f"--run.seed {config.run.seed}"
+    if spec.pretrained is not None and reads_folder(config, spec):
+        origin = spec.pretrained.flag
+    elif names_state(config):
+        origin = f"--model.weights {config.model.weights}"
 
     def build() -> nn.Module:
         with torch.device("meta"):
             return spec.build()
 
     def read() -> Mapping[str, Tensor]:
-        if weights.reads_folder(config, spec):
-            return weights.open_folder(config, spec)
-        state = weights.maybe_state(config)
-        if state is not None:
-            return _Renamed(state, names_in_state(build()))
-        seed = config.run.seed
+        if reads_folder(config, spec):
+            return open_folder(config, spec)
+        if names_state(config):
+            return _Renamed(open_state(config), names_in_state(build()))
         if spec.knows_inits:
             return build_real(spec, seed).state_dict()
         whole = partial(build_on_host, spec, seed)
         draws = spec.draws(seed, whole)
         return whole().state_dict() if draws is None else draws
 
-    from fsdp.checkpoint.adapter_weights import Base
-
-    origin = weights.origin(config, spec)
     return Base(
         digest=digest,
         origin=origin,
@@ -125,9 +126,10 @@ def base_of(config: Config, spec: ModelSpec, dtypes: Dtypes, digest: str) -> Bas
 
 def maybe_base(config: Config, spec: ModelSpec, dtypes: Dtypes, root: nn.Module) -> Base | None:
     """The frozen weights of this run; None for a run without adapters. Collective."""
-    if next(adapted(root), None) is None:
+    if not config.lora.rank:
         return None
     from fsdp.checkpoint.adapter_weights import digest_of
+    from fsdp.models.lora import base_names
 
     frozen = base_names(root)
     digests = {name: value for name, value in state_digest(root).items() if name in frozen}

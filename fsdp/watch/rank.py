@@ -55,7 +55,6 @@ from fsdp.rundir.lock import this_place
 from fsdp.watch import status_page
 from fsdp.watch.counters import CollectiveCounter, DeviceClock, Writer
 from fsdp.watch.failure import failure_report, wake, write_torchrun_error_file
-from fsdp.watch.observation import UNNAMED, group_calls
 from fsdp.watch.status_page import (
     CUDA,
     FAILED,
@@ -360,6 +359,8 @@ class Responder:
 
     def snapshot(self) -> dict[str, Any]:
         """Stacks of all threads but this one, and the collectives in the flight recorder."""
+        from fsdp.watch.observation import UNNAMED
+
         # "Dummy-N" is what Python notes of a thread of C code, as one of autograd's, that asked for its name
         threads = [thread for thread in threading.enumerate() if not thread.name.startswith("Dummy-")]
         names = {thread.ident: thread.name for thread in threads}
@@ -384,6 +385,8 @@ class Responder:
 
 def _group_calls() -> list[dict[str, Any]]:
     """The flight recorder in brief, by group. Without it an answer still has the stacks."""
+    from fsdp.watch.observation import group_calls
+
     try:
         return [vars(call) for call in group_calls(flight_recorder_entries())]
     except Exception:  # of a torch whose recorder has another form

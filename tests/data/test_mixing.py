@@ -12,8 +12,8 @@ import pytest
 
 from fsdp.base.errors import CheckpointError, ConfigError, OneRankError
 from fsdp.config import Config, DataSection, MixedSource, config_hash, load, to_toml
-from fsdp.data import MixCursor, build_dataset
-from fsdp.data.mixture import MixedSamples, MixSegment, divide, whole_shares
+from fsdp.data import build_dataset
+from fsdp.data.mixture import MixCursor, MixedSamples, MixSegment, divide, whole_shares
 from fsdp.tokenize.tokenizer import load_tokenizer
 from tests.data.test_loader import Numbers
 from tests.support.data_cache import own_cache as own_cache

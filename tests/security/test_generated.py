@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.checkpoint import manifest, metadata
-from fsdp.config import FIELDS
+from fsdp.config import FIELDS, trust
 from fsdp.config.write import toml_value
 from fsdp.rundir import history, lock, paths
 from fsdp.rundir.paths import RunDir
@@ -289,7 +289,7 @@ def config_of_a_run(run: RunDir, text: bytes) -> None:
     run.config.write_bytes(text)
     run.history.write_bytes(b"")
     try:
-        configuration.load_run_config(run.path)
+        trust.load_run_config(run.path)
     except ShardrunError as error:
         is_one_error(error)
     paths.write_config(run, configuration.load([]))

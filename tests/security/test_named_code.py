@@ -17,6 +17,7 @@ from fsdp import config as configuration
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import manifest
 from fsdp.checkpoint.file_names import MANIFEST
+from fsdp.config import trust
 from fsdp.config.help import field_docs
 from fsdp.config.trust import TRAINING_CODE, named_code
 from fsdp.predict.__main__ import main as predict
@@ -176,7 +177,7 @@ def test_code_of_training_is_replaced_by_the_default(tmp_path: Path, work: Path,
     more = "decay_share = 0.5\n" if section == "optim" else ""
     run = foreign(tmp_path / "run", arguments=f'[{section}]\n{key} = "mine:build"\n{more}')
     spec = configuration.FIELDS[field]
-    assert configuration.flatten(configuration.load_run_config(run))[field] == spec.default
+    assert configuration.flatten(trust.load_run_config(run))[field] == spec.default
     assert report([str(run)]) == 0
     assert not (work / "imported").exists()
 
@@ -210,10 +211,10 @@ def test_no_download_goes_where_a_run_directory_says(tmp_path: Path) -> None:
     run.mkdir()
     words = f'name = "fashion_mnist"\ndir = "{theirs}"\n[data.args]\nmirror = "http://127.0.0.1:9/"\n'
     (run / "config.toml").write_text(f"[data]\n{words}")
-    found = configuration.load_run_config(run)
+    found = trust.load_run_config(run)
     assert (found.data.dir, dict(found.data.args)) == ("", {})
     (theirs / "FashionMNIST").mkdir(parents=True)
-    assert configuration.load_run_config(run).data.dir == str(theirs)
+    assert trust.load_run_config(run).data.dir == str(theirs)
 
 
 def test_code_of_a_mixtures_source_needs_its_name_on_the_command_line(tmp_path: Path) -> None:
@@ -221,11 +222,9 @@ def test_code_of_a_mixtures_source_needs_its_name_on_the_command_line(tmp_path: 
         '[[data.sources]]\nname = "synthetic"\n[[data.sources]]\nname = "mine_own:data"\n'
         '[[data.sources]]\nname = "fashion_mnist"\ndir = "absent"\nargs = {mirror = "http://a"}\n'
     )
-    with pytest.raises(
-        configuration.CodeRefused, match=r"names code, .*mine_own:data.*--trust-code mine_own:data"
-    ):
-        configuration.load_run_config(tmp_path)
-    config = configuration.load_run_config(tmp_path, trusted=["mine_own:data"])
+    with pytest.raises(trust.CodeRefused, match=r"names code, .*mine_own:data.*--trust-code mine_own:data"):
+        trust.load_run_config(tmp_path)
+    config = trust.load_run_config(tmp_path, trusted=["mine_own:data"])
     assert config.data.names == ("synthetic", "mine_own:data", "fashion_mnist")
     assert (config.data.sources[2].dir, config.data.sources[2].args) == ("", {})
 
