@@ -25,7 +25,7 @@ from fsdp.dist.network import is_lost_peer
 from fsdp.record.console import print_last
 from fsdp.watch.failure import write_torchrun_error_file
 from launch.command import rank_command
-from launch.marker import Failure, Marker, marker_of
+from launch.marker import Failure, Kind, Marker, marker_of
 
 if TYPE_CHECKING:
     from fsdp.run.evaluate import Outcome
@@ -60,11 +60,7 @@ def already_failed(marker: Marker | None, program: str) -> int | None:
     failure; None if this try may train. It prints that error again, and imports no torch.
     """
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    if not restarted or marker is None:
-        return None
-    from launch.policy import Kind
-
-    before = marker.read()
+    before = marker.read() if restarted and marker is not None else None
     if before is None or before.kind is not Kind.FINAL:
         return None
     if prints_shared_errors():
@@ -126,8 +122,6 @@ def report(error: BaseException, env: DistEnv, program: str, marker: Marker | No
 
 def failure_of(error: BaseException) -> Failure:
     """The kind, exit code and message of an exception, as launch/policy.py and RUN/FAILED need them."""
-    from launch.policy import Kind
-
     if isinstance(error, ShardrunError):
         lost = error.__cause__ is not None and is_lost_peer(error.__cause__)
         echo = isinstance(error, OtherRankFailed) or lost

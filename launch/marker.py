@@ -8,12 +8,12 @@ so a launcher ignores an earlier start's. The next start that holds the run dire
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import print_line
@@ -21,13 +21,24 @@ from fsdp.config import Config
 from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir, open_run, write_atomically
 
-if TYPE_CHECKING:
-    from launch.policy import Kind
-
 TOKEN = "SHARDRUN_TOKEN"
 """The environment variable that names this start; slurm/lib.sh sets it."""
 MOST_BYTES = 1 << 20
 """More than any error message; a longer file is not ours."""
+
+
+class Kind(enum.Enum):
+    """How a start ended."""
+
+    DONE = "the last step was reached"
+    STOPPED = "a person asked it to stop"
+    PREEMPTED = "the scheduler asked it to stop"
+    NODES_LEAVE = "Ray announced that a node leaves"
+    REFUSED = "another job writes the run directory"
+    FINAL = "an error that another start would repeat"
+    ERROR = "an error"
+    DIED = "a rank ended without an error message"
+    UNMET = "the rendezvous failed"
 
 
 @dataclass(frozen=True)
@@ -59,8 +70,6 @@ class Marker:
 
         One line if it cannot be written: the disk may be full or away, which may be the failure itself.
         """
-        from launch.policy import Kind
-
         before_the_lock = not self.lock_checked and failure.code == ConfigError.exit_code
         if failure.echo or failure.kind is Kind.REFUSED or before_the_lock:
             return
@@ -81,8 +90,6 @@ class Marker:
 
     def read(self) -> Failure | None:
         """The failure of this start; None if no rank has written one, or if it has another form."""
-        from launch.policy import Kind
-
         try:
             with self.run.failed.open("rb") as file:
                 record = json.loads(file.read(MOST_BYTES))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from fsdp.base.phases import StopReason
+from launch.marker import Kind as Kind
 
 CRASHES_IN_ONE_ALLOCATION = 3
 """The last of these requeues the job: the node may be the cause."""
@@ -41,20 +42,6 @@ SCHEDULERS_REASONS = (
 """Reasons of fsdp/dist/stop.py after which the run continues later. Ctrl-C, the stop file and
 --train.stop_after are requests of a person.
 """
-
-
-class Kind(enum.Enum):
-    """How a start ended."""
-
-    DONE = "the last step was reached"
-    STOPPED = "a person asked it to stop"
-    PREEMPTED = "the scheduler asked it to stop"
-    NODES_LEAVE = "Ray announced that a node leaves"
-    REFUSED = "another job writes the run directory"
-    FINAL = "an error that another start would repeat"
-    ERROR = "an error"
-    DIED = "a rank ended without an error message"
-    UNMET = "the rendezvous failed"
 
 
 CRASHES_AT_ONE_PLACE = {Kind.ERROR: 2, Kind.DIED: 3}
