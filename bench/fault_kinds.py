@@ -25,8 +25,7 @@ import torch.distributed as dist
 from fsdp.base.phases import Phases
 from fsdp.checkpoint import store as checkpoint_store
 from fsdp.data import loader
-from fsdp.models.cross_entropy import LossParts
-from fsdp.models.loss import LossFunction
+from fsdp.models.loss import LossFunction, LossParts
 from fsdp.optim.gradients import Gradients
 
 EVER_S = 3600.0

@@ -26,7 +26,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.data.packing import GROUP, VERSION, PackedSamples, cached_plan
 from fsdp.data.tokens import OPEN_AT_ONCE, TokenFile, TokenRow, format_of, raw_file, split_windows
 from fsdp.data.types import MASKED, DataSet, Samples, Where, check_range, shifted, text_info
-from fsdp.models.checks import PACKED
+from fsdp.models.packed import PACKED
 from fsdp.tokenize.cache import digest, made_once
 from fsdp.tokenize.conversations import DocumentOptions, Loss, template_text
 from fsdp.tokenize.rows import MANIFEST, held_out_line

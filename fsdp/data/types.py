@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdp.base.errors import ConfigError, one_line
 from fsdp.config import Args, DataSection, MixedSource
-from fsdp.models.cross_entropy import TokenCounts
+from fsdp.models.loss import TokenCounts
 
 if TYPE_CHECKING:
     from fsdp.data.stream import StreamItems

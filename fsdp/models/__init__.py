@@ -8,14 +8,13 @@ A model describes itself as data, and imports no torch.distributed. All of it is
 
 A module that has none of them still trains. The modules here:
 
-    registry, factory             --model.name → ModelSpec; callables of the user, folders, sizes
-    mlp, vit, transformer         the built-in models
+    registry, factory             --model.name → ModelSpec; callables of the user, sizes, checks on meta
+    transformer, vision           the built-in models
     init, units, lora             initial weights; units to shard, names of tensors; adapters, freezing
-    loss, cross_entropy           a micro-batch's loss: which one is trained; sums of cross entropies
-    chunked_loss, packed          the output layer in chunks of tokens; attention within documents
-    checks                        parameters, indices, losses and packed rows
+    loss, chunked_loss            a micro-batch's loss: which one is trained; the output layer in chunks
+    packed                        attention within the documents of packed rows, and its checks
     hf, hf_weights                folders of save_pretrained: built as a model, tensor names and draws
-    hf_settings                   experts' kernels and caches
+    hf_settings                   a model of transformers: its cross entropy, experts' kernels, caches
 """
 
 from fsdp.models.factory import load_attribute

@@ -1,9 +1,10 @@
-"""What builds a model: callables of the user, `package.module:factory`; folders of save_pretrained by
-`hf:FOLDER` or `hf:ORG/NAME`, of which nothing is downloaded; and the sizes of built-in models.
+"""What registry.py builds from: callables of the user, folders of save_pretrained, sizes of built-in models,
+and checks of a model on meta.
 
-Callables are loaded for models, data, losses, hooks and optimizers; an error in one is reported with the flag
-that named it and the line that failed. Sizes of a built-in model are a frozen dataclass whose fields are the
-names of --model.args. Not here: which model is built (registry.py).
+Callables, `package.module:factory`, are loaded for models, data, losses, hooks and optimizers; an error in
+one is reported with the flag that named it and the line that failed. Sizes of a built-in model are a frozen
+dataclass whose fields are the names of --model.args. Of a folder nothing is downloaded. Checked is what FSDP
+cannot shard, or would train otherwise without an error. Not here: which model is built.
 """
 
 from __future__ import annotations
@@ -11,22 +12,30 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fsdp.base.errors import ConfigError, one_line
-from fsdp.base.proc import SETTINGS, regular_text
 from fsdp.base.text import nearest
-from fsdp.base.torch_private.core import prepare_torchvision
+from fsdp.base.torch_private.core import gradient_hooks, prepare_torchvision
 from fsdp.config.fields import expanded
+from fsdp.models.packed import check_positions
+
+PREFIX = "hf:"
+ADAPTER = "adapter_config.json"
+
+Facts = Mapping[str, Any]
+"""What the data say of themselves: vocab_size, seq_len, num_classes, …"""
+Sizes = TypeVar("Sizes")
+
 
 # ---------------------------------------------------------------- a user's callable
 
@@ -41,7 +50,17 @@ def load_attribute(path: str, flag: str) -> Callable[..., Any]:
     if not {"", str(Path.cwd())} & set(sys.path):
         sys.path.insert(0, str(Path.cwd()))
     prepare_torchvision()  # the module, or transformers within it, may import torchvision
-    owner: Any = _import(module_name, path, flag)
+    try:
+        owner: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        own = f"{module_name}.".startswith(f"{missing}.")
+        hint = "start in the folder of the module, or set PYTHONPATH=FOLDER"
+        hint = hint if own else f"pip install {missing.split('.')[0]}"
+        raise ConfigError(f"{flag} {path}: there is no module {missing}.", hint) from error
+    except Exception as error:
+        hint = f'python -c "import {module_name}"'
+        raise ConfigError(f"{flag} {path}: importing it failed: {blame(error)}.", hint) from error
     for part in attribute.split("."):
         if not hasattr(owner, part):
             public = [n for n, value in vars(owner).items() if callable(value) and not n.startswith("_")]
@@ -50,31 +69,9 @@ def load_attribute(path: str, flag: str) -> Callable[..., Any]:
             raise ConfigError(f"{flag} {path}: {getattr(owner, '__name__', owner)} has no {part}.", hint)
         owner = getattr(owner, part)
     if not callable(owner):
-        raise ConfigError(
-            f"{flag} {path} is a {type(owner).__name__}, which cannot be called.",
-            "name a class or a function",
-        )
+        kind = type(owner).__name__
+        raise ConfigError(f"{flag} {path} is a {kind}, which cannot be called.", "name a class or a function")
     return owner
-
-
-def _import(module_name: str, path: str, flag: str) -> Any:
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        if module_name == missing or module_name.startswith(missing + "."):
-            raise ConfigError(
-                f"{flag} {path}: there is no module {missing}, neither installed nor in {Path.cwd()}.",
-                "start in the folder of the module, or set PYTHONPATH=FOLDER",
-            ) from None
-        raise ConfigError(
-            f"{flag} {path}: {module_name} imports {missing}, which is not installed.",
-            f"pip install {missing.split('.')[0]}",
-        ) from error
-    except Exception as error:
-        raise ConfigError(
-            f"{flag} {path}: importing it failed: {blame(error)}.", f'python -c "import {module_name}"'
-        ) from error
 
 
 def blame(error: BaseException) -> str:
@@ -99,11 +96,7 @@ class Parameters:
                 raise unknown_argument(name, list(self.named), flag, owner)
 
     def missing(self, args: Mapping[str, Any]) -> list[str]:
-        return [
-            name
-            for name, parameter in self.named.items()
-            if parameter.default is parameter.empty and name not in args
-        ]
+        return [n for n, p in self.named.items() if p.default is p.empty and n not in args]
 
 
 def parameters_of(factory: Callable[..., Any]) -> Parameters | None:
@@ -114,7 +107,7 @@ def parameters_of(factory: Callable[..., Any]) -> Parameters | None:
         return None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {name: parameter for name, parameter in parameters.items() if parameter.kind in by_name}
-    return Parameters(named, any(one.kind is one.VAR_KEYWORD for one in parameters.values()))
+    return Parameters(named, any(p.kind is p.VAR_KEYWORD for p in parameters.values()))
 
 
 def unknown_argument(name: str, known: list[str], flag: str, owner: str) -> ConfigError:
@@ -123,11 +116,71 @@ def unknown_argument(name: str, known: list[str], flag: str, owner: str) -> Conf
     return ConfigError(f"{flag}.{name} is not an argument of {owner}.", hint)
 
 
-# ---------------------------------------------------------------- a folder of save_pretrained
+# ---------------------------------------------------------------- checks of a model on meta
 
-PREFIX = "hf:"
-ADAPTER = "adapter_config.json"
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+
+def check_model(model: nn.Module, name: str, facts: Facts) -> None:
+    """Checks of a model on meta that a person has named, with this data."""
+    flag = f"--model.name {name}"
+    check_parameters(model, flag)
+    find = getattr(model, "get_input_embeddings", None)
+    if "vocab_size" in facts and callable(find):
+        tokens = facts["vocab_size"]
+        rows = getattr(find(), "num_embeddings", tokens)
+        if rows < tokens:
+            raise ConfigError(
+                f"{flag} has embeddings for {rows} tokens, but the data has {tokens}.",
+                f"the model's own tokenizer, or vocab_size={tokens} in the model's configuration",
+            )
+    check_positions(model, name, facts)
+
+
+def check_parameters(model: nn.Module, whose: str) -> None:
+    """Checks, before sharding, what would be trained otherwise without an error, or fail without a name.
+
+    Messages begin with `whose`.
+    """
+    for fault, hint in (*_embedding_faults(model), *_parameter_faults(model)):
+        raise ConfigError(f"{whose}: {fault}.", hint)
+
+
+def _embedding_faults(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for key, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if module.sparse:
+            yield f"{key} has sparse gradients, which are neither reduced nor clipped", "sparse=False"
+        if module.max_norm is not None:
+            fault = f"{key} has max_norm {module.max_norm:g}: its forward writes into rows of one rank alone"
+            yield fault, "max_norm=None, and scale the rows after the lookup"
+
+
+def _parameter_faults(model: nn.Module) -> Iterator[tuple[str, str]]:
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            fault = f"{key} has no shape before the first forward, but sharding comes before it"
+            yield (
+                fault,
+                "nn.Linear(IN, OUT) in place of nn.LazyLinear(OUT), and likewise for every lazy module",
+            )
+    for key, parameter in model.named_parameters():
+        kind = type(parameter)
+        if parameter.is_complex():
+            fault = f"parameter {key} is {parameter.dtype}, which FSDP does not reduce"
+            yield fault, "nn.Parameter(torch.view_as_real(VALUES)), and torch.view_as_complex in forward"
+        if gradient_hooks(parameter):
+            fault = f"parameter {key} has a gradient hook, which sharding would lose"
+            yield fault, "change the gradient by a torch.autograd.Function in forward: docs/library.md"
+        # A tensor of another library (torchao's NF4Tensor) with operations of its own.
+        dispatches = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+        if dispatches and not kind.__module__.startswith("torch."):
+            fault = (
+                f"parameter {key} is of type {kind.__name__}, whose packed values cannot be cut into shards"
+            )
+            yield fault, f"{key} as it was before quantization; --precision.frozen bf16 halves what is frozen"
+
+
+# ---------------------------------------------------------------- a folder of save_pretrained
 
 
 def find_folder(name: str, flag: str = "--model.name") -> Path:
@@ -137,7 +190,7 @@ def find_folder(name: str, flag: str = "--model.name") -> Path:
     try:
         if expanded(path).is_dir():
             return expanded(path)
-        if _HUB_ID.fullmatch(path):
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path, re.ASCII):
             from huggingface_hub import snapshot_download
 
             return Path(snapshot_download(path, local_files_only=True))
@@ -150,36 +203,16 @@ def find_folder(name: str, flag: str = "--model.name") -> Path:
 def check_no_adapter(path: Path, flag: str, text: str) -> None:
     """Refuses a folder of the peft library's, or its weights, with the command that merges it."""
     file = path / ADAPTER if path.is_dir() else path.with_name(ADAPTER)
-    if not file.is_file() or not (path.is_dir() or path.name.startswith("adapter_model.")):
-        return
-    try:
-        base = json.loads(regular_text(file, SETTINGS))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        base = "a model that it does not name"
-    raise ConfigError(
-        f"{flag} {text} is an adapter of peft over {base}, without the weights of that model.",
-        f'in Python, peft.AutoPeftModelForCausalLM.from_pretrained("{file.parent}").merge_and_unload()'
-        '.save_pretrained("MERGED"), then --model.name hf:MERGED',
-        scope="node",
-    )
+    if file.is_file() and (path.is_dir() or path.name.startswith("adapter_model.")):
+        raise ConfigError(
+            f"{flag} {text} is an adapter of peft, without the weights of its model.",
+            f'in Python, peft.AutoPeftModelForCausalLM.from_pretrained("{file.parent}").merge_and_unload()'
+            '.save_pretrained("MERGED"), then --model.name hf:MERGED',
+            scope="node",
+        )
 
 
 # ---------------------------------------------------------------- a built-in model
-
-Facts = Mapping[str, Any]
-"""What the data say of themselves: vocab_size, seq_len, num_classes, …"""
-Sizes = TypeVar("Sizes")
-
-
-@dataclass(frozen=True)
-class Fact:
-    """A fact of the data that a size is filled from: it must be covered, or equal if `exact`. `meaning` is a
-    phrase with {} for its value.
-    """
-
-    name: str
-    meaning: str
-    exact: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,23 +223,24 @@ class BuiltIn:
     presets: Mapping[str, Mapping[str, Any]]
     reads: str
     """The fact that identifies its kind of data: vocab_size for tokens, num_classes for images."""
-    facts: Mapping[str, Fact]
-    """Size → the fact of the data."""
+    facts: Mapping[str, str]
+    """Size → the fact of the data that it is filled from, and that it must cover."""
+    exact: tuple[str, ...] = ()
+    """Sizes that must equal their fact."""
     build: Callable[[Any], nn.Module]
 
     def sized(self, facts: Facts, args: Mapping[str, Any], owner: str) -> Any:
         """From the data's facts and from `args`, which go before them; checked against the facts."""
-        filled = {size: facts[fact.name] for size, fact in self.facts.items() if fact.name in facts}
+        filled = {size: facts[fact] for size, fact in self.facts.items() if fact in facts}
         sizes = make_sizes(self.sizes, {**filled, **args}, owner)
         for name, fact in self.facts.items():
-            value, needed = getattr(sizes, name), facts.get(fact.name)
-            if needed is None or value == needed or (value > needed and not fact.exact):
-                continue
-            problem = "does not fit" if fact.exact else "is too few"
-            raise ConfigError(
-                f"--model.args.{name} {value} {problem}: the data has {fact.meaning.format(needed)}.",
-                f"--model.args.{name} {needed}",
-            )
+            value, needed = getattr(sizes, name), facts.get(fact)
+            if needed is not None and (value != needed if name in self.exact else value < needed):
+                problem = "does not fit" if name in self.exact else "is too few"
+                raise ConfigError(
+                    f"--model.args.{name} {value} {problem}: the data has {fact} {needed}.",
+                    f"--model.args.{name} {needed}",
+                )
         return sizes
 
 
@@ -224,10 +258,8 @@ def make_sizes(cls: type[Sizes], args: Mapping[str, Any], owner: str) -> Sizes:
         least = 1 if kind is int and default else 0
         if not (isinstance(value, bool) if kind is bool else number and kind(value) == value >= least):
             wanted = {bool: "true or false", int: f"a whole number from {least}", float: "a number from 0"}
-            shown = str(default).lower() if kind is bool else default
-            raise ConfigError(
-                f"--model.args.{name} {value} is not {wanted[kind]}.", f"--model.args.{name} {shown}"
-            )
+            hint = f"--model.args.{name} {str(default).lower()}"
+            raise ConfigError(f"--model.args.{name} {value} is not {wanted[kind]}.", hint)
     return cls(**{name: type(defaults[name])(value) for name, value in args.items()})
 
 

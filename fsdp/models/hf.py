@@ -22,8 +22,7 @@ from torch import nn
 from fsdp.base.errors import ConfigError
 from fsdp.base.proc import SETTINGS, regular_text
 from fsdp.base.torch_private.core import prepare_torchvision
-from fsdp.models.checks import check_model
-from fsdp.models.factory import blame, check_no_adapter, find_folder, unknown_argument
+from fsdp.models.factory import blame, check_model, check_no_adapter, find_folder, unknown_argument
 from fsdp.models.hf_weights import (
     draw_missing,
     initialise,

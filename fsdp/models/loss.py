@@ -10,39 +10,27 @@
    by rows.
 4. A model that returns logits and no loss: their cross entropy with the data's targets, the mean as in 2.
 
-Nothing is tried or compared: class, signature and shapes decide, alike at each start. A label of -100 counts
-nowhere. An evaluation has the same loss, in 2 the cross entropy alone.
+Nothing is tried or compared: class, signature and shapes decide, alike at each call. A label of -100 counts
+nowhere. Rows that fill up a short batch reach the built-in models alone, which return logits for each row.
+An evaluation has the same loss, in 2 the cross entropy alone. Sum and weight stay apart: a global batch is
+weighed by its samples or tokens, not by micro-batch.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp.base.digest import widest_floating
 from fsdp.base.errors import ConfigError
-from fsdp.models.checks import IGNORED, check_one_number
-from fsdp.models.cross_entropy import (
-    HfEntropy,
-    LossParts,
-    Output,
-    SummedEntropy,
-    TokenCounts,
-    class_dimension,
-    cross_entropy_parts,
-    mask_padding,
-    maybe_entropy,
-    next_labels,
-    read_output,
-    row_sums,
-    summed_entropy,
-)
 from fsdp.models.factory import blame, load_attribute
+from fsdp.models.hf_settings import IGNORED, HfEntropy, maybe_entropy
 
 if TYPE_CHECKING:
     from fsdp.models.chunked_loss import ChunkedHead
@@ -51,6 +39,173 @@ FLAG = "--train.loss"
 EXAMPLE = "cross_entropy(output, batch['targets'], reduction='none')"
 LABELS = ("labels", "targets")
 ITEMS = "num_items_in_batch"
+SummedEntropy = Callable[[Tensor, Tensor, float], Tensor]
+
+
+@dataclass(frozen=True)
+class LossParts:
+    """loss_sum over the weight of the global batch is the mean. `correct` is counted in evaluation.
+
+    `weight` is this micro-batch's part of that weight if a user's loss returned it; None if it is known from
+    the data. `rows`, if LossFunction.per_row is set and the model gives them: each row's part of the sum
+    and of the weight. `auxiliary`: what the model adds to its cross entropy, times the micro-batch's rows;
+    its weight is the global batch's rows.
+    """
+
+    loss_sum: Tensor
+    correct: Tensor | None
+    weight: Tensor | None = None
+    rows: tuple[Tensor, Tensor] | None = None
+    auxiliary: Tensor | None = None
+
+
+class TokenCounts(NamedTuple):
+    """Unmasked tokens of one micro-batch: all, and those after each row's first (causal targets)."""
+
+    all: int
+    after_first: int
+
+
+def count_tokens(data: Mapping[str, Tensor], valid: Tensor) -> dict[str, TokenCounts]:
+    """Counts unmasked targets and labels on the host, before the copy to a device; empty without tokens."""
+    marks = {n: data[n][valid] != IGNORED for n in LABELS if n in data and _are_tokens(data[n])}
+    return {name: TokenCounts(int(m.sum()), int(m[:, 1:].sum())) for name, m in marks.items()}
+
+
+def _are_tokens(labels: Tensor) -> bool:
+    return labels.dim() > 1 and not labels.is_floating_point()
+
+
+# ---------------------------------------------------------------- cross entropy
+
+
+def summed_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+    """The sum of the losses of unmasked targets, in at least fp32; see `squared_normalizers`."""
+    flat, wanted = flat_logits(logits), targets.reshape(-1)
+    if not z_loss:
+        return F.cross_entropy(flat, wanted, reduction="sum", ignore_index=IGNORED)
+    scores = F.log_softmax(flat, dim=-1)
+    entropy = F.nll_loss(scores, wanted, reduction="sum", ignore_index=IGNORED)
+    return entropy + z_loss * squared_normalizers(flat, scores, wanted)
+
+
+def squared_normalizers(logits: Tensor, scores: Tensor, targets: Tensor) -> Tensor:
+    """Σ log²(Σ exp(logits)) over unmasked targets, where `scores` is log_softmax(logits): the log is the
+    difference of the two, here at the target. Backward keeps no logits, which gather would save.
+    """
+    indices = torch.arange(len(targets), device=targets.device), targets.clamp(min=0)
+    normalizers = logits[indices] - scores[indices]
+    return normalizers.masked_fill(targets == IGNORED, 0.0).square().sum()
+
+
+def cross_entropy_parts(
+    logits: Tensor,
+    targets: Tensor,
+    valid: Tensor,
+    *,
+    per_row: bool = False,
+    summed: SummedEntropy = summed_entropy,
+    z_loss: float = 0.0,
+) -> LossParts:
+    """Sums in at least fp32 over valid rows and unmasked targets. `summed` is `summed_entropy`, compiled.
+    `z_loss` is added in training alone, and is in no row.
+    """
+    logits, targets = classes_last(logits, targets), mask_padding(targets, valid)
+    training = torch.is_grad_enabled()
+    if training and not per_row:
+        return LossParts(summed(logits, targets, z_loss), None)
+    flat, wanted = flat_logits(logits), targets.reshape(-1)
+    # A pass over all logits, skipped in training.
+    correct = None if training else (flat.argmax(-1) == wanted).sum()
+    if not per_row:
+        return LossParts(summed_entropy(logits, targets), correct)
+    # One log-softmax for both terms: backward keeps it.
+    scores = F.log_softmax(flat, dim=-1)
+    losses = F.nll_loss(scores, wanted, reduction="none", ignore_index=IGNORED).view(targets.shape)
+    loss_sum = losses.sum()
+    if z_loss and training:
+        loss_sum = loss_sum + z_loss * squared_normalizers(flat, scores, wanted)
+    return LossParts(loss_sum, correct, rows=(row_sums(losses), row_sums(targets != IGNORED)))
+
+
+def class_dimension(logits: Tensor, targets: Tensor) -> int | None:
+    """Where the shapes put the classes: last, or second as torch has them, (rows, classes, d1, …); None if
+    neither fits. Where both do, a text's are last and a picture's second.
+    """
+    last = logits.shape[:-1] == targets.shape or (logits.dim() == 2 and len(logits) == targets.numel())
+    second = logits.dim() > 2 and logits.shape[:1] + logits.shape[2:] == targets.shape
+    if second and (not last or logits.dim() > 3):
+        return 1
+    return -1 if last else None
+
+
+def classes_last(logits: Tensor, targets: Tensor) -> Tensor:
+    dimension = class_dimension(logits, targets)
+    if dimension is None and not targets.is_floating_point():  # torch refuses those itself: misfit
+        raise ConfigError(
+            f"the model returned logits of the shape {tuple(logits.shape)} for targets of "
+            f"{tuple(targets.shape)}: no dimension of them can be that of the classes.",
+            "return logits of (rows, …, classes) or (rows, classes, …) for targets of (rows, …), or the loss "
+            "as one number: loss.mean()",
+        )
+    return logits.movedim(1, -1) if dimension == 1 else logits
+
+
+def row_sums(values: Tensor) -> Tensor:
+    """The sum of each row in float64, without a gradient."""
+    return values.detach().reshape(len(values), -1).sum(1, dtype=torch.float64)
+
+
+def mask_padding(targets: Tensor, valid: Tensor) -> Tensor:
+    """Masks the targets of padding rows."""
+    return torch.where(valid.view(-1, *[1] * (targets.dim() - 1)), targets, IGNORED)
+
+
+def flat_logits(logits: Tensor) -> Tensor:
+    return _widened(logits.reshape(-1, logits.shape[-1]))
+
+
+def _widened(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
+
+
+# ---------------------------------------------------------------- what a model returns
+
+
+class Output(NamedTuple):
+    """The parts of a model's output that determine the loss."""
+
+    loss: Tensor | None
+    logits: Tensor | None
+
+
+def read_output(output: Any, *, labelled: bool = False) -> Output:
+    """Reads loss and logits: a scalar is a loss, another tensor logits; an object or mapping names them, a
+    tuple has them in this order. A model that was given labels (`labelled`) may have them the other way
+    round, as nanoGPT's.
+    """
+    if isinstance(output, Tensor):
+        return Output(None, output) if output.dim() else Output(output, None)
+    if isinstance(output, (tuple, list)) and output and not hasattr(output, "logits"):
+        first = read_output(output[0])
+        second = output[1] if len(output) > 1 and isinstance(output[1], Tensor) else None
+        if first.loss is not None and second is not None and second.dim() > 1:
+            return Output(first.loss, second)
+        if labelled and first.loss is None and second is not None and second.dim() == 0:
+            return Output(second, first.logits)
+        return first
+    get = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)
+    loss, logits = get("loss"), get("logits")
+    if isinstance(loss, Tensor) or (loss is None and isinstance(logits, Tensor)):
+        return Output(loss, logits if isinstance(logits, Tensor) else None)
+    raise ConfigError(
+        f"the model returned a {type(output).__name__} without a tensor as loss or logits.",
+        "return logits, a loss, or an object or dictionary with either; --train.loss computes the loss from "
+        "any output",
+    )
+
+
+# ---------------------------------------------------------------- a loss of the user
 
 
 @dataclass(frozen=True)
@@ -80,30 +235,20 @@ class CustomLoss:
                 f"it is called with (output, batch); output is {_described(output)}, batch has "
                 f"{', '.join(batch)}",
             ) from error
-        losses, weights = self._checked(returned, len(valid))
-        weights = torch.where(valid.view(-1, *[1] * (losses.dim() - 1)), weights.detach(), 0)
-        losses = losses if losses.dtype == torch.float64 else losses.float()
-        # Not a product alone: 0 times an infinity is NaN.
-        return torch.where(weights != 0, losses, 0) * weights, weights
-
-    def _checked(self, returned: Any, rows: int) -> tuple[Tensor, Tensor]:
         pair = isinstance(returned, tuple) and len(returned) == 2
         losses, weights = returned if pair else (returned, None)
-        fault = ""
-        if not isinstance(losses, Tensor) or not losses.is_floating_point():
-            fault = f"returned {_described(returned)}"
-        elif not losses.dim() or len(losses) != rows:
-            fault = f"returned losses of the shape {tuple(losses.shape)} for {rows} samples"
-        elif weights is not None and getattr(weights, "shape", None) != losses.shape:
-            fault = f"returned losses of the shape {tuple(losses.shape)} and {_described(weights)} as weights"
-        elif torch.is_grad_enabled() and not losses.requires_grad:
-            fault = "returned losses without a gradient"
-        if fault:
-            hint = f"return a loss for each sample or token, with its gradient: {EXAMPLE}"
-            raise ConfigError(f"{FLAG} {self.path} {fault}.", hint)
-        if weights is None:
-            return losses, torch.ones_like(losses, requires_grad=False)
-        return losses, weights.to(losses.dtype if losses.dtype == torch.float64 else torch.float32)
+        each = isinstance(losses, Tensor) and losses.is_floating_point() and losses.shape[:1] == valid.shape
+        if not each or (weights is not None and getattr(weights, "shape", None) != losses.shape):
+            more = "" if weights is None else f" and {_described(weights)} as weights"
+            raise ConfigError(
+                f"{FLAG} {self.path} returned {_described(losses)}{more} for {len(valid)} samples.",
+                f"return a loss for each sample or token, and weights of its shape: {EXAMPLE}",
+            )
+        losses = _widened(losses)
+        weights = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
+        weights = torch.where(valid.view(-1, *[1] * (losses.dim() - 1)), weights, 0)
+        # Not a product alone: 0 times an infinity is NaN.
+        return torch.where(weights != 0, losses, 0) * weights, weights
 
 
 def load_loss(path: str) -> CustomLoss | None:
@@ -129,6 +274,16 @@ def _described(value: Any) -> str:
 
 # ---------------------------------------------------------------- the rule
 
+TRAINED = {
+    "custom": "--train.loss {}, the mean over its weights",
+    "logits": "the cross entropy of the logits, the mean over the global batch's {}",
+    "more": "the cross entropy of the logits, the mean over the global batch's {}. The model adds to it what "
+    "aux_loss shows (a router's loss), for each rank's micro-batch, weighed by rows: it depends on the "
+    "number of ranks and on --train.micro_batch",
+    "own": "the loss that the model returns for each rank's micro-batch, {}. One that compares rows (as "
+    "CLIP's) or is no mean depends on the number of ranks and on --train.micro_batch: docs/models.md",
+}
+
 
 class LossFunction:
     """Calls a model with the arguments of its forward. Created before sharding, which replaces forward."""
@@ -152,34 +307,32 @@ class LossFunction:
         self._signature = inspect.signature(model.forward)
         parameters = self._signature.parameters
         self._accepts = set(parameters)
-        self._optional = {name for name, p in parameters.items() if p.default is not p.empty}
         self._accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._dtype: torch.dtype | None = None
-        self._decodes_labels = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self._entropy = None if custom is not None else maybe_entropy(model)
-        self._of_all_rows: dict[bool, bool] = {}
-        """In training and in evaluation, from the first call: whether the output has a loss of all rows that
-        neither class nor signature announce."""
-        self.counts_tokens = False
-        """Known after the first call: whether a batch is weighted by unmasked tokens, not by samples."""
+        self._cuts_padding = custom is None and not type(model).__module__.startswith("fsdp.models.")
+        self._withheld: set[str] = set()
+        """Labels that the model need not receive: a user's loss replaces the one that it would compute."""
+        if custom is not None and not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            optional = {name for name, p in parameters.items() if p.default is not p.empty}
+            self._withheld = set(LABELS) & (optional | {"labels"} - self._accepts)
         self.per_row = False
         """Set by a run that needs the loss of each row: that of a mixture."""
+        self.counts_tokens = False
+        """Of the last call: whether a batch is weighed by unmasked tokens, not by samples."""
         self.classifies = False
-        """Known after the first call: whether the model returns logits, so that accuracy is defined."""
+        """Of the last call: whether the model returns logits, so that accuracy is defined."""
         self.adds = False
-        """Known after the first call: whether the model adds to its cross entropy (see 2 above)."""
-        self._trained = "" if custom is None else f"--train.loss {custom.path}, the mean over its weights"
+        """Of the last call in training: whether the model adds to its cross entropy (see 2 above)."""
+        self._how = ""
 
     @property
     def objective(self) -> str:
         """What is trained, in words. Known after the first call in training."""
-        more = ""
-        if self.adds:
-            more = (
-                ". The model adds to it what aux_loss shows (a router's loss), for each rank's micro-batch, "
-                "weighed by rows: it depends on the number of ranks and on --train.micro_batch"
-            )
-        return f"trained: {self._trained}{more}."
+        if self.custom is not None:
+            return f"trained: {TRAINED['custom'].format(self.custom.path)}."
+        kind = "own" if self._how else "more" if self.adds else "logits"
+        return f"trained: {TRAINED[kind].format(self._how or self.unit)}."
 
     @property
     def unit(self) -> str:
@@ -196,63 +349,41 @@ class LossFunction:
         valid_rows: int,
         items: Callable[[], float] | None = None,
     ) -> LossParts:
-        """`valid` marks the first `valid_rows` rows. The others are padding and add nothing: their targets
-        are masked, or they are cut off where the model computes a loss of its own or adds one. `items`: the
+        """`valid` marks the first `valid_rows` rows. The others are padding and add nothing. `items`: the
         weight of the global batch, in training.
         """
         if self.custom is not None:
-            output = self._call(model, data, withheld=self._unread)
-            losses, weights = self.custom.weighted(output, data, valid)
+            losses, weights = self.custom.weighted(self._call(model, data), data, valid)
             rows = (row_sums(losses), row_sums(weights)) if self.per_row else None
             return LossParts(losses.sum(), None, weights.sum(dtype=torch.float64), rows)
-        received, training = self.gives_labels(data), torch.is_grad_enabled()
-        announced = "targets" not in data or bool(received) if self._entropy is None else self._entropy.routes
-        if announced or self._of_all_rows.get(training):
+        if self._cuts_padding:
             rows_kept = max(valid_rows, 1)  # one row without weight, where there is no other
             data, valid = {name: value[:rows_kept] for name, value in data.items()}, valid[:rows_kept]
-            return self._once(model, data, valid, received, items)[0]
-        first = training not in self._of_all_rows
-        streams = _random_streams(valid.device) if first else None
-        parts, of_all_rows = self._once(model, data, valid, received, items)
-        self._of_all_rows[training] = of_all_rows
-        if first and of_all_rows:
-            # On every rank, with padding or without: each forward gathers. Its draws are the first one's, as
-            # in a run whose first call was earlier.
-            assert streams is not None
-            _set_random_streams(valid.device, streams)
-            return self(model, data, valid, valid_rows, items)
-        return parts
-
-    def _once(
-        self,
-        model: nn.Module,
-        data: Mapping[str, Tensor],
-        valid: Tensor,
-        received: str,
-        items: Callable[[], float] | None,
-    ) -> tuple[LossParts, bool]:
-        """One forward; whether its loss is of all rows, those that are masked too."""
-        name = self._label_name(data)
+        name, passed = self._label_name(data), self.gives_labels(data)
         if self._entropy is not None and name and not data[name].is_floating_point():
-            parts = self._of_transformers(self._entropy, model, data, name, valid)
-            return parts, parts.auxiliary is not None
+            return self._of_transformers(self._entropy, model, data, name, valid)
         if self._head is not None:
-            if received:
-                raise self._head.refusal(f"the model computes a loss of its own from {received}")
-            return self._from_logits(model, data, _targets(data), valid)[0], False
-        labels = data[received] if received else None
-        self.counts_tokens = labels is not None and labels.dim() > 1 and not labels.is_floating_point()
-        whole = self._items(labels, valid, items) if ITEMS in self._accepts else None
-        output = read_output(self._call(model, data, whole), labelled=bool(received))
+            if passed:
+                raise self._head.refusal(f"the model computes a loss of its own from {passed}")
+            return self._from_logits(model, data, _targets(data), valid)[0]
+        labels = data[passed] if passed else None
+        self.counts_tokens = labels is not None and _are_tokens(labels)
+        total: Tensor | None = None
+        if ITEMS in self._accepts:
+            # The weight of the global batch; of this one outside of training.
+            total = self._weight(labels, valid).clamp(min=1)
+            total = total if items is None else torch.full((), int(items()), device=valid.device)
+        output = read_output(self._call(model, data, total), labelled=bool(passed))
         if output.loss is not None:
-            return self._own(output, output.loss, labels, valid, whole), True
-        return self._parts(output, _targets(data), valid), False
+            return self._own(output, output.loss, labels, valid, total)
+        return self._parts(output, _targets(data), valid)
 
     def _of_transformers(
         self, entropy: HfEntropy, model: nn.Module, data: Mapping[str, Tensor], name: str, valid: Tensor
     ) -> LossParts:
         labels = data[name]
-        targets = next_labels(labels) if self.shifts(data) else labels
+        # Shifting labels copies less than slicing logits.
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED) if self.shifts(data) else labels
         with entropy.left_out():
             parts, output = self._from_logits(model, {**data, "labels": labels}, targets, valid)
         # Without a gradient it is the 0 that stands for the cross entropy.
@@ -270,60 +401,41 @@ class LossFunction:
         masked = mask_padding(targets, valid)
         with self._head.summing(masked, per_target=self.per_row):
             output = read_output(self._call(model, data))
-        self._note_logits(targets, "classes last")
+        self.counts_tokens, self.classifies = targets.dim() > 1, True
         sums = self._head.take(output.loss, output.logits)
         rows = None if sums.losses is None else (row_sums(sums.losses), row_sums(masked != IGNORED))
         return LossParts(sums.loss_sum, sums.correct, rows=rows), output
 
     def _parts(self, output: Output, targets: Tensor, valid: Tensor) -> LossParts:
         assert output.logits is not None
-        second = class_dimension(output.logits, targets) == 1
-        self._note_logits(targets, f"classes {'in dimension 1' if second else 'last'}")
+        self.counts_tokens, self.classifies = targets.dim() > 1, True
         more: Any = {"per_row": self.per_row, "summed": self._summed, "z_loss": self._z_loss}
         return cross_entropy_parts(output.logits, targets, valid, **more)
 
-    def _note_logits(self, targets: Tensor, where: str) -> None:
-        self.counts_tokens, self.classifies = targets.dim() > 1, True
-        mean = f"the mean over the global batch's {self.unit}"
-        self._trained = f"the cross entropy of the logits ({where}), {mean}"
-
     def _own(
-        self, output: Output, loss: Tensor, labels: Tensor | None, valid: Tensor, whole: Tensor | None
+        self, output: Output, loss: Tensor, labels: Tensor | None, valid: Tensor, total: Tensor | None
     ) -> LossParts:
-        check_one_number(loss)
-        if self._z_loss:
-            raise ConfigError(
-                f"--train.z_loss {self._z_loss:g} needs logits: the model returns a loss of its own, "
-                "which is trained as it is.",
-                "--train.z_loss 0",
-            )
-        where = None
+        fault = f"has the shape {tuple(loss.shape)}, not that of one number" if loss.dim() else ""
+        if fault or self._z_loss:
+            fault = fault or f"is trained as it is: --train.z_loss {self._z_loss:g} needs logits"
+            hint = "return loss.mean()" if loss.dim() else "--train.z_loss 0"
+            raise ConfigError(f"the model's own loss {fault}.", hint)
+        dimension = None
         if labels is not None and output.logits is not None and not labels.is_floating_point():
-            where = class_dimension(output.logits, labels)
-        if whole is None:
-            self.counts_tokens = self.counts_tokens and where is not None
+            dimension = class_dimension(output.logits, labels)
+        if total is None:
+            self.counts_tokens = self.counts_tokens and dimension is not None
             weight = self._weight(labels, valid)
-            how = f"weighed by {'labels' if self.counts_tokens else 'rows'}"
+            self._how = f"weighed by {'labels' if self.counts_tokens else 'rows'}"
         else:
-            weight, how = valid.any() * whole, f"divided by {ITEMS}, added up"
-        self._trained = (
-            f"the loss that the model returns for each rank's micro-batch, {how}. One that compares rows (as "
-            "CLIP's) or is no mean depends on the number of ranks and on --train.micro_batch: docs/models.md"
-        )
+            weight, self._how = valid.any() * total, f"divided by {ITEMS}, added up"
         correct = None
-        if labels is not None and output.logits is not None and where is not None and labels.dim() == 1:
+        if labels is not None and output.logits is not None and dimension is not None and labels.dim() == 1:
             self.classifies = True
             if not torch.is_grad_enabled():
-                correct = ((output.logits.argmax(where) == labels) & valid).sum()
-        loss = loss if loss.dtype == torch.float64 else loss.float()
+                correct = ((output.logits.argmax(dimension) == labels) & valid).sum()
         # Not a product alone: the mean over no label is NaN.
-        return LossParts(torch.where(weight != 0, loss, 0) * weight, correct)
-
-    def _items(self, labels: Tensor | None, valid: Tensor, items: Callable[[], float] | None) -> Tensor:
-        """num_items_in_batch: the weight of the global batch, or of this one outside of training."""
-        if items is not None:
-            return torch.full((), int(items()), device=valid.device)
-        return self._weight(labels, valid).clamp(min=1)
+        return LossParts(torch.where(weight != 0, _widened(loss), 0) * weight, correct)
 
     def _weight(self, labels: Tensor | None, valid: Tensor) -> Tensor:
         if labels is None or not self.counts_tokens:
@@ -335,16 +447,10 @@ class LossFunction:
         """Returns the name under which the model receives its labels; empty if it receives none."""
         return next((name for name in LABELS if name in data and self._passes(name)), "")
 
-    @property
-    def _unread(self) -> set[str]:
-        """Labels that the model need not receive: a user's loss replaces the one that it would compute."""
-        return set() if self._decodes_labels else set(LABELS) & (self._optional | {"labels"} - self._accepts)
-
     def _label_name(self, data: Mapping[str, object]) -> str:
         """The data that a loss is weighed by."""
-        if self._entropy is not None:
-            return next((name for name in LABELS if name in data), "")
-        return self.gives_labels(data) or next((n for n in ("targets", "labels") if n in data), "")
+        order = LABELS if self._entropy is not None else (self.gives_labels(data), "targets", "labels")
+        return next((name for name in order if name in data), "")
 
     def shifts(self, data: Mapping[str, object]) -> bool:
         """Whether the first label of each row is unused."""
@@ -358,21 +464,16 @@ class LossFunction:
     def _passes(self, name: str) -> bool:
         return name in self._accepts or (self._accepts_all and name != "targets")
 
-    def _call(
-        self,
-        model: nn.Module,
-        data: Mapping[str, Tensor],
-        whole: Tensor | None = None,
-        withheld: Collection[str] = (),
-    ) -> Any:
+    def _call(self, model: nn.Module, data: Mapping[str, Tensor], total: Tensor | None = None) -> Any:
         known = self._dtype is not None
         if not known:
             # At the first call, before any group is gathered in the dtype of computation. FSDP casts inputs
             # only if it computes in another dtype than is stored; of frozen parameters in bf16 the widest is.
             self._dtype = widest_floating(p.dtype for p in model.parameters())
         cast = {n: x.to(self._dtype) if x.is_floating_point() else x for n, x in data.items()}
-        extra = {n: x for n, x in cast.items() if n != "inputs" and n not in withheld and self._passes(n)}
-        extra |= {} if whole is None else {ITEMS: whole}
+        withheld = self._withheld | {"inputs"}
+        extra = {n: x for n, x in cast.items() if n not in withheld and self._passes(n)}
+        extra |= {} if total is None else {ITEMS: total}
         if not known:
             try:
                 self._signature.bind(cast["inputs"], **extra)
@@ -384,17 +485,6 @@ class LossFunction:
         return model(cast["inputs"], **extra)
 
 
-def _random_streams(device: torch.device) -> list[Tensor]:
-    streams = [torch.get_rng_state()]
-    return [*streams, torch.cuda.get_rng_state(device)] if device.type == "cuda" else streams
-
-
-def _set_random_streams(device: torch.device, streams: list[Tensor]) -> None:
-    torch.set_rng_state(streams[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(streams[1], device)
-
-
 def _targets(data: Mapping[str, Tensor]) -> Tensor:
     if "targets" not in data:
         raise ConfigError(
@@ -403,3 +493,13 @@ def _targets(data: Mapping[str, Tensor]) -> Tensor:
             "targets, the token after each of inputs; labels are for a model whose forward takes them",
         )
     return data["targets"]
+
+
+def check_has_gradient(loss: Tensor) -> None:
+    """Raises ConfigError if a micro-batch's loss has no gradient. It may be one rank's alone."""
+    if not loss.requires_grad:
+        raise ConfigError(
+            "the loss does not depend on a trained parameter, so that it has no gradient.",
+            "compute it without .detach(), .item() and torch.no_grad(), from parameters that are not frozen",
+            scope="rank",
+        )

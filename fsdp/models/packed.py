@@ -1,9 +1,10 @@
-"""Attention within each document of a packed row.
+"""Attention within each document of a packed row, and checks of models that get packed rows.
 
 A row's `position_ids` start again where a document does: the form in which transformers reads packed rows.
 On CUDA in half precision torch.nn.attention.varlen gets the documents one by one; elsewhere a mask of
-[length, length] blocks other documents. Not here: how rows are packed (fsdp/data/packing.py), or the check
-of a model by its output (checks.py).
+[length, length] blocks other documents. A model may take position_ids while its attention crosses the
+documents, as transformers' OPT, Falcon and XGLM do: it trains without an error, and is checked by its output.
+Not here: how rows are packed (fsdp/data/packing.py).
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from fsdp.base.errors import ConfigError
+from fsdp.models.hf_settings import text_config
 
 POSITIONS = "position_ids"
+PACKED = "packed"
+"""The fact of data whose samples hold several documents, with position_ids."""
+WHOLE_ROWS = "--data.args.rows document"
 VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 VARLEN_HEAD_DIM = 256
 
@@ -117,3 +124,56 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
     batch, _, length, _ = q.shape
     y: Tensor = kernel(*flat, bounds, bounds, length, length, **settings)
     return y.unflatten(0, (batch, length)).transpose(1, 2)
+
+
+# ---------------------------------------------------------------- checks
+
+
+def check_positions(model: nn.Module, name: str, facts: Mapping[str, Any]) -> None:
+    """Checks that the forward of a model takes position_ids, if the data have them."""
+    if facts.get(PACKED) and POSITIONS not in inspect.signature(model.forward).parameters:
+        raise ConfigError(
+            f"--model.name {name}: the forward of {type(model).__name__} has no parameter {POSITIONS}, "
+            "without which attention crosses the documents of packed rows.",
+            WHOLE_ROWS,
+        )
+
+
+def check_chunks(model: nn.Module, name: str, length: int) -> None:
+    """Refuses attention in chunks by a token's place in its row, as Llama 4's: they cut documents."""
+    chunk = getattr(text_config(model), "attention_chunk_size", None)
+    if chunk and chunk < length:
+        raise ConfigError(
+            f"--model.name {name} attends in chunks of {chunk} tokens of a row (attention_chunk_size), which "
+            f"would cut the documents of packed rows of {length}.",
+            f"{WHOLE_ROWS}, or --data.seq_len {chunk}",
+        )
+
+
+def check_documents_apart(
+    logits_of: Callable[[Tensor, Tensor], Tensor | None], tokens: Tensor, model: nn.Module, name: str
+) -> None:
+    """Checks that the logits of a row's second document keep their bits when the tokens of the first
+    change. A mixture of experts may compute them in another order: it has a bound.
+    """
+    length = tokens.shape[1]
+    half = length // 2
+    if not half:
+        return
+    positions = torch.cat([torch.arange(half), torch.arange(length - half)]).to(tokens.device)
+    positions = positions.expand_as(tokens)
+    changed = torch.where(tokens > 0, tokens - 1, 1)
+    changed = torch.cat([changed[:, :half], tokens[:, half:]], dim=1)
+    before, after = logits_of(tokens, positions), logits_of(changed, positions)
+    if before is None or after is None or before.dim() < 3:
+        return
+    # By the names of modules: the field of a configuration differs from model to model.
+    experts = any("expert" in name.lower() for name, _ in model.named_modules())
+    bound = 16 * torch.finfo(before.dtype).eps * float(before.abs().max()) if experts else 0.0
+    difference = float((before[:, half:].double() - after[:, half:].double()).abs().max())
+    if not difference <= bound:
+        raise ConfigError(
+            f"--model.name {name} takes {POSITIONS}, but its attention crosses the documents of packed rows: "
+            f"logits of one document change by {difference:.3g} with the tokens of another.",
+            WHOLE_ROWS,
+        )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.core import ConvertedModule
-from fsdp.models.factory import BuiltIn, Fact, check_multiple
+from fsdp.models.factory import BuiltIn, check_multiple
 from fsdp.models.init import Constant, Init, Normal, draw_parameters
 from fsdp.models.packed import Documents, documents_of
 from fsdp.models.units import LARGE_LAYER
@@ -246,16 +246,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "llama-70b": _LLAMA_70B,
 }
 
-BUILT_IN = BuiltIn(
-    sizes=TransformerSizes,
-    presets=PRESETS,
-    reads="vocab_size",
-    facts={
-        "vocab_size": Fact("vocab_size", "{} different tokens"),
-        "max_seq_len": Fact("seq_len", "{} tokens a sample"),
-    },
-    build=Transformer,
-)
+BUILT_IN = {
+    "transformer": BuiltIn(
+        sizes=TransformerSizes,
+        presets=PRESETS,
+        reads="vocab_size",
+        facts={"vocab_size": "vocab_size", "max_seq_len": "seq_len"},
+        build=Transformer,
+    )
+}
 
 
 # ---------------------------------------------------------------- in transformers' format

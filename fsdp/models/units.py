@@ -2,7 +2,7 @@
 
 A unit is a list of modules whose parameters are gathered together; parameters in no unit belong to the root.
 Only the selection is here, on plain modules; fsdp/parallel/shard.py shards the units. And the names of a
-model's tensors: all names of a tied one, and names without those of wrappers.
+model's tensors: all names of a tied one, and names without those of wrappers; and of modules that hold more.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import nearest
 from fsdp.base.torch_private import WRAPPER_NAMES
+from fsdp.base.torch_private.core import tree_leaves
 
 Unit = list[nn.Module]
 
@@ -295,3 +296,38 @@ def clean_name(name: str, *, ddp: bool = False) -> str:
     if ddp:
         name = name.removeprefix("module.")
     return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES)
+
+
+# ---------------------------------------------------------------- modules that hold more
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes of every module, such as its dictionaries of parameters and buffers."""
+
+
+def kept_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that modules keep as plain attributes, or in lists and dictionaries: they are not moved or
+    saved.
+    """
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, (Tensor, list, tuple, dict)) and key not in _OF_MODULES:
+                tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+                yield from ((f"{name + '.' if name else ''}{key}", leaf) for leaf in tensors)
+
+
+def batch_norms(model: nn.Module) -> list[str]:
+    """The names of modules whose result depends on how a global batch is split over ranks and micro-batches.
+    transformers and timm have classes of their own with BatchNorm as a base.
+    """
+    return [name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)]
+
+
+def extra_states(model: nn.Module) -> list[str]:
+    """The names of modules with a state beside parameters and buffers, which no checkpoint restores."""
+    plain = nn.Module.get_extra_state
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not plain
+    ]

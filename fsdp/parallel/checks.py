@@ -21,6 +21,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -41,9 +42,9 @@ from fsdp.base.torch_private.fsdp import (
 )
 from fsdp.config import MemorySection
 from fsdp.dist.collectives import all_gather_objects, cut_of, local_tensor, shard_count
-from fsdp.models.checks import frames, kept_tensors, misfit, stale_reference
+from fsdp.models.hf_settings import IGNORED
 from fsdp.models.init import Constant, Init
-from fsdp.models.units import clean_name
+from fsdp.models.units import clean_name, kept_tensors
 from fsdp.parallel.compute import refused_attention
 
 log = logging.getLogger(__name__)
@@ -349,3 +350,42 @@ def _refused_parameter(error: Exception, root: nn.Module) -> ConfigError | None:
         "--mesh.wrap root gathers all parameters at once; --mesh.wrap class:NAME makes a unit of the class "
         "whose forward computes with it",
     )
+
+
+def misfit(error: Exception, model: nn.Module) -> ConfigError | None:
+    """Returns a ConfigError if a forward or its loss failed because of indices out of range or targets that
+    are not classes; None for other errors. It concerns one rank: others have other samples.
+    """
+    losses = (torch.nn.functional.cross_entropy.__code__, torch.nn.functional.nll_loss.__code__)
+    for frame in frames(error):
+        owner, values = frame.f_locals.get("self"), frame.f_locals.get("input")
+        if isinstance(owner, nn.Embedding) and isinstance(values, Tensor):
+            name = next((name for name, module in model.named_modules() if module is owner), "an embedding")
+            what, indices, rows = f"{name} of the model is read", values, owner.num_embeddings
+            hint = "ids from 0; more rows there, or fewer tokens in the data (--data.seq_len)"
+        elif frame.f_code in losses:
+            what, indices, rows = "a target is", frame.f_locals["target"], frame.f_locals["input"].shape[-1]
+            hint = f"whole targets from 0, or {IGNORED}; a model with more classes, or its own loss"
+        else:
+            continue
+        counted = indices[indices != IGNORED]
+        if indices.is_floating_point():
+            return ConfigError(f"{what} {indices.dtype}, not the index of a class.", hint, scope="rank")
+        wrong = counted[(counted < 0) | (counted >= rows)]
+        if wrong.numel():
+            return ConfigError(f"{what} at {int(wrong[0])}, beyond 0 to {rows - 1}.", hint, scope="rank")
+    return None
+
+
+def stale_reference(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name} keeps parameters as they were before sharding, which replaces them.",
+        "nn.ParameterList or nn.ParameterDict in its place, or look them up in forward: self.layer.weight",
+    )
+
+
+def frames(error: Exception) -> Iterator[FrameType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next

@@ -187,7 +187,7 @@ def refuse_random(job: Job) -> None:
     """ConfigError for dropout and BatchNorm: their results depend on how a batch is split."""
     from torch import nn
 
-    from fsdp.models.checks import batch_norms
+    from fsdp.models.units import batch_norms
     from fsdp.run.job import meta_model
 
     model = meta_model(job.spec)

@@ -29,10 +29,9 @@ from fsdp.dist.collectives import tensors_in
 from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.models import to_empty
 from fsdp.models.chunked_loss import maybe_chunked
-from fsdp.models.cross_entropy import summed_entropy
 from fsdp.models.factory import blame
 from fsdp.models.hf_settings import group_experts
-from fsdp.models.loss import LossFunction, load_loss
+from fsdp.models.loss import LossFunction, load_loss, summed_entropy
 from fsdp.models.units import blocks_of
 from fsdp.optim.gradients import LossScaler
 from fsdp.optim.optimizer import build_optimizer, is_custom, update_of

@@ -110,7 +110,7 @@ def _stand_in(model: ModelSection, data: DataSection) -> DataSection | None:
         preset = PRESETS.get(model.preset or next(iter(PRESETS)), {})
         return _tokens(data, {"vocab_size": 256, **preset, **model.args}["vocab_size"])
     if model.name == "vit" and (model.preset or model.args):
-        from fsdp.models.vit import PRESETS as SIZES
+        from fsdp.models.vision import PRESETS as SIZES
 
         sizes: dict[str, Any] = {**SIZES.get(model.preset or "small", {}), **model.args}
         return _images({n: sizes[n] for n in ("image_size", "channels", "num_classes") if n in sizes})

@@ -32,10 +32,10 @@ from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.dist.process_group import process_group
 from fsdp.models import ModelSpec, resolve
-from fsdp.models.cross_entropy import read_output
 from fsdp.models.factory import PREFIX
 from fsdp.models.hf import KERNELS
 from fsdp.models.init import persistent
+from fsdp.models.loss import read_output
 from fsdp.models.units import all_names, first_names
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import Sharded, shard_model, sharding_of

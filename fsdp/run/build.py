@@ -34,10 +34,9 @@ from fsdp.dist.mesh import build_mesh, data_rank
 from fsdp.dist.process_group import process_group
 from fsdp.dist.stop import Stopper
 from fsdp.memory.account import OomContext
-from fsdp.models.cross_entropy import remarks, summed_entropy
-from fsdp.models.hf_settings import group_experts
+from fsdp.models.hf_settings import group_experts, remarks
 from fsdp.models.init import to_empty
-from fsdp.models.loss import CustomLoss, LossFunction
+from fsdp.models.loss import CustomLoss, LossFunction, summed_entropy
 from fsdp.models.packed import POSITIONS
 from fsdp.optim.optimizer import StateStore, apply_hyperparameters, build_optimizer
 from fsdp.optim.state import TrainState

@@ -23,22 +23,16 @@ from fsdp.data.registry import with_model_tokenizer
 from fsdp.dist.mesh import BatchPlan, MeshSizes, plan_batch, resolve
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
-from fsdp.models.checks import (
-    batch_norms,
-    check_parameters,
-    extra_states,
-    kept_tensors,
-    make_contiguous,
-    stale_reference,
-)
-from fsdp.models.hf_settings import select_experts_kernel, turn_caches_off
+from fsdp.models.factory import check_parameters
+from fsdp.models.hf_settings import make_contiguous, select_experts_kernel, turn_caches_off
 from fsdp.models.init import seeded, to_empty
 from fsdp.models.lora import apply_lora, freeze
 from fsdp.models.loss import CustomLoss, load_loss
+from fsdp.models.units import batch_norms, extra_states, kept_tensors
 from fsdp.optim.optimizer import load_factory
 from fsdp.optim.schedule import Schedule
 from fsdp.optim.state import TrainState
-from fsdp.parallel.checks import check_device
+from fsdp.parallel.checks import check_device, stale_reference
 from fsdp.parallel.comm import check_divide
 from fsdp.parallel.compute import check_attention, check_float8, check_float8_tokens
 from fsdp.parallel.shard import Dtypes, Sharding, resolve_dtypes, sharding_of

@@ -16,9 +16,7 @@ from torch import Tensor
 from fsdp.base.errors import ConfigError
 from fsdp.data.types import Batch, DataInfo, StepBatch
 from fsdp.dist.collectives import Sum, call_after_backward
-from fsdp.models.checks import check_has_gradient
-from fsdp.models.cross_entropy import LossParts
-from fsdp.models.loss import LABELS, LossFunction
+from fsdp.models.loss import LABELS, LossFunction, LossParts, check_has_gradient
 from fsdp.models.units import clean_name
 from fsdp.optim.gradients import Gradients, InTurn, LossScaler, Verdicts
 from fsdp.optim.optimizer import set_lr

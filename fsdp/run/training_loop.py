@@ -23,9 +23,8 @@ from fsdp.data.loader import read_batch
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import data_rank
 from fsdp.dist.stop import Stopper
-from fsdp.models.cross_entropy import read_output
 from fsdp.models.init import seed_streams
-from fsdp.models.loss import LossFunction
+from fsdp.models.loss import LossFunction, read_output
 from fsdp.models.packed import POSITIONS
 from fsdp.optim.gradients import InTurn, LossScaler, Verdicts
 from fsdp.optim.optimizer import StateCheck, is_custom
@@ -184,7 +183,7 @@ class TrainingLoop:
         """Whether attention stays within the documents of packed rows: two forwards of one or two samples,
         the same on every rank. Collective. Not with float8: its scales depend on every token.
         """
-        from fsdp.models.checks import PACKED, check_chunks, check_documents_apart
+        from fsdp.models.packed import PACKED, check_chunks, check_documents_apart
 
         info, name, sharded = self.job.data.info, self.job.spec.name, self.sharded
         if not info.facts.get(PACKED):

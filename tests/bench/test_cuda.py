@@ -17,8 +17,8 @@ from fsdp.base.digest import digest_shard
 from fsdp.config import OptimSection
 from fsdp.models import init
 from fsdp.models.chunked_loss import ChunkedHead
-from fsdp.models.cross_entropy import summed_entropy
 from fsdp.models.init import BLOCK, Normal, draw
+from fsdp.models.loss import summed_entropy
 from fsdp.optim.optimizer import build_optimizer
 from tests.support.plain_loop import relative_difference
 

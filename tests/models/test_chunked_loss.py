@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.core import prepare_torchvision
 from fsdp.models.chunked_loss import ChunkedHead
-from fsdp.models.cross_entropy import LossParts
-from fsdp.models.loss import LossFunction
+from fsdp.models.loss import LossFunction, LossParts
 from fsdp.models.transformer import Transformer, TransformerSizes
 
 SIZES = TransformerSizes(vocab_size=37, width=16, layers=1, heads=2, max_seq_len=9)
@@ -180,7 +179,7 @@ class OwnLoss(Biased):
     [
         (Capped(), "the model's forward changes the logits of lm_head, and the loss is computed there"),
         (Unused(), "the model's forward does not call lm_head"),
-        (Last(), r"lm_head receives \(3, 1\) positions for targets of \(3, 9\)"),
+        (Last(), r"lm_head receives \(2, 1\) positions for targets of \(2, 9\)"),
         (OwnLoss(), "the model computes a loss of its own from targets"),
     ],
 )

@@ -136,9 +136,9 @@ def test_padding_and_what_is_masked_add_nothing_even_if_infinite() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mean", "returned losses of the shape () for "),
-        ("other_rows", "returned losses of the shape (1,) for "),
-        ("other_weights", "returned losses of the shape ("),
+        ("mean", "returned a tensor of () in "),
+        ("other_rows", "returned a tensor of (1,) in "),
+        ("other_weights", "returned a tensor of (6,) in "),
         ("detached", "returned losses without a gradient"),
         ("words", "returned a str"),
         ("misspelt", "failed: KeyError: 'target' ("),

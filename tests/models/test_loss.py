@@ -13,14 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.models.cross_entropy import Output as Found
-from fsdp.models.cross_entropy import (
-    TokenCounts,
-    count_tokens,
-    cross_entropy_parts,
-    read_output,
-)
-from fsdp.models.loss import LossFunction
+from fsdp.models.loss import LossFunction, TokenCounts, count_tokens, cross_entropy_parts, read_output
+from fsdp.models.loss import Output as Found
 
 VALID = torch.tensor([True, True, False])
 INPUTS, TARGETS = torch.randn(3, 4), torch.tensor([1, 0, 2])
@@ -187,12 +181,12 @@ def test_pictures_have_their_classes_in_dimension_1_as_in_torch(sizes: tuple[int
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda x: x[:, 0], r"logits of the shape \(3,\) for targets of \(3,\)"),
+        (lambda x: x[:, 0], r"logits of the shape \(2,\) for targets of \(2,\)"),
         (lambda x: x.mean()[None], r"logits of the shape \(1,\)"),
-        (lambda x: {"loss": x[:, 0]}, r"the shape \(3,\), not that of one number"),
-        (lambda x: {"loss": 3.0}, "the model returned a float as loss"),
+        (lambda x: {"loss": x[:, 0]}, r"the shape \(2,\), not that of one number"),
+        (lambda x: {"loss": 3.0}, "without a tensor as loss"),
         (lambda x: {"loss": x.mean()[None]}, r"the shape \(1,\), not that of one number"),
-        (lambda x: x[:, :, None, None].expand(-1, -1, 3, 3), r"logits of the shape \(3, 5, 3, 3\)"),
+        (lambda x: x[:, :, None, None].expand(-1, -1, 3, 3), r"logits of the shape \(2, 5, 3, 3\)"),
     ],
 )
 def test_what_is_neither_logits_nor_one_number_is_refused_in_a_line(make: Any, said: str) -> None:

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.core import prepare_torchvision
 from fsdp.models import packed
-from fsdp.models.checks import check_documents_apart, check_positions
-from fsdp.models.cross_entropy import read_output
 from fsdp.models.hf_settings import select_experts_kernel
-from fsdp.models.packed import documents_of
+from fsdp.models.loss import read_output
+from fsdp.models.packed import check_documents_apart, check_positions, documents_of
 from fsdp.models.transformer import Transformer, TransformerSizes
 from tests.models import small_hf
 

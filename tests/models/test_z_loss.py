@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.models.chunked_loss import ChunkedHead
-from fsdp.models.cross_entropy import LossParts, cross_entropy_parts
-from fsdp.models.loss import LossFunction
+from fsdp.models.loss import LossFunction, LossParts, cross_entropy_parts
 from fsdp.models.transformer import Transformer, TransformerSizes
 from tests.support.runs import failures
 

@@ -17,8 +17,7 @@ import fsdp.models.loss
 import fsdp.run.build
 import fsdp.run.step
 from fsdp.dist.env import DistEnv
-from fsdp.models.cross_entropy import LossParts
-from fsdp.models.loss import LossFunction
+from fsdp.models.loss import LossFunction, LossParts
 from fsdp.optim.gradients import Gradients
 from fsdp.parallel.shard import Sharded
 from fsdp.parity.compare import ParityOptions, Row, train_rows

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fsdp.base.torch_private.core import prepare_torchvision
 from fsdp.config import ModelSection
 from fsdp.models import build_real, resolve
-from fsdp.models.cross_entropy import read_output
+from fsdp.models.loss import read_output
 from fsdp.models.transformer import Transformer, TransformerSizes
 from tests.data.test_documents import on_a_rank
 from tests.support.data_cache import own_cache as own_cache

@@ -1,6 +1,7 @@
-"""torchvision's VisionTransformer with its parameter names, its units and its initial values as data.
+"""Built-in models of pictures: torchvision's VisionTransformer with its parameter names, its units and its
+initial values as data, and two linear layers with a ReLU between.
 
-torchvision is imported only when a model is built. Not here: the model's code, which is torchvision's.
+torchvision is imported only when its model is built.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import relu
 
 from fsdp.base.torch_private.core import import_torchvision
-from fsdp.models.factory import BuiltIn, Fact, check_multiple
+from fsdp.models.factory import BuiltIn, check_multiple
 from fsdp.models.init import Constant, Init, Normal, Uniform
 
 
@@ -113,14 +115,50 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
-BUILT_IN = BuiltIn(
-    sizes=VitSizes,
-    presets=PRESETS,
-    reads="num_classes",
-    facts={
-        "image_size": Fact("image_size", "image_size {}", exact=True),
-        "channels": Fact("channels", "channels {}", exact=True),
-        "num_classes": Fact("num_classes", "{} classes"),
-    },
-    build=build,
-)
+
+@dataclass(frozen=True, kw_only=True)
+class MlpSizes:
+    in_features: int = 1024
+    hidden: int = 1024
+    classes: int = 10
+
+
+class Mlp(nn.Module):
+    """inputs [batch, …] → logits [batch, classes]."""
+
+    def __init__(self, sizes: MlpSizes) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(sizes.in_features, sizes.hidden)
+        self.output = nn.Linear(sizes.hidden, sizes.classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.output(relu(self.hidden(inputs.flatten(1))))
+
+    def param_inits(self) -> dict[str, Init]:
+        """As nn.Linear: weight and bias within ±1/√inputs."""
+        layers = {"hidden": self.hidden, "output": self.output}
+        return {
+            f"{name}.{part}": Uniform(1 / math.sqrt(layer.in_features))
+            for name, layer in layers.items()
+            for part in ("weight", "bias")
+        }
+
+
+BUILT_IN = {
+    "vit": BuiltIn(
+        sizes=VitSizes,
+        presets=PRESETS,
+        reads="num_classes",
+        facts={name: name for name in ("image_size", "channels", "num_classes")},
+        exact=("image_size", "channels"),
+        build=build,
+    ),
+    "mlp": BuiltIn(
+        sizes=MlpSizes,
+        presets={"base": {}},
+        reads="num_classes",
+        facts={"in_features": "pixels", "classes": "num_classes"},
+        exact=("in_features",),
+        build=Mlp,
+    ),
+}
