@@ -10,7 +10,6 @@ And --model.frozen: parameters selected by name patterns and frozen.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import functools
 import math
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.text import nearest
 from fsdp.config import LoraSection
 from fsdp.models.init import Constant, Init, Uniform
 from fsdp.models.units import blocks_of, find_units, names_by_tensor
@@ -106,34 +106,22 @@ def _keep_inits(model: nn.Module) -> None:
 
 
 def _targets(model: nn.Module, section: LoraSection) -> dict[str, nn.Module]:
-    # Layers that have adapters already are not targets.
-    layers: dict[str, Any] = {name: m for name, m in model.named_modules() if is_linear(m) and name}
-    shared = _shared(model)
-    if not patterns(section.targets):
-        return _inner(model, {name: m for name, m in layers.items() if m.weight not in shared}, section)
+    """By default the layers within the model's blocks, or all layers if it has none."""
+    # Layers that have adapters already are not targets, and a merge of a tied weight would change two.
+    named = names_by_tensor(model.named_parameters(remove_duplicate=False))
+    layers: dict[str, Any] = {
+        name: layer
+        for name, layer in model.named_modules()
+        if name and is_linear(layer) and len(named[layer.weight]) == 1  # type: ignore[index]
+    }
     # A bare name selects every layer of that name.
     wanted = [
         f"*.{pattern}" if fnmatch.filter(layers, f"*.{pattern}") and pattern not in layers else pattern
         for pattern in patterns(section.targets)
     ]
-    chosen = matching(wanted, list(layers), "--lora.targets", "linear layer (nn.Linear, Conv1D)")
-    for name in chosen:
-        if layers[name].weight in shared:
-            raise ConfigError(
-                f"--lora.targets matches {name}, whose weight is tied to another layer's: "
-                "a merge would change both.",
-                "leave it out of --lora.targets",
-            )
-    return {name: layers[name] for name in chosen}
-
-
-def _shared(model: nn.Module) -> set[Tensor]:
-    named = model.named_parameters(remove_duplicate=False)
-    return {parameter for parameter, names in names_by_tensor(named).items() if len(names) > 1}
-
-
-def _inner(model: nn.Module, layers: dict[str, nn.Module], section: LoraSection) -> dict[str, nn.Module]:
-    """Returns the default targets: the layers within the model's blocks, or all layers if it has none."""
+    if wanted:
+        kind = "untied linear layer (nn.Linear, Conv1D)"
+        return {name: layers[name] for name in matching(wanted, list(layers), "--lora.targets", kind)}
     inside = {module for block in blocks_of(find_units(model)) for module in block.modules()}
     chosen = {name: layer for name, layer in layers.items() if layer in inside} or layers
     if not chosen:
@@ -182,16 +170,16 @@ def patterns(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def matching(wanted: Sequence[str], names: Sequence[str], flag: str, what: str) -> list[str]:
+def matching(wanted: Sequence[str], names: Sequence[str], flag: str, kind: str) -> list[str]:
     """Returns the names that match a pattern, in the model's order; a pattern without a match is an error
     with similar names as its hint.
     """
     for pattern in wanted:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            wider = (form for form in (f"{pattern}.*", f"*.{pattern}") if fnmatch.filter(names, form))
-            similar = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
-            hint = f"{flag} {next(wider, ','.join(similar))}" if names else f"leave {flag} out"
-            raise ConfigError(f"{flag} {pattern} matches no {what} of this model (of {len(names)}).", hint)
+        if not fnmatch.filter(names, pattern):
+            wider = next((f for f in (f"{pattern}.*", f"*.{pattern}") if fnmatch.filter(names, f)), "")
+            otherwise = f"{flag} {wider or names[0]}" if names else f"leave {flag} out"
+            hint = otherwise if wider else nearest(pattern, names, f"{flag} {{}}", otherwise, cutoff=0.3)
+            raise ConfigError(f"{flag} {pattern} matches no {kind} of this model (of {len(names)}).", hint)
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)]
 
 
@@ -204,9 +192,7 @@ def freeze(model: nn.Module, text: str) -> list[str]:
     for name in frozen:
         named[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        first, dot, _ = frozen[0].partition(".")
         raise ConfigError(
-            f"{FROZEN} {text} leaves nothing to train.",
-            f"a narrower pattern: {FROZEN} {f'{first}.*' if dot else first}",
+            f"{FROZEN} {text} leaves nothing to train.", f"a narrower pattern: {FROZEN} {frozen[0]}"
         )
     return frozen

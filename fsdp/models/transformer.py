@@ -214,19 +214,11 @@ class Transformer(ConvertedModule):
 
 
 _LLAMA_8B = {
-    "vocab_size": 128_256,
-    "width": 4096,
-    "layers": 32,
-    "heads": 32,
-    "kv_heads": 8,
-    "ffn": 14_336,
-    "max_seq_len": 8192,
-    "rope_theta": 500_000.0,
+    **{"vocab_size": 128_256, "width": 4096, "layers": 32, "heads": 32, "kv_heads": 8},
+    **{"ffn": 14_336, "max_seq_len": 8192, "rope_theta": 500_000.0},
 }
 _LLAMA_70B = {**_LLAMA_8B, "width": 8192, "layers": 80, "heads": 64, "ffn": 28_672}
-
 _LLAMA_2 = {"vocab_size": 32_000, "max_seq_len": 4096}
-
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "toy": {"width": 128, "layers": 2, "heads": 4, "tied": True},
     "chapter": {"width": 512, "layers": 10, "heads": 8},
@@ -240,10 +232,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Llama 2's 7B and 13B: each head has keys and values of its own
     "7b": {**_LLAMA_2, "width": 4096, "layers": 32, "heads": 32, "ffn": 11_008},
     "13b": {**_LLAMA_2, "width": 5120, "layers": 40, "heads": 40, "ffn": 13_824},
-    "8b": _LLAMA_8B,
-    "llama-8b": _LLAMA_8B,
-    "70b": _LLAMA_70B,
-    "llama-70b": _LLAMA_70B,
+    **dict.fromkeys(("8b", "llama-8b"), _LLAMA_8B),
+    **dict.fromkeys(("70b", "llama-70b"), _LLAMA_70B),
 }
 
 BUILT_IN = {
@@ -266,15 +256,9 @@ SIZES = {
 }  # fmt: skip
 """Size of the transformer → field of config.json."""
 _BLOCK = {
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.o": "self_attn.o_proj",
-    "ffn.gate": "mlp.gate_proj",
-    "ffn.up": "mlp.up_proj",
-    "ffn.down": "mlp.down_proj",
+    **{"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
+    **{f"attention.{part}": f"self_attn.{part}_proj" for part in "qkvo"},
+    **{f"ffn.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
 }
 _OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 

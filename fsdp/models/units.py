@@ -54,15 +54,7 @@ def blocks_of(units: Sequence[Unit]) -> list[nn.Module]:
     return [module for unit in alike for module in unit if next(module.children(), None) is not None]
 
 
-def wrap_hint(model: nn.Module | None) -> str:
-    """--mesh.wrap with the classes of composite modules in lists, where none of them is repeated."""
-    containers = [m for m in (model.modules() if model else ()) if isinstance(m, _CONTAINERS)]
-    members = [m for container in containers for m in _members(container) if _is_block(m)]
-    composite = [
-        m for m in members if not isinstance(m, _CONTAINERS) and next(m.children(), None) is not None
-    ]
-    names = ",".join(dict.fromkeys(type(m).__name__ for m in composite))
-    return f"--mesh.wrap class:{names or 'NAME says which modules are units'}"
+WRAP_HINT = "--mesh.wrap class:NAME says which modules are units"
 
 
 def _joined(units: Sequence[Unit], count: int) -> list[Unit]:
@@ -82,29 +74,17 @@ def _joined(units: Sequence[Unit], count: int) -> list[Unit]:
 
 
 def _own_units(model: nn.Module) -> list[Unit]:
-    units: Any = model.units()  # type: ignore[operator]
+    declared: Any = model.units()  # type: ignore[operator]
+    units: list[Unit] = [list(unit) if isinstance(unit, (list, tuple)) else [unit] for unit in declared]
     members = set(model.modules())
-    return [
-        [_member(m, model, members) for m in (unit if isinstance(unit, (list, tuple)) else [unit])]
-        for unit in units
-    ]
-
-
-def _member(module: Any, model: nn.Module, members: set[nn.Module]) -> nn.Module:
-    """Resolves one entry of units(): a module of this model, or its name."""
-    named = dict(model.named_modules(remove_duplicate=False)) if isinstance(module, str) else {}
-    module = named.get(module, module)
-    if module not in members:
-        what = repr(module) if isinstance(module, str) else f"a {type(module).__name__}"
-        hint = nearest(str(module), named, "{}", "return modules of the model, or their names", cutoff=0.5)
-        raise ConfigError(f"units() of {type(model).__name__} gave {what}, no module inside it.", hint)
-    if isinstance(module, _HOLDERS):
-        raise ConfigError(
-            f"units() of {type(model).__name__} gave a {type(module).__name__}, which has no forward and "
-            "cannot be a unit.",
-            "return what it holds: [*self.blocks]",
-        )
-    return module  # type: ignore[no-any-return]
+    for module in (module for unit in units for module in unit):
+        if module not in members or isinstance(module, _HOLDERS):
+            raise ConfigError(
+                f"units() of {type(model).__name__} gave a {type(module).__name__}, which is no module "
+                "inside it with a forward.",
+                "return modules of the model: [*self.blocks]",
+            )
+    return units
 
 
 # ---------------------------------------------------------------- repeated blocks
@@ -152,7 +132,7 @@ def holds_experts(name: str, module: nn.Module) -> bool:
 
 def has_separate_experts(module: nn.Module) -> bool:
     """Whether its experts are modules in a list or a dict."""
-    return any(holds_experts(name, one) for name, one in module.named_modules())
+    return any(holds_experts(name, child) for name, child in module.named_modules())
 
 
 # ---------------------------------------------------------------- by class, by size

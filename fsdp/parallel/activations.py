@@ -41,7 +41,7 @@ from fsdp.base.torch_private.core import (
     writes,
 )
 from fsdp.config import MemorySection
-from fsdp.models.units import blocks_of, wrap_hint
+from fsdp.models.units import WRAP_HINT, blocks_of
 
 NO_RECOMPUTATION = "--memory.activation_checkpointing none --memory.activation_budget 1"
 REPEATED = (
@@ -77,7 +77,7 @@ def apply_activation_checkpointing(
     blocks = blocks_of(units)
     flag = f"activation_checkpointing {kind}" if budget == 1 else f"activation_budget {budget:g}"
     if not blocks:
-        raise ConfigError(f"--memory.{flag} works on units, and this model has none.", wrap_hint(root))
+        raise ConfigError(f"--memory.{flag} works on units, and this model has none.", WRAP_HINT)
     if compiled and budget < 1:
         set_compiler_activation_budget(budget)
         return

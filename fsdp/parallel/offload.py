@@ -29,7 +29,7 @@ from fsdp.base.torch_private.core import compiled_call, like_shard, set_compiled
 from fsdp.config import OptimSection
 from fsdp.config.sections import MOMENTS
 from fsdp.dist.collectives import local_tensor
-from fsdp.models.units import blocks_of
+from fsdp.models.units import WRAP_HINT, blocks_of
 
 
 def trained_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -184,8 +184,7 @@ def apply_activation_offload(
     blocks = blocks_of(units)
     if not blocks:
         raise ConfigError(
-            "--memory.activation_offload true works on units, and this model has none.",
-            "--mesh.wrap class:NAME says which modules are units",
+            "--memory.activation_offload true works on units, and this model has none.", WRAP_HINT
         )
     carrier = OffloadStreams(device)
     for block in blocks[:-1] or blocks:

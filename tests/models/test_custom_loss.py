@@ -139,7 +139,6 @@ def test_padding_and_what_is_masked_add_nothing_even_if_infinite() -> None:
         ("mean", "returned a tensor of () in "),
         ("other_rows", "returned a tensor of (1,) in "),
         ("other_weights", "returned a tensor of (6,) in "),
-        ("detached", "returned losses without a gradient"),
         ("words", "returned a str"),
         ("misspelt", "failed: KeyError: 'target' ("),
     ],

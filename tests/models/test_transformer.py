@@ -195,14 +195,3 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected, logits = theirs(data).logits, own(data)
     assert torch.allclose(logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
-
-
-@pytest.mark.parametrize("weights", ["{}", "{}/run", "hf:{}"])
-def test_a_folder_is_refused_with_the_flag_that_reads_it(weights: str, tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "run" / "full_model"):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text("{}")
-    with pytest.raises(ConfigError) as caught:
-        resolve(ModelSection(name="transformer", weights=weights.format(tmp_path)), {})
-    full = tmp_path / "run" / "full_model" if weights.endswith("run") else tmp_path
-    assert f"HINT: --model.name hf:{full} without --model.weights" in str(caught.value)
