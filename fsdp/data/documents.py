@@ -27,10 +27,9 @@ from fsdp.data.packing import GROUP, VERSION, PackedSamples, cached_plan
 from fsdp.data.tokens import OPEN_AT_ONCE, TokenFile, TokenRow, format_of, raw_file, split_windows
 from fsdp.data.types import MASKED, DataSet, Samples, Where, check_range, shifted, text_info
 from fsdp.models.packed import PACKED
-from fsdp.tokenize.cache import digest, made_once
 from fsdp.tokenize.conversations import DocumentOptions, Loss, template_text
-from fsdp.tokenize.rows import MANIFEST, held_out_line
-from fsdp.tokenize.shards import SPLITS, TokenizeJob, key_of, read_index, run_child
+from fsdp.tokenize.rows import MANIFEST, digest, held_out_line, is_remote, made_once
+from fsdp.tokenize.shards import SPLITS, TokenizeJob, read_index, run_child
 from fsdp.tokenize.tokenizer import BYTES, digest_of_tokenizer
 
 log = logging.getLogger(__name__)
@@ -118,7 +117,9 @@ def _tokenized(job: TokenizeJob) -> Path:
         log.info("documents: tokenizing %s into %s, once", job.source, aside.parent)
         run_child(job, str(aside))
 
-    return made_once("tokens", key_of(job), make)
+    # A client's threads stay in the child.
+    key = run_child(job) if is_remote(job.source) else job.key()
+    return made_once("tokens", key, make)
 
 
 def _check_no_effect(where: Where, store: TokenStore, flags: dict[str, Any]) -> None:

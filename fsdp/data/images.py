@@ -117,7 +117,7 @@ def draw(images: np.ndarray) -> np.ndarray:
 def fashion_mnist(where: Where, *, mirror: str = "") -> DataSet:
     """The files are in DIR/FashionMNIST/raw, as torchvision leaves them."""
     from fsdp.base.torch_private.core import import_torchvision
-    from fsdp.tokenize.cache import locked
+    from fsdp.tokenize.rows import locked
 
     import_torchvision()
     from torchvision.datasets import FashionMNIST

@@ -31,7 +31,7 @@ from torch import Tensor
 from fsdp.data.tokens import TokenRow
 from fsdp.data.types import MASKED
 from fsdp.models.packed import POSITIONS
-from fsdp.tokenize.cache import made_once
+from fsdp.tokenize.rows import made_once
 
 VERSION = 1
 GROUP = 1 << 20

@@ -11,7 +11,6 @@ workers. Formats: docs/data.md.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from fsdp.tokenize.shards import SHARD_BYTES, TokenizeJob, cores, run_job, token
 @prints_errors("fsdp.tokenize")
 def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["--job"]:
-        return run_job(argv[1:], json.load(sys.stdin))
+        return run_job(argv[1:])
     parser = CommandParser("fsdp.tokenize", __doc__)
     parser.add_argument("source", metavar="SOURCE", help="file, folder, pattern, s3://… or hf:NAME")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder of the token files")

@@ -77,11 +77,6 @@ def form_of(row: SourceRow, options: DocumentOptions) -> Form:
     return "text"
 
 
-def masks(form: Form, options: DocumentOptions) -> bool:
-    """Whether some tokens are not trained on."""
-    return form != "text" and options.loss != "all"
-
-
 class DocumentReader:
     """Turns rows of one form into documents."""
 

@@ -1,4 +1,4 @@
-"""A source by its name, its files, and their rows.
+"""A source by its name, its files, and their rows; and files that are made from data once.
 
     .jsonl, .ndjson, .json (.gz too)      the standard library
     .txt                                  a file is a row with the column text
@@ -6,17 +6,23 @@
     (WebDataset), .jsonl.zst, hf:NAME     hf:NAME and folders of save_to_disk too, offline
     s3://…                                the same files, copied into the cache once a machine
 
-Not here: what a row's columns mean (conversations.py).
+~/.cache/shardrun/data has what ranks, runs and nodes share. A lock (flock, which ends with its process) lets
+one process make it while others wait. Where a file system has none, two may make it at once: each writes
+aside, and a rename decides. Not here: what a row's columns mean (conversations.py).
 """
 
 from __future__ import annotations
 
+import fcntl
 import gzip
+import hashlib
 import json
 import os
 import re
+import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -29,7 +35,6 @@ from fsdp.base.object_client import OBJECT_STORES, is_url, open_url, retried, wi
 from fsdp.base.proc import cache_folder
 from fsdp.base.text import byte_size, quoted
 from fsdp.config.fields import expanded
-from fsdp.tokenize.cache import identity, made_once
 
 PREFIX = "hf:"
 """Of a data set of Hugging Face: hf:ORG/NAME, or hf:FOLDER of save_to_disk."""
@@ -89,6 +94,71 @@ def by_number(ends: Iterable[int], count: int) -> list[RowRange]:
         RowRange(first, last, first, last - first)
         for first, last in zip([0, *inner], [*inner, count], strict=True)
     ]
+
+
+# ---------------------------------------------------------------- made once
+
+
+def digest(key: Any) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def identity(path: Path) -> list[Any]:
+    """What a cached file of it is known by. Reading the contents would take as long as tokenizing them."""
+    status = path.stat()
+    return [str(path.resolve()), status.st_size, status.st_mtime_ns]
+
+
+def made_once(name: str, key: Any, make: Callable[[Path], None]) -> Path:
+    """Returns the file or folder of this key in the cache; `make` writes it where it is absent.
+
+    `make` gets the same path again after a killed start, and may continue what is there.
+    """
+    cached = cache_folder("data") / f"{name}-{digest(key)}"
+    if cached.exists():
+        return cached
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with locked(cached.with_name(f"{cached.name}.lock")) as alone:
+            if not cached.exists():
+                partial = Path(f"{cached}.partial{'' if alone else os.urandom(4).hex()}")
+                make(partial)
+                _sync(partial)
+                try:
+                    partial.rename(cached)
+                except OSError:
+                    if not cached.exists():  # another process was first, without a lock between them
+                        raise
+                    shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        reason = f"{cached.parent} cannot be written ({error.strerror or error})."
+        raise ConfigError(reason, "XDG_CACHE_HOME=FOLDER before the command names another place") from None
+    return cached
+
+
+def _sync(made: Path) -> None:
+    """Or a power cut could keep the name and lose the bytes, and each later start would read zeros."""
+    for path in (*(file for file in made.rglob("*") if file.is_file()), made):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError:
+            if path.is_file():  # some shared file systems cannot sync a folder
+                raise
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Waits for the lock. Yields False on a file system without locks."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+            return
+        yield True
 
 
 # ---------------------------------------------------------------- JSON and text
@@ -157,7 +227,7 @@ def _uncompressed(path: Path) -> Path:
 
 
 def _json_rows(path: Path, name: str) -> LineRows:
-    """The objects of a .json file, which is read whole: of a list, of the one list in an object, or lines."""
+    """The objects of a .json file, which is read whole: a list of them, one, or lines."""
 
     def write(aside: Path) -> None:
         text = path.read_text("utf-8-sig")
@@ -166,13 +236,8 @@ def _json_rows(path: Path, name: str) -> LineRows:
         except (ValueError, RecursionError):
             aside.write_text(text, encoding="utf-8")  # lines; one that is wrong is named when it is read
             return
-        if isinstance(rows, dict) and not {"messages", "text", "prompt"} & rows.keys():
-            lists = [value for value in rows.values() if isinstance(value, list)]
-            if len(lists) != 1:
-                raise ConfigError(f"{name} is an object without one list of rows.", '[{"text": "a"}]')
-            rows = lists[0]
-        elements = rows if isinstance(rows, list) else [rows]
-        aside.write_text("".join(json.dumps(row) + "\n" for row in elements))
+        rows = rows if isinstance(rows, list) else [rows]
+        aside.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     return LineRows(made_once("elements", identity(path), write), name, "element")
 
@@ -195,17 +260,15 @@ class TextFiles:
 
 def checked_text(raw: bytes, path: Path) -> str:
     """UTF-8 without zero bytes; ConfigError otherwise."""
-    zero = raw.find(b"\0")
     try:
-        if zero < 0:
-            return raw.decode("utf-8-sig")
-        problem = f"at byte {zero}, which is zero"
+        if (zero := raw.find(b"\0")) >= 0:
+            raise UnicodeDecodeError("utf-8", raw, zero, zero + 1, "it is zero")
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        problem = f"at byte {error.start}: {error.reason}"
-    raise ConfigError(
-        f"{path} is not text in UTF-8 {problem}.",
-        f"file {quoted(path)} names its kind; iconv -f utf-16 {quoted(path)} > NEW converts such text",
-    )
+        raise ConfigError(
+            f"{path} is not text in UTF-8 at byte {error.start}: {error.reason}.",
+            f"file {quoted(path)} names its kind; iconv -f utf-16 {quoted(path)} > NEW converts such text",
+        ) from None
 
 
 # ---------------------------------------------------------------- what the package datasets reads
@@ -247,49 +310,39 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _table(name: str, hint: str, load: Callable[[Any], Any]) -> DatasetRows:
-    """What `load` makes of the package datasets, offline."""
+def _table(name: str, builder: str = "", config: str = "", split: str = "") -> DatasetRows:
+    """What the package datasets reads, offline: a file, a folder of save_to_disk, or a cached data set."""
     os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1")  # read when the library is imported
+    path = expanded(name)
+    shown = name if builder else PREFIX + " ".join(filter(None, (name, config, split)))
     try:
         import datasets
     except ImportError:
-        raise ConfigError(f"{name} needs the package datasets.", "pip install datasets") from None
+        raise ConfigError(f"{shown} needs the package datasets.", "pip install datasets") from None
     datasets.config.HF_HUB_OFFLINE = True
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     try:
-        return DatasetRows(load(datasets), name)
+        if builder:
+            options = {"sep": "\t"} if ends_with(name, (".tsv",)) else {}
+            folder = str(cache_folder("datasets"))
+            loaded = datasets.load_dataset(builder, data_files=name, cache_dir=folder, **options)
+        elif path.is_dir():
+            loaded = datasets.load_from_disk(str(path))
+        else:
+            loaded = datasets.load_dataset(name, config or None)
+        if isinstance(loaded, dict):
+            loaded = loaded[split or ("train" if "train" in loaded else next(iter(loaded)))]
+        return DatasetRows(loaded, shown)
     except Exception as error:  # the library raises what its readers raise
         reason = message_line(error.__cause__ or error, 300)
-        raise ConfigError(f"{name} cannot be read from this machine: {reason}.", hint) from None
-
-
-def _file_of_datasets(path: Path, builder: str) -> DatasetRows:
-    more = {"sep": "\t"} if path.name.lower().endswith(".tsv") else {}
-    options = {"data_files": str(path), "split": "train", "cache_dir": str(cache_folder("datasets")), **more}
-    hint = f"copy it again; head -c 300 {quoted(path)} shows its beginning"
-    return _table(str(path), hint, lambda datasets: datasets.load_dataset(builder, **options))
-
-
-def _hub_rows(name: str, config: str, split: str) -> DatasetRows:
-    """hf:NAME of this machine's cache, or a folder of save_to_disk."""
-    folder = expanded(name)
-
-    def load(datasets: Any) -> Any:
-        local = folder.is_dir()
-        loaded = (
-            datasets.load_from_disk(str(folder)) if local else datasets.load_dataset(name, config or None)
+        words = ", ".join(repr(word) for word in (name, config) if word)
+        hint = (
+            "copy it again"
+            if builder
+            else f'python -c "import datasets; datasets.load_dataset({words})" on a machine with a network'
         )
-        if not isinstance(loaded, dict):
-            return loaded
-        chosen = split or ("train" if "train" in loaded else next(iter(loaded)))
-        if chosen not in loaded:
-            raise ValueError(f"no split {chosen}; it has {', '.join(loaded)}")
-        return loaded[chosen]
-
-    words = ", ".join(repr(word) for word in (name, config) if word)
-    hint = f'python -c "import datasets; datasets.load_dataset({words})" on a machine with a network'
-    return _table(" ".join(filter(None, (f"{PREFIX}{name}", config, split))), hint, load)
+        raise ConfigError(f"{shown} cannot be read from this machine: {reason}.", hint) from None
 
 
 # ---------------------------------------------------------------- files
@@ -310,7 +363,7 @@ def open_rows(files: Sequence[Path]) -> list[SourceRows]:
 def _opened(path: Path) -> SourceRows:
     builder = next((name for suffix, name in BUILDERS.items() if ends_with(path.name, (suffix,))), "")
     if builder:
-        return _file_of_datasets(path, builder)
+        return _table(str(path), builder)
     plain = _uncompressed(path) if path.suffix.lower() == ".gz" else path
     return LineRows(plain, str(path)) if ends_with(path.name, LINES) else _json_rows(plain, str(path))
 
@@ -327,9 +380,6 @@ def find_files(name: str) -> list[Path]:
     if not files:
         hint = f"a {LISTED} file, a folder of them, or a pattern in quotes"
         raise ConfigError(f"{name} does not exist, or has no {LISTED} file.", hint)
-    for path in files:
-        if not path.exists() or not path.stat().st_size:
-            raise ConfigError(f"{path} is empty, or a link to nothing.", f"rm {quoted(path)}")
     return files
 
 
@@ -347,15 +397,14 @@ def _raise(error: OSError) -> None:
 
 
 def row_files(files: Sequence[Path]) -> list[Path]:
-    """Of a folder: its lines of JSON and Parquet, else its .json or .txt, whichever are more, else tables."""
-    data = [f for f in files if not f.name.upper().startswith(ABOUT) and f.name not in SETTINGS]
-
-    def of(*suffixes: str) -> list[Path]:
-        return [file for file in data if ends_with(file.name, suffixes)]
-
-    lines = of(*LINES, ".parquet", ".jsonl.zst", ".ndjson.zst")
-    objects, texts = of(*JSON, ".json.zst"), of(".txt")
-    return lines or (objects if len(objects) > len(texts) else texts or objects) or of(*BUILDERS)
+    """Of a folder: its lines of JSON and Parquet, else its .json, else its .txt, else its tables."""
+    data = [file for file in files if not (file.name.upper().startswith(ABOUT) or file.name in SETTINGS)]
+    lines, objects = (*LINES, ".parquet", ".jsonl.zst", ".ndjson.zst"), (*JSON, ".json.zst")
+    groups = [
+        [file for file in data if ends_with(file.name, suffixes)]
+        for suffixes in (lines, objects, (".txt",), tuple(BUILDERS))
+    ]
+    return next(filter(None, groups), [])
 
 
 def is_pattern(name: str) -> bool:
@@ -448,7 +497,7 @@ class Source:
     @cached_property
     def _table(self) -> DatasetRows | None:
         if self.name.startswith(PREFIX) or is_saved_dataset(Path(self.name)):
-            return _hub_rows(self.name.removeprefix(PREFIX), self.config, self.split)
+            return _table(self.name.removeprefix(PREFIX), config=self.config, split=self.split)
         if self.config or self.split:
             raise ConfigError(
                 f"--data.args.config and split have no effect on {self.name}.",
@@ -475,10 +524,7 @@ def _copied(url: str) -> str:
         keys = "AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment of s3://"
         raise ConfigError(f"{shown} cannot be read: {error.strerror or error}.", keys) from None
     versions = {
-        path: [
-            facts["size"],
-            *(str(facts.get(key, "")) for key in ("ETag", "etag", "LastModified", "updated")),
-        ]
+        path: str(sorted(facts.items()))
         for path, facts in sorted(listed.items())
         if facts.get("type") == "file" and facts["size"] and ends_with(path, (*ROWS, ".txt"))
     }
@@ -491,8 +537,5 @@ def _copied(url: str) -> str:
         for copy in copies:
             copy.parent.mkdir(parents=True, exist_ok=True)
         retried(lambda: fs.get(list(versions), list(map(str, copies))), f"reading {shown}")
-        for copy, path in copies.items():
-            if copy.stat().st_size != versions[path][0]:
-                raise ConfigError(f"{path} did not arrive whole.", "the same command again")
 
     return str(made_once("objects", [shown, versions], make))

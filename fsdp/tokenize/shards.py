@@ -16,17 +16,17 @@ the launcher forks it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import multiprocessing
 import os
+import pickle
 import shlex
-import signal
 import struct
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -38,10 +38,10 @@ from typing import Any
 import numpy as np
 
 import fsdp
-from fsdp.base.errors import ConfigError, ShardrunError, without_hint
+from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.rundir.paths import replace_with, write_atomically
-from fsdp.tokenize.conversations import Document, DocumentOptions, DocumentReader, Form, form_of, masks
-from fsdp.tokenize.rows import MANIFEST, RowRange, Source, SourceRows, is_remote
+from fsdp.tokenize.conversations import Document, DocumentOptions, DocumentReader, Form, form_of
+from fsdp.tokenize.rows import MANIFEST, RowRange, Source, SourceRows
 from fsdp.tokenize.tokenizer import digest_of_tokenizer, load_tokenizer
 
 VERSION = 4
@@ -52,7 +52,6 @@ SPLITS = ("train", "val")
 INDEX_HEAD = struct.Struct("<9sQBQQ")
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 INDEX_DTYPES = {"uint16": 8, "int32": 4}
-PROGRESS_S = 30.0
 Totals = Counter[str]
 """Of one shard, or of all: documents, tokens, and empty, the rows left out without a token to train on."""
 
@@ -75,98 +74,91 @@ class TokenizeJob:
     def key(self) -> dict[str, Any]:
         """Of the files' names, sizes and times, the tokenizer's files, and the options; as JSON has it."""
         source = self.find()
-        held = [str(Path(file).absolute()) for file in source.held_out()]
-        key = {
+        key: dict[str, Any] = {
             "version": VERSION,
             "files": source.identity(),
             "heldout": self.heldout,
             "options": {**asdict(self.options), "tokenizer": digest_of_tokenizer(self.options.tokenizer)},
             "shard_bytes": self.shard_bytes,
-            **({"held_out": held} if held else {}),
         }
-        known: dict[str, Any] = json.loads(json.dumps(key))
-        return known
+        if held := source.held_out():
+            key["held_out"] = [str(Path(file).absolute()) for file in held]
+        return key
 
 
 @dataclass(frozen=True)
 class Shard:
+    job: TokenizeJob
+    form: Form
     number: int
     source: int
     part: RowRange
     row: int
     """Of its first row, counted over all sources."""
-    held: bool
-    """Of a file that is held out."""
-
-
-@dataclass(frozen=True)
-class TokenizePlan:
-    job: TokenizeJob
-    form: Form
     every: int
-    """Every such document of the others is held out; 0: none."""
+    """Every such document is held out: all of a source that is, or none (0) beside one."""
 
 
 def tokenize(job: TokenizeJob, out: Path, workers: int) -> Totals:
     """Writes the shards that OUT lacks. Raises ConfigError for a wrong row, source or OUT."""
-    key = job.key()
+    key = json.loads(json.dumps(job.key()))
     _begin(out, key)
-    try:
-        source = job.find()
-        plan, shards = plan_of(job, source.open(), source.open(held=True))
-        missing = [shard for shard in shards if _finished(out, shard) is None]
-        began, printed = time.monotonic(), 0.0
-        for count, _ in enumerate(_write_shards(plan, missing, out, workers), 1):
-            if time.monotonic() - printed > PROGRESS_S or count == len(missing):
-                printed = time.monotonic()
-                done = len(shards) - len(missing) + count
-                line = f"tokenized {done}/{len(shards)} shards in {printed - began:.0f} s"
-                print(line, file=sys.stderr, flush=True)
-        total = sum((_finished(out, shard) or Totals() for shard in shards), Totals())
-        if not total["tokens"]:
-            raise ConfigError(
-                f"{job.source} gives no token to train on in {total['empty']} rows.",
-                "rows with text, or with an assistant's message; or --data.args.loss all",
-            )
-        if job.key()["files"] != key["files"]:
-            # Lines of a file that changed may be of either content, or be missing.
-            hint = "start again when nothing writes to it any more"
-            raise ConfigError(f"{job.source} changed while it was tokenized.", hint)
-        _write_manifest(out, plan, key, total)
-    except ConfigError:
-        if [path.name for path in out.iterdir()] == [MANIFEST]:  # OUT is left to a corrected command
-            (out / MANIFEST).unlink()
-            out.rmdir()
-        raise
+    shards = shards_of(job)
+    missing = [shard for shard in shards if not _done(out, shard).is_file()]
+    for count in _write_shards(missing, out, workers):
+        if 20 * count // len(missing) > 20 * (count - 1) // len(missing):  # every twentieth of them
+            done = len(shards) - len(missing) + count
+            print(f"tokenized {done}/{len(shards)} shards", file=sys.stderr, flush=True)
+    total = sum((Totals(json.loads(_done(out, shard).read_text())) for shard in shards), Totals())
+    if not total["tokens"]:
+        raise ConfigError(
+            f"{job.source} gives no token to train on in {total['empty']} rows.",
+            "rows with text, or with an assistant's message; or --data.args.loss all",
+        )
+    if json.loads(json.dumps(job.find().identity())) != key["files"]:
+        # Lines of a file that changed may be of either content, or be missing.
+        hint = "start again when nothing writes to it any more"
+        raise ConfigError(f"{job.source} changed while it was tokenized.", hint)
+    names = [path.name for split in SPLITS for path in sorted(out.glob(f"{split}-*.bin"))]
+    sums = [json.loads((out / f"{name}.json").read_text(encoding="utf-8"))["sha256"] for name in names]
+    tokenizer, form = load_tokenizer(job.options.tokenizer), shards[0].form
+    facts = {
+        "key": key,
+        "form": form,
+        "masked": form != "text" and job.options.loss != "all",
+        "files": names,
+        "fingerprint": hashlib.sha256("".join(sums).encode()).hexdigest()[:16],
+        "vocab_size": tokenizer.vocab_size,
+        "end": tokenizer.end,
+        "tokenizer": job.options.tokenizer or "bytes",
+        **{name: total[name] for name in ("documents", "tokens", "empty")},
+    }
+    write_atomically(out / MANIFEST, json.dumps(facts) + "\n")
     return total
 
 
-def plan_of(
-    job: TokenizeJob, sources: Sequence[SourceRows], held_out: Sequence[SourceRows] = ()
-) -> tuple[TokenizePlan, list[Shard]]:
-    shards: list[Shard] = []
-    row = 0
-    readers = [*sources, *held_out]
-    for number, rows in enumerate(readers):
-        for part in rows.parts(job.shard_bytes):
-            shards.append(Shard(len(shards), number, part, row, number >= len(sources)))
-            row += part.rows
-    by_rows = job.heldout and row > 1 and not held_out
-    every = max(2, min(round(1 / job.heldout), row)) if by_rows else 0
-    first_row = next((row for shard in shards for row in readers[shard.source].read(shard.part)), None)
+def shards_of(job: TokenizeJob) -> list[Shard]:
+    source = job.find()
+    trained, held = source.open(), source.open(held=True)
+    parts = [(n, part) for n, rows in enumerate([*trained, *held]) for part in rows.parts(job.shard_bytes)]
+    firsts = np.cumsum([0, *(part.rows for _, part in parts)]).tolist()
+    first_row = next((row for n, part in parts for row in [*trained, *held][n].read(part)), None)
     if first_row is None:
         raise ConfigError(f"{job.source} has no rows.", f"ls -l {shlex.quote(job.source)}")
-    return TokenizePlan(job, form_of(first_row, job.options), every), shards
-
-
-# ---------------------------------------------------------------- OUT
+    form, rows = form_of(first_row, job.options), firsts[-1]
+    by_rows = job.heldout and rows > 1 and not held
+    every = max(2, min(round(1 / job.heldout), rows)) if by_rows else 0
+    return [
+        Shard(job, form, number, n, part, firsts[number], 1 if n >= len(trained) else every)
+        for number, (n, part) in enumerate(parts)
+    ]
 
 
 def _begin(out: Path, key: dict[str, Any]) -> None:
     manifest = out / MANIFEST
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if not any(out.iterdir()):
+        if {path.name for path in out.iterdir()} <= {MANIFEST}:  # or begun by a command with a wrong flag
             write_atomically(manifest, json.dumps({"key": key}) + "\n")
         if json.loads(manifest.read_text(encoding="utf-8"))["key"] == key:
             return
@@ -176,48 +168,29 @@ def _begin(out: Path, key: dict[str, Any]) -> None:
     raise ConfigError(f"{out} {problem}.", "another folder")
 
 
-def _write_manifest(out: Path, plan: TokenizePlan, key: dict[str, Any], total: Totals) -> None:
-    names = [path.name for split in SPLITS for path in sorted(out.glob(f"{split}-*.bin"))]
-    sums = [json.loads((out / f"{name}.json").read_text(encoding="utf-8"))["sha256"] for name in names]
-    options = plan.job.options
-    tokenizer = load_tokenizer(options.tokenizer)
-    facts = {
-        "key": key,
-        "form": plan.form,
-        "masked": masks(plan.form, options),
-        "files": names,
-        "fingerprint": hashlib.sha256("".join(sums).encode()).hexdigest()[:16],
-        "vocab_size": tokenizer.vocab_size,
-        "end": tokenizer.end,
-        "tokenizer": options.tokenizer or "bytes",
-        **{name: total[name] for name in ("documents", "tokens", "empty")},
-    }
-    write_atomically(out / MANIFEST, json.dumps(facts) + "\n")
-
-
-def _finished(out: Path, shard: Shard) -> Totals | None:
-    try:
-        return Totals(json.loads((out / f"{shard.number:05d}.done").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return None
+def _done(out: Path, shard: Shard) -> Path:
+    """Written last, with the shard's totals."""
+    return out / f"{shard.number:05d}.done"
 
 
 # ---------------------------------------------------------------- shards
 
 
-def _write_shards(plan: TokenizePlan, shards: list[Shard], out: Path, workers: int) -> Iterator[Totals]:
-    """Yields as a shard is finished: in this process, or by `workers` of them."""
+def _write_shards(shards: list[Shard], out: Path, workers: int) -> Iterator[int]:
+    """Yields their number as shards are finished: in this process, or by `workers` of them."""
     if workers < 2 or len(shards) < 2:
-        for shard in shards:
-            yield _write_shard(plan, out, shard)
+        for count, shard in enumerate(shards, 1):
+            _write_shard(out, shard)
+            yield count
         return
     # Forked by a server without threads, which imports once what each of them needs.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, *(["transformers"] if plan.job.options.tokenizer else [])])
-    pool = ProcessPoolExecutor(min(workers, len(shards)), context, _set_environment, (dict(os.environ),))
+    context.set_forkserver_preload([__name__, *(["transformers"] if shards[0].job.options.tokenizer else [])])
+    pool = ProcessPoolExecutor(min(workers, len(shards)), context)
     try:
-        for written in as_completed([pool.submit(_write_shard, plan, out, shard) for shard in shards]):
-            yield written.result()
+        for count, written in enumerate(as_completed([pool.submit(_write_shard, out, s) for s in shards]), 1):
+            written.result()
+            yield count
     except BrokenProcessPool:
         raise ShardrunError(
             "a worker process died, as when memory runs out.",
@@ -227,80 +200,62 @@ def _write_shards(plan: TokenizePlan, shards: list[Shard], out: Path, workers: i
         pool.shutdown(cancel_futures=True)
 
 
-def _set_environment(environ: dict[str, str]) -> None:
-    os.environ.update(environ)  # the server's may be that of an earlier call
-
-
 @functools.lru_cache(1)
-def _opened(plan: TokenizePlan) -> tuple[list[SourceRows], DocumentReader]:
+def _opened(job: TokenizeJob, form: Form) -> tuple[list[SourceRows], DocumentReader]:
     """Once a process."""
-    source = plan.job.find()
-    return [*source.open(), *source.open(held=True)], DocumentReader(plan.job.options, plan.form)
+    source = job.find()
+    return [*source.open(), *source.open(held=True)], DocumentReader(job.options, form)
 
 
-def _write_shard(plan: TokenizePlan, out: Path, shard: Shard) -> Totals:
-    sources, reader = _opened(plan)
-    vocab_size = reader.tokenizer.vocab_size
+def _write_shard(out: Path, shard: Shard) -> None:
+    sources, reader = _opened(shard.job, shard.form)
+    vocab_size, every = reader.tokenizer.vocab_size, shard.every
     dtype = np.dtype(np.int32 if vocab_size > 1 << 16 else np.uint16).newbyteorder("<")
-    files = {split: SplitFiles(out / f"{split}-{shard.number:05d}", dtype) for split in SPLITS}
+    kept: dict[str, list[Document]] = {split: [] for split in SPLITS}
     total = Totals(documents=0, tokens=0, empty=0)
-    rows = sources[shard.source].read(shard.part)
-    for row, document in enumerate(reader.read_all(rows), shard.row):
+    for row, document in enumerate(reader.read_all(sources[shard.source].read(shard.part)), shard.row):
         trained = document.trained
         if len(document.tokens) < 2 or (trained is not None and not trained[1:].any()):
             total["empty"] += 1
             continue
-        held = shard.held or (plan.every and row % plan.every == plan.every - 1)
-        files["val" if held else "train"].add(document)
+        tokens = Document(document.tokens.astype(dtype), trained)
+        kept["val" if every and row % every == every - 1 else "train"].append(tokens)
         total.update(documents=1, tokens=len(document.tokens))
     try:
-        for split_files in files.values():
-            split_files.write(vocab_size)
-        write_atomically(out / f"{shard.number:05d}.done", json.dumps(total) + "\n")
+        for split, documents in kept.items():
+            if documents:
+                _write_files(out / f"{split}-{shard.number:05d}", documents, vocab_size)
+        write_atomically(_done(out, shard), json.dumps(total) + "\n")
     except OSError as error:
         raise ConfigError(
             f"{out} cannot be written ({error.strerror}).", f"df -h {out}; then the same command"
         ) from None
-    return total
 
 
-class SplitFiles:
-    """The tokens of one shard and split."""
-
-    def __init__(self, stem: Path, dtype: np.dtype) -> None:
-        self._stem, self._dtype = stem, dtype
-        self._lengths: list[int] = []
-        self._tokens, self._trained = bytearray(), bytearray()
-        self._digest = hashlib.sha256()
-
-    def add(self, document: Document) -> None:
-        tokens = document.tokens.astype(self._dtype).tobytes()
-        trained = b"" if document.trained is None else document.trained.tobytes()
-        self._digest.update(trained + tokens)
-        self._tokens += tokens
-        self._trained += trained
-        self._lengths.append(len(document.tokens))
-
-    def write(self, vocab_size: int) -> None:
-        """Leaves no file where there is no token."""
-        if not self._lengths:
-            return
-        facts = {
-            "dtype": self._dtype.name,
-            "vocab_size": vocab_size,
-            "tokens": sum(self._lengths),
-            "documents": len(self._lengths),
-            "sha256": self._digest.hexdigest(),
-        }
-        contents = {
-            ".bin.json": json.dumps(facts).encode() + b"\n",
-            ".loss": self._trained,
-            ".bin": self._tokens,
-            ".idx": index_bytes(self._lengths, self._dtype),
-        }
-        for suffix, content in contents.items():
-            if content:
-                replace_with(Path(f"{self._stem}{suffix}"), [bytes(content)])
+def _write_files(stem: Path, documents: list[Document], vocab_size: int) -> None:
+    """The documents of one shard and split."""
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(
+            (b"" if document.trained is None else document.trained.tobytes()) + document.tokens.tobytes()
+        )
+    dtype, lengths = documents[0].tokens.dtype, [len(document.tokens) for document in documents]
+    facts = {
+        "dtype": dtype.name,
+        "vocab_size": vocab_size,
+        "tokens": sum(lengths),
+        "documents": len(lengths),
+        "sha256": digest.hexdigest(),
+    }
+    contents = {
+        ".bin.json": json.dumps(facts).encode() + b"\n",
+        ".loss": b"".join(d.trained.tobytes() for d in documents if d.trained is not None),
+        ".bin": b"".join(document.tokens.tobytes() for document in documents),
+        ".idx": index_bytes(lengths, dtype),
+    }
+    for suffix, content in contents.items():
+        if content:
+            replace_with(Path(f"{stem}{suffix}"), [content])
 
 
 def index_bytes(lengths: list[int], dtype: np.dtype) -> bytes:
@@ -329,44 +284,34 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def key_of(job: TokenizeJob) -> Any:
-    """job.key(), found by a child where the source needs a client's threads."""
-    return json.loads(run_child(job)) if is_remote(job.source) else job.key()
-
-
-def run_child(job: TokenizeJob, *out: str) -> str:
-    """Tokenizes into OUT with a process per core; without OUT the child's last line is the key."""
-    root = str(Path(fsdp.__file__).parents[1])
+def run_child(job: TokenizeJob, *out: str) -> Any:
+    """Tokenizes into OUT with a process per core; without OUT the child returns the key of the job."""
+    root, source = str(Path(fsdp.__file__).parents[1]), shlex.quote(job.source)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
     ended = subprocess.run(
         [sys.executable, "-P", "-m", "fsdp.tokenize", "--job", *out],
-        input=json.dumps(asdict(job)),
+        input=pickle.dumps(job),
         stdout=subprocess.PIPE,
-        text=True,
         env={**os.environ, "PYTHONPATH": path},
     )
-    last, source = ended.stdout.strip().rpartition("\n")[2], shlex.quote(job.source)
-    if ended.returncode == ConfigError.exit_code and last.startswith("["):
-        raise ConfigError(*json.loads(last))
     if ended.returncode:
-        killed = ended.returncode == -signal.SIGKILL
-        reason = "was killed, as when memory runs out" if killed else f"ended with {ended.returncode}"
         raise ShardrunError(
-            f"tokenizing {source} {reason}.",
+            f"tokenizing {source} ended with {ended.returncode}; -9: it was killed, as when memory runs out.",
             f"python -m fsdp.tokenize {source} tokens/ --workers 1 needs least memory and shows the error",
         )
-    return last
+    answer = pickle.loads(ended.stdout)
+    if isinstance(answer, ShardrunError):
+        raise answer
+    return answer
 
 
-def run_job(out: Sequence[str], fields: dict[str, Any]) -> int:
-    """The child's part: tokenizes into OUT; without one it prints the key."""
-    job = TokenizeJob(**{**fields, "options": DocumentOptions(**fields["options"])})
-    try:
-        if out:
-            tokenize(job, Path(out[0]), cores())
-        else:
-            print(json.dumps(job.key()))
-    except ShardrunError as error:
-        print(json.dumps([without_hint(error), error.hint]))
-        return error.exit_code
+def run_job(out: Sequence[str]) -> int:
+    """The child's part, from stdin to stdout."""
+    job: TokenizeJob = pickle.load(sys.stdin.buffer)
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            answer: Any = tokenize(job, Path(out[0]), cores()) if out else job.key()
+        except ShardrunError as error:
+            answer = error
+    pickle.dump(answer, sys.stdout.buffer)
     return 0

@@ -1,4 +1,4 @@
-"""The cache of tokenized data (fsdp/tokenize/cache.py) in the test's own folder: a fixture, a rank's run."""
+"""The cache of tokenized data (fsdp/tokenize/rows.py) in the test's own folder: a fixture, a rank's run."""
 
 from __future__ import annotations
 

@@ -128,5 +128,7 @@ def test_memory_that_runs_out_while_a_run_tokenizes_is_named(
     job = TokenizeJob(str(write_lines(tmp_path / "a.jsonl", texts(3))))
     killed: subprocess.CompletedProcess[str] = subprocess.CompletedProcess([], -signal.SIGKILL, stdout="")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
-    with pytest.raises(ShardrunError, match=r"a\.jsonl was killed, as when memory runs out\. HINT: "):
+    with pytest.raises(
+        ShardrunError, match=r"a\.jsonl ended with -9; -9: it was killed, as when memory runs out\. HINT: "
+    ):
         run_child(job, str(tmp_path / "out"))
