@@ -16,17 +16,18 @@ from __future__ import annotations
 import fcntl
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,9 +49,7 @@ BUILDERS = {
 }  # fmt: skip
 """Suffixes that the package datasets reads, each with the name of its builder."""
 ROWS = (*LINES, *JSON, *BUILDERS)
-SETTINGS = frozenset(
-    {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-)
+SETTINGS = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files beside those of rows, as the libraries of Hugging Face write them."""
 ABOUT = ("README", "LICENSE")
 """How the names of files about a folder begin, which are none of its data."""
@@ -60,8 +59,7 @@ UNPACKED, UNPACKED_TIMES = 1 << 30, 200
 """What a compressed file may unpack to: so many bytes, or so many times its own size if that is more."""
 
 
-@dataclass(frozen=True)
-class SourceRow:
+class SourceRow(NamedTuple):
     place: str
     """The file and the line, as messages name it."""
     values: Mapping[str, Any]
@@ -77,23 +75,10 @@ class RowRange(NamedTuple):
     rows: int
 
 
-class SourceRows(Protocol):
-    """Rows of a file, or of several."""
-
-    def parts(self, size: int) -> list[RowRange]:
-        """All rows, in parts of about `size` bytes."""
-        ...
-
-    def read(self, part: RowRange) -> Iterator[SourceRow]: ...
-
-
 def by_number(ends: Iterable[int], count: int) -> list[RowRange]:
     """Parts of `count` rows that end at these numbers."""
-    inner = [int(end) for end in ends if 0 < end < count]
-    return [
-        RowRange(first, last, first, last - first)
-        for first, last in zip([0, *inner], [*inner, count], strict=True)
-    ]
+    cuts = sorted({0, count, *(int(end) for end in ends if 0 < end < count)})
+    return [RowRange(first, last, first, last - first) for first, last in itertools.pairwise(cuts)]
 
 
 # ---------------------------------------------------------------- made once
@@ -105,8 +90,7 @@ def digest(key: Any) -> str:
 
 def identity(path: Path) -> list[Any]:
     """What a cached file of it is known by. Reading the contents would take as long as tokenizing them."""
-    status = path.stat()
-    return [str(path.resolve()), status.st_size, status.st_mtime_ns]
+    return [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
 
 
 def made_once(name: str, key: Any, make: Callable[[Path], None]) -> Path:
@@ -231,13 +215,10 @@ def _json_rows(path: Path, name: str) -> LineRows:
 
     def write(aside: Path) -> None:
         text = path.read_text("utf-8-sig")
-        try:
+        with suppress(ValueError, RecursionError):  # lines; one that is wrong is named when it is read
             rows = json.loads(text)
-        except (ValueError, RecursionError):
-            aside.write_text(text, encoding="utf-8")  # lines; one that is wrong is named when it is read
-            return
-        rows = rows if isinstance(rows, list) else [rows]
-        aside.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            text = "".join(json.dumps(row) + "\n" for row in (rows if isinstance(rows, list) else [rows]))
+        aside.write_text(text, encoding="utf-8")
 
     return LineRows(made_once("elements", identity(path), write), name, "element")
 
@@ -282,7 +263,7 @@ class DatasetRows:
 
         media = [column for column, kind in dataset.features.items() if require_decoding(kind)]
         # As Arrow, since a dataset's own format would decode what Python has no value for.
-        self._dataset, self._name = dataset.remove_columns(media).with_format("arrow"), name
+        self._dataset, self.name = dataset.remove_columns(media).with_format("arrow"), name
         self.files = [Path(file["filename"]) for file in dataset.cache_files]
         self.count = len(dataset)
 
@@ -296,7 +277,7 @@ class DatasetRows:
             rows = self._dataset[start : min(part.last, start + 1024)].to_pylist()
             for number, values in enumerate(rows, start + 1):
                 columns = {column: without_nulls(value) for column, value in values.items()}
-                yield SourceRow(f"{self._name} row {number}", columns)
+                yield SourceRow(f"{self.name} row {number}", columns)
 
 
 def without_nulls(value: Any) -> Any:
@@ -336,12 +317,8 @@ def _table(name: str, builder: str = "", config: str = "", split: str = "") -> D
         return DatasetRows(loaded, shown)
     except Exception as error:  # the library raises what its readers raise
         reason = message_line(error.__cause__ or error, 300)
-        words = ", ".join(repr(word) for word in (name, config) if word)
-        hint = (
-            "copy it again"
-            if builder
-            else f'python -c "import datasets; datasets.load_dataset({words})" on a machine with a network'
-        )
+        hint = f'python -c "import datasets; datasets.load_dataset{name, config}" on a machine with a network'
+        hint = "copy it again" if builder else hint
         raise ConfigError(f"{shown} cannot be read from this machine: {reason}.", hint) from None
 
 
@@ -353,6 +330,10 @@ def ends_with(name: str, suffixes: tuple[str, ...]) -> bool:
     return name.lower().endswith(suffixes)
 
 
+SourceRows = LineRows | TextFiles | DatasetRows
+"""`parts(size)` are all rows in parts of about `size` bytes, `read` gives those of a part."""
+
+
 def open_rows(files: Sequence[Path]) -> list[SourceRows]:
     """One reader a row file; the .txt files have one together."""
     texts = [path for path in files if ends_with(path.name, (".txt",))]
@@ -361,9 +342,9 @@ def open_rows(files: Sequence[Path]) -> list[SourceRows]:
 
 
 def _opened(path: Path) -> SourceRows:
-    builder = next((name for suffix, name in BUILDERS.items() if ends_with(path.name, (suffix,))), "")
-    if builder:
-        return _table(str(path), builder)
+    for suffix, builder in BUILDERS.items():
+        if ends_with(path.name, (suffix,)):
+            return _table(str(path), builder)
     plain = _uncompressed(path) if path.suffix.lower() == ".gz" else path
     return LineRows(plain, str(path)) if ends_with(path.name, LINES) else _json_rows(plain, str(path))
 
@@ -373,10 +354,8 @@ def find_files(name: str) -> list[Path]:
     root = expanded(name)
     if root.is_dir():
         files = row_files(files_below(root))
-    elif root.exists():
-        files = [root] if ends_with(root.name, (*ROWS, ".txt")) else []
     else:
-        files = matching(name)
+        files = [root] if root.exists() else matching(name)
     if not files:
         hint = f"a {LISTED} file, a folder of them, or a pattern in quotes"
         raise ConfigError(f"{name} does not exist, or has no {LISTED} file.", hint)
@@ -386,14 +365,13 @@ def find_files(name: str) -> list[Path]:
 def files_below(root: Path) -> list[Path]:
     """Sorted, without hidden ones. A folder that cannot be listed is an error: its rows would lack."""
     files: list[Path] = []
-    for folder, folders, names in os.walk(root, onerror=_raise):
-        folders[:] = [name for name in folders if not name.startswith(".") and name != "lost+found"]
-        files += [Path(folder, name) for name in names if not name.startswith(".")]
+    for entry in os.scandir(root):
+        if not entry.name.startswith(".") and entry.name != "lost+found":
+            if entry.is_dir(follow_symlinks=False):
+                files += files_below(Path(entry))
+            elif not entry.is_dir():
+                files.append(Path(entry))
     return sorted(files)
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def row_files(files: Sequence[Path]) -> list[Path]:
@@ -459,8 +437,8 @@ def held_out_line(files: Sequence[str]) -> str:
 
 def is_saved_dataset(folder: Path) -> bool:
     """Whether datasets' save_to_disk has written it: one split, or several."""
-    marked = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
-    return marked and next(folder.rglob("*.arrow"), None) is not None
+    saved = (folder / "state.json").is_file() and any(folder.glob("*.arrow"))
+    return saved or (folder / "dataset_dict.json").is_file()
 
 
 def is_remote(name: str) -> bool:
@@ -479,8 +457,7 @@ class Source:
     def identity(self) -> list[Any]:
         """Changes with the data: names, sizes and times."""
         if self._table is not None:
-            shown = " ".join(filter(None, (self.name, self.config, self.split)))
-            return [shown, self._table.count, *map(identity, self._table.files)]
+            return [self._table.name, self._table.count, *map(identity, self._table.files)]
         return [identity(Path(file)) for file in self._files]
 
     def held_out(self) -> list[str]:
@@ -521,7 +498,7 @@ def _copied(url: str) -> str:
     try:
         listed = retried(lambda: find(root, detail=True), f"listing {shown}")
     except OSError as error:
-        keys = "AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment of s3://"
+        keys = "AWS_ENDPOINT_URL and keys in the environment of s3://"
         raise ConfigError(f"{shown} cannot be read: {error.strerror or error}.", keys) from None
     versions = {
         path: str(sorted(facts.items()))
@@ -533,9 +510,7 @@ def _copied(url: str) -> str:
     base = PurePath(os.path.commonpath([PurePath(path).parent for path in versions]))
 
     def make(aside: Path) -> None:
-        copies = {aside / PurePath(path).relative_to(base): path for path in versions}
-        for copy in copies:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-        retried(lambda: fs.get(list(versions), list(map(str, copies))), f"reading {shown}")
+        copies = [str(aside / PurePath(path).relative_to(base)) for path in versions]
+        retried(lambda: fs.get(list(versions), copies), f"reading {shown}")
 
     return str(made_once("objects", [shown, versions], make))

@@ -229,6 +229,7 @@ def test_columns_of_pictures_are_left_out(tmp_path: Path) -> None:
     assert rows_in([DatasetRows(made, "rows")]) == [{"text": "a"}]
 
 
+@pytest.mark.long
 @pytest.mark.needs("datasets")
 def test_a_cached_data_set_by_name(tmp_path: Path) -> None:
     """The cache as load_dataset on a machine with a network leaves it, read by a process without one."""
