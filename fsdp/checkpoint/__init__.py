@@ -5,17 +5,17 @@ manifest: the size and checksum of every file, the digest of every tensor. The m
 folder without one does not count as a checkpoint.
 
     checkpointer                        what the training loop calls: saves beside the steps, restores
-    saver, sealing                      one save beside the steps; all ranks' files sealed, or nothing
-    state, pieces                       TrainState as named pieces, and what a load fills; boxes in a tensor
-    rank_file                           one rank's file: planned by DCP's planner, copied, framed, written
-    manifest, metadata, file_names      the seal; `.metadata`, read without executing its code; names
+    save, sealing                       one rank's file beside the steps; all ranks' files sealed, or nothing
+    state                               TrainState as named pieces, boxes in a tensor, and what a load fills
+    manifest                            names, the seal, and `.metadata`, read without executing its code
+    inspect                             a store's checkpoints: listed, opened and verified by one process
     store, object_store                 where checkpoints lie: a folder, s3://bucket/prefix
     local_tier                          checkpoints on the nodes' own disks, and their copies
-    discovery, restore, load            what rank 0 finds; which checkpoint is restored; how it is read
+    restore, load                       which checkpoint is restored; how it is read
     pretrained, full_state              folders of safetensors by rows; one state dict, read lazily
     adapter_weights                     checkpoints of adapters alone, and the weights under them
     export                              a checkpoint's model as one state dict, or for `from_pretrained`
-    retention, inspect                  which checkpoints are kept; the list of whole and broken ones
+    retention                           which checkpoints are kept
     __main__                            the command that lists, verifies, prunes and exports
 """
 

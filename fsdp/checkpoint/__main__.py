@@ -28,12 +28,11 @@ from fsdp import config
 from fsdp.base.errors import CheckpointError, ConfigError, RefusedError, without_hint
 from fsdp.base.object_client import is_url
 from fsdp.base.text import byte_size, print_line, seconds
-from fsdp.checkpoint import file_names, inspect, metadata, retention
+from fsdp.checkpoint import inspect, retention
 from fsdp.checkpoint.adapter_weights import PEFT, Base
-from fsdp.checkpoint.discovery import READ_AT_ONCE, broken_folders, set_aside, why_not_whole
 from fsdp.checkpoint.export import export, of_averages
-from fsdp.checkpoint.inspect import CheckpointListing
-from fsdp.checkpoint.manifest import Broken
+from fsdp.checkpoint.inspect import READ_AT_ONCE, CheckpointListing, set_aside, why_not_whole
+from fsdp.checkpoint.manifest import Broken, final_name, parse_name
 from fsdp.checkpoint.store import Store, lock_place, open_store
 from fsdp.config import CheckpointSection, trust
 from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
@@ -158,12 +157,12 @@ def _place(options: argparse.Namespace) -> str:
 def _chosen(store: Store, options: argparse.Namespace) -> list[CheckpointListing]:
     listings = [listing for listing in inspect.scan(store) if options.step in (None, listing.step)]
     shows_all = options.command in ("list", "verify") and options.step is None
-    if not listings and not (shows_all and broken_folders(store)):
+    if not listings and not (shows_all and inspect.folders_of(store, "broken")):
         around, _, name = options.run.rpartition("/")
         hint = "give the --run.dir of a run that has saved one"
         if options.step is not None:
             hint = f"python -m fsdp.checkpoint {options.run} lists the steps"
-        elif (folder := file_names.parse(name)) is not None:
+        elif (folder := parse_name(name)) is not None:
             hint = f"python -m fsdp.checkpoint {around or '.'} --step {folder.step}"
         step = "" if options.step is None else f" of step {options.step}"
         raise CheckpointError(f"{store.where} holds no checkpoint{step}.", hint)
@@ -207,7 +206,7 @@ def _prune(store: Store, options: argparse.Namespace) -> int:
     if deleted or not left:
         print_line("deleted " + ", ".join(deleted) if deleted else "nothing to delete", sys.stdout)
     for step, why in left.items():
-        hint = f"ls -la {shlex.quote(store.where)}/{file_names.final(step)}* shows who may delete it"
+        hint = f"ls -la {shlex.quote(store.where)}/{final_name(step)}* shows who may delete it"
         hint = "renew the credentials" if is_url(store.where) else hint
         print_line(f"fsdp.checkpoint: {why} (not deleted). HINT: {hint}, then prune again")
     return CheckpointError.exit_code if left else 0
@@ -236,7 +235,7 @@ def _export(store: Store, options: argparse.Namespace) -> int:
             raise ConfigError(f"{path} is a link; the export does not follow links in a run directory.", hint)
     base, saved_as = _base(options, listing), _saved_as(options)
     try:
-        source = metadata.open_one(store, listing.folder, listing.manifest)
+        source = inspect.open_source(store, listing.folder, listing.manifest)
         averages = of_averages(source) if options.ema else source
         if averages is None:
             reason = f"{listing.folder} holds no moving average of the weights."

@@ -20,8 +20,8 @@ from fsdp.base.digest import digest_shard
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import full_state, load
 from fsdp.checkpoint.full_state import Entry
+from fsdp.checkpoint.inspect import CheckpointSource
 from fsdp.checkpoint.manifest import Manifest
-from fsdp.checkpoint.metadata import CheckpointSource
 from fsdp.config import LoraSection
 from fsdp.models.lora import A, B, is_transposed, merged
 from fsdp.models.registry import SourceFolder

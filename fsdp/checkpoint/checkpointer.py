@@ -1,6 +1,6 @@
 """The Checkpointer, which the training loop calls: saves beside the steps, restores, reports the outcomes.
 
-It holds the order of saves, the check of who may write, and the messages. saver.py writes a save, restore.py
+It holds the order of saves, the check of who may write, and the messages. save.py writes a save, restore.py
 restores, retention.py selects the checkpoints to keep.
 """
 
@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fsdp.base.errors import CheckpointError, error_number
+from fsdp.base.errors import CheckpointError, RefusedError, error_number
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.base.text import listed
-from fsdp.checkpoint import discovery, inspect, metadata, retention
+from fsdp.checkpoint import inspect, restore, retention
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken, Manifest
-from fsdp.checkpoint.rank_file import StagingMemory
 from fsdp.checkpoint.restore import Restore, Restored
-from fsdp.checkpoint.saver import SaveJob, Saver, not_saved
+from fsdp.checkpoint.save import SaveJob, Saver, StagingMemory
 from fsdp.checkpoint.sealing import SaveOutcome, Sealing
 from fsdp.checkpoint.state import take_snapshot
 from fsdp.checkpoint.store import Store, open_store
@@ -34,10 +33,11 @@ from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
+from fsdp.dist.network import is_lost_peer
 from fsdp.models.registry import SourceFolder
 from fsdp.optim.state import TrainState
-from fsdp.rundir.lock import Locks
-from fsdp.rundir.paths import WRITES_ALONE, storage_advice
+from fsdp.rundir.lock import TWO_RUNS, Locks
+from fsdp.rundir.paths import WRITES_ALONE, storage_advice, storage_shown
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.adapter_weights import Base
@@ -81,12 +81,12 @@ class Checkpointer:
         self.pretrained: SourceFolder | None = None
         self.resumed_step = -1
         """The step restored from this run's own store; -1 if none was."""
-        self._section, self._run_dir = section, run_dir
+        self._section, self._run_dir, self._locks = section, run_dir, locks
         self._env, self._sizes, self._config = env, sizes, config_hash
         self._group = ObjectGroup()
         self._attempt: str = self._group.broadcast(secrets.token_hex(4))
         self._store: Store = open_store(section.dir or f"{self._run_dir}/checkpoints")
-        self._locks = locks
+        self._place = section.local_dir or self._store.where
         self._shared_checked = False
         self._tier: LocalTier | None = None
         self._saver = Saver(self._build_sealing(), env.device, staging_memory)
@@ -124,9 +124,8 @@ class Checkpointer:
         if self._env.device.type == "cuda":
             job.ready = torch.cuda.current_stream(self._env.device).record_event()
         if not self._save_seconds:
-            self._save_seconds = (
-                1.0 + sum(piece.nbytes for piece in job.snapshot.pieces) / GUESSED_BYTES_PER_S
-            )
+            size = sum(piece.nbytes for piece in job.snapshot.pieces)
+            self._save_seconds = 1.0 + size / GUESSED_BYTES_PER_S
         self._flight = job
         self._saver.put(job)
         waits = wait or self._section.mode == "blocking"
@@ -189,49 +188,38 @@ class Checkpointer:
         job, self._flight = self._flight, None
         if job is None:
             return
-        place = self._section.local_dir or self._store.where
         if not job.done.wait(TOLD_AFTER_S):
             if self._env.is_main:
                 age = time.perf_counter() - job.began
-                log.warning(
-                    "training waits for the save of step %d to %s, begun %.0f s ago", job.step, place, age
-                )
+                message = "training waits for the save of step %d to %s, begun %.0f s ago"
+                log.warning(message, job.step, self._place, age)
             job.done.wait()
-        self._settle(job)
-        outcome = job.outcome
-        assert outcome is not None
+        outcome = self._settle(job)
         if outcome.fatal or (must and outcome.failure):
-            raise not_saved(outcome, f"step {outcome.step} {outcome.verdict.lower()}", place)
+            raise not_saved(outcome, f"step {outcome.step} {outcome.verdict.lower()}", self._place)
         if outcome.failure and self._failed_before:
-            raise not_saved(outcome, f"the save of step {outcome.step} failed, as did the one before", place)
+            what = f"the save of step {outcome.step} failed, as did the one before"
+            raise not_saved(outcome, what, self._place)
         self._failed_before = bool(outcome.failure)
 
-    def _settle(self, job: SaveJob) -> None:
-        """Logs the outcome of a save, once."""
-        if job.settled:
-            return
-        job.settled = True
+    def _settle(self, job: SaveJob) -> SaveOutcome:
+        """The outcome of a save, logged once."""
         outcome = job.outcome
         assert outcome is not None
-        if not outcome.failure:
-            self._ended.append(Sealed(job.step, outcome.path, job.stall_s, outcome.write_s, outcome.bytes))
+        if job.settled:
+            return outcome
+        job.settled = True
+        step, path, failure, doubt = outcome.step, outcome.path, outcome.failure, outcome.doubt
+        if not failure:
+            self._ended.append(Sealed(step, path, job.stall_s, outcome.write_s, outcome.bytes))
             self._save_seconds = job.stall_s + outcome.write_s
-            if outcome.doubt and self._env.is_main:
-                log.warning(
-                    "checkpoint of step %d is whole in %s, but %s: a power cut may still lose it. "
-                    "Older checkpoints are kept until a later save succeeds.",
-                    outcome.step,
-                    outcome.path,
-                    outcome.doubt,
-                )
-        elif self._env.is_main:
-            log.error(
-                "CHECKPOINT of step %d %s: %s.%s",
-                outcome.step,
-                outcome.verdict,
-                outcome.failure,
-                "" if outcome.fatal else " The run continues.",
-            )
+        if self._env.is_main and failure:
+            then = "" if outcome.fatal else " The run continues."
+            log.error("CHECKPOINT of step %d %s: %s.%s", step, outcome.verdict, failure, then)
+        elif self._env.is_main and doubt:
+            message = "checkpoint of step %d is whole in %s, but %s: a power cut may still lose it. %s"
+            log.warning(message, step, path, doubt, "Older checkpoints are kept until a later save succeeds.")
+        return outcome
 
     def _about(self, state: TrainState, metrics: Mapping[str, float], reason: str) -> Manifest:
         """The manifest of this save without its files."""
@@ -282,7 +270,7 @@ class Checkpointer:
             if self._tier is not None:
                 self._tier.catch_up()
             self._folders = self._group.on_main(
-                lambda: discovery.list_checkpoints(self._store, self._section, self._attempt)
+                lambda: restore.list_checkpoints(self._store, self._section, self._attempt)
             )
         return bool(self._folders)
 
@@ -292,30 +280,21 @@ class Checkpointer:
         """
         self.has_checkpoint()
         folders, self._folders = self._folders, None
-        restore = Restore(
-            self._store,
-            self._group,
-            self._env,
-            self._section,
-            self._sizes,
-            self._config,
-            self.base,
-            weights_only,
-            self._tier,
-        )
+        common = self._section, self._sizes, self._config, self.base, weights_only, self._tier
+        attempt = Restore(self._store, self._group, self._env, *common)
         if folders:
-            restored = restore.newest(state, folders)
+            restored = attempt.newest(state, folders)
             self.resumed_step = restored.step
             return restored
         if self._section.resume not in ("auto", "never"):
-            return restore.from_path(state, self._section.resume)
+            return attempt.from_path(state, self._section.resume)
         return None
 
     def _check_shared(self) -> None:
         """Once, before the store is first read or written."""
         if not self._shared_checked:
             self._shared_checked = True
-            discovery.check_shared(self._store, self._group, self._attempt)
+            restore.check_shared(self._store, self._group, self._attempt)
 
     # ------------------------------------------------------------ export
 
@@ -328,27 +307,47 @@ class Checkpointer:
     def _export(self, folder: Path, averaged: bool) -> list[Path]:
         from fsdp.checkpoint.export import export, of_averages  # keeps it out of a run's start
 
-        found = inspect.newest_whole(self._store)
-        if found is None:
+        newest, section = inspect.newest_whole(self._store), self._section
+        if newest is None:
             raise CheckpointError(
                 f"{self._store.where} holds no whole checkpoint to export.", "--checkpoint.export false"
             )
         try:
-            source = metadata.open_one(self._store, found.folder, found.manifest)
-            if averaged and (average := of_averages(source)) is not None:
-                source = average
+            source = inspect.open_source(self._store, newest.folder, newest.manifest)
+            if averaged:
+                source = of_averages(source) or source
             return export(
                 source,
                 folder,
-                self._section.export_format,
+                section.export_format,
                 base=self.base,
                 pretrained=self.pretrained,
-                dtype=self._section.export_dtype,
+                dtype=section.export_dtype,
             )
         except (Broken, OSError) as error:
             hint = f"python -m fsdp.checkpoint {self._run_dir} verify"
             if error_number(error) in WRITES_ALONE:
                 advice = storage_advice(error_number(error), str(folder.parent))
                 hint = f"{advice}, then {hint.removesuffix('verify')}export"
-            what = f"{found.folder} was not exported to {folder}: {error}."
+            what = f"{newest.folder} was not exported to {folder}: {error}."
             raise CheckpointError(what, hint, error_number=error_number(error)) from None
+
+
+def not_saved(outcome: SaveOutcome, what: str, place: str) -> CheckpointError:
+    """`what`, then why; with the ranks and the error number of the failed save. `place`: where it writes."""
+    # The lock alone ends a run without an exception: another start would be refused, or begin anew.
+    lock_lost = outcome.fatal and outcome.cause is None
+    then = "the same command resumes from the newest whole checkpoint"
+    if outcome.cause is not None and is_lost_peer(outcome.cause):
+        # The cause tells the watch that another rank is at fault.
+        error = CheckpointError(f"{what}: another rank ended during the save.", then)
+    else:
+        advice = storage_advice(outcome.error_number, place) or storage_shown(place)
+        error = (RefusedError if lock_lost else CheckpointError)(
+            f"{what}: {outcome.failure}.",
+            f"{TWO_RUNS if lock_lost else advice}; {then}",
+            ranks=outcome.ranks,
+            error_number=outcome.error_number,
+        )
+    error.__cause__ = outcome.cause
+    return error

@@ -35,7 +35,7 @@ from fsdp.checkpoint.full_state import (
     write_safetensors,
     write_torch,
 )
-from fsdp.checkpoint.metadata import CheckpointSource
+from fsdp.checkpoint.inspect import CheckpointSource
 from fsdp.checkpoint.store import sync_folder
 from fsdp.models.registry import SourceFolder
 

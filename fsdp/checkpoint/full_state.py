@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from fsdp.base.errors import ConfigError
 from fsdp.base.proc import TABLE, regular_text
 from fsdp.base.torch_private import EXTRA_STATE
-from fsdp.checkpoint.pieces import as_bytes
+from fsdp.checkpoint.state import as_bytes
 from fsdp.models.factory import check_no_adapter
 from fsdp.models.units import clean_name
 

@@ -1,4 +1,4 @@
-"""Lists a store's checkpoints and tells whole ones from broken ones, without loading a tensor.
+"""A store's checkpoints: listed, opened and verified by one process, without loading a tensor.
 
 One rank reads the store and broadcasts the result.
 """
@@ -6,6 +6,7 @@ One rank reads the store and broadcasts the result.
 from __future__ import annotations
 
 import errno
+import math
 import shlex
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,15 +14,57 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from zlib import crc32
 
-from fsdp.base.errors import CheckpointError, error_number
+from fsdp.base.errors import CheckpointError, error_number, without_hint
 from fsdp.base.object_client import is_url
-from fsdp.checkpoint import file_names, manifest
-from fsdp.checkpoint.manifest import Broken, Manifest
+from fsdp.checkpoint import manifest as manifests
+from fsdp.checkpoint.manifest import MANIFEST, METADATA, Broken, FileRange, Manifest, SavedTensor, parse_name
 from fsdp.checkpoint.store import Store
 
 CHUNK = 8 << 20
 READERS = 8
 """A request to an object store takes some 50 ms, and a checkpoint has a file for each rank."""
+MOST_OF_METADATA = 4 << 30
+READ_AT_ONCE = 2 << 30
+"""Bytes of checkpoints that are verified unasked: of larger ones the sizes alone are compared."""
+
+
+# ---------------------------------------------------------------- errors
+
+
+def classify_failure(error: Exception, path: str) -> Broken | CheckpointError:
+    """Broken for damage, which is set aside. CheckpointError where the file may be whole (an error number of
+    the system, full memory): the checkpoint keeps its name.
+    """
+    if isinstance(error, Broken):
+        return error
+    if isinstance(error, (EOFError, ValueError, KeyError)):
+        return Broken("unreadable", f"{type(error).__name__}: {error}")
+    if isinstance(error, PermissionError):
+        return unreadable(path, error)
+    return CheckpointError(
+        f"{path} cannot be read: {type(error).__name__}: {error}.",
+        "start again when the storage answers; nothing was set aside or changed",
+        error_number=error_number(error),
+    )
+
+
+@contextmanager
+def reading(place: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(place, error) from None
+
+
+def unreadable(place: str, error: OSError) -> CheckpointError:
+    """The error for a store or a folder that cannot be reached or may not be read."""
+    hint = f"ls -ld {shlex.quote(str(error.filename or place))} shows who may read it"
+    if is_url(place):
+        hint = "the keys are read from the environment: aws s3 ls shows what they may read"
+    return CheckpointError(f"{place} cannot be read: {error}.", hint, error_number=error_number(error))
+
+
+# ---------------------------------------------------------------- listing
 
 
 @dataclass(frozen=True)
@@ -39,46 +82,32 @@ class CheckpointListing:
 
 def examine(store: Store, folder: str) -> Manifest:
     """The manifest, after the checks that read no data: seal, step, names and sizes. Else Broken."""
-    name = file_names.parse(folder)
     sizes = store.sizes(folder)
-    own = sizes.get(file_names.MANIFEST)
-    if own is None and (own := store.size(folder, file_names.MANIFEST)) is None:
+
+    def size_of(file: str) -> int | None:  # a listing may lack new files
+        return sizes[file] if file in sizes else store.size(folder, file)
+
+    if (size := size_of(MANIFEST)) is None:
         raise Broken("unsealed", "it has no manifest: it was never finished, or its seal was taken")
-    if own > manifest.MOST_BYTES:
-        raise Broken("manifest", f"its manifest has {own} bytes")
-    found = manifest.decode(store.read(folder, file_names.MANIFEST))
-    if name is not None and name.step != found.step:
-        raise Broken("mixed", f"its manifest is of step {found.step}")
-    for file, (size, _) in found.files.items():
-        if (there := sizes.get(file)) is None and (there := store.size(folder, file)) is None:
+    if size > manifests.MOST_BYTES:
+        raise Broken("manifest", f"its manifest has {size} bytes")
+    manifest, name = manifests.decode(store.read(folder, MANIFEST)), parse_name(folder)
+    if name is not None and name.step != manifest.step:
+        raise Broken("mixed", f"its manifest is of step {manifest.step}")
+    for file, (sealed_size, _) in manifest.files.items():
+        if (size := size_of(file)) is None:
             raise Broken("missing-file", f"{file} is missing")
-        if there != size:
-            raise Broken("size", f"{file} has {there} bytes and was sealed with {size}")
-    return found
-
-
-def classify_failure(error: Exception, where: str) -> Broken | CheckpointError:
-    """Broken for damage, which is set aside. CheckpointError where the file may be whole (an error number of
-    the system, full memory): the checkpoint keeps its name.
-    """
-    if isinstance(error, Broken):
-        return error
-    if isinstance(error, (EOFError, ValueError, KeyError)):
-        return Broken("unreadable", f"{type(error).__name__}: {error}")
-    if isinstance(error, PermissionError):
-        return unreadable(where, error)
-    return CheckpointError(
-        f"{where} cannot be read: {type(error).__name__}: {error}.",
-        "start again when the storage answers; nothing was set aside or changed",
-        error_number=error_number(error),
-    )
+        if size != sealed_size:
+            raise Broken("size", f"{file} has {size} bytes and was sealed with {sealed_size}")
+    return manifest
 
 
 def listing_of(store: Store, folder: str) -> CheckpointListing:
+    step = manifests.step_of(folder)
     try:
-        return CheckpointListing(folder, file_names.step_of(folder), examine(store, folder))
+        return CheckpointListing(folder, step, examine(store, folder))
     except Broken as broken:
-        return CheckpointListing(folder, file_names.step_of(folder), None, broken.why, broken.detail)
+        return CheckpointListing(folder, step, None, broken.why, broken.detail)
     except OSError as error:
         raise classify_failure(error, store.path(folder)) from None
 
@@ -92,14 +121,22 @@ def listing_or_reason(store: Store, folder: str) -> CheckpointListing:
     except CheckpointError as error:
         if error.error_number == errno.ETIMEDOUT:
             raise
-        return CheckpointListing(folder, file_names.step_of(folder), unread=error)
+        return CheckpointListing(folder, manifests.step_of(folder), unread=error)
+
+
+def folders_of(store: Store, kind: manifests.Kind) -> list[str]:
+    """The folders with such a name, the newest step first."""
+    named = [
+        (name.step, folder)
+        for folder in store.folders()
+        if (name := parse_name(folder)) and name.kind == kind
+    ]
+    return [folder for _, folder in sorted(named, reverse=True)]
 
 
 def finals(store: Store) -> list[str]:
     """Folders with the name of a checkpoint, the newest first."""
-    parsed = [(name, folder) for folder in store.folders() if (name := file_names.parse(folder)) is not None]
-    final = [(name.step, folder) for name, folder in parsed if name.kind == "final"]
-    return [folder for _, folder in sorted(final, reverse=True)]
+    return folders_of(store, "final")
 
 
 def scan(store: Store) -> list[CheckpointListing]:
@@ -108,47 +145,98 @@ def scan(store: Store) -> list[CheckpointListing]:
         return [listing_or_reason(store, folder) for folder in finals(store)]
 
 
-def newest_whole(store: Store) -> CheckpointListing | None:
-    """The newest whole checkpoint, if there is one. Older ones are not read: a run may keep many."""
+def newest_whole(store: Store, step: int | None = None) -> CheckpointListing | None:
+    """The newest whole checkpoint, or that of a step, if there is one. Older ones are not read: a run may
+    keep many.
+    """
     with reading(store.where):
-        listings = (listing_of(store, folder) for folder in finals(store))
-        return next((found for found in listings if found.manifest is not None), None)
+        folders = [folder for folder in finals(store) if step in (None, manifests.step_of(folder))]
+        listings = (listing_of(store, folder) for folder in folders)
+        return next((listing for listing in listings if listing.manifest is not None), None)
 
 
-@contextmanager
-def reading(place: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise unreadable(place, error) from None
+# ---------------------------------------------------------------- an opened checkpoint
 
 
-def unreadable(place: str, error: OSError) -> CheckpointError:
-    """The error for a store or a folder that cannot be reached or may not be read."""
-    hint = f"ls -ld {shlex.quote(str(error.filename or place))} shows who may read it"
-    if is_url(place):
-        shown = (
-            "aws s3 ls shows what they may read" if place.startswith("s3") else "see the store's own client"
+@dataclass
+class CheckpointSource:
+    """An opened checkpoint. Without a manifest it is another program's, and is not verified."""
+
+    store: Store
+    folder: str
+    tensors: dict[str, SavedTensor]
+    values: dict[str, FileRange]
+    manifest: Manifest | None
+
+    @property
+    def keys(self) -> set[str]:
+        return {*self.tensors, *self.values}
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is a run's own, which fits in every key and dtype."""
+        return self.manifest is not None
+
+    @property
+    def path(self) -> str:
+        return self.store.path(self.folder)
+
+    def digest(self, key: str) -> tuple[int, int]:
+        """The number of elements and the digest of a tensor."""
+        assert self.manifest is not None
+        if key not in self.manifest.digests:
+            raise Broken("digest", f"the manifest has no digest of {key}")
+        numel, digest = self.manifest.digests[key]
+        return numel, int(digest, 16)
+
+    def misfit(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} is not of this model: {reason}.",
+            "give the flags that the run had (config.toml beside it), or a new --run.dir",
         )
-        hint = f"the keys are read from the environment: {shown}"
-    return CheckpointError(f"{place} cannot be read: {error}.", hint, error_number=error_number(error))
 
 
-def sealed_step(store: Store, step: int) -> CheckpointListing | None:
-    """The whole checkpoint of this step; None if there is none."""
-    folders = [folder for folder in finals(store) if file_names.step_of(folder) == step]
-    listings = (listing_of(store, folder) for folder in folders)
-    return next((found for found in listings if found.manifest is not None), None)
+def read_places(store: Store, folder: str) -> bytes:
+    """`.metadata`, which has the places of all tensors."""
+    size = store.size(folder, METADATA)
+    if size is None:
+        raise Broken("missing-file", f"{METADATA} is missing")
+    if size > MOST_OF_METADATA:
+        raise Broken("size", f"{METADATA} has {size} bytes")
+    return store.read(folder, METADATA)
+
+
+def opened(store: Store, folder: str, manifest: Manifest | None, data: bytes) -> CheckpointSource:
+    """The source with this `.metadata`; Broken if it is damaged, unsafe, or not what was sealed."""
+    if manifest is not None:
+        if METADATA not in manifest.files:
+            raise Broken("missing-file", f"its manifest lacks {METADATA}")
+        if manifest.files[METADATA][1] != crc32(data):
+            raise Broken("checksum", f"{METADATA} is not what was written: its checksum differs")
+    source = CheckpointSource(store, folder, *manifests.read_metadata(data), manifest)
+    for key, saved in source.tensors.items() if manifest is not None else ():
+        count = math.prod(saved.size)
+        if count and source.digest(key)[0] != count:  # empty tensors are not written
+            raise Broken("digest", f"the manifest's digest of {key} is of another size")
+    return source
+
+
+def open_source(store: Store, folder: str, manifest: Manifest | None) -> CheckpointSource:
+    """The source, opened by a single process."""
+    return opened(store, folder, manifest, read_places(store, folder))
+
+
+# ---------------------------------------------------------------- verifying
 
 
 def check_file(store: Store, folder: str, file: str, size: int, crc: int) -> None:
     """Reads a whole file in pieces; Broken if its checksum differs."""
-    found, buffer = 0, memoryview(bytearray(min(CHUNK, size)))
+    sum_read, buffer = 0, memoryview(bytearray(min(CHUNK, size)))
     for start in range(0, size, CHUNK):
         view = buffer[: min(CHUNK, size - start)]
         store.read_into(folder, file, start, [view])
-        found = crc32(view, found)
-    if found != crc:
+        sum_read = crc32(view, sum_read)
+    if sum_read != crc:
         raise Broken("checksum", f"{file} is not what was written: its checksum differs")
 
 
@@ -157,3 +245,38 @@ def check_files(store: Store, folder: str, files: Mapping[str, tuple[int, int]])
     with ThreadPoolExecutor(READERS) as pool:
         for _ in pool.map(lambda file: check_file(store, folder, file, *files[file]), files):
             pass
+
+
+def why_not_whole(store: Store, listing: CheckpointListing, read: bool) -> str | None:
+    """Why it is not whole, or not known to be; `read`: every byte."""
+    if listing.unread is not None:
+        return without_hint(listing.unread).rstrip(".")
+    if listing.manifest is None:
+        return f"NOT whole: {listing.detail}"
+    try:
+        if read:
+            check_files(store, listing.folder, listing.manifest.files)
+            open_source(store, listing.folder, listing.manifest)
+    except OSError as error:
+        return f"cannot be read: {error}"
+    except (Broken, EOFError, LookupError, ValueError, TypeError) as error:  # files that do not fit together
+        return (
+            f"NOT whole: {error.detail if isinstance(error, Broken) else f'{type(error).__name__}: {error}'}"
+        )
+    return None
+
+
+def set_aside(store: Store) -> Iterator[tuple[str, str, str]]:
+    """Each checkpoint that was set aside, why it is not whole, and the command that restores a whole one.
+    Every byte is read where that takes seconds.
+    """
+    finals_there = finals(store)
+    for folder in reversed(folders_of(store, "broken")):
+        listing = listing_or_reason(store, folder)
+        small = listing.manifest is not None and listing.manifest.bytes <= READ_AT_ONCE
+        why = why_not_whole(store, listing, small)
+        name, _, mark = folder.partition(".")
+        words = ["mv", "-T", store.path(folder), store.path(name)]
+        if is_url(store.where):
+            words = ["aws", "s3", "rm", f"{store.path(name)}/.{mark}"]
+        yield folder, why or "", "" if why or name in finals_there else shlex.join(words)

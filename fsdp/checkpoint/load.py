@@ -1,9 +1,9 @@
 """Loads a checkpoint into a TrainState at any number of ranks: reads, sends to replicas, verifies.
 
-Collective. Over all ranks each byte is read once: one holder of a replicated piece reads it and sends it to
-the others. Rows are read straight into the rank's tensors. DCP's FileSystemReader reads each chunk whole
-through torch.load: measured at 124M parameters on 2 ranks 2.61 s, with verification here 1.86 s. A failure on
-one rank reaches all ranks before the next collective: all raise the same Broken.
+Collective. Of a large piece that several ranks hold, one reads the bytes and sends them to the others. Rows
+are read straight into the rank's tensors. DCP's FileSystemReader reads each chunk whole through torch.load:
+measured at 124M parameters on 2 ranks 2.61 s, with verification here 1.86 s. A failure on one rank reaches
+all ranks before the next collective: all raise the same Broken.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import io
 import math
 import pickle
 import zipfile
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,16 +24,14 @@ import torch.distributed as dist
 from fsdp.base import proc
 from fsdp.base.devices import set_thread_device
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import inspect, pieces
-from fsdp.checkpoint.manifest import Broken
-from fsdp.checkpoint.metadata import CheckpointSource, Chunk
-from fsdp.checkpoint.pieces import as_bytes
-from fsdp.checkpoint.state import PendingState, Piece
+from fsdp.checkpoint import inspect, state
+from fsdp.checkpoint.inspect import CheckpointSource
+from fsdp.checkpoint.manifest import Broken, Chunk
+from fsdp.checkpoint.state import PendingState, Piece, Sizes, as_bytes
 from fsdp.dist.collectives import ObjectGroup
 
 SMALL = 1 << 16
-READERS_OF_SMALL = 8
-"""Of the replicas of small pieces: each reader sends its own to the others in one broadcast."""
+"""Smaller pieces are read by each rank that holds them, and nearer reads are joined."""
 MOST_OF_A_VALUE = 1 << 30
 THREADS = 4
 TOGETHER = 8 << 20
@@ -52,88 +49,57 @@ def fill(
     verify: bool,
 ) -> None:
     """Fills and verifies every piece; Broken on every rank if that fails, and the state is unusable then."""
-    targets = _distinct(targets)
-    _choose_readers(targets)
+    # One for each memory: tied weights have two keys.
+    memories = {(p.local.data_ptr(), p.sizes) if p.nbytes else (0, p.key): p for p in reversed(targets)}
+    targets = list(reversed(memories.values()))
+    for nth, target in enumerate(targets):
+        if target.replicas is not None and target.nbytes >= SMALL:
+            target.reader = nth % target.replicas.size  # the same on every rank that holds it
     values, failure = _read_mine(source, targets, pending)
     failures = [report for report in group.gather(failure) or [] if report is not None]
     # Storage that does not answer comes before damage: a rank that cannot read cannot find damage.
     worst = group.broadcast(min(failures, key=lambda report: isinstance(report, Broken), default=None))
     if worst is not None:
         raise worst
-    _send_to_replicas(targets)
+    for target in targets:
+        _send(target)
     if verify and source.manifest is not None:
         _compare(source, targets, group)
     if pending is not None:
         pending.commit(values)
 
 
-def _distinct(targets: list[Piece]) -> list[Piece]:
-    """One for each memory: tied weights have two keys."""
-    memories = {(p.local.data_ptr(), p.sizes) if p.nbytes else (0, p.key): p for p in reversed(targets)}
-    return list(reversed(memories.values()))
-
-
-def _choose_readers(targets: list[Piece]) -> None:
-    """The replica with the least to read reads a piece; all ranks compute the same choice."""
-    load: dict[Any, list[int]] = {}
-    for target in targets:
-        if target.replicas is not None:
-            loads = load.setdefault(target.replicas.group, [0] * target.replicas.size)
-            able = loads if target.nbytes >= SMALL else loads[:READERS_OF_SMALL]
-            target.reader = able.index(min(able))
-            loads[target.reader] += target.nbytes + 2048
-
-
-def _reads(target: Piece) -> bool:
-    return target.replicas is None or target.replicas.index == target.reader
-
-
 def _read_mine(
     source: CheckpointSource, targets: list[Piece], pending: PendingState | None
 ) -> tuple[dict[str, Any], Broken | CheckpointError | None]:
     try:
-        _run(source, [target for target in targets if _reads(target)])
+        _run(source, [t for t in targets if t.replicas is None or t.reader in (None, t.replicas.index)])
         keys = [key for _, _, key in pending.values] if pending is not None else []
         return {key: _value(source, key) for key in keys}, None
     except Exception as error:  # any failure must reach the other ranks
         return {}, inspect.classify_failure(error, source.path)
 
 
-def _send_to_replicas(targets: list[Piece]) -> None:
-    """Sends each piece from its reader to the other holders: small pieces packed, large ones one by one."""
-    packs: dict[Any, list[Piece]] = defaultdict(list)
-    for target in targets:
-        if target.replicas is not None and target.nbytes >= SMALL:
-            _send(target, target.local)
-        elif target.replicas is not None and target.nbytes:
-            packs[(target.replicas.group, target.reader, target.local.device)].append(target)
-    for together in packs.values():
-        packed = torch.cat([target.local.contiguous().view(-1).view(torch.uint8) for target in together])
-        _send(together[0], packed)
-        parts = packed.split([target.nbytes for target in together])
-        for target, part in zip(together, parts, strict=True):
-            target.local.copy_(part.clone().view(target.local.dtype).view(target.sizes))
-
-
-def _send(target: Piece, tensor: torch.Tensor) -> None:
-    assert target.replicas is not None
-    sent = tensor.contiguous()
+def _send(target: Piece) -> None:
+    if target.replicas is None or target.reader is None:
+        return
+    sent = target.local.contiguous()
     dist.broadcast(sent.view(-1).view(torch.uint8), group=target.replicas.group, group_src=target.reader)
-    if sent is not tensor:
-        tensor.copy_(sent)
+    if sent is not target.local:
+        target.local.copy_(sent)
 
 
 def _compare(source: CheckpointSource, targets: list[Piece], group: ObjectGroup) -> None:
     """Compares the digests of the loaded tensors, summed over ranks, with those of the save.
 
-    A reader counts once and another holder twice: the sum has an odd multiple of the digest, whose bits no
-    number of equal errors cancels modulo 2⁶⁴.
+    The first holder counts once and another one twice: the sum has an odd multiple of the digest, whose bits
+    no number of equal errors cancels modulo 2⁶⁴.
     """
     held, sums = list[int](), list[int]()
     for target in targets:
-        times = 1 if _reads(target) else 2
+        times = 2 if target.replicas is not None and target.replicas.index else 1
         held.append(times * math.prod(target.sizes))
-        sums.append(times * pieces.digest(target.local, target.offsets, target.size) % 2**64)
+        sums.append(times * state.digest(target.local, target.offsets, target.size) % 2**64)
     held, sums = group.sum_mod_2_64(held), group.sum_mod_2_64(sums)
     for target, count, total in zip(targets, held, sums, strict=True):
         numel, digest = source.digest(target.key)
@@ -176,9 +142,9 @@ def _joined(reads: list[_Read]) -> list[_Read]:
     """Joins near reads up to TOGETHER bytes: a thousand scalars need not be a thousand requests."""
     joined: list[_Read] = []
     for read in sorted(reads, key=lambda read: (read.file, read.start)):
-        last = joined[-1] if joined else None
-        gap = read.start - last.end if last is not None and last.file == read.file else -1
-        if last is not None and 0 <= gap <= SMALL and read.end - last.start <= TOGETHER:
+        last = joined[-1] if joined else read
+        gap = read.start - last.end if last.file == read.file else -1
+        if 0 <= gap <= SMALL and read.end - last.start <= TOGETHER:
             last.views += [memoryview(bytearray(gap)), *read.views]
             last.copies += read.copies
             last.end = read.end
@@ -191,12 +157,11 @@ def _reads_of(source: CheckpointSource, target: Piece) -> Iterator[_Read]:
     """A read for each stored chunk that overlaps this piece."""
     saved, covered = source.tensors[target.key], 0
     for chunk in saved.chunks:
-        shared = pieces.overlap((target.offsets, target.sizes), (chunk.offsets, chunk.sizes))
+        shared = state.overlap((target.offsets, target.sizes), (chunk.offsets, chunk.sizes))
         if shared is None:
             continue
         covered += math.prod(shared[1])
-        into = target.local[_box(*shared, target.offsets)]
-        within = _box(*shared, chunk.offsets)
+        into, within = target.local[_box(*shared, target.offsets)], _box(*shared, chunk.offsets)
         if source.manifest is None:
             yield _foreign_read(chunk, saved.dtype, within, into)
         else:
@@ -205,7 +170,7 @@ def _reads_of(source: CheckpointSource, target: Piece) -> Iterator[_Read]:
         raise Broken("metadata", f"it does not cover {target.key}")
 
 
-def _box(offsets: pieces.Sizes, sizes: pieces.Sizes, begin: pieces.Sizes) -> tuple[slice, ...]:
+def _box(offsets: Sizes, sizes: Sizes, begin: Sizes) -> tuple[slice, ...]:
     return tuple(slice(o - b, o - b + n) for o, n, b in zip(offsets, sizes, begin, strict=True))
 
 
@@ -264,15 +229,10 @@ def _value(source: CheckpointSource, key: str) -> object:
         raise Broken("format", f"{key} is no value ({reason})") from None
 
 
-def read_number(source: CheckpointSource, key: str) -> float | int | None:
-    """A value or a tensor of one element, read by a single process; None if it is no number from 0."""
-    value: Any = None
+def number(source: CheckpointSource, key: str) -> float | int | None:
+    """A value, read by a single process; None if there is none, or it is no number from 0."""
     try:
-        if key in source.tensors:
-            tensor = whole(source, key)
-            value = tensor.item() if tensor.numel() == 1 else None
-        elif key in source.values:
-            value = _value(source, key)
+        value: Any = _value(source, key) if key in source.values else None
     except pickle.UnpicklingError:  # an object that weights_only does not load
         return None
     except Exception as error:  # such as the end of a file that was cut off
@@ -285,6 +245,6 @@ def whole(source: CheckpointSource, key: str) -> torch.Tensor:
     saved = source.tensors[key]
     tensor, zeros = torch.empty(saved.size, dtype=saved.dtype), (0,) * len(saved.size)
     _run(source, [Piece(key, (key,), saved.size, zeros, tensor)])
-    if source.manifest is not None and pieces.digest(tensor, zeros, saved.size) != source.digest(key)[1]:
+    if source.manifest is not None and state.digest(tensor, zeros, saved.size) != source.digest(key)[1]:
         raise Broken("digest", f"{key} is not what was saved: its digest differs")
     return tensor

@@ -38,10 +38,10 @@ from typing import cast
 
 from fsdp.base.devices import WorkerThread
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import file_names, inspect, manifest, retention
+from fsdp.checkpoint import inspect, manifest, retention
 from fsdp.checkpoint.inspect import CheckpointListing
-from fsdp.checkpoint.manifest import Broken
-from fsdp.checkpoint.sealing import Contents, SaveOutcome, Sealing
+from fsdp.checkpoint.manifest import MANIFEST, METADATA, Broken, data_file, final_name, step_of
+from fsdp.checkpoint.sealing import SaveOutcome, Sealing
 from fsdp.checkpoint.store import LocalStore, Store
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
@@ -58,7 +58,7 @@ class NodeStore(LocalStore):
 
     def begin(self, folder: str) -> None:
         """Deletes the step's folder of an earlier start too: not every node sealed it."""
-        earlier = file_names.final(file_names.step_of(folder))
+        earlier = final_name(step_of(folder))
         if earlier in self.folders():
             self.remove(earlier, "earlier")
         super().begin(folder)
@@ -160,7 +160,7 @@ class LocalTier:
 
     def drop(self, step: int) -> None:
         """Deletes this node's copy of a step, which is damaged."""
-        folder = file_names.final(step)
+        folder = final_name(step)
         if self._leads and folder in self.store.folders():
             self.store.remove(folder, self._attempt)
 
@@ -172,9 +172,7 @@ class LocalTier:
         """
         keep = self._group.broadcast(self._next(outcome.step) if self._group.rank == 0 else None)
         if self._leads and not outcome.doubt:
-            others = [
-                folder for folder in inspect.finals(self.store) if file_names.step_of(folder) not in keep
-            ]
+            others = [folder for folder in inspect.finals(self.store) if step_of(folder) not in keep]
             left: dict[int, str] = {}
             retention.delete(self.store, others, self._attempt, left)
             for why in left.values():
@@ -196,7 +194,7 @@ class LocalTier:
             if step < 0:
                 return
             started = time.perf_counter()
-            files = [file_names.data_file(group.rank), *[file_names.METADATA] * (group.rank == 0)]
+            files = [data_file(group.rank), *[METADATA] * (group.rank == 0)]
             self._failure = self._copy(group, step, files, group.rank == 0).failure
             self.copy_seconds = time.perf_counter() - started
             if group.rank == 0 and not self._failure:
@@ -224,10 +222,10 @@ class LocalTier:
 
     def _copy(self, group: ObjectGroup, step: int, files: Sequence[str], sends: bool) -> SaveOutcome:
         """Copies a locally sealed checkpoint: `files` are this rank's, one rank `sends` the manifest."""
-        leads, folder = group.rank == 0, file_names.final(step)
+        leads, folder = group.rank == 0, final_name(step)
         sealing = Sealing(self._shared, group, self._attempt, self._lock_lost, self._after_copy, leads=leads)
         write = partial(self._copy_files, folder, files, sends)
-        outcome = sealing.run(step, write, lambda sent: Contents({}, next(filter(None, sent)), 0))
+        outcome = sealing.run(step, write, lambda _, sent: (next(filter(None, sent)), 0))
         if leads and outcome.doubt:
             message = "%s is whole in %s, but %s: a power cut may still lose it. Older checkpoints are kept."
             log.warning(message, folder, self._shared.where, outcome.doubt)
@@ -238,7 +236,7 @@ class LocalTier:
     def _copy_files(self, folder: str, files: Sequence[str], sends: bool, staged: str) -> bytes:
         if not files and not sends:
             return b""
-        data = self.store.read(folder, file_names.MANIFEST)
+        data = self.store.read(folder, MANIFEST)
         sealed = manifest.decode(data)
         for file in files:
             copy_file(self.store, folder, self._shared, staged, file, *sealed.files[file])
@@ -261,7 +259,7 @@ def offers_of(store: LocalStore) -> list[Offer]:
     offers = []
     for folder in inspect.finals(store):
         try:
-            data = store.read(folder, file_names.MANIFEST)
+            data = store.read(folder, MANIFEST)
             sizes, sealed = store.sizes(folder), manifest.decode(data)
         except (OSError, Broken, CheckpointError) as error:
             log.warning("%s is left out: %s", store.path(folder), error)
@@ -294,10 +292,10 @@ class NearStore:
 
     def __init__(self, shared: Store, local: LocalStore, found: CheckpointListing) -> None:
         self._shared, self._local, self.where = shared, local, shared.where
-        self._folder, self._near = file_names.final(found.step), frozenset[str]()
+        self._folder, self._near = final_name(found.step), frozenset[str]()
         files = {} if found.manifest is None else found.manifest.files
         with contextlib.suppress(OSError, Broken, CheckpointError):  # those of this checkpoint, if it is here
-            if manifest.decode(local.read(self._folder, file_names.MANIFEST)).files == files:
+            if manifest.decode(local.read(self._folder, MANIFEST)).files == files:
                 sizes = local.sizes(self._folder)
                 self._near = frozenset(name for name, (size, _) in files.items() if sizes.get(name) == size)
 

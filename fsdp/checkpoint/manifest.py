@@ -1,19 +1,91 @@
-"""The manifest: a checkpoint's contents with the checksum of every file. Written last, it is the seal.
+"""What a checkpoint's folder says of itself: its name, its manifest, and DCP's `.metadata`.
 
-It is plain JSON with a checksum of itself. It repeats the counters: from the other files only tensors and
-optimizer state are read.
+    step-00000100                 a checkpoint, if it has a manifest (an object store adds the attempt's name)
+    step-00000100.tmp-1f2e3d4c    written by that attempt, or left by it
+    step-00000100.broken-…        set aside, with the reason
+    step-00000100.gone-1f2e3d4c   in deletion
+
+The manifest has the checksum of every file. It is written last and is the seal: plain JSON with a checksum of
+itself, and with the counters, so that from the other files only tensors and optimizer state are read.
+
+`.metadata` is a pickle. The unpickler here knows the names that DCP writes and the few of torch inside them;
+any other name, and so any other call, is refused before it is looked up. A pickle may also set attributes of
+the objects it is given: it is given stand-in classes made for this one read, which are dropped after it. From
+them come the tensors and values with their places in the files, each type, size and path checked.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import math
+import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal, cast
 from zlib import crc32
 
-from fsdp.base.errors import CheckpointError
-from fsdp.base.text import checked_count
+import torch
+
+from fsdp.base import proc
+from fsdp.base.errors import CheckpointError, ShardrunError
+from fsdp.base.text import checked_count, checked_text
+from fsdp.base.torch_private import DCP_OLD_PROPERTIES, DCP_OLD_UNREAD, DCP_PLACE, DCP_UNREAD
+
+# ---------------------------------------------------------------- names
+
+MANIFEST = "manifest.json"
+METADATA = ".metadata"
+
+_FORM = re.compile(r"step-(\d{8,})(?:-([0-9a-f]{8}))?(?:\.(tmp|broken|gone)-(.+))?", re.ASCII)
+
+Kind = Literal["final", "tmp", "broken", "gone"]
+
+
+@dataclass(frozen=True)
+class FolderName:
+    step: int
+    kind: Kind
+    attempt: str
+    """The attempt for tmp and gone, the reason for broken."""
+
+
+def final_name(step: int, attempt: str = "") -> str:
+    return f"step-{step:08d}" + (f"-{attempt}" if attempt else "")
+
+
+def staging_name(step: int, attempt: str) -> str:
+    return f"{final_name(step)}.tmp-{attempt}"
+
+
+def parse_name(text: str) -> FolderName | None:
+    match = _FORM.fullmatch(text)
+    if match is None:
+        return None
+    step, attempt, kind, rest = match.groups()
+    return FolderName(int(step), cast(Kind, kind or "final"), rest or attempt or "")
+
+
+def step_of(text: str) -> int:
+    """-1 for the name of something else."""
+    name = parse_name(text)
+    return -1 if name is None else name.step
+
+
+def data_file(rank: int) -> str:
+    """DCP's own name for the first file of a rank."""
+    return f"__{rank}_0.distcp"
+
+
+def _checked_file(name: str) -> str:
+    """The name may be a stranger's: no path leads out, and the system accepts it."""
+    if name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > 255:
+        raise ValueError(f"{name!a:.40} is no name of a file")
+    return name
+
+
+# ---------------------------------------------------------------- the manifest
 
 FORMAT = 2
 """1: no `head`, which was 1024."""
@@ -25,12 +97,15 @@ LATEST = 2.0**40
 """Seconds since 1970: 36,000 years."""
 
 
-class Broken(Exception):
+class Broken(ShardrunError):
     """A checkpoint is not whole. `why`, a word or two, becomes part of its name when it is set aside."""
 
+    exit_code, verdict = CheckpointError.exit_code, CheckpointError.verdict
+
     def __init__(self, why: str, detail: str) -> None:
+        super().__init__(f"{why}: {detail}")
         self.why, self.detail = why, detail
-        super().__init__(why, detail)  # both arguments: it is pickled and sent to other ranks
+        self.args = why, detail  # it is pickled and sent to other ranks
 
     def __str__(self) -> str:
         return f"{self.why}: {self.detail}"
@@ -77,83 +152,182 @@ def encode(manifest: Manifest) -> bytes:
 def decode(data: bytes) -> Manifest:
     """The manifest; Broken if a byte of it is not what was written."""
     head, newline, rest = data.partition(b"\n")
-    text = rest[:-2]
     try:
-        expected = int(json.loads(head + b"0}")["crc32"])
-        if not newline or rest[-2:] != b"}\n" or crc32(text) != expected:
+        if not newline or rest[-2:] != b"}\n" or crc32(rest[:-2]) != int(json.loads(head + b"0}")["crc32"]):
             raise ValueError("its checksum differs")
-        body = json.loads(text)
+        body = json.loads(rest[:-2])
         form, step = body.pop("format"), body.get("step")
+        if form in (1, FORMAT):
+            if unknown := body.keys() - {entry.name for entry in fields(Manifest)}:
+                raise ValueError(f"{min(unknown)!a:.40} is no field of it")
+            return _checked(Manifest(**body))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise Broken("manifest", f"the manifest cannot be read ({error})") from None
-    if form not in (1, FORMAT):
-        # It may be whole: it is not set aside.
-        raise CheckpointError(
-            f"a checkpoint of step {step!a:.40} has format {form!a:.40}; this program reads format {FORMAT}.",
-            "resume with the version of this program that wrote it, or a newer one",
-        )
-    try:
-        if unknown := body.keys() - {entry.name for entry in fields(Manifest)}:
-            raise ValueError(f"{min(unknown)!a:.40} is no field of it")
-        return _checked(Manifest(**body))
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise Broken(
-            "manifest", f"the manifest has another form than this program writes ({error})"
-        ) from None
+    # It may be whole: it is not set aside.
+    raise CheckpointError(
+        f"a checkpoint of step {step!a:.40} has format {form!a:.40}; this program reads format {FORMAT}.",
+        "resume with the version of this program that wrote it, or a newer one",
+    )
 
 
-def _checked(sealed: Manifest) -> Manifest:
+def _checked(manifest: Manifest) -> Manifest:
     """The manifest with the type of each field checked: the file may come from anywhere."""
     for entry in fields(Manifest):
-        _CHECKS.get(str(entry.type), _mapping)(entry.name, getattr(sealed, entry.name))
-    for number in (*sealed.counters.values(), *sealed.metrics.values()):
-        _number("a number", number)
-    if not 0 <= sealed.created < LATEST:
-        raise ValueError(f"created {sealed.created!a} is no time of a save")
-    if base := sealed.base:
-        for name, check in (("digest", _text), ("origin", _text), ("alpha", _number), ("rank", _count)):
-            check(f"base.{name}", base[name])
+        _check(entry.name, getattr(manifest, entry.name), str(entry.type))
+    for number in (*manifest.counters.values(), *manifest.metrics.values()):
+        _check("a number", number, "float")
+    if not 0 <= manifest.created < LATEST:
+        raise ValueError(f"created {manifest.created!a} is no time of a save")
+    if base := manifest.base:
+        for name, kind in (("digest", "str"), ("origin", "str"), ("alpha", "float"), ("rank", "int")):
+            _check(f"base.{name}", base[name], kind)
     files = {
-        _file_name(name): (checked_count(size), checked_count(crc))
-        for name, (size, crc) in sealed.files.items()
+        _checked_file(name): (checked_count(size), checked_count(crc))
+        for name, (size, crc) in manifest.files.items()
     }
     digests = {
-        key: (checked_count(numel), f"{int(value, 16):016x}")
-        for key, (numel, value) in sealed.digests.items()
+        key: (checked_count(numel), f"{int(digest, 16):016x}")
+        for key, (numel, digest) in manifest.digests.items()
     }
-    return replace(sealed, files=files, digests=digests)
+    return replace(manifest, files=files, digests=digests)
 
 
-def _file_name(name: str) -> str:
-    """The manifest may be a stranger's: no path leads out, and the system accepts the name."""
-    if name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > 255:
-        raise ValueError(f"{name!a:.40} is no name of a file")
-    return name
-
-
-def _text(name: str, value: Any) -> None:
-    if not isinstance(value, str) or len(value) > LONGEST_TEXT:
-        raise ValueError(f"{name} is not a string of up to {LONGEST_TEXT} characters")
-    if (
-        name not in ("reason", "base.origin") and not value.isprintable()
-    ):  # the log would give a terminal its escape sequences
-        raise ValueError(f"{name} has control characters")
-
-
-def _number(name: str, value: Any) -> None:
-    """An int or a float; NaN is allowed, for metrics."""
-    if type(value) is not float and not (type(value) is int and abs(value) < 2**63):
-        raise ValueError(f"{name}: {value!a:.40} is not a number")
-
-
-def _mapping(name: str, value: Any) -> None:
-    if not isinstance(value, dict):
+def _check(name: str, value: Any, kind: str) -> None:
+    """Raises ValueError if the value is not of this kind: the type of a field."""
+    if kind == "int":
+        checked_count(value)
+    elif kind == "float":  # NaN is allowed, for metrics
+        if type(value) is not float and not (type(value) is int and abs(value) < 2**63):
+            raise ValueError(f"{name}: {value!a:.40} is not a number")
+    elif kind == "str":
+        if not isinstance(value, str) or len(value) > LONGEST_TEXT:
+            raise ValueError(f"{name} is not a string of up to {LONGEST_TEXT} characters")
+        # the log would give a terminal its escape sequences
+        if name not in ("reason", "base.origin") and not value.isprintable():
+            raise ValueError(f"{name} has control characters")
+    elif not isinstance(value, dict):
         raise TypeError(f"{name} is not an object")
 
 
-def _count(name: str, value: Any) -> None:
-    checked_count(value)
+# ---------------------------------------------------------------- .metadata
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_KINDS = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")
+_DTYPES = {
+    ("torch", str(value).removeprefix("torch.")): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
 
 
-_CHECKS = {"str": _text, "int": _count, "float": _number}
-"""By the type of a field."""
+@dataclass(frozen=True)
+class FileRange:
+    """A range of a file of the checkpoint."""
+
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A stored box of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    range: FileRange
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+Saved = tuple[dict[str, SavedTensor], dict[str, FileRange]]
+"""The tensors of a checkpoint and its other values, by key."""
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self.tensor_kind = type("TensorStorageMetadata", (), {})
+        set_state = {"__setstate__": lambda self, state: setattr(self, "state", state)}
+        properties = type("TensorProperties", (), set_state)
+        self._known: dict[tuple[str, str], Any] = {
+            **_DTYPES,
+            **{(_DCP, name): type(name, (), {}) for name in _KINDS},
+            (_DCP, "TensorStorageMetadata"): self.tensor_kind,
+            (_DCP, "TensorProperties"): properties,
+            DCP_OLD_PROPERTIES: properties,
+            DCP_PLACE: type(DCP_PLACE[1], (), {}),
+            ("torch", "Size"): torch.Size,
+            ("collections", "OrderedDict"): dict,
+            # fields of a tensor that are not used here, and the path that dcp.save wrote to
+            **dict.fromkeys((*DCP_UNREAD, DCP_OLD_UNREAD), lambda *_: None),
+            # Python 3.11.2 (Debian 12) writes an enum's member, one of these fields, as getattr(class, name)
+            ("builtins", "getattr"): lambda *_: None,
+            ("pathlib", "PosixPath"): lambda *_: None,
+            ("pathlib._local", "PosixPath"): lambda *_: None,  # as Python 3.13 writes it
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._known:
+            raise Broken(
+                "foreign-pickle",
+                f".metadata names {module}.{name}, which is not part of a checkpoint; no code was run",
+            )
+        return self._known[module, name]
+
+
+def read_metadata(data: bytes) -> Saved:
+    """Tensors and values; Broken if the file is damaged or unsafe."""
+    try:
+        with proc.collection_paused():
+            reader = _Reader(data)
+            return _described(vars(reader.load()), reader.tensor_kind)
+    except Broken:
+        raise
+    except Exception as error:  # a damaged pickle can raise any exception
+        raise Broken("metadata", f".metadata cannot be read ({type(error).__name__}: {error})") from None
+
+
+def _described(metadata: dict[str, Any], tensor_kind: type[Any]) -> Saved:
+    places = {}
+    for index, info in metadata["storage_data"].items():
+        offset = vars(index).get("offset")
+        places[index.fqn, None if offset is None else _size(offset)] = _place(vars(info))
+    tensors, values = {}, {}
+    for key, entry in metadata["state_dict_metadata"].items():
+        if not isinstance(entry, tensor_kind):
+            values[checked_text(key)] = places[key, None]
+            continue
+        size, chunks, dtype = _size(entry.size), [], entry.properties.state[0]
+        for chunk in entry.chunks:
+            offsets, sizes = _size(chunk.offsets), _size(chunk.sizes)
+            ends = [start + count for start, count in zip(offsets, sizes, strict=True)]
+            if any(end > most for end, most in zip(ends, size, strict=True)):
+                raise ValueError(f"a chunk of {sizes} at {offsets} leaves its tensor of {size}")
+            chunks.append(Chunk(offsets, sizes, places[key, offsets]))
+        if sum(math.prod(chunk.sizes) for chunk in chunks) < math.prod(size):
+            raise ValueError(f"chunks do not cover a tensor of {size}")
+        if type(dtype) is not torch.dtype:
+            raise TypeError("a tensor has no dtype")
+        tensors[checked_text(key)] = SavedTensor(dtype, size, tuple(chunks))
+    return tensors, values
+
+
+def _place(info: dict[str, Any]) -> FileRange:
+    path = checked_text(info["relative_path"])
+    if info.get("transform_descriptors"):
+        raise Broken("format", f"{path!a} is compressed or encrypted")
+    if "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
+        raise Broken("foreign-path", f".metadata points outside the checkpoint, to {path!a}")
+    return FileRange(path, checked_count(info["offset"]), checked_count(info["length"]))
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    if type(value) is not torch.Size:
+        raise ValueError(f"{value!a:.40} is not a size")
+    return tuple(map(checked_count, value))

@@ -29,7 +29,7 @@ from fsdp.base.object_client import (
     without_secrets,
 )
 from fsdp.base.phases import Activity, methods_announce
-from fsdp.checkpoint import file_names
+from fsdp.checkpoint.manifest import MANIFEST, final_name, parse_name, staging_name
 from fsdp.rundir.lock import RELEASED, VersionedObject
 from fsdp.rundir.paths import replace_with
 
@@ -71,8 +71,8 @@ class ObjectStore:
             if slash:
                 found.setdefault(folder, set()).add(file)
         for folder, files in found.items():
-            if _is_unsealed(folder, files) and self.size(folder, file_names.MANIFEST) is not None:
-                files.add(file_names.MANIFEST)
+            if _is_unsealed(folder, files) and self.size(folder, MANIFEST) is not None:
+                files.add(MANIFEST)
         return sorted(_listed_name(folder, files) for folder, files in found.items())
 
     def sizes(self, folder: str) -> dict[str, int]:
@@ -129,10 +129,10 @@ class ObjectStore:
         """Nothing of it is in memory."""
 
     def staging(self, step: int, attempt: str) -> str:
-        return file_names.final(step, attempt)
+        return final_name(step, attempt)
 
     def final(self, step: int, attempt: str) -> str:
-        return file_names.final(step, attempt)
+        return final_name(step, attempt)
 
     def begin(self, folder: str) -> None:
         """Deletes what an earlier save of this attempt left under the prefix."""
@@ -177,9 +177,9 @@ class ObjectStore:
     def remove(self, folder: str, attempt: str) -> None:
         """Deletes the manifest first, then the other files."""
         files = self._listing(_prefix(folder)).keys()
-        if file_names.MANIFEST in files or self.size(folder, file_names.MANIFEST) is not None:
-            self._delete(folder, file_names.MANIFEST)
-        for file in sorted(files - {file_names.MANIFEST}):
+        if MANIFEST in files or self.size(folder, MANIFEST) is not None:
+            self._delete(folder, MANIFEST)
+        for file in sorted(files - {MANIFEST}):
             self._delete(folder, file)
 
     def _delete(self, folder: str, file: str) -> None:
@@ -276,20 +276,20 @@ class ObjectStore:
 
 def _is_unsealed(folder: str, files: set[str]) -> bool:
     """Whether a checkpoint's listing has neither a manifest nor a mark."""
-    name = file_names.parse(folder)
-    marked = file_names.MANIFEST in files or any(file.startswith(MARK) for file in files)
+    name = parse_name(folder)
+    marked = MANIFEST in files or any(file.startswith(MARK) for file in files)
     return name is not None and name.kind == "final" and not marked
 
 
 def _listed_name(folder: str, files: set[str]) -> str:
     """The name that a local folder with these files would have."""
-    name = file_names.parse(folder)
+    name = parse_name(folder)
     if name is None or name.kind != "final":
         return folder
     mark = next((file for file in files if file.startswith(MARK)), None)
     if mark is not None:
         return f"{folder}{mark}"
-    return folder if file_names.MANIFEST in files else file_names.staging(name.step, name.attempt)
+    return folder if MANIFEST in files else staging_name(name.step, name.attempt)
 
 
 def _part_bytes(size: int) -> int:
@@ -299,10 +299,10 @@ def _part_bytes(size: int) -> int:
 
 def _prefix(folder: str) -> str:
     """The prefix in the bucket of a listed folder."""
-    name = file_names.parse(folder)
+    name = parse_name(folder)
     if name is None or name.kind == "final":
         return folder
-    return file_names.final(name.step, name.attempt) if name.kind == "tmp" else folder.partition(".")[0]
+    return final_name(name.step, name.attempt) if name.kind == "tmp" else folder.partition(".")[0]
 
 
 def _pour(data: memoryview, into: list[memoryview]) -> list[memoryview]:

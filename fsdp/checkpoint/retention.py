@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from fsdp.base.errors import without_hint
-from fsdp.checkpoint import file_names
 from fsdp.checkpoint.inspect import CheckpointListing, finals, listing_or_reason
+from fsdp.checkpoint.manifest import parse_name, step_of
 from fsdp.checkpoint.sealing import one_line
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
@@ -63,9 +63,7 @@ def prune(
         return []
     known = {} if known is None else known
     unwanted = [found.folder for found in superfluous(section, _whole(store, section, known))]
-    unwanted += [
-        folder for folder in store.folders() if ".gone-" in folder and file_names.step_of(folder) >= 0
-    ]
+    unwanted += [folder for folder in store.folders() if ".gone-" in folder and step_of(folder) >= 0]
     deleted = delete(store, unwanted, attempt, {} if left is None else left)
     for folder in deleted:
         known.pop(folder, None)
@@ -86,9 +84,7 @@ def delete(store: Store, folders: Iterable[str], attempt: str, left: dict[int, s
         except OSError as error:
             if error.errno == errno.ETIMEDOUT:
                 raise
-            left[file_names.step_of(folder)] = (
-                f"{folder}: {one_line(error).removeprefix(store.path(folder) + '/')}"
-            )
+            left[step_of(folder)] = f"{folder}: {one_line(error).removeprefix(store.path(folder) + '/')}"
             if len(left) == MOST_FAILURES:
                 break
     return deleted
@@ -123,7 +119,7 @@ def sweep(store: Store, attempt: str) -> list[str]:
     """
     swept = []
     for folder in store.folders():
-        name = file_names.parse(folder)
+        name = parse_name(folder)
         if name is not None and name.kind in ("tmp", "gone") and name.attempt != attempt:
             try:
                 store.remove(folder, attempt)

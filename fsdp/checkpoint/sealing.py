@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from fsdp.base.errors import error_number, without_hint
-from fsdp.checkpoint import file_names, inspect
-from fsdp.checkpoint.manifest import Broken
+from fsdp.base.errors import RefusedError, ShardrunError, error_number, without_hint
+from fsdp.checkpoint import inspect
+from fsdp.checkpoint.manifest import MANIFEST, Broken, data_file
 from fsdp.checkpoint.store import Store
 from fsdp.dist.collectives import ObjectGroup
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,22 +65,14 @@ class PartFailure:
 
     rank: int
     line: str
-    error_number: int
+    error_number: int = 0
     damaged: bool = False
+    fatal: bool = False
     sealed: bool | None = False
     """Whether the checkpoint is there all the same; None if its store does not answer."""
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.line}"
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What rank 0 adds to the ranks' files: files of its own, and the manifest of all."""
-
-    files: Mapping[str, bytes]
-    manifest: bytes
-    bytes: int
 
 
 class Sealing:
@@ -103,32 +96,34 @@ class Sealing:
         self._leads, self._shared = leads, shared or store
 
     def run(
-        self, step: int, write: Callable[[str], Any], contents: Callable[[list[Any]], Contents]
+        self, step: int, write: Callable[[str], Any], finish: Callable[[str, list[Any]], tuple[bytes, int]]
     ) -> SaveOutcome:
-        """`write` gets the staging folder and returns this rank's report; rank 0's `contents` all reports.
-        Collective.
+        """`write` gets the staging folder and returns this rank's report. `finish` gets all reports on
+        rank 0, writes what is left, and returns the manifest and the bytes of all files. Collective.
         """
-        self.sealed_path, rank = "", self.group.rank
+        self.sealed_path, main = "", self.group.rank == 0
         folder, final = self.store.staging(step, self._attempt), self.store.final(step, self._attempt)
-        refused: SaveOutcome | None = self.group.broadcast(self._refusal(step) if rank == 0 else None)
-        if refused is not None:
-            return refused
-        if failures := self._on_leaders(partial(self.store.begin, folder)):
-            self._on_leaders(partial(self._remove, folder))
-            return failed(step, failures)
-        reports = self.group.gather(self._attempted(partial(write, folder), folder))
-        mine = self._decide(step, folder, reports, contents) if reports else None
-        if isinstance(mine, Contents) and self._shared is self.store:
-            received = self.group.broadcast(replace(mine, manifest=b""))
-        else:
-            received = self.group.broadcast(mine)
-        decided: SaveOutcome | Contents = mine or received
-        if isinstance(decided, SaveOutcome):
-            if not decided.fatal:
+        existing = self.group.broadcast(self._try(partial(self._existing, step)) if main else None)
+        if isinstance(existing, PartFailure):
+            return failed(step, [existing])
+        if existing:
+            return SaveOutcome(step, existing)
+        if not (failures := self._on_leaders(partial(self.store.begin, folder))):
+            file = f"{self.store.path(folder)}/{data_file(self.group.rank)}"
+            reports = self.group.gather(self._try(partial(write, folder), file)) or []
+            failures = [report for report in reports if isinstance(report, PartFailure)]
+            decided: Any = failures
+            if main and not failures:
+                decided = self._try(lambda: self._checked(finish(folder, reports)))
+            decided = self.group.broadcast([decided] if isinstance(decided, PartFailure) else decided)
+            failures = decided if isinstance(decided, list) else []
+        if failures:
+            if not any(failure.fatal for failure in failures):
                 self._on_leaders(partial(self._remove, folder))
-            return decided
-        failures = self._on_leaders(partial(self._seal, folder, final, decided.manifest))
-        outcome = SaveOutcome(step, self.store.path(final), bytes=decided.bytes)
+            return failed(step, failures)
+        manifest, size = decided
+        failures = self._on_leaders(partial(self._seal, folder, final, manifest))
+        outcome = SaveOutcome(step, self.store.path(final), bytes=size)
         lines = "; ".join(map(str, failures))
         if any(failure.sealed is None for failure in failures):
             return replace(outcome, path="", failure=lines, unseen=True)
@@ -138,47 +133,31 @@ class Sealing:
         self._after_seal(outcome)
         return outcome
 
-    def _refusal(self, step: int) -> SaveOutcome | None:
-        """Rank 0: the outcome of a save that needs or gets none.
-
-        A run that resumes and stops at once saves the step that it started from: the existing one stays.
+    def _existing(self, step: int) -> str:
+        """Rank 0: the checkpoint of this step, if there is one: a run that resumes and stops at once saves
+        the step that it started from, and that one stays.
         """
-        try:
-            if (why := self._lock_lost()) is not None:
-                return SaveOutcome(step, "", why, fatal=True)
-            if (whole := inspect.sealed_step(self._shared, step)) is not None:
-                return SaveOutcome(step, self._shared.path(whole.folder))
-        except Exception as error:  # the other ranks wait for it, whatever it is
-            return failed(step, [self.failure(error)])
-        return None
+        listing = inspect.newest_whole(self._shared, step)
+        return self._checked("" if listing is None else self._shared.path(listing.folder))
 
-    def _attempted(self, write: Callable[[], Any], folder: str) -> Any:
-        try:
-            return write()
-        except Exception as error:  # the other ranks wait for it, whatever it is
-            return self.failure(error, f"{self.store.path(folder)}/{file_names.data_file(self.group.rank)}")
+    def _checked(self, value: T) -> T:
+        """The value, if this run still has its lock: an attempt that lost its connection for a while must not
+        seal where another job took over.
+        """
+        if (why := self._lock_lost()) is not None:
+            raise RefusedError(why)
+        return value
 
-    def _decide(
-        self, step: int, folder: str, reports: list[Any], contents: Callable[[list[Any]], Contents]
-    ) -> SaveOutcome | Contents:
-        """Rank 0: what is sealed if every rank has written its files, else the outcome."""
-        failures = [report for report in reports if isinstance(report, PartFailure)]
+    def _try(self, act: Callable[[], Any], file: str = "") -> Any:
+        """What it returns, or its failure: the other ranks wait for it, whatever it is."""
         try:
-            if not failures:
-                added = contents(reports)
-                for file, data in added.files.items():
-                    self.store.write(folder, file, [data])
-                # an attempt that lost its connection for a while must not seal where another job took over
-                if (why := self._lock_lost()) is not None:
-                    return SaveOutcome(step, "", why, fatal=True)
-                return replace(added, files={})
-        except Exception as error:  # the other ranks wait for it, whatever it is
-            failures.append(self.failure(error))
-        return failed(step, failures)
+            return act()
+        except Exception as error:
+            return self.failure(error, file)
 
     def _seal(self, folder: str, final: str, manifest: bytes) -> PartFailure | None:
         try:
-            self.store.write(folder, file_names.MANIFEST, [manifest])
+            self.store.write(folder, MANIFEST, [manifest])
             self.store.seal(folder, final)
             if self.group.rank == 0 and self._shared is self.store:
                 self.sealed_path = self.store.path(final)
@@ -186,7 +165,7 @@ class Sealing:
         except Exception as error:  # the other ranks wait for it, whatever it is
             failure = self.failure(error)
         try:
-            if self.store.read(final, file_names.MANIFEST) == manifest:
+            if self.store.read(final, MANIFEST) == manifest:
                 return replace(failure, sealed=True)
         except FileNotFoundError:
             pass  # not sealed: what was staged is deleted below
@@ -205,17 +184,19 @@ class Sealing:
 
     def _on_leaders(self, act: Callable[[], PartFailure | None]) -> list[PartFailure]:
         """The failures of all leaders, on every rank. Collective."""
-        try:
-            failure = act() if self._leads else None
-        except Exception as error:  # the other ranks wait for it, whatever it is
-            failure = self.failure(error)
+        reports = self.group.gather(self._try(act) if self._leads else None) or []
         failures: list[PartFailure]
-        failures = self.group.broadcast([one for one in self.group.gather(failure) or [] if one is not None])
+        failures = self.group.broadcast([report for report in reports if isinstance(report, PartFailure)])
         return failures
 
     def failure(self, error: BaseException, file: str = "") -> PartFailure:
-        number, damaged = error_number(error), isinstance(error, Broken)
-        return PartFailure(self.group.rank, one_line(error, file), number, damaged)
+        return PartFailure(
+            self.group.rank,
+            one_line(error, file),
+            error_number(error),
+            damaged=isinstance(error, Broken),
+            fatal=isinstance(error, RefusedError),
+        )
 
 
 def failed(step: int, failures: Sequence[PartFailure]) -> SaveOutcome:
@@ -223,6 +204,7 @@ def failed(step: int, failures: Sequence[PartFailure]) -> SaveOutcome:
         step,
         "",
         "; ".join(map(str, failures)),
+        fatal=any(failure.fatal for failure in failures),
         damaged=all(failure.damaged for failure in failures),
         ranks=tuple(sorted({failure.rank for failure in failures})),
         error_number=next((failure.error_number for failure in failures if failure.error_number), 0),
@@ -231,6 +213,8 @@ def failed(step: int, failures: Sequence[PartFailure]) -> SaveOutcome:
 
 def one_line(error: BaseException, file: str = "") -> str:
     """File, error code and message of a failure, as far as it has them."""
+    if isinstance(error, ShardrunError):
+        return without_hint(error).rstrip(".")
     if not isinstance(error, OSError) or error.errno is None:
         return f"{file}: {type(error).__name__}: {str(error).partition(chr(10))[0]}".removeprefix(": ")
     number = errno.errorcode.get(error.errno, str(error.errno))

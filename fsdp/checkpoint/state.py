@@ -1,6 +1,6 @@
 """TrainState as named pieces: what a save writes, and what a load fills.
 
-A piece is this rank's part of a tensor, and its place in the whole tensor. The keys are DCP's:
+A piece is this rank's part of a tensor, a box, and its place in the whole tensor. The keys are DCP's:
 `model.<parameter>`, `optim.state.<parameter>.<moment>`, `optim.param_groups.<n>.<field>`, `train.<counter>`,
 as `get_model_state_dict` and `get_optimizer_state_dict` return them, without the names of wrappers; and
 `ema.<parameter>`. A snapshot holds references; buffers, which a forward pass changes, are copied at once.
@@ -16,20 +16,19 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Shard
 
-from fsdp.base.digest import NAMES
+from fsdp.base.digest import NAMES, ShardDigest, digest_shard
 from fsdp.base.errors import CheckpointError
-from fsdp.base.torch_private.core import global_offset
-from fsdp.checkpoint.metadata import CheckpointSource, SavedTensor
-from fsdp.dist.collectives import local_tensor
+from fsdp.checkpoint.inspect import CheckpointSource
+from fsdp.checkpoint.manifest import SavedTensor
+from fsdp.dist.collectives import local_tensor, rows_of
 from fsdp.models.lora import base_names
 from fsdp.models.units import clean_name
 from fsdp.optim.state import TrainState, averages
@@ -37,11 +36,10 @@ from fsdp.optim.state import TrainState, averages
 SPLIT_BYTES = 1 << 18
 """Replicas of a larger piece write some of its rows each."""
 KeyPath = tuple[str | int, ...]
-_Place = tuple[tuple[int, ...], tuple[Placement, ...]]
-_known_offsets: WeakKeyDictionary[DeviceMesh, dict[_Place, tuple[int, ...]]] = WeakKeyDictionary()
-"""Of a mesh, by size and placements. Weak: a mesh that stays keeps its process groups, and with gloo each of
-them a thread that wakes 100 times a second.
-"""
+Sizes = tuple[int, ...]
+CHUNK = 1 << 16  # as 64-bit numbers these fit a core's own cache
+_POSITIONS = np.arange(1, 2 * CHUNK, 2, dtype=np.int64)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,8 @@ class Piece:
     buffer: bool = False
     """Each rank's forward passes change it by their own samples: the checkpoint keeps rank 0's."""
     replicas: Replicas | None = None
-    reader: int = 0
-    """In a load: the index of the replica that reads it."""
+    reader: int | None = None
+    """In a load: the index of the replica that reads it for all; None if each reads it."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -149,12 +147,8 @@ def join(path: KeyPath) -> str:
 
 def piece(path: KeyPath, tensor: torch.Tensor) -> Piece:
     """This rank's part of a tensor, under the key of that path."""
-    size = tuple(tensor.shape)
-    offsets = (0,) * len(size)
-    if isinstance(tensor, DTensor):
-        offsets = _offsets(size, tensor.device_mesh, tensor.placements)
     local = _inner(local_tensor(tensor).detach())
-    return Piece(join(path), path, size, offsets, local, replicas=_replicas(tensor))
+    return Piece(join(path), path, tuple(tensor.shape), _offsets(tensor), local, replicas=_replicas(tensor))
 
 
 def _replicas(tensor: torch.Tensor) -> Replicas | None:
@@ -183,12 +177,18 @@ def _inner(local: torch.Tensor) -> torch.Tensor:
     return inner.detach()
 
 
-def _offsets(size: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
-    """Cached: a hundred microseconds for each tensor of each save, while the step waits."""
-    known = _known_offsets.setdefault(mesh, {})
-    if (size, placements) not in known:
-        known[size, placements] = global_offset(size, mesh, placements)
-    return known[size, placements]
+def _offsets(tensor: torch.Tensor) -> Sizes:
+    """Where this rank's part begins. DTensor's own function takes a hundred microseconds for each tensor of
+    each save, while the step waits.
+    """
+    offsets = [0] * tensor.dim()
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        for axis, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                rows = rows_of(tensor.shape[placement.dim], mesh.get_local_rank(axis), mesh.size(axis))
+                offsets[placement.dim] = rows.start
+    return tuple(offsets)
 
 
 def _optimizer(
@@ -222,6 +222,59 @@ def _merge_aliases(pieces: list[Piece]) -> list[Piece]:
         else:
             first.aliases.append((part.key, part.path))
     return merged
+
+
+# ---------------------------------------------------------------- boxes
+
+
+def _runs(tensor: torch.Tensor, offsets: Sizes, whole: Sizes) -> Iterator[tuple[int, torch.Tensor]]:
+    """Cuts a box into runs that are contiguous in the whole; yields each run's index there, and the run."""
+    if tensor.dim() == 0 or tuple(tensor.shape[1:]) == tuple(whole[1:]):
+        yield (offsets[0] * math.prod(whole[1:]) if whole else 0), tensor
+        return
+    stride = math.prod(whole[1:])
+    for row in range(tensor.shape[0]):
+        for start, run in _runs(tensor[row], offsets[1:], whole[1:]):
+            yield (offsets[0] + row) * stride + start, run
+
+
+def digest(tensor: torch.Tensor, offsets: Sizes, whole: Sizes) -> int:
+    """This box's share of the whole tensor's digest; the sum of all shares modulo 2⁶⁴ is the digest."""
+    return sum(_shard(run).at(start) for start, run in _runs(tensor, offsets, whole)) % 2**64
+
+
+def _shard(tensor: torch.Tensor) -> ShardDigest:
+    """The two sums of fsdp.base.digest, by numpy on a CPU: torch would wake threads on the step's cores.
+
+    The chunks share an array: where malloc maps large blocks, a new one for each takes four times as long.
+    """
+    if tensor.device.type != "cpu" or tensor.is_complex() or not tensor.numel():
+        return digest_shard(tensor)
+    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()]).numpy()
+    numbers = np.empty(min(bits.size, CHUNK), dtype=np.int64)
+    plain = weighted = 0
+    for start in range(0, bits.size, CHUNK):
+        part = numbers[: bits.size - start]
+        np.copyto(part, bits[start : start + CHUNK])
+        total = int(part.sum())
+        plain += total
+        weighted += int(np.dot(part, _POSITIONS[: part.size])) + 2 * start * total
+    return ShardDigest(bits.size, plain % 2**64, weighted % 2**64, constant=False)
+
+
+def overlap(a: tuple[Sizes, Sizes], b: tuple[Sizes, Sizes]) -> tuple[Sizes, Sizes] | None:
+    """The box that two boxes share, in the whole tensor's coordinates; None where they are disjoint."""
+    offsets = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
+    ends = (min(x + n, y + m) for x, n, y, m in zip(a[0], a[1], b[0], b[1], strict=True))
+    sizes = tuple(end - start for start, end in zip(offsets, ends, strict=True))
+    return (offsets, sizes) if all(n > 0 for n in sizes) else None
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, writable."""
+    return (
+        tensor.detach().view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(bytearray())
+    )
 
 
 # ---------------------------------------------------------------- a load

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fsdp.base.phases import Activity, methods_announce
-from fsdp.checkpoint import file_names
+from fsdp.checkpoint.manifest import MANIFEST, final_name, parse_name, staging_name
 from fsdp.rundir.lock import Folder, Place
 from fsdp.rundir.paths import rename, replace_with
 
@@ -105,10 +105,10 @@ class LocalStore:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def staging(self, step: int, attempt: str) -> str:
-        return file_names.staging(step, attempt)
+        return staging_name(step, attempt)
 
     def final(self, step: int, attempt: str) -> str:
-        return file_names.final(step)
+        return final_name(step)
 
     def begin(self, folder: str) -> None:
         """Makes an empty folder; one of an earlier save of the same attempt is deleted."""
@@ -144,13 +144,13 @@ class LocalStore:
         if (self.root / folder).is_symlink():
             self._delete(folder)
             return
-        if (self.root / folder / file_names.MANIFEST).exists():
-            (self.root / folder / file_names.MANIFEST).unlink(missing_ok=True)
+        if (self.root / folder / MANIFEST).exists():
+            (self.root / folder / MANIFEST).unlink(missing_ok=True)
             sync_folder(self.root / folder)  # or a power cut could keep the manifest and lose files
-        base = file_names.parse(folder)
+        base = parse_name(folder)
         gone = folder
         if base is not None and base.kind != "gone":
-            gone = f"{file_names.final(base.step)}.gone-{attempt}{os.urandom(3).hex()}"
+            gone = f"{final_name(base.step)}.gone-{attempt}{os.urandom(3).hex()}"
             rename(self.root / folder, self.root / gone)
             sync_folder(self.root)
         self._delete(gone)
@@ -207,7 +207,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
     except OSError as error:
-        if file_names.parse(entry.name) is None or error.errno in (errno.ELOOP, errno.ENOTDIR):
+        if parse_name(entry.name) is None or error.errno in (errno.ELOOP, errno.ENOTDIR):
             return False
         raise
 

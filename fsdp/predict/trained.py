@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fsdp import config as configuration
 from fsdp.base.digest import widest_floating
 from fsdp.base.errors import CheckpointError, ConfigError, TrainingError
-from fsdp.checkpoint import inspect, metadata
+from fsdp.checkpoint import inspect
 from fsdp.checkpoint.full_state import INDEX_FILE, SINGLE_FILE, TORCH_FILE, newest_export, open_full_state
 from fsdp.checkpoint.pretrained import PretrainedWeights
 from fsdp.checkpoint.restore import load_weights
@@ -210,5 +210,5 @@ def _load_checkpoint(run: Path, config: Config, spec: ModelSpec, sharded: Sharde
         reason = f"{run} has neither an exported model nor a whole checkpoint."
         raise CheckpointError(reason, f"python -m fsdp.checkpoint {run} verify")
     materialize(sharded, spec=spec, seed=0, init="shard", rank=group.rank, restored=True)
-    checkpoint = metadata.open_one(store, newest.folder, newest.manifest)
+    checkpoint = inspect.open_source(store, newest.folder, newest.manifest)
     load_weights(checkpoint, sharded.root, group, verify=config.checkpoint.verify)

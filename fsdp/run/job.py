@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from fsdp.base.errors import ConfigError, first_line
-from fsdp.checkpoint.restore import Restored
 from fsdp.config import Config
 from fsdp.data import Cursor, DataSet, build_dataset
 from fsdp.data.registry import with_model_tokenizer
@@ -192,24 +191,6 @@ def resumed(job: Job, config: Config, state: TrainState) -> Job:
     if total_steps != job.total_steps:
         job = replace(job, total_steps=total_steps, schedule=Schedule(config.optim, total_steps))
     return replace(job, cursor=cursor)
-
-
-def with_imported_epoch(restored: Restored | None, state: TrainState, job: Job) -> Restored | None:
-    """Moves `state` behind the complete epoch of another program's checkpoint, or notes why not."""
-    if restored is None or restored.epoch is None:
-        return restored
-    begins, cursor = restored.epoch + 1, job.cursor
-    named = f"its epoch {restored.epoch} (counted from 0)"
-    step = begins * cursor.steps_per_epoch if isinstance(cursor, Cursor) else job.total_steps
-    if not isinstance(cursor, Cursor) or step >= job.total_steps:
-        note = (
-            f"{named} is dropped: this run ends at step {job.total_steps}, or its data have no such epoch; "
-            f"training begins at step 0. HINT: --train.epochs {begins + 1} to continue after it"
-        )
-        return replace(restored, notes=(*restored.notes, note))
-    state.step, state.samples = step, begins * cursor.samples
-    note = f"{named} is complete: epoch {begins} begins at step {step}; tokens are counted from here"
-    return replace(restored, notes=(*restored.notes, note), step=step)
 
 
 def _total_steps(config: Config, data: DataSet, cursor: Cursor | MixCursor | StreamCursor) -> int:

@@ -20,7 +20,7 @@ from fsdp.optim.state import TrainState, maybe_ema
 from fsdp.record.sinks import NoReporter, Reporter
 from fsdp.run import build
 from fsdp.run.evaluate import Outcome, as_evaluated
-from fsdp.run.job import prepare, resumed, trained_model, with_imported_epoch
+from fsdp.run.job import prepare, resumed, trained_model
 from fsdp.run.summary import describe, maybe_planned
 from fsdp.run.training_loop import TrainingLoop
 from fsdp.watch.rank import Watch
@@ -87,7 +87,6 @@ def _set_up(start: build.RunStart, oom: OutOfMemoryHandler, parts: ExitStack) ->
     ema = maybe_ema(config.optim, sharded.root, optimizer)
     restored = build.restore(start, checkpointer, state, store)
     if not config.train.evaluate_only:
-        restored = with_imported_epoch(restored, state, job)
         job = resumed(job, config, state)
     build.check_saves_are_there(config, env, start.run, checkpointer, state.step)
     stopper = parts.enter_context(closing(build.stopper(start, checkpointer)))

@@ -740,17 +740,6 @@ def test_dcp_writes_the_same_names(tmp_path: Path) -> None:
     holds(fits, "core.storage_info", f"its fields are {place}")
 
 
-def offsets(env: DistEnv) -> tuple[int, ...]:
-    mesh = dist.init_device_mesh("cpu", (env.world_size,))
-    return core.global_offset((5, 2), mesh, [Shard(0)])
-
-
-def test_where_a_shard_starts_in_the_whole() -> None:
-    with works("core.global_offset", "DTensor computes it elsewhere"):
-        found = run_world(2, offsets)
-    holds(found == [(0, 0), (3, 0)], "core.global_offset", f"shards of 5 rows start at {found}")
-
-
 # ---------------------------------------------------------------- CUDA
 
 

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import manifest
-from fsdp.checkpoint.file_names import MANIFEST, METADATA
-from fsdp.checkpoint.rank_file import HEAD
+from fsdp.checkpoint.manifest import MANIFEST, METADATA
+from fsdp.checkpoint.save import HEAD
 from fsdp.dist.env import DistEnv
 from tests.checkpoint.small import bits, build, save_once
 from tests.support.faulty_file import FLIP, Fault, always, faulty, once

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fsdp.checkpoint import file_names, inspect
-from fsdp.checkpoint.manifest import Broken
+from fsdp.checkpoint import inspect
+from fsdp.checkpoint.manifest import MANIFEST, Broken, parse_name, staging_name
 from fsdp.checkpoint.sealing import Sealing
 from fsdp.checkpoint.store import LocalStore
 from tests.checkpoint.crashes import Change, Left, Recorder, Tree, states
@@ -37,8 +37,8 @@ def record(folder: Path, forgets: Callable[[Change], bool] = lambda change: Fals
                 run.save(wait=True)
             run.checkpointer.close()
             store = LocalStore(folder / "checkpoints")
-            store.begin(file_names.staging(9, "deadbeef"))  # killed in a later save
-            store.write(file_names.staging(9, "deadbeef"), "__0_0.distcp", [b"half"])
+            store.begin(staging_name(9, "deadbeef"))  # killed in a later save
+            store.write(staging_name(9, "deadbeef"), "__0_0.distcp", [b"half"])
     return recorder
 
 
@@ -55,12 +55,8 @@ def wrong(tree: Tree, sealed: int, deleting: set[str]) -> str:
                 f"{found.folder} has its final name and is not whole: {found.detail or 'a checksum differs'}"
             )
     for folder in store.folders():
-        going = (name := file_names.parse(folder)) is not None and name.kind == "gone"
-        if (
-            going
-            and file_names.MANIFEST in tree[folder]
-            and _damage(store, inspect.listing_of(store, folder))
-        ):
+        going = (name := parse_name(folder)) is not None and name.kind == "gone"
+        if going and MANIFEST in tree[folder] and _damage(store, inspect.listing_of(store, folder)):
             return f"{folder} is sealed and in parts"
     return ""
 
@@ -81,7 +77,7 @@ def violations(recorder: Recorder) -> tuple[int, list[str]]:
     count, found = 0, []
     for done, tree in states(recorder):
         count += 1
-        names = [file_names.parse(text) for at, text in recorder.notes if at <= done]
+        names = [parse_name(text) for at, text in recorder.notes if at <= done]
         sealed = max((name.step for name in names if name is not None), default=0)
         if said := wrong(tree, sealed, _deleting(recorder.changes[:done])):
             found.append(f"after {done} operations: {said}")
@@ -141,7 +137,7 @@ def delete_sealed(patch: pytest.MonkeyPatch) -> None:
     unlink = Path.unlink
 
     def spared(self: Path, missing_ok: bool = False) -> None:
-        if self.name != file_names.MANIFEST:
+        if self.name != MANIFEST:
             unlink(self, missing_ok)
 
     patch.setattr(Path, "unlink", spared)

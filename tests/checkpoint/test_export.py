@@ -23,11 +23,11 @@ from safetensors.torch import load_file, save_file
 from fsdp.base.errors import ConfigError
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import export as export_module
-from fsdp.checkpoint import full_state, load, manifest, metadata
+from fsdp.checkpoint import full_state, inspect, load, manifest
 from fsdp.checkpoint.export import export
-from fsdp.checkpoint.file_names import MANIFEST
 from fsdp.checkpoint.full_state import open_full_state
-from fsdp.checkpoint.rank_file import HEAD
+from fsdp.checkpoint.manifest import MANIFEST
+from fsdp.checkpoint.save import HEAD
 from fsdp.dist.env import DistEnv
 from tests.checkpoint.small import Model, build, save_once
 from tests.support.world import run_world
@@ -153,11 +153,11 @@ def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytes
     run_world(2, save_once, "fsdp", str(tmp_path))
     store = checkpoints.open_store(str(tmp_path / "checkpoints"))
     about = manifest.decode(store.read("step-00000003", MANIFEST))
-    source = metadata.open_one(store, "step-00000003", about)
+    source = inspect.open_source(store, "step-00000003", about)
     held: list[int] = []
     whole = load.whole
 
-    def fetch(source: metadata.CheckpointSource, key: str) -> torch.Tensor:
+    def fetch(source: inspect.CheckpointSource, key: str) -> torch.Tensor:
         import weakref
 
         tensor = whole(source, key)
@@ -170,14 +170,14 @@ def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytes
     assert len(export(source, tmp_path / "out", "both", 1.0)) == 3
 
 
-def sources(folder: Path) -> list[metadata.CheckpointSource]:
+def sources(folder: Path) -> list[inspect.CheckpointSource]:
     """The checkpoints of a run at steps 1 and 2, opened."""
     run_world(2, save_once, "fsdp", str(folder), 1)
     run_world(2, save_once, "fsdp", str(folder), 1)
     store = checkpoints.open_store(str(folder / "checkpoints"))
     found = []
     for name in ("step-00000001", "step-00000002"):
-        found.append(metadata.open_one(store, name, manifest.decode(store.read(name, MANIFEST))))
+        found.append(inspect.open_source(store, name, manifest.decode(store.read(name, MANIFEST))))
     return found
 
 

@@ -11,7 +11,8 @@ from zlib import crc32
 
 import pytest
 
-from fsdp.checkpoint import file_names, inspect, manifest
+from fsdp.checkpoint import inspect, manifest
+from fsdp.checkpoint.manifest import MANIFEST, METADATA
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.retention import sweep
 from tests.checkpoint.manifests import a_manifest
@@ -39,15 +40,15 @@ def store() -> Iterator[LateStore]:
 def save(store: ObjectStore, step: int, *, seal: bool = True) -> str:
     folder = store.staging(step, ATTEMPT)
     store.write(folder, "__0_0.distcp", [DATA])
-    store.write(folder, file_names.METADATA, [DATA])
-    files = dict.fromkeys(["__0_0.distcp", file_names.METADATA], (len(DATA), crc32(DATA)))
+    store.write(folder, METADATA, [DATA])
+    files = dict.fromkeys(["__0_0.distcp", METADATA], (len(DATA), crc32(DATA)))
     about = a_manifest(step=step, attempt=ATTEMPT, strategy="ddp", bytes=len(DATA), files=files)
     if seal:
-        store.write(folder, file_names.MANIFEST, [manifest.encode(about)])
+        store.write(folder, MANIFEST, [manifest.encode(about)])
     return folder
 
 
-@pytest.mark.parametrize("late", [file_names.MANIFEST, "__0_0.distcp", file_names.METADATA])
+@pytest.mark.parametrize("late", [MANIFEST, "__0_0.distcp", METADATA])
 def test_a_whole_checkpoint_is_found_and_stays(store: LateStore, late: str) -> None:
     folder = save(store, 3)
     store.late = (late,)
@@ -61,7 +62,7 @@ def test_a_whole_checkpoint_is_found_and_stays(store: LateStore, late: str) -> N
 
 def test_what_was_never_sealed_is_deleted(store: LateStore) -> None:
     whole, unfinished = save(store, 3), save(store, 6, seal=False)
-    store.late = (file_names.MANIFEST,)
+    store.late = (MANIFEST,)
     sweep(store, "another0")
     store.late = ()
     assert store.folders() == [whole]
@@ -71,6 +72,6 @@ def test_what_was_never_sealed_is_deleted(store: LateStore) -> None:
 def test_a_deleted_checkpoint_loses_its_seal_first(store: LateStore) -> None:
     """A manifest that stayed would seal a checkpoint without its files."""
     folder = save(store, 3)
-    store.late = (file_names.MANIFEST,)
+    store.late = (MANIFEST,)
     store.remove(folder, ATTEMPT)
-    assert store.size(folder, file_names.MANIFEST) is None
+    assert store.size(folder, MANIFEST) is None

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import Checkpointer, checkpointer, file_names, inspect, local_tier, manifest
+from fsdp.checkpoint import Checkpointer, checkpointer, inspect, local_tier, manifest
 from fsdp.checkpoint.local_tier import LocalTier, Offer, local_folder_name, offers_of, whole_over_nodes
-from fsdp.checkpoint.manifest import Broken
+from fsdp.checkpoint.manifest import MANIFEST, Broken, final_name, parse_name
 from fsdp.checkpoint.sealing import SaveOutcome, Sealing
 from fsdp.checkpoint.store import LocalStore
 from fsdp.config import CheckpointSection
@@ -116,7 +116,7 @@ class Recording:
             {staged for at, root, staged in self.seals if at <= moment and root == node.root}
             for node in self.nodes
         ]
-        both = [name for staged in set.intersection(*done) if (name := file_names.parse(staged)) is not None]
+        both = [name for staged in set.intersection(*done) if (name := parse_name(staged)) is not None]
         return max((name.step for name in both), default=0)
 
 
@@ -186,7 +186,7 @@ def record(folder: Path, forgets: Forgets = lambda change: False) -> Recording:
             return copy(self, group, step, *args)
 
         def failing(self: LocalStore, staged: str, file: str, buffers: Any) -> None:
-            late = file == file_names.MANIFEST and staged >= file_names.final(4)
+            late = file == MANIFEST and staged >= final_name(4)
             if late and self.root.parent.name == "node1":
                 raise OSError(5, "Input/output error", file)
             write(self, staged, file, buffers)
@@ -209,8 +209,8 @@ def summary(tree: Tree) -> Summary:
 
 
 def _damaged(store: Any, offer: Offer) -> frozenset[str]:
-    folder, found = file_names.final(offer.step), set()
-    sealed = manifest.decode(store.read(folder, file_names.MANIFEST))
+    folder, found = final_name(offer.step), set()
+    sealed = manifest.decode(store.read(folder, MANIFEST))
     for file in offer.held:
         try:
             inspect.check_file(store, folder, file, *sealed.files[file])

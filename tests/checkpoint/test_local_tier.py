@@ -20,11 +20,11 @@ from zlib import crc32
 import pytest
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import file_names, local_tier
+from fsdp.checkpoint import local_tier
 from fsdp.checkpoint import store as local_store
 from fsdp.checkpoint.inspect import scan
 from fsdp.checkpoint.local_tier import LocalTier, NearStore, Offer, whole_over_nodes
-from fsdp.checkpoint.manifest import encode
+from fsdp.checkpoint.manifest import MANIFEST, data_file, encode
 from fsdp.checkpoint.sealing import Sealing
 from fsdp.checkpoint.store import Buffer, LocalStore
 from fsdp.dist.env import DistEnv
@@ -172,11 +172,11 @@ def test_each_rank_reads_its_own_nodes_files_and_the_shared_ones_where_those_are
     keep = tmp_path / "keep"
     shutil.copytree(tmp_path / "checkpoints", keep)
     for rank in range(4):
-        damage(tmp_path / "checkpoints" / "step-00000002" / file_names.data_file(rank))
+        damage(tmp_path / "checkpoints" / "step-00000002" / data_file(rank))
     assert run_world(4, train, str(tmp_path), 2) == [(2, after[2])] * 4
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000002")
     shutil.copytree(keep / "step-00000002", tmp_path / "checkpoints" / "step-00000002")
-    damage(local_folder(tmp_path, 1) / "step-00000002" / file_names.data_file(3))
+    damage(local_folder(tmp_path, 1) / "step-00000002" / data_file(3))
     assert run_world(4, train, str(tmp_path), 2) == [(2, after[2])] * 4
     assert shared_steps(tmp_path) == [2], "the whole shared one keeps its name"
 
@@ -186,7 +186,7 @@ def test_damage_on_a_local_disk_is_found_before_the_copy(
     tmp_path: Path, after: dict[int, dict[str, int]]
 ) -> None:
     killed(tmp_path, "_copy")
-    damage(local_folder(tmp_path, 1) / "step-00000004" / file_names.data_file(2))
+    damage(local_folder(tmp_path, 1) / "step-00000004" / data_file(2))
     assert run_world(4, train, str(tmp_path), 2) == [(2, after[2])] * 4
     assert shared_steps(tmp_path) == [2]
 
@@ -308,9 +308,9 @@ def resumed_and_stopped(env: DistEnv, folder: str) -> list[str]:
 def test_a_sealed_step_is_neither_sealed_nor_copied_again(tmp_path: Path) -> None:
     run_world(2, train, str(tmp_path), 2, 2)
     places = [tmp_path / "checkpoints", local_folder(tmp_path, 0)]
-    before = [(place / "step-00000002" / file_names.MANIFEST).read_bytes() for place in places]
+    before = [(place / "step-00000002" / MANIFEST).read_bytes() for place in places]
     assert run_world(2, resumed_and_stopped, str(tmp_path))[0] == ["step-00000002"]
-    assert [(place / "step-00000002" / file_names.MANIFEST).read_bytes() for place in places] == before
+    assert [(place / "step-00000002" / MANIFEST).read_bytes() for place in places] == before
     assert [one.name for one in places[0].iterdir() if one.is_dir()] == ["step-00000002"]
 
 
@@ -378,7 +378,7 @@ def test_the_own_copy_is_read_and_the_shared_one_for_what_it_lacks(tmp_path: Pat
     whole = a_manifest(shard=2, ranks=2, files=sizes)
     for store, held in ((shared, ("a", "b")), (local, ("a",))):
         store.begin("step-00000001")
-        store.write("step-00000001", file_names.MANIFEST, [encode(whole)])
+        store.write("step-00000001", MANIFEST, [encode(whole)])
         for name in held:
             store.write("step-00000001", name, [files[name] if store is shared else files[name].upper()])
     near = NearStore(shared, local, scan(shared)[0])

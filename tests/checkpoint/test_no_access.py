@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import checkpointer, discovery, export
+from fsdp.checkpoint import checkpointer, export, restore
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.store import LocalStore
 from fsdp.dist.collectives import ObjectGroup
@@ -50,7 +50,7 @@ def test_a_checkpoint_to_resume_that_cannot_be_reached_is_one_line(
 ) -> None:
     monkeypatch.setattr(ObjectStore, "folders", fails)
     with pytest.raises(CheckpointError, match=rf"^{URL} cannot be read: .*listing {URL}.*HINT: the keys are"):
-        discovery.find_checkpoint(URL)
+        restore.find_checkpoint(URL)
 
 
 def test_a_bucket_in_which_nothing_may_be_deleted_trains(

@@ -14,8 +14,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from fsdp.base import digest
-from fsdp.checkpoint import Checkpointer, metadata, pieces, rank_file
-from fsdp.checkpoint.rank_file import HEAD
+from fsdp.checkpoint import Checkpointer, manifest, save
+from fsdp.checkpoint import state as states
+from fsdp.checkpoint.save import HEAD
 from fsdp.checkpoint.state import Piece, Snapshot, take_snapshot
 from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
@@ -41,7 +42,7 @@ DTYPES = [
 def test_torch_load_reads_back_every_bit(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
     count = int(np.prod(sizes, dtype=int)) * dtype.itemsize
     data = bytes(byte & 1 for byte in os.urandom(count)) if dtype == torch.bool else os.urandom(count)
-    head, tail = rank_file.frame(dtype, sizes)
+    head, tail = save.frame(dtype, sizes)
     assert len(head) == HEAD or not count
     loaded = torch.load(io.BytesIO(head + data + tail), weights_only=True)
     assert (loaded.dtype, tuple(loaded.shape), loaded.stride()) == (dtype, sizes, torch.empty(sizes).stride())
@@ -51,7 +52,7 @@ def test_torch_load_reads_back_every_bit(dtype: torch.dtype, sizes: tuple[int, .
 def test_a_tensor_of_more_than_4_gib_is_read_too(tmp_path: Path) -> None:
     """Sparse on disk: only its last elements are written."""
     count = (4 << 30) + 8
-    head, tail = rank_file.frame(torch.uint8, (count,))
+    head, tail = save.frame(torch.uint8, (count,))
     with (tmp_path / "big").open("wb") as stream:
         stream.write(head)
         stream.seek(HEAD + count - 3)
@@ -67,29 +68,28 @@ def test_a_tensors_digest_is_the_sum_of_its_boxes_cut_along_any_axis(axis: int) 
     total, at = 0, 0
     for part in whole.chunk(3, dim=axis):
         offsets = tuple(at if dim == axis else 0 for dim in range(3))
-        total += pieces.digest(part.contiguous(), offsets, (4, 5, 6))
+        total += states.digest(part.contiguous(), offsets, (4, 5, 6))
         at += part.shape[axis]
     assert total % 2**64 == digest.digest_shard(whole).at(0)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex128], ids=str)
-@pytest.mark.parametrize("size", [(0,), (), (7,), (3, 5), (2 * pieces.CHUNK + 7,)], ids=str)
+@pytest.mark.parametrize("size", [(0,), (), (7,), (3, 5), (2 * states.CHUNK + 7,)], ids=str)
 def test_a_digest_is_the_same_on_a_cpu_and_on_a_device(dtype: torch.dtype, size: tuple[int, ...]) -> None:
     """numpy computes it on a CPU, torch elsewhere: one checkpoint is verified on both."""
     whole = torch.arange(int(np.prod(size, dtype=int))).reshape(size).to(dtype)
-    assert pieces.digest(whole, (0,) * len(size), size) == digest.digest_shard(whole).at(0)
+    assert states.digest(whole, (0,) * len(size), size) == digest.digest_shard(whole).at(0)
 
 
 def test_values_of_another_length_move_those_behind_them() -> None:
     tensor = torch.arange(6.0)
     snapshot = Snapshot([Piece("a", ("a",), (6,), (0,), tensor)], {})
-    plan = rank_file.make_plan(snapshot, None, ObjectGroup())
-    assert rank_file.make_plan(snapshot, plan, ObjectGroup()) is plan
-    short = rank_file.metadata_bytes(plan, [("x", ("x",), b"1"), ("y", ("y",), b"22")])
-    assert rank_file.metadata_bytes(plan, [("x", ("x",), b"9"), ("y", ("y",), b"88")]) is short
-    long = rank_file.metadata_bytes(plan, [("x", ("x",), b"333"), ("y", ("y",), b"22")])
+    plan = save.make_plan(snapshot, None, ObjectGroup())
+    assert save.make_plan(snapshot, plan, ObjectGroup()) is plan
+    short = save.metadata_bytes(plan, [("x", ("x",), b"1"), ("y", ("y",), b"22")])
+    long = save.metadata_bytes(plan, [("x", ("x",), b"333"), ("y", ("y",), b"22")])
     for data, length in ((short, 1), (long, 3)):
-        _, values = metadata.read(data)
+        _, values = manifest.read_metadata(data)
         places = {key: (place.start - plan.values_begin, place.length) for key, place in values.items()}
         assert places == {"x": (0, length), "y": (length, 2)}
 
@@ -128,7 +128,7 @@ def rows_written(env: DistEnv) -> tuple[list[int], int]:
         nn.parallel.DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
     )
     snapshot, group = take_snapshot(state), ObjectGroup()
-    plan = rank_file.make_plan(snapshot, None, group)
+    plan = save.make_plan(snapshot, None, group)
     mine = {snapshot.pieces[nth].key: snapshot.pieces[nth] for nth in plan.mine}
     return list(mine["model.0.weight"].sizes), sum("running" in key for key in mine)
 

@@ -14,13 +14,14 @@ import pytest
 import torch.distributed as dist
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import file_names, inspect, manifest
+from fsdp.checkpoint import inspect, manifest
 from fsdp.checkpoint import store as local_store
 from fsdp.checkpoint.__main__ import main
 from fsdp.checkpoint.inspect import CheckpointListing
+from fsdp.checkpoint.manifest import MANIFEST, METADATA, final_name
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.retention import MOST_FAILURES, prune, superfluous
-from fsdp.checkpoint.sealing import Contents, Sealing
+from fsdp.checkpoint.sealing import Sealing
 from fsdp.checkpoint.store import LocalStore, open_store
 from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
@@ -76,7 +77,7 @@ def test_a_file_whose_checksum_differs_is_broken(tmp_path: Path) -> None:
 def test_an_attempt_that_has_lost_its_lock_does_not_seal(tmp_path: Path) -> None:
     store, answers = LocalStore(tmp_path), iter([None, "another job has it"])
     sealing = Sealing(store, ObjectGroup(), "0" * 8, lambda: next(answers), lambda _: None, leads=True)
-    outcome = sealing.run(3, lambda folder: b"", lambda reports: Contents({}, b"", 0))
+    outcome = sealing.run(3, lambda folder: b"", lambda folder, reports: (b"", 0))
     assert outcome.fatal
     assert inspect.finals(store) == []
 
@@ -142,14 +143,14 @@ def test_neither_a_save_nor_a_start_reads_all_checkpoints_kept(
         run.step()
         reads.clear()
         run.save(wait=True)
-        counts.append(reads.count(file_names.MANIFEST))
+        counts.append(reads.count(MANIFEST))
     run.checkpointer.close()
     assert counts == [1] * 6
     again = build(ENV, "ddp", str(tmp_path), section=section)
     reads.clear()
     again.checkpointer.restore(again.state)
     again.checkpointer.close()
-    assert (again.state.step, reads.count(file_names.MANIFEST)) == (6, 1)
+    assert (again.state.step, reads.count(MANIFEST)) == (6, 1)
 
 
 @pytest.mark.parametrize(
@@ -222,9 +223,9 @@ def test_a_thousand_that_may_not_be_deleted_are_not_all_tried_after_each_save(
     """As in a bucket whose policy lets nobody delete."""
     place, section = LocalStore(tmp_path), CheckpointSection(keep_last=1)
     for step in range(1, 31):
-        (tmp_path / file_names.final(step)).mkdir()
+        (tmp_path / final_name(step)).mkdir()
         about = manifest.encode(a_manifest(step=step))
-        (tmp_path / file_names.final(step) / file_names.MANIFEST).write_bytes(about)
+        (tmp_path / final_name(step) / MANIFEST).write_bytes(about)
 
     def denied(self: LocalStore, folder: str, attempt: str) -> None:
         raise PermissionError(errno.EACCES, "deleting: Access Denied")
@@ -298,7 +299,7 @@ def lose_the_answer(env: DistEnv, run_dir: str, answers_later: bool) -> tuple[li
 
     def lossy(self: ObjectStore, folder: str, file: str, buffers: Any) -> None:
         write(self, folder, file, buffers)
-        if file == file_names.MANIFEST:
+        if file == MANIFEST:
             if not answers_later:
                 ObjectStore.read = silent  # type: ignore[method-assign]
             raise OSError(errno.ETIMEDOUT, "no answer")
@@ -355,7 +356,7 @@ def save_ousted(env: DistEnv, run_dir: str, when: str) -> str:
 
     def ousting_write(self: LocalStore, folder: str, file: str, buffers: Any) -> None:
         write(self, folder, file, buffers)
-        if file == file_names.METADATA:
+        if file == METADATA:
             oust()
 
     def ousting_seal(self: LocalStore, staged: str, final: str) -> None:

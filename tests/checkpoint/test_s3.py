@@ -17,9 +17,10 @@ import pytest
 from fsdp.base import object_client
 from fsdp.base.errors import CheckpointError
 from fsdp.base.proc import collection_paused
-from fsdp.checkpoint import file_names, inspect, object_store
+from fsdp.checkpoint import inspect, object_store
+from fsdp.checkpoint.manifest import MANIFEST, parse_name
 from fsdp.checkpoint.object_store import ObjectStore
-from fsdp.checkpoint.rank_file import HEAD
+from fsdp.checkpoint.save import HEAD
 from fsdp.checkpoint.store import open_store
 from fsdp.dist.env import DistEnv
 from tests.checkpoint import s3_server
@@ -75,7 +76,7 @@ def killed_in_a_save(env: DistEnv, url: str, place: str, run_dir: str) -> None:
     write = ObjectStore.write
 
     def deadly(self: ObjectStore, folder: str, file: str, buffers: Any) -> None:
-        if file == file_names.MANIFEST:
+        if file == MANIFEST:
             os.kill(os.getpid(), signal.SIGKILL)
         write(self, folder, file, buffers)
 
@@ -92,9 +93,9 @@ def test_a_save_killed_before_its_seal_is_deleted_and_the_one_before_resumed(
     with pytest.raises(WorldError):
         run_world(2, killed_in_a_save, server, place, str(tmp_path))
     store = open_store(place)
-    assert [name.kind for folder in store.folders() if (name := file_names.parse(folder))] == ["final", "tmp"]
+    assert [name.kind for folder in store.folders() if (name := parse_name(folder))] == ["final", "tmp"]
     assert {step for step, _ in run_world(2, train, server, place, str(tmp_path), {}, 1)} == {1}
-    assert [name.kind for folder in store.folders() if (name := file_names.parse(folder))] == [
+    assert [name.kind for folder in store.folders() if (name := parse_name(folder))] == [
         "final",
         "final",
     ]

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp.checkpoint import Checkpointer, saver
-from fsdp.checkpoint.rank_file import Staging, write_file
+from fsdp.checkpoint import Checkpointer, save
+from fsdp.checkpoint.save import Staging, write_file
 from fsdp.checkpoint.state import Piece
 from fsdp.config import CheckpointSection
 from fsdp.dist.mesh import MeshSizes
@@ -137,7 +137,7 @@ def test_an_update_waits_on_the_device_and_the_file_on_the_host(
         said.append("writes")
         return write_file(*args)
 
-    monkeypatch.setattr(saver, "write_file", writes)
+    monkeypatch.setattr(save, "write_file", writes)
     model = nn.Linear(3, 2)
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
     env = replace(env_of(), device=GPU)

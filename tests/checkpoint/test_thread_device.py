@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fsdp.checkpoint import load
-from fsdp.checkpoint.saver import SaveJob, Saver
+from fsdp.checkpoint.save import SaveJob, Saver
 from fsdp.checkpoint.sealing import Sealing
 from fsdp.checkpoint.state import Snapshot
 from fsdp.checkpoint.store import LocalStore
@@ -57,9 +57,9 @@ def test_the_savers_thread_sets_its_device(
     calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     staging = SimpleNamespace(
-        copy=calls.noting("copy", lambda *_: SimpleNamespace(data=b"", staged=[])), event=lambda: None
+        copy=calls.noting("copy", lambda *_: []), event=lambda: None, buffer=torch.empty(0, dtype=torch.uint8)
     )
-    monkeypatch.setattr("fsdp.checkpoint.saver.Staging", lambda device, memory: staging)
+    monkeypatch.setattr("fsdp.checkpoint.save.Staging", lambda device, memory: staging)
     store, group = LocalStore(tmp_path), ObjectGroup()
     saver = Saver(Sealing(store, group, "0" * 8, lambda: None, lambda _: None, leads=True), GPU)
     saver.put(SaveJob(1, Snapshot([], {}), a_manifest()))

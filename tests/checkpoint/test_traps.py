@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import Checkpointer
-from fsdp.checkpoint.rank_file import Staging
+from fsdp.checkpoint.save import Staging
 from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv
 from fsdp.optim.state import TrainState

@@ -13,7 +13,7 @@ import pytest
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect, retention
-from fsdp.checkpoint.file_names import MANIFEST
+from fsdp.checkpoint.manifest import MANIFEST
 from fsdp.checkpoint.store import LocalStore
 from fsdp.config import CheckpointSection
 from tests.checkpoint.small import build

@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdp.checkpoint import inspect, load, metadata
-from fsdp.checkpoint.file_names import MANIFEST, METADATA
-from fsdp.checkpoint.manifest import Manifest
+from fsdp.checkpoint import inspect, load
+from fsdp.checkpoint.manifest import MANIFEST, METADATA, Manifest
 from fsdp.checkpoint.store import LocalStore, Store, open_store
 from tests.golden.configurations import Configuration
 from tests.golden.starts import FORKED_RANKS, ForkedRanks, Launchers, Start
@@ -224,7 +223,7 @@ class Chain:
         """Every byte is as sealed, every tensor equals the uninterrupted run's at that step."""
         for file, (size, crc) in manifest.files.items():
             inspect.check_file(store, folder, file, size, crc)
-        source = metadata.open_one(store, folder, manifest)
+        source = inspect.open_source(store, folder, manifest)
         tensors = {key: load.whole(source, key) for key in manifest.digests}
         digests = reference.digests[manifest.step]
         if reference.run is not None:
@@ -237,11 +236,11 @@ class Chain:
         if not same:
             raise Violation(f"{self.run_dir}: {folder} is not the state of step {manifest.step}")
 
-    def source(self, step: int) -> metadata.CheckpointSource:
+    def source(self, step: int) -> inspect.CheckpointSource:
         """The checkpoint of this step."""
-        sealed = inspect.sealed_step(self.store, step)
+        sealed = inspect.newest_whole(self.store, step)
         assert sealed is not None
-        return metadata.open_one(self.store, sealed.folder, sealed.manifest)
+        return inspect.open_source(self.store, sealed.folder, sealed.manifest)
 
     def check_end(self, reference: Reference) -> None:
         """The losses, each step once, and the model are those of the uninterrupted run."""

@@ -23,7 +23,8 @@ from fsdp.base.errors import (
     RefusedError,
     TrainingError,
 )
-from fsdp.checkpoint.saver import SaveOutcome, not_saved
+from fsdp.checkpoint.checkpointer import not_saved
+from fsdp.checkpoint.sealing import SaveOutcome
 from fsdp.config import load
 from fsdp.dist.env import from_environment
 from fsdp.memory.oom import OutOfMemory

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from fractions import Fraction
 from pathlib import Path
@@ -11,23 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp.checkpoint.inspect import scan
 from fsdp.checkpoint.store import open_store
-from fsdp.dist.env import DistEnv
-from fsdp.optim.state import TrainState
 from fsdp.report.page import page as report_of
 from fsdp.report.run_data import read_run
 from fsdp.run.job import Job
-from tests.support import user_code
 from tests.support.data_ids import train_and_note
-from tests.support.marks import quick_are
-from tests.support.runs import Finished, failures, finished, flags, on_a_rank, run
-from tests.support.world import run_world
+from tests.support.runs import Finished, failures, run
 
 HELD = "--data.name tests.support.user_code:vectors_with_heldout --precision.master fp64"
 EACH = "--train.eval_every_epochs 0.5 --checkpoint.every_epochs 1 --checkpoint.keep_last 0"
@@ -110,65 +99,3 @@ def test_a_stream_has_no_epochs(tmp_path: Path) -> None:
     assert said == [None]
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert all("epoch" not in json.loads(line) for line in lines)
-
-
-# ---------------------------------------------------------------- another program's epoch
-
-
-class App(Stateful):
-    """The state of Ray's FSDP2 tutorial: model, optimizer, and the epoch that has just ended."""
-
-    def __init__(self, state: TrainState, epoch: object) -> None:
-        self.state, self.epoch = state, epoch
-
-    def state_dict(self) -> dict[str, Any]:
-        model, optimizer = self.state.model, self.state.optimizer
-        return {
-            "model": get_model_state_dict(model),
-            "optim": get_optimizer_state_dict(model, optimizer),
-            "epoch": self.epoch,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError("only saved from here")
-
-
-def save_app(env: DistEnv, place: str, epoch: object) -> None:
-    model = user_code.Uneven().double()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 12, dtype=torch.float64)).sum().backward()
-    optimizer.step()
-    extra = {} if epoch == "none" else {"scheduler": {"last_epoch": 4}}
-    dcp.save({"app": App(TrainState(model, optimizer), epoch), **extra}, checkpoint_id=place)
-
-
-def on_a_rank_with_log(env: DistEnv, words: list[str]) -> str:
-    log = io.StringIO()
-    with contextlib.redirect_stderr(log):
-        assert on_a_rank(env, words) is None
-    return log.getvalue()
-
-
-EPOCHS = [
-    (1, 11, "its epoch 1 (counted from 0) is complete: epoch 2 begins at step 10"),
-    (torch.tensor(1), 11, "is complete"),
-    (7, 1, "is dropped: this run ends at step 15"),
-    ("two", 1, "dropped, since a run has no place for it: app.epoch"),
-]
-
-
-@pytest.mark.parametrize(("epoch", "first", "told"), quick_are(EPOCHS[:1], EPOCHS, []))
-def test_an_app_state_resumes_behind_its_epoch_or_says_what_it_dropped(
-    epoch: object, first: int, told: str, tmp_path: Path
-) -> None:
-    place = str(tmp_path / "theirs")
-    run_world(1, save_app, place, epoch)
-    folder = tmp_path / "run"
-    words = flags(HELD, "--train.steps 15", f"--checkpoint.resume {place}")
-    said = run_world(2, on_a_rank_with_log, ["--run.dir", str(folder), *words])
-    assert told in said[0]
-    assert "scheduler.last_epoch" in said[0]
-    done = finished(folder)
-    losses = [one for one in done.records if "loss" in one]
-    assert losses[0]["step"] == first
-    assert losses[-1]["epoch"] == 3.0

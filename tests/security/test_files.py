@@ -21,10 +21,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from fsdp.base.errors import CheckpointError, ConfigError
 from fsdp.checkpoint import __main__ as checkpoints
-from fsdp.checkpoint import inspect, manifest, metadata
-from fsdp.checkpoint.file_names import MANIFEST
+from fsdp.checkpoint import inspect, manifest
 from fsdp.checkpoint.full_state import open_full_state
-from fsdp.checkpoint.manifest import Broken
+from fsdp.checkpoint.manifest import MANIFEST, Broken
 from fsdp.checkpoint.store import LocalStore
 from fsdp.report.__main__ import main as report
 from tests.checkpoint.manifests import a_manifest
@@ -130,7 +129,7 @@ def test_a_pickle_alters_nothing_that_outlives_it(name: tuple[str, str]) -> None
     evil = f"c{name[0]}\n{name[1]}\n".encode() + b"N}S'parts'\n)s\x86b."  # (None, {"parts": ()}), and BUILD
     before = [dict(getattr(one, "__dict__", {})) for one in ALTERED[name]]
     with pytest.raises(Broken):
-        metadata.read(evil)
+        manifest.read_metadata(evil)
     after = [dict(getattr(one, "__dict__", {})) for one in ALTERED[name]]
     # or pytest itself could not tell of it
     for one, was, now in zip(ALTERED[name], before, after, strict=True):
@@ -159,7 +158,7 @@ def described(path: Any = "__0_0.distcp", value: bool = False, **changes: Any) -
 
 def test_metadata_that_another_python_wrote_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.11.2 pickles the member of an enum as getattr(class, name), others as class(value)."""
-    here = metadata.read(described())
+    here = manifest.read_metadata(described())
 
     def by_name(member: Any, protocol: int) -> Any:
         return getattr, (type(member), member.name)
@@ -167,7 +166,7 @@ def test_metadata_that_another_python_wrote_is_read(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(dcp._MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
     data = described()
     assert b"getattr" in data
-    assert metadata.read(data) == here
+    assert manifest.read_metadata(data) == here
 
 
 def test_metadata_that_an_older_torch_wrote_is_read() -> None:
@@ -180,7 +179,7 @@ def test_metadata_that_an_older_torch_wrote_is_read() -> None:
         delattr(saved, field)
     data = pickle.dumps(saved)
     assert b"_shard.sharded_tensor" in data
-    assert metadata.read(data) == metadata.read(described())
+    assert manifest.read_metadata(data) == manifest.read_metadata(described())
 
 
 @pytest.mark.parametrize("module", [b"pathlib", b"pathlib._local"], ids=bytes.decode)
@@ -190,16 +189,16 @@ def test_the_folder_that_dcp_save_notes_is_read_from_every_python(module: bytes)
     saved.storage_meta = dcp.StorageMeta(checkpoint_id=pathlib.PosixPath("/a/b"))
     data = re.sub(rb"cpathlib(\._local)?\n", b"c" + module + b"\n", pickle.dumps(saved, protocol=3))
     assert b"c" + module + b"\n" in data
-    assert metadata.read(data) == metadata.read(described())
+    assert manifest.read_metadata(data) == manifest.read_metadata(described())
 
 
 @pytest.mark.parametrize("value", [False, True], ids=["a tensor", "a value"])
 @pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "a/..", "", ".", "a//b", "a\0b"])
 def test_a_path_that_leads_out_of_the_checkpoint_is_refused(path: str, value: bool) -> None:
-    tensors, values = metadata.read(described("below/x.distcp", value))
+    tensors, values = manifest.read_metadata(described("below/x.distcp", value))
     assert [*tensors, *values] == ["a"]
     with pytest.raises(Broken, match="points outside the checkpoint"):
-        metadata.read(described(path, value))
+        manifest.read_metadata(described(path, value))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +215,7 @@ def test_a_path_that_leads_out_of_the_checkpoint_is_refused(path: str, value: bo
 )  # fmt: skip
 def test_a_metadata_of_another_form_is_broken(changes: dict[str, Any]) -> None:
     with pytest.raises(Broken):
-        metadata.read(described(**changes))
+        manifest.read_metadata(described(**changes))
 
 
 # ---------------------------------------------------------------- the manifest

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError, ShardrunError
-from fsdp.checkpoint import manifest, metadata
+from fsdp.checkpoint import manifest
 from fsdp.config import FIELDS, trust
 from fsdp.config.write import toml_value
 from fsdp.rundir import history, lock, paths
@@ -328,7 +328,7 @@ def sealed_manifest() -> bytes:
 
 def metadata_file(run: RunDir, data: bytes) -> None:
     with contextlib.suppress(manifest.Broken):
-        metadata.read(data)
+        manifest.read_metadata(data)
 
 
 def a_metadata() -> bytes:

@@ -16,7 +16,7 @@ import torch
 from fsdp import config as configuration
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import manifest
-from fsdp.checkpoint.file_names import MANIFEST
+from fsdp.checkpoint.manifest import MANIFEST
 from fsdp.config import trust
 from fsdp.config.help import field_docs
 from fsdp.config.trust import TRAINING_CODE, named_code

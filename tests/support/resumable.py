@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fsdp.checkpoint import file_names
+from fsdp.checkpoint.manifest import parse_name
 from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir
 
@@ -24,5 +24,5 @@ def resumable_at(run: Path, step: int, every: int) -> int:
 
 def newest_sealed(run: Path) -> int:
     """The step from which the next start continues; 0 without a checkpoint."""
-    found = (file_names.parse(folder.name) for folder in (run / "checkpoints").glob("step-*"))
+    found = (parse_name(folder.name) for folder in (run / "checkpoints").glob("step-*"))
     return max((name.step for name in found if name is not None and name.kind == "final"), default=0)

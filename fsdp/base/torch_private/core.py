@@ -37,8 +37,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp.base.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Placement
+    pass
 
 __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_leaves"]
 """tree_leaves, all leaves of nested containers: torch.utils has no public module for it."""
@@ -356,15 +355,6 @@ def storage_info(path: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(path, offset, length)
-
-
-def global_offset(size: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """Where this rank's shard starts in the whole tensor. DCP computes the places of its own checkpoints with
-    it.
-    """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    return tuple(compute_local_shape_and_global_offset(torch.Size(size), mesh, placements)[1])
 
 
 # ---------------------------------------------------------------- torchvision
