@@ -196,7 +196,7 @@ def test_counters_that_are_objects_are_left_out(tmp_path: Path) -> None:
     run_world(1, save_counters, place, Fraction(7))
     for step, notes in run_world(2, start_from_counters, place, str(tmp_path / "run")):
         assert step == 0
-        assert "dropped, since they are not all numbers: train.step, train.samples, train.tokens, " in notes
+        assert "dropped, since a run has no place for it: train.good_steps, train.loss_scale, " in notes
 
 
 def restart(env: DistEnv, place: str, run_dir: str) -> int:
