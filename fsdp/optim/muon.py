@@ -12,7 +12,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -35,7 +34,9 @@ def hidden_matrices(model: nn.Module, wanted: str = "") -> list[nn.Parameter]:
     """The trained matrices for Muon, in the model's order. `wanted`: patterns in place of the rule."""
     named = {clean_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     if wanted:
-        return _named(named, wanted)
+        trained = [name for name, p in named.items() if p.requires_grad and p.dim() == 2]
+        names = matching(patterns(wanted), trained, FLAG, "trained matrix")
+        return list(dict.fromkeys(named[name] for name in names))
     repeated = set(_repeated(named))
     embedded = {m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     matrices = [
@@ -52,24 +53,6 @@ def hidden_matrices(model: nn.Module, wanted: str = "") -> list[nn.Parameter]:
             f"{FLAG} '{_example(named)}' names them, or --optim.name adamw",
         )
     return list(dict.fromkeys(matrices))
-
-
-def _named(named: dict[str, nn.Parameter], wanted: str) -> list[nn.Parameter]:
-    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    matrices = [name for name, parameter in trained.items() if parameter.dim() == 2]
-    unknown = [
-        pattern for pattern in patterns(wanted) if not any(fnmatchcase(name, pattern) for name in trained)
-    ]
-    matching(unknown, matrices, FLAG, "trained matrix")  # its hint names a matrix
-    names = matching(patterns(wanted), list(trained), FLAG, "trained parameter")
-    for name in names:
-        if trained[name].dim() != 2:
-            matrix = next(iter(matrices), name)
-            raise ConfigError(
-                f"{FLAG} {wanted}: {name} is {tuple(trained[name].shape)}, and Muon updates matrices only.",
-                f"{FLAG} {matrix}",
-            )
-    return list(dict.fromkeys(trained[name] for name in names))
 
 
 def _places(name: str) -> Iterator[tuple[Place, str]]:
@@ -172,62 +155,45 @@ def apply_to_whole(
 
     `rows` returns this rank's rows, which are sent in `dtype`, the dtype of the result.
     """
-    rank, ranks = collectives.this_rank(), len(owned)
+    rank, ranks = collectives.this_rank(), range(len(owned))
     mine = owned[rank]
 
-    def sends(at: int, sender: int, receiver: int) -> bool:
-        return matrices[at].same_replica(sender, receiver)
+    def between(some: list[int], sender: int, receiver: int) -> list[int]:
+        """Those of which the sender's rows go to the receiver, their owner."""
+        return [at for at in some if matrices[at].same_replica(sender, receiver)]
 
-    to = [[at for at in owned[other] if sends(at, rank, other)] for other in range(ranks)]
-    sent = torch.cat(
-        [rows(at).reshape(-1).to(device, dtype) for some in to for at in some]
-        or [torch.empty(0, dtype=dtype, device=device)]
-    )
-    received = collectives.all_to_all(
-        sent,
-        [sum(matrices[at].size_on(rank) for at in some) for some in to],
-        [sum(matrices[at].size_on(other) for at in mine if sends(at, other, rank)) for other in range(ranks)],
-    )
+    sent = [[rows(at).to(device, dtype) for at in between(owned[other], rank, other)] for other in ranks]
+    sizes = [[matrices[at].size_on(other) for at in between(mine, other, rank)] for other in ranks]
+    received = _exchange(sent, sizes, device, dtype)
     del sent
-    pieces: dict[int, list[Tensor]] = {at: [] for at in mine}
-    came = [(at, other) for other in range(ranks) for at in mine if sends(at, other, rank)]
-    sizes = [matrices[at].size_on(other) for at, other in came]
-    for (at, _), piece in zip(came, received.split(sizes), strict=True):
-        pieces[at].append(piece)
+    parts: dict[int, list[Tensor]] = {at: [] for at in mine}
+    for other in ranks:
+        for at, part in zip(between(mine, other, rank), received[other], strict=True):
+            parts[at].append(part)
     results = {}
     for at in mine:
-        matrix = torch.cat(pieces.pop(at)).view(matrices[at].rows, matrices[at].columns)
-        results[at] = change(matrix)
-        del matrix
+        results[at] = change(torch.cat(parts.pop(at)).view(matrices[at].rows, matrices[at].columns))
     del received
-    yield from _returned(matrices, owned, results, rank, dtype, device)
+    back = [[results[at][matrices[at].rows_of(other)] for at in mine] for other in ranks]
+    returned = _exchange(back, [[matrices[at].size_on(rank) for at in some] for some in owned], device, dtype)
+    for some, pieces in zip(owned, returned, strict=True):
+        yield from (
+            (at, piece.view(-1, matrices[at].columns)) for at, piece in zip(some, pieces, strict=True)
+        )
 
 
-def _returned(
-    matrices: Sequence[Matrix],
-    owned: Round,
-    results: dict[int, Tensor],
-    rank: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Iterator[tuple[int, Tensor]]:
-    """Sends each rank its rows of the results, and yields this rank's rows of all."""
-    ranks = len(owned)
-    sent = torch.cat(
-        [results[at][matrices[at].rows_of(other)].reshape(-1) for other in range(ranks) for at in owned[rank]]
-        or [torch.empty(0, dtype=dtype, device=device)]
-    )
-    results.clear()
-    came = [at for some in owned for at in some]
+def _exchange(
+    sent: list[list[Tensor]], sizes: list[list[int]], device: torch.device, dtype: torch.dtype
+) -> list[list[Tensor]]:
+    """Sends each rank its tensors, flat, and returns those of each rank, of these `sizes`. Collective."""
+    flat = [tensor.reshape(-1) for tensors in sent for tensor in tensors]
     received = collectives.all_to_all(
-        sent,
-        [sum(matrices[at].size_on(other) for at in owned[rank]) for other in range(ranks)],
-        [sum(matrices[at].size_on(rank) for at in some) for some in owned],
+        torch.cat(flat or [torch.empty(0, dtype=dtype, device=device)]),
+        [sum(tensor.numel() for tensor in tensors) for tensors in sent],
+        [sum(numels) for numels in sizes],
     )
-    del sent
-    sizes = [matrices[at].size_on(rank) for at in came]
-    for at, piece in zip(came, received.split(sizes), strict=True):
-        yield at, piece.view(-1, matrices[at].columns)
+    pieces = iter(received.split([numel for numels in sizes for numel in numels]))
+    return [[next(pieces) for _ in numels] for numels in sizes]
 
 
 log = logging.getLogger(__name__)

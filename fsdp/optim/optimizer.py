@@ -1,4 +1,5 @@
-"""Optimizers and their parameter groups. Not here: the learning rate (schedule.py).
+"""Optimizers, their parameter groups, and the learning rate as a pure function of the step: nothing of it is
+saved, and a resumed run continues it.
 
 Matrices decay, vectors and scalars do not. Parameters that are not sharded (0-dim ones) stand in groups of
 their own: a grouped kernel takes DTensors or plain tensors, never both.
@@ -16,6 +17,7 @@ before each save, since a checkpoint can be resumed on other ranks only if it kn
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -145,26 +147,20 @@ class StateCheck:
                     label = f"state {name} of {self._names[parameter]}"
                     if problem := _state_fault(parameter, value):
                         fault = fault or f"{label} is {problem}"
-                    elif _is_replicated(parameter, value):
+                    elif isinstance(parameter, DTensor) and type(value) is Tensor:
                         digest = digest_shard(value)
                         digests[label] = (tuple(value.shape), digest.plain, digest.weighted)
         faults, tables = zip(*collectives.all_gather_objects((fault, digests)), strict=True)
-        fault = next(filter(None, faults), "")
-        for rank, table in enumerate(tables if not fault else ()):
-            labels = [label for label in {**tables[0], **table} if tables[0].get(label) != table.get(label)]
-            if labels:
-                fault = f"{labels[0]} is a plain tensor that differs between rank 0 and rank {rank}"
-                break
+        differing = [
+            name for t in tables for name in {**t, **tables[0]} if t.get(name) != tables[0].get(name)
+        ]
+        fault = next((f"{name} is a plain tensor that differs between ranks" for name in differing), "")
+        fault = next(filter(None, faults), fault)
         if fault:
             raise ConfigError(
                 f"{self._owner}: {fault}: a checkpoint of it cannot be resumed on other ranks.",
                 "keep torch.zeros_like(parameter), or a small tensor that is equal on every rank",
             )
-
-
-def _is_replicated(parameter: Tensor, value: Any) -> bool:
-    """Whether it is a plain state of a sharded parameter: each rank keeps it whole."""
-    return isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor)
 
 
 def _state_fault(parameter: Tensor, value: Any) -> str:
@@ -176,10 +172,9 @@ def _state_fault(parameter: Tensor, value: Any) -> str:
             (value.shape, value.placements) == (parameter.shape, parameter.placements)
         )
         return "" if alike else f"a DTensor of {tuple(value.shape)}, sharded unlike its parameter"
-    if isinstance(parameter, DTensor) and value.dim() and value.shape == parameter.to_local().shape:
-        return f"a plain tensor of {tuple(value.shape)}, the shape of this rank's part"
-    if isinstance(parameter, DTensor) and value.dim() and value.shape == parameter.shape:
-        return f"a plain tensor of {tuple(value.shape)}, the whole shape of its sharded parameter"
+    local = parameter.to_local() if isinstance(parameter, DTensor) else None
+    if local is not None and value.dim() and value.shape in (local.shape, parameter.shape):
+        return f"a plain tensor of {tuple(value.shape)}, the shape of its sharded parameter or of its part"
     return ""
 
 
@@ -259,7 +254,7 @@ def parameter_groups(section: OptimSection, parameters: Iterable[nn.Parameter]) 
 
 
 def apply_hyperparameters(section: OptimSection, optimizer: torch.optim.Optimizer) -> None:
-    """After a restore: rates, decay and the form of the states follow the flags, not the checkpoint."""
+    """After a restore: rates and decay follow the flags, not the checkpoint."""
     if section.name == "muon":
         from fsdp.optim.muon import ShardedMuon
 
@@ -268,9 +263,9 @@ def apply_hyperparameters(section: OptimSection, optimizer: torch.optim.Optimize
     if is_custom(section) or section.name == "muon":
         return  # its groups are as they were built; a restore changes none
     if optimizer.state:  # a run that starts has none yet
-        from fsdp.optim.small_states import adapt_states
+        from fsdp.optim.small_states import check_states
 
-        adapt_states(optimizer)
+        check_states(optimizer)
     fresh = {"betas": (section.beta1, section.beta2), "eps": section.eps, "momentum": section.momentum}
     decay = section.weight_decay if section.name in DECAYING else 0.0
     for group in optimizer.param_groups:
@@ -289,6 +284,73 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Sets the rate of each group; those of a user's optimizer keep their ratio to it."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get(LR_RATIO, 1.0)
+
+
+# ---------------------------------------------------------------- the learning rate
+
+TRIED = 1000
+"""Steps at which a user's function is called before the run."""
+
+Factor = Callable[[int, int, OptimSection], float]
+
+
+class Schedule:
+    """The rate of each optimizer step of a run of `total_steps`."""
+
+    def __init__(self, section: OptimSection, total_steps: int) -> None:
+        self._section, self._total = section, total_steps
+        self._factor: Factor | None = None
+        if ":" in section.schedule:
+            self._factor = load_attribute(section.schedule, "--optim.schedule")
+            for step in range(1, total_steps + 1, max(1, total_steps // TRIED)):
+                self.lr(step)
+            self.lr(max(1, total_steps))
+
+    def lr(self, step: int) -> float:
+        """The rate of step `step`, counted from 1."""
+        if self._factor is None:
+            return _rate(self._section, step, self._total)
+        try:
+            factor = self._factor(step, self._total, self._section)
+        except Exception as error:
+            raise ConfigError(
+                f"--optim.schedule {self._section.schedule} failed at step {step}: {blame(error)}.",
+                "it is called with (step, total_steps, settings)",
+            ) from error
+        try:
+            number = float(factor)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not 0 <= number < math.inf:
+            raise ConfigError(
+                f"--optim.schedule {self._section.schedule} returned {factor!r} at step {step} of "
+                f"{self._total}, which is not a finite number from 0.",
+                "return the factor of --optim.lr, such as step / total_steps",
+            )
+        return self._section.lr * number
+
+
+def _rate(section: OptimSection, step: int, total_steps: int) -> float:
+    """The built-in schedules: linear warm-up to the peak, then down to min_lr_ratio of it."""
+    warmup = section.warmup_steps if section.warmup_steps >= 0 else total_steps // 20
+    if step <= warmup:
+        return section.lr * step / max(1, warmup)
+    if section.schedule == "constant":
+        return section.lr
+    floor = section.min_lr_ratio
+    done = _passed(warmup, step, total_steps)
+    if section.schedule == "cosine":
+        return section.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
+    if section.schedule == "wsd":
+        done = _passed(max(warmup, total_steps - round(section.decay_share * total_steps)), step, total_steps)
+    if section.schedule in ("linear", "wsd"):
+        return section.lr * (floor + (1 - floor) * (1 - done))
+    raise KeyError(section.schedule)
+
+
+def _passed(start: int, step: int, end: int) -> float:
+    """The part of start … end that lies before `step`, from 0 to 1."""
+    return min(1.0, max(0.0, (step - start) / max(1, end - start)))
 
 
 # ---------------------------------------------------------------- an update

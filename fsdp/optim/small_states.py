@@ -8,7 +8,7 @@ dynamic map, arXiv 2110.02861, as in bitsandbytes and torchao), times the larges
 never crosses a row, so codes and scales are sharded as parameters are.
 
 Vectors, and matrices with short rows, keep fp32 moments under 8 bits. A checkpoint's moments in another form
-are converted.
+are refused.
 
 The update is compiled where blocks are: one kernel a parameter in place of some fifty a million elements. Its
 numbers are then tensors of the parameter's device: a number of Python would be compiled into the code and
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.core import like_shard
 from fsdp.dist.collectives import first_row, local_tensor
 
@@ -188,49 +189,21 @@ def new_state(parameter: nn.Parameter, kind: Kind) -> dict[str, Tensor]:
     return state
 
 
-@torch.no_grad()
-def adapt_states(optimizer: torch.optim.Optimizer) -> None:
-    """After a restore: moments saved in another form are converted to this optimizer's."""
+def check_states(optimizer: torch.optim.Optimizer) -> None:
+    """After a restore: refuses moments that were saved in another form than this optimizer's."""
     kind = optimizer.kind if isinstance(optimizer, SmallStateAdam) else None
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter)
-            if state and "exp_avg_sq" in state and not _has_form(parameter, state, kind):
-                optimizer.state[parameter] = _converted(group, parameter, state, kind)
-
-
-def _has_form(parameter: nn.Parameter, state: Mapping[str, Tensor], kind: Kind | None) -> bool:
-    form = {None: parameter.dtype, "bf16": torch.bfloat16, "8bit": torch.float32}[kind]
-    if kind is not None and codes(parameter, kind):
-        form = torch.uint8
-    return all(state[name].dtype == form for name in MOMENTS)
-
-
-def _converted(
-    group: Mapping[str, Any], parameter: nn.Parameter, state: Mapping[str, Tensor], kind: Kind | None
-) -> dict[str, Tensor]:
-    local, first = _local(parameter), first_row(parameter)
-    if kind is not None:
-        fresh = new_state(parameter, kind)
-    else:
-        fresh = {name: _like(parameter, torch.zeros_like(local)) for name in MOMENTS}
-    on_device = kind is None and (group.get("fused") or group.get("capturable"))
-    fresh["step"] = state["step"].to(parameter.device if on_device else "cpu", torch.float32)
-    saved, written = (
-        {name: _rowed(_local(value)) for name, value in tensors.items() if name != "step"}
-        for tensors in (state, fresh)
-    )
-    for name in [name for name in saved if name.endswith("scale")]:
-        if saved[name].shape[0] != local.shape[0]:  # a checkpoint restored it whole
-            saved[name] = saved[name].narrow(0, first, local.shape[0])
-    table = functools.cache(Table.on)
-    for start, rows in _slices(_rowed(local), SLICE):
-        source, target = (
-            {name: view.narrow(0, start, rows) for name, view in views.items()} for views in (saved, written)
-        )
-        for name in MOMENTS:
-            _write(name, target, table, _read(name, source, table), None)
-    return fresh
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        state = optimizer.state.get(parameter) or {}
+        form = {None: parameter.dtype, "bf16": torch.bfloat16, "8bit": torch.float32}[kind]
+        if kind is not None and codes(parameter, kind):
+            form = torch.uint8
+        stored = state["exp_avg"].dtype if "exp_avg_sq" in state else form
+        if stored != form:
+            raise ConfigError(
+                f"the checkpoint's moments are {stored}, and --optim.state {kind or 'master'} keeps {form}.",
+                "the --optim.state and --precision.master that it was saved with, or a new run with "
+                "--model.weights RUN/full_model",
+            )
 
 
 def _slices(rowed: Tensor, most: int) -> Iterator[tuple[int, int]]:

@@ -24,8 +24,7 @@ from fsdp.models.hf_settings import maybe_entropy, select_experts_kernel
 from fsdp.models.lora import freeze
 from fsdp.models.loss import class_dimension, read_output
 from fsdp.optim.muon import hidden_matrices
-from fsdp.optim.optimizer import build_custom
-from fsdp.optim.schedule import Schedule
+from fsdp.optim.optimizer import Schedule, build_custom
 from fsdp.run import weights
 
 if TYPE_CHECKING:

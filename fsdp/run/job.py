@@ -28,8 +28,7 @@ from fsdp.models.init import seeded, to_empty
 from fsdp.models.lora import apply_lora, freeze
 from fsdp.models.loss import CustomLoss, load_loss
 from fsdp.models.units import batch_norms, extra_states, kept_tensors
-from fsdp.optim.optimizer import load_factory
-from fsdp.optim.schedule import Schedule
+from fsdp.optim.optimizer import Schedule, load_factory
 from fsdp.optim.state import TrainState
 from fsdp.parallel.checks import check_device, stale_reference
 from fsdp.parallel.comm import check_divide

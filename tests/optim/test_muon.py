@@ -159,7 +159,7 @@ def test_patterns_replace_the_rule() -> None:
             "",
             "--optim.name muon finds no matrix inside repeated blocks of this model. HINT: --optim.",
         ),
-        (Uneven, "blocks.0.*", "--optim.muon_parameters blocks.0.*: blocks.0.norm.weight is (13,), and Muon"),
+        (Uneven, "blocks.0.norm.*", "blocks.0.norm.* matches no trained matrix of this model"),
         (
             Uneven,
             "heads",
@@ -172,12 +172,3 @@ def test_a_model_or_pattern_without_matrices_is_one_line(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         hidden_matrices(model(), wanted)
-
-
-# ---------------------------------------------------------------- its settings
-
-
-# ---------------------------------------------------------------- its memory
-
-
-# ---------------------------------------------------------------- a start with other settings

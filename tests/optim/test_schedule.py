@@ -9,7 +9,7 @@ import pytest
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import OptimSection
-from fsdp.optim.schedule import Schedule
+from fsdp.optim.optimizer import Schedule
 from tests.support.runs import failures, run, settings
 
 OWN = "tests.optim.test_schedule:"

@@ -202,5 +202,5 @@ def test_the_plain_loop_shares_no_code_that_computes() -> None:
         "fsdp.run.weights",
         "fsdp.optim.muon.hidden_matrices",
         "fsdp.optim.optimizer.build_custom",
-        "fsdp.optim.schedule.Schedule",
+        "fsdp.optim.optimizer.Schedule",
     }
