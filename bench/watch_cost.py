@@ -41,7 +41,7 @@ def told() -> dict[str, float]:
     import torch.distributed as dist
 
     from fsdp.watch import status_page
-    from fsdp.watch.counters import CollectiveCounter, Writer
+    from fsdp.watch.status_page import Writer, counted_collectives
 
     writer = Writer(status_page.create().numbers)
     original = dist.all_reduce
@@ -52,9 +52,8 @@ def told() -> dict[str, float]:
     dist.all_reduce = nothing  # type: ignore[assignment]
     tensor, names = torch.ones(4), ("data", "forward", "backward", "reduce", "optimizer", "record")
     bare = microseconds(lambda: dist.all_reduce(tensor))
-    calls = CollectiveCounter(writer)
-    call = microseconds(lambda: dist.all_reduce(tensor)) - bare
-    calls.close()
+    with counted_collectives(writer):
+        call = microseconds(lambda: dist.all_reduce(tensor)) - bare
     dist.all_reduce = original  # type: ignore[assignment]
     step = [0]
 

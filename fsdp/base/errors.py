@@ -2,7 +2,7 @@
 
 ConfigError: the user's flags. LaunchError: the launcher. CheckpointError: the storage. TrainingError: the
 numbers. Further exit codes: 6, memory ran out (fsdp/memory/oom.py); 7, the watch ended the rank
-(fsdp/watch/node_ranks.py).
+(fsdp/watch/observe.py).
 """
 
 from __future__ import annotations

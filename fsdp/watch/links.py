@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fsdp.watch.observation import Observation, decode
+from fsdp.watch.observe import Observation, decode
 
 SILENT_S = 3.0
 RETURN_S = 2.0

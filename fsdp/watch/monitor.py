@@ -11,7 +11,7 @@ ended. On several nodes the monitor of rank 0's node, the head, judges for all; 
 for itself.
 
 This file holds the order of observing, judging, printing and ending, and how long each is waited for. Actions
-on the ranks of this node are in node_ranks.py, connections between nodes in links.py.
+on the ranks of this node are in observe.py, connections between nodes in links.py.
 
 Exit code of the ranks that it ends: 7, or 137 (killed) of one that does not respond.
 """
@@ -35,8 +35,7 @@ from typing import Any
 from fsdp.base.phases import SIGNALS
 from fsdp.dist.env import launcher_hints
 from fsdp.watch.links import Head, Peer
-from fsdp.watch.node_ranks import ANSWER_S, NodeRanks, Watched
-from fsdp.watch.observation import Observation
+from fsdp.watch.observe import ANSWER_S, NodeRanks, Observation, Watched
 from fsdp.watch.records import ENDED, EVIDENCE, RecordFiles, TimingRecorder
 from fsdp.watch.status_page import FAILED
 from fsdp.watch.verdict import Verdict, judge

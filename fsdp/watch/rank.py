@@ -35,7 +35,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -44,6 +44,7 @@ import torch
 
 from fsdp.base import proc
 from fsdp.base.devices import set_thread_device
+from fsdp.base.errors import LaunchError
 from fsdp.base.phases import ACTIVITIES, SIGNALS, delayed
 from fsdp.base.torch_private.core import flight_recorder_entries
 from fsdp.config import WatchSection
@@ -53,20 +54,8 @@ from fsdp.dist.network import address_towards, is_loopback
 from fsdp.dist.stop import LAST_ACTS
 from fsdp.rundir.lock import this_place
 from fsdp.watch import status_page
-from fsdp.watch.counters import CollectiveCounter, DeviceClock, Writer
 from fsdp.watch.failure import failure_report, wake, write_torchrun_error_file
-from fsdp.watch.status_page import (
-    CUDA,
-    FAILED,
-    LEFT,
-    OVER,
-    PID,
-    STACK_SIGNAL,
-    STATE,
-    STEP,
-    THREAD,
-    StatusPage,
-)
+from fsdp.watch.status_page import StatusPage
 
 log = logging.getLogger(__name__)
 
@@ -88,42 +77,42 @@ class Watch:
         self._process_ends = process_ends
         self._page: StatusPage | None = None
         self._monitor: MonitorProcess | None = None
-        self._listener: socket.socket | None = None
+        self._patches = contextlib.ExitStack()
+        self.phase: Callable[[str, int], None] = lambda name, step: None
+        """A listener of fsdp/base/phases.py."""
 
     def __enter__(self) -> Watch:
         if not self._section.enabled:
             return self
-        try:
-            self._page = self._observable()
-        except OSError as error:
-            log.warning("watch: this rank is not watched (%s)", error)
-        self._start_monitor()
-        if self._page is None:
-            return self
-        numbers = self._page.numbers
-        self._writer = Writer(numbers)
-        self._calls = CollectiveCounter(self._writer)
-        self._device = DeviceClock(self._writer).wrap() if numbers[CUDA] else None
+        page = self._page = self._observable()
+        self._start_monitor(page)
+        writer = status_page.Writer(page.numbers)
+        self.phase = writer.phase
+        self._patches.enter_context(status_page.counted_collectives(writer))
+        if page.numbers[status_page.CUDA]:
+            clock = status_page.DeviceClock(writer)
+            self.phase = clock.phase
+            self._patches.enter_context(clock.timed_waits())
         LAST_ACTS.append(self._mark_over)
-        ACTIVITIES.listener = self._writer.activity
+        ACTIVITIES.listener = writer.activity
         return self
 
     def _observable(self) -> StatusPage:
-        """This rank's page and responder. OSError where a monitor could not observe it."""
-        if not proc.shows_this_process():
-            raise OSError("/proc is of another PID namespace")
-        page = status_page.create()
-        page.numbers[PID], page.numbers[THREAD] = os.getpid(), threading.get_native_id()
-        page.numbers[CUDA] = self._env.device.type == "cuda"
+        """This rank's page and responder. LaunchError where a monitor could not observe it."""
+        try:
+            if not proc.shows_this_process():
+                raise OSError("/proc is of another status_page.PID namespace")
+            page = status_page.create()
+        except OSError as error:
+            message = f"rank {self._env.rank} cannot be watched ({error})."
+            raise LaunchError(message, "--watch.enabled false", scope="rank") from None
+        page.numbers[status_page.PID], page.numbers[status_page.THREAD] = (
+            os.getpid(),
+            threading.get_native_id(),
+        )
+        page.numbers[status_page.CUDA] = self._env.device.type == "cuda"
         self._responder = Responder(self._env.device)
         return page
-
-    def phase(self, name: str, step: int) -> None:
-        """A listener of fsdp/base/phases.py."""
-        if self._page is not None:
-            self._writer.phase(name, step)
-            if self._device is not None:
-                self._device.phase(name, step)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -132,18 +121,16 @@ class Watch:
             return
         LAST_ACTS.remove(self._mark_over)
         ACTIVITIES.listener = None
-        self._calls.close()
-        if self._device is not None:
-            self._device.close()
+        self._patches.close()
         # a model's file may call sys.exit("pip install …"), and asyncio's CancelledError is no Exception
         if error is not None and not isinstance(error, KeyboardInterrupt):
-            self._report(error)
+            self._report(error, self._page)
         else:
-            self._writer.phase("end", int(self._page.numbers[STEP]))
-            self._page.numbers[STATE] = FAILED if error is not None and self._process_ends else OVER
+            self.phase("end", int(self._page.numbers[status_page.STEP]))
+            self._page.numbers[status_page.STATE] = (
+                status_page.FAILED if error is not None and self._process_ends else status_page.OVER
+            )
         self._responder.close()
-        if self._listener is not None:
-            self._listener.close()
         if self._monitor is not None:
             self._monitor.leave(wait_s=MONITOR_END_S if error is None else 0.0)
         if not hasattr(error, "status_page"):
@@ -153,50 +140,47 @@ class Watch:
     def _mark_over(self) -> None:
         """At a second Ctrl-C the process ends at once, which is no fault."""
         if self._page is not None:
-            self._page.numbers[STATE] = OVER
+            self._page.numbers[status_page.STATE] = status_page.OVER
 
-    def _report(self, error: BaseException) -> None:
-        assert self._page is not None
+    def _report(self, error: BaseException, page: StatusPage) -> None:
         failure = failure_report(error, self._env)
-        self._page.write_failure(failure)
+        page.write_failure(failure)
         line = "another rank ended first" if failure["secondary"] else failure["message"]
         write_torchrun_error_file(line, secondary=failure["secondary"])
-        self._page.numbers[STATE] = FAILED if self._process_ends else LEFT
+        page.numbers[status_page.STATE] = status_page.FAILED if self._process_ends else status_page.LEFT
         # Ray's driver prints its ranks' failures itself
         if self._env.launcher != "ray" and self._process_ends:
-            error.status_page = self._page  # type: ignore[attr-defined]
+            error.status_page = page  # type: ignore[attr-defined]
 
-    def _start_monitor(self) -> None:
-        """Collective: also of ranks without a page, which no monitor observes."""
+    def _start_monitor(self, page: StatusPage) -> None:
+        """Collective. The first rank of a node starts its monitor."""
         place, host = this_place() or socket.gethostname(), socket.gethostname()
-        watched: tuple[int, int, int, str] | None = None
-        if self._page is not None:
-            files = self._page.descriptor, self._responder.stacks.fileno()
-            watched = (os.getpid(), *files, self._responder.address)
+        files = os.getpid(), page.descriptor, self._responder.stacks.fileno(), self._responder.address
         towards = address_towards(rendezvous_host())
-        everyone = collectives.all_gather_objects((place, host, watched, towards))
-        by_place: dict[str, list[int]] = {}
-        for rank, (its_place, _, _, _) in enumerate(everyone):
-            by_place.setdefault(its_place, []).append(rank)
-        head, token = None, ""
-        if len(by_place) > 1:
-            if self._env.is_main and watched:
-                self._listener = _listener([towards for other, _, _, towards in everyone if other != place])
-                if self._listener is not None:
-                    head, token = self._listener.getsockname()[:2], secrets.token_hex(16)
+        everyone = collectives.all_gather_objects((place, host, towards, files))
+        hosts = {its_place: its_host for its_place, its_host, *_ in everyone}
+        names: dict[str, str] = {}
+        for its_place, its_host in hosts.items():
+            # a host's further status_page.PID namespaces have a number behind its name
+            nth = [*hosts.values()][: len(names)].count(its_host) + 1
+            names[its_place] = its_host if nth == 1 else f"{its_host}-{nth}"
+        nodes: dict[str, list[int]] = {name: [] for name in names.values()}
+        for rank, (its_place, *_) in enumerate(everyone):
+            nodes[names[its_place]].append(rank)
+        listener, head, token = None, None, ""
+        if len(nodes) > 1:
+            if self._env.is_main:
+                others = [its_towards for other, _, its_towards, _ in everyone if other != place]
+                listener = _listener(others)
+                if listener is not None:
+                    self._patches.enter_context(listener)
+                    head, token = listener.getsockname()[:2], secrets.token_hex(16)
             head, token = collectives.broadcast_object((head, token))
-        here = [rank for rank in by_place[place] if everyone[rank][2] is not None]
-        if self._env.rank != next(iter(here), None):
+        here = nodes[names[place]]
+        if self._env.rank != here[0]:
             return
-        # a host's further PID namespaces have a number behind its name
-        hosts = [everyone[ranks[0]][1] for ranks in by_place.values()]
-        names = [
-            f"{name}-{nth}" if (nth := hosts[:i].count(name) + 1) > 1 else name
-            for i, name in enumerate(hosts)
-        ]
-        nodes = dict(zip(names, by_place.values(), strict=True))
         options: dict[str, Any] = {
-            "node": names[list(by_place).index(place)],
+            "node": names[place],
             "run": str(self._run),
             "ranks": {},
             "nodes": nodes,
@@ -204,13 +188,13 @@ class Watch:
             "late_percent": self._section.late_percent,
             "launcher": self._env.launcher,
             "token": token,
-            "listener": self._listener.fileno() if self._listener is not None else -1,
+            "listener": listener.fileno() if listener is not None else -1,
             "head": None if self._env.is_main else head,
         }
         try:
             for rank in here:
-                pid, page, stacks, address = everyone[rank][2]
-                options["ranks"][rank] = (_opened(pid, page), _opened(pid, stacks), address)
+                pid, page_file, stacks, address = everyone[rank][-1]
+                options["ranks"][rank] = (_opened(pid, page_file), _opened(pid, stacks), address)
             self._monitor = MonitorProcess(options)
         except OSError as error:  # a rank has ended; or no room for another process
             log.warning("watch: %s has no monitor (%s)", options["node"], error)
@@ -219,11 +203,6 @@ class Watch:
 def _opened(pid: int, descriptor: int) -> int:
     """A file of another rank, which then outlives it, for each monitor that is started."""
     return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-
-
-def descriptors_of(options: dict[str, Any]) -> list[int]:
-    watched = [files for page, stacks, _ in options["ranks"].values() for files in (page, stacks)]
-    return watched + ([options["listener"]] if options["listener"] >= 0 else [])
 
 
 class MonitorProcess:
@@ -274,6 +253,7 @@ def spawn(options: dict[str, Any]) -> subprocess.Popen[str]:
         errors = sys.stderr.fileno()  # under Ray a file that the driver follows, and not descriptor 2
     except (AttributeError, OSError, ValueError):
         errors = None
+    watched = [files for page, stacks, _ in options["ranks"].values() for files in (page, stacks)]
     with delayed(SIGNALS):  # one that comes before the monitor ignores them would end it
         monitor = subprocess.Popen(
             [sys.executable, "-S", "-m", "fsdp.watch.monitor"],
@@ -281,7 +261,7 @@ def spawn(options: dict[str, Any]) -> subprocess.Popen[str]:
             stdout=subprocess.DEVNULL,
             stderr=errors,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
-            pass_fds=descriptors_of(options),
+            pass_fds=[*watched, *([options["listener"]] if options["listener"] >= 0 else [])],
             cwd="/",
             text=True,
         )
@@ -326,13 +306,13 @@ class Responder:
         self._was_enabled = faulthandler.is_enabled()
         # a fault in C (an abort of gloo, a bad pointer) writes its stacks there as well
         faulthandler.enable(file=self.stacks, all_threads=True)
-        faulthandler.register(STACK_SIGNAL, file=self.stacks, all_threads=True, chain=False)
+        faulthandler.register(status_page.STACK_SIGNAL, file=self.stacks, all_threads=True, chain=False)
         threading.Thread(target=self._serve, name="responder", daemon=True).start()
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)  # which wakes its thread
         self._listener.close()
-        # STACK_SIGNAL stays registered, with its file: one that comes late would end the process
+        # status_page.STACK_SIGNAL stays registered, with its file: one that comes late would end the process
         faulthandler.disable()
         if self._was_enabled:
             # a program may have put something without a descriptor in the place of its standard error
@@ -359,38 +339,26 @@ class Responder:
 
     def snapshot(self) -> dict[str, Any]:
         """Stacks of all threads but this one, and the collectives in the flight recorder."""
-        from fsdp.watch.observation import UNNAMED
+        from fsdp.watch.observe import UNNAMED, group_calls
 
         # "Dummy-N" is what Python notes of a thread of C code, as one of autograd's, that asked for its name
         threads = [thread for thread in threading.enumerate() if not thread.name.startswith("Dummy-")]
         names = {thread.ident: thread.name for thread in threads}
         stacks = {}
         training: list[list[Any]] = []
-        lasti, in_python = 0, False
+        in_python = False
         for ident, frame in sys._current_frames().items():
             if ident == self._training:
-                training, lasti, in_python = _stack(frame), frame.f_lasti, _runs_python(frame)
+                training, in_python = _stack(frame), _runs_python(frame)
             elif ident != threading.get_ident():
                 # an evaluation's readers have the names of a step's
                 name = names.get(ident, f"{UNNAMED} {ident}")
                 stacks[f"{name} {ident}" if name in stacks else name] = _stack(frame)
-        return {
-            "training": training,
-            "lasti": lasti,
-            "in_python": in_python,
-            "threads": stacks,
-            "groups": _group_calls(),
-        }
-
-
-def _group_calls() -> list[dict[str, Any]]:
-    """The flight recorder in brief, by group. Without it an answer still has the stacks."""
-    from fsdp.watch.observation import group_calls
-
-    try:
-        return [vars(call) for call in group_calls(flight_recorder_entries())]
-    except Exception:  # of a torch whose recorder has another form
-        return []
+        try:
+            calls = [vars(call) for call in group_calls(flight_recorder_entries())]
+        except Exception:  # of a torch whose recorder has another form: an answer still has the stacks
+            calls = []
+        return {"training": training, "in_python": in_python, "threads": stacks, "groups": calls}
 
 
 def _runs_python(frame: FrameType) -> bool:

@@ -7,15 +7,22 @@ be read when its rank is stopped, dead or stuck in C code that holds Python's lo
 name (memfd), so that no end of a process leaves one behind.
 
 An aligned double is never read half written. Two of them may be of different moments, and readers allow for
-that.
+that. The monitor imports this file: torch is imported where a rank counts.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import mmap
 import os
 import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +43,8 @@ WAITED, STEPS, TEXT, STEP_S, CUDA, MONITOR, PRINTED, ACTIVITY, SAVE_ACTIVITY = r
 failure. ACTIVITY and SAVE_ACTIVITY: those of the training thread and of the thread that saves in the
 background. TEXT: bytes of the text.
 """
+PROGRESS = (STATE, STEP, SINCE, BEGUN, ENDED)
+"""A rank that makes progress changes one of them. SINCE tells two batches of one evaluation apart."""
 TRAINING, OVER, FAILED, LEFT = 1, 2, 3, 4
 """STATE, which is 0 before the first step. LEFT: failed in a process that lives on."""
 SPENT = 32
@@ -124,3 +133,194 @@ def read(numbers: memoryview[float]) -> dict[str, Any]:
         "work": [(int(step), work) for step, work in zip(ring[::2], ring[1::2], strict=True) if step],
         "spent": {name: n[SPENT + i] for i, name in enumerate(PHASES)} | {"waiting": n[WAITED]},
     }
+
+
+# ---------------------------------------------------------------- what a rank writes
+
+clock = time.perf_counter
+"""Linux's monotonic clock: the same in all processes of a host."""
+INDEX = {name: index for index, name in enumerate(PHASES)}
+IN_STEP = tuple(name in ("data", "forward", "backward", "reduce", "optimizer") for name in PHASES)
+"""A rank's own work in a step. What comes between two steps (a record, a save) does not count."""
+AFTER_STEPS = ("evaluate", "save")
+"""No part of the time that a step takes: after a long evaluation a hang would be seen hours later."""
+ON_DEVICE = tuple(name in ("forward", "backward", "reduce", "optimizer") for name in PHASES)
+"""Phases that on CUDA are the device's: the host only queues them."""
+
+
+class Writer:
+    """Writes the training thread's numbers: `phase` and `activity` are listeners of fsdp/base/phases.py."""
+
+    def __init__(self, numbers: memoryview[float]) -> None:
+        self.numbers = numbers
+        self.waited = 0.0
+        self._thread = threading.get_ident()
+        self._phase, self._since, self._waited_at = 0, clock(), 0.0
+        self._began = self._left = self._work = self._step_s = 0.0
+
+    def phase(self, name: str, step: int) -> None:
+        n, now, waited, last = self.numbers, clock(), self.waited, self._phase
+        work = now - self._since - (waited - self._waited_at)
+        if not (n[CUDA] and ON_DEVICE[last]):
+            n[SPENT + last] += work
+        if IN_STEP[last]:
+            self._work += work
+        if name == "data":
+            self._close_step(step - 1, now)
+        elif name in AFTER_STEPS and not self._left:
+            self._left = now
+        self._phase, self._since, self._waited_at = INDEX[name], now, waited
+        n[STEP], n[PHASE], n[SINCE], n[WAITED] = step, self._phase, now, waited
+
+    def _close_step(self, step: int, now: float) -> None:
+        n = self.numbers
+        if self._began:
+            if not n[CUDA]:  # there the device's own clock measures it: DeviceClock
+                self.step_took(step, self._work)
+            n[STEPS] += 1
+            # follows slow steps at once and forgets them slowly
+            self._step_s = n[STEP_S] = max((self._left or now) - self._began, 0.95 * self._step_s)
+        n[STATE] = TRAINING
+        self._began, self._left, self._work = now, 0.0, 0.0
+
+    def step_took(self, step: int, work: float) -> None:
+        """One row of the ring; its step number is stored last."""
+        row = RING + 2 * (step % RING_STEPS)
+        self.numbers[row + 1] = work
+        self.numbers[row] = step
+
+    def activity(self, activity: Activity) -> None:
+        """Called on the thread whose activity it is."""
+        self.numbers[ACTIVITY if threading.get_ident() == self._thread else SAVE_ACTIVITY] = activity
+
+
+@contextmanager
+def counted_collectives(writer: Writer) -> Iterator[None]:
+    """Counts the training thread's collectives, and the time inside.
+
+    torch.distributed's functions are wrapped: FSDP2, our own reductions and users' code call them as
+    attributes of the module, so one place sees them; DDP's buckets are reduced in C++ and are not seen. On
+    CPU the time inside is the time that a rank waits for others; on CUDA it is that of the call. Collectives
+    of another thread pass through uncounted: a save's have an order of their own, and on CUDA those of a
+    backward run in autograd's thread. There the flight recorder knows them.
+    """
+    import torch.distributed as dist
+
+    originals = {name: getattr(dist, name) for name in OPS if hasattr(dist, name)}
+    outermost, counter = [True], [0]  # a call that is made of others counts once
+    for number, name in enumerate(OPS):
+        if name in originals:
+            setattr(dist, name, _counted(float(number), originals[name], writer, outermost, counter))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def _counted(
+    number: float, original: Callable[..., Any], writer: Writer, outermost: list[bool], counter: list[int]
+) -> Callable[..., Any]:
+    # All names are local to the closure: this runs in every collective of every step.
+    ident, training_thread, now, numbers = threading.get_ident, threading.get_ident(), clock, writer.numbers
+    begun_at, ended_at, op_at, numel_at = BEGUN, ENDED, OP, NUMEL
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not outermost[0] or ident() != training_thread:
+            return original(*args, **kwargs)
+        outermost[0] = False
+        counter[0] = count = counter[0] + 1
+        numbers[op_at] = number
+        # of the first argument or the first tensor given by name; 0 for objects, whose size may differ
+        values = args[:1] or kwargs.values()
+        numbers[numel_at] = next((value.numel() for value in values if hasattr(value, "numel")), 0)
+        numbers[begun_at] = count
+        began = now()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            writer.waited += now() - began
+            numbers[ended_at] = count
+            outermost[0] = True
+
+    return call
+
+
+MOST_OPEN = 64
+"""Most steps whose events have not passed yet; the host does not run so far ahead."""
+
+
+def cuda_event() -> Any:
+    import torch
+
+    return torch.cuda.Event(enable_timing=True)
+
+
+class DeviceClock:
+    """A listener of phases in place of the Writer, whose page it completes on CUDA.
+
+    There the host only queues work, so its clock does not measure forward and backward. An event is recorded
+    as each phase begins, and around the places where FSDP2 makes the compute stream wait for an all-gather or
+    for the last reductions: communication that computation did not hide. Nothing waits for an event; it is
+    read once it has passed.
+    """
+
+    def __init__(self, writer: Writer, new_event: Callable[[], Any] = cuda_event) -> None:
+        self._writer, self._new_event, self._step = writer, new_event, 0
+        self._marks: list[tuple[int, Any]] = []
+        self._waits: list[tuple[int, Any, Any]] = []
+        self._open: deque[tuple[int, list[tuple[int, Any]], list[tuple[int, Any, Any]]]]
+        self._open = deque(maxlen=MOST_OPEN)
+
+    def phase(self, name: str, step: int) -> None:
+        self._writer.phase(name, step)
+        index = INDEX[name]
+        if self._marks and self._marks[-1][0] == index and name != "data":
+            return  # the next batch of an evaluation
+        self._marks.append((index, self._recorded()))
+        if name == "data":
+            self._open.append((self._step, self._marks, self._waits))
+            self._step, self._marks, self._waits = step, self._marks[-1:], []
+            while self._open and self._open[0][1][-1][1].query():
+                self._add(*self._open.popleft())
+
+    def _recorded(self) -> Any:
+        event = self._new_event()
+        event.record()
+        return event
+
+    def _add(self, step: int, marks: list[tuple[int, Any]], waits: list[tuple[int, Any, Any]]) -> None:
+        """As on the CPU the time of a phase is without the waits in it. In the host's phases (an evaluation)
+        the host waits for the device, too.
+        """
+        spans = [(index, began, ended, 1) for (index, began), (_, ended) in itertools.pairwise(marks)]
+        numbers, total, waiting = self._writer.numbers, 0.0, 0.0
+        for index, began, ended, sign in (*spans, *((*wait, -1) for wait in waits)):
+            if step and ON_DEVICE[index]:
+                seconds = sign * began.elapsed_time(ended) / 1e3
+                numbers[SPENT + index] += seconds
+                total += seconds
+                waiting -= min(seconds, 0.0)
+        if step:
+            # of steps that are over: no wait of the host, whose phases keep their time
+            self._writer.waited += waiting
+            self._writer._waited_at += waiting
+            numbers[WAITED] = self._writer.waited
+            self._writer.step_took(step, total)
+
+    def timed_waits(self, groups: Any = None) -> AbstractContextManager[None]:
+        """Times where the class of FSDP's groups waits; a method that it lacks is not timed."""
+        from fsdp.base.torch_private import fsdp
+
+        methods = [(name, self._timed) for name in ("wait_for_unshard", "finalize_backward")]
+        return fsdp.around_methods(methods, groups or fsdp.FSDPParamGroup, required=False)
+
+    def _timed(self, group: Any, run: Callable[[], Any]) -> Any:
+        if not self._marks or not ON_DEVICE[self._marks[-1][0]]:
+            return run()  # before the first step; in an evaluation, whose waits nobody reads
+        index, began = self._marks[-1][0], self._recorded()
+        try:
+            return run()
+        finally:
+            self._waits.append((index, began, self._recorded()))

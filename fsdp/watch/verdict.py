@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from fsdp.base.phases import PHASES, Activity
 from fsdp.base.text import byte_size, named_ranks
 from fsdp.dist.env import LauncherHints
-from fsdp.watch.observation import (
+from fsdp.watch.observe import (
     BUSY_S,
     GroupCalls,
     Observation,

@@ -33,7 +33,7 @@ from fsdp.watch import failure, status_page
 from fsdp.watch import rank as watch_rank
 from fsdp.watch.failure import failure_report
 from fsdp.watch.monitor import MonitorOptions
-from fsdp.watch.node_ranks import NodeRanks
+from fsdp.watch.observe import NodeRanks
 from fsdp.watch.rank import Watch, spawn
 from fsdp.watch.status_page import FAILED, MONITOR, OVER, PID, STATE, StatusPage
 from tests.support.env import env_of

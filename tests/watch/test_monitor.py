@@ -22,7 +22,7 @@ from fsdp.base.phases import Activity
 from fsdp.watch import links, status_page
 from fsdp.watch.links import RETURN_S, STRANGERS, Head, Link, Peer, read_report
 from fsdp.watch.monitor import ECHO_S, GRACE_S, Monitor, MonitorOptions
-from fsdp.watch.observation import GroupCalls, Observation
+from fsdp.watch.observe import GroupCalls, Observation
 from fsdp.watch.rank import _listener
 from fsdp.watch.status_page import PID, StatusPage
 from tests.support.processes import eventually

@@ -13,9 +13,16 @@ import torch.distributed as dist
 
 from fsdp.base.phases import ACTIVITIES, Activity, announces
 from fsdp.checkpoint.store import LocalStore
-from fsdp.watch import counters, status_page
-from fsdp.watch.counters import CollectiveCounter, DeviceClock, Writer
-from fsdp.watch.status_page import CUDA, STEP_S, STEPS, StatusPage
+from fsdp.watch import status_page
+from fsdp.watch.status_page import (
+    CUDA,
+    STEP_S,
+    STEPS,
+    DeviceClock,
+    StatusPage,
+    Writer,
+    counted_collectives,
+)
 
 
 @pytest.fixture
@@ -55,7 +62,7 @@ def test_a_steps_time_is_without_the_evaluation_and_the_save_after_it(
 ) -> None:
     """The monitor's patience is a multiple of it."""
     now = [100.0]
-    monkeypatch.setattr(counters, "clock", lambda: now[0])
+    monkeypatch.setattr(status_page, "clock", lambda: now[0])
     writer = Writer(page.numbers)
     for step in (1, 2, 3):
         for name in ("data", "forward", "record", "evaluate", "evaluate", "save"):
@@ -118,9 +125,8 @@ def test_activities_of_both_threads_are_read(
 
 def test_collectives_are_wrapped_only_while_a_run_lasts(page: StatusPage) -> None:
     before = dist.all_reduce
-    wrapped = CollectiveCounter(Writer(page.numbers))
-    assert dist.all_reduce is not before
-    wrapped.close()
+    with counted_collectives(Writer(page.numbers)):
+        assert dist.all_reduce is not before
     assert dist.all_reduce is before
 
 
@@ -148,26 +154,21 @@ class Group:
 
 def test_device_times_are_read_once_the_events_have_passed(page: StatusPage) -> None:
     page.numbers[CUDA] = 1
-    writer = Writer(page.numbers)
-    clock = DeviceClock(writer, Tick)
-    clock.wrap(Group)
+    clock = DeviceClock(Writer(page.numbers), Tick)
     Tick.passed = 0.0
-    for step in (1, 2):
-        for name in ("data", "forward", "backward"):
-            writer.phase(name, step)
-            clock.phase(name, step)
-            assert Group().wait_for_unshard() == "gathered"
-    assert status_page.read(page.numbers)["work"] == []
-    before = Tick.now
-    for one in (writer, clock):
-        one.phase("evaluate", 2)
-    assert {Group().wait_for_unshard() for _ in range(9)} == {"gathered"}
-    assert Tick.now == before + 10.0  # of the phase: a long evaluation would keep an event for each wait
-    Tick.passed = 1e9
-    for one in (writer, clock):
-        one.phase("data", 3)
-    writer.phase("forward", 3)
-    clock.close()
+    with clock.timed_waits(Group):
+        for step in (1, 2):
+            for name in ("data", "forward", "backward"):
+                clock.phase(name, step)
+                assert Group().wait_for_unshard() == "gathered"
+        assert status_page.read(page.numbers)["work"] == []
+        before = Tick.now
+        clock.phase("evaluate", 2)
+        assert {Group().wait_for_unshard() for _ in range(9)} == {"gathered"}
+        assert Tick.now == before + 10.0  # of the phase: a long evaluation would keep an event for each wait
+        Tick.passed = 1e9
+        clock.phase("data", 3)
+        clock.phase("forward", 3)
     spent = status_page.read(page.numbers)["spent"]
     # each phase is an event, and two around its wait: 20 ms without it
     assert spent["forward"] == spent["backward"] == pytest.approx(2 * 0.02)

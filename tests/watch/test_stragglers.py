@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 
-from fsdp.watch.stragglers import TRIM, WINDOW, Change, Stragglers, Work
+from fsdp.watch.records import TRIM, WINDOW, Change, Stragglers, Work
 
 NOISE: dict[str, Callable[[random.Random, float], float]] = {
     "normal": lambda dice, size: dice.gauss(0, size),

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from fsdp.base.phases import Activity
 from fsdp.base.torch_private.core import flight_recorder_entries
 from fsdp.dist.env import DistEnv
-from fsdp.watch.node_ranks import parse_stacks
-from fsdp.watch.observation import WATCH_FOLDER, Frame, GroupCalls, Observation, group_calls
+from fsdp.watch.observe import WATCH_FOLDER, Frame, GroupCalls, Observation, group_calls, parse_stacks
 from fsdp.watch.verdict import Verdict, find_stuck, judge
 from tests.support.processes import eventually
 from tests.support.world import run_world
