@@ -103,10 +103,12 @@ NOT_TRAINED = {
     "run.dir", "run.log_every_steps", "run.full_records", "run.wandb", "run.mlflow", "run.sinks",
     "run.process_group_timeout_s", "run.numa", "run.allocator", "train.stop_after", "train.evaluate_only",
     "data.workers", "data.prefetch", "data.to_device", "comm.divide_by", "comm.allocate_from_group",
-    "watch.enabled", "watch.hang_s", "watch.late_percent", "watch.divergence", "watch.unit_norms",
-    "watch.spike",
+    "watch",
 }  # fmt: skip
 """Sections and fields that define where and how the run is executed, not what is trained."""
+
+TRAINED = ("speed.float8", "watch.deterministic")
+"""Fields of such sections that change what is trained."""
 
 
 ADDED_LATER = (
@@ -160,8 +162,7 @@ def config_hash(config: Config) -> str:
     trained = {
         name: value
         for name, value in (defaults | flatten(config)).items()
-        if not {name, name.partition(".")[0]} & NOT_TRAINED
+        if (name in TRAINED or not {name, name.partition(".")[0]} & NOT_TRAINED)
         and not (name in ADDED_LATER and value == defaults[name])
     }
-    trained["speed.float8"] = config.speed.float8
     return hashlib.sha256(json.dumps(trained, sort_keys=True, default=str).encode()).hexdigest()[:16]
