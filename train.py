@@ -50,8 +50,7 @@ def main(argv: list[str]) -> int:
 def under_ray(config: Config) -> int:
     """This process is the driver. A local Ray starts while it imports torch."""
     from fsdp.dist.mesh import plan_batch, resolve
-    from launch.ray_cluster import own_ray, with_address
-    from launch.ray_driver import Stopping
+    from launch.ray_cluster import Stopping, own_ray, with_address
 
     config = with_address(config)
     maker = started_by()
@@ -75,8 +74,7 @@ def under_ray(config: Config) -> int:
 
 def run_here(config: Config) -> int:
     """This process is one rank, or the only one."""
-    from launch.guard import already_failed
-    from launch.marker import marker_of
+    from launch.guard import already_failed, marker_of
 
     if (code := already_failed(marker_of(config), "train.py")) is not None:
         return code

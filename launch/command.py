@@ -19,7 +19,8 @@ def rank_command(env: DistEnv, environ: Mapping[str, str] = os.environ) -> str:
     if env.launcher == "launch.local":
         return f"python -m launch.local --ranks {env.world_size}"
     if env.launcher.startswith("submitit"):
-        return f"python -m launch.submit {_submit_flags(env)} --"
+        gpus = f" --gpus-per-node {each}" if env.device.type == "cuda" else ""
+        return f"python -m launch.submit --nodes {nodes}{gpus} --tasks-per-node {each} --"
     if "SHARDRUN_LAUNCHER" in environ:
         before = "LAUNCHER=srun " if environ["SHARDRUN_LAUNCHER"] == "srun" else ""
         kind = "gpus" if env.device.type == "cuda" else "ntasks"
@@ -32,15 +33,6 @@ def rank_command(env: DistEnv, environ: Mapping[str, str] = os.environ) -> str:
     if env.launcher == "srun":
         return f"srun --nodes={nodes} --ntasks={env.world_size} python train.py"
     return "python train.py"
-
-
-def _submit_flags(env: DistEnv) -> str:
-    each = f"--tasks-per-node {env.local_world_size}"
-    cluster = env.launcher.removeprefix("submitit (").removesuffix(")")
-    if cluster == "slurm":
-        gpus = f" --gpus-per-node {env.local_world_size}" if env.device.type == "cuda" else ""
-        return f"--nodes {env.num_nodes}{gpus} {each}"
-    return f"--cluster {cluster}" if env.world_size == 1 else f"--cluster {cluster} {each}"
 
 
 def ray_command(config: Config, environ: Mapping[str, str] = os.environ) -> str:

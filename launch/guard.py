@@ -1,12 +1,22 @@
 """The wrapper around train() on every launcher: an exception becomes a message, an exit code and RUN/FAILED.
 
+RUN/FAILED has the kind, exit code and message of a start's error, for its launcher: an exit code alone is
+ambiguous. torchrun ends with 1 for any code of its ranks, and code 5 is final for numbers that are not finite
+but not for a file that could not be read. The file names the start that wrote it, so a launcher ignores an
+earlier start's. The next start that holds the run directory removes it (fsdp/rundir/history.py).
+
 A Ray worker sends its exception to the driver instead of printing it, and uses `failure_of` alone. torch is
-imported by `run_rank` alone: `refuse` reports a wrong flag without waiting for that.
+imported by `run_rank` alone: the batch shell of a Slurm job reads RUN/FAILED, and a wrong flag does not wait.
 """
 
 from __future__ import annotations
 
+import enum
+import json
 import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp.base.errors import (
@@ -23,12 +33,132 @@ from fsdp.config import Config
 from fsdp.dist.env import DistEnv, prints_errors_of_node, prints_shared_errors, wait_for_rank_0_to_print
 from fsdp.dist.network import is_lost_peer
 from fsdp.record.console import print_last
+from fsdp.rundir import history
+from fsdp.rundir.paths import RunDir, open_run, write_atomically
 from fsdp.watch.failure import write_torchrun_error_file
 from launch.command import rank_command
-from launch.marker import Failure, Kind, Marker, marker_of
 
 if TYPE_CHECKING:
     from fsdp.run.evaluate import Outcome
+
+TOKEN = "SHARDRUN_TOKEN"
+"""The environment variable that names this start; slurm/lib.sh sets it."""
+EXIT_INTERRUPTED = 130
+"""The exit code after Ctrl-C where nothing is saved: while a start begins, or a second one later."""
+MOST_BYTES = 1 << 20
+"""Of RUN/FAILED: more than any error message."""
+
+
+class Kind(enum.Enum):
+    """How a start ended."""
+
+    DONE = "the last step was reached"
+    STOPPED = "a person asked it to stop"
+    PREEMPTED = "the scheduler asked it to stop"
+    NODES_LEAVE = "Ray announced that a node leaves"
+    REFUSED = "another job writes the run directory"
+    FINAL = "an error that another start would repeat"
+    ERROR = "an error"
+    DIED = "a rank ended without an error message"
+    UNMET = "the rendezvous failed"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank's exception, as launch/policy.py needs it."""
+
+    kind: Kind
+    code: int
+    message: str
+    echo: bool = False
+    """Whether another rank's failure caused it."""
+    trace: str = ""
+    """Its traceback, where a launcher other than the rank prints it."""
+
+
+def failure_of(error: BaseException) -> Failure:
+    """The kind, exit code and message of an exception."""
+    echo = is_lost_peer(error)
+    if not isinstance(error, ShardrunError):
+        message = first_line(error, 2000) if echo else exception_line(error)
+        return Failure(Kind.ERROR, 1, message, echo)
+    lost = error.__cause__ is not None and is_lost_peer(error.__cause__)
+    echo = isinstance(error, OtherRankFailed) or lost
+    # an error with another as its cause, such as a file that could not be read, may not repeat
+    final = isinstance(error, ConfigError | TrainingError) and error.__cause__ is None and not echo
+    refused = isinstance(error, RefusedError)
+    kind = Kind.REFUSED if refused else Kind.FINAL if final else Kind.ERROR
+    return Failure(kind, error.exit_code, str(error), echo)
+
+
+# ---------------------------------------------------------------- RUN/FAILED
+
+
+@dataclass(frozen=True)
+class Marker:
+    """The run directory and the name of one start, whose failure is written there."""
+
+    run: RunDir
+    start: str
+    lock_checked: bool = True
+    """Whether the launcher itself has taken the run directory's lock before. Otherwise a configuration error,
+    raised before the ranks take it, is not written: the directory may be another job's.
+    """
+
+    def write(self, failure: Failure, rank: int) -> None:
+        """Write the failure, unless another job holds the run directory or there is none.
+
+        One line if it cannot be written: the disk may be full or away, which may be the failure itself.
+        """
+        before_the_lock = not self.lock_checked and failure.code == ConfigError.exit_code
+        if failure.echo or failure.kind is Kind.REFUSED or before_the_lock:
+            return
+        about = {"kind": failure.kind.name, "code": failure.code, "message": failure.message}
+        record = {**about, "rank": rank, "start": self.start, "time": history.now()}
+        try:
+            if self.run.path.is_dir():
+                write_atomically(self.run.failed, json.dumps(record) + "\n")
+        except OSError as error:
+            line = f"[rank {rank}] {self.run.failed} cannot be written ({error.strerror}): the launcher"
+            print_line(f"{line} decides by exit code {failure.code} alone")
+
+    def read(self) -> Failure | None:
+        """The failure of this start; None if no rank has written one, or if it has another form."""
+        try:
+            with self.run.failed.open("rb") as file:
+                record = json.loads(file.read(MOST_BYTES))
+            kind, code, message = Kind[record["kind"]], record["code"], record["message"]
+        except (OSError, ValueError, RecursionError, TypeError, KeyError):
+            return None
+        valid = type(code) is int and 1 <= code <= 255 and isinstance(message, str)
+        return Failure(kind, code, message) if valid and record.get("start") == self.start else None
+
+
+def marker_of(config: Config, environ: Mapping[str, str] = os.environ) -> Marker | None:
+    """The marker of this start, named by its launcher's variables; None if no launcher reads one."""
+    if config.run.dir and environ.get(TOKEN):
+        return Marker(open_run(config.run.dir), environ[TOKEN])
+    if config.run.dir and int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        # all tries of one torchrun have the same agent as their parent
+        start = f"{environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}"
+        return Marker(open_run(config.run.dir), start, lock_checked=False)
+    return None
+
+
+def already_failed(marker: Marker | None, program: str) -> int | None:
+    """The exit code of the final error of an earlier try under `torchrun --max-restarts`, which repeats any
+    failure; None if this try may train. It prints that error again, and imports no torch.
+    """
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    before = marker.read() if restarted and marker is not None else None
+    if before is None or before.kind is not Kind.FINAL:
+        return None
+    _print_once(f"{program}: not tried again, it would fail the same way: {before.message}")
+    write_torchrun_error_file(before.message)
+    return before.code
+
+
+# ---------------------------------------------------------------- one rank
 
 
 def run_rank(
@@ -55,51 +185,6 @@ def run_rank(
     return 0, outcome
 
 
-def already_failed(marker: Marker | None, program: str) -> int | None:
-    """The exit code of the final error of an earlier try under `torchrun --max-restarts`, which repeats any
-    failure; None if this try may train. It prints that error again, and imports no torch.
-    """
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    before = marker.read() if restarted and marker is not None else None
-    if before is None or before.kind is not Kind.FINAL:
-        return None
-    if prints_shared_errors():
-        print_line(f"{program}: not tried again, it would fail the same way: {before.message}")
-    else:
-        wait_for_rank_0_to_print()
-    write_torchrun_error_file(before.message)
-    return before.code
-
-
-def refuse_ray(config: Config, launcher: str) -> None:
-    """Raises ConfigError for --backend ray behind a launcher that starts the ranks itself."""
-    if config.backend == "ray":
-        raise ConfigError(
-            f"--backend ray starts the ranks, and so does {launcher}.",
-            "--backend torchrun, or python train.py --backend ray with nothing in front",
-        )
-
-
-def refuse(error: ShardrunError, program: str) -> int:
-    """Print an error found before training, once for all ranks that meet it, and return its exit code."""
-    once = {"all": prints_shared_errors, "node": prints_errors_of_node}.get(error.scope)
-    if once is None or once():
-        print_line(f"{program}: {error}")
-    else:
-        wait_for_rank_0_to_print()
-    write_torchrun_error_file(str(error))
-    return error.exit_code
-
-
-def interrupted(program: str) -> int:
-    """Print that Ctrl-C came before the ranks record it as a stop request, and return the exit code."""
-    from launch.policy import EXIT_INTERRUPTED
-
-    if prints_shared_errors():
-        print_line(f"{program}: interrupted while it started; no step was trained.")
-    return EXIT_INTERRUPTED
-
-
 def report(error: BaseException, env: DistEnv, program: str, marker: Marker | None) -> int:
     """Write RUN/FAILED, print the error unless the monitor has printed it, and return the exit code."""
     from fsdp.watch.failure import failure_was_printed, printed
@@ -120,17 +205,35 @@ def report(error: BaseException, env: DistEnv, program: str, marker: Marker | No
     return failure.code
 
 
-def failure_of(error: BaseException) -> Failure:
-    """The kind, exit code and message of an exception, as launch/policy.py and RUN/FAILED need them."""
-    if isinstance(error, ShardrunError):
-        lost = error.__cause__ is not None and is_lost_peer(error.__cause__)
-        echo = isinstance(error, OtherRankFailed) or lost
-        if isinstance(error, RefusedError):
-            return Failure(Kind.REFUSED, error.exit_code, str(error), echo)
-        # an error with another as its cause, such as a file that could not be read, may not repeat at the
-        # next start
-        final = isinstance(error, ConfigError | TrainingError) and error.__cause__ is None and not echo
-        return Failure(Kind.FINAL if final else Kind.ERROR, error.exit_code, str(error), echo)
-    if is_lost_peer(error):
-        return Failure(Kind.ERROR, 1, first_line(error, 2000), echo=True)
-    return Failure(Kind.ERROR, 1, exception_line(error))
+# ---------------------------------------------------------------- before the ranks
+
+
+def refuse_ray(config: Config, launcher: str) -> None:
+    """Raises ConfigError for --backend ray behind a launcher that starts the ranks itself."""
+    if config.backend == "ray":
+        raise ConfigError(
+            f"--backend ray starts the ranks, and so does {launcher}.",
+            "--backend torchrun, or python train.py --backend ray with nothing in front",
+        )
+
+
+def refuse(error: ShardrunError, program: str) -> int:
+    """Print an error found before training, once for all ranks that meet it, and return its exit code."""
+    _print_once(f"{program}: {error}", error.scope)
+    write_torchrun_error_file(str(error))
+    return error.exit_code
+
+
+def _print_once(line: str, scope: str = "all") -> None:
+    """On one of the ranks that meet an error of this scope."""
+    if {"all": prints_shared_errors, "node": prints_errors_of_node}.get(scope, lambda: True)():
+        print_line(line)
+    else:
+        wait_for_rank_0_to_print()
+
+
+def interrupted(program: str) -> int:
+    """Print that Ctrl-C came before the ranks record it as a stop request, and return the exit code."""
+    if prints_shared_errors():
+        print_line(f"{program}: interrupted while it started; no step was trained.")
+    return EXIT_INTERRUPTED

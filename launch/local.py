@@ -11,7 +11,6 @@ which failures are restarted. Not here: several nodes (slurm/, torchrun).
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import socket
@@ -35,7 +34,7 @@ from fsdp.config.command_line import RUN_FLAGS, CommandParser, whole_number
 from fsdp.dist.env import DistEnv, fewer_ranks, job_start, pick_device, set_allocator
 from fsdp.rundir import history, paths
 from launch import guard, slurm_job
-from launch.marker import Marker
+from launch.guard import Marker
 from launch.policy import EXIT_INTERRUPTED, Act, Allocation, End, Kind, Past, decide
 
 GRACE_S = 0.5
@@ -48,7 +47,12 @@ HAVE_GPUS = 90
 
 def main(argv: Sequence[str]) -> int:
     try:
-        options, flags = _parse(argv or ["--help"])
+        parser = CommandParser("launch.local", __doc__, epilog=RUN_FLAGS)
+        parser.add_argument("--ranks", type=whole_number(1), default=1, help="ranks to start (default: 1)")
+        told = "restarts after a failure (default: 3)"
+        parser.add_argument("--restarts", type=whole_number(), default=3, help=told)
+        parser.add_argument("--dry-run", action="store_true", help="print what follows from the flags")
+        options, flags = parser.parse_with_run_flags(argv or ["--help"])
         config = configuration.load(flags)
         guard.refuse_ray(config, "launch.local")
         if options.dry_run:
@@ -144,16 +148,6 @@ def _check_cuda_not_started(ranks: int) -> None:
         )
 
 
-def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = CommandParser("launch.local", __doc__, epilog=RUN_FLAGS)
-    parser.add_argument("--ranks", type=whole_number(1), default=1, help="ranks to start (default: 1)")
-    parser.add_argument(
-        "--restarts", type=whole_number(), default=3, help="restarts after a failure (default: 3)"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print what follows from the flags, and stop")
-    return parser.parse_with_run_flags(argv)
-
-
 def warm_up(config: Config, ranks: int, *, gpus: bool) -> None:
     """Do once what every rank would do: imports, and checks of the flags, the data and the number of ranks.
 
@@ -191,16 +185,17 @@ class _RankProcesses:
             marker = Marker(self._run, f"launch.local {os.getpid()} try {len(crashes)}")
             starts = history.count_starts(self._run)
             code = self._one_try(marker)
+            named = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             if code == 0 or self._received is not None:
                 if code < 0:
-                    print(f"launch.local: {_named(code)} while the ranks started", file=sys.stderr)
+                    print(f"launch.local: {named} while the ranks started", file=sys.stderr)
                 return code if code >= 0 else 128 - code
             end = slurm_job.end_of(
                 self._run, marker, code, starting=history.count_starts(self._run) == starts
             )
             left = restarts - len(crashes)
             decision = decide(end, Past(crashes=crashes), Allocation(tries_left=left))
-            how = f"a rank ended with {_named(code)} {end.where}"
+            how = f"a rank ended with {named} {end.where}"
             if decision.act is Act.END:
                 if end.kind in (Kind.ERROR, Kind.DIED):  # the ranks print the other kinds
                     print(f"launch.local: {how}: {decision.why}: no restart", file=sys.stderr)
@@ -257,10 +252,6 @@ class _RankProcesses:
         """Forward a signal to the ranks, which agree on a step and save."""
         self._received = signal.Signals(number)
         self._send(number)
-
-
-def _named(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def _rank_env(config: Config, rank: int, ranks: int) -> DistEnv:

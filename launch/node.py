@@ -1,24 +1,220 @@
-"""What slurm/node.sh starts on a node of a Slurm job:
+"""What slurm/node.sh and slurm/lib.sh start on a node of a Slurm job:
 
+    python -m launch.node port SEED           a free port below the kernel's ephemeral range
+    python -m launch.node meet                the nodes' rendezvous; the head prints the common address
+    python -m launch.node here                this host's address and interface on the route to MASTER_ADDR
+    python -m launch.node check               a line about the node, for `sbatch slurm/fsdp.sbatch --dry-run`
     python -m launch.node ranks FLAGS OF TORCHRUN train.py FLAGS
-    python -m launch.node check NODE RUN RANKS
 
-`ranks` is torchrun with the exit code of the rank that failed first, which it names in one line: the rank has
-printed its own error, and torchrun itself would print a traceback after it, on each node, and end with 1.
-`check` prints one line about the node (devices, Python, torch), for `sbatch slurm/fsdp.sbatch --dry-run`.
+The nodes meet before training, so that one that fails is named. `ranks` is torchrun with the exit code of the
+rank that failed first, which it names in one line: the rank has printed its own error, and torchrun itself
+would print a traceback after it, on each node, and end with 1. The other commands are asked of slurm/lib.sh's
+variables; torch is imported by `check` and `ranks` alone.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from fsdp.base.errors import ShardrunError
 from fsdp.dist import env
+from fsdp.dist.network import address_towards, interface_of, is_loopback, listen
+
+FIRST_PORT, PORTS = 20000, 12000  # the kernel's own outgoing connections start at 32768
+RETRY_S = 0.2
+PROBE_S = 2.0
+"""Ten tries, and a repeated SYN: an address of a listening head that has not answered by then has failed."""
+HEAD_WAITS_LONGER_S = 2.0  # so that the node that cannot connect prints its error first
+
+
+def free_port(seed: int) -> int:
+    """A free port. Each seed tries its own sequence of ports, so neighbouring jobs rarely collide."""
+    for attempt in range(PORTS):
+        port = FIRST_PORT + (seed + attempt * 397) % PORTS
+        with contextlib.suppress(OSError), listen(port, 1):  # taken: the next
+            return port
+    raise SystemExit(f"no free port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} on {socket.gethostname()}.")
+
+
+def here(towards: str) -> tuple[str, str]:
+    """This host's address on the route to another, and the network interface for gloo."""
+    host, address = socket.gethostname(), address_towards(towards)
+    if not address:
+        raise SystemExit(f"{host} has no route to {towards}.")
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(address)
+    if interface in ("", "lo") and not is_loopback(address):
+        raise SystemExit(
+            f"{address}, this host's address on the route to {towards}, is on {interface or 'no interface'}:"
+            " gloo reaches no other node by it. HINT: export GLOO_SOCKET_IFNAME=INTERFACE in "
+            "slurm/cluster.env; `ip addr` lists them"
+        )
+    return address, interface
+
+
+# ---------------------------------------------------------------- the rendezvous
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """One start's rendezvous. `hosts` are names or addresses of the head, preferred first."""
+
+    hosts: Sequence[str]
+    port: int
+    token: str
+    nodes: Sequence[str]
+    timeout_s: float
+
+
+Ways = dict[str, list[str]]
+"""The other nodes: the addresses of the head that each has reached, preferred first."""
+
+
+def common_address(ways: Ways) -> str | None:
+    """The preferred one of the head's addresses that every node has reached."""
+    first, *others = ways.values()
+    return next((address for address in first if all(address in other for other in others)), None)
+
+
+async def lead(meeting: Meeting) -> Ways:
+    """On the head: listen until every node has come or the time is over, then reply to all if they have an
+    address in common.
+    """
+    ways: Ways = {}
+    callers, over = set[asyncio.Task[None]](), asyncio.Event()
+    others = set(meeting.nodes[1:])
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        callers.add(cast("asyncio.Task[None]", asyncio.current_task()))
+        # a connection without the token is ignored: port scanners connect too
+        foreign = (OSError, ValueError, RecursionError, EOFError, asyncio.LimitOverrunError)
+        with contextlib.suppress(*foreign, asyncio.CancelledError):
+            hello = json.loads(await reader.readuntil())
+            if isinstance(hello, dict) and hello.get("token") == meeting.token:
+                ways[hello["node"]] = hello["reached"]
+                if others <= ways.keys():
+                    over.set()
+                await over.wait()
+                if others <= ways.keys() and common_address(ways):
+                    writer.write(b"go\n")
+                    await reader.read()  # the caller closes first: the port has no TIME_WAIT then
+        writer.close()
+
+    server = await asyncio.start_server(serve, sock=listen(meeting.port, 4096))
+    async with server:
+        with contextlib.suppress(TimeoutError):  # `ways` lacks the missing nodes
+            await asyncio.wait_for(over.wait(), meeting.timeout_s + HEAD_WAITS_LONGER_S)
+        over.set()
+        if callers:
+            await asyncio.wait(callers, timeout=HEAD_WAITS_LONGER_S)
+    return ways
+
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def reach(host: str, port: int, limit_s: float) -> dict[str, Stream] | str:
+    """The head's addresses of this name that have answered, in order; or why none has."""
+    loop, answer = asyncio.get_running_loop(), "no answer"
+
+    async def connect(address: str) -> Stream | None:
+        nonlocal answer
+        try:
+            return await asyncio.wait_for(asyncio.open_connection(address, port), limit_s)
+        except OSError as error:
+            answer = os.strerror(error.errno).lower() if error.errno else answer
+            return None
+
+    try:
+        lookup = loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = dict.fromkeys(str(address[0]) for *_, address in await asyncio.wait_for(lookup, limit_s))
+    except OSError:
+        return "the name does not resolve"
+    streams = zip(found, await asyncio.gather(*map(connect, found)), strict=True)
+    return {address: stream for address, stream in streams if stream is not None} or answer
+
+
+async def come(meeting: Meeting, node: str) -> dict[str, str] | None:
+    """On another node: connect to all addresses of the head, name those reached, and wait for its reply. None
+    on success, else the answer of each host.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + meeting.timeout_s
+    answers, listens = dict.fromkeys(meeting.hosts, "no answer"), False
+    while (left := deadline - loop.time()) > 0:
+        calls = [reach(host, meeting.port, min(PROBE_S, left)) for host in meeting.hosts]
+        streams: dict[str, Stream] = {}
+        for host, answer in zip(meeting.hosts, await asyncio.gather(*calls), strict=True):
+            answers[host] = answer if isinstance(answer, str) else "reached"
+            for address, stream in answer.items() if isinstance(answer, dict) else ():
+                if streams.setdefault(address, stream) is not stream:
+                    stream[1].close()
+        # an address counts as failed only if the head was listening: hence the second round
+        met = bool(listens and streams) and await _greet(meeting, node, streams, deadline - loop.time())
+        for _, writer in streams.values():
+            writer.close()
+        if met:
+            if answers[preferred := meeting.hosts[0]] != "reached":
+                line = f"{node} did not reach {meeting.nodes[0]} at {preferred}: the nodes meet elsewhere"
+                print(f"rendezvous: {line}", file=sys.stderr)
+            return None
+        listens = bool(streams)
+        await asyncio.sleep(RETRY_S)
+    return answers
+
+
+async def _greet(meeting: Meeting, node: str, streams: dict[str, Stream], left_s: float) -> bool:
+    """Whether the head has replied. It does not if it is another job's, at its time-out, and where the nodes
+    have no address in common.
+    """
+    reader, writer = next(iter(streams.values()))
+    with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+        hello = {"token": meeting.token, "node": node, "reached": [*streams]}
+        writer.write(json.dumps(hello).encode() + b"\n")
+        await asyncio.wait_for(reader.readuntil(), left_s + HEAD_WAITS_LONGER_S)
+        return True
+    return False
+
+
+async def meet(meeting: Meeting, node: str) -> int:
+    """Run the rendezvous on this node; returns the exit status. The head prints the address to stdout."""
+    head, *others = meeting.nodes
+    if not others:
+        print("127.0.0.1", flush=True)
+        return 0
+    limit = f"within {meeting.timeout_s:.0f} s"
+    if node != head:
+        answers = await come(meeting, node)
+        if answers is not None and "reached" not in answers.values():
+            reasons = ", ".join(f"{host}:{meeting.port} {answer}" for host, answer in answers.items())
+            print(f"{node} cannot reach {head} {limit}: {reasons}.", file=sys.stderr)
+        return int(answers is not None)
+    ways = await lead(meeting)
+    if missing := [other for other in others if other not in ways]:
+        hosts = " or ".join(f"{host}:{meeting.port}" for host in meeting.hosts)
+        problem = f"{', '.join(missing)} did not reach {head} at {hosts} {limit}."
+    elif (address := common_address(ways)) is None:
+        reached = "; ".join(f"{other} by {', '.join(ways[other])}" for other in others)
+        problem = f"no address of {head} is reached by all nodes: {reached}."
+    else:
+        print(address, flush=True)
+        return 0
+    hint = "set RDZV_HOST in slurm/cluster.env to an address of the first node that all reach"
+    print(f"rendezvous: {problem} HINT: {hint}", file=sys.stderr, flush=True)
+    return 1
+
+
+# ---------------------------------------------------------------- the ranks
 
 
 def ranks(argv: Sequence[str]) -> int:
@@ -59,9 +255,26 @@ def check(node: str, run: Path, count: int) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    if argv[0] == "ranks":
+    command, variables = argv[0], os.environ
+    if command == "ranks":
         return ranks(argv[1:])
-    return check(argv[1], Path(argv[2]).absolute(), int(argv[3]))
+    if command == "port":
+        print(free_port(int(argv[1])))
+    elif command == "here":
+        print(*here(variables["MASTER_ADDR"]))
+    elif command == "check":
+        run, count = Path(variables["SHARDRUN_RUN"]).absolute(), int(variables["SHARDRUN_RANKS_PER_NODE"])
+        return check(variables["SLURMD_NODENAME"], run, count)
+    else:
+        meeting = Meeting(
+            hosts=[*dict.fromkeys(variables["SHARDRUN_HOSTS"].split(","))],
+            port=int(variables["MASTER_PORT"]),
+            token=variables["SHARDRUN_TOKEN"],
+            nodes=variables["SHARDRUN_NODES"].split(","),
+            timeout_s=float(variables["SHARDRUN_TIMEOUT_S"]),
+        )
+        return asyncio.run(meet(meeting, variables["SLURMD_NODENAME"]))
+    return 0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from fsdp.base.phases import StopReason
-from launch.marker import Kind as Kind
+from launch.guard import Kind as Kind
 
 CRASHES_IN_ONE_ALLOCATION = 3
 """The last of these requeues the job: the node may be the cause."""
@@ -27,9 +27,6 @@ EXIT_DIED, EXIT_REFUSED, EXIT_HUNG = 3, 4, 7
 """The exit codes of a rank that ended without an error message (LaunchError's), of a run directory that
 another job holds, and of a rank that the watch ended.
 """
-
-EXIT_INTERRUPTED = 130
-"""The exit code after Ctrl-C where nothing is saved: while a start begins, or a second one later."""
 
 NODES_LEAVE = StopReason.LAUNCHER
 SCHEDULERS_REASONS = (

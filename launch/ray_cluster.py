@@ -1,17 +1,15 @@
-"""The Ray to train on: its variables and flags, a local one for one run, or a cluster that is joined and left
-as it was; the workers' code and resources.
+"""The driver's Ray and its terminal: a local Ray for one run, or a cluster that is joined and left as it was;
+the workers' resources; stop signals, which become the ranks' stop file; the ranks' output.
 
 The local Ray starts during the driver's imports, ends with the driver, and its folder is removed. A failed
 start is repeated once, with a message: its cause is often temporary, such as a port that another process
-took. After a second failure the folder with its logs stays until the next start. Ray is imported in the
-functions that use it, after its variables are set.
+took. Ray is imported in the functions that use it, after its variables are set.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import importlib.util
 import logging
 import os
@@ -22,19 +20,26 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from fsdp import config as configuration
-from fsdp.base.errors import LaunchError, first_line
-from fsdp.base.phases import SIGNALS
+from fsdp.base.errors import LaunchError, ShardrunError, first_line
+from fsdp.base.phases import SIGNALS, stop_signals
 from fsdp.base.text import counted
 from fsdp.config import Config, RaySection, worker_range
 from fsdp.config.trust import named_code
+from fsdp.rundir import history
+from fsdp.rundir.paths import RunDir, write_atomically
+from launch.guard import Failure
+from launch.policy import EXIT_INTERRUPTED
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 QUIET = {
@@ -60,14 +65,14 @@ OWN = {
 """Defaults of a local Ray."""
 STORE_BYTES = 128 << 20
 """Nothing here uses Ray's object store: far below its default of a third of the memory."""
-HELD = "shardrun-driver"
 PR_SET_PDEATHSIG = 1
 CONNECT_S = 5.0
 NODES = "SHARDRUN_RAY_NODES"
 """Set by a job script that starts the cluster: the number of nodes to wait for."""
 NODES_S, POLL_S = 120.0, 0.1
-RESIZE_S = 10.0
-"""How often an elastic run checks whether it can grow; growing costs the steps since the last checkpoint."""
+SECOND_SIGINT_S = 1.0
+SNAPSHOT = "checkpoint_manager_snapshot.json"
+"""Ray's list of checkpoints in its storage."""
 
 
 def set_defaults() -> None:
@@ -94,25 +99,24 @@ class OwnRay:
     failed = False
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._start()
 
     def wait(self) -> str:
         """The address of this Ray, once it has started."""
-        address, again = self._folder / "ray_current_cluster", True
+        address, again = self.folder / "ray_current_cluster", True
         while not address.exists() or not (text := address.read_text()):
             if self._process.poll() is None:
                 time.sleep(POLL_S)
                 continue
-            lines = (self._folder / "start.log").read_text(errors="replace").split("\n")
-            printed = (line.strip().rstrip(".") for line in reversed(lines) if line.strip())
-            reason = next(printed, "it printed nothing")
+            printed = (self.folder / "start.log").read_text(errors="replace").strip() or "it printed nothing"
+            reason = printed.splitlines()[-1].strip().rstrip(".")
             if not again:
                 self.failed = True
                 raise LaunchError(
                     f"Ray did not start here, 2 times: {reason}.",
                     "allow more open files (`ulimit -n`), memory or processor time; "
-                    f"its logs are in {self._folder} until the next start",
+                    f"its logs are in {self.folder}",
                 )
             print(f"Ray did not start here: {reason}. Starting it again.", file=sys.stderr, flush=True)
             again = False
@@ -132,12 +136,12 @@ class OwnRay:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
-        with (self._folder / "start.log").open("wb") as log:
+        with (self.folder / "start.log").open("wb") as log:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-c", "from ray.scripts.scripts import main; main()"),
                     *("start", "--head", "--block", "--port=0", "--node-ip-address=127.0.0.1"),
-                    *(f"--temp-dir={self._folder}", "--include-dashboard=false", "--log-color=false"),
+                    *(f"--temp-dir={self.folder}", "--include-dashboard=false", "--log-color=false"),
                     f"--object-store-memory={STORE_BYTES}",
                 ],
                 # no idle Python processes, one per core, which no worker here uses
@@ -152,9 +156,7 @@ class OwnRay:
 
 @contextmanager
 def own_ray(section: RaySection) -> Iterator[OwnRay | None]:
-    """Start a Ray here unless --ray.address names one; stop it at the end of the block. Its folder has Ray's
-    sockets and logs, and is locked while its driver is alive.
-    """
+    """Start a Ray here unless --ray.address names one; stop it at the end of the block."""
     if importlib.util.find_spec("ray") is None:
         raise LaunchError("--backend ray needs Ray, which is not installed.", "pip install 'ray[train]'")
     set_defaults()
@@ -165,26 +167,15 @@ def own_ray(section: RaySection) -> Iterator[OwnRay | None]:
         os.environ.setdefault(name, value)
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
-    tmp = Path("/tmp" if os.access("/tmp", os.W_OK) else "/dev/shm")  # with a short path, for Ray's sockets
-    _remove_folders_of_killed_drivers(tmp)
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir=tmp))
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / "lock").rename(folder / HELD)  # only a locked file has the name that drivers search
-        local = OwnRay(folder)
-        try:
-            yield local
-        finally:
-            local.end()
-            if not local.failed:
-                shutil.rmtree(folder, ignore_errors=True)  # Ray's last processes may still write
-
-
-def _remove_folders_of_killed_drivers(tmp: Path) -> None:
-    for held in tmp.glob(f"ray-*/{HELD}"):
-        with contextlib.suppress(OSError), held.open() as lock:  # removed meanwhile, locked, another user's
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(held.parent)
+    # a short path, for Ray's sockets
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp" if os.access("/tmp", os.W_OK) else "/dev/shm"))
+    local = OwnRay(folder)
+    try:
+        yield local
+    finally:
+        local.end()
+        if not local.failed:
+            shutil.rmtree(folder, ignore_errors=True)  # Ray's last processes may still write
 
 
 # ---------------------------------------------------------------- connecting
@@ -259,35 +250,15 @@ class Workers:
 
     @property
     def threads(self) -> int:
-        """1, as torchrun sets it, unless OMP_NUM_THREADS is set or a worker has several CPUs."""
-        return threads_of(os.environ.get("OMP_NUM_THREADS", "")) or max(1, int(self.cpus))
-
-    def configs(self, timeout_s: int) -> dict[str, Any]:
-        """Arguments of a TorchTrainer: the process group that Ray creates, and the resources."""
-        import ray.train.torch
-
-        api: Any = ray.train  # its exports depend on an environment variable, which a type checker ignores
-        return {
-            "torch_config": api.torch.TorchConfig(
-                "cpu:gloo,cuda:nccl" if self.gpus else "cpu:gloo", timeout_s=timeout_s
-            ),
-            "scaling_config": api.ScalingConfig(
-                num_workers=self.low if self.low == self.high else (self.low, self.high),
-                use_gpu=self.gpus > 0,
-                resources_per_worker={"CPU": self.cpus, **({"GPU": self.gpus} if self.gpus else {})},
-                elastic_resize_monitor_interval_s=RESIZE_S,
-            ),
-        }
+        """1, as torchrun sets it, unless OMP_NUM_THREADS is set (of a list for nested regions the first is
+        taken) or a worker has several CPUs.
+        """
+        first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+        return (int(first) if first.isdecimal() else 0) or max(1, int(self.cpus))
 
     def __str__(self) -> str:
         count = f"{self.low}" if self.low == self.high else f"{self.low} to {self.high}"
         return f"{count} workers × {_amounts(self.cpus, self.gpus)}"
-
-
-def threads_of(variable: str) -> int:
-    """The number in OMP_NUM_THREADS: of a list for nested regions, such as 4,2, the first. 0 if none."""
-    first = variable.partition(",")[0].strip()
-    return int(first) if first.isdecimal() else 0
 
 
 def _amounts(cpus: float, gpus: float) -> str:
@@ -307,7 +278,9 @@ def workers_for(section: RaySection, device: str) -> Workers:
             "--run.device cuda, but the workers request no GPU of this Ray.", "--ray.gpus_per_worker 1"
         )
     workers = Workers(low, high, section.cpus_per_worker, gpus)
-    room = sum(_room(node, workers) for node in nodes)
+    needs = {name: need for name, need in (("CPU", workers.cpus), ("GPU", gpus)) if need}
+    # resources in use by others count as free: they may be released
+    room = sum(min(int(node.get(name, 0) / need + 1e-9) for name, need in needs.items()) for node in nodes)
     if room < low:
         has = ", ".join(_amounts(node.get("CPU", 0), node.get("GPU", 0)) for node in nodes)
         less = "--ray.cpus_per_worker 0.5, --ray.gpus_per_worker 0, or more nodes"
@@ -333,7 +306,134 @@ def _nodes() -> list[dict[str, float]]:
     return nodes
 
 
-def _room(node: Mapping[str, float], workers: Workers) -> int:
-    """Workers that fit on one node. Resources in use by others count as free: they may be released."""
-    by_cpu = int(node.get("CPU", 0) / workers.cpus + 1e-9)
-    return min(by_cpu, int(node.get("GPU", 0) / workers.gpus + 1e-9)) if workers.gpus else by_cpu
+# ---------------------------------------------------------------- the driver's terminal
+
+
+class RankFailed(Exception):
+    """The failure of one rank, as a worker raises it. All values are in args, so that it pickles."""
+
+    def __init__(self, rank: int, failure: Failure) -> None:
+        super().__init__(rank, failure)
+        self.rank, self.failure = rank, failure
+
+    def __str__(self) -> str:
+        named, message = f"rank {self.rank}", self.failure.message
+        return message if message.startswith(named) else f"{named}: {message}"
+
+
+class StoppedEarly(ShardrunError):
+    """A signal came before the ranks started."""
+
+    def __init__(self, number: int) -> None:
+        self.exit_code = 128 + number
+        name = signal.Signals(number).name
+        super().__init__(f"{name} before the ranks started: nothing was trained in this start.")
+
+
+class Stopping:
+    """Stop signals of the driver. When a process connects, Ray's core replaces the handler of SIGTERM by one
+    that prints a trace and aborts. So the signals are blocked, in every thread, from the driver's start until
+    `handle` is called after that; a thread waits for them meanwhile, and ends a driver whose ranks have not
+    started. A second Ctrl-C, a second or more after the first, ends the process at once.
+    """
+
+    run: RunDir | None = None
+    """Whose STOPPED has the reason: a Slurm job is requeued after it."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._received_at = 0.0
+        self._training = self._connected = False
+        signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals())
+        self._thread = threading.Thread(target=self._await, name="signals", daemon=True)
+        self._thread.start()
+
+    def _await(self) -> None:
+        """End the process, which may import or wait in Ray's core for minutes."""
+        while not self._connected:
+            if (received := signal.sigtimedwait(stop_signals(), POLL_S)) is not None:
+                error = self._early(received.si_signo)
+                os.write(2, f"train.py: {error}\n".encode())
+                os._exit(error.exit_code)
+
+    def handle(self) -> None:
+        """Call it when Ray has connected."""
+        self._connected = True
+        self._thread.join()
+        for number in stop_signals():
+            signal.signal(number, self._record)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._received_at = signal.Signals(number), now
+            if not self._training:
+                raise self._early(number)
+        elif number == signal.SIGINT and now - self._received_at >= SECOND_SIGINT_S:
+            os.write(2, b"train.py: interrupted again: the driver ends now, nothing is saved\n")
+            os._exit(EXIT_INTERRUPTED)
+
+    def _early(self, number: int) -> StoppedEarly:
+        if self.run is not None:
+            self.mark(self.run, signal.Signals(number).name, history.last_step(self.run))
+        return StoppedEarly(number)
+
+    @staticmethod
+    def mark(run: RunDir, reason: str, step: int) -> None:
+        write_atomically(run.stopped, f"{reason} at step {step}\n")
+
+    def train(self, fit: Callable[[], Any], file: Path) -> Any:
+        """The value of `fit`, called on a thread: on the main thread Ray would handle Ctrl-C."""
+        result: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                result.set_result(fit())
+            except BaseException as error:
+                result.set_exception(error)
+
+        self._training = True
+        threading.Thread(target=call, name="fit", daemon=True).start()
+        while not wait([result], POLL_S).done:
+            # each start removes the previous one's stop file: create it again until the ranks have ended
+            if self.signal is not None and not file.exists():
+                file.touch()
+        if self.signal is not None:
+            file.unlink(missing_ok=True)
+        return result.result()
+
+
+class Follower:
+    """Copies new whole lines of the folder's files, which ranks write, to stdout and stderr, until `close`.
+
+    Ray's own forwarding (every worker's lines, prefixed, sometimes twice) is switched off.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._read = folder, dict[Path, int]()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="output", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Print all that has been written by now, and stop."""
+        self._over.set()
+        self._thread.join()
+        self._print_new(to_the_end=True)
+
+    def _follow(self) -> None:
+        while not self._over.wait(POLL_S):
+            self._print_new()
+
+    def _print_new(self, to_the_end: bool = False) -> None:
+        # .err before .out: the log of a start precedes its first step
+        for ending, stream in ((".err", sys.stderr), (".out", sys.stdout)):
+            for path in sorted(self._folder.glob(f"*{ending}")):
+                with path.open("rb") as file:
+                    file.seek(self._read.get(path, 0))
+                    data = file.read()
+                data = data if to_the_end else data[: data.rfind(b"\n") + 1]
+                self._read[path] = self._read.get(path, 0) + len(data)
+                print(data.decode("utf-8", errors="replace"), end="", file=stream, flush=True)

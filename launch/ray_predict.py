@@ -65,8 +65,7 @@ def _answer(config: Config, words: Sequence[str], local: OwnRay | None) -> str:
             workers = workers_for(config.ray, config.run.device)
             print(f"{name}: {workers}", file=sys.stderr, flush=True)
             workers = dataclasses.replace(workers, high=workers.low)
-            timeout_s = int(config.run.process_group_timeout_s)
-            answer = fit(predict, task, workers, folder=logs / "ray", environment={}, timeout_s=timeout_s)
+            answer = fit(predict, task, workers, logs / "ray", config.run.process_group_timeout_s, {})
     finally:
         shutil.rmtree(logs, ignore_errors=True)
     if not isinstance(answer, str):

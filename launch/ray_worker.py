@@ -33,13 +33,10 @@ from fsdp.dist.network import is_peer_failure
 from fsdp.record.sinks import Reporter
 from fsdp.run.evaluate import Outcome
 from fsdp.run.loop import train
-from launch.guard import failure_of
-from launch.marker import Failure
+from launch.guard import Failure, failure_of
 from launch.policy import Kind
-from launch.ray_cluster import threads_of
-from launch.ray_failure import RankFailed
+from launch.ray_cluster import SNAPSHOT, RankFailed
 
-SNAPSHOT = "checkpoint_manager_snapshot.json"
 BEAT_S = 1.0
 """The interval of reports to Ray. Its controller reads one report per poll: a report per step would wait."""
 
@@ -92,7 +89,7 @@ def _as_rank(task: Mapping[str, Any]) -> Iterator[None]:
     logging.lastResort.setFormatter(PrintableFormatter())
     logging.lastResort.setLevel(logging.WARNING)
     # Ray has imported torch before it sets the variable
-    torch.set_num_threads(threads_of(os.environ["OMP_NUM_THREADS"]) or 1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
     if task["folder"].is_dir():
         os.chdir(task["folder"])
     try:
@@ -223,6 +220,7 @@ class RayReporter:
 
     def _report_all(self) -> None:
         import ray.train
+        from ray.train import Checkpoint, CheckpointUploadMode
         from ray.train.collective import broadcast_from_rank_zero
 
         try:
@@ -230,8 +228,12 @@ class RayReporter:
                 metrics, checkpoint, over = broadcast_from_rank_zero(
                     self._next() if self._rank == 0 else None
                 )
-                if metrics is not None:
-                    self._report_to_ray(metrics, checkpoint)
+                if metrics is not None and checkpoint is None:
+                    ray.train.report(metrics)
+                elif metrics is not None:
+                    in_place = Checkpoint(checkpoint, filesystem=self._filesystem)
+                    mode = CheckpointUploadMode.NO_UPLOAD
+                    ray.train.report(metrics, checkpoint=in_place, checkpoint_upload_mode=mode)
                 if over:
                     ray.train.get_all_reported_checkpoints()  # waits until Ray has it
                     return self._forget_list()
@@ -250,18 +252,6 @@ class RayReporter:
             news = None if self._reported else dict(self._latest)
             self._reported = True
             return news, None, False
-
-    def _report_to_ray(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
-        import ray.train
-        from ray.train import Checkpoint, CheckpointUploadMode
-
-        if checkpoint is None:
-            return ray.train.report(metrics)
-        ray.train.report(
-            metrics,
-            checkpoint=Checkpoint(checkpoint, filesystem=self._filesystem),
-            checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
-        )
 
     def _forget_list(self) -> None:
         """Rank 0: remove Ray's list, which Ray writes at each report of a checkpoint."""

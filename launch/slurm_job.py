@@ -1,23 +1,28 @@
-"""The commands of a Slurm job before its ranks start and after they end, on the run directory's records.
+"""The commands of a Slurm job before its ranks start and after they end; the task of one of launch.submit.
 
-    python -m launch.slurm_job begin --default-run-dir runs/NAME [flags of train.py]
+    python -m launch.slurm_job begin -- WORDS       words of `sbatch slurm/fsdp.sbatch WORDS`
     python -m launch.slurm_job judge RUN --job 12 --code 1
 
-`begin` checks the flags and prints the run directory; of one in an object store, on a second line, its folder
-on each node, for the ranks' logs. `judge` runs after the ranks have ended:
-launch/policy.py decides, and the exit status is the decision, because a status leaves a container.
-slurm/lib.sh acts on it. Both hold the run directory's lock while they write, and write nothing if another job
-holds it.
+`begin` checks the flags and what Slurm has allocated, and prints variables of slurm/lib.sh as bash reads
+them: the run directory, train.py's flags, the ranks and GPUs of a node, the command of a new job. `judge`
+runs after the ranks have ended: launch/policy.py decides, and the exit status is the decision, because a
+status leaves a container. slurm/lib.sh calls Slurm's commands, and passes what they print in variables.
+Both hold the run directory's lock while they write, and write nothing if another job holds it.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
+import re
 import shlex
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +30,13 @@ from fsdp import config as configuration
 from fsdp.base.errors import CheckpointError, ConfigError, RefusedError, ShardrunError, without_hint
 from fsdp.base.phases import Ending
 from fsdp.base.text import print_line
-from fsdp.dist.env import job_start
+from fsdp.config import Config
+from fsdp.dist.env import from_environment, job_start
 from fsdp.rundir import history
 from fsdp.rundir.lock import Folder, hold
 from fsdp.rundir.paths import RunDir, open_run
 from fsdp.watch import records
-from launch.marker import TOKEN, Marker
+from launch.guard import TOKEN, Marker, run_rank
 from launch.policy import (
     DONE,
     EXIT_HUNG,
@@ -45,6 +51,7 @@ from launch.policy import (
     kind_of_stop,
 )
 
+HOME = Path(__file__).resolve().parent.parent
 REQUEUE, AGAIN = 85, 86
 """The exit statuses of these decisions; any other is the job's own exit code."""
 SAVED = End(Kind.PREEMPTED, why="its ranks have ended with 0")
@@ -181,28 +188,119 @@ def _stops_without_a_step(events: Sequence[Event]) -> int:
     return count
 
 
-def begin(
-    flags: Sequence[str], default_run_dir: str, *, log: str = "", idle_gpus: int = 0, dry_run: bool = False
-) -> RunDir:
-    """Check the flags, remove the markers of the last start, and record a start without an end as lost."""
-    config = configuration.load(flags)
-    if idle_gpus and config.run.device != "cpu":
+# ---------------------------------------------------------------- before the ranks
+
+
+STRATEGIES = ("ddp", "fsdp", "hsdp")
+REPEATED = {
+    "Partition": "partition", "Account": "account", "QOS": "qos", "TimeLimit": "time",
+    "CPUs/Task": "cpus-per-task", "MinMemoryNode": "mem", "MinMemoryCPU": "mem-per-cpu",
+    "Features": "constraint", "Reservation": "reservation",
+}  # fmt: skip
+"""Fields of a job's record, and the options of sbatch that a new job in its place gets."""
+
+
+def field(record: str, name: str, default: str = "") -> str:
+    """A field of what scontrol prints in one line."""
+    found = re.search(rf" {name}=(\S+)", record)
+    return found[1] if found else default
+
+
+def flags_of(words: Sequence[str]) -> list[str]:
+    """The flags of train.py: a word in front is a strategy or a recipe."""
+    rest = list(words)
+    flags: list[str] = []
+    while rest and not rest[0].startswith("-"):
+        word = rest.pop(0)
+        recipe = word if word.endswith(".toml") else f"{HOME}/recipes/{word}.toml"
+        if word in STRATEGIES:
+            flags += ["--mesh.strategy", word]
+        elif recipe == word or Path(recipe).exists():
+            flags += ["--config", recipe]
+        else:
+            names = ", ".join(sorted(path.stem for path in HOME.glob("recipes/*.toml")))
+            problem = f"{word} is not a strategy ({', '.join(STRATEGIES)}) or a recipe ({names})."
+            raise ConfigError(problem, "sbatch slurm/fsdp.sbatch ddp")
+    return [*flags, *(word for word in rest if word not in ("--dry-run", "--preflight"))]
+
+
+def gpus_of(record: str) -> list[tuple[str, int]]:
+    """The GPUs of the job on each group of equal nodes; of a node's own record, all that it has."""
+    groups = re.findall(r" Nodes=(\S+) CPU_IDs=\S+ Mem=\S+ GRES=(\S*)", record)
+    groups = groups or re.findall(r"NodeName=(\S+) .*? Gres=(\S*)", record)
+    counts = ((node, re.search(r"\bgpu:(?:[^\s:,(]+:)?(\d+)", gres)) for node, gres in groups)
+    return sorted(((node, int(count[1]) if count else 0) for node, count in counts), key=itemgetter(1))
+
+
+def ranks_and_gpus(environ: Mapping[str, str], on_cpu: bool) -> tuple[int, int]:
+    """Ranks of a node, and the GPUs that Slurm has allocated there for them; 0 without GPUs."""
+    record, node = environ.get("SHARDRUN_RECORD", ""), environ.get("SHARDRUN_NODE_RECORD", "")
+    first = field(f" {node}", "NodeName", "the first node")
+    groups = gpus_of(record) or [(first, int(environ.get("SHARDRUN_GPUS", 0)))]
+    (few, fewest), most = groups[0], groups[-1][1]
+    asked = str(environ.get("NPROC_PER_NODE") or most or environ.get("SHARDRUN_TASKS", 1))
+    if not asked.isdecimal() or not (ranks := int(asked)):
+        raise ConfigError(f"NPROC_PER_NODE={asked} is not a number of ranks.", "NPROC_PER_NODE=8 sbatch …")
+    if most and fewest < ranks:
         raise ConfigError(
-            f"the job has no GPU, and its first node has {idle_gpus}.",
-            f"--gpus-per-node={idle_gpus} for sbatch or launch.submit; or --run.device cpu for train.py",
+            f"{ranks} ranks a node need {ranks} GPUs a node, but {few} has {fewest}.",
+            f"NPROC_PER_NODE={fewest or 1} sbatch …, or --gpus-per-node={ranks}",
         )
-    run = open_run(config.run.dir or default_run_dir)
-    if dry_run:
-        return run
-    with holding(run, job_start()):
-        if log:
-            _link_log(run, log)
-        history.remove_markers(run)
-        events = history.events(run)
-        if events and events[-1]["event"] == "start":
-            why = "without a message: its node failed, or it was killed before a save"
-            history.record(run, "lost", why=why)
-    return run
+    idle = 0 if most or on_cpu else max((count for _, count in gpus_of(node)), default=0)
+    if idle:
+        raise ConfigError(
+            f"the job has no GPU, and its first node has {idle}.",
+            f"--gpus-per-node={idle} for sbatch or launch.submit; or --run.device cpu for train.py",
+        )
+    return ranks, ranks if most else 0
+
+
+def begin(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str | list[str]]:
+    """Check the flags and the allocation, remove the markers of the last start, and record a start without an
+    end as lost. Returns the job's variables.
+    """
+    flags = flags_of(words)
+    config = configuration.load(flags)
+    record, job = environ.get("SHARDRUN_RECORD", ""), environ.get("SHARDRUN_JOB", "0")
+    ranks, gpus = ranks_and_gpus(environ, on_cpu=config.run.device == "cpu")
+    run = open_run(config.run.dir or f"runs/{environ.get('SLURM_JOB_NAME', 'job')}-{job}")
+    if "--dry-run" not in words:
+        with holding(run, job_start()):
+            if log := re.search(r" StdOut=(.*?)(?= \w+=|$)", record):
+                _link_log(run, log[1])
+            history.remove_markers(run)
+            events = history.events(run)
+            if events and events[-1]["event"] == "start":
+                why = "without a message: its node failed, or it was killed before a save"
+                history.record(run, "lost", why=why)
+    threads = max(1, int(environ.get("SLURM_CPUS_ON_NODE") or 1) // ranks)
+    gres = [f"--gres=gpu:{gpus}"] if gpus else []
+    options = {option: field(record, name, "0") for name, option in REPEATED.items()}
+    launcher, script = environ.get("SHARDRUN_LAUNCHER", "torchrun"), field(record, "Command")
+    return {
+        "SHARDRUN_RUN": str(run.path),
+        "SHARDRUN_RANKS_PER_NODE": str(ranks),
+        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(threads),
+        "flags": flags,
+        "node_gpus": gres,
+        "again": [
+            *("sbatch", f"--dependency=afterany:{job}", f"--nodes={environ.get('SLURM_JOB_NUM_NODES', 1)}"),
+            f"--ntasks-per-node={environ.get('SHARDRUN_TASKS', 1)}",
+            *gres,
+            *([] if launcher == "torchrun" else [f"--export=ALL,LAUNCHER={launcher}"]),
+            *(f"--{name}={value}" for name, value in options.items() if value not in ("0", "(null)")),
+            script if Path(script).is_file() else f"{HOME}/slurm/fsdp.sbatch",
+            *("--run.dir", str(run.path), *flags),
+        ],
+    }
+
+
+def as_bash(name: str, value: str | list[str]) -> str:
+    """An assignment of one line."""
+    words = [
+        shlex.quote(word).replace("\n", "'$'\\n''") for word in ([value] if isinstance(value, str) else value)
+    ]
+    return f"export {name}={words[0]}" if isinstance(value, str) else f"{name}=({' '.join(words)})"
 
 
 def _link_log(run: RunDir, log: str) -> None:
@@ -214,35 +312,37 @@ def _link_log(run: RunDir, log: str) -> None:
             link.symlink_to(log)
 
 
+# ---------------------------------------------------------------- the commands
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m launch.slurm_job", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     # what it does not know is a flag of train.py, --help too, which would be no run directory
-    first = commands.add_parser("begin", add_help=False, allow_abbrev=False)
-    first.add_argument("--default-run-dir", required=True)
-    first.add_argument("--log", default="", help="the job's log, linked into the run directory")
-    first.add_argument("--idle-gpus", default="", help="GPUs of the first node, where the job has none")
-    first.add_argument("--dry-run", action="store_true", help="change nothing")
+    commands.add_parser("begin", add_help=False, allow_abbrev=False)
     judging = commands.add_parser("judge")
     judging.add_argument("run")
     judging.add_argument("--job", required=True)
     judging.add_argument("--restart", type=int, default=0)
     judging.add_argument("--code", type=int, required=True, help="the exit code of the ranks' job step")
-    # the rendezvous failed; Slurm does not requeue this job; the ranks cannot start again in this allocation
-    for flag in ("--unmet", "--no-requeue", "--no-again"):
+    # the rendezvous failed; the ranks cannot start again in this allocation
+    for flag in ("--unmet", "--no-again"):
         judging.add_argument(flag, action="store_true")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options, flags = _parser().parse_known_args(argv)
+    options, words = _parser().parse_known_args(argv)
     try:
         if options.command == "begin":
-            gpus, folder = int(options.idle_gpus or 0), options.default_run_dir
-            print(begin(flags, folder, log=options.log, idle_gpus=gpus, dry_run=options.dry_run).path)
+            variables = begin([word for word in words if word != "--"])
+            print("\n".join(as_bash(name, value) for name, value in variables.items()))
             return 0
         run, start = open_run(options.run), {name: vars(options)[name] for name in ("job", "restart", "code")}
-        allocation = Allocation(requeue=not options.no_requeue, again=not options.no_again)
+        record = os.environ.get("SHARDRUN_RECORD", "")
+        # in the shell of salloc there is no batch script to requeue
+        requeue = not record or (" Requeue=1" in record and " BatchFlag=1" in record)
+        allocation = Allocation(requeue=requeue, again=not options.no_again)
         decision = judge(run, **start, allocation=allocation, unmet=options.unmet)
     except ShardrunError as error:
         print_line(str(error))
@@ -263,6 +363,28 @@ def message(run: RunDir, decision: Decision) -> str:
     if not decision.hint:
         return f"{decision.why}. Not requeued; {next_start}."
     return f"{decision.why}: no restart. HINT: {decision.hint}; {next_start}"
+
+
+# ---------------------------------------------------------------- launch.submit
+
+
+@dataclass(frozen=True)
+class SubmittedRun:
+    """One rank of a job of launch.submit. submitit pickles it with the resolved configuration: editing a
+    recipe while the job waits has no effect. The code is the snapshot in the run directory.
+    """
+
+    config: Config
+
+    def __call__(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            # until the ranks install their handlers: submitit's would requeue, which slurm/lib.sh does
+            signal.signal(number, signal.SIG_IGN)
+        env = dataclasses.replace(
+            from_environment(device=self.config.run.device), launcher="submitit (slurm)"
+        )
+        if code := run_rank(self.config, env)[0]:
+            sys.exit(code)  # an exception here would be printed a second time, with submitit's frames
 
 
 if __name__ == "__main__":

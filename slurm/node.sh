@@ -14,27 +14,26 @@ prepare_ranks() {
 
 # Sets address, this node's on the route to the first one. gloo would use the loopback if the host's name does not resolve.
 find_interface() {
-    read -r address GLOO_SOCKET_IFNAME < <(python -m launch.rendezvous here --towards "$MASTER_ADDR")
+    read -r address GLOO_SOCKET_IFNAME < <(python -m launch.node here)
     export GLOO_SOCKET_IFNAME
 }
 
 # This node's part of a Ray cluster, until USR2 says that the driver has ended: TERM would drain it.
 ray_node() {
-    local folder='' ray role tries
+    local folder='' ray role=(--address="$MASTER_ADDR:$MASTER_PORT") tries
     if [ "$SLURM_NODEID" = 0 ]; then
         # it contains sockets, whose paths have at most 107 characters
         folder=$(mktemp -d "/tmp/ray-${SLURM_JOB_ID}-XXXX")
         role=(--head --port="$MASTER_PORT" --temp-dir="$folder" --include-dashboard=false)
     else
-        role=(--address="$MASTER_ADDR:$MASTER_PORT")
         for ((tries = SHARDRUN_TIMEOUT_S * 5; tries > 0; tries--)); do
             (: <"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null && break
             sleep 0.2
         done
     fi
     # as many CPUs as ranks, so that each node gets an equal number of ranks
-    ray start --block --node-ip-address="$address" --num-cpus="$SHARDRUN_RANKS_PER_NODE" --disable-usage-stats "${role[@]}" \
-        >/dev/null &
+    ray start --block --node-ip-address="$address" --num-cpus="$SHARDRUN_RANKS_PER_NODE" --disable-usage-stats \
+        "${role[@]}" >/dev/null &
     ray=$!
     trap 'kill -KILL $(cat "/proc/$ray/task/$ray/children") $ray 2>/dev/null || :' USR2
     trap 'kill -TERM $ray 2>/dev/null || :' TERM
@@ -44,40 +43,22 @@ ray_node() {
     [ -z "$folder" ] || rm -rf "$folder"
 }
 
-case $1 in
-meet)
-    exec python -m launch.rendezvous meet --node "$SLURMD_NODENAME" --nodes "$SHARDRUN_NODES" --hosts "$SHARDRUN_HOSTS" \
-        --port "$MASTER_PORT" --token "$SHARDRUN_TOKEN" --timeout-s "$SHARDRUN_TIMEOUT_S"
-    ;;
-check)
-    exec python -m launch.node check "$SLURMD_NODENAME" "$SHARDRUN_RUN" "$SHARDRUN_RANKS_PER_NODE"
-    ;;
-ranks)
-    shift
-    prepare_ranks
-    find_interface
-    [ "$SHARDRUN_LAUNCHER" = torchrun ] || exec python "$@"
-    # shellcheck disable=SC2016  # torchrun inserts the rank: the same prefix as srun --label
-    export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: '
-    logs=(--tee=3 --log-dir="$SHARDRUN_RUN/logs/ranks")
-    [ -z "${SHARDRUN_DRY_RUN:-}${SHARDRUN_PREFLIGHT:-}" ] || logs=()
-    exec python -m launch.node ranks \
-        --nnodes="$SLURM_STEP_NUM_NODES" --nproc-per-node="$SHARDRUN_RANKS_PER_NODE" --max-restarts=0 \
-        --rdzv-backend=c10d --rdzv-id="$SHARDRUN_TOKEN" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
-        --rdzv-conf="is_host=$((SLURM_NODEID == 0)),join_timeout=$SHARDRUN_TIMEOUT_S" --local-addr="$address" \
-        --signals-to-handle=SIGINT,SIGHUP,SIGQUIT "${logs[@]}" "$@"
-    ;;
-ray)
-    find_interface
-    ray_node
-    ;;
-rank)
-    shift
-    prepare_ranks
-    exec "$@"
-    ;;
-*)
-    echo "node.sh $1: neither meet, check, ranks, ray nor rank" >&2
-    exit 2
-    ;;
+command=$1
+shift
+case $command in
+meet | check) exec python -m launch.node "$command" ;;
+rank | ranks) prepare_ranks && find_interface ;;
+ray) find_interface && ray_node && exit ;;
+*) echo "node.sh $command: neither meet, check, ranks, ray nor rank" >&2 && exit 2 ;;
 esac
+[ "$command" = ranks ] || exec "$@"
+[ "$SHARDRUN_LAUNCHER" = torchrun ] || exec python "$@"
+# shellcheck disable=SC2016  # torchrun inserts the rank: the same prefix as srun --label
+export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: '
+logs=(--tee=3 --log-dir="$SHARDRUN_RUN/logs/ranks")
+[ "$SHARDRUN_MODE" = train ] || logs=()
+exec python -m launch.node ranks \
+    --nnodes="$SLURM_STEP_NUM_NODES" --nproc-per-node="$SHARDRUN_RANKS_PER_NODE" --max-restarts=0 \
+    --rdzv-backend=c10d --rdzv-id="$SHARDRUN_TOKEN" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
+    --rdzv-conf="is_host=$((SLURM_NODEID == 0)),join_timeout=$SHARDRUN_TIMEOUT_S" --local-addr="$address" \
+    --signals-to-handle=SIGINT,SIGHUP,SIGQUIT "${logs[@]}" "$@"

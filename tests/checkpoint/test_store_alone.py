@@ -16,7 +16,7 @@ from fsdp.checkpoint import inspect
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.store import open_store
 from fsdp.dist.env import DistEnv
-from launch.rendezvous import free_port
+from launch.node import free_port
 from tests.checkpoint import s3_server
 from tests.checkpoint.dying_model import VARIABLE
 from tests.support.processes import eventually

@@ -115,7 +115,7 @@ WITHOUT_TENSORS = {
     "fsdp/watch/failure.py": 1, "fsdp/doctor/measure.py": 1,
     "fsdp/dist/stop.py": 1, "fsdp/watch/records.py": 1, "fsdp/record/sinks.py": 1,
     "fsdp/checkpoint/inspect.py": 1,
-    "launch/ray_driver.py": 3, "launch/ray_worker.py": 1,
+    "launch/ray_cluster.py": 3, "launch/ray_worker.py": 1,
 }  # fmt: skip
 """Threads that read files, sockets and signals, and touch no tensor: how many a file starts."""
 WITH_TENSORS = {

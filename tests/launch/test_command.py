@@ -52,7 +52,6 @@ def env(launcher: str, nodes: int = 1, each: int = 2) -> DistEnv:
             {"SHARDRUN_LAUNCHER": "torchrun"},
             "python -m launch.submit --nodes 2 --tasks-per-node 2 --",
         ),
-        (env("submitit (debug)", each=1), {}, "python -m launch.submit --cluster debug --"),
     ],
     ids=lambda value: value.launcher if isinstance(value, DistEnv) else "",
 )

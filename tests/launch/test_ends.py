@@ -14,8 +14,8 @@ import pytest
 
 from fsdp.rundir import history, paths
 from fsdp.rundir.paths import RunDir
+from launch.node import free_port
 from launch.policy import Act
-from launch.rendezvous import free_port
 from tests.docs.pages import ROOT, text_of
 from tests.launch.ends import (
     DEADLINE,

@@ -31,8 +31,7 @@ from fsdp.memory.oom import OutOfMemory
 from fsdp.run import loop
 from fsdp.rundir.paths import RunDir
 from launch import local
-from launch.guard import failure_of, report, run_rank
-from launch.marker import Failure, Marker, marker_of
+from launch.guard import Failure, Marker, failure_of, marker_of, report, run_rank
 from launch.policy import Kind
 from tests.launch.ends import flags_of
 from tests.launch.test_local import ROOT

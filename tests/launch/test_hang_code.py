@@ -9,7 +9,7 @@ import pytest
 
 from fsdp.rundir import paths
 from fsdp.rundir.paths import RunDir
-from launch.marker import Marker
+from launch.guard import Marker
 from launch.policy import EXIT_HUNG, Kind
 from launch.slurm_job import end_of
 

@@ -7,13 +7,17 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from fsdp.rundir import paths
 from fsdp.rundir.paths import RunDir
-from tests.ray.cluster import Cluster
+from tests.ray.cluster import REPOSITORY, Cluster, clean_environment
 from tests.ray.runs import EVERY, SLOWLY, Driver, Run, check_whole, rank_pid, torchrun
+from tests.support.locks import acquire
 from tests.support.processes import command_line, eventually, pids_with
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -84,42 +88,64 @@ def test_a_signal_before_the_ranks_start_ends_the_driver_in_a_line(tmp_path: Pat
 
 
 def test_a_mistake_is_found_before_any_ray_starts(tmp_path: Path) -> None:
+    nobody = Driver(tmp_path / "nobody", "--ray.address", "127.0.0.1:1")
     driver = Driver(tmp_path / "run", "--mesh.strategy", "fsdp", "--mesh.shard", "3")
     assert driver.wait() == 2
     assert "shard 3 = 3 ranks, but 2 were started" in driver.err
     assert not driver.run.path.exists()
+    assert nobody.wait() == 3
+    assert "--ray.address 127.0.0.1:1: no Ray answers there" in nobody.err
 
 
 @pytest.mark.long
-def test_nobody_answers_at_the_address(tmp_path: Path) -> None:
-    driver = Driver(tmp_path / "run", "--ray.address", "127.0.0.1:1")
-    assert driver.wait() == 3
-    assert "--ray.address 127.0.0.1:1: no Ray answers there" in driver.err
-
-
-@pytest.mark.long
-def test_a_node_is_lost(tmp_path: Path, undisturbed: Run) -> None:
-    """Three nodes of one CPU: two train, the third takes the lost one's place."""
+def test_a_node_is_lost_and_one_will_be_taken_away(tmp_path: Path, undisturbed: Run) -> None:
+    """Three nodes of one CPU: two train, the third takes the lost one's place. A cloud's notice reaches Ray
+    as a drained node: the ranks save, and continue where they may stay.
+    """
+    flags = (*SLOWLY, "--mesh.strategy", "fsdp")  # on two nodes the mesh would be HSDP by default
     with Cluster([1, 1, 1]) as cluster:
-        # on two nodes the mesh would be HSDP by default
-        driver = Driver(tmp_path / "run", *SLOWLY, "--mesh.strategy", "fsdp", cluster=cluster)
-        driver.until(6)
-        cluster.lose(2 if _has_worker(cluster, driver.run) else 1)
-        check_whole(driver.finish(), undisturbed)
-        assert len(driver.run.starts) == 2
+        lost = Driver(tmp_path / "lost", *flags, cluster=cluster)
+        lost.until(6)
+        node = 2 if _has_worker(cluster, lost.run) else 1
+        cluster.lose(node)
+        check_whole(lost.finish(), undisturbed)
+        assert len(lost.run.starts) == 2
+        cluster.start(node)
+        taken = Driver(tmp_path / "taken", *flags, cluster=cluster)
+        taken.until(6)
+        cluster.drain(2 if _has_worker(cluster, taken.run) else 1)
+        check_whole(taken.finish(), undisturbed)
+    assert "before nodes are preempted; continuing on the others" in taken.err
+    assert taken.run.starts[1]["from_step"] >= 6, "nothing was lost"
+    assert "restarting the workers" not in taken.err
+
+
+def test_ray_asked_for_under_torchrun_is_refused_in_one_line(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*torchrun, "train.py", "--backend", "ray", "--run.dir", str(tmp_path / "run")]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1, "torchrun's own code"
+    said = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
+    assert len(said) == 1
+    assert "--backend ray starts the ranks, but torchrun has started them already. HINT: " in said[0]
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.long
-def test_a_node_that_will_be_taken_away_is_left_with_a_checkpoint(tmp_path: Path, undisturbed: Run) -> None:
-    """As a cloud's notice reaches Ray: the node is drained, the ranks save, and go on where they may stay."""
-    with Cluster([1, 1, 1]) as cluster:
-        driver = Driver(tmp_path / "run", *SLOWLY, "--mesh.strategy", "fsdp", cluster=cluster)
-        driver.until(6)
-        cluster.drain(2 if _has_worker(cluster, driver.run) else 1)
-        check_whole(driver.finish(), undisturbed)
-    assert "before nodes are preempted; continuing on the others" in driver.err
-    assert driver.run.starts[1]["from_step"] >= 6, "nothing was lost"
-    assert "restarting the workers" not in driver.err
+def test_a_driver_on_a_live_run_directory_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+    place = paths.create(tmp_path / "run").path
+    lock = acquire(place, "torchrun")
+    before = sorted(path for path in place.rglob("*") if path.name != "CLAIM")
+    try:
+        driver = Driver(place)
+        assert driver.wait(120) == 4, driver.said()
+        (line,) = driver.err.splitlines()
+        assert line.startswith(f"train.py: {place} is being written by process ")
+        assert sorted(path for path in place.rglob("*") if path.name != "CLAIM") == before
+    finally:
+        lock.release()
 
 
 @pytest.mark.long

@@ -12,13 +12,15 @@ from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir
 from launch.policy import Kind
 
+pytest.importorskip("ray", reason="ray is not installed (pip install 'ray[train]')")
+
+from launch.ray_trainer import FailurePolicy, RunEnded, first_failure
+from launch.ray_worker import rank_failure
+
 pytestmark = pytest.mark.ray
 
 
 def test_a_rank_s_own_error_is_reported_before_secondary_ones() -> None:
-    from launch.ray_failure import first_failure
-    from launch.ray_worker import rank_failure
-
     lost = rank_failure(0, RuntimeError("gloo/transport/tcp/pair.cc: Connection reset by peer"))
     heard = rank_failure(1, OtherRankFailed(2, "no", 5))
     knows = rank_failure(2, TrainingError("step 3: loss nan.", "--optim.lr lower"))
@@ -28,9 +30,6 @@ def test_a_rank_s_own_error_is_reported_before_secondary_ones() -> None:
 
 
 def test_a_death_is_reported_before_secondary_errors_and_restarted() -> None:
-    from launch.ray_failure import first_failure
-    from launch.ray_worker import rank_failure
-
     failure = first_failure(
         {
             0: rank_failure(0, RuntimeError("NCCL communicator was aborted")),
@@ -42,22 +41,17 @@ def test_a_death_is_reported_before_secondary_errors_and_restarted() -> None:
 
 
 def test_a_rank_failure_pickles() -> None:
-    from launch.ray_worker import rank_failure
-
     words = rank_failure(3, ConfigError("--x 1 is wrong.", "--x 2"))
     assert str(pickle.loads(pickle.dumps(words))) == str(words) == "rank 3: --x 1 is wrong. HINT: --x 2"
 
 
 def test_equal_failures_end_the_run_and_deaths_at_new_steps_do_not(tmp_path: Path) -> None:
-    from launch.ray_failure import FailurePolicy, RunEnded
-    from launch.ray_worker import rank_failure
-
     def reach(step: int) -> None:
         history.append(RunDir(tmp_path).history, {"event": "start", "from_step": 0})
         history.append(RunDir(tmp_path).metrics, {"step": step})
 
     failed = {0: rank_failure(0, ValueError("bad sample"))}
-    policy = FailurePolicy(tmp_path, tmp_path, max_failures=5)
+    policy = FailurePolicy(tmp_path, tmp_path, limit=5)
     for step in (10, 20, 30):
         reach(step)
         policy.after_exception(None, {1: OSError("The actor died.")})
@@ -70,14 +64,11 @@ def test_equal_failures_end_the_run_and_deaths_at_new_steps_do_not(tmp_path: Pat
 
 
 def test_a_refusal_is_final(tmp_path: Path) -> None:
-    from launch.ray_failure import FailurePolicy, RunEnded
-    from launch.ray_worker import rank_failure
-
     refused = {
         0: rank_failure(0, RefusedError("RUN is being written by process 1.")),
         1: rank_failure(1, OtherRankFailed(0, "no", 4)),
     }
     with pytest.raises(RunEnded) as given_up:
-        FailurePolicy(tmp_path, tmp_path, max_failures=5).after_exception(None, dict(refused))
+        FailurePolicy(tmp_path, tmp_path, limit=5).after_exception(None, dict(refused))
     failure = given_up.value.failure
     assert (failure.code, failure.kind) == (4, Kind.REFUSED)

@@ -22,8 +22,7 @@ import pytest
 from fsdp.base.errors import CheckpointError
 from fsdp.dist.env import from_environment
 from fsdp.rundir.paths import RunDir
-from launch.guard import report
-from launch.marker import Marker
+from launch.guard import Marker, report
 from tests.rundir.filling import fill
 from tests.support.processes import dies_with_us
 from tests.support.runs import QUIET

@@ -16,7 +16,7 @@ from fsdp.base.errors import ShardrunError
 from fsdp.rundir import history, lock, paths
 from fsdp.rundir.paths import RunDir
 from launch import slurm_job
-from launch.marker import TOKEN
+from launch.guard import TOKEN
 from tests.support.locks import acquire
 from tests.support.runs import QUIET, on_a_rank
 from tests.support.world import run_world
@@ -67,7 +67,7 @@ def test_another_thing_in_the_place_of_a_file_is_a_decision_or_a_line(
     fresh(run)
     form(run.path / name, outside)
     assert slurm_job.main(["judge", str(run.path), "--job", "7", "--code", "1"]) in range(256)
-    assert slurm_job.main(["begin", "--default-run-dir", str(run.path)]) in (0, 2)
+    assert slurm_job.main(["begin", "--", "--run.dir", str(run.path)]) in (0, 2)
     history.truncate_metrics(run, 9)
     assert outside.read_text() == '{"step": 9}\n{"step": 10}\n'
 

@@ -35,7 +35,7 @@ from fsdp.config.write import toml_value
 from fsdp.rundir import history, lock, paths
 from fsdp.rundir.paths import RunDir
 from launch import slurm_job
-from launch.marker import TOKEN
+from launch.guard import TOKEN
 from launch.policy import Kind
 from tests.checkpoint.manifests import a_manifest
 from tests.support.locks import acquire
@@ -280,7 +280,7 @@ def job_script(run: RunDir, events: bytes, metrics: bytes, failed: bytes | None)
         run.failed.write_bytes(failed)
     with mock.patch.dict(os.environ, {TOKEN: "t"}):
         assert slurm_job.main(["judge", str(run.path), "--job", "7", "--code", "1"]) in range(256)
-        assert slurm_job.main(["begin", "--default-run-dir", str(run.path)]) == 0
+        assert slurm_job.main(["begin", "--", "--run.dir", str(run.path)]) == 0
     assert not run.failed.exists()
 
 

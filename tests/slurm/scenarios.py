@@ -438,4 +438,4 @@ def three_launchers(folder: Path) -> Left:
     with Cluster(folder / "slurm") as cluster:
         second = sbatch(cluster, folder, flags=[*flags, "--train.stop_after", "26"])
         second.wait()
-        return left(submit(cluster, folder, "--nodes=2", "--follow", flags=flags))
+        return left(submit(cluster, folder, "--nodes=2", flags=flags))

@@ -16,7 +16,7 @@ from fsdp.base.errors import RefusedError
 from fsdp.rundir import history, lock, paths
 from fsdp.rundir.paths import RunDir
 from launch import policy, slurm_job
-from launch.marker import TOKEN, Failure, Marker
+from launch.guard import TOKEN, Failure, Marker
 from launch.policy import Act, Allocation, Decision, Kind
 from tests.support.locks import acquire
 
@@ -136,7 +136,7 @@ def test_nothing_is_written_where_another_job_holds_the_directory(
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     try:
         with pytest.raises(RefusedError, match="is being written by process"):
-            slurm_job.begin(["--run.dir", str(run.path)], "unused", log="/nowhere/job.log")
+            slurm_job.begin(["--run.dir", str(run.path)], {})
         for unmet in (False, True):
             decision = judge(run, unmet=unmet)
             assert (decision.act, decision.code) == (Act.END, 4)
@@ -219,8 +219,8 @@ def test_begin_clears_the_marks_and_explains_a_start_without_an_end(run: RunDir,
     for marker in (run.stopped, run.done):
         marker.touch()
     (tmp_path / "job-7.log").touch()
-    begun = slurm_job.begin(["--run.dir", str(run.path)], "unused", log=str(tmp_path / "job-7.log"))
-    assert begun == run
+    record = {"SHARDRUN_RECORD": f"JobId=7 StdOut={tmp_path}/job-7.log Power="}
+    assert slurm_job.begin(["--run.dir", str(run.path)], record)["SHARDRUN_RUN"] == str(run.path)
     assert not run.stopped.exists()
     assert not run.done.exists()
     last = json.loads(run.history.read_text().splitlines()[-1])
@@ -229,14 +229,16 @@ def test_begin_clears_the_marks_and_explains_a_start_without_an_end(run: RunDir,
 
 
 def test_begin_takes_the_default_and_a_dry_run_touches_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = str(tmp_path / "runs" / "job-7")
-    assert slurm_job.main(["begin", "--dry-run", "--default-run-dir", where, "--train.steps", "3"]) == 0
-    assert capsys.readouterr().out.strip() == where
-    assert not Path(where).exists()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_NAME", "job")
+    monkeypatch.setenv("SHARDRUN_JOB", "7")
+    assert slurm_job.main(["begin", "--", "--dry-run", "--train.steps", "3"]) == 0
+    assert f"export SHARDRUN_RUN={tmp_path}/runs/job-7\n" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 def test_begin_says_a_wrong_flag_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert slurm_job.main(["begin", "--default-run-dir", "unused", "--train.stepps", "3"]) == 2
+    assert slurm_job.main(["begin", "--", "--train.stepps", "3"]) == 2
     assert "did you mean --train.steps" in capsys.readouterr().err

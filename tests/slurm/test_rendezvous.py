@@ -5,19 +5,20 @@ in one line.
 from __future__ import annotations
 
 import asyncio
-import re
+import contextlib
+import os
 import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 
 import pytest
 
-from launch import rendezvous
+from launch import node as rendezvous
 from tests.slurm.cluster import REPOSITORY
 
-COMMAND = [sys.executable, "-m", "launch.rendezvous"]
+Process = subprocess.Popen[str]
+COMMAND = [sys.executable, "-m", "launch.node"]
 
 
 @pytest.fixture
@@ -25,40 +26,28 @@ def port() -> int:
     return rendezvous.free_port(seed=secrets.randbits(32))
 
 
-def meet(
-    names: str, port: int, hosts: str, flags: Mapping[str, str] | None = None, timeout: str = "10"
-) -> dict[str, tuple]:
-    """Each of `names` meets; what it printed and its exit status. flags: more words for one node."""
-    nodes = ",".join(dict.fromkeys(names))
-    common = [
-        "meet",
-        "--nodes",
-        flags.get("nodes", nodes) if flags else nodes,
-        "--hosts",
-        hosts,
-        "--port",
-        str(port),
-    ]
-    started = {
-        name: subprocess.Popen(
-            [
-                *COMMAND,
-                *common,
-                "--node",
-                name,
-                "--token",
-                "t",
-                "--timeout-s",
-                timeout,
-                *((flags or {}).get(name, "").split()),
-            ],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name in names
+def start(node: str, port: int, hosts: str, nodes: str, *, token: str = "t", timeout: str = "10") -> Process:
+    variables = {
+        "SLURMD_NODENAME": node,
+        "SHARDRUN_NODES": nodes,
+        "SHARDRUN_HOSTS": hosts,
+        "MASTER_PORT": str(port),
+        "SHARDRUN_TOKEN": token,
+        "SHARDRUN_TIMEOUT_S": timeout,
     }
+    return subprocess.Popen(
+        [*COMMAND, "meet"],
+        cwd=REPOSITORY,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def meet(names: str, port: int, hosts: str, **more: str) -> dict[str, tuple[str, str, int]]:
+    """Each of `names` meets; what it printed and its exit status."""
+    started = {name: start(name, port, hosts, ",".join(names), **more) for name in names}
     return {name: (*process.communicate(timeout=60), process.returncode) for name, process in started.items()}
 
 
@@ -69,8 +58,8 @@ def test_all_meet_and_the_head_says_where(port: int) -> None:
 
 def test_where_the_name_does_not_resolve_the_address_serves(port: int) -> None:
     said = meet("ab", port, "no-such-host.invalid,127.0.0.1")
-    used = "rendezvous: b did not reach a at no-such-host.invalid: the nodes meet at 127.0.0.1\n"
-    assert said["a"] == ("127.0.0.1\n", used, 0)
+    used = "rendezvous: b did not reach a at no-such-host.invalid: the nodes meet elsewhere\n"
+    assert (said["a"], said["b"]) == (("127.0.0.1\n", "", 0), ("", used, 0))
 
 
 def test_a_node_that_does_not_come_is_named_within_the_time(
@@ -92,33 +81,16 @@ def test_a_node_that_does_not_come_is_named_within_the_time(
 
 
 def test_a_node_says_what_it_could_not_reach_and_why(port: int) -> None:
-    said = meet("b", port, "no-such-host.invalid,127.0.0.1", {"nodes": "a,b"}, timeout="1")
+    node = start("b", port, "no-such-host.invalid,127.0.0.1", "a,b", timeout="1")
     reasons = f"no-such-host.invalid:{port} the name does not resolve, 127.0.0.1:{port} connection refused"
-    assert said["b"] == ("", f"b cannot reach a within 1 s: {reasons}.\n", 1)
-
-
-def test_another_job_on_the_same_port_is_not_met(port: int) -> None:
-    """Two jobs whose ports collide: the second's nodes come to the first's head, which does not know their
-    token.
-    """
-    said = meet("ab", port, "127.0.0.1", {"b": "--token another"}, timeout="1")
-    assert "b did not reach a" in said["a"][1]
-    assert said["b"][2] == 1
-
-
-def _connect(port: int, host: str = "127.0.0.1") -> socket.socket:
-    while True:
-        try:
-            return socket.create_connection((host, port), timeout=10)
-        except ConnectionRefusedError:
-            continue
+    assert node.communicate(timeout=60)[1] == f"b cannot reach a within 1 s: {reasons}.\n"
+    assert node.returncode == 1
 
 
 def test_here_names_the_interface_on_the_way() -> None:
-    out = subprocess.run(
-        [*COMMAND, "here", "--towards", "127.0.0.1"], cwd=REPOSITORY, capture_output=True, text=True
-    ).stdout
-    assert re.fullmatch(r"127\.0\.0\.1 lo\n", out)
+    environ = {**os.environ, "MASTER_ADDR": "127.0.0.1"}
+    words = [*COMMAND, "here"]
+    assert subprocess.check_output(words, cwd=REPOSITORY, env=environ, text=True) == "127.0.0.1 lo\n"
 
 
 def test_a_single_node_meets_nobody(port: int) -> None:
@@ -132,26 +104,26 @@ def test_the_preferred_address_is_used_though_another_answers_too(port: int) -> 
 
 
 def test_an_address_that_one_node_did_not_reach_is_not_used() -> None:
-    ways = {"b": {"fd00::1": 0, "10.0.0.1": 1, "10.1.0.1": 100}, "c": {"10.0.0.1": 1, "10.1.0.1": 100}}
-    assert rendezvous.common_address(ways) == (1, "10.0.0.1")
-    del ways["b"]["10.0.0.1"]
-    assert rendezvous.common_address(ways) == (100, "10.1.0.1")
-    del ways["c"]["10.1.0.1"]
+    ways = {"b": ["fd00::1", "10.0.0.1", "10.1.0.1"], "c": ["10.0.0.1", "10.1.0.1"]}
+    assert rendezvous.common_address(ways) == "10.0.0.1"
+    del ways["b"][1]
+    assert rendezvous.common_address(ways) == "10.1.0.1"
+    del ways["c"][1]
     assert rendezvous.common_address(ways) is None
 
 
 def test_a_caller_without_the_token_is_ignored(port: int) -> None:
-    """A port scanner, and another job's node."""
-    meeting = ["--nodes", "a,b", "--hosts", "127.0.0.1", "--port", str(port), "--token", "t"]
-
-    def start(node: str) -> subprocess.Popen[str]:
-        words = [*COMMAND, "meet", "--node", node, *meeting, "--timeout-s", "20"]
-        return subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
-
-    head = start("a")
-    with _connect(port) as foreign:
-        foreign.sendall(b'{"token": "u", "node": "b", "reached": {"127.0.0.9": 0}}\n')
+    """A port scanner, and another job's node whose port is the same."""
+    head = start("a", port, "127.0.0.1", "a,b", timeout="20")
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            foreign = socket.create_connection(("127.0.0.1", port), timeout=10)
+            break
+    with foreign:
+        foreign.sendall(b'{"token": "u", "node": "b", "reached": ["127.0.0.9"]}\n')
         assert foreign.recv(3) == b""
-    node = start("b")
+    other = start("b", port, "127.0.0.1", "a,b", token="u", timeout="1")
+    assert other.wait(30) == 1
+    node = start("b", port, "127.0.0.1", "a,b", timeout="20")
     assert head.communicate(timeout=30)[0] == "127.0.0.1\n"
     assert node.wait(30) == 0
