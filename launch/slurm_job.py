@@ -192,12 +192,11 @@ def _stops_without_a_step(events: Sequence[Event]) -> int:
 
 
 STRATEGIES = ("ddp", "fsdp", "hsdp")
-REPEATED = {
-    "Partition": "partition", "Account": "account", "QOS": "qos", "TimeLimit": "time",
-    "CPUs/Task": "cpus-per-task", "MinMemoryNode": "mem", "MinMemoryCPU": "mem-per-cpu",
-    "Features": "constraint", "Reservation": "reservation",
-}  # fmt: skip
-"""Fields of a job's record, and the options of sbatch that a new job in its place gets."""
+REPEATED = (
+    "partition=Partition account=Account qos=QOS time=TimeLimit cpus-per-task=CPUs/Task mem=MinMemoryNode "
+    "mem-per-cpu=MinMemoryCPU constraint=Features reservation=Reservation"
+)
+"""Options of sbatch that a new job in place of this one gets, and their fields of its record."""
 
 
 def field(record: str, name: str, default: str = "") -> str:
@@ -275,7 +274,8 @@ def begin(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict
                 history.record(run, "lost", why=why)
     threads = max(1, int(environ.get("SLURM_CPUS_ON_NODE") or 1) // ranks)
     gres = [f"--gres=gpu:{gpus}"] if gpus else []
-    options = {option: field(record, name, "0") for name, option in REPEATED.items()}
+    repeated = (pair.split("=") for pair in REPEATED.split())
+    options = {option: field(record, name, "0") for option, name in repeated}
     launcher, script = environ.get("SHARDRUN_LAUNCHER", "torchrun"), field(record, "Command")
     return {
         "SHARDRUN_RUN": str(run.path),

@@ -105,11 +105,11 @@ ON_SLURM = [
     (STOPPED, "launch.submit"),
     (DEADLINE, SRUN),
     ("a wrong flag or mesh", SRUN),
-    ("a wrong flag or mesh", "launch.submit"),
-    ("numbers that are not finite", "launch.submit"),
+    ("numbers that are not finite", "sbatch"),
     (REFUSED, SRUN),
-    (REFUSED, "launch.submit"),
-    *((name, launcher) for name in FAILURES for launcher in SLURM),
+    *((name, "sbatch") for name in FAILURES),
+    ("an exception of your own code", "launch.submit"),
+    ("a killed rank", SRUN),
 ]
 """The cells of tests/slurm/test_ends.py; the others of Slurm have a test in tests/slurm/test_jobs.py."""
 ON_RAY = [*FAILURES, DEADLINE]

@@ -64,7 +64,7 @@ def time_limit(folder: Path) -> Left:
     """Too slow for its limit in the first two starts."""
     with Cluster(folder / "slurm") as cluster:
         env = {"SLOW_S": "3", "SLOW_STARTS": "2"}
-        return left(sbatch(cluster, folder, "--time=2", "--signal=USR1@60", env=env))
+        return left(sbatch(cluster, folder, "--time=2", "--signal=B:USR1@60", env=env))
 
 
 def told(folder: Path) -> dict[str, Left]:
@@ -75,41 +75,22 @@ def told(folder: Path) -> dict[str, Left]:
     unwilling.parent.mkdir()
     unwilling.write_text(f'#!/bin/sh\n[ "$1" != requeue ] && exec {shutil.which("scontrol")} "$@"\n')
     unwilling.chmod(0o755)
-    stuck = folder / "stuck" / "sbatch"
-    stuck.parent.mkdir()
-    stuck.write_text(
-        f'#!/bin/sh\ncase "$*" in *--dependency=*) exit 1 ;; esac\nexec {shutil.which("sbatch")} "$@"\n'
-    )
-    stuck.chmod(0o755)
     slow = {"SLOW_S": "1", "SLOW_STARTS": "1"}
     with Cluster(folder / "slurm", Shape(nodes=4), mode="netns") as cluster:
         for number, node in enumerate(cluster.nodes, start=1):
             cluster.on_node(node, "ip", "addr", "add", f"10.88.0.{number}/24", "dev", "eth0")
         cluster.names(True, network="10.88.0")
         path = f"{unwilling.parent}:{cluster.environment()['PATH']}"
+        options, env = ("--nodes=1", "--time=2", "--signal=URG@1"), {**slow, "SLOW_S": "4"}
         jobs = {
             # 40 steps of 4 s do not fit; half a minute passes before the first, on a busy machine
-            "deadline": sbatch(
-                cluster, folder / "1", "--nodes=1", "--time=2", "--signal=URG@1", env={**slow, "SLOW_S": "4"}
-            ),
+            "deadline": sbatch(cluster, folder / "1", *options, env=env),
             "batch": sbatch(cluster, folder / "2", "--nodes=2", env=slow),
-            "before": sbatch(
-                cluster,
-                folder / "4",
-                "--nodes=1",
-                "--time=3",
-                "--signal=B:USR1@90",
-                env={**slow, "SLOW_S": "4"},
-            ),
             "unwilling": sbatch(
                 cluster, folder / "3", "--nodes=1", "--time=9", env={"SLOW_S": "1", "PATH": path}
             ),
         }
-        path = f"{stuck.parent}:{path}"
-        jobs["stuck"] = sbatch(
-            cluster, folder / "5", "--nodes=1", "--time=9", env={"SLOW_S": "1", "PATH": path}
-        )
-        for name in ("batch", "unwilling", "stuck"):
+        for name in ("batch", "unwilling"):
             jobs[name].until_resumable(13)
             cluster.run("scancel", "--batch", "--signal=USR1", jobs[name].id)
         ends = {name: left(job) for name, job in jobs.items()}
@@ -137,22 +118,32 @@ class Suspended:
     second: Left
     first: Left
     second_s: float
+    before: dict[str, bytes]
+    after: dict[str, bytes]
 
 
 def suspended(folder: Path) -> Suspended:
-    """A job whose processes Slurm has stopped, and another on its run directory."""
-    flags = [*FLAGS, "--run.dir", str(folder / "run")]
+    """A job whose processes Slurm has stopped, and another that begins and ends on its run directory."""
+    run = folder / "run"
+    flags = [*FLAGS, "--run.dir", str(run)]
+
+    def kept() -> dict[str, bytes]:
+        """What only a start or an end changes."""
+        names = ("history.jsonl", "config.toml", "STOPPED", "FAILED", "DONE")
+        return {name: (run / name).read_bytes() for name in names if (run / name).exists()}
+
     with Cluster(folder / "slurm") as cluster:
-        first = sbatch(
-            cluster, folder / "first", "--nodes=1", flags=flags, env={**SLOWLY, "SLOW_STARTS": "1"}
-        )
-        first = Job(cluster, first.id, Run(folder / "run"))
+        env = {**SLOWLY, "SLOW_STARTS": "1"}
+        first = sbatch(cluster, folder / "first", "--nodes=1", flags=flags, env=env)
+        first = Job(cluster, first.id, Run(run))
         first.until_step(4)
         cluster.run("scontrol", "suspend", first.id)
+        before = kept()
         job = sbatch(cluster, folder / "second", "--nodes=1", flags=flags)
         second = left(Job(cluster, job.id, first.run))
+        after = kept()
         cluster.run("scontrol", "resume", first.id)
-        return Suspended(second, left(first), _seconds(job))
+        return Suspended(second, left(first), _seconds(job), before, after)
 
 
 def preempted(folder: Path, shape: Shape, launcher: str, slowness: Mapping[str, str] = SLOWLY) -> Left:
@@ -171,10 +162,6 @@ def preempt(cluster: Cluster) -> str:
     return cluster.sbatch(*command)
 
 
-def preempted_with_grace(folder: Path) -> Left:
-    return preempted(folder, Shape(grace_s=30), "torchrun")
-
-
 def preempted_with_users_signal(folder: Path) -> Left:
     return preempted(folder, Shape(grace_s=30, controller="preempt_send_user_signal"), "srun")
 
@@ -182,14 +169,6 @@ def preempted_with_users_signal(folder: Path) -> Left:
 def preempted_without_time(folder: Path) -> Left:
     """KILL comes a few seconds after TERM, while a step takes ten: nothing can be saved."""
     return preempted(folder, Shape(grace_s=0, kill_wait_s=1), "srun", {"SLOW_S": "10", "SLOW_FROM": "14"})
-
-
-def cancelled(folder: Path) -> Left:
-    with Cluster(folder / "slurm") as cluster:
-        job = sbatch(cluster, folder, env={**SLOWLY, "LAUNCHER": "srun"})
-        reached = job.until_resumable(13)
-        cluster.run("scancel", job.id)
-        return left(job, reached)
 
 
 # ---------------------------------------------------------------- failures
@@ -259,63 +238,6 @@ def rank_pid(job: Job, node: str, rank: int) -> int:
     return found[0]
 
 
-def final_errors(folder: Path) -> dict[str, Left]:
-    """What another start would repeat: numbers that are not finite, and a mesh that does not fit."""
-    nan = [*FLAGS, "--optim.lr", "1e30", "--train.clip_grad_norm", "0"]
-    with Cluster(folder / "slurm") as cluster:
-        jobs = {
-            "nan": sbatch(cluster, folder / "nan", "--nodes=1", ranks=2, flags=nan),
-            "nan under srun": sbatch(
-                cluster, folder / "srun", "--nodes=1", ranks=2, flags=nan, env={"LAUNCHER": "srun"}
-            ),
-            "mesh": sbatch(
-                cluster, folder / "mesh", "--nodes=1", ranks=2, flags=[*FLAGS, "--mesh.shard", "3"]
-            ),
-        }
-        return {name: left(job) for name, job in jobs.items()}
-
-
-@dataclass(frozen=True)
-class Second:
-    """A job on the run directory of another that lives."""
-
-    first: Left
-    second: Left
-    before: dict[str, bytes]
-    after: dict[str, bytes]
-
-
-def second_job(folder: Path) -> Second:
-    """Two jobs, one directory: the second begins and ends while the first trains."""
-    run = folder / "run"
-    flags = [*FLAGS, "--run.dir", str(run), "--train.steps", "20", "--checkpoint.every_steps", "0"]
-
-    def kept() -> dict[str, bytes]:
-        """What only a start or an end changes."""
-        names = ("history.jsonl", "config.toml", "STOPPED", "FAILED", "DONE")
-        return {name: (run / name).read_bytes() for name in names if (run / name).exists()}
-
-    with Cluster(folder / "slurm") as cluster:
-        slow = {"SLOW_S": "1"}
-        first = sbatch(cluster, folder / "first", "--nodes=1", flags=flags, env=slow)
-        first = Job(cluster, first.id, Run(run))
-        first.until_step(2)
-        before = kept()
-        second = left(
-            Job(cluster, sbatch(cluster, folder / "second", "--nodes=1", flags=flags, env=slow).id, Run(run))
-        )
-        after = kept()
-        assert cluster.state(first.id) == "RUNNING", first.log()
-        return Second(left(first), second, before, after)
-
-
-def not_requeued(folder: Path) -> Left:
-    """Reaches its limit, and may not be requeued."""
-    with Cluster(folder / "slurm") as cluster:
-        options = ["--nodes=1", "--no-requeue", "--time=1", "--signal=USR1@30"]
-        return left(sbatch(cluster, folder, *options, env={"SLOW_S": "2"}))
-
-
 def node_lost(folder: Path, node: str = "n2", launcher: str = "srun") -> Left:
     """Its power is cut; a third node stands by."""
     with Cluster(folder / "slurm", Shape(nodes=3, kill_wait_s=3, slurmd_timeout_s=6)) as cluster:
@@ -344,7 +266,7 @@ def orphans(folder: Path) -> Left:
 
 @dataclass(frozen=True)
 class Network:
-    nameless: dict[str, Left]
+    nameless: Left
     checked: Left
     unreachable: Left
     unreachable_after_s: float
@@ -358,19 +280,13 @@ def network(folder: Path) -> Network:
         cluster.names(False)
         facts = folder / "container.env"
         facts.write_text("CONTAINER=(env INSIDE=1)\n")
-        modes = ({"CLUSTER_ENV": str(facts)}, {"LAUNCHER": "srun"})
-        jobs = {
-            mode: sbatch(cluster, folder / mode, env=env)
-            for mode, env in zip(("torchrun", "srun"), modes, strict=True)
-        }
+        nameless = sbatch(cluster, folder / "nameless", env={"CLUSTER_ENV": str(facts)})
         checked = sbatch(cluster, folder / "checked", flags=[*FLAGS, "--dry-run"])
         cluster.on_node("n1", "ip", "addr", "add", "10.99.0.1/32", "dev", "lo")
         # by way of the login host, which passes nothing on: no answer at all
         cluster.on_node("n2", "ip", "route", "add", "10.99.0.1/32", "via", "10.77.0.254")
         cut = sbatch(cluster, folder / "cut", env={"RDZV_HOST": "10.99.0.1", "RDZV_TIMEOUT_S": "3"})
-        return Network(
-            {mode: left(job) for mode, job in jobs.items()}, left(checked), left(cut), _seconds(cut)
-        )
+        return Network(left(nameless), left(checked), left(cut), _seconds(cut))
 
 
 def preflight(folder: Path) -> dict[str, Left]:

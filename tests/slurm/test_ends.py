@@ -16,9 +16,8 @@ from launch.policy import Act
 from tests.launch.ends import DEADLINE, ENDS, LAUNCHERS, ON_SLURM, REFUSED, SRUN, STOPPED, flags_of, sequence
 from tests.slurm.cluster import Cluster, Shape
 from tests.slurm.conftest import need_slurm
-from tests.slurm.job import EVERY, Job, Run, Undisturbed, sbatch
-from tests.slurm.scenarios import SLOWLY, left, submit
-from tests.slurm.test_jobs import check_finished
+from tests.slurm.job import Job, Run, sbatch
+from tests.slurm.scenarios import submit
 from tests.support.locks import acquire
 from tests.support.processes import eventually
 
@@ -90,16 +89,3 @@ def stopped(job: Job, name: str) -> None:
     assert job.run.ends[0] == ("SIGTERM" if name == STOPPED else "the deadline")
     steps = [int(path.name.removeprefix("step-")) for path in (job.run.path / "checkpoints").glob("step-*")]
     assert max(steps) == max(job.run.steps), "the last step has a checkpoint"
-
-
-def test_submitit_continues_without_a_lost_node(
-    tmp_path: Path, undisturbed: Undisturbed, netns: None
-) -> None:
-    with Cluster(tmp_path / "slurm", Shape(nodes=3, kill_wait_s=3, slurmd_timeout_s=6)) as cluster:
-        job = submit(cluster, tmp_path, "--nodes=2", env={**SLOWLY, "SLOW_STARTS": "1"})
-        reached = job.until_resumable(13)
-        cluster.power_off("n2")
-        ended = left(job, reached)
-    check_finished(ended, undisturbed.losses(1, 2))
-    assert ended.restarts == 1
-    assert reached - ended.run.starts[1]["from_step"] <= EVERY

@@ -62,16 +62,6 @@ def test_a_job_without_the_environment_of_the_shell_trains(place: Place, export:
     assert "done: the run has all its steps." in job.log()
 
 
-def test_submitit_without_the_environment_of_the_shell_trains(place: Place) -> None:
-    run = place.folder / "my submitted run"
-    request = ["--nodes", "1", "--tasks-per-node", "2", "--export=NONE"]
-    command = ["python", "-m", "launch.submit", *request, "--", *SHORT, "--run.dir", str(run)]
-    said = place.cluster.run(*command, cwd=place.home, timeout_s=200).stdout
-    job = Job(place.cluster, said.split()[1], Run(run))
-    assert job.wait(END_S) == "COMPLETED", job.log() + said
-    assert job.run.steps == [1, 2, 3]
-
-
 def test_a_cancel_while_the_ranks_start_ends_the_job(place: Place) -> None:
     """Ranks that do not train yet ignore SIGTERM, so Slurm ends them after KillWait."""
     flags = (*SHORT, "--train.steps", "1000000")

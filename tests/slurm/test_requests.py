@@ -6,7 +6,6 @@ prints the command: what is tested is what Slurm allocates and what the job scri
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import sys
@@ -35,10 +34,6 @@ fi
 echo "the clone's python: $*" >&2
 exec "{python}" "$@"
 """
-CONDA = """#!/bin/sh
-echo "the python of conda has no torch" >&2
-exit 1
-"""
 
 
 def executable(path: Path, text: str) -> Path:
@@ -60,24 +55,12 @@ def clone(folder: Path) -> Path:
     return folder
 
 
-def conda(folder: Path) -> dict[str, str]:
-    """The variables of a shell in which a conda environment is active."""
-    executable(folder / "conda/bin/python", CONDA)
-    return {
-        "CONDA_PREFIX": str(folder / "conda"),
-        "CONDA_DEFAULT_ENV": "base",
-        "PATH": f"{folder / 'conda/bin'}:{os.environ['PATH']}",
-    }
-
-
-def requests(folder: Path) -> dict[str, tuple[str, dict[str, str]]]:
+def requests() -> dict[str, tuple[str, dict[str, str]]]:
     """What a person types, and in which environment."""
     gpus_per_task = "--nodes=2 --ntasks-per-node=2 --gpus-per-task=1 slurm/fsdp.sbatch"
     return {
         "gpus per task": (gpus_per_task, {}),
-        "gpus per task, srun": (gpus_per_task, {"LAUNCHER": "srun"}),
         "in a shell with a GPU": ("--nodes=2 slurm/fsdp.sbatch", INTERACTIVE),
-        "conda": ("--nodes=1 slurm/fsdp.sbatch", conda(folder)),
     }
 
 
@@ -96,25 +79,17 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     with Cluster(folder / "slurm", Shape(nodes=2)) as cluster:
         jobs = {
             name: cluster.sbatch(*words.split(), *SHORT, env=env, cwd=home)
-            for name, (words, env) in requests(folder).items()
+            for name, (words, env) in requests().items()
         }
         return {name: Ended(cluster.wait(job, 400), cluster.log(job)) for name, job in jobs.items()}
 
 
-@pytest.mark.parametrize("name", ["gpus per task", "gpus per task, srun"])
-def test_gpus_per_task_are_ranks_per_node(ended: dict[str, Ended], name: str) -> None:
+def test_gpus_per_task_are_ranks_per_node(ended: dict[str, Ended]) -> None:
     """`--ntasks-per-node=N --gpus-per-task=1`, as most clusters' own examples have it."""
-    job = ended[name]
+    job = ended["gpus per task"]
     assert job.state == "COMPLETED", job.log
     assert "2 nodes × 2 ranks on n1 n2" in job.log
     assert "hsdp, replicate 2 × shard 2 = 4 ranks" in job.log
-
-
-def test_an_active_conda_does_not_hide_the_clones_environment(ended: dict[str, Ended]) -> None:
-    job = ended["conda"]
-    assert job.state == "COMPLETED", job.log
-    assert "the clone's python:" in job.log
-    assert "the python of conda" not in job.log
 
 
 def test_sbatch_in_a_shell_with_one_gpu_requests_what_it_says(ended: dict[str, Ended]) -> None:

@@ -267,3 +267,15 @@ def test_the_last_task_of_a_large_array_finds_its_scripts(tmp_path: Path) -> Non
     said = bash(str(copied), **environ, PATH=path)
     assert "no lib.sh" not in said.stderr
     assert "too long" not in said.stderr
+
+
+@pytest.mark.parametrize("submits", ["true", "false"])
+def test_a_job_that_cannot_be_requeued_is_submitted_anew_or_says_that_it_is_not(submits: str) -> None:
+    script = (
+        f"source slurm/lib.sh; scontrol() {{ return 1; }}; sleep() {{ :; }}; again=({submits} -- 'a b')\n"
+        "SHARDRUN_JOB=5; requeue"
+    )
+    said = bash("-euc", script)
+    assert f"in its place: '{submits}' '--' 'a b'" in said.stdout
+    assert said.returncode == (submits == "false")
+    assert (f"NOT requeued. HINT: '{submits}' '--' 'a b'" in said.stderr) == (submits == "false")
