@@ -34,8 +34,8 @@ from fsdp.config.command_line import RUN_FLAGS, CommandParser, whole_number
 from fsdp.dist.env import DistEnv, fewer_ranks, job_start, pick_device, set_allocator
 from fsdp.rundir import history, paths
 from launch import guard, slurm_job
-from launch.guard import Marker
-from launch.policy import EXIT_INTERRUPTED, Act, Allocation, End, Kind, Past, decide
+from launch.guard import EXIT_INTERRUPTED, Marker
+from launch.policy import Act, Allocation, End, Kind, Past, decide
 
 GRACE_S = 0.5
 """After a rank's death most others end by themselves, on a broken connection; one that waits for a device is

@@ -38,8 +38,7 @@ from fsdp.config import Config, RaySection, worker_range
 from fsdp.config.trust import named_code
 from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir, write_atomically
-from launch.guard import Failure
-from launch.policy import EXIT_INTERRUPTED
+from launch.guard import EXIT_INTERRUPTED, Failure
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 QUIET = {
