@@ -72,44 +72,19 @@ def test_the_command_trains_from_an_empty_folder(installed: Path, tmp_path: Path
     assert "verified" in report.stdout
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_under_torchrun_and_from_python(installed: Path, tmp_path: Path) -> None:
-    torchrun = "python -m torch.distributed.run --standalone --nproc_per_node=2"
-    done = typed(f"{torchrun} -m shardrun train {SHORT} --run.dir mine", installed, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "next:\n  torchrun --nproc_per_node=2 -m shardrun train --config mine/config.toml" in done.stdout
-    code = (
-        "import shardrun, importlib.util as u, sys; "
-        "assert str(shardrun.CODE).endswith('site-packages/shardrun'), shardrun.CODE; "
-        f"print(shardrun.train('{SHORT} --train.steps 4 --run.dir mine'.split()).step)"
-    )
-    python = typed(f'python -c "{code}"', installed, tmp_path)
-    assert python.stdout.endswith("4\n"), python.stderr
-
-
 def test_names_and_mistakes(installed: Path, tmp_path: Path) -> None:
     """No fsdp and no launch in site-packages; hints name the installed command."""
     code = "import importlib.util as u; print(u.find_spec('fsdp'), u.find_spec('launch'))"
     assert typed(f'python -c "{code}"', installed, tmp_path).stdout == "None None\n"
-    wrong = typed("shardrun trian", installed, tmp_path)
-    assert (wrong.returncode, wrong.stderr.endswith("HINT: shardrun train\n")) == (2, True)
     flag = typed("shardrun train --nothing.like.it 3", installed, tmp_path)
     assert flag.returncode == 2
-    assert (
-        flag.stderr
-        == "train.py: --nothing.like.it is not a flag. HINT: shardrun train --help-all lists them\n"
-    )
-    tool = typed("shardrun plan --plan.gpu x100", installed, tmp_path)
-    assert tool.returncode == 2
-    assert "python -m" not in tool.stderr
+    assert flag.stderr.endswith("is not a flag. HINT: shardrun train --help-all lists them\n")
     assert "shardrun plan | doctor | submit" in typed("shardrun --help", installed, tmp_path).stdout
 
 
 @pytest.mark.parametrize(
     ("command", "code", "said"),
     [
-        ("submit --help", 0, "--gpus-per-node"),
         ("submit --cluster local", 3, "launch.submit needs submitit, which is not installed. HINT: pip"),
         ("train --backend ray", 3, "--backend ray needs Ray, which is not installed. HINT: pip install"),
     ],
@@ -148,6 +123,9 @@ def test_the_code_of_the_library_page_runs_from_another_folder(installed: Path, 
     torchrun = "python -m torch.distributed.run --standalone --nproc_per_node=2"
     done = typed(f"{torchrun} own_loop.py --run.dir own --train.steps 4", installed, tmp_path)
     assert done.returncode == 0, done.stderr
+    done = typed(f"{torchrun} -m shardrun train {SHORT} --run.dir mine", installed, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "next:\n  torchrun --nproc_per_node=2 -m shardrun train --config mine/config.toml" in done.stdout
     done = typed(
         '''ls "$(python -c 'import shardrun; print(shardrun.CODE)')/slurm/fsdp.sbatch"''', installed, tmp_path
     )

@@ -85,22 +85,10 @@ def test_a_signal_is_the_ranks_to_act_on(tmp_path: Path) -> None:
     assert RunDir(run).stopped.read_text().startswith("SIGTERM at step")
 
 
-def test_a_dry_run_prints_what_follows_for_its_ranks_and_makes_nothing(tmp_path: Path) -> None:
-    words = ["--ranks", "4", "--dry-run", "--run.dir", str(tmp_path / "run"), *SMALL]
-    done = subprocess.run(
-        [sys.executable, "-m", "launch.local", *words], cwd=ROOT, text=True, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "= 4 ranks" in done.stdout
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--ranks", "many"], "--ranks many is not a whole number from 1. HINT: --ranks 1"),
-        (["--ranks", "2", "--optim.lr", "x"], "--optim.lr x is not a number. HINT: --optim.lr 0.0005"),
-        (["--ranks"], "--ranks has no value. HINT: --ranks 1"),
         (["--rank", "2"], "--rank is not a flag. HINT: did you mean --ranks?"),
         (["--ranks", "2", "--backend", "ray"], "--backend ray starts the ranks, and so does launch.local."),
     ],

@@ -37,27 +37,16 @@ def test_the_page_names_every_end() -> None:
 @pytest.mark.parametrize("row", table(), ids=lambda row: row["how a start ended"])
 def test_the_page_says_what_follows_on_each_launcher(row: dict[str, str], launcher: str) -> None:
     kind = Kind(row["how a start ended"])
+    if row[launcher] == "–":
+        return  # cannot happen there
     for code in OWN_CODES.get(kind, (9,)):
-        decision = decide(
-            End(kind, step=10, code=code, why="SIGTERM"), Past(idle_stops=0, unmet=1), LAUNCHERS[launcher]
-        )
-        if row[launcher] == "–":
-            continue  # cannot happen there
+        decision = decide(End(kind, step=10, code=code, why="SIGTERM"), Past(unmet=1), LAUNCHERS[launcher])
         assert decision.act.value == row[launcher]
-        assert (
-            len(
-                {
-                    decision,
-                    decide(End(kind, 10, code=code, why="SIGTERM"), Past(unmet=1), LAUNCHERS[launcher]),
-                }
-            )
-            == 1
-        )
+        said = row["exit code at the end"]
         if decision.act is not Act.END:
             assert decision.code == 0
         else:
-            said = row["exit code at the end"]
-            assert str(decision.code if kind not in OWN_CODES else code) in said
+            assert str(code if kind in OWN_CODES else decision.code) in said
             assert kind not in OWN_CODES or decision.code == code
 
 
@@ -73,41 +62,24 @@ def crash(step: int, kind: Kind = Kind.ERROR, *, starting: bool = False, code: i
 
 
 DIED = Kind.DIED
-AT_ONE_PLACE = [
-    ("the same error at the same step", [crash(20)], crash(20), Act.END),
-    ("an error at a later step", [crash(20)], crash(30), Act.AGAIN),
-    ("an error met sooner after a resume", [crash(20)], crash(17), Act.END),
-    ("a death at the same step", [crash(20, DIED)], crash(20, DIED), Act.AGAIN),
-    ("a third death at the same step", [crash(20, DIED)] * 2, crash(20, DIED), Act.END),
-    ("deaths by chance, each sooner", [crash(20, DIED), crash(19, DIED)], crash(18, DIED), Act.AGAIN),
-    ("a death, then an error at that step", [crash(20, DIED)], crash(20), Act.END),
-    ("a crash while starting, after one at a step", [crash(20)], crash(20, starting=True), Act.AGAIN),
-    ("an error while starting twice", [crash(0, starting=True)], crash(0, starting=True), Act.END),
-    (
-        "a death while starting twice",
-        [crash(0, DIED, starting=True)],
-        crash(0, DIED, starting=True),
-        Act.AGAIN,
-    ),
-    (
-        "three deaths while starting",
-        [crash(0, DIED, starting=True)] * 2,
-        crash(0, DIED, starting=True),
-        Act.END,
-    ),
-    (
-        "while starting, with a step between",
-        [crash(0, starting=True), crash(20)],
-        crash(20, starting=True),
-        Act.AGAIN,
-    ),
-]
+AT_START = crash(0, DIED, starting=True)
+AT_ONE_PLACE = {
+    "the same error at the same step": ([crash(20)], crash(20), Act.END),
+    "an error at a later step": ([crash(20)], crash(30), Act.AGAIN),
+    "an error met sooner after a resume": ([crash(20)], crash(17), Act.END),
+    "a death at the same step": ([crash(20, DIED)], crash(20, DIED), Act.AGAIN),
+    "a third death at the same step": ([crash(20, DIED)] * 2, crash(20, DIED), Act.END),
+    "deaths by chance, each sooner": ([crash(20, DIED), crash(19, DIED)], crash(18, DIED), Act.AGAIN),
+    "a death, then an error at that step": ([crash(20, DIED)], crash(20), Act.END),
+    "a crash while starting, after one at a step": ([crash(20)], crash(20, starting=True), Act.AGAIN),
+    "an error while starting twice": ([crash(0, starting=True)], crash(0, starting=True), Act.END),
+    "a death while starting twice": ([AT_START], AT_START, Act.AGAIN),
+    "three deaths while starting": ([AT_START] * 2, AT_START, Act.END),
+}
 
 
-@pytest.mark.parametrize("launcher", ["sbatch", "launch.local", "Ray"])
-@pytest.mark.parametrize(
-    ("earlier", "end", "act"), [case[1:] for case in AT_ONE_PLACE], ids=[case[0] for case in AT_ONE_PLACE]
-)
+@pytest.mark.parametrize("launcher", ["sbatch", "launch.local"])
+@pytest.mark.parametrize(("earlier", "end", "act"), AT_ONE_PLACE.values(), ids=list(AT_ONE_PLACE))
 def test_a_run_is_tried_again_while_it_gets_further(
     launcher: str, earlier: list[End], end: End, act: Act
 ) -> None:
@@ -138,18 +110,12 @@ def test_stops_without_a_step_have_one_bound(kind: Kind, launcher: str) -> None:
     assert codes == [0, 1]
 
 
-def test_a_job_that_slurm_does_not_requeue_ends() -> None:
-    fixed = Allocation(requeue=False)
-    assert decide(End(Kind.PREEMPTED, why="SIGUSR1"), Past(), fixed).act is Act.END
-    assert decide(End(Kind.UNMET), Past(unmet=1), fixed).act is Act.END
-    assert decide(crash(10), Past(), fixed).act is Act.AGAIN
-
-
 def test_the_bounds_are_those_of_the_page() -> None:
-    page = PAGE.read_text()
+    page, again, fixed = PAGE.read_text(), Allocation(requeue=True), Allocation(requeue=False)
     assert "| 5 stops in a row before a step was done | end" in page
     assert "| 3 meetings missed in a row | end |" in page
-    again = Allocation(requeue=True)
     stops = [decide(End(Kind.PREEMPTED), Past(idle_stops=count), again).act for count in (4, 5)]
     unmet = [decide(End(Kind.UNMET), Past(unmet=count), again).act for count in (2, 3)]
     assert stops == unmet == [Act.REQUEUE, Act.END]
+    ends = [End(Kind.PREEMPTED, why="SIGUSR1"), End(Kind.UNMET), crash(10)]
+    assert [decide(end, Past(unmet=1), fixed).act for end in ends] == [Act.END, Act.END, Act.AGAIN]

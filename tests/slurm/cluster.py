@@ -1,9 +1,8 @@
 """A real Slurm of its own: slurmctld, slurmd's and munged in one folder, on free ports, up in about a second.
 
-As root each node is a host: own address, host name, /etc/hosts and process space in namespaces, so that its
-plug can be pulled. The network lies in the login host's namespace, not in the machine's: two clusters cannot
-meet, and nothing of one outlives its processes. Elsewhere the slurmd's share the loopback. Here is the
-cluster; what runs on it is the tests'.
+Each node is a host: own address, host name, /etc/hosts and process space in namespaces, so that its plug can
+be pulled. The network lies in the login host's namespace, not in the machine's: two clusters cannot meet, and
+nothing of one outlives its processes. Here is the cluster; what runs on it is the tests'.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from fsdp.base import proc
 from tests.slurm.host import NAMESPACES, Host
@@ -29,8 +27,8 @@ from tests.support.processes import dies_with_us, eventually, pids_with, process
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
-NETWORK = "10.77.0"
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "unshare", "ip")
+NETWORK, LOGIN = "10.77.0", "login"
 DEAD_STATES = {
     "COMPLETED",
     "FAILED",
@@ -42,8 +40,6 @@ DEAD_STATES = {
     "OUT_OF_MEMORY",
 }
 FOREIGN = ("SLURM_", "SBATCH_", "SRUN_", "MASTER_", "TORCHELASTIC_", "SHARDRUN_")
-
-Mode = Literal["netns", "local"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,19 +65,11 @@ def missing() -> str | None:
     """Why no Slurm can be brought up here, or None."""
     os.environ["PATH"] = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
-    return f"{', '.join(absent)} not installed (apt-get install slurm-wlm munge)" if absent else None
-
-
-def best_mode() -> Mode:
-    """Namespaces where this user may make them."""
-    try_one = ["unshare", *NAMESPACES, "--pid", "--fork", "true"]
-    if (
-        shutil.which("unshare")
-        and shutil.which("ip")
-        and subprocess.run(try_one, capture_output=True).returncode == 0
-    ):
-        return "netns"
-    return "local"
+    if absent:
+        return f"{', '.join(absent)} not installed (apt-get install slurm-wlm munge iproute2)"
+    words = ["unshare", *NAMESPACES, "--pid", "--fork", "true"]
+    made = subprocess.run(words, capture_output=True).returncode == 0
+    return None if made else "nodes of a Slurm need namespaces: run as root"
 
 
 def free_ports(count: int) -> list[int]:
@@ -100,10 +88,9 @@ def free_ports(count: int) -> list[int]:
 class Cluster:
     """One Slurm. Use as a context manager, or start() and stop()."""
 
-    def __init__(self, folder: Path, shape: Shape | None = None, mode: Mode | None = None) -> None:
-        self.folder, self.shape, self.mode = folder.resolve(), shape or Shape(), mode or best_mode()
+    def __init__(self, folder: Path, shape: Shape | None = None) -> None:
+        self.folder, self.shape = folder.resolve(), shape or Shape()
         self.nodes = [f"n{i}" for i in range(1, self.shape.nodes + 1)]
-        self.controller_host = "login" if self.mode == "netns" else socket.gethostname().split(".")[0]
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.hosts: dict[str, Host] = {}
         self.conf = self.folder / "slurm.conf"
@@ -128,8 +115,7 @@ class Cluster:
         self.names(True)
         self.conf.write_text(self._configuration(free_ports(self.shape.nodes + 1)))
         self._fake_gpus()
-        if self.mode == "netns":
-            self._login_host()
+        self._login_host()
         self._daemon("slurmctld", self.on_login(["slurmctld", "-D"]))
         for node in self.nodes:
             self.power_on(node)
@@ -142,11 +128,9 @@ class Cluster:
         (self.folder / "gres.conf").write_text("".join(f"Name=gpu File={file}\n" for file in files))
 
     def stop(self) -> None:
-        if "slurmctld" in self.daemons and self.mode == "local":
-            self._end_jobs()
         for host in self.hosts.values():
             host.end()
-        for name in [*self.nodes, "slurmctld", "munged"]:
+        for name in ("slurmctld", "munged"):
             self._end_daemon(name)
         self._end_leftovers()
 
@@ -167,23 +151,17 @@ class Cluster:
         eventually("munged listens", files["socket"].exists, 60, self._logs)
 
     def _configuration(self, ports: Sequence[int]) -> str:
-        user, host = getpass.getuser(), self.controller_host
-        address = f"{NETWORK}.254" if self.mode == "netns" else "127.0.0.1"
         facts = {
-            "host": host, "address": address, "port": ports[0], "user": user, "folder": self.folder,
+            "host": LOGIN, "address": f"{NETWORK}.254", "port": ports[0], "user": getpass.getuser(),
+            "folder": self.folder,
             "kill_wait": self.shape.kill_wait_s, "slurmd_timeout": self.shape.slurmd_timeout_s,
             "message_timeout": self.shape.message_timeout_s,
             "controller": self.shape.controller or "requeue_on_resume_failure",
         }  # fmt: skip
         lines = (HERE / "slurm.conf.in").read_text().format(**facts)
         for i, (node, port) in enumerate(zip(self.nodes, ports[1:], strict=True), start=1):
-            where = (
-                f"NodeAddr={NETWORK}.{i}"
-                if self.mode == "netns"
-                else f"NodeHostname={host} NodeAddr=127.0.0.1"
-            )
             what = f"CPUs={self.shape.cpus} Gres=gpu:{self.shape.gpus} RealMemory=8000 State=UNKNOWN"
-            lines += f"NodeName={node} {where} Port={port} {what}\n"
+            lines += f"NodeName={node} NodeAddr={NETWORK}.{i} Port={port} {what}\n"
         main = f"Default=YES State=UP PreemptMode=REQUEUE GraceTime={self.shape.grace_s}"
         lines += f"PartitionName=main Nodes=ALL {main}\n"
         return lines + "PartitionName=high Nodes=ALL PriorityTier=10 State=UP PreemptMode=OFF\n"
@@ -192,12 +170,12 @@ class Cluster:
         """Do the nodes' names resolve, and in which network? The file keeps its inode: it is bound over every
         host's /etc/hosts.
         """
-        lines = ["127.0.0.1 localhost", f"{NETWORK}.254 {self.controller_host}"]
+        lines = ["127.0.0.1 localhost", f"{NETWORK}.254 {LOGIN}"]
         lines += [f"{network}.{i} {node}" for i, node in enumerate(self.nodes, start=1)] if resolve else []
         (self.folder / "hosts").write_text("\n".join(lines) + "\n")
 
     def _login_host(self) -> None:
-        self._host(self.controller_host, own_processes=False)
+        self._host(LOGIN, own_processes=False)
         for words in (
             "link add bridge0 type bridge",
             f"addr add {NETWORK}.254/24 dev bridge0",
@@ -213,9 +191,6 @@ class Cluster:
     # ------------------------------------------------------------ one node
 
     def power_on(self, node: str) -> None:
-        if self.mode == "local":
-            self._daemon(node, ["slurmd", "-D", "-N", node])
-            return
         host = self._host(node)
         cable, number = f"cable-{node}", self.nodes.index(node) + 1
         self._ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", str(host.shell))
@@ -225,7 +200,6 @@ class Cluster:
 
     def power_off(self, node: str) -> None:
         """The cable first: a host that loses its power sends no last packet."""
-        assert self.mode == "netns", "a node without a process space of its own has no plug"
         self._ip("link", "set", f"cable-{node}", "down")
         self.hosts.pop(node).end()
         # The kernel takes the cable away with the host's namespace, sometime: whoever comes first.
@@ -243,21 +217,20 @@ class Cluster:
         assert daemons, f"no slurmd on {node}"
 
     def on_node(self, node: str, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command inside a node, or, without namespaces, here."""
+        """Run a command inside a node."""
         return subprocess.run(
             self.within(node, *command), env=self.environment(), capture_output=True, text=True, check=True
         )
 
     def within(self, node: str, *command: str) -> list[str]:
-        """The command inside a node; without namespaces, here."""
-        inside = self._enter(self.hosts[node].shell, REPOSITORY, "--pid") if self.mode == "netns" else []
-        return [*inside, *command]
+        """The command inside a node."""
+        return [*self._enter(self.hosts[node].shell, REPOSITORY, "--pid"), *command]
 
     def pids(self, node: str, environ: str) -> list[int]:
         """Processes of a node whose environment holds this `NAME=value`, as this machine numbers them."""
-        space = process_space(self.hosts[node].shell) if self.mode == "netns" else None
+        space = process_space(self.hosts[node].shell)
         ours = pids_with(f"SLURM_CONF={self.conf}", environ)
-        return [pid for pid in ours if space in (None, process_space(pid))]
+        return [pid for pid in ours if process_space(pid) == space]
 
     # ------------------------------------------------------------ commands and jobs
 
@@ -353,15 +326,6 @@ class Cluster:
             daemon.kill()
             daemon.wait()
 
-    def _end_jobs(self) -> None:
-        """Without process spaces a step outlives its slurmd: cancel before the daemons go."""
-        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
-            self.run(
-                "scancel", "--full", "--signal=KILL", "--user", getpass.getuser(), check=False, timeout_s=5
-            )
-            self.run("scancel", "--user", getpass.getuser(), check=False, timeout_s=5)
-            eventually("no job left", lambda: not self.run("squeue", "-h", timeout_s=5).stdout.strip(), 5)
-
     def _end_leftovers(self) -> None:
         """End all processes with this folder's SLURM_CONF, by id: this cluster has started them."""
         for pid in pids_with(f"SLURM_CONF={self.conf}"):
@@ -370,16 +334,14 @@ class Cluster:
                     os.kill(pid, signal.SIGKILL)
 
     def on_login(self, command: list[str], cwd: Path = REPOSITORY) -> list[str]:
-        if self.mode == "local":
-            return command
-        return [*self._enter(self.hosts[self.controller_host].shell, cwd), *command]
+        return [*self._enter(self.hosts[LOGIN].shell, cwd), *command]
 
     def _enter(self, pid: int, cwd: Path, *more: str) -> list[str]:
         # another mount namespace starts at its root, whatever the caller's directory
         return ["nsenter", f"--target={pid}", *NAMESPACES, *more, f"--wdns={cwd}", "--"]
 
     def _ip(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        command = ["nsenter", f"--target={self.hosts[self.controller_host].shell}", "--net", "ip", *words]
+        command = ["nsenter", f"--target={self.hosts[LOGIN].shell}", "--net", "ip", *words]
         return subprocess.run(command, check=check, capture_output=True, text=True)
 
     def _all_idle(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.slurm import scenarios
-from tests.slurm.cluster import Cluster, Shape, best_mode, missing
+from tests.slurm.cluster import Cluster, Shape, missing
 from tests.slurm.job import Undisturbed
 from tests.support.needs import skip_or_fail
 
@@ -35,24 +35,12 @@ def need_slurm() -> None:
         skip_or_fail("slurm", reason)
 
 
-def need_namespaces() -> None:
-    need_slurm()
-    if best_mode() != "netns":
-        pytest.skip("nodes with a power plug need namespaces: run as root")
-
-
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Three nodes of eight CPUs, shared by the tests that break nothing."""
     need_slurm()
     with Cluster(tmp_path_factory.mktemp("slurm"), Shape(nodes=3)) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def netns() -> None:
-    """For tests that cut a node's power or its network."""
-    need_namespaces()
 
 
 @pytest.fixture(scope="session")

@@ -76,7 +76,7 @@ def told(folder: Path) -> dict[str, Left]:
     unwilling.write_text(f'#!/bin/sh\n[ "$1" != requeue ] && exec {shutil.which("scontrol")} "$@"\n')
     unwilling.chmod(0o755)
     slow = {"SLOW_S": "1", "SLOW_STARTS": "1"}
-    with Cluster(folder / "slurm", Shape(nodes=4), mode="netns") as cluster:
+    with Cluster(folder / "slurm", Shape(nodes=4)) as cluster:
         for number, node in enumerate(cluster.nodes, start=1):
             cluster.on_node(node, "ip", "addr", "add", f"10.88.0.{number}/24", "dev", "eth0")
         cluster.names(True, network="10.88.0")
@@ -295,7 +295,7 @@ def preflight(folder: Path) -> dict[str, Left]:
     """
     run = folder / "sick-run"
     run.mkdir()
-    with Cluster(folder / "slurm", mode="netns") as cluster:
+    with Cluster(folder / "slurm") as cluster:
         fit = left(sbatch(cluster, folder / "fit", flags=[*FLAGS, "--preflight"], env={"LAUNCHER": "srun"}))
         cluster.on_node("n2", "mount", "-t", "tmpfs", "tmpfs", str(run))
         job = sbatch(cluster, folder, flags=[*FLAGS, "--preflight", "--run.dir", str(run)])

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
 
 from fsdp.base.errors import LaunchError
 from fsdp.dist import env
-from tests.slurm.cluster import REPOSITORY, Cluster
+from tests.slurm.cluster import Cluster
 
 TASK: Mapping[str, str] = {
     "SLURM_JOB_ID": "4711",
@@ -48,27 +44,12 @@ def test_python_in_the_batch_shell_is_a_single_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "said"),
-    [
-        (
-            "SLURM_STEP_NUM_TASKS",
-            "SLURM_PROCID is 3, and SLURM_STEP_NUM_TASKS is 1 as it is not set: ranks count from 0",
-        ),
-        ("SLURM_LOCALID", "SLURM_LOCALID is not set."),
-        ("SLURM_NODEID", "SLURM_NODEID is not set."),
-        (
-            "SLURM_STEP_TASKS_PER_NODE",
-            "SLURM_STEP_TASKS_PER_NODE is '', without a number of tasks for node 2 of 4.",
-        ),
-    ],
+    "missing", ["SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE"]
 )
-def test_a_task_in_a_container_without_one_of_slurm_s_variables_is_refused(missing: str, said: str) -> None:
+def test_a_task_in_a_container_without_one_of_slurm_s_variables_is_refused(missing: str) -> None:
     """`docker run -e SLURM_PROCID …`: such a task trained alone, or ended in an IndexError."""
-    with pytest.raises(LaunchError, match=re.escape(said)) as raised:
+    with pytest.raises(LaunchError, match=f"{missing} is .*HINT: docker run --env-file"):
         env.from_environment({name: value for name, value in TASK.items() if name != missing}, device="cpu")
-    assert str(raised.value).endswith(
-        "HINT: docker run --env-file <(env | grep ^SLURM_) gives a container all of Slurm's variables"
-    )
 
 
 def test_the_meeting_place_of_a_bare_srun_is_new_at_each_requeue_and_step() -> None:
@@ -91,33 +72,6 @@ def test_each_start_of_a_job_has_a_name() -> None:
     assert env.job_start({**TASK, "SHARDRUN_TRY": "1"}) == "Slurm job 4711, start 1, try 2"
 
 
-PRINTED = """
-import sys
-sys.path.insert(0, {home!r})
-from fsdp.dist.env import started_by
-print("AT", started_by())
-"""
-
-
-@pytest.mark.slurm
-@pytest.mark.parametrize(
-    ("typed", "found"),
-    [("{python} {file}", ["AT"]), ("srun --overlap --input=none -n2 {python} {file}", ["AT srun"] * 2)],
-)
-def test_a_command_in_a_shell_of_srun_is_no_rank_of_its_tasks(
-    typed: str, found: list[str], slurm: Cluster, tmp_path: Path
-) -> None:
-    """`srun -n 4 --pty bash`: its variables name four tasks, of which the shell alone is left."""
-    if shutil.which("script") is None:
-        pytest.skip("script is not installed (apt-get install bsdutils)")
-    file, lines = tmp_path / "printed.py", tmp_path / "typed"
-    file.write_text(PRINTED.format(home=str(REPOSITORY)))
-    lines.write_text(f"{typed.format(python=sys.executable, file=file)}\nexit\n")
-    shell = "script -qec 'srun -N1 -n4 --pty bash --norc -i' /dev/null"
-    said = slurm.run("bash", "-c", f"{shell} <{lines}", cwd=tmp_path, timeout_s=60).stdout
-    assert [line.strip() for line in said.splitlines() if line.startswith("AT")] == found, said
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs to be seen")
 def test_gpus_that_slurm_gave_and_torch_does_not_see_are_an_error() -> None:
     with pytest.raises(LaunchError, match=r"Slurm gave 2 GPUs on \S+, but torch 2\.\S+ sees none"):
@@ -138,9 +92,7 @@ def test_the_end_of_the_job(text: str, end: float | None) -> None:
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize(
-    "hosts", ["n1", "n[1-3]", "gpu[01-03,07],login", "rack[1-2]node[08-10]", "a,b[9-11],c7"]
-)
-def test_the_first_host_of_a_list_is_scontrols(hosts: str, slurm: Cluster) -> None:
-    first = slurm.run("scontrol", "show", "hostnames", hosts).stdout.split()[0]
-    assert env.slurm_rendezvous({**TASK, "SLURM_STEP_NODELIST": hosts})[0] == first
+def test_the_first_host_of_a_list_is_scontrols(slurm: Cluster) -> None:
+    for hosts in ("n1", "n[1-3]", "gpu[01-03,07],login", "rack[1-2]node[08-10]", "a,b[9-11],c7"):
+        first = slurm.run("scontrol", "show", "hostnames", hosts).stdout.split()[0]
+        assert env.slurm_rendezvous({**TASK, "SLURM_STEP_NODELIST": hosts})[0] == first

@@ -67,7 +67,7 @@ def test_the_log_is_one_file_with_ranks_in_front_and_beside_the_run(
 @pytest.mark.scenario("told")
 @pytest.mark.parametrize(("name", "reason"), [("deadline", "the deadline"), ("batch", "SIGUSR1")])
 def test_a_job_is_requeued_by_its_deadline_alone_and_by_a_signal_to_its_batch_shell(
-    outcome: dict[str, Left], name: str, reason: str, undisturbed: Undisturbed, netns: None
+    outcome: dict[str, Left], name: str, reason: str, undisturbed: Undisturbed
 ) -> None:
     job = outcome[name]
     check_finished(job, undisturbed.losses(1, 2) if name == "batch" else job.run.losses)
@@ -99,9 +99,7 @@ def test_a_second_job_on_the_run_directory_of_a_suspended_one_is_refused_and_wri
 
 @pytest.mark.long
 @pytest.mark.scenario("told")
-def test_a_job_that_scontrol_does_not_requeue_goes_on_as_a_new_one(
-    outcome: dict[str, Left], netns: None
-) -> None:
+def test_a_job_that_scontrol_does_not_requeue_goes_on_as_a_new_one(outcome: dict[str, Left]) -> None:
     first, second = outcome["unwilling"], outcome["new"]
     assert (first.state, first.restarts) == ("COMPLETED", 0), first.log
     assert "in its place: 'sbatch' '--dependency=afterany:" in first.log
@@ -177,9 +175,7 @@ def test_a_stopped_rank_is_named_across_nodes_and_the_job_goes_on_without_it(
 
 
 @pytest.mark.scenario("node_lost")
-def test_a_lost_node_is_left_out_of_the_next_start(
-    outcome: Left, undisturbed: Undisturbed, netns: None
-) -> None:
+def test_a_lost_node_is_left_out_of_the_next_start(outcome: Left, undisturbed: Undisturbed) -> None:
     check_finished(outcome, undisturbed.losses(1, 2))
     assert outcome.restarts == 1
     assert outcome.run.starts[1]["nodes"] == ["n1", "n3"]
@@ -188,7 +184,7 @@ def test_a_lost_node_is_left_out_of_the_next_start(
 
 @pytest.mark.long
 @pytest.mark.scenario("first_node_lost")
-def test_the_first_node_too_can_be_lost(outcome: Left, undisturbed: Undisturbed, netns: None) -> None:
+def test_the_first_node_too_can_be_lost(outcome: Left, undisturbed: Undisturbed) -> None:
     check_finished(outcome, undisturbed.losses(1, 2))
     assert outcome.run.starts[1]["nodes"] == ["n2", "n3"]
 
@@ -196,7 +192,7 @@ def test_the_first_node_too_can_be_lost(outcome: Left, undisturbed: Undisturbed,
 @pytest.mark.long
 @pytest.mark.scenario("orphans")
 def test_orphans_of_a_dead_slurmd_cannot_spoil_the_requeued_run(
-    outcome: Left, undisturbed: Undisturbed, netns: None
+    outcome: Left, undisturbed: Undisturbed
 ) -> None:
     """The later start of the job takes over; the orphans train on for a while, and may not save."""
     check_finished(outcome, undisturbed.losses(1, 2))
@@ -218,9 +214,7 @@ def test_where_node_names_do_not_resolve_the_nodes_meet_by_address(
 
 @pytest.mark.long
 @pytest.mark.scenario("network")
-def test_a_node_that_cannot_reach_the_first_is_named_within_the_time_out(
-    outcome: Network, netns: None
-) -> None:
+def test_a_node_that_cannot_reach_the_first_is_named_within_the_time_out(outcome: Network) -> None:
     assert outcome.unreachable.state == "FAILED"
     assert re.search(r"n2 cannot reach n1 within 3 s: 10\.99\.0\.1:\d+ no answer\.", outcome.unreachable.log)
     assert outcome.unreachable_after_s < 60
@@ -240,9 +234,7 @@ def test_a_dry_run_shows_each_node_and_the_command_and_trains_nothing(outcome: N
 
 @pytest.mark.long
 @pytest.mark.scenario("preflight")
-def test_a_preflight_looks_at_the_jobs_nodes_and_trains_nothing(
-    netns: None, outcome: dict[str, Left]
-) -> None:
+def test_a_preflight_looks_at_the_jobs_nodes_and_trains_nothing(outcome: dict[str, Left]) -> None:
     left = outcome["fit"]
     assert left.state == "COMPLETED", left.log
     for rank, node in enumerate(("n1", "n2")):
@@ -254,9 +246,7 @@ def test_a_preflight_looks_at_the_jobs_nodes_and_trains_nothing(
 
 @pytest.mark.long
 @pytest.mark.scenario("preflight")
-def test_a_node_that_falls_out_fails_the_job_and_is_written_for_sbatch(
-    netns: None, outcome: dict[str, Left]
-) -> None:
+def test_a_node_that_falls_out_fails_the_job_and_is_written_for_sbatch(outcome: dict[str, Left]) -> None:
     left = outcome["sick"]
     assert left.state == "FAILED", left.log
     assert "verdict: 1 node is not fit: sbatch --exclude=n2" in left.log
@@ -270,7 +260,7 @@ def test_a_node_that_falls_out_fails_the_job_and_is_written_for_sbatch(
 
 
 @pytest.mark.long
-def test_a_bare_srun_needs_no_script(tmp_path: Path, undisturbed: Undisturbed, netns: None) -> None:
+def test_a_bare_srun_needs_no_script(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """`srun python train.py`, one task a rank: the meeting place follows from Slurm's own variables. Each
     node's own name is 127.0.1.1 there, as on Debian.
     """

@@ -72,24 +72,11 @@ def test_a_run_that_has_saved_is_requeued_where_its_directory_cannot_be_read(
     assert f"{run.path} cannot be read or written: [Errno 5]" in capsys.readouterr().err
 
 
-def test_done_is_done(run: RunDir) -> None:
-    run.done.touch()
-    assert (judge(run).act, judge(run).code) == (Act.END, 0)
-    assert slurm_job.message(run, judge(run)) == "done: the run has all its steps."
-
-
 @pytest.mark.parametrize("reason", policy.SCHEDULERS_REASONS)
 def test_stopped_by_the_scheduler_goes_on_later(run: RunDir, reason: str) -> None:
     reach(run, 10)
     stopped(run, 10, reason)
     assert judge(run).act is Act.REQUEUE
-
-
-def test_a_job_without_requeue_says_that_it_is_not(run: RunDir) -> None:
-    reach(run, 10)
-    stopped(run, 10, "SIGUSR1")
-    said = slurm_job.message(run, judge(run, requeue=False))
-    assert said.startswith("stopped: SIGUSR1; this launcher does not requeue. Not requeued;")
 
 
 def test_an_error_that_would_come_again_is_final_with_its_own_code(
@@ -180,40 +167,6 @@ def test_an_error_is_tried_again_and_at_the_same_step_not_twice(
     )
 
 
-def test_a_crash_while_starting_is_no_second_one_at_the_last_step(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fail(run, monkeypatch, Kind.ERROR, 1)
-    reach(run, 20)
-    assert judge(run).act is Act.AGAIN
-    assert judge(run).act is Act.AGAIN, "no start of its own"
-    decision = judge(run, restart=1)
-    assert decision.act is Act.END
-    assert "before the first step of a start" in decision.why
-
-
-def test_a_rank_that_dies_without_a_message_has_one_more_start(run: RunDir) -> None:
-    acts = []
-    for _ in range(3):
-        reach(run, 20)
-        acts.append(judge(run))
-    assert [one.act for one in acts] == [Act.AGAIN, Act.AGAIN, Act.END]
-    assert acts[-1].code == 3
-
-
-def test_crashes_at_new_steps_leave_the_allocation_in_the_end(run: RunDir) -> None:
-    acts = []
-    for step in (10, 20, 30, 40):
-        reach(run, step)
-        acts.append(judge(run, restart=int(step == 40)).act)
-    assert acts == [Act.AGAIN, Act.AGAIN, Act.REQUEUE, Act.AGAIN]
-
-
-def test_nodes_that_met_once_and_do_not_now_are_requeued_a_few_times(run: RunDir) -> None:
-    acts = [judge(run, unmet=True).act for _ in range(policy.FAILED_RENDEZVOUS)]
-    assert acts == [Act.REQUEUE, Act.REQUEUE, Act.END]
-
-
 def test_begin_clears_the_marks_and_explains_a_start_without_an_end(run: RunDir, tmp_path: Path) -> None:
     reach(run, 30)
     for marker in (run.stopped, run.done):
@@ -242,3 +195,24 @@ def test_begin_takes_the_default_and_a_dry_run_touches_nothing(
 def test_begin_says_a_wrong_flag_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert slurm_job.main(["begin", "--", "--train.stepps", "3"]) == 2
     assert "did you mean --train.steps" in capsys.readouterr().err
+
+
+def test_the_job_s_own_history_is_what_counts(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deaths at one step, then crashes at new ones, one while starting, and missed meetings."""
+    acts = []
+    for step in (20, 20, 30, 40):
+        reach(run, step)
+        acts.append(judge(run, restart=int(step == 40)).act)
+    assert acts == [Act.AGAIN, Act.AGAIN, Act.REQUEUE, Act.AGAIN]
+    fail(run, monkeypatch, Kind.ERROR, 1)
+    assert judge(run, restart=1).act is Act.AGAIN, "no start of its own: before a first step"
+    decision = judge(run, restart=2)
+    assert decision.act is Act.END
+    assert "before the first step of a start" in decision.why
+    acts = [judge(run, unmet=True).act for _ in range(policy.FAILED_RENDEZVOUS)]
+    assert acts == [Act.REQUEUE, Act.REQUEUE, Act.END]
+    stopped(run, 40, "SIGUSR1")
+    said = slurm_job.message(run, judge(run, requeue=False))
+    assert said.startswith("stopped: SIGUSR1; this launcher does not requeue. Not requeued;")
+    run.done.touch()
+    assert slurm_job.message(run, judge(run)) == "done: the run has all its steps."
