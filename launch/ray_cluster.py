@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,8 +74,8 @@ SNAPSHOT = "checkpoint_manager_snapshot.json"
 """Ray's list of checkpoints in its storage."""
 
 
-def set_defaults() -> None:
-    for name, value in QUIET.items():
+def set_defaults(variables: Mapping[str, str] = QUIET) -> None:
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
@@ -162,10 +162,9 @@ def own_ray(section: RaySection) -> Iterator[OwnRay | None]:
     if section.address:
         yield None
         return
-    for name, value in OWN.items():
-        os.environ.setdefault(name, value)
+    set_defaults(OWN)
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
+        set_defaults({"RAY_AUTH_TOKEN": secrets.token_hex(16)})
     # a short path, for Ray's sockets
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp" if os.access("/tmp", os.W_OK) else "/dev/shm"))
     local = OwnRay(folder)

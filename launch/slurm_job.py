@@ -191,6 +191,7 @@ def _stops_without_a_step(events: Sequence[Event]) -> int:
 # ---------------------------------------------------------------- before the ranks
 
 
+MODES = ("--dry-run", "--preflight")
 STRATEGIES = ("ddp", "fsdp", "hsdp")
 REPEATED = (
     "partition=Partition account=Account qos=QOS time=TimeLimit cpus-per-task=CPUs/Task mem=MinMemoryNode "
@@ -220,7 +221,7 @@ def flags_of(words: Sequence[str]) -> list[str]:
             names = ", ".join(sorted(path.stem for path in HOME.glob("recipes/*.toml")))
             problem = f"{word} is not a strategy ({', '.join(STRATEGIES)}) or a recipe ({names})."
             raise ConfigError(problem, "sbatch slurm/fsdp.sbatch ddp")
-    return [*flags, *(word for word in rest if word not in ("--dry-run", "--preflight"))]
+    return [*flags, *(word for word in rest if word not in MODES)]
 
 
 def gpus_of(record: str) -> list[tuple[str, int]]:
@@ -260,6 +261,8 @@ def begin(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict
     """
     flags = flags_of(words)
     config = configuration.load(flags)
+    if (launcher := environ.get("SHARDRUN_LAUNCHER", "torchrun")) not in ("torchrun", "srun", "ray"):
+        raise ConfigError(f"LAUNCHER={launcher} is no launcher.", "LAUNCHER=torchrun, srun or ray")
     record, job = environ.get("SHARDRUN_RECORD", ""), environ.get("SHARDRUN_JOB", "0")
     ranks, gpus = ranks_and_gpus(environ, on_cpu=config.run.device == "cpu")
     run = open_run(config.run.dir or f"runs/{environ.get('SLURM_JOB_NAME', 'job')}-{job}")
@@ -276,9 +279,10 @@ def begin(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict
     gres = [f"--gres=gpu:{gpus}"] if gpus else []
     repeated = (pair.split("=") for pair in REPEATED.split())
     options = {option: field(record, name, "0") for option, name in repeated}
-    launcher, script = environ.get("SHARDRUN_LAUNCHER", "torchrun"), field(record, "Command")
+    script = field(record, "Command")
     return {
         "SHARDRUN_RUN": str(run.path),
+        "SHARDRUN_MODE": next((word[2:] for word in words if word in MODES), "train"),
         "SHARDRUN_RANKS_PER_NODE": str(ranks),
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(threads),
         "flags": flags,
@@ -316,34 +320,30 @@ def _link_log(run: RunDir, log: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m launch.slurm_job", description=__doc__.splitlines()[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    # what it does not know is a flag of train.py, --help too, which would be no run directory
-    commands.add_parser("begin", add_help=False, allow_abbrev=False)
-    judging = commands.add_parser("judge")
-    judging.add_argument("run")
-    judging.add_argument("--job", required=True)
-    judging.add_argument("--restart", type=int, default=0)
-    judging.add_argument("--code", type=int, required=True, help="the exit code of the ranks' job step")
+    parser = argparse.ArgumentParser(prog="python -m launch.slurm_job judge")
+    parser.add_argument("run")
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--restart", type=int, default=0)
+    parser.add_argument("--code", type=int, required=True, help="the exit code of the ranks' job step")
     # the rendezvous failed; the ranks cannot start again in this allocation
     for flag in ("--unmet", "--no-again"):
-        judging.add_argument(flag, action="store_true")
+        parser.add_argument(flag, action="store_true")
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options, words = _parser().parse_known_args(argv)
+def main(argv: Sequence[str]) -> int:
+    command, *words = argv
     try:
-        if options.command == "begin":
+        if command == "begin":
             variables = begin([word for word in words if word != "--"])
             print("\n".join(as_bash(name, value) for name, value in variables.items()))
             return 0
-        run, start = open_run(options.run), {name: vars(options)[name] for name in ("job", "restart", "code")}
-        record = os.environ.get("SHARDRUN_RECORD", "")
+        options = vars(_parser().parse_args(words))
+        run, record = open_run(options.pop("run")), os.environ.get("SHARDRUN_RECORD", "")
         # in the shell of salloc there is no batch script to requeue
         requeue = not record or (" Requeue=1" in record and " BatchFlag=1" in record)
-        allocation = Allocation(requeue=requeue, again=not options.no_again)
-        decision = judge(run, **start, allocation=allocation, unmet=options.unmet)
+        allocation = Allocation(requeue=requeue, again=not options.pop("no_again"))
+        decision = judge(run, **options, allocation=allocation)
     except ShardrunError as error:
         print_line(str(error))
         return error.exit_code
@@ -351,18 +351,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return {Act.REQUEUE: REQUEUE, Act.AGAIN: AGAIN, Act.END: decision.code}[decision.act]
 
 
+NEXT = {Act.REQUEUE: "To be requeued.", Act.AGAIN: "Again, in the same allocation."}
+
+
 def message(run: RunDir, decision: Decision) -> str:
     """One line for the job's log."""
     if decision == DONE:
         return "done: the run has all its steps."
-    if decision.act is Act.REQUEUE:
-        return f"{decision.why}. To be requeued."
-    if decision.act is Act.AGAIN:
-        return f"{decision.why}. Again, in the same allocation."
+    if decision.act in NEXT:
+        return f"{decision.why}. {NEXT[decision.act]}"
     next_start = f"the same command with --run.dir {shlex.quote(str(run.path))} continues"
-    if not decision.hint:
-        return f"{decision.why}. Not requeued; {next_start}."
-    return f"{decision.why}: no restart. HINT: {decision.hint}; {next_start}"
+    end = f": no restart. HINT: {decision.hint}; {next_start}" if decision.hint else ""
+    return f"{decision.why}{end}" if end else f"{decision.why}. Not requeued; {next_start}."
 
 
 # ---------------------------------------------------------------- launch.submit
@@ -388,4 +388,4 @@ class SubmittedRun:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -36,15 +36,8 @@ if TYPE_CHECKING:  # --help works without it
     import submitit
 
 HOME = Path(__file__).resolve().parent.parent
-REPLACED = {
-    **dict.fromkeys(("ntasks-per-node", "ntasks"), "--tasks-per-node 8"),
-    "job-name": "--name NAME",
-    "signal": "--signal-s 120",
-    "test-only": "--dry-run",
-    **dict.fromkeys(("output", "error"), "leave it out: the log of each rank is RUN/logs/JOBID_RANK_log.out"),
-    **dict.fromkeys(("array", "wait", "wrap"), "sbatch slurm/fsdp.sbatch has it: docs/slurm.md"),
-}
-"""Options of sbatch that launch.submit sets itself, with what to type instead."""
+REPLACED = ("ntasks", "ntasks-per-node", "output", "error", "array")
+"""Options of sbatch that launch.submit sets itself, or cannot have."""
 GPUS = ("gres", "gpus", "gpus-per-task", "gpus-per-socket")
 """Requests for GPUs that do not determine the number of ranks."""
 
@@ -82,7 +75,8 @@ def read_options(words: Sequence[str], tasks_per_node: int = 0) -> dict[str, str
         if not word.startswith("--") or name == "config" or "." in name:
             raise ConfigError(f"{word} is no option of sbatch.", f"train.py's flags follow `--`: -- {word} …")
         if name in REPLACED:
-            raise ConfigError(f"--{name} is set by launch.submit.", REPLACED[name])
+            hint = "--tasks-per-node 8 sets the ranks; arrays: sbatch --array=0-3 slurm/fsdp.sbatch"
+            raise ConfigError(f"--{name} is not for launch.submit.", hint)
         if not equals and rest and not rest[0].startswith("-"):
             equals, value = "=", rest.pop(0)
         # one rank would train on the first of several GPUs

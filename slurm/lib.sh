@@ -32,7 +32,7 @@ field() { grep -m 1 -oP " $1=\K\S+" <<<"$record"; }
 
 # Sets record, nodes, mode, run, flags, node_gpus and again, exports what Python needs, and prints the job and its nodes.
 job_begin() {
-    local word began=$SECONDS variables venv node restart
+    local began=$SECONDS variables venv node restart
     trap : TERM
     # `#SBATCH --signal=B:USR1@N` and `scancel --batch` reach this shell alone: srun passes it on to the ranks
     trap 'kill -USR1 $(jobs -p) 2>/dev/null || :' USR1 USR2
@@ -64,15 +64,8 @@ job_begin() {
     # newer versions of Slurm set it, and sbatch passes on another job's
     [ -z "$record" ] || SLURM_JOB_END_TIME=$(date -d "$(field EndTime)" +%s 2>/dev/null) || SLURM_JOB_END_TIME=
     export SLURM_RESTART_COUNT=$restart SLURM_JOB_END_TIME
-    case $SHARDRUN_LAUNCHER in
-    torchrun | srun) ;;
-    # the subshell that waits for the driver forwards it, as USR1
-    ray) trap 'kill -TERM $(jobs -p) 2>/dev/null || :' TERM ;;
-    *) die "LAUNCHER=$LAUNCHER is no launcher. HINT: LAUNCHER=torchrun, srun or ray" ;;
-    esac
-    for word; do
-        [[ $word != --dry-run && $word != --preflight ]] || SHARDRUN_MODE=${word#--}
-    done
+    # the subshell that waits for Ray's driver forwards it, as USR1
+    [ "$SHARDRUN_LAUNCHER" != ray ] || trap 'kill -TERM $(jobs -p) 2>/dev/null || :' TERM
     mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     node=$(scontrol show node -o "${nodes[0]}") || node=
     # for networks without name resolution, the address that Slurm uses for the first node
@@ -105,9 +98,9 @@ on_nodes() {
 # The nodes connect before training: exports MASTER_ADDR, MASTER_PORT and a token that is new at each start. Nodes that
 # never met are a configuration error and end the job; nodes that met before have lost one and are requeued.
 meet_or_leave() {
-    local try=$1 seed said names
-    names=$(printf ',%s' "${nodes[@]}")
-    export SHARDRUN_NODES=${names#,} SHARDRUN_HOSTS=${RDZV_HOST:-${nodes[0]},$address}
+    local try=$1 seed said
+    SHARDRUN_NODES=$(IFS=, && echo "${nodes[*]}")
+    export SHARDRUN_NODES SHARDRUN_HOSTS=${RDZV_HOST:-${nodes[0]},$address}
     export SHARDRUN_TIMEOUT_S=${RDZV_TIMEOUT_S:-60} SHARDRUN_TRY=$try
     export SHARDRUN_TOKEN=$SHARDRUN_JOB-$SLURM_RESTART_COUNT-$try
     seed=$((SLURM_JOB_ID * 31 + SLURM_RESTART_COUNT * 7 + try))

@@ -28,7 +28,7 @@ from tests.slurm.scenarios import submit as submitted
         ("-- --train.stepps 3", "did you mean --train.steps"),
         ("-- --backend ray", "--backend ray starts the ranks, and so does launch.submit."),
         ("--ntasks-per-node=4", "HINT: --tasks-per-node 8"),
-        ("--array=1-3", "--array is set by launch.submit. HINT: sbatch slurm/fsdp.sbatch has it"),
+        ("--array=1-3", "arrays: sbatch --array=0-3 slurm/fsdp.sbatch"),
         ("--gres=gpu:8", "HINT: --tasks-per-node 8, or --gpus-per-node 8 in its place"),
     ],
 )
