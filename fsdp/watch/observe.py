@@ -301,6 +301,8 @@ def _in_brief(group: str, recorded: Sequence[Mapping[str, Any]]) -> GroupCalls:
 
 # ---------------------------------------------------------------- the ranks of a node
 
+COUNTS = ("cpu_s", "process_cpu_s", "starved_s", "io_bytes")
+"""Of an Observation: the kernel's counts since the last move."""
 ANSWER_S = 1.0
 THREAD_LINE = re.compile(r"^(Current thread|Thread) 0x", re.MULTILINE)
 FRAME_LINE = re.compile(r'^ +File "(.*)", line (\d+|\?\?\?) in (.*)\n', re.MULTILINE)
@@ -323,7 +325,7 @@ class LocalRank:
         self._address, self.page = address, status_page.attach(page)
         self.page.numbers[status_page.MONITOR] = os.getpid()
         self.stacks = os.fdopen(stacks, encoding="utf-8", errors="replace")
-        self.seen = Observation(rank, node, int(self.page.numbers[status_page.PID]))
+        self.seen = self._unseen = Observation(rank, node, int(self.page.numbers[status_page.PID]))
         process = proc.stat(self.seen.pid)
         # a process id may be used again
         self._start_ticks = process.start_ticks if process is not None else ""
@@ -354,21 +356,16 @@ class LocalRank:
         if progress != self._progress:
             self._progress, self._moved_at, self._counts_at_move = progress, now, self._counts
             self._answer = {}
-        since = [count - before for count, before in zip(self._counts, self._counts_at_move, strict=True)]
+        counts = zip(COUNTS, self._counts, self._counts_at_move, strict=True)
         page = status_page.read(numbers)
         page["spent"]["starved"] = self._counts[2]
-        self.seen = Observation(
-            self.seen.rank,
-            self.seen.node,
-            pid,
+        self.seen = replace(
+            self._unseen,
             alive=alive,
             state=state,
             still_s=now - self._moved_at,
-            cpu_s=since[0],
-            process_cpu_s=since[1],
-            starved_s=since[2],
-            io_bytes=since[3],
             failure=self.page.read_failure(),
+            **{name: count - before for name, count, before in counts},
             **page,
             **(self._answer if alive else self._end(now)),
         )
@@ -397,7 +394,7 @@ class LocalRank:
         """
         if not self.seen.alive or self.seen.over or self.seen.stopped:
             return None
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(ANSWER_S)
         try:
             connection.connect(self._address)
