@@ -359,13 +359,13 @@ class LocalRank:
         counts = zip(COUNTS, self._counts, self._counts_at_move, strict=True)
         page = status_page.read(numbers)
         page["spent"]["starved"] = self._counts[2]
+        page |= {name: count - before for name, count, before in counts}
         self.seen = replace(
             self._unseen,
             alive=alive,
             state=state,
             still_s=now - self._moved_at,
             failure=self.page.read_failure(),
-            **{name: count - before for name, count, before in counts},
             **page,
             **(self._answer if alive else self._end(now)),
         )
