@@ -169,7 +169,7 @@ class Bench:
         """Until nothing is in flight, on no rank."""
         for saver in self.theirs.values():
             saver.finish()
-        job = self.ours._flight
+        job = self.ours.flight
         if job is not None:
             job.done.wait()
         self.ours.sealed()

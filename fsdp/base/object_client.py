@@ -94,10 +94,6 @@ def impatient() -> Iterator[None]:
         _IMPATIENT.clear()
 
 
-def last_request_failed() -> bool:
-    return _FAILED.is_set()
-
-
 def check_worth_trying(what: str) -> None:
     """Raises OSError while a failed run ends and the last request failed."""
     if _IMPATIENT.is_set() and _FAILED.is_set():

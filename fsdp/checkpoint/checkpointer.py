@@ -90,8 +90,9 @@ class Checkpointer:
         self._shared_checked = False
         self._tier: LocalTier | None = None
         self._saver = Saver(self._build_sealing(), env.device, staging_memory)
-        self._flight: SaveJob | None = None
-        self._ended: list[Sealed] = []
+        self.flight: SaveJob | None = None
+        """The last save, from its call; `before_update` and `sealed` do nothing without one."""
+        self.ended: list[Sealed] = []
         self._failed_before = False
         self._save_seconds = 0.0
         self._folders: list[str] | None = None
@@ -126,7 +127,7 @@ class Checkpointer:
         if not self._save_seconds:
             size = sum(piece.nbytes for piece in job.snapshot.pieces)
             self._save_seconds = 1.0 + size / GUESSED_BYTES_PER_S
-        self._flight = job
+        self.flight = job
         self._saver.put(job)
         waits = wait or self._section.mode == "blocking"
         if waits:
@@ -137,7 +138,7 @@ class Checkpointer:
 
     def before_update(self) -> None:
         """Delays the optimizer until the save's copy is made. On CUDA its stream waits, the host does not."""
-        job = self._flight
+        job = self.flight
         if job is None or job.settled:
             return
         started = time.perf_counter()
@@ -148,9 +149,9 @@ class Checkpointer:
 
     def sealed(self) -> list[Sealed]:
         """The saves sealed since the last call. A failed save is logged here, once; the run continues."""
-        if self._flight is not None and self._flight.done.is_set():
-            self._settle(self._flight)
-        done, self._ended = self._ended, []
+        if self.flight is not None and self.flight.done.is_set():
+            self._settle(self.flight)
+        done, self.ended = self.ended, []
         return done
 
     @property
@@ -185,7 +186,7 @@ class Checkpointer:
 
     def _finish(self, must: bool = False) -> None:
         """Waits for the save in flight. All ranks are at the same step, so all of them raise or none does."""
-        job, self._flight = self._flight, None
+        job, self.flight = self.flight, None
         if job is None:
             return
         if not job.done.wait(TOLD_AFTER_S):
@@ -211,7 +212,7 @@ class Checkpointer:
         job.settled = True
         step, path, failure, doubt = outcome.step, outcome.path, outcome.failure, outcome.doubt
         if not failure:
-            self._ended.append(Sealed(step, path, job.stall_s, outcome.write_s, outcome.bytes))
+            self.ended.append(Sealed(step, path, job.stall_s, outcome.write_s, outcome.bytes))
             self._save_seconds = job.stall_s + outcome.write_s
         if self._env.is_main and failure:
             then = "" if outcome.fatal else " The run continues."

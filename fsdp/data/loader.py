@@ -8,6 +8,7 @@ computes. Not here: the order (fsdp/data/cursor.py).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -66,8 +67,12 @@ class Loader:
         pin: bool = False,
         device: torch.device | None = None,
         source_of: Callable[[np.ndarray], Tensor] | None = None,
+        about: Callable[[int], tuple[int, float | None]] = lambda step: (0, None),
     ) -> None:
-        """Batches are copied to `device` while they are read ahead; None leaves them on the host."""
+        """Batches are copied to `device` while they are read ahead; None leaves them on the host. `about`
+        gives the seed and the epoch of a step's batch.
+        """
+        self._about = about
         self.samples, self.cursor, self._source_of = samples, cursor, source_of
         self.micro_batch, self.accumulation, self.rank = micro_batch, accumulation, rank
         self._pin = pin
@@ -91,7 +96,9 @@ class Loader:
         indices = self.cursor.indices(step)
         spare = int(indices[0])
         parts = slices(indices, self.rank, self.accumulation)
-        batch = StepBatch([self._micro(step, part, spare) for part in parts], len(indices))
+        batch = StepBatch(
+            [self._micro(step, part, spare) for part in parts], len(indices), *self._about(step)
+        )
         return batch if self._prefetch is None else self._prefetch.send(batch)
 
     def _micro(self, step: int, part: np.ndarray, spare: int) -> Batch:
@@ -248,7 +255,7 @@ class DevicePrefetch:
         # A new thread's current device is 0, whatever the process has chosen.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             moved = [micro.to(self._device) for micro in batch.micro]
-            return StepBatch(moved, batch.samples, self._stream.record_event())
+            return dataclasses.replace(batch, micro=moved, arrived=self._stream.record_event())
 
     def receive(self, batch: StepBatch) -> StepBatch:
         computing = torch.cuda.current_stream(self._device)

@@ -117,6 +117,10 @@ class StepBatch:
 
     micro: list[Batch]
     samples: int
+    seed: int = 0
+    """Of the random streams of this rank's step."""
+    epoch: float | None = None
+    """Epochs complete after the step, with their fraction; None for a stream."""
     arrived: Any = None
     """On CUDA, the event after which its tensors may be read (fsdp/data/loader.py)."""
 

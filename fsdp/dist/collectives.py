@@ -69,13 +69,17 @@ class Sum:
             if dist.get_world_size() > 1:
                 self._work = dist.all_reduce(self.tensor, group=self._group, async_op=True)
 
-    @announces(Activity.RANKS)
     def wait(self) -> Tensor:
-        self._start()
+        if not self._started:
+            self._start()
         if self._work is not None:
-            self._work.wait()
-            self._work = None
+            self._wait()
         return self.tensor
+
+    @announces(Activity.RANKS)
+    def _wait(self) -> None:
+        self._work.wait()
+        self._work = None
 
 
 def sum_over_ranks(*numbers: float) -> list[float]:

@@ -74,14 +74,14 @@ class Stopper:
         section: StopSection,
         env: DistEnv,
         run_dir: Path,
-        reporter_reason: Callable[[], str | None],
+        reporter_reason: Callable[[], str | None] | None,
         *,
         end_time: float | None = None,
         every_minutes: float = 0.0,
         save_seconds: Callable[[], float] = lambda: 0.0,
         process_ends: bool = False,
     ) -> None:
-        self._process_ends = process_ends
+        self._process_ends, self._main = process_ends, env.is_main
         self._env, self._reporter_reason, self._save_seconds = env, reporter_reason, save_seconds
         self._file = run_dir / "STOP"
         self._blind = False
@@ -139,7 +139,7 @@ class Stopper:
     def _vote(self, signature: int) -> Sum:
         """Starts the sum of this rank's numbers: step, save due, signature and its square, each reason."""
         reason = self._reason()
-        due = self._env.is_main and self._every_s > 0 and time.monotonic() - self._last_save >= self._every_s
+        due = self._main and self._every_s > 0 and time.monotonic() - self._last_save >= self._every_s
         asked = [int(known is reason) for known in REASONS]
         return Sum(torch.tensor([self._step, int(due), signature, signature**2, *asked], dtype=torch.int64))
 
@@ -161,15 +161,15 @@ class Stopper:
         if self._signals.first is not None:
             return StopReason[self._signals.first.name]
         now = time.monotonic()
-        looks = self._env.is_main and now - self._checked >= FILE_CHECK_S
+        looks = self._main and now - self._checked >= FILE_CHECK_S
         if self._file_seen or (looks and self._sees_file()):
             return StopReason.STOP_FILE
         # whether the end of the next step would leave too little time for a save
-        needed = 1.5 * self._save_seconds() + 2 * self._step_s + MARGIN_S
-        if self._ends is not None and now + needed >= self._ends:
+        if self._ends is not None and (
+            now + 1.5 * self._save_seconds() + 2 * self._step_s + MARGIN_S >= self._ends
+        ):
             return StopReason.DEADLINE
-        asked = self._reporter_reason()
-        if asked is not None:
+        if self._reporter_reason is not None and (asked := self._reporter_reason()) is not None:
             log.info("the launcher requests a stop: %s", asked)
             return StopReason.LAUNCHER
         return None

@@ -17,7 +17,6 @@ no device (fsdp/config/checks_memory.py).
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from functools import partial
@@ -303,21 +302,14 @@ def _check_views(views: list[tuple[str, Tensor, int]], output: object) -> None:
 # ---------------------------------------------------------------- errors of a forward
 
 
-@contextlib.contextmanager
-def explained(root: nn.Module) -> Iterator[None]:
-    """Context in which a forward that does not fit its data, or cannot be recomputed, raises a
-    ConfigError.
+def explained(error: Exception, root: nn.Module) -> Exception:
+    """The ConfigError for a forward that does not fit its data, or cannot be recomputed; others as they
+    are.
     """
-    try:
-        yield
-    except (IndexError, RuntimeError) as error:
-        from fsdp.parallel.activations import refused_recomputation
+    from fsdp.parallel.activations import refused_recomputation
 
-        refused = refused_recomputation(error) or refused_attention(error) or misfit(error, root)
-        refused = refused or _refused_parameter(error, root)
-        if refused is None:
-            raise
-        raise refused from error
+    refused = refused_recomputation(error) or refused_attention(error) or misfit(error, root)
+    return refused or _refused_parameter(error, root) or error
 
 
 def _refused_parameter(error: Exception, root: nn.Module) -> ConfigError | None:

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -106,15 +107,13 @@ class Sharded:
     reduced: bool = field(default=False, init=False)
     """Whether a last micro-batch has ended since the caller of the model set it to False."""
     runs: nn.Module = field(init=False)
+    divisor: float = field(init=False)
+    """The divisor of a reduction's sum over ranks: the loss is multiplied by it."""
     _last_set: bool | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.runs = self.root
-
-    @property
-    def divisor(self) -> float:
-        """The divisor of a reduction's sum over ranks: the loss is multiplied by it."""
-        return self.divides_by or self.sizes.ranks
+        self.divisor, self._alone = self.divides_by or self.sizes.ranks, self.sizes.ranks == 1
 
     @functools.cached_property
     def replicated(self) -> list[nn.Parameter]:
@@ -137,19 +136,8 @@ class Sharded:
         """Context of one forward and its backward; communication that the last micro-batch makes
         unnecessary is skipped.
         """
-        if isinstance(self.runs, DistributedDataParallel):
-            quiet = self.accumulate == "last" and not last
-            with (
-                self.runs.no_sync() if quiet else contextlib.nullcontext(),
-                self._autocast(),
-                explained(self.root),
-            ):
-                yield
-            if not quiet:
-                self._check_reduced(self.runs)
-            self.reduced |= last
-            return
-        if isinstance(self.root, FSDPModule) and last is not self._last_set:
+        ddp = isinstance(self.runs, DistributedDataParallel)
+        if not ddp and isinstance(self.root, FSDPModule) and last is not self._last_set:
             # Set once if each micro-batch is the last: the setters walk all modules.
             self._last_set = last
             self.root.set_is_last_backward(last)
@@ -159,11 +147,27 @@ class Sharded:
                 self.root.set_requires_all_reduce(last)
             if self.keep_gathered:
                 self.root.set_reshard_after_backward(last)
-        with explained(self.root):
-            yield
+        try:
+            if isinstance(self.runs, DistributedDataParallel):
+                quiet = self.accumulate == "last" and not last
+                with self.runs.no_sync() if quiet else contextlib.nullcontext(), self._autocast():
+                    yield
+                if not quiet:
+                    self._check_reduced(self.runs)
+            else:
+                yield
+        except (IndexError, RuntimeError) as error:
+            self._explain(error)
         if last:
-            self._average_replicated()
+            if not (self._alone or ddp):
+                average_scalars(self.replicated, self.divisor)
+                average_gradients(self.named_whole, self.divisor)
             self.reduced = True
+
+    def _explain(self, error: Exception) -> NoReturn:
+        if (refused := explained(error, self.root)) is error:
+            raise error
+        raise refused from error
 
     def _check_reduced(self, runs: DistributedDataParallel) -> None:
         """After a backward: a parameter without a gradient leaves its bucket unreduced on this rank, and
@@ -197,11 +201,13 @@ class Sharded:
         self.root.eval()
         ddp = isinstance(self.runs, DistributedDataParallel)
         try:
-            with torch.no_grad(), self._autocast() if ddp else contextlib.nullcontext(), explained(self.root):
+            with torch.no_grad(), self._autocast() if ddp else contextlib.nullcontext():
                 yield
             for module in self.root.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()  # its own group alone
+        except (IndexError, RuntimeError) as error:
+            self._explain(error)
         finally:
             self.root.train(modes[0][1])  # a module's own train() may do more than set the mode
             for module, training in modes:
@@ -211,11 +217,6 @@ class Sharded:
     def called(self) -> nn.Module:
         """The module to call. DDP's wrapper would synchronise buffers in evaluation."""
         return self.runs if self.root.training else self.root
-
-    def _average_replicated(self) -> None:
-        if self.sizes.ranks > 1:
-            average_scalars(self.replicated, self.divisor)
-            average_gradients(self.named_whole, self.divisor)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -182,7 +182,8 @@ class Recorder:
             except Exception as error:  # a full disk, a server that is away, an error in a user's sink
                 losses.add(step, error)
             else:
-                losses.end(step)
+                if losses.count:
+                    losses.end(step)
 
     def close(self) -> None:
         Console.clear_live()

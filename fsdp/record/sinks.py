@@ -99,20 +99,20 @@ class Losses:
     """Consecutive lost records of one sink, which the log names by `label`. The run continues."""
 
     def __init__(self, label: str) -> None:
-        self._label, self._count = label, 0
+        self._label, self.count = label, 0
 
     def add(self, step: int, reason: object, count: int = 1) -> None:
-        if not self._count:
+        if not self.count:
             log.warning("step %d: %s cannot write: %s. The run continues", step, self._label, _line(reason))
-        self._count += count
+        self.count += count
 
     def end(self, step: int) -> None:
-        if self._count:
-            log.warning("step %d: %s writes again, %d records are lost", step, self._label, self._count)
-        self._count = 0
+        if self.count:
+            log.warning("step %d: %s writes again, %d records are lost", step, self._label, self.count)
+        self.count = 0
 
     def not_closed(self, error: Exception) -> None:
-        log.warning("%s cannot be closed: %s. %d records are lost", self._label, _line(error), self._count)
+        log.warning("%s cannot be closed: %s. %d records are lost", self._label, _line(error), self.count)
 
 
 def _line(reason: object) -> object:

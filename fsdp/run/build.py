@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp.base import devices
 from fsdp.base.errors import CheckpointError, ConfigError, exception_line, first_line
-from fsdp.base.object_client import impatient, is_url, last_request_failed, without_secrets
+from fsdp.base.object_client import impatient, is_url, without_secrets
 from fsdp.base.phases import Ending, Phases
 from fsdp.base.torch_private.core import fake_forward
 from fsdp.checkpoint import Checkpointer
@@ -28,9 +28,10 @@ from fsdp.checkpoint.checkpointer import Restored
 from fsdp.checkpoint.store import lock_place, open_store
 from fsdp.config import Config, config_hash
 from fsdp.data import DataSet, Loader
+from fsdp.data.cursor import stream_key
 from fsdp.dist import collectives, preflight
 from fsdp.dist.env import DistEnv, check_torch, end_time, set_allocator, unused_allocation
-from fsdp.dist.mesh import build_mesh, data_rank
+from fsdp.dist.mesh import MeshSizes, build_mesh, data_rank
 from fsdp.dist.process_group import process_group
 from fsdp.dist.stop import Stopper
 from fsdp.memory.account import OomContext
@@ -46,7 +47,7 @@ from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import Sharded, replicate, shard_model
 from fsdp.record.console import Console, set_up_logging
 from fsdp.record.recorder import Recorder
-from fsdp.record.sinks import Reporter, build_sinks, check_sinks
+from fsdp.record.sinks import NoReporter, Reporter, build_sinks, check_sinks
 from fsdp.run import weights
 from fsdp.run.job import Job, trained_model
 from fsdp.run.summary import Planned, steps_line
@@ -57,6 +58,8 @@ from fsdp.rundir.paths import RunDir, writing
 from fsdp.watch.replica_checks import SpikeRecorder, make_deterministic
 
 if TYPE_CHECKING:
+    from fsdp.checkpoint.pretrained import PretrainedWeights
+    from fsdp.models import ModelSpec
     from fsdp.parallel.nvme import NvmeFiles
     from fsdp.parallel.offload import HostStates
 
@@ -136,21 +139,8 @@ def _release(held: list[Locks]) -> None:
 
 def record_failure(start: RunStart, step: int, error: BaseException) -> None:
     """In the history, while this start still has the run directory."""
-    if start.env.is_main and _may_record(start.locks):
+    if start.env.is_main and (start.locks is None or start.locks.lost is None):
         history.record_end(start.run, step=step, why=exception_line(error), how=Ending.FAILED)
-
-
-def _may_record(locks: Locks | None) -> bool:
-    """Whether this start still has the run directory; if its locks cannot be read, as it was last known."""
-    if locks is None:
-        return True
-    if last_request_failed():  # asking again takes a minute and a half, and a launcher kills rank 0 meanwhile
-        return locks.lost is None
-    try:
-        return locks.lost_now() is None
-    except OSError as error:
-        log.warning("the lock of this run cannot be read: %s", error)
-        return locks.lost is None
 
 
 # ---------------------------------------------------------------- model, optimizer, data
@@ -195,44 +185,74 @@ def host_states(start: RunStart, model: Sharded) -> HostStates | None:
     return HostStates(start.config.optim, model.dtypes.master, start.env.device)
 
 
-def checkpointer(start: RunStart, files: NvmeFiles | None) -> Checkpointer:
-    config = start.config
+def checkpointer(
+    config: Config,
+    env: DistEnv,
+    run: RunDir,
+    sizes: MeshSizes,
+    locks: Locks | None,
+    files: NvmeFiles | None = None,
+) -> Checkpointer:
     return Checkpointer(
         config.checkpoint,
-        start.run.path,
-        start.env,
-        start.job.sizes,
+        run.path,
+        env,
+        sizes,
         config_hash=config_hash(config),
-        locks=start.locks,
+        locks=locks,
         staging_memory=files,
     )
 
 
-def fill_weights(start: RunStart, model: Sharded, saves: Checkpointer, files: NvmeFiles | None) -> None:
-    """Makes meta weights real; for a restored run only allocates them. Collective."""
-    config, job = start.config, start.job
-    folder_read = weights.reads_folder(config, job.spec)
+def real_weights(
+    config: Config,
+    model: Sharded,
+    spec: ModelSpec,
+    rank: int,
+    *,
+    pretrained: Callable[[], PretrainedWeights] | None = None,
+    files: NvmeFiles | None = None,
+    restored: bool = False,
+    later_too: bool = False,
+) -> None:
+    """Makes meta weights real; for a restored run only allocates them. Collective. `later_too`: forwards
+    after the first are checked as well.
+    """
     materialize(
         model,
-        spec=job.spec,
+        spec=spec,
         seed=config.run.seed,
         init=config.model.init,
-        rank=start.env.rank,
+        rank=rank,
         weights=partial(weights.open_state, config) if weights.names_state(config) else None,
-        pretrained=(lambda: weights.open_folder(config, job.spec, quiet=not start.env.is_main))
-        if folder_read
-        else None,
+        pretrained=pretrained,
         rest_device=torch.device("cpu") if config.memory.cpu_offload else None,
         nvme_files=files,
-        # A checkpoint of adapters alone has no frozen weights.
-        restored=not config.lora.rank and saves.has_checkpoint(),
+        restored=restored,
     )
     if files is not None:
         files.watch()
-    check_first_forward(model.root, model.compiled, gathers_own=bool(config.comm.all_gather))
+    gathers_own = bool(config.comm.all_gather)
+    check_first_forward(model.root, model.compiled, gathers_own=gathers_own, later_too=later_too)
     replicate(model)
-    saves.base = weights.maybe_base(config, job.spec, job.dtypes, model.root)
-    saves.pretrained = weights.saved_as(config, job.spec)
+
+
+def fill_weights(start: RunStart, model: Sharded, saves: Checkpointer, files: NvmeFiles | None) -> None:
+    """The run's initial weights, or memory for those of its checkpoint. Collective."""
+    config, spec = start.config, start.job.spec
+    folder = partial(weights.open_folder, config, spec, quiet=not start.env.is_main)
+    real_weights(
+        config,
+        model,
+        spec,
+        start.env.rank,
+        pretrained=folder if weights.reads_folder(config, spec) else None,
+        files=files,
+        # A checkpoint of adapters alone has no frozen weights.
+        restored=not config.lora.rank and saves.has_checkpoint(),
+    )
+    saves.base = weights.maybe_base(config, spec, start.job.dtypes, model.root)
+    saves.pretrained = weights.saved_as(config, spec)
     if config.train.evaluate_only and saves.has_checkpoint():
         run = start.run.path
         raise ConfigError(
@@ -288,7 +308,11 @@ def check_saves_are_there(config: Config, env: DistEnv, run: RunDir, saves: Chec
 
 
 def loader(start: RunStart, job: Job) -> Loader:
-    section, env = start.config.data, start.env
+    section, env, seed = start.config.data, start.env, start.config.run.seed
+
+    def about(step: int) -> tuple[int, float | None]:
+        return stream_key(seed, step + 1, env.rank) % 2**63, job.epoch_at(step + 1)
+
     return Loader(
         job.data.train,
         job.cursor,
@@ -300,6 +324,7 @@ def loader(start: RunStart, job: Job) -> Loader:
         pin=env.device.type == "cuda",
         device=env.device,
         source_of=None if job.data.sources is None else job.data.sources.of_train,
+        about=about,
     )
 
 
@@ -311,7 +336,7 @@ def stopper(start: RunStart, saves: Checkpointer) -> Stopper:
         start.config.stop,
         start.env,
         start.run.path,
-        start.reporter.should_stop,
+        None if isinstance(start.reporter, NoReporter) else start.reporter.should_stop,
         end_time=end_time(),
         every_minutes=start.config.checkpoint.every_minutes,
         save_seconds=lambda: saves.save_seconds,

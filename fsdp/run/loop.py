@@ -24,7 +24,6 @@ from fsdp.run.job import prepare, resumed, trained_model
 from fsdp.run.summary import describe, maybe_planned
 from fsdp.run.training_loop import TrainingLoop
 from fsdp.watch.rank import Watch
-from fsdp.watch.replica_checks import ReplicaChecks
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ def _set_up(start: build.RunStart, oom: OutOfMemoryHandler, parts: ExitStack) ->
     loss_function = build.loss_function(start, model)
     sharded = build.sharded(start, model)
     files = build.nvme_files(start, sharded)
-    checkpointer = build.checkpointer(start, files)
+    checkpointer = build.checkpointer(config, env, start.run, job.sizes, start.locks, files)
     build.fill_weights(start, sharded, checkpointer, files)
     store = files or build.host_states(start, sharded)
     context = build.oom_context(start, sharded)
@@ -97,11 +96,9 @@ def _set_up(start: build.RunStart, oom: OutOfMemoryHandler, parts: ExitStack) ->
     )
     build.log_start(start, job, facts, restored)
     context.optimizer, context.phases = optimizer, Phases()
-    loop = TrainingLoop(
-        config=config,
-        env=env,
-        job=job,
-        run=start.run,
+    return TrainingLoop(
+        start,
+        job,
         sharded=sharded,
         state=state,
         loss_function=loss_function,
@@ -113,10 +110,6 @@ def _set_up(start: build.RunStart, oom: OutOfMemoryHandler, parts: ExitStack) ->
         update=update_of(optimizer, store),
         whole_update=store is None,
         in_turn=None if files is None else files.in_turn,
-        locks=start.locks,
-        replica_checks=ReplicaChecks(config.watch, sharded),
         planned=planned,
         ema=ema,
     )
-    parts.enter_context(closing(loop.branches))
-    return loop

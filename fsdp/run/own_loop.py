@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -28,24 +28,20 @@ from torch import Tensor, nn
 
 from fsdp.base.errors import CheckpointError, ConfigError, NotFiniteError
 from fsdp.base.phases import Phases
-from fsdp.checkpoint import Checkpointer
-from fsdp.config import Config, config_hash
+from fsdp.config import Config
 from fsdp.dist.collectives import on_main, sum_over_ranks
 from fsdp.dist.env import DistEnv, from_environment
 from fsdp.dist.mesh import build_mesh, resolve
 from fsdp.models import ModelSpec
-from fsdp.models.lora import freeze
 from fsdp.optim.gradients import Verdicts
 from fsdp.optim.optimizer import StateCheck, check_step, update_of
 from fsdp.optim.state import TrainState
-from fsdp.parallel.checks import check_first_forward
 from fsdp.parallel.compute import check_attention
-from fsdp.parallel.materialize import materialize
-from fsdp.parallel.shard import Sharded, replicate, shard_model, sharding_of
+from fsdp.parallel.shard import Sharded, shard_model, sharding_of
 from fsdp.record.sinks import NoReporter, Reporter
-from fsdp.run import build, weights
+from fsdp.run import build
 from fsdp.run.job import trainable_model, warn_of_extra_states
-from fsdp.run.step import check_trained, gradients_of
+from fsdp.run.step import StepParts, apply_update, gradients_of, reduced_norm
 from fsdp.rundir import history
 from fsdp.rundir.history import append_if_possible
 from fsdp.watch.rank import Watch
@@ -80,32 +76,6 @@ def shard(builder: Callable[[], nn.Module], config: Config, env: DistEnv) -> Sha
         if value != "off":
             raise ConfigError(f"--{flag} {value} has no effect in a loop of your own.", f"leave --{flag} out")
     sizes = resolve(config.mesh, env.world_size, env.num_nodes)
-    spec = _spec_of(builder)
-    sharding = sharding_of(config, sizes, env.device)
-    dtypes = sharding.dtypes
-    model = trainable_model(spec, config.run.seed, dtypes.master if sizes.strategy == "ddp" else dtypes.param)
-    if config.model.frozen:
-        freeze(model, config.model.frozen)
-    warn_of_extra_states(model)
-    mesh = build_mesh(sizes, env.device, config.run.process_group_timeout_s)
-    sharded = shard_model(model, sharding, mesh)
-    materialize(
-        sharded,
-        spec=spec,
-        seed=config.run.seed,
-        init=config.model.init,
-        rank=env.rank,
-        weights=partial(weights.open_state, config) if weights.names_state(config) else None,
-        rest_device=torch.device("cpu") if config.memory.cpu_offload else None,
-    )
-    check_first_forward(
-        sharded.root, sharded.compiled, gathers_own=bool(config.comm.all_gather), later_too=True
-    )
-    replicate(sharded)
-    return sharded
-
-
-def _spec_of(builder: Callable[[], nn.Module]) -> ModelSpec:
     name = getattr(builder, "__name__", "model")
 
     def built() -> nn.Module:
@@ -117,7 +87,18 @@ def _spec_of(builder: Callable[[], nn.Module]) -> ModelSpec:
             "return one module; of several models, a module that has them as attributes: docs/library.md",
         )
 
-    return ModelSpec(name=name, build=built, sizes={}, knows_inits=False)
+    spec = ModelSpec(name=name, build=built, sizes={}, knows_inits=False)
+    sharding = sharding_of(config, sizes, env.device)
+    dtypes = sharding.dtypes
+    model = trainable_model(spec, config.run.seed, dtypes.master if sizes.strategy == "ddp" else dtypes.param)
+    if config.model.frozen:
+        from fsdp.models.lora import freeze
+
+        freeze(model, config.model.frozen)
+    warn_of_extra_states(model)
+    sharded = shard_model(model, sharding, build_mesh(sizes, env.device, config.run.process_group_timeout_s))
+    build.real_weights(config, sharded, spec, env.rank, later_too=True)
+    return sharded
 
 
 def _check_optimizer(model: Sharded, optimizer: torch.optim.Optimizer) -> None:
@@ -151,12 +132,22 @@ class Training:
         self._config, self._env, self._model = config, env, model
         self._reporter = reporter or NoReporter()
         self._state = TrainState(model=model.root, optimizer=optimizer)
-        self._gradients, self._update = gradients_of(model), update_of(optimizer, None)
+        gradients = gradients_of(model)
         self._verdicts = Verdicts(
-            config.train, self._gradients, optimizer, model.root, scaler=None, whole_update=True
+            config.train, gradients, optimizer, model.root, scaler=None, whole_update=True
         )
         self._states = StateCheck(f"the optimizer {type(optimizer).__name__}", optimizer, model.root)
         self._phases, self._stack = Phases(), ExitStack()
+        self._parts = StepParts(
+            sharded=model,
+            gradients=gradients,
+            optimizer=optimizer,
+            update=update_of(optimizer, None),
+            clip_norm=config.train.clip_grad_norm,
+            verdicts=self._verdicts,
+            enter=self._phases.enter,
+            after_update=(self._states.after_update,),
+        )
         self._metrics: dict[str, float] = {}
         self._saved = -1
 
@@ -166,25 +157,20 @@ class Training:
         return self._state.step
 
     def __enter__(self) -> Training:
+        config, env = self._config, self._env
         with self._stack as stack:
-            self._run, locks = stack.enter_context(build.locked_run(self._config, self._env))
-            watch = stack.enter_context(Watch(self._config.watch, self._env, self._run.path))
+            self._run, locks = stack.enter_context(build.locked_run(config, env))
+            watch = stack.enter_context(Watch(config.watch, env, self._run.path))
             self._phases.listen(watch.phase)
-            self._checkpointer = Checkpointer(
-                self._config.checkpoint,
-                self._run.path,
-                self._env,
-                self._model.sizes,
-                config_hash=config_hash(self._config),
-                locks=locks,
-            )
-            restored = self._checkpointer.restore(self._state)
-            build.check_saves_are_there(self._config, self._env, self._run, self._checkpointer, self.step)
-            on_main(self._env.rank, self._truncate_records)
-            if self._env.is_main:
+            saves = build.checkpointer(config, env, self._run, self._model.sizes, locks)
+            self._checkpointer, self._parts = saves, replace(self._parts, saves=saves)
+            restored = saves.restore(self._state)
+            build.check_saves_are_there(config, env, self._run, saves, self.step)
+            on_main(env.rank, self._truncate_records)
+            if env.is_main:
                 resumed = f", resumes from step {restored.step}" if restored is not None else ""
                 log.info("run %s%s", self._run.path, resumed)
-            self._saved = self._checkpointer.resumed_step
+            self._saved = saves.resumed_step
             self._stack = stack.pop_all()
         return self
 
@@ -207,24 +193,12 @@ class Training:
                 "with model.micro_batch(last=True) around the last forward and backward of each update()",
             )
         self._model.reduced = False
-        self._phases.enter("reduce")
-        check_trained(self._model, self._gradients)
-        norm = self._gradients.norm()
-        if self._verdicts.may_update(self.step + 1, None, norm):
-            self._apply_update(norm)
-        self._state.optimizer.zero_grad(set_to_none=True)
+        norm = reduced_norm(self._parts)
+        apply_update(self._parts, self.step + 1, None, norm)
         self._state.step += 1
         if self.step % CHECKED_EVERY == 0:
             self._verdicts.settle()
         return norm
-
-    def _apply_update(self, norm: Tensor) -> None:
-        if self._config.train.clip_grad_norm:
-            self._gradients.clip(self._config.train.clip_grad_norm, norm)
-        self._phases.enter("optimizer")
-        self._checkpointer.before_update()
-        self._update()
-        self._states.after_update()
 
     def record(self, **metrics: Tensor | float) -> None:
         """Writes the means over ranks to RUN/metrics.jsonl, logs them, and saves where a save is due."""

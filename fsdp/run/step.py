@@ -1,8 +1,9 @@
 """One training step: batch → micro-batches → reduce → check → clip → update → average.
 
-`train_step` is the whole step. What is optional in it (the average of the weights, replica checks, scales of
-float8, the protection of a save that still reads) is a call in one of the lists of `StepParts`. fsdp/plan
-traces the same function on fake tensors. Not here: where batches come from, and the learning rate.
+`train_step` is the whole step. What is optional in it (the average of the weights, scales of float8, the
+protection of a save that still reads) is in `StepParts`. fsdp/plan traces the same function on fake tensors,
+and a loop of one's own ends with the same `apply_update`. Not here: where batches come from, and the learning
+rate.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError
+from fsdp.checkpoint import Checkpointer
 from fsdp.data.types import Batch, DataInfo, StepBatch
 from fsdp.dist.collectives import Sum, call_after_backward
-from fsdp.models.loss import LABELS, LossFunction, LossParts, check_has_gradient
+from fsdp.models.loss import LABELS, LossFunction, LossParts
 from fsdp.models.units import clean_name
 from fsdp.optim.gradients import Gradients, InTurn, LossScaler, Verdicts
 from fsdp.optim.optimizer import set_lr
@@ -28,16 +30,17 @@ class StepParts:
     """The objects that a step uses. `clip_norm` 0 turns clipping off."""
 
     sharded: Sharded
-    loss_function: LossFunction
     gradients: Gradients
     optimizer: torch.optim.Optimizer
     update: Callable[[], None]
-    scaler: LossScaler | None
     clip_norm: float
+    loss_function: LossFunction | None = None
+    """None in a loop of one's own."""
+    scaler: LossScaler | None = None
     verdicts: Verdicts | None = None
     enter: Callable[[str], None] = lambda phase: None
     """A phase begins: forward and backward once a micro-batch, then reduce, then optimizer."""
-    before_update: tuple[Callable[[], None], ...] = ()
+    saves: Checkpointer | None = None
     after_update: tuple[Callable[[], None], ...] = ()
 
 
@@ -52,6 +55,8 @@ class Totals:
     """Sources of a mixture, whose losses are summed too."""
     loss: Tensor | None = None
     """The global batch's mean loss, after `finish`. May still be on its way."""
+    factor: Callable[[], Tensor] | None = None
+    """Of the gradients, if the divisor of the loss is known only after the backward."""
 
     def weight(self) -> float:
         """The divisor of the loss. Called after each forward: a sum of token counts over the ranks overlaps
@@ -65,10 +70,6 @@ class Totals:
         """
         Sum(numbers)
 
-    def correction(self) -> Tensor | None:
-        """The factor of the gradients, if the divisor of the loss is known only after the backward."""
-        return None
-
     def finish(self) -> None:
         """Sets `loss`."""
 
@@ -78,28 +79,14 @@ def train_step(
 ) -> Tensor:
     """A step of `count` micro-batches; returns the gradient norm, of all ranks. Collective."""
     numbers: Tensor | None = None
-    for at in range(count):
-        numbers = _micro_batch(parts, next(batches), numbers, last=at == count - 1, totals=totals)
-    parts.enter("reduce")
-    gradients = parts.gradients
-    check_trained(parts.sharded, gradients)
-    if (factor := totals.correction()) is not None:
-        gradients.scale(factor)
-    norm = gradients.norm()
+    for nth in range(count):
+        numbers = _micro_batch(parts, next(batches), numbers, last=nth == count - 1, totals=totals)
+    norm = reduced_norm(parts, totals.factor)
     if parts.scaler is not None:
-        norm = parts.scaler.unscale(gradients, norm)
+        norm = parts.scaler.unscale(parts.gradients, norm)
     totals.finish()
-    if parts.verdicts is None or parts.verdicts.may_update(step, totals.loss, norm):
-        if parts.clip_norm:
-            gradients.clip(parts.clip_norm, norm)
-        set_lr(parts.optimizer, lr)
-        parts.enter("optimizer")
-        for prepare in parts.before_update:
-            prepare()
-        parts.update()
-        for average in parts.after_update:
-            average()
-    parts.optimizer.zero_grad(set_to_none=True)
+    set_lr(parts.optimizer, lr)
+    apply_update(parts, step, totals.loss, norm)
     return norm
 
 
@@ -109,20 +96,25 @@ def _micro_batch(
     """Forward and backward of one micro-batch: gradients of the global batch's mean loss. Returns `numbers`
     with its own added.
     """
-    scale = parts.scaler.scale if parts.scaler is not None else 1.0
-    with parts.sharded.micro_batch(last):
+    assert parts.loss_function is not None
+    sharded, scale = parts.sharded, 1.0 if parts.scaler is None else parts.scaler.scale
+    with sharded.micro_batch(last):
         parts.enter("forward")
-        loss = parts.loss_function(
-            parts.sharded.called, batch.data, batch.valid, batch.valid_rows, totals.weight
-        )
-        check_has_gradient(loss.loss_sum)
+        loss = parts.loss_function(sharded.called, batch.data, batch.valid, batch.valid_rows, totals.weight)
+        if not loss.loss_sum.requires_grad:
+            raise ConfigError(
+                "the loss does not depend on a trained parameter, so that it has no gradient.",
+                "compute it without .detach(), .item() and torch.no_grad(), from parameters that are not "
+                "frozen",
+                scope="rank",  # it may be one rank's alone
+            )
         weight = totals.weight()
         own = numbers_of(loss, batch, totals.sources)
         numbers = own if numbers is None else numbers + own
         # A reduction averages over the ranks: each multiplies by their number.
-        scaled = loss.loss_sum * (parts.sharded.divisor * scale / weight)
+        scaled = loss.loss_sum * (sharded.divisor * scale / weight)
         if loss.auxiliary is not None:
-            scaled = scaled + loss.auxiliary * (parts.sharded.divisor * scale / totals.rows)
+            scaled = scaled + loss.auxiliary * (sharded.divisor * scale / totals.rows)
         if last:
             if parts.verdicts is not None:
                 parts.verdicts.own_loss = numbers.view(-1)[0].clone()
@@ -132,26 +124,44 @@ def _micro_batch(
     return numbers
 
 
+def reduced_norm(parts: StepParts, factor: Callable[[], Tensor] | None = None) -> Tensor:
+    """The norm of the reduced gradients, after they are multiplied by `factor`. Collective.
+
+    ConfigError if requires_grad_ was called since the start: neither FSDP's gathered parameters nor the
+    optimizer follow it. It takes 40 µs a step for 300 parameters.
+    """
+    parts.enter("reduce")
+    if (changed := parts.gradients.changed()) is not None:
+        names = [clean_name(name) for name, p in parts.sharded.root.named_parameters() if p is changed]
+        raise ConfigError(
+            f"requires_grad_({changed.requires_grad}) was called on {names[0] if names else 'a parameter'} "
+            "after the start, which the sharded model and the optimizer do not follow.",
+            "--model.frozen from the start; for several stages a run each, the next one with --model.weights "
+            "RUN/full_model and a --model.frozen of its own",
+        )
+    if factor is not None:
+        parts.gradients.scale(factor())
+    return parts.gradients.norm()
+
+
+def apply_update(parts: StepParts, step: int, loss: Tensor | None, norm: Tensor) -> None:
+    """One agreed check of the numbers, clipping, the update; clears the gradients."""
+    if parts.verdicts is None or parts.verdicts.may_update(step, loss, norm):
+        if parts.clip_norm:
+            parts.gradients.clip(parts.clip_norm, norm)
+        parts.enter("optimizer")
+        if parts.saves is not None and parts.saves.flight is not None:
+            parts.saves.before_update()
+        parts.update()
+        for act in parts.after_update:
+            act()
+    parts.optimizer.zero_grad(set_to_none=True)
+
+
 def gradients_of(sharded: Sharded, in_turn: InTurn | None = None) -> Gradients:
     """The gradients of a sharded model, whose norm is summed over dp_shard."""
     group = sharded.mesh.get_group("dp_shard") if sharded.sizes.strategy != "ddp" else None
     return Gradients(sharded.root.parameters(), group, in_turn)
-
-
-def check_trained(sharded: Sharded, gradients: Gradients) -> None:
-    """ConfigError if requires_grad_ was called since the start: neither FSDP's gathered parameters nor the
-    optimizer follow it. It takes 40 µs a step for 300 parameters.
-    """
-    changed = gradients.changed()
-    if changed is None:
-        return
-    names = [clean_name(name) for name, p in sharded.root.named_parameters() if p is changed]
-    raise ConfigError(
-        f"requires_grad_({changed.requires_grad}) was called on {names[0] if names else 'a parameter'} after "
-        "the start, which the sharded model and the optimizer do not follow.",
-        "--model.frozen from the start; for several stages a run each, the next one with --model.weights "
-        "RUN/full_model and a --model.frozen of its own",
-    )
 
 
 # ---------------------------------------------------------------- sums over the global batch
@@ -161,10 +171,11 @@ def numbers_of(loss: LossParts, batch: Batch, sources: int) -> Tensor:
     """A micro-batch's numbers in float64, 0-d for a loss alone: the loss, the weight of a user's loss or what
     a model adds to its cross entropy, then the sources' losses and weights.
     """
-    own = [part.detach().view(1).double() for part in (loss.weight, loss.auxiliary) if part is not None]
-    own += sums_by_source(loss, batch, sources)
     total = loss.loss_sum.detach().double()
-    return torch.cat([total.view(1), *own]) if own else total
+    if loss.weight is None and loss.auxiliary is None and not sources:
+        return total
+    own = [part.detach().view(1).double() for part in (loss.weight, loss.auxiliary) if part is not None]
+    return torch.cat([total.view(1), *own, *sums_by_source(loss, batch, sources)])
 
 
 def sums_by_source(loss: LossParts, batch: Batch, sources: int) -> list[Tensor]:
@@ -184,17 +195,24 @@ class BatchTotals(Totals):
     each rank has its own, while the first forward computes.
     """
 
+    more: Tensor | None = None
+    """After `finish`, the numbers beside the loss that `named` reads; may still be on the device."""
+    lacks_sources = False
+    """After `finish`: the model has no loss for each row, of which a mixture's sources have theirs."""
+
     def __init__(
         self,
         loss_function: LossFunction,
         info: DataInfo,
         batch: StepBatch,
         labels: tuple[str, ...],
-        signed: Callable[[], None],
+        signed: Callable[[], None] | None,
     ) -> None:
         """`labels` are the sources' names; `signed` is called when the last backward has all gradients."""
         self._loss_function, self._labels, self._signed = loss_function, labels, signed
         self.rows, self.sources = batch.samples, len(labels)
+        if loss_function.custom is not None:
+            self.factor = self._factor
         data = batch.micro[0].data
         classes = bool(info.class_names) and all(data[name].dim() < 2 for name in LABELS if name in data)
         if not loss_function.shifts(data) and (classes or not info.masks_targets):
@@ -214,41 +232,32 @@ class BatchTotals(Totals):
         tokens = self.tokens
         counted = tokens if self._loss_function.counts_tokens else self.rows
         if self._loss_function.custom is not None:
-            counted = max(tokens, self.rows)  # until all weights are known: see correction
+            counted = max(tokens, self.rows)  # until all weights are known: see factor
         self._weight = float(max(1, counted))
         return self._weight
 
     def reduce(self, numbers: Tensor, scaled: Tensor) -> None:
-        call_after_backward(scaled, self._signed)
+        if self._signed is not None:
+            call_after_backward(scaled, self._signed)
         # On the host behind the backward: a sum during it takes gloo's threads a processor.
         self._sum = Sum(numbers.view(-1), behind=scaled if numbers.device.type == "cpu" else None)
 
-    def correction(self) -> Tensor | None:
-        if self._loss_function.custom is None:
-            return None
+    def _factor(self) -> Tensor:
         weight = self._sum.wait()[1]
         return self._weight / torch.where(weight != 0, weight, 1)
 
     def finish(self) -> None:
-        self.loss = self._sum.wait()[0] / self._weight
-        if (factor := self.correction()) is not None:
-            self.loss = self.loss * factor
-
-    @property
-    def more(self) -> Tensor | None:
-        """The numbers beside the loss that `named` reads; may still be on the device."""
         sums, added = self._sum.wait(), self._loss_function.adds
+        self.loss = sums[0] / self._weight
+        if self.factor is not None:
+            self.loss = self.loss * self.factor()
+        first = 1 + (self.factor is not None) + added
         parts = [sums[1:2] / self.rows] if added else []
-        first = 1 + (self._loss_function.custom is not None) + added
-        if self.sources and len(sums) > first:
-            parts.append(sums[first : first + 2 * self.sources])
-        return torch.cat(parts) if parts else None
-
-    @property
-    def lacks_sources(self) -> bool:
-        """Whether the model has no loss for each row, of which a mixture's sources have theirs."""
-        first = 1 + (self._loss_function.custom is not None) + self._loss_function.adds
-        return bool(self.sources) and len(self._sum.tensor) == first
+        if self.sources:
+            self.lacks_sources = len(sums) == first
+            parts += [] if self.lacks_sources else [sums[first : first + 2 * self.sources]]
+        if parts:
+            self.more = torch.cat(parts)
 
     def named(self, numbers: list[float]) -> dict[str, float]:
         """The record's fields from the fetched numbers of `more`."""

@@ -9,18 +9,15 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from fsdp.base.errors import CheckpointError, NotFiniteError, RefusedError
 from fsdp.base.phases import Ending, Phases, StopReason
 from fsdp.checkpoint import Checkpointer
-from fsdp.config import Config
 from fsdp.data import Loader, StepBatch
-from fsdp.data.cursor import stream_key
 from fsdp.data.loader import read_batch
-from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import data_rank
 from fsdp.dist.stop import Stopper
 from fsdp.models.init import seed_streams
@@ -32,15 +29,14 @@ from fsdp.optim.state import Ema, TrainState
 from fsdp.parallel.compute import refresh_of_scales
 from fsdp.parallel.shard import Sharded
 from fsdp.record.recorder import Pending, Recorder
+from fsdp.run.build import RunStart
 from fsdp.run.evaluate import Evaluation, Evaluator, Outcome
 from fsdp.run.job import Job
 from fsdp.run.step import BatchTotals, StepParts, gradients_of, train_step
 from fsdp.run.summary import Planned
 from fsdp.rundir import history
 from fsdp.rundir.history import append_if_possible
-from fsdp.rundir.lock import Locks
-from fsdp.rundir.paths import RunDir
-from fsdp.watch.replica_checks import BranchCheck, ReplicaChecks
+from fsdp.watch.replica_checks import ReplicaChecks, maybe_branch_check
 
 log = logging.getLogger(__name__)
 
@@ -54,96 +50,107 @@ class StepResult:
     totals: BatchTotals
 
 
-@dataclass(kw_only=True)
 class TrainingLoop:
-    config: Config
-    env: DistEnv
-    job: Job
-    run: RunDir
-    sharded: Sharded
-    state: TrainState
-    loss_function: LossFunction
-    loader: Loader
-    checkpointer: Checkpointer
-    stopper: Stopper
-    recorder: Recorder
-    phases: Phases
-    locks: Locks | None
-    update: Callable[[], None]
-    whole_update: bool
-    """Whether one call of the optimizer updates everything: it may then skip an update on the device."""
-    in_turn: InTurn | None
-    replica_checks: ReplicaChecks
-    planned: Planned | None
-    ema: Ema | None
-    stopped: str | None = None
-    evaluation: Evaluation | None = None
-    states: StateCheck | None = field(init=False, default=None)
+    """The parts of a run, and their order in a step."""
 
-    def __post_init__(self) -> None:
-        mixed = self.job.data.sources
+    def __init__(
+        self,
+        start: RunStart,
+        job: Job,
+        *,
+        sharded: Sharded,
+        state: TrainState,
+        loss_function: LossFunction,
+        loader: Loader,
+        checkpointer: Checkpointer,
+        stopper: Stopper,
+        recorder: Recorder,
+        phases: Phases,
+        update: Callable[[], None],
+        whole_update: bool,
+        in_turn: InTurn | None,
+        planned: Planned | None,
+        ema: Ema | None,
+    ) -> None:
+        """`whole_update`: one call of the optimizer updates everything; it may then skip an update on the
+        device.
+        """
+        config = start.config
+        self.config, self.env, self.run, self.locks, self.job = config, start.env, start.run, start.locks, job
+        self.sharded, self.state, self.loss_function = sharded, state, loss_function
+        self.loader, self.checkpointer, self.stopper, self.recorder = loader, checkpointer, stopper, recorder
+        self.phases, self.planned, self.ema = phases, planned, ema
+        self.stopped: str | None = None
+        self.evaluation: Evaluation | None = None
+        self.last_saved = checkpointer.resumed_step
+        mixed = job.data.sources
         self.labels = () if mixed is None else mixed.labels
-        self.loss_function.per_row = mixed is not None
+        loss_function.per_row = mixed is not None
         self.sources_missing = False
-        self.branches = BranchCheck(self.sharded)
-        self.last_saved = self.checkpointer.resumed_step
-        name, root = self.config.optim.name, self.sharded.root
-        if is_custom(self.config.optim):
-            self.states = StateCheck(f"--optim.name {name}", self.state.optimizer, root)
-        sharded = self.job.sizes.strategy != "ddp"
-        refresh = refresh_of_scales(root, self.config.speed, sharded=sharded)
-        gradients = gradients_of(self.sharded, self.in_turn)
-        scaler = LossScaler(self.state) if self.job.dtypes.needs_loss_scale else None
+        self.branches = maybe_branch_check(sharded)
+        self.replicas = ReplicaChecks(config.watch, sharded) if config.watch.divergence else None
+        self.states: StateCheck | None = None
+        if is_custom(config.optim):
+            self.states = StateCheck(f"--optim.name {config.optim.name}", state.optimizer, sharded.root)
+        refresh = refresh_of_scales(sharded.root, config.speed, sharded=job.sizes.strategy != "ddp")
+        scaler = LossScaler(state) if job.dtypes.needs_loss_scale else None
         # the update of the moving average cannot be skipped on the device
-        averages = self.ema is not None and self.config.train.nonfinite != "stop"
+        averages = ema is not None and config.train.nonfinite != "stop"
+        gradients = gradients_of(sharded, in_turn)
         self.verdicts = Verdicts(
-            self.config.train,
+            config.train,
             gradients,
-            self.state.optimizer,
-            root,
+            state.optimizer,
+            sharded.root,
             scaler=scaler,
-            whole_update=self.whole_update and not averages,
+            whole_update=whole_update and not averages,
         )
-        updated = (
-            None if self.ema is None else self.ema.update,
-            refresh,
-            None if self.states is None else self.states.after_update,
-        )
+        after = [None if ema is None else ema.update, refresh]
+        after.append(None if self.states is None else self.states.after_update)
         self.parts = StepParts(
-            sharded=self.sharded,
-            loss_function=self.loss_function,
+            sharded=sharded,
+            loss_function=loss_function,
             gradients=gradients,
-            optimizer=self.state.optimizer,
-            update=self.update,
+            optimizer=state.optimizer,
+            update=update,
             scaler=scaler,
-            clip_norm=self.config.train.clip_grad_norm,
+            clip_norm=config.train.clip_grad_norm,
             verdicts=self.verdicts,
-            enter=self.phases.enter,
-            before_update=(self.checkpointer.before_update,),
-            after_update=tuple(act for act in updated if act is not None),
+            enter=phases.enter,
+            saves=checkpointer,
+            after_update=tuple(act for act in after if act is not None),
         )
         self.evaluator = Evaluator(
-            sections=(self.config.train, self.config.data),
-            sharded=self.sharded,
-            loss_function=self.loss_function,
-            data=self.job.data,
-            batch=self.job.batch,
-            rank=data_rank(self.env),
-            ema=self.ema,
-            before_swap=self.checkpointer.before_update,
+            sections=(config.train, config.data),
+            sharded=sharded,
+            loss_function=loss_function,
+            data=job.data,
+            batch=job.batch,
+            rank=data_rank(start.env),
+            ema=ema,
+            before_swap=checkpointer.before_update,
             after_swap=refresh or (lambda: None),
             asked_to_stop=self._stop_reason,
         )
 
     def run_to_end(self) -> Outcome:
         try:
-            return self._evaluate_only() if self.config.train.evaluate_only else self._train_to_end()
+            if self.config.train.evaluate_only:
+                self._evaluate()
+                self._settle()
+            else:
+                self._train_to_end()
+            self._end_saves()
+            return self._finish()
         except NotFiniteError:
             # Seals a save of an earlier step. Only after an error that every rank has at the same step: after
             # another, ranks may be gone.
             with contextlib.suppress(CheckpointError):  # the log names it
                 self._end_saves()
             raise
+        finally:
+            if self.branches is not None:
+                self.branches.close()
 
     def _end_saves(self) -> None:
         self.phases.enter("end")
@@ -152,13 +159,7 @@ class TrainingLoop:
         finally:
             self._record_sealed()
 
-    def _evaluate_only(self) -> Outcome:
-        self._evaluate()
-        self._settle()
-        self._end_saves()
-        return self._finish()
-
-    def _train_to_end(self) -> Outcome:
+    def _train_to_end(self) -> None:
         last = min(self.config.train.stop_after or self.job.total_steps, self.job.total_steps)
         first = self.state.step
         self._check_packed_rows()
@@ -176,8 +177,6 @@ class TrainingLoop:
         wanted = section.every_steps or section.every_minutes or section.every_epochs or section.export
         if self.last_saved != self.state.step and (wanted or self.stopped):
             self._save(self.stopped or "the end", wait=True)
-        self._end_saves()
-        return self._finish()
 
     def _check_packed_rows(self) -> None:
         """Whether attention stays within the documents of packed rows: two forwards of one or two samples,
@@ -201,22 +200,26 @@ class TrainingLoop:
             check_documents_apart(logits_of, data["inputs"].to(sharded.device), sharded.root, name)
 
     def _one_step(self) -> None:
-        step = self.state.step + 1
+        state, step, section = self.state, self.state.step + 1, self.config.checkpoint
         self.phases.enter("data", step)
         began = time.perf_counter()
-        seed_streams(stream_key(self.config.run.seed, step, self.env.rank) % 2**63, self.env.device)
-        batch = self.loader.step(self.state.step)
+        batch = self.loader.step(state.step)
+        seed_streams(batch.seed, self.env.device)
         waited = time.perf_counter() - began
-        if self.locks is not None and self.locks.lost is not None:
-            raise RefusedError(f"step {step}: {self.locks.lost}.", self.locks.advice())
-        self.stopper.begin(step, self.branches.signature)
+        for lock in self.locks.held if self.locks is not None else ():
+            if lock.lost is not None:
+                raise RefusedError(f"step {step}: {lock.lost}.", lock.advice())
+        self.stopper.begin(step, 0 if self.branches is None else self.branches.signature)
         lr = self.job.schedule.lr(step)
         result = self.train_step(batch, lr)
-        tokens = result.totals.tokens
-        self.state.step += 1
-        self.state.samples += batch.samples
-        self.state.tokens += tokens
-        self.replica_checks.compare(step)
+        totals = result.totals
+        state.step, state.samples, state.tokens = (
+            step,
+            state.samples + batch.samples,
+            state.tokens + totals.tokens,
+        )
+        if self.replicas is not None:
+            self.replicas.compare(step)
         self.phases.enter("record")
         self.recorder.step(
             Pending(
@@ -225,33 +228,36 @@ class TrainingLoop:
                 grad_norm=result.grad_norm,
                 lr=lr,
                 samples=batch.samples,
-                tokens=tokens,
-                epoch=self.job.epoch_at(step),
+                tokens=totals.tokens,
+                epoch=batch.epoch,
                 began=began,
                 step_time_s=time.perf_counter() - began,
                 data_wait_s=waited,
-                more=result.totals.more,
-                named=result.totals.named,
+                more=totals.more,
+                named=None if totals.more is None else totals.named,
             )
         )
         if self.recorder.fetches(step):
             self._settle()
         agreed = self.stopper.agreed()
-        self.branches.check(step - 1, self.stopper.signatures)
+        if self.branches is not None:
+            self.branches.check(step - 1, self.stopper.signatures)
         self.stopped = agreed.stop
-        if self._evaluates_at(step) and not self.stopped:
+        if not self.stopped and self._evaluates_at(step):
             self._evaluate()
-        section = self.config.checkpoint
-        due = section.every_steps and step % section.every_steps == 0
-        if due or self.job.epoch_ends(step, section.every_epochs) or agreed.save:
+        due = agreed.save or (section.every_steps > 0 and step % section.every_steps == 0)
+        if due or (section.every_epochs > 0 and self.job.epoch_ends(step, section.every_epochs)):
             self._save("the interval", wait=False)
-        self._record_sealed()
+        if self.checkpointer.flight is not None or self.checkpointer.ended:
+            self._record_sealed()
 
     def train_step(self, batch: StepBatch, lr: float) -> StepResult:
         """Forward and backward over the micro-batches, one verdict of all ranks, one update."""
-        info = self.job.data.info
-        totals = BatchTotals(self.loss_function, info, batch, self.labels, self.branches.sign)
-        micro = (host.to(self.env.device) for host in batch.micro)
+        signed = None if self.branches is None else self.branches.sign
+        totals = BatchTotals(self.loss_function, self.job.data.info, batch, self.labels, signed)
+        micro = iter(batch.micro)
+        if self.env.device.type != "cpu":
+            micro = (host.to(self.env.device) for host in batch.micro)
         norm = train_step(self.parts, micro, len(batch.micro), step=self.state.step + 1, lr=lr, totals=totals)
         if totals.lacks_sources and not self.sources_missing:
             self.sources_missing = True
@@ -272,7 +278,7 @@ class TrainingLoop:
 
     def _evaluates_at(self, step: int) -> bool:
         every, epochs = self.config.train.eval_every_steps, self.config.train.eval_every_epochs
-        return (every > 0 and step % every == 0) or self.job.epoch_ends(step, epochs)
+        return (every > 0 and step % every == 0) or (epochs > 0 and self.job.epoch_ends(step, epochs))
 
     def _evaluate(self) -> None:
         self._settle()  # the time of the steps before ends here

@@ -341,10 +341,6 @@ class Locks:
     def lost_now(self) -> str | None:
         return next((why for lock in self.held if (why := lock.lost_now()) is not None), None)
 
-    def advice(self) -> str:
-        """The hint of an error about the lost one of them."""
-        return next((lock.advice() for lock in self.held if lock.lost is not None), TWO_RUNS)
-
     def before_seal(self) -> str | None:
         """None if a checkpoint may be sealed now, after its records are copied; else the new holder."""
         if (why := self.lost_now()) is None:

@@ -79,22 +79,21 @@ class SpikeRecorder:
 
 
 class ReplicaChecks:
-    """One rank's side of the comparison of replicas."""
+    """One rank's side of the comparison of replicas, for --watch.divergence."""
 
     def __init__(self, section: WatchSection, sharded: Sharded) -> None:
-        self._every, self._root = section.divergence, sharded.root
-        self._replicas = sharded.mesh.get_group("dp_replicate") if sharded.sizes.replicate > 1 else None
-        if self._every and self._replicas is None:
+        if sharded.sizes.replicate == 1:
             raise ConfigError(
-                f"--watch.divergence {self._every}: there is one replica.",
+                f"--watch.divergence {section.divergence}: there is one replica.",
                 "--watch.divergence 0, or --mesh.strategy hsdp",
             )
+        self._every, self._root = section.divergence, sharded.root
+        self._replicas = sharded.mesh.get_group("dp_replicate")
 
     def compare(self, step: int) -> None:
         """Call it after an update: raises TrainingError on every rank unless replicas hold the same bits."""
-        if not self._every or step % self._every:
+        if step % self._every:
             return
-        assert self._replicas is not None
         named = list(self._root.named_parameters())
         digests: list[list[int]] = [[] for _ in range(self._replicas.size())]
         own = [digest_shard(local_tensor(parameter)).weighted for _, parameter in named]
@@ -151,22 +150,23 @@ reductions.
 """
 
 
+def maybe_branch_check(sharded: Sharded) -> BranchCheck | None:
+    """None on one rank, and under DDP, where Sharded.micro_batch names the unused parameters."""
+    groups = list(parameter_groups(sharded.root)) if sharded.sizes.ranks > 1 else []
+    return BranchCheck(groups, sharded.sizes.ranks) if groups else None
+
+
 class BranchCheck:
-    """One sharded model, checked from the constructor to close().
+    """One sharded model, checked from the constructor to close()."""
 
-    Nothing is compared on one rank, nor under DDP, where Sharded.micro_batch names the unused parameters.
-    """
-
-    def __init__(self, sharded: Sharded) -> None:
-        self._ranks = sharded.sizes.ranks
-        self._groups: list[Any] = list(parameter_groups(sharded.root)) if self._ranks > 1 else []
+    def __init__(self, groups: list[Any], ranks: int) -> None:
+        self._groups, self._ranks = groups, ranks
         self._reductions: list[list[Any]] = []
         self._now: _Seen = [], [], []
         self._before = self._now
         self.signature = 0
         self._patches = contextlib.ExitStack()
-        if self._groups:
-            self._patches.enter_context(before_reductions(self._reductions.append))
+        self._patches.enter_context(before_reductions(self._reductions.append))
 
     def close(self) -> None:
         self._patches.close()
@@ -178,8 +178,6 @@ class BranchCheck:
         At that point the root's group is not reduced yet, nor a group whose inputs need no gradient, and FSDP
         still holds the order of the forwards.
         """
-        if not self._groups:
-            return
         seen = forward_order(self._groups[0]), self._reductions, unreduced_groups(self._groups)
         # Lists of the same objects compare by address and touch no parameter, which takes a microsecond each
         # when it is not in a cache.

@@ -38,7 +38,7 @@ def save(run: Run) -> None:
     """A step and its save, until the copy has ended."""
     run.step()
     run.save()
-    job = run.checkpointer._flight
+    job = run.checkpointer.flight
     assert job is not None
     job.done.wait(30)
     eventually("the copy", lambda: copied(run.checkpointer), 30)

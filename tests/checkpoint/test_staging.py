@@ -143,8 +143,8 @@ def test_an_update_waits_on_the_device_and_the_file_on_the_host(
     env = replace(env_of(), device=GPU)
     checkpointer = Checkpointer(CheckpointSection(), tmp_path, env, MeshSizes("fsdp", 1, 1), config_hash="00")
     checkpointer.save(state, metrics={}, reason="a test")
-    assert checkpointer._flight is not None
-    checkpointer._flight.done.wait()
+    assert checkpointer.flight is not None
+    checkpointer.flight.done.wait()
     first, second, *copies, recorded, waited, wrote = said
     assert [first, second, *set(copies)] == ["computing records", *COPIES]
     assert [recorded, waited, wrote] == ["copying records", "the host waits for copying", "writes"]

@@ -65,9 +65,9 @@ def fail_then_mend(
             run.step()
             run.save()
             run.step()
-            if run.checkpointer._flight is not None:
+            if run.checkpointer.flight is not None:
                 # or the limit would be lifted before the file is written
-                run.checkpointer._flight.done.wait()
+                run.checkpointer.flight.done.wait()
             sealed += [one.step for one in run.checkpointer.sealed()]
     except CheckpointError as error:
         said = str(error)
