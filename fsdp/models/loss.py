@@ -493,13 +493,3 @@ def _targets(data: Mapping[str, Tensor]) -> Tensor:
             "targets, the token after each of inputs; labels are for a model whose forward takes them",
         )
     return data["targets"]
-
-
-def check_has_gradient(loss: Tensor) -> None:
-    """Raises ConfigError if a micro-batch's loss has no gradient. It may be one rank's alone."""
-    if not loss.requires_grad:
-        raise ConfigError(
-            "the loss does not depend on a trained parameter, so that it has no gradient.",
-            "compute it without .detach(), .item() and torch.no_grad(), from parameters that are not frozen",
-            scope="rank",
-        )
