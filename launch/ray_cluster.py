@@ -374,7 +374,7 @@ class Stopping:
 
     def _early(self, number: int) -> StoppedEarly:
         if self.run is not None:
-            self.mark(self.run, signal.Signals(number).name, history.last_step(self.run))
+            self.mark(self.run, signal.Signals(number).name, history.last_step(self.run.metrics))
         return StoppedEarly(number)
 
     @staticmethod

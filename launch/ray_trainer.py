@@ -238,7 +238,7 @@ class FailurePolicy(UserCallback):
             # Ray does not pass the exit code of a worker on
             failure = dataclasses.replace(failure, code=EXIT_HUNG)
         before, self._starts = self._starts, history.count_starts(self._run)
-        step, starting = history.last_step(self._run), self._starts == before
+        step, starting = history.last_step(self._run.metrics), self._starts == before
         end = End(failure.kind, step, starting, failure.code, failure.message)
         decision = decide(end, Past(crashes=self._crashes), Allocation())  # Ray itself counts max_failures
         if decision.act is Act.END:

@@ -138,12 +138,12 @@ def end_of(run: RunDir, marker: Marker, code: int, *, starting: bool) -> End:
     """The end of a start that failed, from RUN/FAILED or else from its exit code."""
     failure = marker.read()
     if failure is not None:
-        return End(failure.kind, history.last_step(run), starting, failure.code, failure.message)
+        return End(failure.kind, history.last_step(run.metrics), starting, failure.code, failure.message)
     # no marker: a refusal, or an error that is found before there is a run directory
     kind = {EXIT_REFUSED: Kind.REFUSED, ConfigError.exit_code: Kind.FINAL}.get(code, Kind.DIED)
     if kind is Kind.DIED and hang_ended_newest_start(run):
         code = EXIT_HUNG  # srun ends with the code of a rank that was killed after it
-    return End(kind, history.last_step(run), starting, code, "" if kind is Kind.DIED else _SEE_ABOVE)
+    return End(kind, history.last_step(run.metrics), starting, code, "" if kind is Kind.DIED else _SEE_ABOVE)
 
 
 def hang_ended_newest_start(run: RunDir) -> bool:

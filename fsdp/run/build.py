@@ -290,7 +290,7 @@ def check_saves_are_there(config: Config, env: DistEnv, run: RunDir, saves: Chec
         return
 
     def check() -> None:
-        saved = history.last_save(run)
+        saved = history.last_step(run.saves)
         if saved <= step:
             return
         place = config.checkpoint.dir or f"{run.path}/checkpoints"
@@ -357,9 +357,9 @@ def records(start: RunStart, step: int) -> None:
     def write() -> None:
         with writing(run.history):  # another user's: before config.toml is replaced
             check_appendable(run.history)
-        for file, truncate in (run.metrics, history.truncate_metrics), (run.saves, history.truncate_saves):
+        for file in (run.metrics, run.saves):
             with writing(file):
-                truncate(run, step)
+                history.truncate(file, step)
         with writing(run.config):
             changed = paths.write_config(run, start.config) + history.data_changes(run, data)
         with writing(run.history):

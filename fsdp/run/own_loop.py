@@ -249,8 +249,8 @@ class Training:
             self._record_sealed()
 
     def _truncate_records(self) -> None:
-        history.truncate_metrics(self._run, self.step)
-        history.truncate_saves(self._run, self.step)
+        history.truncate(self._run.metrics, self.step)
+        history.truncate(self._run.saves, self.step)
 
     def _record_sealed(self) -> None:
         for sealed in self._checkpointer.sealed():

@@ -11,10 +11,11 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import mmap
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +31,6 @@ log = logging.getLogger(__name__)
 
 CLASSES = "classes"
 """The field of a start's data with the digest of the names of the classes."""
-BLOCK_BYTES = 1 << 18
-"""About 900 records of steps."""
 MOST_LINE = 32 << 20
 """A longer line is torn. Steps of 4,096 ranks have lines of up to 0.9 MB in watch/timing.jsonl."""
 KEPT_BYTES = 4 << 20
@@ -39,6 +38,7 @@ KEPT_BYTES = 4 << 20
 RETRY_S = 5.0
 NEEDED: Mapping[str, Mapping[str, type]] = {
     "metrics.jsonl": {"step": int},
+    "saves.jsonl": {"step": int},
     "history.jsonl": {"event": str},
     "start": {"from_step": int},
     "end": {"step": int},
@@ -79,46 +79,44 @@ _warned: set[tuple[Path, int]] = set()
 def _record(line: bytes, name: str) -> Record | None:
     """The object in a line. A full disk or a power failure leaves NULs, and a record may follow them."""
     try:
-        found = json.loads(line.lstrip(b"\0"))
+        record = json.loads(line.lstrip(b"\0"))
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         return None
-    needed = {**NEEDED.get(name, {}), **NEEDED.get(str(found.get("event")), {})}
-    return found if all(type(found.get(field)) is kind for field, kind in needed.items()) else None
+    needed = {**NEEDED.get(name, {}), **NEEDED.get(str(record.get("event")), {})}
+    return record if all(type(record.get(field)) is kind for field, kind in needed.items()) else None
 
 
 def _from_end(path: Path) -> Iterator[tuple[int, Record]]:
     """Each record with the position after its line, the last one first."""
-    if not path.is_file():
+    end = path.stat().st_size if path.is_file() else 0
+    if not end:
         return
-    with path.open("rb") as file:
-        start, begun = file.seek(0, os.SEEK_END), b""
-        while start:
-            size = min(BLOCK_BYTES, start)
-            start -= size
-            file.seek(start)
-            data = file.read(size) + begun
-            lines, end = data.splitlines(keepends=True), start + len(data)
-            if start:  # the first one may have begun in the block before; a line that is too long is torn
-                begun = lines.pop(0)
-                begun = begun if len(begun) <= MOST_LINE else b"!"
-            for line in reversed(lines):
-                if (record := _record(line, path.name)) is not None:
-                    yield end, record
-                end -= len(line)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ) as data:
+        while end:
+            start = data.rfind(b"\n", 0, end - 1) + 1
+            line = data[start:end] if end - start <= MOST_LINE else b""
+            if (record := _record(line, path.name)) is not None:
+                yield end, record
+            end = start
 
 
-def _cut(path: Path, keeps: Callable[[Record], bool]) -> None:
-    """Removes the records at the end that `keeps` rejects, and torn lines among them. Raises OSError."""
+def last_step(path: Path) -> int:
+    """The last step in metrics.jsonl or saves.jsonl; 0 before the first."""
+    return next((record["step"] for _, record in _from_end(path)), 0)
+
+
+def truncate(path: Path, step: int) -> None:
+    """Removes the records of steps after `step`, from which a run resumes, and torn lines among them."""
     if not path.is_file():
         return
-    end, status = next((end for end, record in _from_end(path) if keeps(record)), 0), path.stat()
+    kept, status = next((end for end, record in _from_end(path) if record["step"] <= step), 0), path.stat()
     if status.st_nlink > 1 or path.is_symlink():  # as of `cp -al`: the other run keeps its records
-        replace_with(path, [path.read_bytes()[:end]])
-    elif end < status.st_size:
+        replace_with(path, [path.read_bytes()[:kept]])
+    elif kept < status.st_size:
         with path.open("rb+") as file:
-            file.truncate(end)
+            file.truncate(kept)
             os.fsync(file.fileno())
 
 
@@ -138,38 +136,6 @@ def newest_start(events: Sequence[Mapping[str, Any]]) -> float:
         return datetime.datetime.fromisoformat(texts[-1]).timestamp() if texts else 0.0
     except ValueError:
         return 0.0
-
-
-def last_step(run: RunDir) -> int:
-    """The last step in metrics.jsonl; 0 before the first."""
-    return next((record["step"] for _, record in _from_end(run.metrics)), 0)
-
-
-def truncate_metrics(run: RunDir, step: int) -> None:
-    """Removes the steps after `step`, from which a run resumes and records them again."""
-    _cut(run.metrics, lambda record: record["step"] <= step)
-
-
-def last_save(run: RunDir) -> int:
-    """The newest step in saves.jsonl; 0 if none was saved."""
-    return next((_saved_step(record) for _, record in _from_end(run.saves)), 0)
-
-
-def truncate_saves(run: RunDir, step: int) -> None:
-    """Removes the saves of steps after `step`, from which a run resumes: their checkpoints are gone."""
-    _cut(run.saves, lambda record: _saved_step(record) <= step)
-
-
-def _saved_step(record: Record) -> int:
-    step = record.get("step")
-    return step if type(step) is int else 0
-
-
-def _data_of_last_start(run: RunDir) -> Mapping[str, Any] | None:
-    """None without a start; empty for one with odd data."""
-    last = next((record for _, record in _from_end(run.history) if record["event"] == "start"), None)
-    data = None if last is None else last.get("data")
-    return data if isinstance(data, Mapping) else None
 
 
 def data_changes(run: RunDir, data: Mapping[str, Any]) -> list[str]:
@@ -194,6 +160,13 @@ def trained_classes(run: RunDir) -> str:
     """The digest of the names of the classes at the last start; empty if it has none, or a torn one."""
     digest = str((_data_of_last_start(run) or {}).get(CLASSES, ""))
     return digest if re.fullmatch("[0-9a-f]{16}", digest) else ""
+
+
+def _data_of_last_start(run: RunDir) -> Mapping[str, Any] | None:
+    """None without a start; empty for one with odd data."""
+    last = next((record for _, record in _from_end(run.history) if record["event"] == "start"), {})
+    data = last.get("data")
+    return data if isinstance(data, Mapping) else None
 
 
 def _listed(data: Mapping[str, Any]) -> str:
@@ -225,7 +198,7 @@ def record_end(run: RunDir, *, step: int, why: str, how: Ending) -> None:
 def record(run: RunDir, event: str, **fields: Any) -> None:
     """A start that has no end (`lost`), nodes that did not meet (`unmet`), or ranks that failed (`crash`)."""
     with writing(run.history):
-        append(run.history, {"event": event, "time": now(), "step": last_step(run), **fields})
+        append(run.history, {"event": event, "time": now(), "step": last_step(run.metrics), **fields})
 
 
 def save_record(step: int, stall_s: float, write_s: float, size: int) -> dict[str, float]:
@@ -257,8 +230,11 @@ def now() -> str:
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
     """Appends one whole record, or raises OSError. A torn last line gets its newline first."""
-    with os.fdopen(_open_for_append(path), "rb+", buffering=0) as file:
-        _write_whole(file.fileno(), _ends_torn_line(file.fileno()) + _line(record))
+    descriptor = _open_for_append(path)
+    try:
+        _write_whole(descriptor, _ends_torn_line(descriptor) + _line(record))
+    finally:
+        os.close(descriptor)
 
 
 def check_appendable(path: Path) -> None:
@@ -312,15 +288,7 @@ class Appender:
         if not self._waiting:
             return
         try:
-            begun = b""
-            if self._descriptor is not None and _is_removed(self._descriptor, self.path):
-                log.warning("%s was removed with its records: a new one is begun", self.path)
-                self._release()
-            if self._descriptor is None:
-                self.path.parent.mkdir(exist_ok=True)
-                self._descriptor = _open_for_append(self.path)
-                begun = _ends_torn_line(self._descriptor) if self._lines else b""
-            _write_whole(self._descriptor, begun + b"".join(self._waiting))
+            self._write_waiting()
         except OSError as error:
             if self._retry_at is None:
                 message = "%s cannot be written (%s): the run continues, and its records are kept"
@@ -331,21 +299,36 @@ class Appender:
         if self._retry_at is not None:
             recorded, lost = counted(len(self._waiting), "record"), counted(self._lost, "record")
             log.warning("%s is written again: %s kept until now, %s lost", self.path, recorded, lost)
-            self._lost = 0
-        self._waiting, self._bytes, self._retry_at = [], 0, None
+        self._waiting, self._bytes, self._lost, self._retry_at = [], 0, 0, None
+
+    def _write_waiting(self) -> None:
+        begun = b""
+        # removed and not replaced, as by the job that took over the run directory
+        if (
+            self._descriptor is not None
+            and not os.fstat(self._descriptor).st_nlink
+            and not self.path.exists()
+        ):
+            log.warning("%s was removed with its records: a new one is begun", self.path)
+            self._release()
+        if self._descriptor is None:
+            self.path.parent.mkdir(exist_ok=True)
+            self._descriptor = _open_for_append(self.path)
+            begun = _ends_torn_line(self._descriptor) if self._lines else b""
+        _write_whole(self._descriptor, begun + b"".join(self._waiting))
 
     def close(self) -> None:
         """Writes the waiting records. Those that cannot be written are lost, and the log has their number."""
         self.flush()
-        lost, self._waiting, self._bytes = self._lost + len(self._waiting), [], 0
         if self._retry_at is not None:
-            shown = counted(lost, "record")
-            log.warning("%s could not be written to the end: %s lost", self.path, shown)
+            lost = counted(self._lost + len(self._waiting), "record")
+            log.warning("%s could not be written to the end: %s lost", self.path, lost)
+        self._waiting, self._bytes = [], 0
         self._release()
 
     def _release(self) -> None:
-        if self._descriptor is not None:
-            descriptor, self._descriptor = self._descriptor, None
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
             try:
                 os.close(descriptor)
             except OSError as error:  # NFS reports failed writes at close
@@ -358,11 +341,6 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 def _open_for_append(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-
-
-def _is_removed(descriptor: int, path: Path) -> bool:
-    """And not replaced, as by the job that took over the run directory."""
-    return os.fstat(descriptor).st_nlink == 0 and not path.exists()
 
 
 def _ends_torn_line(descriptor: int) -> bytes:

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from fsdp.base import proc
 from fsdp.base.errors import RefusedError
@@ -42,12 +42,13 @@ REMOVAL_S = 5.0
 """A process removes a dead lock within milliseconds, unless it was stopped or killed meanwhile."""
 ORPHAN_S = 900.0
 """The time that a run whose launcher was killed has for its last save."""
-_UNREMOVED: set[str] = set()
-"""Tokens of this process's locks that are released while their files remain."""
 TWO_RUNS = "squeue or ps shows both runs: end one of them"
 
 
 # ---------------------------------------------------------------- the holder
+
+State = Literal["alive", "dead", "orphan", "suspended"]
+"""An orphan's launcher is dead: it saves and ends."""
 
 
 @dataclass(frozen=True)
@@ -70,27 +71,20 @@ class Holder:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"process {self.pid} on {self.host}, started by {self.launcher}{job}, since {since}"
 
-    def is_alive(self) -> bool:
+    def state(self) -> State:
         """Of a holder of this place. A zombie is dead; a process that /proc hides is alive."""
-        if self.token in _UNREMOVED:
-            return False
         seen = proc.stat(self.pid)
-        if seen is not None:
-            return seen.alive and seen.start_ticks == self.born
-        try:
-            os.kill(self.pid, 0)
-        except OSError as error:
-            return error.errno == errno.EPERM
-        return True
-
-    def is_orphan(self) -> bool:
-        """Whether its launcher is dead: it saves and ends."""
-        seen = proc.stat(self.pid)
-        return self.parent > 0 and seen is not None and seen.parent != self.parent
-
-    def is_suspended(self) -> bool:
-        seen = proc.stat(self.pid)
-        return seen is not None and seen.state in "Tt"
+        if seen is None:
+            try:
+                os.kill(self.pid, 0)
+            except OSError as error:
+                return "alive" if error.errno == errno.EPERM else "dead"
+            return "alive"
+        if not seen.alive or seen.start_ticks != self.born:
+            return "dead"
+        if self.parent > 0 and seen.parent != self.parent:
+            return "orphan"
+        return "suspended" if seen.state in "Tt" else "alive"
 
 
 _FORM = Holder("", "", "", 1, "", "", "", 0.0)
@@ -281,26 +275,22 @@ class Lock:
             if found is not None and _is_of(found, self._holder):
                 self._place.drop(FILE, found.version)
         except Exception as error:  # each client of a store has its own classes
-            _UNREMOVED.add(self._holder.token)
             log.warning("the lock %s/%s cannot be removed: %s", self._place.where, FILE, error)
         if isinstance(self._place, Folder):
             self._place.close()
 
     def _beat(self) -> None:
         ACTIVITIES.leave_out_this_thread()
-        count = missed = 0
+        count, failed = 0, False
         while not self._over.wait(self._place.beat_s) and self.lost is None:
             count += 1
             try:
                 self._renew(count)
+                failed = False
             except OSError as error:
-                missed += 1
-                if missed == 1:
+                if not failed:
                     log.warning("the lock of %s cannot be renewed: %s", self._place.where, error)
-                continue
-            if missed:
-                log.warning("the lock of %s is renewed again, %d renewals failed", self._place.where, missed)
-            missed = 0
+                failed = True
 
     def _renew(self, count: int) -> None:
         try:
@@ -410,22 +400,24 @@ def _acquire(place: Place, holder: Holder, ousted: set[str], flag: str) -> Lock:
 
 def _take_over(place: Place, found: VersionedObject, holder: Holder, ousted: set[str], flag: str) -> str:
     """A line about the dead holder; empty to look again; RefusedError if the holder is alive."""
-    other = read_holder(found.data)
-    who, hint = other or "a holder without a name", ""
+    other, hint = (
+        read_holder(found.data),
+        f"end that job (remove {place.where}/{FILE} only if you know it is gone)",
+    )
+    who, how, alive = str(other or "a holder without a name"), "it is dead", False
     if other is not None and other.token in ousted:
-        how, alive = "it has lost its run directory", False
+        how = "it has lost its run directory"
     elif other is not None and is_later_start(holder.job, other.job):
-        how, alive = f"{other.job} is over", False
+        how = f"{other.job} is over"
     elif other is not None and other.place and other.place == this_place():
-        if other.is_alive() and other.is_orphan():
+        if other.state() == "orphan":
             log.warning("%s: the launcher of %s was killed: waiting until it has saved", place.where, who)
             deadline = time.monotonic() + ORPHAN_S
-            while other.is_alive() and time.monotonic() < deadline:
+            while other.state() == "orphan" and time.monotonic() < deadline:
                 time.sleep(0.1)
-        how, alive = "it is dead", other.is_alive()
-        if other.is_suspended():
-            who = f"{other}, which is suspended"
-            hint = f"kill -CONT {other.pid} resumes it, kill -9 ends it"
+        alive = (state := other.state()) != "dead"
+        if state == "suspended":
+            who, hint = f"{who}, which is suspended", f"kill -CONT {other.pid} resumes it, kill -9 ends it"
     else:
         message = "%s is locked by %s: watching for %.0f s whether it is alive"
         log.warning(message, place.where, who, place.stale_s)
@@ -434,7 +426,6 @@ def _take_over(place: Place, found: VersionedObject, holder: Holder, ousted: set
             return ""  # it was being written
         how, alive = f"it gave no sign for {place.stale_s:g} s", now is not None
     if alive:
-        hint = hint or f"end that job (remove {place.where}/{FILE} only if you know it is gone)"
         raise RefusedError(f"{place.where} is being written by {who}.", f"another {flag}, or {hint}")
     if other is not None:
         ousted.add(other.token)

@@ -62,8 +62,8 @@ def test_metrics_with_a_torn_line_are_read_cut_and_go_on(torn: bytes, run: RunDi
             with run.metrics.open("ab") as file:
                 file.write(torn)
         history.append(run.metrics, {"step": step, "loss": 1.0})
-    assert history.last_step(run) == 5
-    history.truncate_metrics(run, 4)
+    assert history.last_step(run.metrics) == 5
+    history.truncate(run.metrics, 4)
     lines = list(history.read_records(run.metrics))
     assert [line["step"] for line in lines] == [1, 2, 3, 4], "the resumed run records step 5 again"
 

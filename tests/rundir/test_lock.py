@@ -314,7 +314,7 @@ def test_a_suspended_holder_of_this_machine_is_named_as_such(tmp_path: Path) -> 
         first.send_signal(signal.SIGSTOP)
         held = lock.read_holder((tmp_path / FILE).read_bytes())
         assert held is not None
-        eventually("it is suspended", lambda: held.is_suspended(), 10)
+        eventually("it is suspended", lambda: held.state() == "suspended", 10)
         with pytest.raises(RefusedError, match=f"which is suspended.* kill -CONT {first.pid} resumes it"):
             acquire(tmp_path, "srun")
         first.kill()

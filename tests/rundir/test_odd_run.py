@@ -68,7 +68,7 @@ def test_another_thing_in_the_place_of_a_file_is_a_decision_or_a_line(
     form(run.path / name, outside)
     assert slurm_job.main(["judge", str(run.path), "--job", "7", "--code", "1"]) in range(256)
     assert slurm_job.main(["begin", "--", "--run.dir", str(run.path)]) in (0, 2)
-    history.truncate_metrics(run, 9)
+    history.truncate(run.metrics, 9)
     assert outside.read_text() == '{"step": 9}\n{"step": 10}\n'
 
 

@@ -261,11 +261,11 @@ def _escaped(text: str) -> bool:
 def line_files(run: RunDir, metrics: bytes, events: bytes, step: int) -> None:
     run.metrics.write_bytes(metrics)
     run.history.write_bytes(events)
-    history.truncate_metrics(run, step)
-    assert history.last_step(run) <= max(step, 0)
+    history.truncate(run.metrics, step)
+    assert history.last_step(run.metrics) <= max(step, 0)
     left = run.metrics.read_bytes()
     assert len(left) <= len(metrics)
-    history.truncate_metrics(run, step)
+    history.truncate(run.metrics, step)
     assert run.metrics.read_bytes() == left
     history.data_changes(run, {"files": 3})
     count = history.count_starts(run)

@@ -119,8 +119,8 @@ def test_a_line_without_end_is_one_torn_line(
         file.write("\n" + lines[1] + "\n")
     with little_memory():
         assert [record["step"] for record in history.read_records(records.metrics)] == [1, 2]
-        assert history.last_step(records) == 2
-        history.truncate_metrics(records, 1)
+        assert history.last_step(records.metrics) == 2
+        history.truncate(records.metrics, 1)
     assert "torn and left out: line 2" in caplog.text
     assert records.metrics.read_text() == lines[0] + "\n"
 
