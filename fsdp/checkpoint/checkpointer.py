@@ -338,7 +338,7 @@ def not_saved(outcome: SaveOutcome, what: str, place: str) -> CheckpointError:
     """`what`, then why; with the ranks and the error number of the failed save. `place`: where it writes."""
     # The lock alone ends a run without an exception: another start would be refused, or begin anew.
     lock_lost = outcome.fatal and outcome.cause is None
-    then = "the same command resumes from the newest whole checkpoint"
+    then = "start the same command: it resumes from the newest whole checkpoint"
     if outcome.cause is not None and is_lost_peer(outcome.cause):
         # The cause tells the watch that another rank is at fault.
         error = CheckpointError(f"{what}: another rank ended during the save.", then)
@@ -346,7 +346,7 @@ def not_saved(outcome: SaveOutcome, what: str, place: str) -> CheckpointError:
         advice = storage_advice(outcome.error_number, place) or storage_shown(place)
         error = (RefusedError if lock_lost else CheckpointError)(
             f"{what}: {outcome.failure}.",
-            f"{TWO_RUNS if lock_lost else advice}; {then}",
+            f"{TWO_RUNS if lock_lost else advice}, then {then}",
             ranks=outcome.ranks,
             error_number=outcome.error_number,
         )

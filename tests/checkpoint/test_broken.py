@@ -250,17 +250,6 @@ class Evil:
         return os.system, (f"touch {self.file}",)
 
 
-def test_an_altered_manifest_of_valid_json_is_broken(run_dir: Path) -> None:
-    """Valid JSON, right sizes, one word changed: only its own checksum differs."""
-    file = run_dir / "checkpoints" / "step-00000004" / MANIFEST
-    file.write_bytes(file.read_bytes().replace(b'"reason": "test"', b'"reason": "tesT"'))
-    with pytest.raises(manifest.Broken, match="its checksum differs"):
-        manifest.decode(file.read_bytes())
-    results = run_world(RANKS, restore, str(run_dir), {})
-    assert [step for step, *_ in results] == [2, 2]
-    assert "step-00000004.broken-manifest" in results[0][1][0]
-
-
 def lead_out(stored: Metadata) -> None:
     """Points a tensor to a file of another checkpoint."""
     key = next(iter(stored.storage_data))
@@ -275,16 +264,7 @@ def leave_a_gap(stored: Metadata) -> None:
     del next(one for one in tensors if len(one.chunks) > 1).chunks[-1]
 
 
-def store_rows_twice(stored: Metadata) -> None:
-    """Gives a tensor its first rows twice and leaves out its last: the count of rows stays."""
-    tensors = [one for one in stored.state_dict_metadata.values() if isinstance(one, TensorStorageMetadata)]
-    chunks = next(one for one in tensors if len(one.chunks) > 1).chunks
-    chunks[-1] = replace(chunks[0])
-
-
-@pytest.mark.parametrize(
-    ("alter", "why"), [(lead_out, "foreign-path"), (leave_a_gap, "metadata"), (store_rows_twice, "metadata")]
-)
+@pytest.mark.parametrize(("alter", "why"), [(lead_out, "foreign-path"), (leave_a_gap, "metadata")])
 def test_metadata_with_an_outside_path_or_a_gap_is_broken(
     run_dir: Path, alter: Callable[[Metadata], None], why: str
 ) -> None:

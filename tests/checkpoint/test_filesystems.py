@@ -73,39 +73,3 @@ def test_a_full_disk_fails_the_new_save_and_keeps_the_old_ones(checkpoints: Path
     assert found.manifest is not None
     for file, (size, crc) in found.manifest.files.items():
         inspect.check_file(LocalStore(kept), "step-00000001", file, size, crc)
-
-
-def read_only(place: Path) -> str:
-    return f"mount --bind {place} {place} && mount -o remount,ro,bind {place}"
-
-
-@pytest.mark.slow
-def test_a_read_only_store_is_an_error_before_training(checkpoints: Path, tmp_path: Path) -> None:
-    said = mounted(read_only(checkpoints), tmp_path / "run", f"dir={checkpoints}")
-    assert f"CheckpointError: {checkpoints} cannot be written: " in said
-    assert "Read-only file system" in said
-    assert "saved" not in said
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_an_old_checkpoint_with_a_file_in_use_is_left_and_named_once(
-    checkpoints: Path, tmp_path: Path
-) -> None:
-    """EBUSY, as of a file on NFS that a process still has open. Nothing older was deleted any more."""
-    words = (tmp_path / "run", f"dir={checkpoints}")
-    mounted("true", *words)
-    busy = checkpoints / "step-00000003" / "__0_0.distcp"
-    said = mounted(f"mount --bind {busy} {busy}", *words, "keep_last=1")
-    left, last = LocalStore(checkpoints).folders()
-    assert (left.startswith("step-00000003.gone-"), last) == (True, "step-00000010")
-    assert [file.name for file in (checkpoints / left).iterdir()] == ["__0_0.distcp"]
-    why = "step-00000003: __0_0.distcp: EBUSY, Device or resource busy"
-    assert said.count(f"old checkpoints in {checkpoints} were not deleted: {why}") == 1
-    again = subprocess.run(
-        [sys.executable, "-m", "fsdp.checkpoint", str(checkpoints), "prune", "--keep-last", "1"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert (again.returncode, again.stdout) == (0, f"deleted {left}\n"), again.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import state as states
 from fsdp.dist.env import DistEnv
-from tests.checkpoint.small import Kind, Model, Run, bits, build, save_once
+from tests.checkpoint.small import Kind, Run, bits, build, save_once
 from tests.support.plain_loop import relative_difference, train_plainly
 from tests.support.runs import failures, run, settings
 from tests.support.world import run_world
@@ -169,36 +167,6 @@ def test_a_path_that_is_no_checkpoint_of_this_model_is_refused(tmp_path: Path) -
     assert "model.other.weight" in said["stranger"]
 
 
-def save_counters(env: DistEnv, place: str, value: object) -> list[str]:
-    run = build(env, "ddp", place + "-unused")
-    run.step()
-    names = list(run.state.counters())
-    dcp.save({**their_state(run), "train": dict.fromkeys(names, value)}, checkpoint_id=place)
-    run.checkpointer.close()
-    return names
-
-
-def start_from_counters(env: DistEnv, place: str, run_dir: str) -> tuple[int, str]:
-    run = build(env, "ddp", run_dir, section={"resume": place})
-    try:
-        found = run.checkpointer.restore(run.state)
-    except CheckpointError as error:
-        return -1, str(error)
-    finally:
-        run.checkpointer.close()
-    assert found is not None
-    return found.step, "; ".join(found.notes)
-
-
-def test_counters_that_are_objects_are_left_out(tmp_path: Path) -> None:
-    """The weights are loaded, and the run begins at step 0."""
-    place = str(tmp_path / "theirs")
-    run_world(1, save_counters, place, Fraction(7))
-    for step, notes in run_world(2, start_from_counters, place, str(tmp_path / "run")):
-        assert step == 0
-        assert "dropped, since a run has no place for it: train.good_steps, train.loss_scale, " in notes
-
-
 def restart(env: DistEnv, place: str, run_dir: str) -> int:
     run = build(env, "fsdp", run_dir, section={"resume": place})
     found = run.checkpointer.restore(run.state)
@@ -215,29 +183,6 @@ def test_the_same_command_resumes_from_the_runs_own_checkpoint(tmp_path: Path) -
     run_world(2, save_once, "fsdp", str(tmp_path / "first"))
     path = str(tmp_path / "first/checkpoints/step-00000003")
     assert [run_world(2, restart, path, str(tmp_path / "run"))[0] for _ in range(3)] == [3, 4, 5]
-
-
-def wrapped_names(env: DistEnv) -> list[set[str]]:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    found = []
-    wrappers: list[Any] = [
-        lambda model: model,
-        torch.compile,
-        checkpoint_wrapper,
-        torch.nn.parallel.DistributedDataParallel,
-    ]
-    for wrap in wrappers:
-        model: Any = Model()
-        model.first = checkpoint_wrapper(model.first)
-        wrapped = wrap(model)
-        found.append(set(states.model_tensors(wrapped)))
-        assert set(states.parameter_names(wrapped).values()) == {n for n, _ in Model().named_parameters()}
-    return found
-
-
-def test_names_are_without_those_of_wrappers(tmp_path: Path) -> None:
-    assert run_world(1, wrapped_names)[0] == [set(Model().state_dict())] * 4
 
 
 def convert(env: DistEnv, sealed: str, place: str) -> None:

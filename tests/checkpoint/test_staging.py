@@ -119,15 +119,6 @@ def said(monkeypatch: pytest.MonkeyPatch, pinned: set[int]) -> list[str]:
 COPIES = ["copying waits for computing", "copies in copying, and does not wait"]
 
 
-def test_the_copy_of_a_save_waits_for_the_steps_before_on_its_own_stream(said: list[str]) -> None:
-    staging = Staging(GPU)
-    piece = Piece("a", ("a",), (5,), (0,), torch.ones(5))
-    staging.copy([piece], Event("computing", said))  # type: ignore[arg-type]
-    assert said == COPIES
-    assert staging.event() is not None
-    assert said == [*COPIES, "copying records"]
-
-
 def test_an_update_waits_on_the_device_and_the_file_on_the_host(
     said: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

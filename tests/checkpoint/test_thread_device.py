@@ -9,19 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from fsdp.checkpoint import load
-from fsdp.checkpoint.save import SaveJob, Saver
-from fsdp.checkpoint.sealing import Sealing
-from fsdp.checkpoint.state import Snapshot
-from fsdp.checkpoint.store import LocalStore
-from fsdp.data.loader import Loader
-from fsdp.dist.collectives import ObjectGroup
-from fsdp.dist.mesh import DataRank
-from tests.checkpoint.manifests import a_manifest
 
 ROOT = Path(__file__).parents[2]
 GPU = torch.device("cuda", 1)
@@ -53,20 +44,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return found
 
 
-def test_the_savers_thread_sets_its_device(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    staging = SimpleNamespace(
-        copy=calls.noting("copy", lambda *_: []), event=lambda: None, buffer=torch.empty(0, dtype=torch.uint8)
-    )
-    monkeypatch.setattr("fsdp.checkpoint.save.Staging", lambda device, memory: staging)
-    store, group = LocalStore(tmp_path), ObjectGroup()
-    saver = Saver(Sealing(store, group, "0" * 8, lambda: None, lambda _: None, leads=True), GPU)
-    saver.put(SaveJob(1, Snapshot([], {}), a_manifest()))
-    saver.stop()
-    assert calls.of == {"checkpoint": [GPU, "copy"]}
-
-
 def test_threads_that_read_a_checkpoint_set_their_device(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,35 +56,6 @@ def test_threads_that_read_a_checkpoint_set_their_device(
     for name, done in calls.of.items():
         assert done[0] == GPU, name
         assert done.count(GPU) == 1, name
-
-
-class Samples:
-    def __init__(self, calls: Calls) -> None:
-        self.calls = calls
-
-    def __len__(self) -> int:
-        return 64
-
-    def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
-        self.calls.note("batch")
-        return {"x": torch.zeros(len(indices), 2), "target": torch.zeros(len(indices), dtype=torch.long)}
-
-
-def test_the_loaders_threads_set_their_device(calls: Calls) -> None:
-    """They pin memory, and may copy to the device."""
-    order = SimpleNamespace(indices=lambda step: np.arange(4))
-    samples: Any = Samples(calls)
-    loader = Loader(
-        samples, order, micro_batch=4, accumulation=1, rank=DataRank(0, 1), workers=2, prefetch=2, pin=False
-    )
-    for step in range(6):
-        loader.step(step)
-    loader.close()
-    assert set(calls.of) == {"reader-0", "reader-1"}
-    for name, done in calls.of.items():
-        assert done[0] == GPU, name
-    # one of them may have read all batches before the other came to it
-    assert any("batch" in done for done in calls.of.values())
 
 
 WITHOUT_TENSORS = {

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import Checkpointer
@@ -172,16 +171,6 @@ def test_a_save_before_the_first_step_counts_no_step(tmp_path: Path) -> None:
 # ---- 5: with gradients about, the optimizer's part comes out empty, and nothing says so
 
 
-def save_with_gradients(env: DistEnv, run_dir: str) -> dict[str, int]:
-    run = build(env, "fsdp", run_dir)
-    run.step()
-    run.runs(torch.arange(6)).sum().backward()
-    run.save(wait=True)
-    saved = bits(run.state)
-    run.checkpointer.close()
-    return saved
-
-
 def load_bits(env: DistEnv, run_dir: str) -> dict[str, int]:
     run = build(env, "fsdp", run_dir, seed=99)
     run.checkpointer.restore(run.state)
@@ -189,30 +178,8 @@ def load_bits(env: DistEnv, run_dir: str) -> dict[str, int]:
     return bits(run.state)
 
 
-def test_gradients_that_exist_do_not_empty_the_optimizer(tmp_path: Path) -> None:
-    saved = run_world(2, save_with_gradients, str(tmp_path))
-    assert any(key.endswith(".exp_avg") for key in saved[0])
-    assert run_world(2, load_bits, str(tmp_path)) == saved
-
-
 # ---- 6: a save in another thread on the default group meets the step's own collectives and aborts the
 # process
-
-
-def save_amid_collectives(env: DistEnv, run_dir: str) -> int:
-    run = build(env, "fsdp", run_dir, section={"keep_last": 2})
-    for _ in range(12):
-        run.step()
-        run.save()
-        for _ in range(50):
-            dist.all_reduce(torch.ones(1000))
-    run.checkpointer.close()
-    return run.checkpointer.sealed()[-1].step
-
-
-def test_saves_run_beside_the_default_groups_collectives(tmp_path: Path) -> None:
-    assert run_world(2, save_amid_collectives, str(tmp_path)) == [12, 12]
-    assert folders(tmp_path) == ["step-00000011", "step-00000012"]
 
 
 # ---- 7: another dtype is cast in silence, 8: keys that nobody wants are ignored, 9: a smaller optimizer is

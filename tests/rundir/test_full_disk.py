@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import struct
 import subprocess
@@ -146,21 +145,6 @@ def test_a_run_trains_to_its_end_and_resumes_when_there_is_room(disk: SmallDisk)
     assert [record["step"] for record in disk.lines("run/metrics.jsonl")] == list(range(1, STEPS + 1))
     assert [event["event"] for event in disk.lines("run/history.jsonl")][-2:] == ["start", "end"]
     assert (disk.outside / "run/DONE").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_records_of_a_disk_that_was_full_for_a_while_are_complete(disk: SmallDisk) -> None:
-    """Kept meanwhile, and written when there is room again."""
-    when = {"fill_at": 20, "free_at": 50}
-    done = disk.start(*one_rank(disk, **when), output=str(disk.inside / "log"))
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    assert [record["step"] for record in disk.lines("run/metrics.jsonl")] == list(range(1, STEPS + 1))
-    again = "metrics.jsonl is written again: .* records kept until now, 0 records lost"
-    assert len(re.findall(again, done.stderr)) == 1
-    assert whole_events(disk.outside / "run/tensorboard")
-    assert disk.lines("run/history.jsonl")[-1]["why"] == "the last step"
 
 
 def test_a_start_on_a_full_disk_is_refused_in_one_line_with_a_hint(disk: SmallDisk) -> None:

@@ -5,7 +5,6 @@ tests/security/test_generated.py has odd contents, tests/report/test_odd_files.p
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -100,20 +99,5 @@ def test_a_file_in_the_place_of_a_folder_is_named(name: str, tmp_path: Path) -> 
     file.touch()
     with pytest.raises(
         ShardrunError, match=rf"^{file} is in the place of a folder. HINT: mv {file} to another"
-    ):
-        paths.create(tmp_path / "run")
-
-
-def test_a_start_without_free_descriptors_names_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It asked who may write there."""
-
-    def refused(*_: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(paths, "write_atomically", refused)
-    with pytest.raises(
-        ShardrunError, match=r"cannot be written \(Too many open files\)\. HINT: ulimit -n 65536"
     ):
         paths.create(tmp_path / "run")
