@@ -21,7 +21,7 @@ LONGEST = (
     "slurm/test_jobs.py", "ray/test_joined.py", "ray/test_faults.py", "run/test_knob_pairs.py",
     "parity/test_parity.py", "parity/test_parity_command.py", "parity/test_parity_finds.py",
     "launch/test_local.py",
-  "memory/test_oom.py", "plan/test_memory.py", "watch/test_faults.py",
+    "memory/test_oom.py", "plan/test_memory.py", "watch/test_faults.py",
     "checkpoint/test_killed.py", "checkpoint/test_exact.py", "checkpoint/test_s3.py", "plan/test_command.py",
 )  # fmt: skip
 """Slurm and Ray tests, which mostly wait, alternate with those that compute."""

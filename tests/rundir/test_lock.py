@@ -89,6 +89,18 @@ def test_a_reused_process_id_is_not_the_holder(tmp_path: Path) -> None:
     held.release()
 
 
+def test_a_live_holder_on_another_machine_is_recognised_by_its_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Folder, "beat_s", 0.05)
+    held = acquire(tmp_path, "srun")
+    monkeypatch.setattr(lock, "this_place", lambda: "another machine")
+    with pytest.raises(RefusedError, match="is being written by process"):
+        acquire(tmp_path, "srun", stale_s=30.0)
+    assert held.lost_now() is None
+    held.release()
+
+
 def test_a_silent_holder_on_another_machine_is_replaced_and_notices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
