@@ -37,7 +37,7 @@ from fsdp.dist.network import is_lost_peer
 from fsdp.models.registry import SourceFolder
 from fsdp.optim.state import TrainState
 from fsdp.rundir.lock import TWO_RUNS, Locks
-from fsdp.rundir.paths import WRITES_ALONE, storage_advice, storage_shown
+from fsdp.rundir.paths import storage_advice, storage_shown
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.adapter_weights import Base
@@ -326,10 +326,8 @@ class Checkpointer:
                 dtype=section.export_dtype,
             )
         except (Broken, OSError) as error:
-            hint = f"python -m fsdp.checkpoint {self._run_dir} verify"
-            if error_number(error) in WRITES_ALONE:
-                advice = storage_advice(error_number(error), str(folder.parent))
-                hint = f"{advice}, then {hint.removesuffix('verify')}export"
+            command = "verify" if isinstance(error, Broken) else "export"
+            hint = f"python -m fsdp.checkpoint {self._run_dir} {command}"
             what = f"{newest.folder} was not exported to {folder}: {error}."
             raise CheckpointError(what, hint, error_number=error_number(error)) from None
 

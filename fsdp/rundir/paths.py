@@ -146,8 +146,6 @@ def write_config(run: RunDir, config: Config) -> list[str]:
 # ---------------------------------------------------------------- files written whole or not at all
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-WRITES_ALONE = (*FULL, errno.EROFS, errno.EFBIG)
-"""Errors that no read has."""
 
 
 @contextmanager
