@@ -68,11 +68,12 @@ class PartFailure:
     error_number: int = 0
     damaged: bool = False
     fatal: bool = False
+    """Another job has the run directory."""
     sealed: bool | None = False
     """Whether the checkpoint is there all the same; None if its store does not answer."""
 
     def __str__(self) -> str:
-        return f"rank {self.rank}: {self.line}"
+        return self.line if self.fatal else f"rank {self.rank}: {self.line}"
 
 
 class Sealing:
@@ -206,7 +207,7 @@ def failed(step: int, failures: Sequence[PartFailure]) -> SaveOutcome:
         "; ".join(map(str, failures)),
         fatal=any(failure.fatal for failure in failures),
         damaged=all(failure.damaged for failure in failures),
-        ranks=tuple(sorted({failure.rank for failure in failures})),
+        ranks=tuple(sorted({failure.rank for failure in failures if not failure.fatal})),
         error_number=next((failure.error_number for failure in failures if failure.error_number), 0),
     )
 
