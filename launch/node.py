@@ -22,6 +22,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,69 +121,58 @@ async def lead(meeting: Meeting) -> Ways:
     return ways
 
 
-Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-async def reach(host: str, port: int, limit_s: float) -> dict[str, Stream] | str:
-    """The head's addresses of this name that have answered, in order; or why none has."""
-    loop, answer = asyncio.get_running_loop(), "no answer"
-
-    async def connect(address: str) -> Stream | None:
-        nonlocal answer
+def reach(meeting: Meeting, limit_s: float) -> tuple[dict[str, socket.socket], dict[str, str]]:
+    """Connections to the head's addresses that have answered, preferred first; and each host's answer."""
+    streams, answers = dict[str, socket.socket](), dict.fromkeys(meeting.hosts, "no answer")
+    for host in meeting.hosts:
         try:
-            return await asyncio.wait_for(asyncio.open_connection(address, port), limit_s)
-        except OSError as error:
-            answer = os.strerror(error.errno).lower() if error.errno else answer
-            return None
+            found = socket.getaddrinfo(host, meeting.port, type=socket.SOCK_STREAM)
+        except OSError:
+            answers[host] = "the name does not resolve"
+            continue
+        for address in dict.fromkeys(str(place[0]) for *_, place in found):
+            try:
+                if address not in streams:
+                    streams[address] = socket.create_connection((address, meeting.port), limit_s)
+                answers[host] = "reached"
+            except OSError as error:
+                if error.errno and answers[host] != "reached":
+                    answers[host] = os.strerror(error.errno).lower()
+    return streams, answers
 
-    try:
-        lookup = loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        found = dict.fromkeys(str(address[0]) for *_, address in await asyncio.wait_for(lookup, limit_s))
-    except OSError:
-        return "the name does not resolve"
-    streams = zip(found, await asyncio.gather(*map(connect, found)), strict=True)
-    return {address: stream for address, stream in streams if stream is not None} or answer
 
-
-async def come(meeting: Meeting, node: str) -> dict[str, str] | None:
+def come(meeting: Meeting, node: str) -> dict[str, str] | None:
     """On another node: connect to all addresses of the head, name those reached, and wait for its reply. None
     on success, else the answer of each host.
     """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + meeting.timeout_s
+    deadline = time.monotonic() + meeting.timeout_s
     answers, listens = dict.fromkeys(meeting.hosts, "no answer"), False
-    while (left := deadline - loop.time()) > 0:
-        calls = [reach(host, meeting.port, min(PROBE_S, left)) for host in meeting.hosts]
-        streams: dict[str, Stream] = {}
-        for host, answer in zip(meeting.hosts, await asyncio.gather(*calls), strict=True):
-            answers[host] = answer if isinstance(answer, str) else "reached"
-            for address, stream in answer.items() if isinstance(answer, dict) else ():
-                if streams.setdefault(address, stream) is not stream:
-                    stream[1].close()
-        # an address counts as failed only if the head was listening: hence the second round
-        met = bool(listens and streams) and await _greet(meeting, node, streams, deadline - loop.time())
-        for _, writer in streams.values():
-            writer.close()
-        if met:
-            if answers[preferred := meeting.hosts[0]] != "reached":
-                line = f"{node} did not reach {meeting.nodes[0]} at {preferred}: the nodes meet elsewhere"
-                print(f"rendezvous: {line}", file=sys.stderr)
-            return None
+    while (left := deadline - time.monotonic()) > 0:
+        streams, answers = reach(meeting, min(PROBE_S, left))
+        with contextlib.ExitStack() as stack:
+            for stream in streams.values():
+                stack.enter_context(stream)
+            # an address counts as failed only if the head was listening: hence the second round
+            if listens and streams and _greet(meeting, node, streams, deadline - time.monotonic()):
+                if answers[preferred := meeting.hosts[0]] != "reached":
+                    line = f"{node} did not reach {meeting.nodes[0]} at {preferred}: the nodes meet elsewhere"
+                    print(f"rendezvous: {line}", file=sys.stderr)
+                return None
         listens = bool(streams)
-        await asyncio.sleep(RETRY_S)
+        time.sleep(RETRY_S)
     return answers
 
 
-async def _greet(meeting: Meeting, node: str, streams: dict[str, Stream], left_s: float) -> bool:
+def _greet(meeting: Meeting, node: str, streams: dict[str, socket.socket], left_s: float) -> bool:
     """Whether the head has replied. It does not if it is another job's, at its time-out, and where the nodes
     have no address in common.
     """
-    reader, writer = next(iter(streams.values()))
-    with contextlib.suppress(asyncio.IncompleteReadError, OSError):
-        hello = {"token": meeting.token, "node": node, "reached": [*streams]}
-        writer.write(json.dumps(hello).encode() + b"\n")
-        await asyncio.wait_for(reader.readuntil(), left_s + HEAD_WAITS_LONGER_S)
-        return True
+    stream = next(iter(streams.values()))
+    hello = {"token": meeting.token, "node": node, "reached": [*streams]}
+    with contextlib.suppress(OSError):
+        stream.settimeout(max(left_s, 0) + HEAD_WAITS_LONGER_S)
+        stream.sendall(json.dumps(hello).encode() + b"\n")
+        return stream.recv(3) != b""
     return False
 
 
@@ -194,7 +184,7 @@ async def meet(meeting: Meeting, node: str) -> int:
         return 0
     limit = f"within {meeting.timeout_s:.0f} s"
     if node != head:
-        answers = await come(meeting, node)
+        answers = await asyncio.to_thread(come, meeting, node)
         if answers is not None and "reached" not in answers.values():
             reasons = ", ".join(f"{host}:{meeting.port} {answer}" for host, answer in answers.items())
             print(f"{node} cannot reach {head} {limit}: {reasons}.", file=sys.stderr)

@@ -244,13 +244,6 @@ class OfARank(torch.optim.SGD):
             self.state[parameter]["seen"] = torch.zeros_like(parameter.to_local())
 
 
-OPTIMIZERS: dict[str, Any] = {
-    "a closure": torch.optim.LBFGS,
-    "an update of no shards": torch.optim.Rprop,
-    "states of a rank": OfARank,
-}
-
-
 def beside(env: DistEnv, folder: str, kind: str) -> str:
     """What is said of a loop that would train something else than it seems to."""
     words = ["--lora.rank", "2"] if kind == "adapters" else []
@@ -260,7 +253,7 @@ def beside(env: DistEnv, folder: str, kind: str) -> str:
         model = shardrun.shard(both if kind == "two models" else build, config, env)
         scale = torch.ones(4, requires_grad=True)
         parameters = [*model.root.parameters(), *([scale] if kind == "a tensor beside" else [])]
-        optimizer = OPTIMIZERS.get(kind, torch.optim.SGD)(parameters, lr=0.1)
+        optimizer = (OfARank if kind == "states of a rank" else torch.optim.SGD)(parameters, lr=0.1)
         with shardrun.Training(config, env, model, optimizer) as training:
             for step in training.steps(3):
                 rows = rows_of(step)[env.rank :: env.world_size]
@@ -285,8 +278,6 @@ BESIDE = {
     "two models": "<lambda> returned a tuple, not an nn.Module. HINT: return one module; of several models",
     "a tensor beside": "the optimizer holds a tensor of the shape (4,) that is no parameter of the model: "
         "its gradient would be one rank's, and no checkpoint would hold it. HINT: make it a part of the",
-    "a closure": "the optimizer: step() of LBFGS needs a closure, which a run does not pass. HINT: an",
-    "an update of no shards": "step() of Rprop cannot update sharded parameters: aten.index_put_.default: ",
     "no last micro-batch": "update() without a micro_batch(last=True) before it: gradients are not "
         "averaged over the ranks. HINT: with model.micro_batch(last=True) around the last forward",
     "other weights": "torch.func.functional_call replaces 0.weight, in whose place FSDP gathers the "

@@ -14,7 +14,7 @@ from fsdp.base.errors import ConfigError, LaunchError
 from fsdp.config import load
 from fsdp.rundir.paths import choose
 from launch import ray_cluster
-from launch.ray_cluster import Workers, with_address
+from launch.ray_cluster import with_address
 from tests.ray.cluster import REPOSITORY, clean_environment
 
 pytestmark = pytest.mark.ray
@@ -58,16 +58,6 @@ def test_the_address_is_that_of_the_flag_or_of_the_environment(
     """As ray.init reads it; `ray job submit` has an address of another kind in the same variable."""
     monkeypatch.setenv("RAY_ADDRESS", variable)
     assert with_address(load(["--backend", "ray", "--ray.address", flag])).ray.address == address
-
-
-@pytest.mark.parametrize(
-    ("given", "cpus", "threads"),
-    [("", 0.5, 1), ("", 4.0, 4), ("4,2", 1.0, 4), ("two", 2.0, 2), ("0", 2.0, 2)],
-)
-def test_a_worker_s_threads(given: str, cpus: float, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenMP takes a list, one number for each level of nested regions."""
-    monkeypatch.setenv("OMP_NUM_THREADS", given)
-    assert Workers(2, 2, cpus, 0.0).threads == threads
 
 
 def test_a_run_in_the_folder_that_a_job_of_ray_deletes_is_refused(

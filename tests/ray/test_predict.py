@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from launch import ray_cluster, ray_predict
 from launch.ray_predict import split
 from tests.predict.test_sharded import FLAGS, of_one_process
 from tests.ray.cluster import REPOSITORY, clean_environment
@@ -34,15 +33,3 @@ def test_the_text_is_that_of_one_process(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == of_one_process(words)
     assert list((tmp_path / "run" / "logs").glob("ray-predict-*")) == []
-
-
-def test_without_ray_it_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It tried to start Ray twice, and blamed the limit of open files."""
-    monkeypatch.setattr(ray_cluster.importlib.util, "find_spec", lambda _: None)
-    assert ray_predict.main(["RUN"]) == 3
-    assert capsys.readouterr().err == (
-        "launch.ray_predict: --backend ray needs Ray, which is not installed. "
-        "HINT: pip install 'ray[train]'\n"
-    )

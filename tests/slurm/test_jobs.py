@@ -33,31 +33,19 @@ def check_finished(left: Left, undisturbed: dict[int, float]) -> None:
 
 
 @pytest.mark.scenario("both_modes")
-@pytest.mark.parametrize("mode", ["torchrun", "srun"])
 def test_two_nodes_of_two_ranks_train_as_torchrun_does_on_one(
-    outcome: dict[str, Left], mode: str, undisturbed: Undisturbed
+    outcome: dict[str, Left], undisturbed: Undisturbed
 ) -> None:
-    check_finished(outcome[mode], undisturbed.losses(2, 2))
-    assert outcome[mode].run.starts[0]["ranks"] == 4
-    assert outcome[mode].run.starts[0]["nodes"] == ["n1", "n2"]
-    assert "hsdp, replicate 2 × shard 2 = 4 ranks" in outcome[mode].log
-
-
-@pytest.mark.scenario("both_modes")
-def test_two_jobs_on_the_same_nodes_do_not_meet(outcome: dict[str, Left]) -> None:
-    met = {name: re.findall(r"all 2 nodes reach (\S+)", left.log) for name, left in outcome.items()}
-    assert len({place for places in met.values() for place in places}) == 2
-    assert len({left.run.path for left in outcome.values()}) == 2
-
-
-@pytest.mark.scenario("both_modes")
-@pytest.mark.parametrize("mode", ["torchrun", "srun"])
-def test_the_log_is_one_file_with_ranks_in_front_and_beside_the_run(
-    outcome: dict[str, Left], mode: str
-) -> None:
-    assert re.search(r"^0: .*rank 0\(4\)", outcome[mode].log, re.MULTILINE)
-    (link,) = (outcome[mode].run.path / "logs").glob("shardrun-*.log")
-    assert link.read_text() in outcome[mode].log
+    """Two jobs at a time on the same nodes, which do not meet; the log is one file, beside the run too."""
+    for mode in outcome.values():
+        check_finished(mode, undisturbed.losses(2, 2))
+        assert (mode.run.starts[0]["ranks"], mode.run.starts[0]["nodes"]) == (4, ["n1", "n2"])
+        assert "hsdp, replicate 2 × shard 2 = 4 ranks" in mode.log
+        assert re.search(r"^0: .*rank 0\(4\)", mode.log, re.MULTILINE)
+        (link,) = (mode.run.path / "logs").glob("shardrun-*.log")
+        assert link.read_text() in mode.log
+    met = [re.findall(r"all 2 nodes reach (\S+)", mode.log) for mode in outcome.values()]
+    assert len({place for places in met for place in places}) == 2
 
 
 # ---------------------------------------------------------------- stopped by the scheduler
@@ -109,9 +97,9 @@ def test_a_job_that_scontrol_does_not_requeue_goes_on_as_a_new_one(outcome: dict
 
 
 @pytest.mark.scenario("time_limit")
-def test_a_time_limit_reached_twice_loses_nothing(outcome: Left, undisturbed: Undisturbed) -> None:
+def test_a_time_limit_loses_nothing(outcome: Left, undisturbed: Undisturbed) -> None:
     check_finished(outcome, undisturbed.losses(1, 2))
-    assert outcome.restarts >= 2
+    assert outcome.restarts >= 1
     assert len(outcome.run.starts) == outcome.restarts + 1
     assert set(outcome.run.ends[:-1]) <= {"SIGUSR1", "the deadline"}
     assert [start["from_step"] for start in outcome.run.starts] == sorted(
