@@ -54,6 +54,7 @@ job_begin() {
     # shellcheck source=slurm/cluster.env
     [ ! -e "${CLUSTER_ENV:=$here/cluster.env}" ] || source "$CLUSTER_ENV"
     set -eu
+    export NPROC_PER_NODE=${NPROC_PER_NODE:-} OMP_NUM_THREADS=${OMP_NUM_THREADS:-}
     venv=${VENV:-$home/.venv}
     [ ! -x "$venv/bin/python" ] || export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
     # SAFEPATH: a folder called launch or fsdp in the submit directory must not precede ours

@@ -138,20 +138,24 @@ def test_a_job_s_own_facts_are_not_those_of_the_job_that_submitted_it(
 
 @pytest.mark.parametrize("venv", ["", "other"])
 def test_the_python_beside_train_py_comes_before_an_active_one(venv: str, tmp_path: Path) -> None:
-    """As slurm/cluster.env promises; VENV comes before both."""
+    """As slurm/cluster.env promises; VENV comes before both. That file need not export what Python reads."""
     home = tmp_path / "home/.venv"
     for folder in (home, tmp_path / "other"):
         (folder / "bin").mkdir(parents=True)
         (folder / "bin/python").symlink_to("/bin/true")
     shutil.copytree(REPOSITORY / "slurm", tmp_path / "home/slurm")
     variables = {"VENV": str(tmp_path / venv)} if venv else {}
+    (tmp_path / "home/slurm/cluster.env").write_text("NPROC_PER_NODE=3\n")
     script = tmp_path / "home/slurm/lib.sh"
     path = program(tmp_path / "scontrol", "echo JobId=20 Restarts=0")
     said = bash(
-        *("-euc", f"source {script}; on_head() {{ command -v python >&2; }}; job_begin"),
+        *(
+            "-euc",
+            f"source {script}; on_head() {{ command -v python; printenv NPROC_PER_NODE; }} >&2; job_begin",
+        ),
         **{"PATH": path, "SLURM_JOB_ID": "20", "SLURM_JOB_NODELIST": "n1", **variables},
     )
-    assert f"{tmp_path / venv if venv else home}/bin/python\n" in said.stderr
+    assert f"{tmp_path / venv if venv else home}/bin/python\n3\n" in said.stderr
 
 
 GRES = "JobId=20 JOB_GRES=gpu:a100:{} Nodes={} CPU_IDs=0-7 Mem=0 GRES=gpu:a100:{}(IDX:0-1)"
