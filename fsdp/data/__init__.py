@@ -9,7 +9,7 @@
     images                  digits, fashion_mnist, folder: images, as arrays in memory or as files
     synthetic, text         random samples; text as bytes
     tokens                  files of tokens, as one row cut into windows
-    documents, packing      rows of text and conversations, tokenized once; several documents a sample
+    documents               rows of text and conversations, tokenized once; several documents a sample
     custom                  --data.name package.module:factory
 
 Not here: how a batch becomes a loss (fsdp/models/loss.py).

@@ -61,8 +61,6 @@ class TokenFile:
     dtype: np.dtype
     offset: int
     tokens: int
-    documents: int = 0
-    """Of a folder of fsdp.tokenize."""
 
     def open(self) -> np.ndarray:
         return np.memmap(self.path, self.dtype, "r", self.offset, (self.tokens,))

@@ -4,7 +4,7 @@ A row's `position_ids` start again where a document does: the form in which tran
 On CUDA in half precision torch.nn.attention.varlen gets the documents one by one; elsewhere a mask of
 [length, length] blocks other documents. A model may take position_ids while its attention crosses the
 documents, as transformers' OPT, Falcon and XGLM do: it trains without an error, and is checked by its output.
-Not here: how rows are packed (fsdp/data/packing.py).
+Not here: how rows are packed (fsdp/data/documents.py).
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp.data import DataSet, packing
-from fsdp.data.packing import PackingPlan, best_fit, pieces_of, write_plan
+from fsdp.data import DataSet, documents
+from fsdp.data.documents import PackingPlan, best_fit, pieces_of, write_plan
 from tests.data.test_documents import data
 from tests.support.data_cache import own_cache as own_cache
 from tests.tokenize.rows import write_lines
@@ -76,7 +76,7 @@ def test_pairs_are_cut_and_masked_as_in_a_row_a_document(tmp_path: Path) -> None
 def test_the_second_build_packs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_lines(tmp_path / "a.jsonl", [text_of(2 + n % 9, "a") for n in range(50)])
     first = packed(path)
-    monkeypatch.setattr(packing, "write_plan", None)
+    monkeypatch.setattr(documents, "write_plan", None)
     assert documents_in(packed(path)) == documents_in(first)
     with pytest.raises(TypeError):
         data(path, seq_len=SEQ_LEN + 1, rows="packed", heldout=0)
@@ -119,7 +119,7 @@ def test_a_plan_is_the_same_for_one_file_and_many(tmp_path: Path) -> None:
 
 
 def test_groups_hold_every_piece_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "GROUP", 100)
+    monkeypatch.setattr(documents, "GROUP", 100)
     lengths = np.random.default_rng(3).integers(0, 40, 1000)
     starts = np.cumsum(lengths) - lengths
     parts = [(starts[at : at + 100], lengths[at : at + 100]) for at in range(0, 1000, 100)]
