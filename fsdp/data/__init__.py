@@ -7,10 +7,9 @@
     stream                  data without a length; StreamCursor, their order and states
     loader                  Loader: a step's micro-batches for one rank, read ahead and copied to its device
     images                  digits, fashion_mnist, folder: images, as arrays in memory or as files
-    synthetic, text         random samples; text as bytes
+    text                    text as bytes; random samples
     tokens                  files of tokens, as one row cut into windows
     documents               rows of text and conversations, tokenized once; several documents a sample
-    custom                  --data.name package.module:factory
 
 Not here: how a batch becomes a loss (fsdp/models/loss.py).
 """

@@ -163,6 +163,7 @@ class TokenStore:
                 continue
             if heldout or name != "heldout":
                 flag = "tokenizer" if name == "tokenizer" else f"args.{name}"
+                value = "FILE" if name == "chat_template" else value
                 raise ConfigError(
                     f"--data.{flag} {value} has no effect: {self.folder} holds tokens already.",
                     f"leave it out, or python -m fsdp.tokenize SOURCE OUT --{name.replace('_', '-')} {value}",

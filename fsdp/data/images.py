@@ -175,8 +175,7 @@ def folder(
         others = sorted(entry.name for entry in root.iterdir() if is_other(entry.name)) if split else []
         if others:
             hint = f"HINT: ln -s {quoted(others[-1])} {quoted(root / 'val')} reads it as held-out images"
-            unread = f"a tenth of train is held out, and {' and '.join(others)} is not read. {hint}"
-            log.warning("folder: %s has no val: %s", root, unread)
+            log.warning("folder: %s has no val: a tenth of train is held out. %s", root, hint)
         mask = every_tenth(np.array([label for _, label in images], np.int64))
         held = [images[number] for number in np.flatnonzero(mask)]
         images = [images[number] for number in np.flatnonzero(~mask)]
@@ -217,16 +216,9 @@ def _images(root: Path) -> tuple[list[str], list[tuple[str, int]]]:
 
     from fsdp.tokenize.rows import is_other, is_train
 
-    others: set[str] = set()
-
     def is_image(path: str) -> bool:
-        parts = Path(path).relative_to(root).parts
-        if any(part.startswith(".") for part in parts):  # macOS writes ._NAME.jpg beside NAME.jpg
-            return False
-        if not path.lower().endswith(SUFFIXES):
-            others.add(Path(path).suffix)
-            return False
-        return True
+        hidden = any(part.startswith(".") for part in Path(path).relative_to(root).parts)
+        return path.lower().endswith(SUFFIXES) and not hidden  # macOS writes ._NAME.jpg beside NAME.jpg
 
     class Images(ImageFolder):
         def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
@@ -246,8 +238,6 @@ def _images(root: Path) -> tuple[list[str], list[tuple[str, int]]]:
             f"the folders of {root} are {', '.join(images.classes)}: splits, not classes.",
             f"move their images into {quoted(root)}/train and {quoted(root)}/val",
         )
-    if others:
-        log.warning("folder: %s files below %s are not read", ", ".join(sorted(others)), root)
     # In the order of a walk: a folder's own images before those of the folders in it.
     samples = sorted(images.samples, key=lambda image: (image[1], Path(image[0]).parent.parts, image[0]))
     return images.classes, samples

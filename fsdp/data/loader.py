@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fsdp.base.devices import set_thread_device, thread_device
-from fsdp.base.errors import ConfigError, OneRankError, ShardrunError, one_line
+from fsdp.base.errors import OneRankError, ShardrunError, one_line
 from fsdp.base.phases import READER
 from fsdp.base.text import listed
 from fsdp.data.types import Batch, Samples, StepBatch
@@ -194,14 +194,7 @@ class Readers(Generic[T]):
         self._threads: list[threading.Thread] = []
         for number in range(threads):
             thread = threading.Thread(target=self._work, name=f"{READER}{number}", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # the system's limit
-                self.close()
-                raise ConfigError(
-                    f"--data.workers {threads}: this machine starts {number} threads more ({error}).",
-                    f"--data.workers {max(1, min(number // 2, 16))}",
-                ) from None
+            thread.start()
             self._threads.append(thread)
 
     def get(self, step: int) -> T:

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp.base.errors import CheckpointError, ConfigError, OneRankError
+from fsdp.base.errors import CheckpointError, ConfigError
 from fsdp.config import DataSection, MixedSource, check_labels
 from fsdp.data.cursor import EpochWalk, mix, stream_key
 from fsdp.data.types import DataInfo, DataSet, MixedRows, Samples, first_sample, source_section
@@ -168,14 +168,6 @@ class MixedSamples:
         if len(batches) == 1:
             return batches[0]
         order = torch.from_numpy(np.argsort(np.concatenate(list(rows.values())), kind="stable"))
-        labels = " and ".join(list(self.parts)[source] for source in rows)
-        for name in dict.fromkeys(name for batch in batches for name in batch):
-            shapes = [list(batch[name].shape[1:]) if name in batch else "none" for batch in batches]
-            if any(shape != shapes[0] for shape in shapes):
-                raise OneRankError(
-                    f"the sources {labels} differ in {name} of a sample: {' and '.join(map(str, shapes))}.",
-                    "pad the samples of both to one length: docs/data.md",
-                )
         return {name: torch.cat([batch[name] for batch in batches])[order] for name in batches[0]}
 
     def _read(self, source: int, indices: np.ndarray) -> dict[str, Tensor]:
@@ -228,21 +220,16 @@ class MixSegment:
     @staticmethod
     def from_json(value: Any) -> MixSegment:
         try:
-            sources = [(str(label), int(n), str(kind), float(v)) for label, n, kind, v in value["sources"]]
-            segment = MixSegment(
+            return MixSegment(
                 step=int(value["step"]),
                 global_batch=int(value["global_batch"]),
-                samples={label: samples for label, samples, _, _ in sources},
-                amounts={label: (kind, number) for label, _, kind, number in sources},
+                samples={str(label): int(samples) for label, samples, _, _ in value["sources"]},
+                amounts={str(label): (str(kind), float(v)) for label, _, kind, v in value["sources"]},
                 drawn={str(label): int(n) for label, n in value["drawn"].items()},
             )
-            positive = [float(segment.global_batch), *(min(samples, v) for _, samples, _, v in sources)]
-            if not sources or min(positive) <= 0 or min([segment.step, *segment.drawn.values()]) < 0:
-                raise ValueError("a number is not above 0")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = f"the checkpoint's record of the mixture cannot be read ({error})."
             raise CheckpointError(reason, "--checkpoint.resume never") from None
-        return segment
 
 
 def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
@@ -423,8 +410,5 @@ class MixCursor:
         now = self.now
         if len(self.segments) < 2 and not now.step:
             return ""
-        sources = ", ".join(
-            f"{label} {kind} {value:g} after {now.drawn.get(label, 0):,} samples"
-            for label, (kind, value) in now.amounts.items()
-        )
+        sources = ", ".join(f"{label} {kind} {value:g}" for label, (kind, value) in now.amounts.items())
         return f"mixture from step {now.step} on: {sources}"

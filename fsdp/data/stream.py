@@ -289,8 +289,6 @@ def _read(saved: Any, shards: int) -> tuple[int, list[str | None]]:
         return 0, [None] * shards
     try:
         drawn, states = int(saved["drawn"]), list(saved["states"])
-        if drawn < 0 or not all(state is None or "epoch" in state for state in states):
-            raise ValueError("drawn or an epoch")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"the checkpoint's record of the stream cannot be read ({error}).", "--checkpoint.resume never"

@@ -1,4 +1,5 @@
 """text: UTF-8 bytes as tokens, a vocabulary of 256: text files, or the sources of Python's standard library.
+synthetic: random images or tokens, for measurements, of which a model can only memorise the labels.
 
 --data.dir is a file or a folder. In a folder every text file is read, in the order of names, up to max_mb:
 UTF-8 with or without a byte order mark, UTF-16 with one. Hidden files and binary ones (a zero byte near the
@@ -7,7 +8,8 @@ without any every tenth file is, or, if those are too short, the last tenth of t
 
 The library's bytes differ between versions of Python (and a distribution may omit files):
 facts["fingerprint"] identifies them, so that a run that resumes under another Python, on other samples, is
-detected.
+detected. A synthetic sample is a slice of one table of noise, at a position derived from its index: producing
+one costs a copy.
 """
 
 from __future__ import annotations
@@ -20,13 +22,16 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import quoted
-from fsdp.data.types import DataSet, Where, check_range, shifted, text_info
+from fsdp.data.cursor import mix, stream_key
+from fsdp.data.types import DataInfo, DataSet, Where, check_range, shifted, text_info
 
 log = logging.getLogger(__name__)
 # Tests are long lists of data; site-packages depends on what is installed.
@@ -37,9 +42,12 @@ SOURCES = "*.py"
 HELD_OUT = 1 << 18
 """Bytes at most, to keep an evaluation shorter than the training."""
 PROBED = 1 << 13
+PLACES = 1 << 16
+"""Different slices of the noise."""
+IMAGE_SIZES = {"image_size": 28, "channels": 1, "num_classes": 10}
 
 
-def build(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
+def text(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
     check_range("max_mb", max_mb, 0.001, 1000)
     root = Path(where.dir or sysconfig.get_paths()["stdlib"])
     limit = int(max_mb * 1e6)
@@ -155,3 +163,87 @@ class ByteSamples:
 
     def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
         return shifted(self._bytes[indices[:, None] * self.seq_len + self._offsets])
+
+
+# ---------------------------------------------------------------- synthetic
+
+
+def synthetic(
+    where: Where,
+    *,
+    kind: Literal["auto", "images", "tokens"] = "auto",
+    samples: int = 100_000,
+    heldout: int = 1000,
+    image_size: int = 0,
+    channels: int = 0,
+    num_classes: int = 0,
+    vocab_size: int = 0,
+) -> DataSet:
+    """Sizes that are not given are the model's."""
+    if where.dir:
+        raise ConfigError(f"--data.dir {where.dir} has no effect on synthetic.", "leave it out")
+    sizes = {
+        "image_size": image_size,
+        "channels": channels,
+        "num_classes": num_classes,
+        "vocab_size": vocab_size,
+    }
+    check_range("samples", samples, 1)
+    for name, value in {**sizes, "heldout": heldout}.items():
+        check_range(name, value, 0)
+    if kind == "auto":
+        kind = "tokens" if vocab_size or "vocab_size" in where.model_facts else "images"
+    known = {name: where.model_facts[name] for name in sizes if name in where.model_facts}
+    known |= {name: value for name, value in sizes.items() if value}
+    if wrong := [name for name in known if (name == "vocab_size") != (kind == "tokens")]:
+        other = "tokens" if kind == "images" else "images"
+        raise ConfigError(
+            f"--data.args.{wrong[0]} {known[wrong[0]]} has no effect on {kind}.", f"--data.args.kind {other}"
+        )
+    facts = {"vocab_size": 256, "seq_len": where.seq_len, **known}
+    more: dict[str, Any] = {"tokens_per_sample": where.seq_len, "masks_targets": False}
+    if kind == "images":
+        facts = {**IMAGE_SIZES, **known}
+        half = (0.5,) * facts["channels"]
+        preprocess = {
+            "image_size": facts["image_size"],
+            "channels": facts["channels"],
+            "mean": half,
+            "std": half,
+        }
+        classes = tuple(f"class {n}" for n in range(facts["num_classes"]))
+        more = {"class_names": classes, "preprocess": preprocess}
+    info = DataInfo(kind="images" if kind == "images" else "text", facts=facts, default_steps=20, **more)
+    parts = [Noise(facts, name, count) for name, count in (("train", samples), ("heldout", heldout))]
+    return DataSet(train=parts[0], heldout=parts[1] if heldout else None, info=info)
+
+
+class Noise:
+    """Images if `facts` have their size, else tokens."""
+
+    def __init__(self, facts: dict[str, int], name: str, count: int) -> None:
+        self.count, self._classes = count, facts.get("num_classes")
+        self._place_key, self._label_key = stream_key(name, "place"), stream_key(name, "label")
+        generator = np.random.Generator(np.random.Philox(key=stream_key("synthetic")))
+        self._shape: tuple[int, ...]
+        self._noise: np.ndarray
+        if self._classes is None:
+            self._shape = (facts["seq_len"] + 1,)
+            self._noise = generator.integers(0, facts["vocab_size"], facts["seq_len"] + 1 + PLACES)
+        else:
+            self._shape = facts["channels"], facts["image_size"], facts["image_size"]
+            self._noise = generator.standard_normal(int(np.prod(self._shape)) + PLACES, dtype=np.float32)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        numbers = indices.astype(np.uint64)
+        slices = np.empty((len(indices), *self._shape), self._noise.dtype)
+        places = (mix(numbers, self._place_key) % np.uint64(PLACES)).astype(np.int64)
+        for out, place in zip(slices, places, strict=True):
+            out.reshape(-1)[:] = self._noise[place : place + out.size]
+        if self._classes is None:
+            return shifted(slices)
+        labels = mix(numbers, self._label_key) % np.uint64(self._classes)
+        return {"inputs": torch.from_numpy(slices), "targets": torch.from_numpy(labels.astype(np.int64))}

@@ -135,10 +135,7 @@ def _paths(where: Where) -> list[Path]:
             f"--data.name tokens needs a folder of token files, not {where}.",
             "--data.dir FOLDER with *.bin or *.npy in it",
         )
-    for path in paths:
-        if not path.exists():
-            raise ConfigError(f"{path} is a link to a file that does not exist.", f"rm {quoted(path)}")
-        loss = path.with_suffix(".loss")
+    for loss in (path.with_suffix(".loss") for path in paths):
         if loss.is_file():
             raise ConfigError(f"{loss} masks targets, which tokens does not read.", f"--data.name {root}")
     return paths
@@ -190,7 +187,7 @@ def _of_sidecar(sidecar: Path, *, counted: bool) -> Format:
         if dtype not in known or not all(type(number) is int for number in numbers):
             raise ValueError(f"dtype {dtype}, tokens and vocab_size {numbers}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        example = f"""echo '{{"dtype": "uint32", "vocab_size": 128256}}' > {sidecar}; or {", ".join(known)}"""
+        example = """as in {"dtype": "uint32", "vocab_size": 128256}"""
         raise ConfigError(f"{sidecar} does not describe tokens: {error}.", example) from None
     return Format(str(sidecar), dtype, 0, numbers[0] if counted else -1, numbers[1])
 

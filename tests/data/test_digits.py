@@ -8,12 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
-from fsdp.data.images import DIGITS, every_tenth
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +36,6 @@ def test_all_1797_digits_are_there_and_a_tenth_is_held_out(digits: DataSet) -> N
     inputs, targets = everything(digits)
     assert np.bincount(targets).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
     assert len(np.unique(inputs.reshape(len(inputs), -1), axis=0)) == len(inputs)
-
-
-def test_drawn_bilinear_and_normalised(digits: DataSet) -> None:
-    with np.load(DIGITS) as file:
-        source, labels = file["images"], file["labels"]
-    held = every_tenth(labels)
-    rows = np.concatenate([np.flatnonzero(~held), np.flatnonzero(held)])
-    grey = torch.from_numpy(source[rows][:, None].astype(np.float32) / 16)
-    wanted = F.interpolate(grey, size=28, mode="bilinear") * 2 - 1
-    inputs, targets = everything(digits)
-    assert inputs.dtype == np.float32
-    assert np.array_equal(targets, labels[rows])
-    np.testing.assert_allclose(inputs, wanted.numpy(), atol=3e-6)
-    assert inputs.min() == -1
-    assert inputs.max() == 1
 
 
 def test_the_same_bits_on_every_machine(digits: DataSet) -> None:

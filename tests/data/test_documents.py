@@ -17,7 +17,6 @@ from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
 from fsdp.data import documents as module
 from fsdp.dist.env import DistEnv
-from fsdp.tokenize.shards import TokenizeJob, tokenize
 from tests.data.test_text_tokens import rows_of
 from tests.support import runs
 from tests.support.data_cache import own_cache as own_cache
@@ -194,16 +193,3 @@ def test_targets_behind_the_cut_are_a_warning_and_without_any_an_error(
     assert not caplog.records
     with pytest.raises(ConfigError, match=r"all 9 documents have no token .* HINT: --data.seq_len 33 holds"):
         data(write_lines(tmp_path / "b.jsonl", [long] * 9), rows=rows)
-
-
-@pytest.mark.parametrize("bytes_left", [None, 100])
-def test_an_index_that_is_cut_short_or_gone_is_named(tmp_path: Path, bytes_left: int | None) -> None:
-    job = TokenizeJob(str(write_lines(tmp_path / "a.jsonl", texts(50))))
-    tokenize(job, tmp_path / "out", 1)
-    index = tmp_path / "out" / "train-00000.idx"
-    whole = index.read_bytes()
-    index.unlink()
-    if bytes_left is not None:
-        index.write_bytes(whole[:bytes_left])
-    with pytest.raises(ConfigError, match=r"train-00000\.idx is missing or cut short\. HINT: copy it again"):
-        data(tmp_path / "out", rows="document")

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp.base.errors import ConfigError, TrainingError
+from fsdp.base.errors import TrainingError
 from fsdp.data import Batch, Cursor, Loader, heldout_batches
-from fsdp.data.loader import Readers
 from fsdp.dist.mesh import DataRank
 
 
@@ -93,15 +92,6 @@ def test_reading_ahead_gives_what_reading_in_the_step_gives(workers: int) -> Non
         assert valid_numbers(found.micro) == valid_numbers(expected.micro)
         assert found.samples == expected.samples
     ahead.close()
-
-
-def test_a_resumed_run_reads_nothing_of_the_steps_before() -> None:
-    samples, cursor = Numbers(1000), Cursor(seed=0, samples=1000, global_batch=10)
-    loader = make(samples, cursor, workers=1, prefetch=2)
-    loader.step(50)
-    loader.close()
-    wanted = [cursor.indices(step).tolist() for step in range(50, 53)]
-    assert samples.read == wanted[: len(samples.read)]
 
 
 def test_the_next_steps_are_read_while_nobody_asks() -> None:
@@ -191,21 +181,3 @@ def test_the_targets_that_count_are_counted_while_it_reads(workers: int) -> None
         found = sum(micro.tokens for micro in loader.step(step).micro)
         assert found == sum(6 - index % 6 for index in cursor.indices(step).tolist())
     loader.close()
-
-
-def test_too_many_threads_are_refused_and_those_that_started_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, start = list[threading.Thread](), threading.Thread.start
-
-    def limited(thread: threading.Thread) -> None:
-        if len(started) == 5:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", limited)
-    with pytest.raises(
-        ConfigError,
-        match=r"--data\.workers 100: this machine starts 5 threads more .*HINT: --data\.workers 2",
-    ):
-        Readers(lambda step: step, 100, ahead=2)
-    assert not any(thread.is_alive() for thread in started)

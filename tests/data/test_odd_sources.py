@@ -92,16 +92,6 @@ def test_it_is_refused_in_a_line(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("pattern", ["*.jsonl", "abo*/a.jsonl", "../*/a.jsonl"])
-def test_a_pattern_may_begin_in_the_working_folder(
-    pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(tmp_path / "here", a_jsonl=LINES)
-    put(tmp_path / "here" / "above", a_jsonl=LINES)
-    monkeypatch.chdir(tmp_path / "here")
-    assert samples(pattern)
-
-
 def test_the_output_of_spark_in_one_part_is_rows(tmp_path: Path) -> None:
     write_lines(tmp_path / "part-00000.json", texts(30))
     (tmp_path / "_SUCCESS").touch()

@@ -73,15 +73,6 @@ def test_pairs_are_cut_and_masked_as_in_a_row_a_document(tmp_path: Path) -> None
     assert (len(alone.train), len(made.train)) == (5, 3)
 
 
-def test_the_second_build_packs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [text_of(2 + n % 9, "a") for n in range(50)])
-    first = packed(path)
-    monkeypatch.setattr(documents, "write_plan", None)
-    assert documents_in(packed(path)) == documents_in(first)
-    with pytest.raises(TypeError):
-        data(path, seq_len=SEQ_LEN + 1, rows="packed", heldout=0)
-
-
 # ---------------------------------------------------------------- the plan
 
 
@@ -133,8 +124,3 @@ def test_groups_hold_every_piece_once(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     facts = json.loads((tmp_path / "plan" / "facts.json").read_text())
     assert (facts["rows"], facts["filled"]) == (len(rows), int(np.clip(lengths - 1, 0, None).sum()))
-
-
-def test_no_document_packs_into_no_row(tmp_path: Path) -> None:
-    write_plan(tmp_path / "plan", [], 16, "split")
-    assert len(PackingPlan(tmp_path / "plan").ends) == 0

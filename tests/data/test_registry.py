@@ -72,18 +72,6 @@ def test_a_home_folder_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         build("~no-such-user/a.bin")
 
 
-def test_a_path_with_nothing_to_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.gz").write_bytes(bytes(1000))
-    with pytest.raises(ConfigError, match=r"/a.gz is not text in UTF-8 at byte 0: it is zero\. HINT: file "):
-        build(str(tmp_path / "a.gz"))
-    with pytest.raises(ConfigError, match=r"a file or folder here, .* or .* HINT: ls /.*"):
-        build(str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match=r"a file or folder here, .* HINT: ls \.$"):
-        build("corpus.txt")
-    with pytest.raises(ConfigError, match=r"--data.name is not given: .* HINT: --data.name text"):
-        build("")
-
-
 # ---------------------------------------------------------------- synthetic
 
 

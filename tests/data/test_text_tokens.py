@@ -46,16 +46,6 @@ def test_every_byte_of_a_split_is_an_input_once(tmp_path: Path) -> None:
     assert set(rows_of(data.heldout)[0].reshape(-1)) == {65 + 9}
 
 
-def test_the_fingerprint_tells_other_sources_apart(tmp_path: Path) -> None:
-    whole, again, part = text(), text(), text(args={"max_mb": 1})
-    assert (
-        whole.info.facts["fingerprint"] == again.info.facts["fingerprint"] != part.info.facts["fingerprint"]
-    )
-    assert {**whole.info.facts, "fingerprint": ""} == {"vocab_size": 256, "seq_len": 256, "fingerprint": ""}
-    assert whole.info.tokens_per_sample == 256
-    assert whole.info.preprocess["tokenizer"] == "bytes"
-
-
 def test_a_folder_without_a_text_file_is_named(tmp_path: Path) -> None:
     (tmp_path / ".hidden").write_text("text " * 100, encoding="utf-8")
     with pytest.raises(ConfigError, match=rf" has no text file; 0 are binary\. HINT: ls -a {tmp_path}$"):
@@ -154,18 +144,6 @@ def test_token_files_of_other_splits_are_held_out(tmp_path: Path, caplog: pytest
     assert "dev.bin and 3 more: held out" in caplog.text
 
 
-@pytest.mark.parametrize("place", [4999])
-def test_other_tokens_have_another_fingerprint(place: int, tmp_path: Path) -> None:
-    row = (np.arange(5000) % 900).astype(np.uint16)
-    prints = []
-    for folder in ("a", "b", "c"):
-        (tmp_path / folder).mkdir()
-        row[place] += folder == "c"
-        row.tofile(tmp_path / folder / "x.bin")
-        prints.append(tokens(tmp_path / folder).info.facts["fingerprint"])
-    assert prints[0] == prints[1] != prints[2]
-
-
 def test_the_models_vocabulary_is_taken_where_none_is_given(tmp_path: Path) -> None:
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
     section = DataSection(name="tokens", dir=str(tmp_path), seq_len=8)
@@ -252,23 +230,6 @@ def test_a_sidecar_says_the_width_and_the_vocabulary(tmp_path: Path, sidecar: st
         tokens(tmp_path, dtype="uint16")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", r"a.bin.json does not describe tokens: "),
-        ('{"dtype": "float32"}', r"a.bin.json does not describe tokens: dtype float32"),
-        ('{"dtype": "uint16", "tokens": 4999}', r"a.bin has 10000 bytes, not those of 4999 tokens of uint16"),
-    ],
-)
-def test_a_sidecar_that_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
-    numbers().astype(np.uint16).tofile(tmp_path / "a.bin")
-    (tmp_path / "a.bin.json").write_text(text)
-    with pytest.raises(ConfigError, match=message) as caught:
-        tokens(tmp_path)
-    assert "\n" not in str(caught.value)
-    assert caught.value.hint
-
-
 @pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "uint16"), (20240801, 7, "uint32")])
 def test_llm_cs_header_is_read_and_is_no_token(tmp_path: Path, magic: int, version: int, dtype: str) -> None:
     row = numbers()
@@ -299,15 +260,3 @@ def test_more_files_than_may_be_open_at_once(tmp_path: Path) -> None:
     data = tokens(tmp_path, seq_len=10, heldout=0)
     assert data.heldout is None
     assert np.array_equal(rows_of(data.train)[0][:, 0], np.arange(299))
-
-
-def test_hidden_files_and_folders_are_no_token_files_and_a_link_to_nothing_is_named(tmp_path: Path) -> None:
-    """macOS writes ._NAME beside NAME on foreign file systems."""
-    np.arange(500, dtype="<u2").tofile(tmp_path / "train.bin")
-    (tmp_path / "._train.bin").write_bytes(b"\0\5\x16\7" + b"\0" * 4092)
-    (tmp_path / "old.bin").mkdir()
-    section = DataSection(name=str(tmp_path), seq_len=8, args={"vocab_size": 65536})
-    assert rows_of(build_dataset(section).train)[0].reshape(-1).tolist() == list(range(61 * 8))
-    (tmp_path / "more.bin").symlink_to("gone.bin")
-    with pytest.raises(ConfigError, match=r"more\.bin is a link to a file that does not exist\. HINT: rm"):
-        build_dataset(section)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -99,24 +98,6 @@ def test_the_accuracy_is_that_of_the_heldout_digits(digits: Made, predict: Comma
         f"accuracy  {right / len(heldout):.2%} of the held-out samples, {right} of {len(heldout)}\n"
         in predict(run)
     )
-
-
-def test_samples_are_shown_with_their_classes_and_probabilities(digits: Made, predict: Command) -> None:
-    run, model, config = digits
-    heldout = build_dataset(config.data).heldout
-    assert heldout is not None
-    lines = [line for line in predict(run, "--samples", 5).splitlines() if line.startswith("sample")]
-    assert len(lines) == 5
-    for line in lines:
-        found = re.match(r"sample (\d+) +is (\d) +(\d) (\d+\.\d)%", line)
-        assert found is not None
-        index, truth, best, percent = found.groups()
-        batch = heldout.batch(np.array([int(index)]))
-        probabilities = model(batch["inputs"])[0].detach().softmax(-1)
-        assert int(batch["targets"]) == int(truth)
-        assert int(probabilities.argmax()) == int(best)
-        assert abs(float(probabilities.max()) * 100 - float(percent)) < 0.06
-        assert line.endswith("WRONG") == (truth != best)
 
 
 def test_image_files_are_preprocessed_as_in_training(digits: Made, predict: Command, tmp_path: Path) -> None:

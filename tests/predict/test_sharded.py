@@ -63,17 +63,6 @@ def test_the_text_is_that_of_one_process(run: Path, ranks: int, tmp_path: Path) 
             shutil.rmtree(tmp_path / "run" / "full_model")
 
 
-@pytest.mark.slow
-def test_classes_and_accuracy_are_those_of_one_process(tmp_path: Path) -> None:
-    words = (
-        "--model.name mlp --model.args.hidden 32 --train.steps 3 --train.global_batch 8 --watch.enabled false"
-    )
-    assert run_world(2, on_a_rank, ["--run.dir", str(tmp_path), *words.split()]) == [None, None]
-    argv = [str(tmp_path), "--samples", "4"]
-    found = run_world(2, printed_on_a_rank, argv)
-    assert [text for text, _ in found] == [of_one_process(argv), ""]
-
-
 @pytest.mark.long
 def test_the_command_runs_under_torchrun(run: Path) -> None:
     argv = [str(run), "--prompt", "def f", "--tokens", "5", "--temperature", "0"]

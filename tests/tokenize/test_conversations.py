@@ -23,7 +23,6 @@ from tests.tokenize.rows import rows_in, write_lines
 
 pytestmark = pytest.mark.needs("transformers")
 
-ROOT = Path(__file__).resolve().parents[2]
 CONVERSATIONS = [
     said("the capital of France?", "the capital is Paris."),
     said("Hello", "Hello there, hów are you?", "  well ", "是的 🙂", system="be the assistant"),
@@ -342,22 +341,6 @@ def test_a_rows_tools_and_variables_reach_its_template(
     )
     given = {"tools": tools, "chat_template_kwargs": {"thinking": True}}
     assert_same(of(reader(tmp_path), messages=CALLING, **given), made)
-
-
-def test_a_tokenizer_without_an_end_token_names_the_file_that_sets_one(tmp_path: Path) -> None:
-    folder = save_pieces(tmp_path / "no end")
-    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    with pytest.raises(ConfigError, match=rf'HINT: "eos_token": "TOKEN", .* in {folder}/tokenizer_config'):
-        load_tokenizer(str(folder))
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "</s>"}))
-    assert load_tokenizer(str(folder)).end == load_tokenizer(str(folder / "tokenizer.json")).end == 2
-    alone = tmp_path / "alone" / "tokenizer.json"
-    alone.parent.mkdir()
-    alone.write_text((folder / "tokenizer.json").read_text(encoding="utf-8").replace("</s>", "<END>"))
-    with pytest.raises(ConfigError, match=rf"and --data.tokenizer {alone.parent}$"):
-        load_tokenizer(str(alone))
-    (alone.parent / "tokenizer_config.json").write_text('{"eos_token": "<END>"}')
-    assert load_tokenizer(str(alone.parent)).end == 2
 
 
 def test_a_text_that_the_tokenizer_cannot_encode_is_one_line(tmp_path: Path) -> None:

@@ -87,16 +87,6 @@ def test_tables_have_the_rows_of_lines(suffix: str, tmp_path: Path) -> None:
     assert rows_in([reader], 2000) == texts(300)
 
 
-@pytest.mark.needs("datasets")
-def test_a_table_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(ConfigError, match=r"a.parquet cannot be read .* HINT: copy it again"):
-        values_of(tmp_path / "a.parquet")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"a.parquet needs the package datasets\. HINT: pip install"):
-        values_of(tmp_path / "a.parquet")
-
-
 def test_a_text_file_is_a_row(tmp_path: Path) -> None:
     for name in "ba":
         (tmp_path / f"{name}.txt").write_text(f"file {name}\n", encoding="utf-8")

@@ -29,16 +29,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
 
 
-def test_documents_in_order_each_with_an_end(tmp_path: Path) -> None:
-    total = made(write_lines(tmp_path / "a.jsonl", texts(200)), tmp_path / "out", heldout=0.1)
-    assert (total["documents"], total["empty"]) == (200, 0)
-    ours = [row["text"].encode() + b"\0" for row in texts(200)]
-    both = bytes_in(tmp_path / "out", "train") + bytes_in(tmp_path / "out", "val")
-    assert sorted(both.split(b"\0")) == sorted(b"".join(ours).split(b"\0"))
-    assert bytes_in(tmp_path / "out", "train").startswith(b"".join(ours[:9]))
-    assert 10 <= bytes_in(tmp_path / "out", "val").count(b"\0") <= 20
-
-
 def test_any_number_of_processes_writes_the_same_bytes(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", texts(500))
     made(source, tmp_path / "one")
