@@ -153,7 +153,7 @@ MOST_CHECKPOINTS = 5
 """Reported at the end: each takes a poll of Ray's controller, two seconds by default."""
 
 
-class RayReporter:
+class RayReporter(Reporter):
     """Reports the newest numbers to Ray on a thread, at most once per BEAT_S: the steps do not wait.
 
     ray.train.report is a collective that waits for Ray's controller. So rank 0 decides when and what to

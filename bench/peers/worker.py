@@ -28,6 +28,7 @@ from bench import processes
 from bench.peers.roster import ROSTER
 from bench.peers.work import WORKS, Place
 from fsdp.base import proc
+from fsdp.record.sinks import Reporter
 
 HEAVY = (
     "torch._dynamo",
@@ -124,8 +125,8 @@ def memory_mib(name: str) -> float:
     return proc.memory_bytes()[name] / 2**20
 
 
-class Turns:
-    """A Reporter (fsdp/record/sinks.py) that holds the run between turns."""
+class Turns(Reporter):
+    """Holds the run between turns."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders, self._on = orders, True

@@ -9,11 +9,10 @@ folder without one does not count as a checkpoint.
     state                               TrainState as named pieces, boxes in a tensor, and what a load fills
     manifest                            names, the seal, and `.metadata`, read without executing its code
     inspect                             a store's checkpoints: listed, opened and verified by one process
-    store, object_store                 where checkpoints lie: a folder, s3://bucket/prefix
+    store                               where checkpoints lie: a folder, s3://bucket/prefix
     local_tier                          checkpoints on the nodes' own disks, and their copies
     restore, load                       which checkpoint is restored; how it is read
-    pretrained, full_state              folders of safetensors by rows; one state dict, read lazily
-    adapter_weights                     checkpoints of adapters alone, and the weights under them
+    pretrained                          weights in files: one state dict, a folder by rows, under adapters
     export                              a checkpoint's model as one state dict, or for `from_pretrained`
     retention                           which checkpoints are kept
     __main__                            the command that lists, verifies, prunes and exports

@@ -40,8 +40,8 @@ from fsdp.rundir.lock import TWO_RUNS, Locks
 from fsdp.rundir.paths import storage_advice, storage_shown
 
 if TYPE_CHECKING:
-    from fsdp.checkpoint.adapter_weights import Base
     from fsdp.checkpoint.local_tier import LocalTier
+    from fsdp.checkpoint.pretrained import Base
 
 log = logging.getLogger(__name__)
 

@@ -1,59 +1,72 @@
 """Exports a checkpoint's model as one state dict: full_model/full-model.pt, safetensors with an index, or a
-folder that `from_pretrained` reads.
+folder that `from_pretrained` reads; adapters merged into the weights under them, and alone as peft has them.
 
 One process reads the checkpoint, saved by any number of ranks, compares each tensor with its digest and holds
-one tensor in memory at a time. All files are whole before the first one gets its name, and the index gets its
-name last: a reader sees the old export, the new one, or, in the moment between them, one without an index,
-which it refuses.
+one tensor in memory at a time. `safetensors.torch.save_file` and `torch.save` need all tensors of a file at
+once: measured for a file of 2 GiB in tensors of 64 MiB, save_file takes 2,050 MiB of memory and 7.3 s, the
+writer here 67 MiB and 4.5 s.
+
+All files are whole before the first one gets its name, and the index gets its name last: a reader sees the
+old export, the new one, or, in the moment between them, one without an index, which it refuses.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import torch
+from torch import Tensor
 
-from fsdp.base.digest import DTYPES
+from fsdp.base.digest import DTYPES, digest_shard
 from fsdp.base.errors import CheckpointError, ConfigError
 from fsdp.base.proc import TABLE, read_regular
-from fsdp.checkpoint import adapter_weights, load
-from fsdp.checkpoint.adapter_weights import Base
-from fsdp.checkpoint.full_state import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    TORCH_FILE,
-    Entry,
-    Fetch,
-    into_files,
-    write_safetensors,
-    write_torch,
-)
+from fsdp.checkpoint import load
 from fsdp.checkpoint.inspect import CheckpointSource
+from fsdp.checkpoint.pretrained import INDEX_FILE, SINGLE_FILE, TORCH_FILE, Base, digest_of
 from fsdp.checkpoint.store import sync_folder
+from fsdp.models.lora import A, B, is_transposed, merged
 from fsdp.models.registry import SourceFolder
+from fsdp.models.units import names_in_state
 
 SHARD_GIB = 5.0
 """Maximum size of a safetensors file, without --shard-gib."""
+COPIED = (".json", ".txt", ".model", ".spm", ".codes", ".tokenizer", ".jinja")
+"""The ends of names of a tokenizer's and a processor's files: no code and no weights."""
+PEFT = "adapter"
+TASKS = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ForConditionalGeneration": "SEQ_2_SEQ_LM"}
+"""The end of a class's name in transformers, and peft's task, by which its Auto classes load the adapters."""
 Format = Literal["auto", "torch", "safetensors", "both", "hf"]
 Write = Callable[[BinaryIO], object]
-COPIED = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
-    "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json", "tekken.json",
-    "preprocessor_config.json", "processor_config.json", "image_processor_config.json",
-    "video_preprocessor_config.json", "source.spm", "target.spm", "target_vocab.json", "vocab-src.json",
-    "vocab-tgt.json", "spm.model", "spm_char.model", "sentencepiece.model", "normalizer.json", "bpe.codes",
-    "dict.txt", "emoji.json", "entity_vocab.json", "byte_maps.json", "prophetnet.tokenizer",
-    "word_shape.json", "word_pronunciation.json",
-)  # fmt: skip
-"""Of a source folder: the tokenizer's and processor's files; no code and no weights."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to write. `same_as` is the earlier name of the same memory (tied weights)."""
+
+    name: str
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    fetch: Callable[[], Tensor]
+    same_as: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.size) * self.dtype.itemsize
+
+    def cast(self, dtype: torch.dtype | None) -> Entry:
+        """In another floating-point dtype; None leaves it as the checkpoint has it."""
+        if dtype is None or not self.dtype.is_floating_point:
+            return self
+        return dataclasses.replace(self, dtype=dtype, fetch=lambda: self.fetch().to(dtype))
 
 
 def export(
@@ -73,26 +86,19 @@ def export(
     if format in ("auto", "hf"):
         format = "torch" if pretrained is None else "safetensors"
     saved_dtype = pretrained.dtype if pretrained is not None and format != "torch" else None
-    with _NewFiles(folder).discarded_on_failure() as files:
-        if base is None:
-            entries, fetch = _model(source)
-        else:
-            entries, fetch = adapter_weights.whole_model(source, base)
-            for file, write in adapter_weights.peft_files(source, folder, base, pretrained).items():
-                files.add(file, write)
-        entries, fetch = _with_dtype(entries, fetch, DTYPES.get(dtype, saved_dtype))
-        if format in ("torch", "both"):
-            files.add(folder / TORCH_FILE, partial(write_torch, entries=entries, fetch=fetch))
-        if format in ("safetensors", "both"):
-            if pretrained is not None:
-                stored = next(entry.dtype for entry in entries if entry.dtype.is_floating_point)
-                for file, write in _side_files(pretrained, folder, stored).items():
-                    files.add(file, write)
-                entries, fetch = _with_saved_names(pretrained, entries, fetch)
-            _add_safetensors(
-                files, entries, fetch, int((shard_gib or SHARD_GIB) * 2**30), pretrained is not None
-            )
-        return files.take_names()
+    entries = _model(source) if base is None else _merged_model(source, base)
+    entries = [entry.cast(DTYPES.get(dtype, saved_dtype)) for entry in entries]
+    writers = {} if base is None else _peft_files(source, folder / PEFT, base, pretrained)
+    if format in ("torch", "both"):
+        writers[folder / TORCH_FILE] = partial(write_torch, entries=entries)
+    if format in ("safetensors", "both"):
+        if pretrained is not None:
+            floating = next(entry.dtype for entry in entries if entry.dtype.is_floating_point)
+            writers |= _side_files(pretrained, folder, floating)
+            entries = _as_saved(pretrained, entries)
+        largest = int((shard_gib or SHARD_GIB) * 2**30)
+        writers |= _safetensors(folder, entries, largest, pretrained is not None)
+    return _write_all(folder, writers)
 
 
 def of_averages(source: CheckpointSource) -> CheckpointSource | None:
@@ -115,7 +121,7 @@ def of_averages(source: CheckpointSource) -> CheckpointSource | None:
     return dataclasses.replace(source, tensors=tensors, manifest=manifest)
 
 
-def _model(source: CheckpointSource) -> tuple[list[Entry], Fetch]:
+def _model(source: CheckpointSource) -> list[Entry]:
     """The model's tensors; names at the same place in the files are one tied weight."""
     entries: list[Entry] = []
     owners: dict[object, str] = {}
@@ -123,141 +129,242 @@ def _model(source: CheckpointSource) -> tuple[list[Entry], Fetch]:
         if key.startswith("model."):
             name = key.removeprefix("model.")
             owner = owners.setdefault(saved.chunks[:1] or key, name)
-            entries.append(Entry(name, saved.dtype, saved.size, owner if owner != name else ""))
-    return entries, lambda entry: load.whole(source, f"model.{entry.name}")
+            fetch = partial(_read, source, key)
+            entries.append(Entry(name, saved.dtype, saved.size, fetch, owner if owner != name else ""))
+    return entries
 
 
-def _with_dtype(entries: list[Entry], fetch: Fetch, dtype: torch.dtype | None) -> tuple[list[Entry], Fetch]:
-    """Casts floating-point tensors; None leaves them as the checkpoint has them."""
-    if dtype is None:
-        return entries, fetch
-    before = {entry.name: entry for entry in entries}
-    cast = [
-        dataclasses.replace(entry, dtype=dtype) if entry.dtype.is_floating_point else entry
-        for entry in entries
-    ]
-    return cast, lambda entry: fetch(before[entry.name]).to(entry.dtype)
+def _read(source: CheckpointSource, key: str) -> Tensor:
+    return load.whole(source, key)
 
 
-def _add_safetensors(
-    files: _NewFiles, entries: Sequence[Entry], fetch: Fetch, largest: int, may_be_single: bool
-) -> None:
-    """In parts with an index; as save_pretrained, one file without an index if everything fits in it."""
-    folder, parts = files.folder, into_files(entries, largest)
-    files.replace(*folder.glob("model-*-of-*.safetensors"), folder / INDEX_FILE)
-    if may_be_single and len(parts) == 1:
-        files.add(folder / SINGLE_FILE, partial(write_safetensors, entries=entries, fetch=fetch))
-        return
-    names: dict[str, str] = {}
-    for nth, part in enumerate(parts, start=1):
-        file = folder / f"model-{nth:05d}-of-{len(parts):05d}.safetensors"
-        files.add(file, partial(write_safetensors, entries=part, fetch=fetch))
-        names |= {entry.name: file.name for entry in part}
-    index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": names}
-    files.add(folder / INDEX_FILE, _writes(json.dumps(index, indent=1).encode()))
-    if may_be_single:
-        files.replace(folder / SINGLE_FILE)
+# ---------------------------------------------------------------- adapters
+
+
+def _merged_model(source: CheckpointSource, base: Base) -> list[Entry]:
+    """The plain model: base and adapters merged, each tensor when it is read. CheckpointError if the weights
+    have changed since the run read them.
+    """
+    stored = {key.removeprefix("model.") for key in source.tensors if key.startswith("model.")}
+    model = base.build()
+    weights, state = base.open(), model.state_dict()
+
+    def frozen(name: str) -> Tensor:
+        """As the ranks round it."""
+        tensor = state[name]
+        return weights[name].to(base.stored if tensor.is_floating_point() else tensor.dtype)
+
+    def fetch(name: str, dtype: torch.dtype) -> Tensor:
+        if name in stored:
+            return _read(source, f"model.{name}")
+        plain, layer = frozen(name).to(dtype), name.removesuffix(".weight")
+        if f"{layer}.{A}" not in stored:
+            return plain
+        a, b = (_read(source, f"model.{layer}.{part}") for part in (A, B))
+        return merged(plain, a, b, base.lora.scale, transposed=is_transposed(model.get_submodule(layer)))
+
+    entries, digests = [], {}
+    for name, (owner, *_) in names_in_state(model).items():
+        tensor = state[name]
+        dtype = base.dtype if tensor.is_floating_point() else tensor.dtype
+        same_as = owner if owner != name else ""
+        entries.append(Entry(name, dtype, tuple(tensor.shape), partial(fetch, name, dtype), same_as))
+        if name not in stored and not same_as:
+            digests[name] = digest_shard(frozen(name)).weighted
+    if digest_of(digests) != base.digest:
+        raise CheckpointError(
+            f"{base.origin} has changed: its weights have the digest {digest_of(digests)}, "
+            f"those under the adapters had {base.digest}.",
+            "restore the old weights, then python -m fsdp.checkpoint RUN export",
+        )
+    return entries
+
+
+def _peft_files(
+    source: CheckpointSource, folder: Path, base: Base, pretrained: SourceFolder | None
+) -> dict[Path, Write]:
+    """The adapters alone, in the names and layout of the peft library. Layers have their names in the model
+    of the `pretrained` folder.
+    """
+    saved_layer: Callable[[str], str] = str if pretrained is None else pretrained.saved_layer
+    class_name = "" if pretrained is None else pretrained.class_name
+    entries, layers = [], set()
+    for key, saved in source.tensors.items():
+        layer, _, part = key.removeprefix("model.").rpartition(".")
+        if key.startswith("model.") and part in (A, B):
+            layers.add(layer)
+            name = f"base_model.model.{saved_layer(layer)}.{'lora_A' if part == A else 'lora_B'}.weight"
+            entries.append(Entry(name, saved.dtype, saved.size, partial(_read, source, key)))
+    model = base.build()
+    origin = base.origin.removeprefix("--model.weights ").removeprefix("--model.name ").removeprefix("hf:")
+    config = {
+        "peft_type": "LORA",
+        "task_type": next((task for end, task in TASKS.items() if class_name.endswith(end)), None),
+        "base_model_name_or_path": origin,
+        "r": base.lora.rank,
+        "lora_alpha": base.lora.alpha,
+        "lora_dropout": base.lora.dropout,
+        "bias": "none",
+        "target_modules": sorted(map(saved_layer, layers)),
+        "inference_mode": True,
+        "fan_in_fan_out": any(is_transposed(model.get_submodule(layer)) for layer in layers),
+    }
+    return {
+        folder / "adapter_config.json": _json(config),
+        folder / "adapter_model.safetensors": partial(write_safetensors, entries=entries),
+    }
 
 
 # ---------------------------------------------------------------- a folder of transformers
 
 
-def _with_saved_names(
-    source: SourceFolder, entries: Sequence[Entry], fetch: Fetch
-) -> tuple[list[Entry], Fetch]:
+def _as_saved(source: SourceFolder, entries: Sequence[Entry]) -> list[Entry]:
     """Entries as save_pretrained names them, tied tensors once; one tensor of the model is held at a time."""
     with torch.device("meta"):
         model: Any = source.build()
     stored = {entry.name: entry for entry in entries}
-    owners: dict[str, str] = {}
-    saved: list[Entry] = []
-    for name, pieces in source.saved_pieces(model).items():
-        if name not in stored:
-            raise CheckpointError(
-                f"the checkpoint has no {name} of {source.class_name}.",
-                "export with the --model flags of the run",
-            )
-        owners |= dict.fromkeys(pieces, name)
-        saved += [Entry(piece, stored[name].dtype, tuple(meta.shape)) for piece, meta in pieces.items()]
-    last: tuple[str, dict[str, torch.Tensor]] = ("", {})
+    last: tuple[str, Mapping[str, Tensor]] = ("", {})
 
-    def take(entry: Entry) -> torch.Tensor:
+    def piece(owner: str, name: str) -> Tensor:
         nonlocal last
-        name = owners[entry.name]
-        if last[0] != name:
+        if last[0] != owner:
             last = ("", {})  # freed before the next is read
-            tensor = fetch(stored[name])
-            last = (name, {name: tensor} if name == entry.name else source.reverted(model, name, tensor))
-        return last[1][entry.name]
+            tensor = stored[owner].fetch()
+            last = (owner, {name: tensor} if name == owner else source.reverted(model, owner, tensor))
+        return last[1][name]
 
-    return saved, take
+    saved: list[Entry] = []
+    for owner, pieces in source.saved_pieces(model).items():
+        if owner not in stored:
+            reason = f"the checkpoint has no {owner} of {source.class_name}."
+            raise CheckpointError(reason, "export with the --model flags of the run")
+        for name, meta in pieces.items():
+            saved.append(Entry(name, stored[owner].dtype, tuple(meta.shape), partial(piece, owner, name)))
+    return saved
 
 
 def _side_files(source: SourceFolder, folder: Path, dtype: torch.dtype) -> dict[Path, Write]:
-    """File → the function that writes it: config.json, and the copied files that the source folder has."""
+    """config.json, and the tokenizer's and processor's files of the source folder."""
     texts = {"config.json": source.config_json(dtype).encode()}
-    for name in COPIED:
-        if source.folder is not None and (source.folder / name).is_file():
+    for file in sorted(source.folder.iterdir()) if source.folder is not None else ():
+        if file.suffix in COPIED and file.name not in texts and not file.name.endswith(".index.json"):
             try:
-                texts[name] = read_regular(source.folder / name, TABLE)
+                texts[file.name] = read_regular(file, TABLE)
             except ValueError as error:
-                raise ConfigError(
-                    f"{source.folder / name} is not copied: {error}.", "a folder that save_pretrained wrote"
-                ) from None
-    return {folder / name: _writes(text) for name, text in texts.items()}
-
-
-def _writes(text: bytes) -> Write:
-    return lambda stream: stream.write(text)
+                hint = "a folder that save_pretrained wrote"
+                raise ConfigError(f"{file} is not copied: {error}.", hint) from None
+    return {folder / name: partial(_write_bytes, text) for name, text in texts.items()}
 
 
 # ---------------------------------------------------------------- files
 
 
-class _NewFiles:
-    """New files of a folder under temporary names, until `take_names`."""
+def _safetensors(
+    folder: Path, entries: Sequence[Entry], largest: int, may_be_single: bool
+) -> dict[Path, Write]:
+    """In parts with an index; as save_pretrained, one file without an index if everything fits in it."""
+    parts: list[list[Entry]] = [[]]
+    for entry in entries:  # a larger tensor gets its own file
+        if parts[-1] and sum(earlier.nbytes for earlier in parts[-1]) + entry.nbytes > largest:
+            parts.append([])
+        parts[-1].append(entry)
+    if may_be_single and len(parts) == 1:
+        return {folder / SINGLE_FILE: partial(write_safetensors, entries=entries)}
+    writers: dict[Path, Write] = {}
+    names: dict[str, str] = {}
+    for nth, part in enumerate(parts, start=1):
+        file = folder / f"model-{nth:05d}-of-{len(parts):05d}.safetensors"
+        writers[file] = partial(write_safetensors, entries=part)
+        names |= {entry.name: file.name for entry in part}
+    total = sum(entry.nbytes for entry in entries)
+    return {**writers, folder / INDEX_FILE: _json({"metadata": {"total_size": total}, "weight_map": names})}
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._staged: dict[Path, Path] = {}
-        self._old: set[Path] = set()
 
-    @contextmanager
-    def discarded_on_failure(self) -> Iterator[_NewFiles]:
-        try:
-            yield self
-        finally:
-            for staged in self._staged.values():
-                staged.unlink(missing_ok=True)
+def write_torch(stream: BinaryIO, entries: Sequence[Entry]) -> None:
+    """Writes what `torch.save(state_dict)` writes: the file without data, then each tensor into its mapping.
+    Tied weights share one storage.
+    """
+    tensors: dict[str, Tensor] = {}
+    for entry in entries:  # of untouched memory, which takes none
+        tied = tensors.get(entry.same_as)
+        tensors[entry.name] = torch.empty(entry.size, dtype=entry.dtype) if tied is None else tied
+    with torch.serialization.skip_data():
+        torch.save(tensors, stream)
+    stream.flush()
+    # A full disk is an error here, and a SIGBUS below. Without fallocate (FUSE, NFS) glibc reads the file.
+    os.posix_fallocate(stream.fileno(), 0, stream.tell())
+    del tensors
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        mapped = torch.load(stream.name, mmap=True, weights_only=True)
+    for entry in entries:
+        if not entry.same_as:
+            mapped[entry.name].copy_(entry.fetch())
 
-    def add(self, file: Path, write: Write) -> None:
-        """Writes and syncs a file under a temporary name, in place of what a killed export left there."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        staged = self._staged[file] = file.with_name(f".{file.name}.tmp")
-        staged.unlink(missing_ok=True)
-        with staged.open("x+b") as stream:  # an existing link is not written through
-            write(stream)
-            stream.flush()
-            os.fsync(stream.fileno())
 
-    def replace(self, *old: Path) -> None:
-        """Deletes these files of an earlier export when the new ones take their names."""
-        self._old |= set(old)
+def write_safetensors(stream: BinaryIO, entries: Sequence[Entry]) -> None:
+    """Writes the header with all offsets, then the tensors; tied weights twice, as the format shares none."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        if entry.dtype.is_complex:
+            reason = f"{entry.name} is {entry.dtype}, which safetensors does not support."
+            raise ConfigError(reason, "--checkpoint.export_format torch")
+        span = [offset, offset := offset + entry.nbytes]
+        header[entry.name] = {"dtype": _dtype_name(entry.dtype), "shape": entry.size, "data_offsets": span}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    stream.write(len(text).to_bytes(8, "little") + text)
+    for entry in entries:
+        stream.write(entry.fetch().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
-    def take_names(self) -> list[Path]:
-        """Gives the new files their names; returns them."""
-        names, index = list(self._staged), self.folder / INDEX_FILE
-        old = {file for file in self._old if file.exists()}
-        # A reader begins with one of these. A single file is itself replaced by one rename.
-        for file in old & ({index, self.folder / SINGLE_FILE} - (self._staged.keys() - {index})):
-            file.unlink()
-        sync_folder(self.folder)  # or a power cut could keep the old index beside new parts
-        for file in sorted(names, key=lambda name: name == index):
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    """F32, BF16, I64, U8, BOOL, F8_E4M3: the names of the format."""
+    name = str(dtype).removeprefix("torch.").removesuffix("fn")
+    for torch_name, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i")):
+        name = name.replace(torch_name, short)
+    return name.upper()
+
+
+def _json(value: object) -> Write:
+    return partial(_write_bytes, json.dumps(value, indent=1).encode())
+
+
+def _write_bytes(data: bytes, stream: BinaryIO) -> None:
+    stream.write(data)
+
+
+def _write_all(folder: Path, writers: Mapping[Path, Write]) -> list[Path]:
+    """Writes and syncs all files under temporary names, then gives them their names, the index last, in place
+    of an earlier export in this format.
+    """
+    staged: dict[Path, Path] = {}
+    index, single = folder / INDEX_FILE, folder / SINGLE_FILE
+    try:
+        for file, write in writers.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            staged[file] = file.with_name(f".{file.name}.tmp")
+            staged[file].unlink(missing_ok=True)  # of a killed export; a link is not written through
+            with staged[file].open("x+b") as stream:
+                write(stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+        parts = set[Path]()
+        if index in writers or single in writers:
+            parts = {*folder.glob("model-*-of-*.safetensors")} - writers.keys()
+            # A reader begins with one of these. A single file is itself replaced by one rename.
+            for file in {index} if single in writers else {index, single}:
+                file.unlink(missing_ok=True)
+        sync_folder(folder)  # or a power cut could keep the old index beside new parts
+        for file in sorted(writers, key=lambda file: file == index):
             if file == index:
-                sync_folder(self.folder)
-            self._staged.pop(file).rename(file)
-        for file in old - set(names):
+                sync_folder(folder)
+            staged.pop(file).rename(file)
+        for file in parts:
+            file.unlink()
+        for parent in {file.parent for file in writers}:
+            sync_folder(parent)
+        return list(writers)
+    finally:
+        for file in staged.values():
             file.unlink(missing_ok=True)
-        for folder in {file.parent for file in names}:
-            sync_folder(folder)
-        return names

@@ -83,11 +83,7 @@ class CheckpointListing:
 def examine(store: Store, folder: str) -> Manifest:
     """The manifest, after the checks that read no data: seal, step, names and sizes. Else Broken."""
     sizes = store.sizes(folder)
-
-    def size_of(file: str) -> int | None:  # a listing may lack new files
-        return sizes[file] if file in sizes else store.size(folder, file)
-
-    if (size := size_of(MANIFEST)) is None:
+    if (size := sizes.get(MANIFEST)) is None:
         raise Broken("unsealed", "it has no manifest: it was never finished, or its seal was taken")
     if size > manifests.MOST_BYTES:
         raise Broken("manifest", f"its manifest has {size} bytes")
@@ -95,7 +91,7 @@ def examine(store: Store, folder: str) -> Manifest:
     if name is not None and name.step != manifest.step:
         raise Broken("mixed", f"its manifest is of step {manifest.step}")
     for file, (sealed_size, _) in manifest.files.items():
-        if (size := size_of(file)) is None:
+        if (size := sizes.get(file)) is None:
             raise Broken("missing-file", f"{file} is missing")
         if size != sealed_size:
             raise Broken("size", f"{file} has {size} bytes and was sealed with {sealed_size}")
@@ -198,7 +194,7 @@ class CheckpointSource:
 
 def read_places(store: Store, folder: str) -> bytes:
     """`.metadata`, which has the places of all tensors."""
-    size = store.size(folder, METADATA)
+    size = store.sizes(folder).get(METADATA)
     if size is None:
         raise Broken("missing-file", f"{METADATA} is missing")
     if size > MOST_OF_METADATA:

@@ -40,7 +40,7 @@ from fsdp.base.devices import WorkerThread
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import inspect, manifest, retention
 from fsdp.checkpoint.inspect import CheckpointListing
-from fsdp.checkpoint.manifest import MANIFEST, METADATA, Broken, data_file, final_name, step_of
+from fsdp.checkpoint.manifest import MANIFEST, METADATA, Broken, Manifest, data_file, final_name, step_of
 from fsdp.checkpoint.sealing import SaveOutcome, Sealing
 from fsdp.checkpoint.store import LocalStore, Store
 from fsdp.dist.collectives import ObjectGroup
@@ -108,21 +108,19 @@ class LocalTier:
 
     def _check_folder(self) -> None:
         """CheckpointError on all ranks: a node cannot write its folder, or two nodes have the same one."""
-        place, host, group = self.store.root.parent, socket.gethostname(), self._group
-        marks = [f".node-{self._attempt}-{node}" for node in range(self._env.num_nodes)]
-        own, problem, written = marks[self._env.node_rank], "", self._leads
+        mark, place = self.store.root / f".node-{self._attempt}", self.store.root.parent
+        problem = ""
         try:
             if self._leads:
-                self.store.write_small(own, b"")
+                self.store.make()
+                mark.touch(exist_ok=False)
+        except FileExistsError:
+            problem = f"{place} on {socket.gethostname()} is another node's folder too"
         except OSError as error:
-            written, problem = False, f"{place} cannot be written on {host}: {error.strerror}"
-        group.gather(None)  # every node has written
-        if written:
-            seen = [node for node, mark in enumerate(marks) if self.store.read_small(mark) is not None]
-            problem = f"{place} on {host} is the folder of nodes {seen}" if len(seen) > 1 else ""
-        problems = group.broadcast([text for text in group.gather(problem) or [] if text])
-        if written:
-            self.store.delete_small(own)
+            problem = f"{place} cannot be written on {socket.gethostname()}: {error.strerror}"
+        problems = self._group.broadcast(list(filter(None, self._group.gather(problem) or [])))
+        if self._leads and not problem:
+            mark.unlink(missing_ok=True)
             retention.sweep(self.store, self._attempt)
         if problems:
             hint = "--checkpoint.local_dir a folder on each node's own disk; leave it out to save to"
@@ -132,8 +130,13 @@ class LocalTier:
 
     def catch_up(self) -> None:
         """Copies the newest step that is whole over the nodes' folders to the shared store, if newer."""
-        gathered = self._group.gather(offers_of(self.store) if self._leads else [])
-        for step, holders in self._group.on_main(lambda: self._newer(gathered or [])):
+        gathered = self._group.gather(offers_of(self.store) if self._leads else []) or []
+
+        def newer() -> list[tuple[int, dict[str, int]]]:
+            newest = inspect.newest_whole(self._shared)
+            return [whole for whole in whole_over_nodes(gathered) if newest is None or whole[0] > newest.step]
+
+        for step, holders in self._group.on_main(newer):
             if self._group.rank == 0:
                 log.info("step %d is on the nodes' own disks: copying it", step)
             rank, first = self._group.rank, min(holders.values())
@@ -147,12 +150,6 @@ class LocalTier:
                     f"{self._shared.where}: {outcome.failure}.",
                     "start again when the storage answers; nothing local was changed",
                 )
-
-    def _newer(self, gathered: Sequence[Sequence[Offer]]) -> list[tuple[int, dict[str, int]]]:
-        """Rank 0: the local checkpoints that are newer than the shared store's newest, newest first."""
-        newest = inspect.newest_whole(self._shared)
-        found = whole_over_nodes(gathered)
-        return [(step, holders) for step, holders in found if newest is None or step > newest.step]
 
     def near(self, found: CheckpointListing) -> Store:
         """The shared store, with the files of this node's copy of the checkpoint read here."""
@@ -170,7 +167,10 @@ class LocalTier:
         """Every node has sealed the newest: it is copied next, in place of one that still waits, and the
         others are deleted, unless a power cut may still lose the newest.
         """
-        keep = self._group.broadcast(self._next(outcome.step) if self._group.rank == 0 else None)
+        with self._lock:
+            self._waiting = outcome.step
+            keep = {self._waiting, self._copying}
+        keep = self._group.broadcast(keep)
         if self._leads and not outcome.doubt:
             others = [folder for folder in inspect.finals(self.store) if step_of(folder) not in keep]
             left: dict[int, str] = {}
@@ -179,18 +179,15 @@ class LocalTier:
                 log.warning("%s: not deleted: %s", self.store.root, why)
         self._thread.put(None)
 
-    def _next(self, step: int) -> set[int]:
-        with self._lock:
-            self._waiting = step
-            return {self._waiting, self._copying}
-
     def _copy_next(self, _: None) -> None:
         """A round of all ranks: rank 0 chooses the newest folder that waits, if an earlier one did not."""
         group = self._copy_group
         if self._disconnected:
             return
+        with self._lock:
+            self._copying, self._waiting = self._waiting, -1
         try:
-            step: int = group.broadcast(self._take() if group.rank == 0 else None)
+            step: int = group.broadcast(self._copying)
             if step < 0:
                 return
             started = time.perf_counter()
@@ -203,11 +200,6 @@ class LocalTier:
             self._disconnected, self._failure = True, f"{type(error).__name__}: {error}"
         with self._lock:
             self._copying = -1
-
-    def _take(self) -> int:
-        with self._lock:
-            self._copying, self._waiting = self._waiting, -1
-            return self._copying
 
     def close(self) -> None:
         """CheckpointError on every rank if the last copy failed: the shared store lacks the last state."""
@@ -259,14 +251,20 @@ def offers_of(store: LocalStore) -> list[Offer]:
     offers = []
     for folder in inspect.finals(store):
         try:
-            data = store.read(folder, MANIFEST)
-            sizes, sealed = store.sizes(folder), manifest.decode(data)
+            data, sealed, held = _held(store, folder)
         except (OSError, Broken, CheckpointError) as error:
             log.warning("%s is left out: %s", store.path(folder), error)
             continue
-        held = frozenset(name for name, (size, _) in sealed.files.items() if sizes.get(name) == size)
         offers.append(Offer(sealed.step, hashlib.sha256(data).hexdigest(), held, frozenset(sealed.files)))
     return offers
+
+
+def _held(store: LocalStore, folder: str) -> tuple[bytes, Manifest, frozenset[str]]:
+    """The manifest in a node's folder, as written and decoded, and its files that are there whole."""
+    data = store.read(folder, MANIFEST)
+    sizes, sealed = store.sizes(folder), manifest.decode(data)
+    held = {name for name, (size, _) in sealed.files.items() if sizes.get(name) == size}
+    return data, sealed, frozenset(held)
 
 
 def whole_over_nodes(gathered: Sequence[Sequence[Offer]]) -> Iterator[tuple[int, dict[str, int]]]:
@@ -288,23 +286,23 @@ def whole_over_nodes(gathered: Sequence[Sequence[Offer]]) -> Iterator[tuple[int,
 
 
 class NearStore:
-    """A Store for reading `found`; what is not on this node's disk comes from the shared store."""
+    """A Store for reading a checkpoint; what is not on this node's disk comes from the shared store."""
 
-    def __init__(self, shared: Store, local: LocalStore, found: CheckpointListing) -> None:
-        self._shared, self._local, self.where = shared, local, shared.where
-        self._folder, self._near = final_name(found.step), frozenset[str]()
-        files = {} if found.manifest is None else found.manifest.files
-        with contextlib.suppress(OSError, Broken, CheckpointError):  # those of this checkpoint, if it is here
-            if manifest.decode(local.read(self._folder, MANIFEST)).files == files:
-                sizes = local.sizes(self._folder)
-                self._near = frozenset(name for name, (size, _) in files.items() if sizes.get(name) == size)
+    def __init__(self, shared: Store, local: LocalStore, listing: CheckpointListing) -> None:
+        self._shared, self._local = shared, local
+        self._folder, self._near = final_name(listing.step), frozenset[str]()
+        with contextlib.suppress(OSError, Broken, CheckpointError):  # this checkpoint's, if it is here
+            _, sealed, held = _held(local, self._folder)
+            if listing.manifest is not None and sealed.files == listing.manifest.files:
+                self._near = held
 
     def read(self, folder: str, file: str) -> bytes:
         near = file in self._near
         return self._local.read(self._folder, file) if near else self._shared.read(folder, file)
 
     def read_into(self, folder: str, file: str, offset: int, buffers: list[memoryview]) -> None:
-        store, folder = (self._local, self._folder) if file in self._near else (self._shared, folder)
+        near = file in self._near
+        store, folder = (self._local, self._folder) if near else (self._shared, folder)
         store.read_into(folder, file, offset, buffers)
 
     def __getattr__(self, name: str) -> object:
@@ -324,19 +322,13 @@ def local_folder_name(shared: Store) -> str:
         if isinstance(shared, LocalStore):
             shared.make()
             place, inode = str(shared.root.resolve()), shared.root.stat().st_ino
-        name, *known = _known(shared.read_small(TOKEN) or b"")
-        if known != [place, inode]:
-            if known[0] != place and (not inode or known[1] != inode):
-                name = f"shardrun-{secrets.token_hex(8)}"
-            text = json.dumps({"name": name, "place": place, "inode": inode})
-            shared.write_small(TOKEN, f"{text}\n".encode())
+        name = f"shardrun-{secrets.token_hex(8)}"
+        # Anyone may have written the file: its name becomes a folder's.
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+            known = json.loads(shared.read_small(TOKEN) or b"")
+            same = known["place"] == place or (inode and known["inode"] == inode)
+            if same and re.fullmatch("shardrun-[0-9a-f]{16}", known["name"]):
+                name = known["name"]
+        text = json.dumps({"name": name, "place": place, "inode": inode})
+        shared.write_small(TOKEN, f"{text}\n".encode())
     return name
-
-
-def _known(data: bytes) -> tuple[str, str, int]:
-    """Name, place and inode; empty for another form: the name may be a stranger's, and becomes a folder's."""
-    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-        known = json.loads(data)
-        if re.fullmatch("shardrun-[0-9a-f]{16}", known["name"]):
-            return known["name"], known["place"], known["inode"]
-    return "", "", -1

@@ -1,23 +1,33 @@
-"""A folder of transformers' safetensors, read by rows: each rank reads the rows of its own shard.
+"""Weights in files, mapped: one state dict; a folder of transformers, of which each rank reads its rows; the
+frozen weights under adapters, which a checkpoint of adapters identifies by a digest.
 
 Names, fusing and splitting follow fsdp/models/hf_weights.py. Not here: which rows a rank keeps
-(fsdp/parallel/materialize.py), or how a folder is written (export.py).
+(fsdp/parallel/materialize.py), or how such files are written (export.py).
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp.base.digest import same_values, widest_floating
-from fsdp.base.errors import ConfigError
+from fsdp.base.errors import CheckpointError, ConfigError, first_line
+from fsdp.base.proc import TABLE, regular_text
 from fsdp.base.text import listed
-from fsdp.checkpoint.full_state import INDEX_FILE, SINGLE_FILE, StoredTensor, files_of_index, open_safetensors
-from fsdp.models.units import first_names
+from fsdp.base.torch_private import EXTRA_STATE
+from fsdp.checkpoint.manifest import Manifest
+from fsdp.config import LoraSection
+from fsdp.models.factory import check_no_adapter
+from fsdp.models.units import clean_name, first_names
 
 if TYPE_CHECKING:
     from fsdp.models.hf import PretrainedFolder
@@ -25,10 +35,91 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TORCH_FILE = "full-model.pt"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+FLAG = "--model.weights"
 PACKED = (".qweight", ".weight_packed")
 """The ends of names of packed weights in folders of GPTQ, AWQ and compressed-tensors."""
 OUTPUT_LAYERS = ("lm_head.weight", "head.weight")
 """A folder whose model was tied lacks it."""
+
+
+# ---------------------------------------------------------------- one state dict
+
+
+def open_full_state(path: str | Path) -> dict[str, Tensor]:
+    """A whole model's state dict: safetensors with or without an index, or a file of torch.save."""
+    location = Path(path)
+    if not location.is_dir():
+        check_no_adapter(location, FLAG, str(path))
+    files = _files(location) if location.is_dir() else [location]
+    return {clean_name(name, ddp=True): tensor for file in files for name, tensor in open_file(file).items()}
+
+
+def newest_export(folder: Path) -> Path | None:
+    """The file with which a reader of the folder's newest export begins."""
+    files = [file for name in (INDEX_FILE, TORCH_FILE, SINGLE_FILE) if (file := folder / name).is_file()]
+    return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a run directory's export, of an export folder, or with names that other tools use. Of
+    exports in several formats the newest counts: the others may be of an earlier step.
+    """
+    for parent in (folder, folder / "full_model"):
+        if (newest := newest_export(parent)) is not None:
+            return files_of_index(newest) if newest.name == INDEX_FILE else [newest]
+        if (parent / "pytorch_model.bin").is_file():
+            return [parent / "pytorch_model.bin"]
+    check_no_adapter(folder, FLAG, str(folder))
+    raise ConfigError(
+        f"{FLAG} {folder} holds no {TORCH_FILE}, {INDEX_FILE} or {SINGLE_FILE}.",
+        f"--checkpoint.resume {folder} if it is a checkpoint, or export one: "
+        "python -m fsdp.checkpoint RUN export",
+    )
+
+
+def files_of_index(index: Path, flag: str = FLAG) -> list[Path]:
+    """The safetensors files that an index names, all in its folder. `flag` begins the message of an error."""
+    try:
+        names = sorted({str(name) for name in json.loads(regular_text(index, TABLE))["weight_map"].values()})
+        if outside := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"it points outside its folder, to {outside[0]}")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"{flag} {index} is no index of safetensors files ({type(error).__name__}: {error})."
+        raise ConfigError(reason, "give a whole export") from None
+    return [index.with_name(name) for name in names]
+
+
+def open_file(file: Path, flag: str = FLAG) -> dict[str, Tensor]:
+    """The tensors of a file by name, mapped: their data is read when it is used."""
+    try:
+        if file.exists() and not file.is_file():
+            raise OSError("it is not a regular file")
+        if file.suffix == ".safetensors":
+            from safetensors import safe_open
+
+            opened = safe_open(file, framework="pt")
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        for key in ("state_dict", "model"):
+            state = state[key] if isinstance(state.get(key), Mapping) else state
+        # what a module's get_extra_state returns is not kept
+        tensors = {name: value for name, value in state.items() if name.rpartition(".")[2] != EXTRA_STATE}
+        for name, value in tensors.items():
+            if not isinstance(value, Tensor) or isinstance(value, DTensor):
+                raise TypeError(f"{name} is a {type(value).__name__}, and no full tensor")
+    except Exception as error:  # those of torch.load and safetensors have no common class
+        raise ConfigError(
+            f"{flag} {file} cannot be read: {type(error).__name__}: {first_line(error)}.",
+            "give a whole .safetensors file, or torch.save(model.state_dict(), FILE), sharded tensors as "
+            "tensor.full_tensor()",
+        ) from None
+    return tensors
+
+
+# ---------------------------------------------------------------- a folder of transformers
 
 
 class PretrainedWeights(Mapping[str, Tensor]):
@@ -39,26 +130,21 @@ class PretrainedWeights(Mapping[str, Tensor]):
         with torch.device("meta"):
             self._model: Any = source.build()
         self._source, self._seed = source, seed
-        self._stored = open_stored(source)
-        self._plan = source.plan_names(self._model, {name: one.size for name, one in self._stored.items()})
+        self._stored = _open_stored(source)
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._stored.items()}
+        self._plan = source.plan_names(self._model, shapes)
         self._first = first_names(self._model)
-        self._drawn = frozenset(_check(source, self._model, self._plan))
-        _check_dtypes(source, self._model, self._plan, self._stored)
+        self._drawn = frozenset(_check(source, self._model, self._plan, self._stored))
         self._last: tuple[object, dict[str, Tensor]] = (None, {})
+        self.dtype = widest_floating(tensor.dtype for tensor in self._stored.values())
         self.nbytes = 0
         """Bytes read so far."""
-        if not quiet:
-            self._log()
-
-    def _log(self) -> None:
-        for what, names in (
+        for text, names in (
             ("has tensors that the model does not use", self._plan.unexpected),
             ("lacks tensors of the new head, which are drawn from the seed", sorted(self._drawn)),
         ):
-            if names:
-                log.warning("%s %s: %s", self._source.folder, what, listed(names, 3))
-
-    # ------------------------------------------------------------ reading
+            if names and not quiet:
+                log.warning("%s %s: %s", source.folder, text, listed(names, 3))
 
     def rows(self, name: str, first: int, last: int) -> Tensor:
         """Rows first … last - 1 of a tensor, in the dtype of the file; a scalar is one row."""
@@ -69,17 +155,19 @@ class PretrainedWeights(Mapping[str, Tensor]):
         if name in self._plan.converted:
             return self._convert(name, first, last)
         keys = self._plan.plain[name]
-        tensor = self._read(keys[0], first, last)
+        tensor = self._read(keys[0], slice(first, last))
         for other in keys[1:]:
-            if not same_values(tensor, self._read(other, first, last)):
+            if not same_values(tensor, self._read(other, slice(first, last))):
                 raise ConfigError(
                     f"{self._source.flag}: {keys[0]} and {other} differ, and config.json ties them.",
                     "--model.args.tie_word_embeddings false",
                 )
         return tensor
 
-    def _read(self, key: str, first: int, last: int) -> Tensor:
-        tensor = self._stored[key].rows(first, last)
+    def _read(self, key: str, rows: slice) -> Tensor:
+        """In memory of its own: what is mapped may be dropped at any time."""
+        stored = self._stored[key]
+        tensor = (stored[rows] if stored.dim() else stored).clone()
         self.nbytes += tensor.nbytes
         return tensor
 
@@ -87,16 +175,16 @@ class PretrainedWeights(Mapping[str, Tensor]):
         """The last conversion is kept: it may give several tensors of the model."""
         group = self._plan.converted[name]
         by_row = group.stacks_rows
-        made = (group.target, first, last) if by_row else (group.target,)
-        if self._last[0] != made:
+        key = (group.target, first, last) if by_row else (group.target,)
+        if self._last[0] != key:
             self._last = (None, {})  # freed before the next is read
-            self._last = (made, self._converted(group, slice(first, last) if by_row else slice(None)))
+            self._last = (key, self._converted(group, slice(first, last) if by_row else slice(None)))
         tensor = self._last[1][name]
         return tensor if by_row else tensor[first:last]
 
     def _converted(self, group: Conversion, chosen: slice) -> dict[str, Tensor]:
         tensors = {
-            pattern: [self._read(key, 0, _rows(self._stored[key])) for key in keys[chosen]]
+            pattern: [self._read(key, slice(None)) for key in keys[chosen]]
             for pattern, keys in group.sources.items()
         }
         if not all(tensors.values()):
@@ -106,11 +194,6 @@ class PretrainedWeights(Mapping[str, Tensor]):
 
     def _shape(self, name: str) -> torch.Size:
         return self._model.state_dict()[name].shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The widest floating-point dtype of the files."""
-        return widest_floating(one.dtype for one in self._stored.values())
 
     def __getitem__(self, name: str) -> Tensor:
         shape = self._shape(name)
@@ -123,42 +206,47 @@ class PretrainedWeights(Mapping[str, Tensor]):
         return len(self._model.state_dict())
 
 
-def open_stored(source: PretrainedFolder) -> dict[str, StoredTensor]:
+def _open_stored(source: PretrainedFolder) -> dict[str, Tensor]:
     """The tensors of the folder's safetensors, in one file or in those of an index."""
     folder = source.folder
     single, index, flag = folder / SINGLE_FILE, folder / INDEX_FILE, f"{source.flag}:"
     if single.is_file():
-        return open_safetensors(single, flag)
-    if not index.is_file():
-        raise _no_weights(source)
-    stored: dict[str, StoredTensor] = {}
-    for file in files_of_index(index, flag):
-        stored |= open_safetensors(file, flag)
-    return stored
-
-
-def _no_weights(source: PretrainedFolder) -> ConfigError:
-    pickled = next(source.folder.glob("pytorch_model*.bin"), None)
-    what = f"; {pickled.name} is a pickle" if pickled else ""
-    return ConfigError(
-        f"{source.flag}: {source.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}{what}.",
+        return open_file(single, flag)
+    if index.is_file():
+        parts = [open_file(file, flag) for file in files_of_index(index, flag)]
+        return {name: tensor for part in parts for name, tensor in part.items()}
+    pickled = next(folder.glob("pytorch_model*.bin"), None)
+    raise ConfigError(
+        f"{flag} {folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}"
+        f"{f'; {pickled.name} is a pickle' if pickled else ''}.",
         f"in Python, {source.class_name}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER); or "
         "--model.weights none, to train from random weights",
         scope="node",
     )
 
 
-# ---------------------------------------------------------------- what does not fit
-
-
-def _check(source: PretrainedFolder, model: Any, plan: NamePlan) -> list[str]:
-    """Names to draw: those of a new head. ConfigError for others that are missing or have another shape."""
+def _check(source: PretrainedFolder, model: Any, plan: NamePlan, stored: Mapping[str, Tensor]) -> list[str]:
+    """Names to draw: those of a new head. ConfigError for others that are missing or have another shape, and
+    for quantized weights: whole numbers, or numbers of 8 bits beside their scales.
+    """
+    tensors = model.state_dict()
     drawn = [
         name for name in [*plan.missing, *plan.misshapen] if source.new_head and _is_new(name, model, plan)
     ]
     missing = [name for name in plan.missing if name not in drawn]
-    if missing and (packed := next((name for name in plan.unexpected if name.endswith(PACKED)), None)):
-        raise _quantized(source, packed)
+    quantized = [name for name in plan.unexpected if missing and name.endswith(PACKED)]
+    scaled = any("scale" in name.rpartition(".")[2] for name in plan.unexpected)
+    read = [key for name, keys in plan.plain.items() if tensors[name].is_floating_point() for key in keys]
+    read += [key for group in plan.converted.values() for keys in group.sources.values() for key in keys]
+    for key in read:
+        dtype = stored[key].dtype
+        if not dtype.is_floating_point or (dtype.itemsize == 1 and scaled):
+            quantized.append(f"{key} is {str(dtype).removeprefix('torch.')}")
+    if quantized:
+        raise ConfigError(
+            f"{source.flag}: its weights are quantized ({quantized[0]}); FSDP trains floating-point ones.",
+            "name a folder with the weights before quantization",
+        )
     if missing:
         raise ConfigError(
             f"{source.flag}: {source.folder} lacks {listed(missing, 3)} of {source.class_name}"
@@ -167,7 +255,6 @@ def _check(source: PretrainedFolder, model: Any, plan: NamePlan) -> list[str]:
             if missing[0] in OUTPUT_LAYERS and len(missing) == 1
             else "--model.args.head NAME draws a new head; --model.weights none trains from random weights",
         )
-    tensors = model.state_dict()
     misshapen = [
         f"{name} {shape} for {tuple(tensors[name].shape)}"
         for name, shape in plan.misshapen.items()
@@ -181,38 +268,61 @@ def _check(source: PretrainedFolder, model: Any, plan: NamePlan) -> list[str]:
     return drawn
 
 
-def _check_dtypes(
-    source: PretrainedFolder, model: Any, plan: NamePlan, stored: Mapping[str, StoredTensor]
-) -> None:
-    """ConfigError for whole numbers, and for numbers of 8 bits beside their scales: without a
-    quantization_config nothing says how they are multiplied.
-    """
-    tensors = model.state_dict()
-    read = [key for name, keys in plan.plain.items() if tensors[name].is_floating_point() for key in keys]
-    read += [key for one in plan.converted.values() for keys in one.sources.values() for key in keys]
-    scaled = any("scale" in name.rpartition(".")[2] for name in plan.unexpected)
-    for key in read:
-        dtype = stored[key].dtype
-        if not dtype.is_floating_point or (dtype.itemsize == 1 and scaled):
-            raise _quantized(source, f"{key} is {str(dtype).removeprefix('torch.')}")
-
-
-def _quantized(source: PretrainedFolder, what: str) -> ConfigError:
-    return ConfigError(
-        f"{source.flag}: its weights are quantized ({what}); FSDP trains floating-point ones.",
-        "name a folder with the weights before quantization",
-    )
-
-
 def _is_new(name: str, model: Any, plan: NamePlan) -> bool:
     """Whether a tensor belongs to a head: outside the base model, or in a part of it that the folder lacks
     entirely, as a pooler.
     """
     base = f"{model.base_model_prefix}."
     part = base + name.removeprefix(base).partition(".")[0] + "."
-    present = (*plan.plain, *plan.converted)
-    return not name.startswith(base) or not any(one.startswith(part) for one in present)
+    return not name.startswith(base) or not any(
+        key.startswith(part) for key in (*plan.plain, *plan.converted)
+    )
 
 
-def _rows(one: StoredTensor) -> int:
-    return one.size[0] if one.size else 1
+# ---------------------------------------------------------------- the frozen weights under adapters
+
+
+@dataclass(frozen=True)
+class Base:
+    """The frozen weights of a run with adapters. `build` makes the plain model on meta, `open` reads them."""
+
+    digest: str
+    """It does not depend on the sharding."""
+    origin: str
+    lora: LoraSection
+    dtype: torch.dtype
+    """Of the merged model."""
+    stored: torch.dtype
+    """Of the frozen weights on the ranks."""
+    build: Callable[[], nn.Module]
+    open: Callable[[], Mapping[str, Tensor]]
+
+    def for_manifest(self) -> dict[str, str | float]:
+        """The form in which the manifest stores it."""
+        lora = self.lora
+        return {"digest": self.digest, "origin": self.origin, "rank": lora.rank, "alpha": lora.alpha}
+
+
+def digest_of(tensors: Mapping[str, int]) -> str:
+    """One digest for the digests of many tensors."""
+    return hashlib.blake2b(json.dumps(sorted(tensors.items())).encode(), digest_size=8).hexdigest()
+
+
+def check_base(manifest: Manifest, base: Base | None, path: str) -> None:
+    """CheckpointError unless the checkpoint and the run have the same frozen weights under their adapters."""
+    saved = manifest.base
+    if base is not None and not saved:
+        reason = f"{path} holds a whole model, and this run trains adapters."
+        hint = "--model.weights RUN/full_model to train adapters over it, or --lora.rank 0 to resume it"
+        raise CheckpointError(reason, hint)
+    if base is None and saved:
+        reason = f"{path} holds adapters alone, over {saved['origin']}."
+        raise CheckpointError(reason, f"--lora.rank {saved['rank']}, with the flags of that run")
+    if base is not None and saved["digest"] != base.digest:
+        raise CheckpointError(
+            f"{path} holds adapters over {saved['origin']} ({saved['digest']}), and this run has other "
+            f"weights, from {base.origin} ({base.digest}).",
+            "the old files, and --precision.frozen as that run had it"
+            if saved["origin"] == base.origin
+            else f"{saved['origin']}, with the flags of that run",
+        )

@@ -36,8 +36,8 @@ from fsdp.optim.state import TrainState, averages
 from fsdp.rundir.paths import storing
 
 if TYPE_CHECKING:
-    from fsdp.checkpoint.adapter_weights import Base
     from fsdp.checkpoint.local_tier import LocalTier
+    from fsdp.checkpoint.pretrained import Base
 
 log = logging.getLogger(__name__)
 
@@ -239,12 +239,12 @@ class Restore:
 
     def _sealed(self, state: TrainState, store: Store, listing: CheckpointListing) -> Restored:
         """Restores a sealed checkpoint with its counters."""
-        from fsdp.checkpoint import adapter_weights
+        from fsdp.checkpoint.pretrained import check_base
 
         if (manifest := listing.manifest) is None:
             raise Broken(listing.why, listing.detail)
         source = self._open(store, listing)
-        adapter_weights.check(manifest, self.base, source.path)
+        check_base(manifest, self.base, source.path)
         prefixes, notes = Prefixes(optim=None) if self.weights_only else Prefixes(), list[str]()
         if not self.weights_only and not same_states(manifest.optimizer, state.optimizer_name):
             prefixes = Prefixes(optim=None)

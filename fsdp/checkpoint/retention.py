@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from fsdp.base.errors import without_hint
@@ -28,11 +28,11 @@ def superfluous(section: CheckpointSection, whole: Sequence[CheckpointListing]) 
     """The whole checkpoints that no rule keeps."""
     if not section.keep_last:
         return []
-    newest = sorted(whole, key=lambda found: found.step, reverse=True)
+    newest = sorted(whole, key=lambda listing: listing.step, reverse=True)
     every = section.keep_every_steps
-    kept = newest[: section.keep_last] + [found for found in newest if every and found.step % every == 0]
-    folders = {found.folder for found in kept + _best(section, newest)}
-    return [found for found in newest if found.folder not in folders]
+    regular = [listing for listing in newest if every and listing.step % every == 0]
+    wanted = {listing.folder for listing in [*newest[: section.keep_last], *regular, *_best(section, newest)]}
+    return [listing for listing in newest if listing.folder not in wanted]
 
 
 def _best(section: CheckpointSection, whole: Iterable[CheckpointListing]) -> list[CheckpointListing]:
@@ -62,11 +62,12 @@ def prune(
     if not section.keep_last:
         return []
     known = {} if known is None else known
-    unwanted = [found.folder for found in superfluous(section, _whole(store, section, known))]
+    whole = list(_whole(store, section, known))
+    unwanted = [listing.folder for listing in superfluous(section, whole)]
     unwanted += [folder for folder in store.folders() if ".gone-" in folder and step_of(folder) >= 0]
     deleted = delete(store, unwanted, attempt, {} if left is None else left)
-    for folder in deleted:
-        known.pop(folder, None)
+    known.clear()
+    known.update({listing.folder: listing for listing in whole if listing.folder not in deleted})
     return deleted
 
 
@@ -84,7 +85,8 @@ def delete(store: Store, folders: Iterable[str], attempt: str, left: dict[int, s
         except OSError as error:
             if error.errno == errno.ETIMEDOUT:
                 raise
-            left[step_of(folder)] = f"{folder}: {one_line(error).removeprefix(store.path(folder) + '/')}"
+            reason = one_line(error).removeprefix(store.path(folder) + "/")
+            left[step_of(folder)] = f"{folder}: {reason}"
             if len(left) == MOST_FAILURES:
                 break
     return deleted
@@ -92,24 +94,19 @@ def delete(store: Store, folders: Iterable[str], attempt: str, left: dict[int, s
 
 def _whole(
     store: Store, section: CheckpointSection, known: dict[str, CheckpointListing]
-) -> list[CheckpointListing]:
-    folders = finals(store)
-    for folder in known.keys() - set(folders):
-        del known[folder]
-    again = {found.folder for found in _best(section, known.values())}
-    whole: list[CheckpointListing] = []
-    for folder in folders:
-        if folder not in known or folder in again or len(whole) < section.keep_last:
-            found = listing_or_reason(store, folder)
-            known.pop(folder, None)
-            if found.unread is not None:
-                log.warning("%s; it is neither counted nor deleted", without_hint(found.unread).rstrip("."))
-            if found.manifest is None:
-                continue
-            # not the lists of its files and tensors
-            known[folder] = replace(found, manifest=replace(found.manifest, files={}, digests={}))
-        whole.append(known[folder])
-    return whole
+) -> Iterator[CheckpointListing]:
+    """The whole checkpoints, the newest first."""
+    best, count = {listing.folder for listing in _best(section, known.values())}, 0
+    for folder in finals(store):
+        listing = known.get(folder)
+        if listing is None or folder in best or count < section.keep_last:
+            listing = listing_or_reason(store, folder)
+        if listing.unread is not None:
+            log.warning("%s; it is neither counted nor deleted", without_hint(listing.unread).rstrip("."))
+        if listing.manifest is not None:
+            count += 1
+            # without the lists of its files and tensors
+            yield replace(listing, manifest=replace(listing.manifest, files={}, digests={}))
 
 
 def sweep(store: Store, attempt: str) -> list[str]:

@@ -3,7 +3,7 @@
 A linear layer is an nn.Linear, or transformers' Conv1D (GPT-2), which stores W transposed. The adapters are
 two more parameters of the layer itself, so no name of the model changes and they are in the communication
 group of their block. They are drawn from their own streams: the base is drawn as without them. Not here:
-checkpoints of adapters alone (fsdp/checkpoint/adapter_weights.py).
+checkpoints of adapters alone (fsdp/checkpoint/pretrained.py).
 
 And --model.frozen: parameters selected by name patterns and frozen.
 """

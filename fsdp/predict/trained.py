@@ -19,8 +19,14 @@ from fsdp import config as configuration
 from fsdp.base.digest import widest_floating
 from fsdp.base.errors import CheckpointError, ConfigError, TrainingError
 from fsdp.checkpoint import inspect
-from fsdp.checkpoint.full_state import INDEX_FILE, SINGLE_FILE, TORCH_FILE, newest_export, open_full_state
-from fsdp.checkpoint.pretrained import PretrainedWeights
+from fsdp.checkpoint.pretrained import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    TORCH_FILE,
+    PretrainedWeights,
+    newest_export,
+    open_full_state,
+)
 from fsdp.checkpoint.restore import load_weights
 from fsdp.checkpoint.store import open_store
 from fsdp.config import Config, MeshSection

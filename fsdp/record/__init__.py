@@ -3,7 +3,7 @@
     recorder      writes them to metrics.jsonl, the console, the Reporter and every sink
     console       the live line, or a line per record
     tensorboard   event files of TensorBoard, without its package
-    sinks         a step's numbers; the launcher's Reporter, Weights & Biases, MLflow, sinks of the user
+    sinks         the launcher's Reporter, Weights & Biases, MLflow, sinks of the user
 
 Not here: the records of the watch (fsdp/watch/records.py).
 """

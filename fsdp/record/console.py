@@ -13,28 +13,19 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TextIO
 
 from fsdp.base.text import PrintableFormatter, prepare_streams, print_line
 from fsdp.dist.env import DistEnv
-from fsdp.record.sinks import StepMetrics
 
 log = logging.getLogger(__name__)
 
 LOG_COLUMNS = 80
-ORDER = ("step", "bar", "percent", "loss", "epoch", "grad", "lr", "rate", "mfu", "memory", "left", "saved")
-LIVE = ("step", "loss", "rate", "percent", "left", "memory", "mfu", "bar", "saved", "epoch", "grad", "lr")
-IN_A_LOG = ("step", "loss", "rate", "left", "memory", "mfu", "epoch", "grad", "lr")
-"""The most important field first. A log has a separate line for each save."""
-LEAST = ("grad", "lr")
-"""Fields for which the gaps between fields do not shrink."""
+IMPORTANCE = ("step", "loss", "rate", "left", "memory", "mfu", "percent", "saved", "epoch", "grad", "lr")
+"""The most important field first."""
 WAIT_SHOWN = 0.1
 """From this part of the time on, the wait for data is shown instead of memory: --data.workers reduces it."""
-BAR = 8
-"""Columns of the bar: it fits into 80 columns beside the fields before it."""
-BOLD, GREEN, PLAIN = "\x1b[1m", "\x1b[32m", "\x1b[0m"
-COLOURS = {"loss": BOLD, "bar": GREEN}
 ERASE = "\r\x1b[2K"
 
 
@@ -68,15 +59,9 @@ class _LiveHandler(logging.StreamHandler[TextIO]):
 def print_last(text: str) -> None:
     """Print a run's summary. A full log does not make the run fail."""
     try:
-        print_line(_encodable(text, sys.stdout), sys.stdout)
+        print_line(text, sys.stdout)
     except OSError as error:
         log.warning("the summary cannot be printed (%s)", error.strerror)
-
-
-def _encodable(text: str, stream: TextIO) -> str:
-    """With escapes for what the stream's encoding lacks, such as bytes of a file's name that are no UTF-8."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"  # an io.StringIO has none
-    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 class Console:
@@ -87,53 +72,54 @@ class Console:
     def __init__(self, *, total_steps: int, every: int, unit: str, stream: TextIO | None = None) -> None:
         self._out = stream or sys.stdout
         self.terminal = self._out.isatty() and os.environ.get("TERM") != "dumb"
-        self._colours = COLOURS if self.terminal and not os.environ.get("NO_COLOR") else {}
         self._total, self._every, self._unit = total_steps, every, unit
         self._shown = ""
         """The live line."""
         self._drawn_at = 0.0
         self._failed = False
         self._started: tuple[int, float] | None = None
-        self._steps: list[StepMetrics] = []
+        self._steps: list[Mapping[str, float]] = []
         """Since the last line. Their means are shown: the last step of an epoch may be a short one."""
 
     def prints(self, step: int) -> bool:
         """Whether this step is printed, so that its numbers must be fetched from the device."""
         return step % self._every == 0 or step == self._total
 
-    def step(self, m: StepMetrics, checkpoint: str) -> None:
+    def step(self, record: Mapping[str, float], checkpoint: str) -> None:
+        step = int(record["step"])
         if self._started is None:
-            self._started = (m.step - 1, time.monotonic() - m.step_time_s)
-        self._steps.append(m)
-        if self.terminal and (time.monotonic() - self._drawn_at > 0.1 or m.step == self._total):
+            self._started = (step - 1, time.monotonic() - record["step_time_s"])
+        self._steps.append(record)
+        if self.terminal and (time.monotonic() - self._drawn_at > 0.1 or step == self._total):
             # The last column stays free: a terminal wraps a full line, which could then not be overwritten.
-            self._shown = fit(self._fields(m, checkpoint), LIVE, self._columns() - 1, self._colours)
+            self._shown = fit(self._fields(step, record, checkpoint), self._columns() - 1)
             self._write(ERASE + self._shown)
             self._drawn_at, Console._live = time.monotonic(), self
-        elif not self.terminal and self.prints(m.step):
-            self._write(fit(self._fields(m, ""), IN_A_LOG, LOG_COLUMNS).rstrip() + "\n")
+        elif not self.terminal and self.prints(step):
+            # a log has a separate line for each save
+            self._write(fit(self._fields(step, record, ""), LOG_COLUMNS).rstrip() + "\n")
         else:
             return
         self._steps = []
 
-    def _fields(self, m: StepMetrics, checkpoint: str) -> dict[str, str]:
+    def _fields(self, step: int, record: Mapping[str, float], checkpoint: str) -> dict[str, str]:
         width, total = len(str(self._total)), max(1, self._total)
-        seconds = max(1e-9, sum(step.step_time_s for step in self._steps))
-        rate = sum(step.tokens or step.samples for step in self._steps) / seconds
-        waited = sum(step.data_wait_s for step in self._steps) / seconds
-        mfu = sum(step.extra.get("mfu", 0.0) * step.step_time_s for step in self._steps) / seconds
+        duration = max(1e-9, sum(record["step_time_s"] for record in self._steps))
+        rate = sum(record["tokens"] or record["samples"] for record in self._steps) / duration
+        waited = sum(record["data_wait_s"] for record in self._steps) / duration
+        mfu = sum(record.get("mfu", 0.0) * record["step_time_s"] for record in self._steps) / duration
+        memory = f"{record['max_mem_gib']:>4.1f} GiB" if waited < WAIT_SHOWN else f"data {waited:>3.0%}"
         fields = {
-            "step": f"step {m.step:>{width}}/{self._total}",
-            "bar": bar(m.step / total, self._out.encoding),
-            "percent": f"{m.step * 100 // total:>3}%",
-            "loss": f"loss {m.loss:<6.4f}",
-            "grad": f"grad {m.grad_norm:<6.3g}",
-            "lr": f"lr {m.lr:.1e}",
+            "step": f"step {step:>{width}}/{self._total}",
+            "percent": f"{step * 100 // total:>3}%" if self.terminal else "",
+            "loss": f"loss {record['loss']:<6.4f}",
+            "epoch": f"ep {record['epoch']:>5.2f}" if "epoch" in record else "",
+            "grad": f"grad {record['grad_norm']:<6.3g}",
+            "lr": f"lr {record['lr']:.1e}",
             "rate": f"{_short(rate):>4} {self._unit}/s",
-            "memory": f"{m.max_mem_gib:>4.1f} GiB" if waited < WAIT_SHOWN else f"data {waited:>3.0%}",
-            "left": f"{self._left(m.step):>5} left",
-            "epoch": "" if m.epoch is None else f"ep {m.epoch:>5.2f}",
-            "mfu": f"{mfu:>3.0%} MFU" if "mfu" in m.extra else "",
+            "mfu": f"{mfu:>3.0%} MFU" if "mfu" in record else "",
+            "memory": memory,
+            "left": f"{self._left(step):>5} left",
             "saved": checkpoint,
         }
         return {name: text for name, text in fields.items() if text}
@@ -178,7 +164,7 @@ class Console:
 
     def _write(self, text: str) -> None:
         try:
-            self._out.write(_encodable(text, self._out))
+            self._out.write(text)
             self._out.flush()
         except OSError as error:
             if not self._failed:
@@ -186,32 +172,13 @@ class Console:
                 log.warning("the steps' lines cannot be printed (%s): the run continues", error.strerror)
 
 
-def bar(share: float, encoding: str | None) -> str:
-    """A bar of BAR columns; `#` and `-` where the stream has no blocks."""
-    full = min(BAR, max(0, int(share * BAR)))
-    done, left = ("█", "░") if "utf" in (encoding or "").lower() else ("#", "-")
-    return done * full + left * (BAR - full)
-
-
-def fit(
-    fields: Mapping[str, str],
-    importance: Sequence[str],
-    columns: int,
-    colours: Mapping[str, str] | None = None,
-) -> str:
-    """As many fields as `columns` hold, in their fixed order. Gaps shrink before a less important field is
-    left out.
-    """
-    names = [name for name in importance if name in fields]
-    for count in range(len(names), 0, -1):
-        chosen = [name for name in ORDER if name in names[:count]]
-        for gap in ("  ", " ") if names[count - 1] not in LEAST else ("  ",):
-            if len(gap.join(fields[name] for name in chosen)) <= columns:
-                colour = colours or {}
-                return gap.join(
-                    f"{colour[n]}{fields[n]}{PLAIN}" if n in colour else fields[n] for n in chosen
-                )
-    return fields[names[0]][: max(0, columns)]
+def fit(fields: Mapping[str, str], columns: int) -> str:
+    """As many fields as `columns` hold, in their fixed order: the least important ones are left out."""
+    for count in range(len(IMPORTANCE), 0, -1):
+        line = "  ".join(text for name, text in fields.items() if name in IMPORTANCE[:count])
+        if len(line) <= columns:
+            return line
+    return fields[IMPORTANCE[0]][: max(0, columns)]
 
 
 def _short(number: float) -> str:

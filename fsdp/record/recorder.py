@@ -19,12 +19,11 @@ from torch import Tensor
 from fsdp.base.text import byte_size
 from fsdp.dist.env import DistEnv
 from fsdp.record.console import Console
-from fsdp.record.sinks import Losses, Reporter, Sink, StepMetrics
+from fsdp.record.sinks import Losses, Reporter, Sink
 from fsdp.record.tensorboard import EventWriter
 from fsdp.rundir.history import Appender, save_record
 from fsdp.rundir.paths import RunDir
 
-RECORDED = ("step", "loss", "grad_norm", "lr", "samples", "tokens", "step_time_s", "data_wait_s")
 ASYNCHRONOUS_DEVICES = ("cuda",)
 """Devices on which fetching a number waits for all work queued before it."""
 
@@ -33,14 +32,10 @@ ASYNCHRONOUS_DEVICES = ("cuda",)
 class Pending:
     """A step whose loss and gradient norm may still be on the device."""
 
-    step: int
+    record: Mapping[str, float]
+    """What the host knows: step, lr, samples, tokens, step_time_s, data_wait_s."""
     loss: Tensor
     grad_norm: Tensor
-    lr: float
-    samples: int
-    tokens: int
-    step_time_s: float
-    data_wait_s: float
     epoch: float | None = None
     """Epochs complete after this step; None for a stream."""
     began: float = 0.0
@@ -85,12 +80,13 @@ class Recorder:
             self.add(EventWriter(run.path / "tensorboard", purge_step=from_step + 1))
         self._pending: list[Pending] = []
         self._asynchronous = env.device.type in ASYNCHRONOUS_DEVICES
-        self.last: StepMetrics | None = None
+        self.last: Mapping[str, float] = {}
+        """The record of the last step that was fetched."""
         self.checkpoint_note = ""
 
-    def add(self, sink: Sink) -> None:
-        """It is closed with the recorder."""
-        self._sinks.append((sink, Losses(getattr(sink, "label", type(sink).__name__))))
+    def add(self, sink: Sink, label: str = "") -> None:
+        """It is closed with the recorder. `label` names it in the log."""
+        self._sinks.append((sink, Losses(label or type(sink).__name__)))
 
     def step(self, pending: Pending) -> None:
         self._pending.append(pending)
@@ -99,22 +95,20 @@ class Recorder:
         """Whether this step's numbers are fetched from the device now."""
         return not self._asynchronous or self._console.prints(step)
 
-    def flush(self) -> list[StepMetrics]:
+    def flush(self) -> None:
         """Fetch the pending steps, write them, and print them."""
-        fetched = self._fetch()
-        for metrics in fetched:
-            record = step_record(metrics)
+        for record in self._fetch():
+            step = int(record["step"])
             if self._env.is_main:
                 self._metrics.append(record)  # unbuffered: a kill loses nothing that was printed
-                self._send(metrics.step, "train", record)
-                self._console.step(metrics, self.checkpoint_note)
+                self._send(step, "train", record)
+                self._console.step(record, self.checkpoint_note)
             self._reporter.report(record)
-            self.last = metrics
-        return fetched
+            self.last = record
 
-    def _fetch(self) -> list[StepMetrics]:
-        """The host runs ahead of a CUDA device: its time per step differs from the device's, but the mean
-        since the last fetch does not.
+    def _fetch(self) -> list[dict[str, float]]:
+        """The records in full precision. The host runs ahead of a CUDA device: its time per step differs from
+        the device's, but the mean since the last fetch does not.
         """
         pending, self._pending = self._pending, []
         if not pending:
@@ -125,28 +119,19 @@ class Recorder:
         mean_s, memory = None, peak_memory_gib(self._env.device)
         if self._asynchronous and pending[0].began:
             mean_s = (time.perf_counter() - pending[0].began) / len(pending)
-        fetched = []
+        records = []
         for p, (loss, *more), (norm,) in zip(pending, losses, norms, strict=True):
-            seconds = p.step_time_s if mean_s is None else mean_s
-            extra = {} if p.named is None else dict(p.named(more))
+            record = {"step": p.record["step"], "loss": loss, "grad_norm": norm, **p.record}
+            if mean_s is not None:
+                record["step_time_s"] = mean_s
+            duration = max(record["step_time_s"], 1e-9)
+            record |= {"per_s": (record["tokens"] or record["samples"]) / duration, "max_mem_gib": memory}
+            record |= _epoch(p.epoch)
+            record |= {} if p.named is None else p.named(more)
             if self._mfu_of:
-                extra["mfu"] = self._mfu_of * p.samples / max(seconds, 1e-9)
-            fetched.append(
-                StepMetrics(
-                    step=p.step,
-                    loss=loss,
-                    grad_norm=norm,
-                    lr=p.lr,
-                    samples=p.samples,
-                    tokens=p.tokens,
-                    step_time_s=seconds,
-                    data_wait_s=p.data_wait_s,
-                    max_mem_gib=memory,
-                    epoch=p.epoch,
-                    extra=extra,
-                )
-            )
-        return fetched
+                record["mfu"] = self._mfu_of * record["samples"] / duration
+            records.append(record)
+        return records
 
     def evaluation(self, step: int, values: Mapping[str, float], epoch: float | None) -> None:
         """Record an evaluation; a value with "/" in its name is of one source, and is not printed."""
@@ -178,7 +163,7 @@ class Recorder:
         values = {f"{group}/{name}": float(value) for name, value in record.items() if name != "step"}
         for sink, losses in self._sinks:
             try:
-                sink.scalars(step, values)
+                sink.scalars(step, dict(values))
             except Exception as error:  # a full disk, a server that is away, an error in a user's sink
                 losses.add(step, error)
             else:
@@ -191,22 +176,10 @@ class Recorder:
         self._saves.close()
         for sink, losses in self._sinks:
             try:
-                sink.close()
+                if callable(close := getattr(sink, "close", None)):
+                    close()
             except Exception as error:
                 losses.not_closed(error)
-
-
-def step_record(metrics: StepMetrics) -> dict[str, float]:
-    """One record of metrics.jsonl, in full precision."""
-    rate = metrics.tokens or metrics.samples
-    numbers = {name: getattr(metrics, name) for name in RECORDED}
-    return {
-        **numbers,
-        "per_s": rate / max(metrics.step_time_s, 1e-9),
-        "max_mem_gib": metrics.max_mem_gib,
-        **_epoch(metrics.epoch),
-        **metrics.extra,
-    }
 
 
 def _epoch(epoch: float | None) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""Numbers of a step and where they go: the launcher's Reporter, Weights & Biases, MLflow, sinks of the user.
+"""Where the numbers of a step go: the launcher's Reporter, Weights & Biases, MLflow, sinks of the user.
 
-A tracker is a row of TRACKERS and a class here. Servers get their records from a thread of their own: one
+A tracker is a class here, named in TRACKERS. Servers get their records from a thread of their own: one
 that is slow or away does not slow the steps. While a call lasts, up to MOST_WAITING records wait, and the
 next call sends them together. Later ones are lost; the log says so when that begins and when it ends.
 
@@ -21,7 +21,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,50 +43,21 @@ LONGEST, BATCH, METRICS = 500, 100, 1000
 _stuck = threading.Event()
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepMetrics:
-    """One optimizer step; equal on every rank except max_mem_gib and the times."""
+class Reporter:
+    """Where a launcher receives a run's numbers; this one takes none. Called on every rank."""
 
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    samples: int
-    tokens: int
-    step_time_s: float
-    data_wait_s: float = 0.0
-    max_mem_gib: float = 0.0
-    epoch: float | None = None
-    """Epochs complete after this step, with their fraction; None for a stream."""
-    extra: Mapping[str, float] = field(default_factory=dict)
-
-
-class Reporter(Protocol):
-    """Called on every rank after each logged step, each evaluation and each sealed checkpoint."""
-
-    def report(self, metrics: Mapping[str, float], checkpoint: str | None = None) -> None: ...
+    def report(self, metrics: Mapping[str, float], checkpoint: str | None = None) -> None:
+        """After each logged step, each evaluation and each sealed checkpoint."""
 
     def should_stop(self) -> str | None:
         """The launcher's reason to stop (a preemption notice), if any. Called once a step; must not block."""
-        ...
-
-
-class NoReporter:
-    """For a launcher that takes no reports."""
-
-    def report(self, metrics: Mapping[str, float], checkpoint: str | None = None) -> None:
-        return None
-
-    def should_stop(self) -> str | None:
         return None
 
 
 class Sink(Protocol):
-    """An output that receives every number of rank 0."""
+    """An output that receives every number of rank 0; it may have a method close() too."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def any_stuck() -> bool:
@@ -130,17 +100,18 @@ class TrackerSink:
     server on a thread of its own.
     """
 
+    flag = package = hint = ""
+    """The field of the run section and the module's name; what pip installs; what helps if it fails."""
+
     def __init__(self, config: Config, run_dir: Path) -> None:
         """Raises ConfigError if the server refuses, or is not there."""
-        flag, _, hint = TRACKERS[type(self)]
         self._key = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
         try:
             self.open(config, run_dir)
         except Exception as error:
-            value = getattr(config.run, flag)
-            raise ConfigError(
-                f"--run.{flag} {value}: {one_line(error)}", f"{hint}, or leave --run.{flag} out"
-            ) from error
+            value = getattr(config.run, self.flag)
+            hint = f"{self.hint}, or leave --run.{self.flag} out"
+            raise ConfigError(f"--run.{self.flag} {value}: {one_line(error)}", hint) from error
         self._losses = Losses(type(self).__name__)
         self._waiting: queue.SimpleQueue[TimedRecord | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=type(self).__name__, daemon=True)
@@ -196,6 +167,8 @@ class WandbSink(TrackerSink):
     WANDB_ENTITY.
     """
 
+    flag, package, hint = "wandb", "wandb", "wandb login, or export WANDB_MODE=offline"
+
     def open(self, config: Config, run_dir: Path) -> None:
         wandb: Any = importlib.import_module("wandb")
         self._run = wandb.init(
@@ -223,6 +196,8 @@ class MlflowSink(TrackerSink):
     """MLflow logs no step of a metric twice. Its own variables select the server and the user:
     MLFLOW_TRACKING_URI, MLFLOW_TRACKING_TOKEN.
     """
+
+    flag, package, hint = "mlflow", "mlflow-skinny", "export MLFLOW_TRACKING_URI=http://HOST:PORT"
 
     def open(self, config: Config, run_dir: Path) -> None:
         self._mlflow: Any = importlib.import_module("mlflow")
@@ -266,61 +241,47 @@ class MlflowSink(TrackerSink):
         self._client.set_terminated(self._run)
 
 
-TRACKERS: Mapping[type[TrackerSink], tuple[str, str, str]] = {
-    # class: field of the run section, package, what helps if it cannot be opened
-    WandbSink: ("wandb", "wandb", "wandb login, or export WANDB_MODE=offline"),
-    MlflowSink: ("mlflow", "mlflow-skinny", "export MLFLOW_TRACKING_URI=http://HOST:PORT"),
-}
+TRACKERS = (WandbSink, MlflowSink)
 
 
 def check_sinks(config: Config) -> None:
     """ConfigError if a package or a class is missing; on every rank, before the first collective."""
-    for flag, package, _ in TRACKERS.values():
+    for tracker in TRACKERS:
+        flag = tracker.flag
         value = getattr(config.run, flag)
         if value and importlib.util.find_spec(flag) is None:
             reason = f"--run.{flag} {value}: {flag} is not installed."
-            raise ConfigError(reason, f"pip install {package}, or leave --run.{flag} out")
+            raise ConfigError(reason, f"pip install {tracker.package}, or leave --run.{flag} out")
     _classes(config)
 
 
-def build_sinks(config: Config, run_dir: Path, from_step: int) -> Iterator[Sink]:
-    """One after the other, on rank 0. Raises ConfigError."""
-    for tracker, (flag, _, _) in TRACKERS.items():
-        if getattr(config.run, flag):
-            yield tracker(config, run_dir)
+def build_sinks(config: Config, run_dir: Path, from_step: int) -> Iterator[tuple[Sink, str]]:
+    """One after the other, with its label, on rank 0. Raises ConfigError."""
+    for tracker in TRACKERS:
+        if getattr(config.run, tracker.flag):
+            yield tracker(config, run_dir), ""
     arguments = {"run_dir": run_dir, "config": flatten(config), "from_step": from_step}
     for path, factory in _classes(config).items():
-        yield CustomSink(path, factory, arguments)
+        yield _custom(f"{FLAG} {path}", factory, arguments), f"{FLAG} {path}"
 
 
 # ---------------------------------------------------------------- sinks of the user
 
 
-class CustomSink:
-    """A user's sink."""
+def _custom(label: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> Sink:
+    from fsdp.models.factory import blame, parameters_of
 
-    def __init__(self, path: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-        from fsdp.models.factory import blame, parameters_of
-
-        self.label = f"{FLAG} {path}"
-        accepted = parameters_of(factory)
-        names = arguments if accepted is None or accepted.any_name else accepted.named
-        try:
-            sink = factory(**{name: value for name, value in arguments.items() if name in names})
-        except Exception as error:
-            hint = "it is called with (*, run_dir, config, from_step)"
-            raise ConfigError(f"{self.label} failed: {blame(error)}.", hint) from error
-        if not callable(getattr(sink, "scalars", None)):
-            reason = f"{self.label}: {type(sink).__name__} has no method scalars."
-            raise ConfigError(reason, "def scalars(self, step, values): ...")
-        self._sink = sink
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._sink.scalars(step, dict(values))
-
-    def close(self) -> None:
-        if callable(close := getattr(self._sink, "close", None)):
-            close()
+    accepted = parameters_of(factory)
+    names = arguments if accepted is None or accepted.any_name else accepted.named
+    try:
+        sink: Sink = factory(**{name: value for name, value in arguments.items() if name in names})
+    except Exception as error:
+        hint = "it is called with (*, run_dir, config, from_step)"
+        raise ConfigError(f"{label} failed: {blame(error)}.", hint) from error
+    if not callable(getattr(sink, "scalars", None)):
+        reason = f"{label}: {type(sink).__name__} has no method scalars."
+        raise ConfigError(reason, "def scalars(self, step, values): ...")
+    return sink
 
 
 def _classes(config: Config) -> dict[str, Callable[..., Any]]:

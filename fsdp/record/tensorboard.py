@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import socket
 import struct
 import time
@@ -18,7 +17,6 @@ from pathlib import Path
 from fsdp.rundir.history import Appender
 
 BUFFER_BYTES = 8192
-NAME = "events.out.tfevents."
 
 
 @functools.cache
@@ -70,14 +68,6 @@ def _scalar(tag: str, value: float) -> bytes:
         return _tag(tag) + struct.pack("<f", math.copysign(math.inf, value))
 
 
-def _newest(folder: Path) -> float:
-    """The latest time in the name of a file there, 0 without one. TensorBoard reads the files in the order of
-    their names, and a clock may have been set back since the start before.
-    """
-    times = (re.match(r"\d+\.\d+", path.name.removeprefix(NAME)) for path in folder.glob(f"{NAME}*"))
-    return max((float(found[0]) for found in times if found is not None), default=0.0)
-
-
 class EventWriter:
     """Appends scalars to one new event file; a restart adds another file, as TensorBoard expects.
 
@@ -86,7 +76,7 @@ class EventWriter:
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         """TensorBoard discards the steps of earlier files from `purge_step` on (a resume after a crash)."""
-        name = f"{NAME}{max(time.time(), _newest(folder) + 0.001):.6f}.{socket.gethostname()}"
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
         self._file = Appender(folder / name, lines=False, buffer_bytes=BUFFER_BYTES)
         self._write(_event(time.time(), _bytes_field(3, b"brain.Event:2")))
         if purge_step is not None:
@@ -105,9 +95,6 @@ class EventWriter:
             + payload
             + struct.pack("<I", _masked_crc(payload))
         )
-
-    def flush(self) -> None:
-        self._file.flush()
 
     def close(self) -> None:
         self._file.close()

@@ -47,7 +47,7 @@ from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import Sharded, replicate, shard_model
 from fsdp.record.console import Console, set_up_logging
 from fsdp.record.recorder import Recorder
-from fsdp.record.sinks import NoReporter, Reporter, build_sinks, check_sinks
+from fsdp.record.sinks import Reporter, build_sinks, check_sinks
 from fsdp.run import weights
 from fsdp.run.job import Job, trained_model
 from fsdp.run.summary import Planned, steps_line
@@ -336,7 +336,7 @@ def stopper(start: RunStart, saves: Checkpointer) -> Stopper:
         start.config.stop,
         start.env,
         start.run.path,
-        None if isinstance(start.reporter, NoReporter) else start.reporter.should_stop,
+        None if type(start.reporter) is Reporter else start.reporter.should_stop,
         end_time=end_time(),
         every_minutes=start.config.checkpoint.every_minutes,
         save_seconds=lambda: saves.save_seconds,
@@ -389,8 +389,8 @@ def recorder(start: RunStart, job: Job, step: int, *, flops: float, planned: Pla
         made.add(SpikeRecorder(config.watch.spike, run.path, job.cursor.indices))
         if planned is not None:
             made.add(planned)
-        for sink in build_sinks(config, run.path, step):
-            made.add(sink)
+        for sink, label in build_sinks(config, run.path, step):
+            made.add(sink, label)
 
     collectives.on_main(env.rank, add_sinks)
     return made

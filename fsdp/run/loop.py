@@ -17,7 +17,7 @@ from fsdp.dist.env import DistEnv
 from fsdp.memory.oom import OutOfMemoryHandler
 from fsdp.optim.optimizer import update_of
 from fsdp.optim.state import TrainState, maybe_ema
-from fsdp.record.sinks import NoReporter, Reporter
+from fsdp.record.sinks import Reporter
 from fsdp.run import build
 from fsdp.run.evaluate import Outcome, as_evaluated
 from fsdp.run.job import prepare, resumed, trained_model
@@ -48,7 +48,7 @@ def train(
         OutOfMemoryHandler(config, env, run.path) as oom,
         ExitStack() as parts,  # a start that fails too closes what it has: a notebook's signals and threads
     ):
-        start = build.RunStart(config, env, reporter or NoReporter(), job, run, locks, process_ends)
+        start = build.RunStart(config, env, reporter or Reporter(), job, run, locks, process_ends)
         with collection_paused():
             loop = _set_up(start, oom, parts)
         # 1.5 MiB of source, read for traces of the fake tensors from which FSDP2 infers shapes

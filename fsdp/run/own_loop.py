@@ -38,7 +38,7 @@ from fsdp.optim.optimizer import StateCheck, check_step, update_of
 from fsdp.optim.state import TrainState
 from fsdp.parallel.compute import check_attention
 from fsdp.parallel.shard import Sharded, shard_model, sharding_of
-from fsdp.record.sinks import NoReporter, Reporter
+from fsdp.record.sinks import Reporter
 from fsdp.run import build
 from fsdp.run.job import trainable_model, warn_of_extra_states
 from fsdp.run.step import StepParts, apply_update, gradients_of, reduced_norm
@@ -130,7 +130,7 @@ class Training:
     ) -> None:
         _check_optimizer(model, optimizer)
         self._config, self._env, self._model = config, env, model
-        self._reporter = reporter or NoReporter()
+        self._reporter = reporter or Reporter()
         self._state = TrainState(model=model.root, optimizer=optimizer)
         gradients = gradients_of(model)
         self._verdicts = Verdicts(

@@ -223,16 +223,18 @@ class TrainingLoop:
         self.phases.enter("record")
         self.recorder.step(
             Pending(
-                step=step,
+                {
+                    "step": step,
+                    "lr": lr,
+                    "samples": batch.samples,
+                    "tokens": totals.tokens,
+                    "step_time_s": time.perf_counter() - began,
+                    "data_wait_s": waited,
+                },
                 loss=result.loss,
                 grad_norm=result.grad_norm,
-                lr=lr,
-                samples=batch.samples,
-                tokens=totals.tokens,
                 epoch=batch.epoch,
                 began=began,
-                step_time_s=time.perf_counter() - began,
-                data_wait_s=waited,
                 more=totals.more,
                 named=None if totals.more is None else totals.named,
             )
@@ -301,7 +303,7 @@ class TrainingLoop:
         if self.states is not None:
             self.states.check()
         step, epoch = self.state.step, self.job.epoch_at(self.state.step)
-        metrics = {} if self.recorder.last is None else {"loss": self.recorder.last.loss}
+        metrics = {name: value for name, value in self.recorder.last.items() if name == "loss"}
         metrics |= self.evaluation.values() if self.evaluation is not None else {}
         metrics |= {} if epoch is None else {"epoch": epoch}
         self.recorder.saving(step)

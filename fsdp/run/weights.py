@@ -22,9 +22,7 @@ from fsdp.parallel.materialize import build_on_host
 from fsdp.parallel.shard import Dtypes
 
 if TYPE_CHECKING:
-    from fsdp.checkpoint.adapter_weights import Base
-    from fsdp.checkpoint.full_state import FullState
-    from fsdp.checkpoint.pretrained import PretrainedWeights
+    from fsdp.checkpoint.pretrained import Base, PretrainedWeights
 
 NONE = "none"
 """--model.weights none: random weights where --model.name has its own."""
@@ -35,8 +33,8 @@ def names_state(config: Config) -> bool:
     return config.model.weights not in ("", NONE)
 
 
-def open_state(config: Config) -> FullState:
-    from fsdp.checkpoint.full_state import open_full_state
+def open_state(config: Config) -> dict[str, Tensor]:
+    from fsdp.checkpoint.pretrained import open_full_state
 
     return open_full_state(config.model.weights)
 
@@ -90,7 +88,7 @@ class _Renamed(Mapping[str, Tensor]):
 
 def base_of(config: Config, spec: ModelSpec, dtypes: Dtypes, digest: str) -> Base:
     """The source of the weights by the flags, whatever their digest."""
-    from fsdp.checkpoint.adapter_weights import Base
+    from fsdp.checkpoint.pretrained import Base
 
     seed, origin = config.run.seed, f"--run.seed {config.run.seed}"
     if spec.pretrained is not None and reads_folder(config, spec):
@@ -128,7 +126,7 @@ def maybe_base(config: Config, spec: ModelSpec, dtypes: Dtypes, root: nn.Module)
     """The frozen weights of this run; None for a run without adapters. Collective."""
     if not config.lora.rank:
         return None
-    from fsdp.checkpoint.adapter_weights import digest_of
+    from fsdp.checkpoint.pretrained import digest_of
     from fsdp.models.lora import base_names
 
     frozen = base_names(root)

@@ -141,7 +141,7 @@ class VersionedObject:
 
 class Place(Protocol):
     """`swap` writes the text if it has this version (None: if there is none) and returns the new version, or
-    None; `drop` releases it if it has this version. fsdp/checkpoint/object_store.py is one.
+    None; `drop` releases it if it has this version. ObjectStore in fsdp/checkpoint/store.py is one.
     """
 
     where: str

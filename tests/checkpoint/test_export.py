@@ -23,10 +23,10 @@ from safetensors.torch import load_file, save_file
 from fsdp.base.errors import ConfigError
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import export as export_module
-from fsdp.checkpoint import full_state, inspect, load, manifest
+from fsdp.checkpoint import inspect, load, manifest
 from fsdp.checkpoint.export import export
-from fsdp.checkpoint.full_state import open_full_state
 from fsdp.checkpoint.manifest import MANIFEST
+from fsdp.checkpoint.pretrained import TORCH_FILE, open_full_state
 from fsdp.checkpoint.save import HEAD
 from fsdp.dist.env import DistEnv
 from tests.checkpoint.small import Model, build, save_once
@@ -128,9 +128,9 @@ def test_names_of_wrapped_models_are_cleaned(tmp_path: Path, wrapping: str) -> N
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"not a file of torch", "is no state dict of torch.save"),
-        (None, "does not exist"),
-        ([1], "holds something else"),
+        (b"not a file of torch", "cannot be read"),
+        (None, "No such file"),
+        ([1], "cannot be read"),
     ],
 )
 def test_a_file_that_is_no_state_dict_is_named(tmp_path: Path, content: object, said: str) -> None:
@@ -305,8 +305,7 @@ def test_the_list_shows_which_checkpoints_are_whole(
     assert "sizes match; verify reads every byte" in capsys.readouterr().out
 
 
-def test_verify_and_prune_in_either_order(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert checkpoints.main(["verify", str(run_dir)]) == 0
+def test_verify_and_prune(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert checkpoints.main([str(run_dir), "verify"]) == 0
     assert checkpoints.main([str(run_dir), "prune", "--keep-last", "1"]) == 0
     assert "deleted step-00000002, step-00000001" in capsys.readouterr().out
@@ -320,7 +319,7 @@ def test_export_by_command_takes_the_step_asked_for(
     assert checkpoints.main(words) == 0
     assert capsys.readouterr().out.count("\n") == 3
     assert set(open_full_state(run_dir / "out")) == set(
-        torch.load(run_dir / "out" / full_state.TORCH_FILE, weights_only=True)
+        torch.load(run_dir / "out" / TORCH_FILE, weights_only=True)
     )
 
 
@@ -362,8 +361,7 @@ def test_an_export_of_a_damaged_checkpoint_fails_and_leaves_no_file(
     ("words", "code", "said"),
     [
         (["/nowhere"], 4, "does not exist"),
-        (["RUN", "list", "verify"], 2, "expected one RUN and at most one command"),
-        (["RUN", "lst"], 2, "at most one command. HINT: python -m fsdp.checkpoint RUN"),
+        (["RUN", "lst"], 2, "lst is not one of list, verify, prune, export"),
         (
             ["RUN", "--keep-last", "0"],
             2,
@@ -371,7 +369,7 @@ def test_an_export_of_a_damaged_checkpoint_fails_and_leaves_no_file(
         ),
         (["RUN", "verify", "--quick"], 2, "--quick has no effect on verify"),
         (["README.md"], 4, "README.md is not a folder"),
-        ([], 2, "RUN [list|verify|prune|export] is missing. HINT: python -m fsdp.checkpoint --help"),
+        ([], 2, "RUN is missing. HINT: python -m fsdp.checkpoint --help"),
     ],
 )
 def test_a_wrong_command_is_named(

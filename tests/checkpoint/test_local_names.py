@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdp.checkpoint.local_tier import TOKEN, local_folder_name
-from fsdp.checkpoint.object_store import ObjectStore
-from fsdp.checkpoint.store import LocalStore
+from fsdp.checkpoint.store import LocalStore, ObjectStore
 
 
 def name_of(place: Path) -> str:

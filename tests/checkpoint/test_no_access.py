@@ -15,8 +15,7 @@ import pytest
 
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import checkpointer, restore
-from fsdp.checkpoint.object_store import ObjectStore
-from fsdp.checkpoint.store import LocalStore
+from fsdp.checkpoint.store import LocalStore, ObjectStore
 from fsdp.dist.collectives import ObjectGroup
 from tests.checkpoint.small import Run, build
 from tests.checkpoint.test_crashes import ENV

@@ -19,10 +19,9 @@ from fsdp.checkpoint import store as local_store
 from fsdp.checkpoint.__main__ import main
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import MANIFEST, METADATA, final_name
-from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.retention import MOST_FAILURES, prune, superfluous
 from fsdp.checkpoint.sealing import Sealing
-from fsdp.checkpoint.store import LocalStore, open_store
+from fsdp.checkpoint.store import LocalStore, ObjectStore, open_store
 from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
@@ -321,7 +320,7 @@ def lose_the_answer(env: DistEnv, run_dir: str, answers_later: bool) -> tuple[li
     whole = [
         found.step for found in inspect.scan(open_store("memory://bucket/lost")) if found.manifest is not None
     ]
-    open_store("memory://bucket/lost")._fs.rm("/bucket", recursive=True)  # type: ignore[attr-defined]
+    open_store("memory://bucket/lost")._fs.rm("/bucket", recursive=True)  # type: ignore[union-attr]
     return whole, said, heard.lines
 
 

@@ -17,11 +17,11 @@ import pytest
 from fsdp.base import object_client
 from fsdp.base.errors import CheckpointError
 from fsdp.base.proc import collection_paused
-from fsdp.checkpoint import inspect, object_store
+from fsdp.checkpoint import inspect
+from fsdp.checkpoint import store as stores
 from fsdp.checkpoint.manifest import MANIFEST, parse_name
-from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.save import HEAD
-from fsdp.checkpoint.store import open_store
+from fsdp.checkpoint.store import ObjectStore, open_store
 from fsdp.dist.env import DistEnv
 from tests.checkpoint import s3_server
 from tests.checkpoint.small import bits, build
@@ -63,7 +63,7 @@ def test_saved_pruned_and_resumed_at_another_size(bucket: str, server: str, tmp_
     assert again == [(4, saved[0][1])] * 3
     store = open_store(place)
     assert [found.step for found in inspect.scan(store) if found.manifest] == [4, 3]
-    assert not [path for path in store._listing("") if ".shared" in path]  # type: ignore[attr-defined]
+    assert not [path for path in store._listing("") if ".shared" in path]  # type: ignore[union-attr]
 
 
 def killed_in_a_save(env: DistEnv, url: str, place: str, run_dir: str) -> None:
@@ -130,7 +130,6 @@ def test_requests_to_a_busy_server_are_retried(bucket: str, server: str, tmp_pat
 REQUESTS: dict[str, Callable[[ObjectStore], object]] = {
     "a write": lambda store: store.write("step-00000001-ab", "x", [b"1"]),
     "a read": lambda store: store.read("step-00000001-ab", "__0_0.distcp"),
-    "a look-up": lambda store: store.size("step-00000001-ab", "__0_0.distcp"),
     "a listing": lambda store: store.folders(),
     "the lock": lambda store: store.swap("CLAIM", b"x", None),
 }
@@ -176,7 +175,7 @@ def test_an_upload_that_an_outage_cut_off_does_not_replace_the_whole_object(
     bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the upload nor its end succeeds; then a retry writes the object, and garbage is collected."""
-    monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(stores, "PART_BYTES", 5 << 20)
     outage = Outage(monkeypatch, upload_part=2, abort_multipart_upload=1)
     store, data = ObjectStore(f"{bucket}/run"), os.urandom(12 << 20)
     with collection_paused():

@@ -13,8 +13,7 @@ import pytest
 
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect
-from fsdp.checkpoint.object_store import ObjectStore
-from fsdp.checkpoint.store import open_store
+from fsdp.checkpoint.store import ObjectStore, open_store
 from fsdp.dist.env import DistEnv
 from launch.node import free_port
 from tests.checkpoint import s3_server

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fsdp.base.errors import OtherRankFailed
-from fsdp.checkpoint.full_state import open_full_state
+from fsdp.checkpoint.pretrained import open_full_state
 from fsdp.config import Config, MeshSection, PrecisionSection
 from fsdp.dist.collectives import local_tensor
 from fsdp.dist.env import DistEnv

@@ -1,4 +1,4 @@
-"""The printed progress of a run: on terminals (a pty) of several widths, in pipes and logs, with NO_COLOR."""
+"""The printed progress of a run: on terminals (a pty) of several widths, in pipes and logs."""
 
 from __future__ import annotations
 
@@ -19,26 +19,21 @@ from pathlib import Path
 import pytest
 
 from fsdp.record.console import (
-    BOLD,
-    GREEN,
     LOG_COLUMNS,
-    PLAIN,
     Console,
     _LiveHandler,
 )
-from fsdp.record.sinks import StepMetrics
-from tests.support.marks import sample_are
 
 ROOT = Path(__file__).parents[2]
 ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
-def metrics(step: int = 1200, **changes: object) -> StepMetrics:
-    known: dict[str, object] = {
+def metrics(step: int = 1200, **changes: float) -> dict[str, float]:
+    known: dict[str, float] = {
         "step": step, "loss": 2.34567, "grad_norm": 1.234, "lr": 1e-3, "samples": 64, "tokens": 16384,
-        "step_time_s": 0.105, "max_mem_gib": 61.2, "extra": {"mfu": 0.41},
+        "step_time_s": 0.105, "data_wait_s": 0.0, "max_mem_gib": 61.2, "mfu": 0.41,
     }  # fmt: skip
-    return StepMetrics(**(known | changes))  # type: ignore[arg-type]
+    return known | changes
 
 
 class Terminal:
@@ -64,33 +59,20 @@ class Terminal:
         return said.decode()
 
 
-def drawn(
-    columns: int, monkeypatch: pytest.MonkeyPatch, no_color: str = "", **changes: object
-) -> tuple[str, str]:
-    """The last live line as it was sent, and as it is seen."""
-    monkeypatch.setenv("NO_COLOR", no_color)
+@pytest.mark.parametrize("columns", [20, 80])
+def test_the_live_line_fits_its_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal(columns)
     with terminal.stream() as stream:
         console = Console(total_steps=5000, every=1, unit="tok", stream=stream)  # type: ignore[arg-type]
-        console.step(metrics(**changes), "saved 1000")  # type: ignore[arg-type]
+        console.step(metrics(), "saved 1000")
         Console.clear_live()
-    line = terminal.read().split("\r\x1b[2K")[-1].rstrip("\r\n")
-    return line, ESCAPE.sub("", line)
-
-
-@pytest.mark.parametrize("columns", [20, 80])
-def test_the_live_line_fits_its_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent, seen = drawn(columns, monkeypatch)
+    seen = terminal.read().split("\r\x1b[2K")[-1].rstrip("\r\n")
     assert len(seen) < columns, "a full line wraps"
     assert seen.startswith("step 1200/5000")
-    assert "\n" not in sent
-
-
-def test_eighty_columns_show_all_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, seen = drawn(80, monkeypatch)
-    for expected in ("1200/5000", " 24%", "█░", "loss 2.3457", "156k tok/s", "41% MFU", "61.2 GiB", "left"):
-        assert expected in seen, seen
+    if columns == 80:
+        for expected in ("24%", "loss 2.3457", "156k tok/s", "41% MFU", "61.2 GiB", "left"):
+            assert expected in seen, seen
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +102,7 @@ def test_a_log_line_never_lands_in_the_live_one(monkeypatch: pytest.MonkeyPatch)
 # ---------------------------------------------------------------- logs
 
 
-def logged(steps: list[StepMetrics], total: int = 100_000, every: int = 1) -> list[str]:
+def logged(steps: list[dict[str, float]], total: int = 100_000, every: int = 1) -> list[str]:
     out = io.StringIO()
     console = Console(total_steps=total, every=every, unit="tok", stream=out)
     for one in steps:
@@ -184,10 +166,9 @@ def command(run: Path) -> list[str]:
     return ["train.py", *words.split()]
 
 
-@pytest.mark.parametrize("no_color", sample_are([""], ["", "1"]))
-def test_a_real_run_on_a_terminal_of_eighty_columns(tmp_path: Path, no_color: str) -> None:
+def test_a_real_run_on_a_terminal_of_eighty_columns(tmp_path: Path) -> None:
     terminal = Terminal(80)
-    environ = {**os.environ, "TERM": "xterm", "NO_COLOR": no_color}
+    environ = {**os.environ, "TERM": "xterm"}
     with subprocess.Popen(
         [sys.executable, *command(tmp_path / "run")],
         cwd=ROOT,
@@ -199,10 +180,10 @@ def test_a_real_run_on_a_terminal_of_eighty_columns(tmp_path: Path, no_color: st
     assert process.returncode == 0, text
     drawn = [line.rstrip("\r") for part in text.split("\r\x1b[2K") for line in part.split("\n")]
     live = [line for part in drawn if (line := ESCAPE.sub("", part)).startswith("step ")]
-    assert live[-1].split()[:5] == ["step", "6/6", "████████", "100%", "loss"]
+    assert live[-1].split()[:4] == ["step", "6/6", "100%", "loss"]
     assert all(len(line) < 80 for line in live)
     assert any(line.startswith("checkpoint of step 3 sealed") for line in drawn), "a line above the live one"
-    assert set(ESCAPE.findall(text)) == ({"\x1b[2K"} if no_color else {"\x1b[2K", BOLD, GREEN, PLAIN})
+    assert set(ESCAPE.findall(text)) == {"\x1b[2K"}
 
 
 def test_a_step_that_waits_for_its_data_says_so_in_the_line() -> None:
@@ -214,8 +195,8 @@ def test_a_step_that_waits_for_its_data_says_so_in_the_line() -> None:
 
 def test_a_line_shows_means_of_the_steps_since_the_last_one() -> None:
     """A short last step of an epoch has a low rate of its own."""
-    full = {"samples": 64, "tokens": 0, "step_time_s": 0.2, "extra": {"mfu": 0.4}}
-    short = {**full, "samples": 18, "step_time_s": 0.18, "extra": {"mfu": 0.1}}
+    full = {"samples": 64, "tokens": 0, "step_time_s": 0.2, "mfu": 0.4}
+    short = {**full, "samples": 18, "step_time_s": 0.18, "mfu": 0.1}
     steps = [metrics(step, **(full if step % 5 else short)) for step in range(1, 11)]
     lines = logged(steps, every=5)
     assert len(lines) == 2

@@ -5,15 +5,14 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from fsdp.record.console import Console
-from fsdp.record.recorder import Pending, Recorder, step_record
-from fsdp.record.sinks import NoReporter, StepMetrics
+from fsdp.record.recorder import Pending, Recorder
+from fsdp.record.sinks import Reporter
 from fsdp.rundir.paths import RunDir
 from tests.support.env import env_of
 
@@ -33,16 +32,15 @@ class Hears:
 def recorder(folder: Path, out: io.StringIO, hears: Hears, mfu_of: float = 0.0, rank: int = 0) -> Recorder:
     env = env_of(rank, 2)
     console = Console(total_steps=9, every=1, unit="img", stream=out)
-    recorder = Recorder(RunDir(folder), env, NoReporter(), console, from_step=0, mfu_of=mfu_of)
+    recorder = Recorder(RunDir(folder), env, Reporter(), console, from_step=0, mfu_of=mfu_of)
     recorder.add(hears)
     return recorder
 
 
-def one_step() -> Pending:
+def one_step(step: int = 1, tokens: int = 0) -> Pending:
     one = torch.tensor(1.5)
-    return Pending(
-        step=1, loss=one, grad_norm=one, lr=0.1, samples=8, tokens=0, step_time_s=0.5, data_wait_s=0.0
-    )
+    record = {"step": step, "lr": 0.1, "samples": 8, "tokens": tokens, "step_time_s": 0.5, "data_wait_s": 0.0}
+    return Pending(record, loss=one, grad_norm=one)
 
 
 def test_each_number_goes_to_the_file_and_to_everyone_who_asked(tmp_path: Path) -> None:
@@ -61,23 +59,18 @@ def test_each_number_goes_to_the_file_and_to_everyone_who_asked(tmp_path: Path) 
     assert list((tmp_path / "tensorboard").iterdir())
 
 
-def test_mfu_is_the_samples_a_second_times_what_one_is_worth(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tokens", "rate"), [(4096, 8192.0), (0, 16.0)])
+def test_mfu_is_of_samples_and_the_rate_of_tokens_where_there_are_any(
+    tokens: int, rate: float, tmp_path: Path
+) -> None:
     out = io.StringIO()
     told = recorder(tmp_path, out, Hears(), mfu_of=0.025)
-    told.step(one_step())
-    (metrics,) = told.flush()
-    assert metrics.extra["mfu"] == 8 / 0.5 * 0.025
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["mfu"] == metrics.extra["mfu"]
+    told.step(one_step(tokens=tokens))
+    told.flush()
+    record = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (record["mfu"], record["per_s"]) == (8 / 0.5 * 0.025, rate)
     assert "40% MFU" in out.getvalue()
-
-
-@pytest.mark.parametrize(("tokens", "rate"), [(4096, 8192.0), (0, 16.0)])
-def test_the_rate_is_of_tokens_where_there_are_any_else_of_samples(tokens: int, rate: float) -> None:
-    metrics = StepMetrics(step=1, loss=1.0, grad_norm=1.0, lr=0.1, samples=8, tokens=tokens, step_time_s=0.5)
-    assert step_record(metrics)["per_s"] == rate
-    out = io.StringIO()
-    Console(total_steps=9, every=1, unit="tok", stream=out).step(metrics, "")
-    assert f"{rate:.0f} tok/s" in out.getvalue()
+    assert f"{rate:.0f} img/s" in out.getvalue()
 
 
 class Breaks(Hears):
@@ -98,7 +91,7 @@ def test_a_sink_that_cannot_write_is_told_once_and_holds_nobody_up(
     breaks = Breaks()
     told = recorder(tmp_path, io.StringIO(), breaks)
     for step in range(1, 7):
-        told.step(replace(one_step(), step=step))
+        told.step(one_step(step))
         told.flush()
     told.close()
     assert [step for step, _ in breaks.heard] == [1, 5, 6]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsdp import config as configuration
 from fsdp.checkpoint import __main__ as checkpoints
-from fsdp.checkpoint.full_state import open_full_state, open_safetensors
+from fsdp.checkpoint.pretrained import open_file, open_full_state
 from fsdp.config import Config
 from fsdp.data import Cursor, build_dataset
 from fsdp.models import build_real, resolve
@@ -57,8 +57,7 @@ def trained_alone(config: Config) -> dict[str, Tensor]:
 
 
 def adapters_of(run_dir: Path) -> dict[str, Tensor]:
-    stored = open_safetensors(run_dir / "full_model" / "adapter" / "adapter_model.safetensors")
-    return {name: tensor() for name, tensor in stored.items()}
+    return open_file(run_dir / "full_model" / "adapter" / "adapter_model.safetensors")
 
 
 CONSTANT = "--optim.lr 0.1 --optim.schedule constant --optim.warmup_steps 0"

@@ -17,8 +17,7 @@ finally:
 SPARED = {
     "fsdp.checkpoint.export": "--checkpoint.export",
     "fsdp.checkpoint.local_tier": "--checkpoint.local_dir",
-    "fsdp.checkpoint.full_state": "--model.weights",
-    "fsdp.checkpoint.pretrained": "--model.name hf:",
+    "fsdp.checkpoint.pretrained": "--model.weights",
     "fsdp.config.aliases": "a wrong flag",
     "fsdp.config.help": "--help",
     "fsdp.config.trust": "a command that reads a run directory",

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from fsdp.base.errors import CheckpointError, ConfigError
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect, manifest
-from fsdp.checkpoint.full_state import open_full_state
 from fsdp.checkpoint.manifest import MANIFEST, Broken
+from fsdp.checkpoint.pretrained import open_full_state
 from fsdp.checkpoint.store import LocalStore
 from fsdp.report.__main__ import main as report
 from tests.checkpoint.manifests import a_manifest

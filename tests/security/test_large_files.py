@@ -17,8 +17,8 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.proc import read_regular
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect
-from fsdp.checkpoint.full_state import open_full_state
 from fsdp.checkpoint.manifest import MANIFEST, METADATA
+from fsdp.checkpoint.pretrained import open_full_state
 from fsdp.checkpoint.store import LocalStore
 from fsdp.models.hf import resolve_folder
 from fsdp.rundir import history, paths
