@@ -156,7 +156,9 @@ def newest_whole(store: Store, step: int | None = None) -> CheckpointListing | N
 
 @dataclass
 class CheckpointSource:
-    """An opened checkpoint. Without a manifest it is another program's, and is not verified."""
+    """An opened checkpoint. With a manifest it is a run's own, which fits in every key and dtype; without one
+    it is another program's, and is not verified.
+    """
 
     store: Store
     folder: str
@@ -167,11 +169,6 @@ class CheckpointSource:
     @property
     def keys(self) -> set[str]:
         return {*self.tensors, *self.values}
-
-    @property
-    def exact(self) -> bool:
-        """Whether it is a run's own, which fits in every key and dtype."""
-        return self.manifest is not None
 
     @property
     def path(self) -> str:

@@ -165,7 +165,8 @@ def _reads_of(source: CheckpointSource, target: Piece) -> Iterator[_Read]:
         if source.manifest is None:
             yield _foreign_read(chunk, saved.dtype, within, into)
         else:
-            yield _rows_read(chunk, saved.dtype, within, into, source.manifest.head)
+            first = within[0].start if within else 0
+            yield _rows_read(chunk, saved.dtype, first, into, source.manifest.head)
     if covered != math.prod(target.sizes):
         raise Broken("metadata", f"it does not cover {target.key}")
 
@@ -174,17 +175,12 @@ def _box(offsets: Sizes, sizes: Sizes, begin: Sizes) -> tuple[slice, ...]:
     return tuple(slice(o - b, o - b + n) for o, n, b in zip(offsets, sizes, begin, strict=True))
 
 
-def _rows_read(
-    chunk: Chunk, dtype: torch.dtype, within: tuple[slice, ...], into: torch.Tensor, head: int
-) -> _Read:
-    """The rows of this program's chunk: into the tensor itself if its memory can take the bytes."""
-    columns, first = chunk.sizes[1:], within[0].start if within else 0
-    straight = into.is_cpu and into.is_contiguous() and into.dtype == dtype and into.shape[1:] == columns
-    buffer = into if straight else torch.empty((*into.shape[:1], *columns), dtype=dtype)
-    start = chunk.range.start + head + first * math.prod(columns) * dtype.itemsize
-    copies: list[Callable[[], object]] = []
-    if not straight:
-        copies.append(partial(_copy, into, buffer, (slice(None), *within[1:])))
+def _rows_read(chunk: Chunk, dtype: torch.dtype, first: int, into: torch.Tensor, head: int) -> _Read:
+    """Rows of this program's chunk: into the tensor itself if its memory can take the bytes."""
+    straight = into.is_cpu and into.is_contiguous() and into.dtype == dtype
+    buffer = into if straight else torch.empty(into.shape, dtype=dtype)
+    start = chunk.range.start + head + first * math.prod(chunk.sizes[1:]) * dtype.itemsize
+    copies: list[Callable[[], object]] = [] if straight else [partial(into.copy_, buffer)]
     return _Read(chunk.range.file, start, start + buffer.nbytes, [as_bytes(buffer)], copies)
 
 
@@ -200,13 +196,9 @@ def _foreign_read(chunk: Chunk, dtype: torch.dtype, within: tuple[slice, ...], i
         except (RuntimeError, ValueError, AttributeError, pickle.UnpicklingError) as error:
             reason = str(error).partition("\n")[0]
             raise Broken("format", f"{stored.file} at {stored.start} is not the tensor ({reason})") from None
-        _copy(into, tensor, within)
+        into.copy_(tensor[within] if tensor.dim() else tensor)
 
     return _Read(stored.file, stored.start, stored.start + stored.length, [memoryview(data)], [copy])
-
-
-def _copy(into: torch.Tensor, tensor: torch.Tensor, within: tuple[slice, ...]) -> None:
-    into.copy_(tensor[within] if tensor.dim() else tensor)
 
 
 # ---------------------------------------------------------------- values, and reads by a single process

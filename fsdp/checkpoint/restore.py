@@ -136,10 +136,9 @@ def check_shared(store: Store, group: ObjectGroup, attempt: str) -> None:
 
 @dataclass(frozen=True)
 class Restored:
-    """The step and place that the run resumes from, with notes for the log."""
+    """The step that the run resumes from, with notes for the log."""
 
     step: int
-    where: str
     notes: tuple[str, ...] = ()
 
 
@@ -235,7 +234,7 @@ class Restore:
             notes.append(f"dropped, since a run has no place for it: {listed(dropped, 3)}")
         note = "weights alone" if prefixes.optim is None else "weights and optimizer"
         note += " of a checkpoint without a manifest, which cannot be verified"
-        return Restored(state.step, path, (note, *notes))
+        return Restored(state.step, (note, *notes))
 
     def _sealed(self, state: TrainState, store: Store, listing: CheckpointListing) -> Restored:
         """Restores a sealed checkpoint with its counters."""
@@ -258,7 +257,7 @@ class Restore:
         except (KeyError, ValueError, OverflowError) as error:
             raise Broken("manifest", f"its counters are not a run's ({error!r})") from None
         state.data = manifest.data
-        return Restored(manifest.step, source.path, (*notes, *self._differences(manifest)))
+        return Restored(manifest.step, (*notes, *self._differences(manifest)))
 
     def _differences(self, manifest: Manifest) -> list[str]:
         """Notes on what differs between the run that saved the checkpoint and this one."""

@@ -1,9 +1,10 @@
 """TrainState as named pieces: what a save writes, and what a load fills.
 
-A piece is this rank's part of a tensor, a box, and its place in the whole tensor. The keys are DCP's:
-`model.<parameter>`, `optim.state.<parameter>.<moment>`, `optim.param_groups.<n>.<field>`, `train.<counter>`,
-as `get_model_state_dict` and `get_optimizer_state_dict` return them, without the names of wrappers; and
-`ema.<parameter>`. A snapshot holds references; buffers, which a forward pass changes, are copied at once.
+A piece is this rank's part of a tensor, some of its rows, and their place in the whole tensor. The keys are
+DCP's: `model.<parameter>`, `optim.state.<parameter>.<moment>`, `optim.param_groups.<n>.<field>`,
+`train.<counter>`, as `get_model_state_dict` and `get_optimizer_state_dict` return them, without the names of
+wrappers; and `ema.<parameter>`. A snapshot holds references; buffers, which a forward pass changes, are
+copied at once.
 
 A load gives the optimizer exactly the saved state, created here where it does not exist yet; a parameter
 saved without state gets none. What does not fit (a missing key, another shape, another precision) raises
@@ -22,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fsdp.base.digest import NAMES, ShardDigest, digest_shard
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint.inspect import CheckpointSource
 from fsdp.checkpoint.manifest import SavedTensor
-from fsdp.dist.collectives import local_tensor, rows_of
+from fsdp.dist.collectives import first_row, local_tensor
 from fsdp.models.lora import base_names
 from fsdp.models.units import clean_name
 from fsdp.optim.state import TrainState, averages
@@ -147,8 +148,10 @@ def join(path: KeyPath) -> str:
 
 def piece(path: KeyPath, tensor: torch.Tensor) -> Piece:
     """This rank's part of a tensor, under the key of that path."""
-    local = _inner(local_tensor(tensor).detach())
-    return Piece(join(path), path, tuple(tensor.shape), _offsets(tensor), local, replicas=_replicas(tensor))
+    local, size = _inner(local_tensor(tensor).detach()), tuple(tensor.shape)
+    # DTensor's own function takes a hundred microseconds for each tensor of each save, while the step waits.
+    offsets = (first_row(tensor), *(0,) * (len(size) - 1)) if size else ()
+    return Piece(join(path), path, size, offsets, local, replicas=_replicas(tensor))
 
 
 def _replicas(tensor: torch.Tensor) -> Replicas | None:
@@ -175,20 +178,6 @@ def _inner(local: torch.Tensor) -> torch.Tensor:
     held = [getattr(local, name) for name in names]
     inner: torch.Tensor = next(t for t in held if t.shape == local.shape and t.dtype == local.dtype)
     return inner.detach()
-
-
-def _offsets(tensor: torch.Tensor) -> Sizes:
-    """Where this rank's part begins. DTensor's own function takes a hundred microseconds for each tensor of
-    each save, while the step waits.
-    """
-    offsets = [0] * tensor.dim()
-    if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
-        for axis, placement in enumerate(tensor.placements):
-            if isinstance(placement, Shard):
-                rows = rows_of(tensor.shape[placement.dim], mesh.get_local_rank(axis), mesh.size(axis))
-                offsets[placement.dim] = rows.start
-    return tuple(offsets)
 
 
 def _optimizer(
@@ -227,20 +216,9 @@ def _merge_aliases(pieces: list[Piece]) -> list[Piece]:
 # ---------------------------------------------------------------- boxes
 
 
-def _runs(tensor: torch.Tensor, offsets: Sizes, whole: Sizes) -> Iterator[tuple[int, torch.Tensor]]:
-    """Cuts a box into runs that are contiguous in the whole; yields each run's index there, and the run."""
-    if tensor.dim() == 0 or tuple(tensor.shape[1:]) == tuple(whole[1:]):
-        yield (offsets[0] * math.prod(whole[1:]) if whole else 0), tensor
-        return
-    stride = math.prod(whole[1:])
-    for row in range(tensor.shape[0]):
-        for start, run in _runs(tensor[row], offsets[1:], whole[1:]):
-            yield (offsets[0] + row) * stride + start, run
-
-
-def digest(tensor: torch.Tensor, offsets: Sizes, whole: Sizes) -> int:
-    """This box's share of the whole tensor's digest; the sum of all shares modulo 2⁶⁴ is the digest."""
-    return sum(_shard(run).at(start) for start, run in _runs(tensor, offsets, whole)) % 2**64
+def digest(rows: torch.Tensor, offsets: Sizes, size: Sizes) -> int:
+    """The share of these rows in the tensor's digest; the sum of all shares modulo 2⁶⁴ is the digest."""
+    return _shard(rows).at(offsets[0] * math.prod(size[1:]) if size else 0)
 
 
 def _shard(tensor: torch.Tensor) -> ShardDigest:
@@ -294,7 +272,7 @@ def of_model(model: nn.Module, source: CheckpointSource, prefix: str = "model.")
     frozen = {clean_name(name) for name, p in model.named_parameters() if not p.requires_grad}
     stored = {key for key in source.keys if key.startswith(prefix)}
     unknown = stored - {prefix + name for name in tensors}
-    if source.exact and unknown:
+    if source.manifest is not None and unknown:
         raise source.misfit(f"it holds {min(unknown)} and {len(unknown) - 1} more that this model lacks")
     for name, tensor in tensors.items():
         key = prefix + name
@@ -302,7 +280,7 @@ def of_model(model: nn.Module, source: CheckpointSource, prefix: str = "model.")
             raise source.misfit(f"it does not hold {key}")
         if saved.size != tuple(tensor.shape):
             raise source.misfit(f"its {key} is {saved.size} and this model's {tuple(tensor.shape)}")
-        if source.exact and saved.dtype != tensor.dtype:
+        if source.manifest is not None and saved.dtype != tensor.dtype:
             raise CheckpointError(
                 f"{source.path} keeps {key} in {saved.dtype} and this run in {tensor.dtype}.",
                 _dtype_hint(tensor, saved.dtype, name in frozen),
@@ -344,7 +322,7 @@ class PendingState:
                 self._state[parameter] = {}
                 for field_name, key in sorted(stored.pop(names[parameter], {}).items()):
                     self._prepare(group, parameter, field_name, key, source.tensors.get(key))
-        if source.exact and stored:
+        if source.manifest is not None and stored:
             raise source.misfit(f"it holds optimizer state of {min(stored)}, which this run does not train")
 
     def _prepare(

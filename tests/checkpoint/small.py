@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fsdp.checkpoint import Checkpointer
 from fsdp.config import CheckpointSection
@@ -87,7 +87,6 @@ def build_state(
     optimizer: str = "adamw",
     width: int = 37,
     dtype: torch.dtype = torch.float32,
-    columns: bool = False,
 ) -> tuple[TrainState, nn.Module, MeshSizes]:
     torch.manual_seed(seed)
     model, sizes = Model(width, dtype), mesh_sizes(kind, env.world_size)
@@ -101,10 +100,7 @@ def build_state(
     else:
         mesh = build_mesh(sizes, env.device)
         mesh = mesh if sizes.replicate > 1 else mesh["dp_shard"]
-        # By columns a shard is no contiguous stretch of the whole.
-        fully_shard(
-            model.first, mesh=mesh, shard_placement_fn=(lambda p: Shard(p.dim() - 1)) if columns else None
-        )
+        fully_shard(model.first, mesh=mesh)
         fully_shard(model, mesh=mesh)
     parameters = list(model.parameters())
     made: torch.optim.Optimizer = (

@@ -81,30 +81,6 @@ def test_three_ranks_under_ddp_resume_to_the_bit(tmp_path: Path) -> None:
     assert all(torch.equal(parts.parameters[name], value) for name, value in whole.parameters.items())
 
 
-def load_bits(env: DistEnv, kind: Kind, run_dir: str, how: dict[str, Any]) -> dict[str, int]:
-    run = build(env, kind, run_dir, seed=99, **how)
-    assert run.checkpointer.restore(run.state) is not None
-    run.checkpointer.close()
-    return bits(run.state)
-
-
-@pytest.mark.slow
-def test_shards_by_columns_are_saved_and_loaded_into_rows_and_back(tmp_path: Path) -> None:
-    by_rows, by_columns = {"width": 36}, {"width": 36, "columns": True}
-    for mine, theirs, ranks in (
-        (by_columns, by_rows, 3),
-        (by_rows, by_columns, 4),
-        (by_columns, by_columns, 3),
-    ):
-        run_dir = str(tmp_path / f"{len(mine)}{len(theirs)}{ranks}")
-        saved = run_world(2, save_with, run_dir, mine)
-        assert all(found == saved[0] for found in run_world(ranks, load_bits, "fsdp", run_dir, theirs))
-
-
-def save_with(env: DistEnv, run_dir: str, how: dict[str, Any]) -> dict[str, int]:
-    return save_once(env, "fsdp", run_dir, **how)
-
-
 SHAPES: list[tuple[Kind, int]] = [("fsdp", 1), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4), ("ddp", 3)]
 
 

@@ -62,14 +62,9 @@ def test_a_tensor_of_more_than_4_gib_is_read_too(tmp_path: Path) -> None:
     assert bytes(loaded[-4:].tolist()) == b"\0end"
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
-def test_a_tensors_digest_is_the_sum_of_its_boxes_cut_along_any_axis(axis: int) -> None:
+def test_a_tensors_digest_is_the_sum_of_those_of_its_rows() -> None:
     whole = torch.randn(4, 5, 6, dtype=torch.float64)
-    total, at = 0, 0
-    for part in whole.chunk(3, dim=axis):
-        offsets = tuple(at if dim == axis else 0 for dim in range(3))
-        total += states.digest(part.contiguous(), offsets, (4, 5, 6))
-        at += part.shape[axis]
+    total = sum(states.digest(whole[row : row + 2], (row, 0, 0), (4, 5, 6)) for row in (0, 2))
     assert total % 2**64 == digest.digest_shard(whole).at(0)
 
 
