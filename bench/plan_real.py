@@ -24,8 +24,7 @@ from fsdp.optim.state import maybe_ema
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import replicate, shard_model, sharding_of
 from fsdp.plan.estimate import memory_of
-from fsdp.plan.fake_step import FakeRun, TracedSetup, batches, stage, trace_step
-from fsdp.plan.subject import Subject, subject_of
+from fsdp.plan.fake_step import FakeRun, Subject, TracedSetup, batches, stage, subject_of, trace_step
 from fsdp.plan.trace import Tracker
 from fsdp.run.job import model_of
 from fsdp.run.step import StepParts, Totals, gradients_of, train_step

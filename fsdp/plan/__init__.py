@@ -3,16 +3,13 @@
     python -m fsdp.plan --model.name transformer --model.preset llama-8b --data.seq_len 8192 \\
         --plan.gpus 64 --plan.gpu h100
 
-    subject        the model, and the shapes of one sample
     fake_step      the step of fsdp/run/step.py on one rank, in a fake process group of any size
     trace          each allocation, operation and collective of a step, FSDP's own too, as numbers
     cuda           CUDA's caching allocator, replayed; operators whose formulas differ on CUDA
-    rates          what devices and links sustain: a table
-    step_time      seconds: a roofline for each operation, links for each collective, in FSDP's order
+    step_time      rates of devices and links; seconds: a roofline, and collectives in FSDP's order
     estimate       one configuration's plan: memory by kind, step time, throughput
     search         the meshes and knobs worth trying, ranked
-    text           the table, the best line, the recipe
-    __main__       the command, python -m fsdp.plan
+    __main__       the command, python -m fsdp.plan: the table, the best line, the recipe
 
 Nothing here runs on a GPU or trains; fsdp/run/summary.py compares a plan with what its run measured.
 """

@@ -16,13 +16,22 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
+from fsdp.base.text import columns
 from fsdp.config import Config
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, prints_errors
 from fsdp.config.help import all_fields
 from fsdp.rundir.paths import write_atomically
+
+if TYPE_CHECKING:
+    from fsdp.plan.estimate import Plan
+
+GIB = 2**30
+ROWS = 12
+"""Of the table of plans."""
 
 
 @prints_errors("fsdp.plan")
@@ -33,8 +42,10 @@ def main(argv: list[str]) -> int:
     file = Path(config.plan.write)
     if config.plan.write and (file.is_dir() or not os.access(file.parent, os.W_OK)):
         # before a search, which may take minutes
-        reason = "a folder is there" if file.is_dir() else "its folder is not there, or may not be written"
-        raise ConfigError(f"{file} cannot be written ({reason}).", "--plan.write plan.toml")
+        raise ConfigError(
+            f"{file} cannot be written: a folder, or in one that is missing or read-only.",
+            "--plan.write plan.toml",
+        )
     print("\n".join(answer(config, fields_set(flags))))
     return 0
 
@@ -44,38 +55,122 @@ def fields_set(argv: list[str]) -> frozenset[str]:
     names: set[str] = set()
     for name, value in configuration.pair_flags(argv):
         if name == "config":
-            recipe, fields = configuration.read_recipe(value), configuration.FIELDS
+            fields = configuration.FIELDS
             names |= {
-                field for field, v in recipe.items() if field not in fields or fields[field].default != v
+                field
+                for field, v in configuration.read_recipe(value).items()
+                if field not in fields or fields[field].default != v
             }
         else:
             names.add(name)
     return frozenset(names)
 
 
-def answer(config: Config, given: frozenset[str]) -> Iterator[str]:
+def answer(config: Config, fixed: frozenset[str]) -> Iterator[str]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     warnings.filterwarnings("ignore", category=UserWarning)
-    from fsdp.plan import text
     from fsdp.plan.estimate import notes, plan_one
     from fsdp.plan.search import search
 
-    plans = [plan_one(config)] if config.plan.fix else search(config, given)
+    plans = [plan_one(config)] if config.plan.fix else search(config, fixed)
     best = plans[0]
-    memory = f"{best.rates.memory / 2**30:.1f} GiB each, margin {best.margin:.0%}"
+    memory = f"{best.rates.memory / GIB:.1f} GiB each, margin {best.margin:.0%}"
     yield f"{best.sizes.ranks} × {best.rates.name}, {memory}"
-    yield from ("", *text.table(plans), "")
+    unit = "tok" if best.tokens_per_sample else "sample"
+    head = ["mesh", "reshard", "checkpointing", "micro-batch", "peak GiB", f"fits {best.rates.memory / GIB:.0f}"]
+    head += ["step s", f"{unit}/s/GPU", "MFU", "bound by"]
+    yield from ("", *(f"  {line}" for line in columns([head, *map(_row, plans[:ROWS])])), "")
     yield from (f"  not modelled: {note}" for note in notes(best.config))
     if not best.fits:
         gpus = max(2, config.plan.gpus * 2)
         hint = f"--plan.gpus {gpus}, a --plan.gpu with more memory, or --data.seq_len lower"
         yield f"  nothing fits. HINT: {hint}"
         return
-    yield from (f"  {line}" for line in text.details(best, config))
-    yield from ("", f"  best: {text.flags_of(best)}")
+    yield from (f"  {line}" for line in details(best, config))
+    flags = " ".join(f"--{name} {str(value).lower()}" for name, value in _searched(best).items())
+    yield from ("", f"  best: {flags}")
     if config.plan.write:
-        write_atomically(Path(config.plan.write), text.recipe(best, config))
+        write_atomically(Path(config.plan.write), recipe(best, config))
         yield f"  written: {config.plan.write}; python train.py --config {config.plan.write} --dry-run"
+
+
+def _row(plan: Plan) -> list[str]:
+    memory, mesh = plan.config.memory, plan.config.mesh
+    is_ddp, every = plan.sizes.strategy == "ddp", memory.activation_checkpointing_every
+    kind = memory.activation_checkpointing.replace("ops", "per operation")
+    kind += f", each {every}." if kind == "full" and every > 1 else ""
+    return [
+        f"{plan.sizes.replicate}×{plan.sizes.shard}" + (" ddp" if is_ddp else ""),
+        "-" if is_ddp else mesh.reshard_after_forward,
+        kind + (", offload" if memory.cpu_offload else ""),
+        f"{plan.micro_batch}" + (f" × {plan.accumulation}" if plan.accumulation > 1 else ""),
+        f"{plan.needed / GIB:.1f}",
+        "yes" if plan.fits else "no",
+        f"{plan.step.seconds:.3f}",
+        f"{plan.tokens_s:,.0f}",
+        f"{plan.mfu:.1%}",
+        plan.step.bound_by,
+    ]
+
+
+def details(plan: Plan, config: Config) -> Iterator[str]:
+    from fsdp.plan.fake_step import subject_of
+    from fsdp.run.job import model_of
+    from fsdp.run.summary import units_line
+
+    memory, step = plan.memory, plan.step
+    kinds = sorted(memory.kinds.items(), key=lambda item: -item[1])
+    shown = [f"{n.replace('_', ' ')} {size / GIB:.2f}" for n, size in kinds if size >= 1e-3 * memory.peak]
+    yield f"memory on rank 0, highest in {memory.moment}: {', '.join(shown)}"
+    if plan.rates.has_allocator:
+        yield (
+            f"tensors {memory.peak / GIB:.2f} GiB, held by the allocator {memory.reserved / GIB:.2f}, with "
+            f"driver and NCCL {plan.needed / GIB:.2f}; between steps {memory.resting / GIB:.2f}"
+        )
+        on_host = f"{(memory.host + plan.staged) / GIB:.2f} GiB, {plan.staged / GIB:.2f} of it a save's copy"
+        yield f"on the host, a rank: {on_host}"
+    model = model_of(plan.config, subject_of(plan.config.model, plan.config.data).spec)
+    units = units_line(model, plan.config.mesh.wrap)
+    yield f"units: {units}; python train.py --dry-run lists each with its shards"
+    parts = sorted(((seconds, name) for name, seconds in step.parts.items() if name != "host"), reverse=True)
+    words = [f"{name} {seconds:.3f}" for seconds, name in parts if seconds >= 0.005 * step.seconds]
+    yield f"step {step.seconds:.3f} s: {', '.join(words)}; communication not hidden {step.exposed:.3f}"
+    within, between = step.within / 1e9, step.between / 1e9
+    yield f"a step and GPU sends {within:.2f} GB within its node, {between:.2f} GB between nodes"
+    if config.plan.tokens:
+        unit = "tokens" if plan.tokens_per_sample else "samples"
+        gpu_hours = config.plan.tokens / plan.tokens_s / 3600
+        hours = f"{gpu_hours / plan.sizes.ranks:,.1f} hours, {gpu_hours:,.0f} GPU-hours"
+        yield f"{config.plan.tokens:.3g} {unit}: {hours}"
+
+
+def _searched(plan: Plan) -> dict[str, object]:
+    """The fields that a search sets."""
+    return {
+        "mesh.strategy": plan.sizes.strategy,
+        "mesh.replicate": plan.sizes.replicate,
+        "mesh.shard": 0 if plan.sizes.strategy == "ddp" else plan.sizes.shard,
+        "mesh.reshard_after_forward": plan.config.mesh.reshard_after_forward,
+        "memory.activation_checkpointing": plan.config.memory.activation_checkpointing,
+        "memory.cpu_offload": plan.config.memory.cpu_offload,
+        "train.global_batch": plan.config.train.global_batch,
+        "train.micro_batch": plan.micro_batch,
+    }
+
+
+def recipe(plan: Plan, config: Config) -> str:
+    """The user's configuration with the plan in it, and the prediction, for the run's end to compare: the
+    peak that the run itself will read, the allocator's of tensors on CUDA, the process's on CPU.
+    """
+    peak = plan.memory.peak if plan.rates.has_allocator else plan.needed
+    predicted = {
+        "plan.predicted_peak_gib": round(peak / GIB, 6),
+        "plan.predicted_step_s": round(plan.step.seconds, 6),
+        "plan.write": "",
+        "plan.gpus": plan.sizes.ranks,
+    }
+    fields = {name.replace(".", "__"): value for name, value in (_searched(plan) | predicted).items()}
+    return configuration.to_toml(configuration.replace(config, **fields))
 
 
 if __name__ == "__main__":

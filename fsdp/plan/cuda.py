@@ -81,64 +81,56 @@ class Pool:
 # ---------------------------------------------------------------- stand-ins
 
 
-class _RmsNorm(torch.autograd.Function):
-    """_fused_rms_norm: the input, the weight, and a number a row."""
+class _Kernel(torch.autograd.Function):
+    """`compute` returns the result and what the kernel keeps for backward, of which the first is multiplied
+    with the gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
-        rows = x.new_empty(x.shape[: x.dim() - dims], dtype=torch.float32)
-        ctx.save_for_backward(x, weight, rows)
-        return x * (1 if weight is None else weight)
+    def forward(ctx: Any, compute: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        result, *kept = compute(x, weight)
+        ctx.save_for_backward(weight, *kept)
+        return result  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
-        x, weight, _ = ctx.saved_tensors
-        return gradient * x, None if weight is None else torch.ones_like(weight), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor | None]:  # type: ignore[override]
+        weight, factor, *_ = ctx.saved_tensors
+        return None, gradient * factor, None if weight is None else torch.ones_like(weight)
 
 
-class _Dropout(torch.autograd.Function):
-    """native_dropout: a mask of a byte an element."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        mask = torch.empty_like(x, dtype=torch.bool)
-        ctx.save_for_backward(mask)
-        return x * mask
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        (mask,) = ctx.saved_tensors
-        return gradient * mask
-
-
-class _Entropy(torch.autograd.Function):
-    """The compiled summed_entropy: the logits as they are, and a number a row."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        rows = logits.amax(-1).float()
-        ctx.save_for_backward(logits, rows)
-        return rows.sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        logits, _ = ctx.saved_tensors
-        return logits * gradient.to(logits.dtype)
+def _apply(compute: Any, x: Tensor, weight: Tensor | None = None) -> Tensor:
+    result: Tensor = _Kernel.apply(compute, x, weight)
+    return result
 
 
 def fused_entropy(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
-    result: Tensor = _Entropy.apply(logits)
-    return result
+    """The compiled summed_entropy: the logits as they are, and a number a row."""
+
+    def compute(logits: Tensor, _: None) -> tuple[Tensor, ...]:
+        rows = logits.amax(-1).float()
+        return rows.sum(), logits, rows
+
+    return _apply(compute, logits)
 
 
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None) -> Tensor:
-    result: Tensor = _RmsNorm.apply(input, weight, len(normalized_shape))
-    return result
+    """_fused_rms_norm: the input, the weight, and a number a row."""
+
+    def compute(x: Tensor, weight: Tensor | None) -> tuple[Tensor, ...]:
+        rows = x.new_empty(x.shape[: x.dim() - len(normalized_shape)], dtype=torch.float32)
+        return x * (1 if weight is None else weight), x, rows
+
+    return _apply(compute, input, weight)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    result: Tensor = _Dropout.apply(input) if training and 0 < p < 1 else input
-    return result
+    """native_dropout: a mask of a byte an element."""
+
+    def compute(x: Tensor, _: None) -> tuple[Tensor, ...]:
+        mask = torch.empty_like(x, dtype=torch.bool)
+        return x * mask, mask
+
+    return _apply(compute, input) if training and 0 < p < 1 else input
 
 
 STAND_INS = {"rms_norm": _rms_norm, "dropout": _dropout}

@@ -14,14 +14,11 @@ import torch
 
 from fsdp import config as configuration
 from fsdp.base.digest import NAMES
-from fsdp.base.errors import ConfigError
 from fsdp.config import Config, PlanSection
 from fsdp.dist.mesh import MeshSizes, plan_batch, resolve
 from fsdp.parallel.shard import resolve_dtypes
-from fsdp.plan.fake_step import FakeRun, trace_step
-from fsdp.plan.rates import UNMEASURED, Rates, rates_for
-from fsdp.plan.step_time import Step, time_step
-from fsdp.plan.subject import subject_of
+from fsdp.plan.fake_step import FakeRun, subject_of, trace_step
+from fsdp.plan.step_time import UNMEASURED, Rates, Step, rates_for, time_step
 from fsdp.plan.trace import AFTER, COLUMN, KINDS, POOLS, Stretch, Trace
 
 SCRATCH_MARGIN = 0.15
@@ -133,7 +130,6 @@ def plan_one(config: Config) -> Plan:
 def ask_for(config: Config) -> tuple[FakeRun, int]:
     """The run of rank 0, and its micro-batches per step."""
     rates = rates_for(config)
-    check_device(config)
     ranks = config.plan.gpus or max(1, config.mesh.replicate) * max(1, config.mesh.shard)
     sizes = resolve(config.mesh, ranks, -(-ranks // rates.gpus_a_node))
     batch = plan_batch(config.train, ranks)
@@ -154,22 +150,6 @@ def for_target(config: Config) -> Config:
     # Replaced without the checks: the user's own values were checked before.
     precision = dataclasses.replace(config.precision, param=NAMES[dtypes.param])  # type: ignore[arg-type]
     return dataclasses.replace(config, precision=precision)
-
-
-def check_device(config: Config) -> None:
-    """Refuses flags that the device does not support, with a run's own messages."""
-    float8, gpu = config.speed.float8, config.plan.gpu
-    if float8 != "off" and gpu in ("a100", "a100-40gb"):
-        raise ConfigError(
-            f"--speed.float8 {float8} needs compute capability 8.9, and --plan.gpu {gpu} has 8.0.",
-            "--speed.float8 off",
-        )
-    if config.memory.nvme != "off" and gpu != "cpu" and not config.memory.cpu_offload:
-        raise ConfigError(
-            f"--memory.nvme {config.memory.nvme} keeps the optimizer on the host, and --plan.gpu {gpu} is "
-            "none.",
-            "--memory.cpu_offload true",
-        )
 
 
 def plan_of(ask: FakeRun, trace: Trace, accumulation: int, rates: Rates) -> Plan:
@@ -213,14 +193,9 @@ COUNTED = {
 }  # fmt: skip
 REASONS = {
     "memory.activation_offload": "its copies over the bus are counted as hidden",
-    "memory.optimizer_offload": "optimizer states are counted on the device, and no copies over the bus",
+    "memory.optimizer_offload": "states are counted on the device, and no copies over the bus",
     "memory.nvme": "what rests in files is counted as if it rested in memory",
     "speed.float8": "time counts compiled products as faster; memory and bytes sent are bf16's",
-    "speed.float8_emulate": "time is that of hardware which has float8",
-    **dict.fromkeys(
-        ("comm.all_reduce_hook", "comm.all_gather", "comm.reduce_scatter"),
-        "counted as FSDP's own; what it takes itself is not known here",
-    ),
 }
 
 
@@ -231,10 +206,7 @@ def notes(config: Config) -> Iterator[str]:
     if config.plan.gpu.lower() in UNMEASURED:
         yield f"{config.plan.gpu}: its rates are unmeasured, those of the vendor's data sheet"
     if has_scratch(config):
-        yield (
-            "convolutions or recurrent layers: what their kernels take beside tensors; the margin is "
-            f"{SCRATCH_MARGIN:.0%} unless --plan.margin is given"
-        )
+        yield f"convolutions or recurrent layers: memory of their kernels; a margin of {SCRATCH_MARGIN:.0%}"
     flat = configuration.flatten(config)
     for name, spec in configuration.FIELDS.items():
         section = name.partition(".")[0]

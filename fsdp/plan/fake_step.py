@@ -3,33 +3,43 @@
 The process group of a plan is fake: any number of ranks, any one of them traced, and no memory behind a
 tensor. The mesh is made outside FakeTensorMode (its ranks are read as numbers), fsdp/parallel/shard.py shards
 the model on the meta device, and only then its shards become fake tensors. Loader, saves and console are no
-part of the step. Not here: what a trace means.
+part of the step. The data need not be present: if --data.name is at its default, or its files are elsewhere,
+samples of the model's own kind are used, with a note. Not here: what a trace means.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import gc
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.conv import _ConvNd
 
 from fsdp.base.devices import without_owner
 from fsdp.base.errors import ConfigError, ShardrunError, first_line
 from fsdp.base.torch_private.core import READS_VALUES, fake_forward, init_fake_group
 from fsdp.base.torch_private.fsdp import chunks_by
-from fsdp.config import CommSection, Config
-from fsdp.data.types import Batch
-from fsdp.dist.collectives import tensors_in
+from fsdp.config import CommSection, Config, DataSection, ModelSection
+from fsdp.data import build_dataset
+from fsdp.data.registry import with_model_tokenizer
+from fsdp.data.types import Batch, DataSet
 from fsdp.dist.mesh import MeshSizes, build_mesh
-from fsdp.models import to_empty
+from fsdp.dist.collectives import tensors_in
+from fsdp.models import ModelSpec, to_empty, transformer, vit
+from fsdp.models import resolve as resolve_model
 from fsdp.models.chunked_loss import maybe_chunked
-from fsdp.models.factory import blame
+from fsdp.models.factory import PREFIX, blame
+from fsdp.models.hf import resolve_folder
 from fsdp.models.hf_settings import group_experts
 from fsdp.models.loss import LossFunction, load_loss, summed_entropy
 from fsdp.models.units import blocks_of
@@ -39,10 +49,10 @@ from fsdp.optim.small_states import SmallStateAdam, dynamic_map, new_state
 from fsdp.optim.state import TrainState, maybe_ema
 from fsdp.parallel.shard import Sharded, shard_model, sharding_of
 from fsdp.plan.cuda import cuda_formulas, fused_entropy
-from fsdp.plan.subject import Subject, subject_of
 from fsdp.plan.trace import AFTER, HOST_KINDS, Trace, Tracker
-from fsdp.run.job import model_of
+from fsdp.run.job import meta_model, model_of
 from fsdp.run.step import StepParts, Totals, gradients_of, train_step
+from fsdp.tokenize.rows import is_pattern, is_remote
 
 CPU = torch.device("cpu")
 OTHER_UNITS = 1_000_000
@@ -313,29 +323,28 @@ def _fill(optimizer: torch.optim.Optimizer, config: Config) -> None:
 
 
 def trace_step(ask: FakeRun) -> Trace:
-    """Traces one step: some 40 ms a block and micro-batch."""
-    model, loss = f"--model.name {ask.config.model.name}", ask.config.train.loss
+    """Traces one step: some 25 ms a block and micro-batch."""
+    was_enabled = gc.isenabled()
+    gc.disable()  # a tenth of the time: a trace makes many objects, and few cycles
     try:
         return _traced(ask)
-    except READS_VALUES as error:
-        raise ConfigError(
-            f"{model} reads tensor values in its forward{f', or --train.loss {loss},' if loss else ''} "
-            f"({first_line(error)}): a plan has shapes alone.",
-            "torch.where, or masks of a fixed size, in place of .item(), nonzero() and if on a tensor; "
-            "nn.Transformer reads a mask unless tgt_is_causal is given",
-        ) from error
     except ShardrunError:
         raise
     except Exception as error:
-        if ":" not in ask.config.model.name and not loss:
+        model, loss = f"--model.name {ask.config.model.name}", ask.config.train.loss
+        if ":" not in model and not loss and not isinstance(error, READS_VALUES):
             raise
         sample = subject_of(ask.config.model, ask.config.data).sample
         shapes = ", ".join(f"{name} {[ask.micro_batch, *shape]}" for name, (shape, _) in sample.items())
         raise ConfigError(
-            f"{model}{f' with --train.loss {loss}' if loss else ''} cannot make a step on fake tensors of "
-            f"{shapes}: {blame(error)}.",
-            "--data.name of the samples that it reads; torch.library.register_fake for its own operators",
+            f"{model}{f' with --train.loss {loss}' if loss else ''} cannot make a step on fake tensors, which "
+            f"have shapes and no values, of {shapes}: {blame(error)}.",
+            "--data.name of the samples that it reads; torch.where in place of .item(), nonzero() and if on a "
+            "tensor; torch.library.register_fake for its own operators",
         ) from error
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _traced(ask: FakeRun) -> Trace:
@@ -359,3 +368,90 @@ def batches(subject: Subject, rows: int) -> Iterator[Batch]:
             name: torch.empty((rows, *shape), dtype=dtype) for name, (shape, dtype) in subject.sample.items()
         }
         yield Batch(data, torch.ones(rows, dtype=torch.bool), rows)
+
+
+# ---------------------------------------------------------------- the model, and the shapes of one sample
+
+SCRATCH_SHARE = 0.1
+"""Part of the parameters from which on convolutions are more than a transformer's first layer."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    spec: ModelSpec
+    sample: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    tokens_per_sample: int
+    note: str
+    """Names a stand-in for the data; empty for the data set itself."""
+    has_scratch: bool
+    """Whether the model's kernels take memory on CUDA that no tensor shows: those of convolutions and of
+    recurrent layers.
+    """
+
+
+_KNOWN: dict[str, Subject] = {}
+
+
+def subject_of(model: ModelSection, data: DataSection) -> Subject:
+    key = f"{model} {data}"  # sections hold dictionaries and have no hash of their own
+    if key not in _KNOWN:
+        dataset, note = _dataset(model, data)
+        spec = resolve_model(model, dataset.info.facts)
+        batch = dataset.train.batch(np.arange(1))
+        sample = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in batch.items()}
+        scratch = _has_scratch(meta_model(spec))
+        _KNOWN[key] = Subject(spec, sample, dataset.info.tokens_per_sample, note, scratch)
+    return _KNOWN[key]
+
+
+def _has_scratch(model: nn.Module) -> bool:
+    sizes = {nn.Module: 0, nn.RNNBase: 0, _ConvNd: 0}
+    for module in model.modules():
+        numel = sum(p.numel() for p in module.parameters(recurse=False))
+        sizes |= {kind: size + numel for kind, size in sizes.items() if isinstance(module, kind)}
+    return sizes[nn.RNNBase] > 0 or sizes[_ConvNd] > SCRATCH_SHARE * sizes[nn.Module]
+
+
+def _dataset(model: ModelSection, data: DataSection) -> tuple[DataSet, str]:
+    stand_in = _stand_in(model, data)
+    if not data.sources and data.name in ("", "digits", "fashion_mnist") and stand_in is not None:
+        return build_dataset(stand_in), ""
+    try:
+        return build_dataset(with_model_tokenizer(data, model)), ""
+    except ConfigError as error:
+        # files may lie on the machine that is planned for
+        name = data.name
+        is_path = ":" not in name and (os.sep in name or is_pattern(name) or bool(Path(name).suffix))
+        if stand_in is None or not (data.dir or data.sources or is_path or is_remote(name)):
+            raise
+        words = stand_in.args.get("vocab_size")
+        kind = f"a vocabulary of {words:,} (--model.args.vocab_size)" if words else "samples of its kind"
+        return build_dataset(stand_in), f"{', '.join(data.names)} is not here ({error}); planned with {kind}"
+
+
+def _stand_in(model: ModelSection, data: DataSection) -> DataSection | None:
+    """Tokens for a causal model, images for a classifier of images; None for a model that reads others."""
+    sizes: dict[str, Any] = {}
+    if model.name == "transformer":
+        preset = transformer.PRESETS.get(model.preset or next(iter(transformer.PRESETS)), {})
+        sizes = {"vocab_size": 256, **preset, **model.args}
+    elif model.name == "vit" and (model.preset or model.args):
+        sizes = {**vit.PRESETS.get(model.preset or "small", {}), **model.args}
+    elif model.name.startswith(PREFIX):
+        folder = resolve_folder(model.name, model.args, {})
+        config, kind = folder.config, folder.cls.__name__
+        if kind.endswith(("ForCausalLM", "LMHeadModel")):
+            sizes = {"vocab_size": config.get_text_config().vocab_size}
+        elif kind.endswith("ForImageClassification") and isinstance(config.image_size, int):
+            sizes = {"image_size": config.image_size, "channels": config.num_channels}
+            sizes["num_classes"] = config.num_labels
+        elif not data.name:
+            raise ConfigError(
+                f"--model.name {model.name}: a {kind} reads samples that need a --data.name.",
+                "--data.name my_data:build for a Dataset with input_ids and labels",
+            )
+    if "vocab_size" in sizes:
+        args = {"kind": "tokens", "vocab_size": sizes["vocab_size"]}
+        return DataSection(name="synthetic", seq_len=data.seq_len, args=args)
+    args = {name: sizes[name] for name in ("image_size", "channels", "num_classes") if name in sizes}
+    return DataSection(name="synthetic", args={"kind": "images", **args}) if sizes else None

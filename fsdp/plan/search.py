@@ -1,152 +1,138 @@
 """Searches meshes, micro-batches and memory knobs for a number of ranks, and the number of ranks.
 
-Flags that the user set stay; the rest is tried. Ranked by predicted samples a second among those that fit
-with the margin; ties by less memory, then by name, so that the result is deterministic. Not here: how a plan
-is counted or timed.
+Flags that the user set stay; the product of the rest is tried. Ranked by predicted samples a second among
+those that fit with the margin; ties by less memory, then by name, so that the result is deterministic.
+Candidates that differ in the mesh alone share a trace, and all but two micro-batches are extrapolated: the
+best is planned again for itself. Not here: how a plan is counted or timed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError, without_hint
 from fsdp.config import Config
 from fsdp.dist.mesh import MeshSizes, resolve
+from fsdp.memory.account import resting_bytes
 from fsdp.parallel.comm import check_divide
-from fsdp.plan.estimate import Plan, check_device, fake_run, for_target, plan_of, plan_one
-from fsdp.plan.fake_step import trace_step
-from fsdp.plan.rates import rates_for
-from fsdp.plan.subject import parameter_bytes
+from fsdp.parallel.shard import resolve_dtypes
+from fsdp.plan.estimate import Plan, fake_run, for_target, plan_of, plan_one
+from fsdp.plan.fake_step import subject_of, trace_step
+from fsdp.plan.step_time import rates_for
 from fsdp.plan.trace import CODE, COLUMNS, Trace
+from fsdp.run.job import model_of
 
 LARGEST_MICRO_BATCH = 64
 MOST_RANKS = 4096
-RECOUNTED = 3
 
 
-@dataclass(frozen=True)
-class Choice:
-    """All but the micro-batch."""
-
-    sizes: MeshSizes
-    reshard: str
-    checkpointing: str
-    offload: bool
-
-    def config(self, config: Config) -> Config:
-        sizes = self.sizes
-        mesh = replace(
-            config.mesh,
-            strategy=sizes.strategy,
-            replicate=sizes.replicate,
-            shard=sizes.shard,
-            reshard_after_forward=self.reshard,
-        )
-        changes: dict[str, Any] = {
-            "activation_checkpointing": self.checkpointing,
-            "cpu_offload": self.offload,
-        }
-        return replace(config, mesh=mesh, memory=replace(config.memory, **changes))
-
-
-def search(config: Config, given: frozenset[str]) -> list[Plan]:
-    """The best plan of each choice, best first, on --plan.gpus or the fewest ranks that fit. `given` are the
-    fields set in flags or a recipe.
+def search(config: Config, fixed: frozenset[str]) -> list[Plan]:
+    """The best plan of each candidate, best first, on --plan.gpus or the fewest ranks that fit, by doubling.
+    `fixed` are the fields set in flags or a recipe.
     """
-    return _Search(config, given).run()
+    mesh, searcher = config.mesh, _Search(config, fixed)
+    if ranks := config.plan.gpus or mesh.replicate * mesh.shard:
+        return searcher.plans(ranks)
+    ranks, refusal = max(1, mesh.replicate) * max(1, mesh.shard), None
+    while ranks <= MOST_RANKS:
+        try:
+            if searcher.may_hold(ranks) and (plans := searcher.plans(ranks))[0].fits:
+                return plans
+        except ConfigError as error:  # a mesh or a flag may need more ranks
+            refusal = refusal or error
+        ranks *= 2
+    reason = f": {without_hint(refusal)}" if refusal else "."
+    hint = refusal.hint if refusal else "--plan.gpu with more memory, or --data.seq_len lower"
+    raise ConfigError(
+        f"no number of {searcher.rates.name} up to {MOST_RANKS} holds this model{reason}", hint
+    )
 
 
 class _Search:
-    def __init__(self, config: Config, given: frozenset[str]) -> None:
-        self.config, self.given, self.rates = config, given, rates_for(config)
-        check_device(config)
-        self.state = parameter_bytes(for_target(config))
-        self._traces: dict[tuple[Choice, int, bool], Trace] = {}
+    def __init__(self, config: Config, fixed: frozenset[str]) -> None:
+        self.config, self.fixed, self.rates = config, fixed, rates_for(config)
+        model = model_of(config, subject_of(config.model, config.data).spec)
+        dtypes = resolve_dtypes(for_target(config).precision, torch.device("cpu"))
+        self.state = float(resting_bytes(config.optim, model, dtypes.master, dtypes.frozen).total)
+        """Bytes of parameters, gradients and optimizer: what shards divide."""
+        self._traces: dict[Any, Trace] = {}
+        self._bases: dict[Any, MeshSizes] = {}
 
-    def run(self) -> list[Plan]:
+    def may_hold(self, ranks: int) -> bool:
         mesh = self.config.mesh
-        ranks = self.config.plan.gpus or mesh.replicate * mesh.shard
-        plans = self.plans(self.accepted(ranks)) if ranks else self.on_fewest_ranks()
-        # The first few are planned for themselves: extrapolated sizes are rounded otherwise.
-        plans[:RECOUNTED] = [plan_one(plan.config) if plan.fits else plan for plan in plans[:RECOUNTED]]
-        return sorted(plans, key=_order)
+        shards = 1 if mesh.strategy == "ddp" else mesh.shard or ranks // max(1, mesh.replicate)
+        return self.state / shards < self.rates.memory or self.config.memory.cpu_offload
 
-    def on_fewest_ranks(self) -> list[Plan]:
-        """On the first number of ranks on which a choice fits, by doubling."""
-        mesh, refusal, searched = self.config.mesh, None, False
-        least = max(1, mesh.replicate) * max(1, mesh.shard)
-        for ranks in (least * 2**k for k in range(MOST_RANKS.bit_length()) if least * 2**k <= MOST_RANKS):
-            shards = 1 if mesh.strategy == "ddp" else mesh.shard or ranks // max(1, mesh.replicate)
-            if self.state / shards >= self.rates.memory and not self.config.memory.cpu_offload:
-                continue
-            try:
-                choices = self.accepted(ranks)
-            except ConfigError as error:  # a mesh or a flag may need more ranks
-                refusal = refusal or (ranks, error)
-                continue
-            searched, refusal = True, None
-            if any(plan.fits for plan in self.plans(_least_memory(choices))):
-                return self.plans(choices)
-        if refusal is not None and not searched:
-            raise refusal[1]
-        reason, hint = "", "--plan.gpu with more memory, or --data.seq_len lower"
-        if refusal is not None:
-            reason = f" {refusal[0]} ranks and more are refused: {without_hint(refusal[1])}"
-            hint = f"{refusal[1].hint}, or --plan.gpu with more memory"
-        raise ConfigError(
-            f"no number of {self.rates.name} up to {MOST_RANKS} holds this model.{reason}", hint
-        )
+    def plans(self, ranks: int) -> list[Plan]:
+        candidates, refusal = self.candidates(ranks, self.config.memory.cpu_offload)
+        if refusal and not candidates:
+            raise refusal
+        plans = [self.best_of(*candidate) for candidate in candidates]
+        if self.rates.has_allocator and not any(p.fits for p in plans) and not self.sets("memory.cpu_offload"):
+            plans += [self.best_of(*candidate) for candidate in self.candidates(ranks, offload=True)[0]]
+        plans.sort(key=_order)
+        exact = list[Plan]()
+        while plans[0].fits and plans[0] not in exact:
+            plans[0] = plan_one(plans[0].config)
+            exact.append(plans[0])
+            plans.sort(key=_order)
+        return plans
 
-    def plans(self, choices: Sequence[Choice]) -> list[Plan]:
-        plans = [self.best_of(choice, choices) for choice in choices]
-        if not any(plan.fits for plan in plans) and "memory.cpu_offload" not in self.given:
-            sharded = [replace(choice, offload=True) for choice in choices if choice.sizes.strategy != "ddp"]
-            offloaded = [choice for choice in sharded if self.refusal(choice) is None]
-            if self.rates.has_allocator:
-                plans += [self.best_of(choice, offloaded) for choice in offloaded]
-        return sorted(plans, key=_order)
+    def sets(self, name: str) -> bool:
+        return name in self.fixed
 
     # ------------------------------------------------------------ what is tried
 
-    def accepted(self, ranks: int) -> list[Choice]:
-        """What train.py accepts with the user's flags; if that is nothing, raises why."""
+    def candidates(
+        self, ranks: int, offload: bool
+    ) -> tuple[list[tuple[Config, MeshSizes, bool]], ConfigError | None]:
+        """What train.py accepts with the user's flags, whether some have replicas, and the first refusal."""
         self.check_batch(ranks)
         mesh, memory = self.config.mesh, self.config.memory
-        reshards, kinds = [mesh.reshard_after_forward], [memory.activation_checkpointing]
-        if "mesh.reshard_after_forward" not in self.given:
-            reshards = ["true", "false"]
-        if "memory.activation_checkpointing" not in self.given:
-            kinds = ["none", "ops", "full"]
-        choices = [
-            Choice(sizes, "true" if sizes.strategy == "ddp" else reshard, kind, memory.cpu_offload)
-            for sizes in self.meshes(ranks)
-            for reshard in (reshards if sizes.shard > 1 else reshards[:1])
-            for kind in kinds
-        ]
-        refusals = [self.refusal(choice) for choice in choices]
-        if None not in refusals:
-            raise next(refusal for refusal in refusals if refusal is not None)
-        return [choice for choice, refusal in zip(choices, refusals, strict=True) if refusal is None]
-
-    def refusal(self, choice: Choice) -> ConfigError | None:
-        chosen = choice.config(self.config)
-        try:
-            configuration.check(chosen)
-            resolve(chosen.mesh, choice.sizes.ranks)
-            check_divide(chosen.comm, choice.sizes)
-        except ConfigError as error:
-            return error
-        return None
+        given = mesh.reshard_after_forward
+        reshards = [given] if self.sets("mesh.reshard_after_forward") else ["true", "false"]
+        given = memory.activation_checkpointing
+        kinds = [given] if self.sets("memory.activation_checkpointing") else ["none", "ops", "full"]
+        accepted, refusal = list[tuple[Config, MeshSizes]](), None
+        for shard, reshard, kind in itertools.product(self.shards(ranks), reshards, kinds):
+            strategy = "fsdp" if shard == ranks else "ddp" if shard == 1 else "hsdp"
+            if shard == 1 and (offload and ranks > 1 or reshard != reshards[0]):
+                continue  # nothing is gathered, and DDP does not offload
+            if strategy == "ddp" and reshard != "true" or mesh.strategy not in ("auto", strategy):
+                continue
+            try:
+                chosen = configuration.replace(
+                    self.config,
+                    mesh__strategy=strategy,
+                    mesh__replicate=ranks // shard,
+                    mesh__shard=shard,
+                    mesh__reshard_after_forward=reshard,
+                    memory__activation_checkpointing=kind,
+                    memory__cpu_offload=offload,
+                )
+                check_divide(chosen.comm, sizes := resolve(chosen.mesh, ranks))
+                accepted.append((chosen, sizes))
+            except ConfigError as error:
+                refusal = refusal or error
+        if not accepted and refusal is None:
+            refusal = ConfigError(
+                f"--mesh.strategy {mesh.strategy}, replicate {mesh.replicate or 'any'} × shard "
+                f"{mesh.shard or 'any'}: no such mesh has {ranks} ranks.",
+                "--mesh.strategy auto --mesh.replicate 0 --mesh.shard 0",
+            )
+        replicas = any(sizes.strategy == "hsdp" for _, sizes in accepted)
+        return [(chosen, sizes, replicas) for chosen, sizes in accepted], refusal
 
     def check_batch(self, ranks: int) -> None:
         """Refuses what a run would pad in each step: the search offers whole batches only."""
         batch, micro = self.config.train.global_batch, max(1, self.config.train.micro_batch)
-        if "train.global_batch" in self.given and batch % (ranks * micro):
+        if self.sets("train.global_batch") and batch % (ranks * micro):
             near = max(1, round(batch / ranks / micro)) * ranks * micro
             raise ConfigError(
                 f"--train.global_batch {batch} is no multiple of {ranks} ranks × micro-batches of {micro}: a "
@@ -154,112 +140,72 @@ class _Search:
                 f"--train.global_batch {near}, or --plan.gpus {ranks} --plan.fix true",
             )
 
-    def meshes(self, ranks: int) -> list[MeshSizes]:
+    def shards(self, ranks: int) -> list[int]:
         """One node's divisors; on several whole nodes, by doubling; one rank a shard for DDP; all ranks."""
-        mesh, offload, a_node = self.config.mesh, self.config.memory.cpu_offload, self.rates.gpus_a_node
+        mesh, a_node = self.config.mesh, self.rates.gpus_a_node
         shards = [mesh.shard] if mesh.shard else list(range(1, ranks + 1))
         if not mesh.shard and ranks > a_node:
             shards = sorted({1, ranks, *(a_node * 2**k for k in range(20) if a_node * 2**k <= ranks)})
         shards = [n for n in shards if ranks % n == 0 and mesh.replicate in (0, ranks // n)]
-        if not (mesh.shard or mesh.replicate or offload):
-            shards = [n for n in shards if self.state / n < self.rates.memory or n == ranks]
-        # DDP neither offloads nor gathers.
-        no_ddp = offload or (
-            "mesh.reshard_after_forward" in self.given and mesh.reshard_after_forward != "true"
-        )
-        sizes = [
-            MeshSizes("fsdp" if n == ranks else "ddp" if n == 1 else "hsdp", ranks // n, n) for n in shards
-        ]
-        sizes = [
-            s for s in sizes if mesh.strategy in ("auto", s.strategy) and not (no_ddp and s.strategy == "ddp")
-        ]
-        if not sizes:
-            raise ConfigError(
-                f"--mesh.strategy {mesh.strategy}, replicate {mesh.replicate or 'any'} × shard "
-                f"{mesh.shard or 'any'}: no such mesh has {ranks} ranks.",
-                "--mesh.strategy auto --mesh.replicate 0 --mesh.shard 0",
-            )
-        return sizes
+        if mesh.shard or mesh.replicate or self.config.memory.cpu_offload:
+            return shards
+        return [n for n in shards if self.state / n < self.rates.memory or n == ranks]
 
     def micro_batches(self, ranks: int) -> list[int]:
         if self.config.train.micro_batch:
             return [self.config.train.micro_batch]
         powers = [2**k for k in range(LARGEST_MICRO_BATCH.bit_length())]
-        if "train.global_batch" not in self.given:
+        if not self.sets("train.global_batch"):
             return powers
         share = self.config.train.global_batch // ranks
         return sorted({n for n in (*powers, share) if share % n == 0 and n <= LARGEST_MICRO_BATCH})
 
     # ------------------------------------------------------------ trying it
 
-    def best_of(self, choice: Choice, choices: Sequence[Choice]) -> Plan:
-        """The fastest micro-batch that fits, or the smallest if none does. Of choices that differ in the mesh
-        alone the one with the largest shards is traced.
-        """
-        is_ddp, ranks = choice.sizes.strategy == "ddp", choice.sizes.ranks
-        alike = [
-            c
-            for c in choices
-            if replace(c, sizes=choice.sizes) == choice and (c.sizes.strategy == "ddp") == is_ddp
-        ]
-        first = min(alike, key=lambda c: c.sizes.shard)
-        if choice.reshard not in ("true", "false", "step") or first.sizes.shard == 1:
-            first = choice
-        plans = list[Plan]()
+    def best_of(self, chosen: Config, sizes: MeshSizes, replicas: bool) -> Plan:
+        """The fastest micro-batch that fits, or the smallest if none does."""
+        plans, ranks = list[Plan](), sizes.ranks
         for micro in self.micro_batches(ranks):
             accumulation = 1
-            if "train.global_batch" in self.given:
+            if self.sets("train.global_batch"):
                 accumulation = self.config.train.global_batch // ranks // micro
-            chosen = choice.config(self.config)
             train = replace(chosen.train, global_batch=micro * accumulation * ranks, micro_batch=micro)
             planned = replace(chosen, train=train, plan=replace(chosen.plan, gpus=ranks))
-            trace = self.trace(first, micro, accumulation > 1)
-            if first.sizes.shard != choice.sizes.shard:
-                trace = resharded(trace, first.sizes.shard / choice.sizes.shard)
-            ask = fake_run(planned, choice.sizes, micro, accumulation, self.rates)
+            trace = self.trace(planned, sizes, accumulation > 1, replicas)
+            ask = fake_run(planned, sizes, micro, accumulation, self.rates)
             plans.append(plan_of(ask, trace, accumulation, self.rates))
             if not plans[-1].fits:
                 break
         fitting = [plan for plan in plans if plan.fits]
         return max(fitting, key=lambda plan: (plan.samples_s, -plan.micro_batch)) if fitting else plans[0]
 
-    def trace(self, choice: Choice, micro: int, many: bool) -> Trace:
-        """Activations are affine in the micro-batch: two of them are traced."""
-        low, *more = self.micro_batches(choice.sizes.ranks)
-        if micro != low and micro != more[0]:
-            share = (micro - low) / (more[0] - low)
-            ends = self._traced(choice, low, many), self._traced(choice, more[0], many)
-            if (trace := extrapolated(*ends, share)) is not None:
-                return trace
-        return self._traced(choice, micro, many)
+    def trace(self, planned: Config, sizes: MeshSizes, many: bool, replicas: bool) -> Trace:
+        """From that of the first mesh of its kind. Activations are affine in the micro-batch: two of them are
+        traced.
+        """
+        mesh, memory = planned.mesh, planned.memory
+        reshard = mesh.reshard_after_forward
+        alone = sizes if sizes.shard == 1 or reshard not in ("true", "false", "step") else None
+        key = alone, replicas, reshard, memory.activation_checkpointing, memory.cpu_offload, many
+        base = self._bases.setdefault(key, sizes)
 
-    def _traced(self, choice: Choice, micro: int, many: bool) -> Trace:
-        key = (choice, micro, many)
-        if key not in self._traces:
-            ask = fake_run(choice.config(self.config), choice.sizes, micro, 3 if many else 1, self.rates)
-            self._traces[key] = trace_step(ask)
-        return self._traces[key]
+        def traced(micro: int) -> Trace:
+            if (key, micro) not in self._traces:
+                ask = fake_run(planned, base, micro, 3 if many else 1, self.rates)
+                self._traces[key, micro] = trace_step(ask)
+            return self._traces[key, micro]
+
+        micro, (low, *more) = planned.train.micro_batch, self.micro_batches(sizes.ranks)
+        trace = None
+        if micro != low and micro != more[0]:
+            trace = extrapolated(traced(low), traced(more[0]), (micro - low) / (more[0] - low))
+        return resharded(trace or traced(micro), base.shard / sizes.shard)
 
 
 def _order(plan: Plan) -> tuple[Any, ...]:
     mesh, memory = plan.config.mesh, plan.config.memory
-    names = (
-        plan.sizes.shard,
-        mesh.reshard_after_forward,
-        memory.activation_checkpointing,
-        memory.cpu_offload,
-    )
+    names = plan.sizes.shard, mesh.reshard_after_forward, memory.activation_checkpointing, memory.cpu_offload
     return (not plan.fits, -round(plan.samples_s, 6) if plan.fits else plan.needed, plan.needed, *names)
-
-
-def _least_memory(choices: Sequence[Choice]) -> list[Choice]:
-    """The choices that free and recompute most."""
-    kinds, reshards = ["full", "ops", "none"], ["true", "false", "step"]
-    kind = min((c.checkpointing for c in choices), key=kinds.index)
-    reshard = min((c.reshard for c in choices), key=lambda r: reshards.index(r) if r in reshards else 0)
-    return [
-        c for c in choices if c.checkpointing == kind and (c.reshard == reshard or c.sizes.strategy == "ddp")
-    ]
 
 
 def extrapolated(low: Trace, high: Trace, share: float) -> Trace | None:

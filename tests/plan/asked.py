@@ -6,7 +6,7 @@ import functools
 
 from fsdp.config import load
 from fsdp.plan.estimate import Plan, plan_one
-from fsdp.plan.rates import GIB
+from fsdp.plan.step_time import GIB
 
 SMALL = (
     "--model.name", "transformer", "--model.args.layers", "3", "--model.args.width", "64",

@@ -11,7 +11,7 @@ from fsdp.config import load
 from fsdp.plan import cuda
 from fsdp.plan.cuda import MIB, packing
 from fsdp.plan.estimate import Memory, notes
-from fsdp.plan.subject import subject_of
+from fsdp.plan.fake_step import subject_of
 from tests.plan.asked import GIB, SMALL, plan
 from tests.support.marks import quick_are
 

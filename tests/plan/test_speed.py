@@ -12,9 +12,9 @@ import pytest
 from fsdp.config import load
 from fsdp.dist.mesh import MeshSizes
 from fsdp.plan.estimate import Plan, plan_one
-from fsdp.plan.rates import rates_for
-from fsdp.plan.step_time import send
-from fsdp.plan.text import details
+
+from fsdp.plan.step_time import rates_for, send
+from fsdp.plan.__main__ import details
 from tests.plan.asked import plan
 from tests.support.marks import quick_are
 
