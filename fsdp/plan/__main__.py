@@ -77,7 +77,14 @@ def answer(config: Config, fixed: frozenset[str]) -> Iterator[str]:
     memory = f"{best.rates.memory / GIB:.1f} GiB each, margin {best.margin:.0%}"
     yield f"{best.sizes.ranks} × {best.rates.name}, {memory}"
     unit = "tok" if best.tokens_per_sample else "sample"
-    head = ["mesh", "reshard", "checkpointing", "micro-batch", "peak GiB", f"fits {best.rates.memory / GIB:.0f}"]
+    head = [
+        "mesh",
+        "reshard",
+        "checkpointing",
+        "micro-batch",
+        "peak GiB",
+        f"fits {best.rates.memory / GIB:.0f}",
+    ]
     head += ["step s", f"{unit}/s/GPU", "MFU", "bound by"]
     yield from ("", *(f"  {line}" for line in columns([head, *map(_row, plans[:ROWS])])), "")
     yield from (f"  not modelled: {note}" for note in notes(best.config))

@@ -95,6 +95,8 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor | None]:  # type: ignore[override]
         weight, factor, *_ = ctx.saved_tensors
+        if factor.is_floating_point():  # the loss's gradient is fp32
+            gradient = gradient.to(factor.dtype)
         return None, gradient * factor, None if weight is None else torch.ones_like(weight)
 
 

@@ -337,10 +337,10 @@ def trace_step(ask: FakeRun) -> Trace:
         sample = subject_of(ask.config.model, ask.config.data).sample
         shapes = ", ".join(f"{name} {[ask.micro_batch, *shape]}" for name, (shape, _) in sample.items())
         raise ConfigError(
-            f"{model}{f' with --train.loss {loss}' if loss else ''} cannot make a step on fake tensors, which "
-            f"have shapes and no values, of {shapes}: {blame(error)}.",
-            "--data.name of the samples that it reads; torch.where in place of .item(), nonzero() and if on a "
-            "tensor; torch.library.register_fake for its own operators",
+            f"{model}{f' with --train.loss {loss}' if loss else ''} cannot make a step on fake tensors, without "
+            f"values, of {shapes}: {blame(error)}.",
+            "--data.name of the samples that it reads; torch.where in place of .item(), nonzero() and if on "
+            "a tensor; torch.library.register_fake for its own operators",
         ) from error
     finally:
         if was_enabled:

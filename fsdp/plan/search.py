@@ -49,9 +49,7 @@ def search(config: Config, fixed: frozenset[str]) -> list[Plan]:
         ranks *= 2
     reason = f": {without_hint(refusal)}" if refusal else "."
     hint = refusal.hint if refusal else "--plan.gpu with more memory, or --data.seq_len lower"
-    raise ConfigError(
-        f"no number of {searcher.rates.name} up to {MOST_RANKS} holds this model{reason}", hint
-    )
+    raise ConfigError(f"no number of {searcher.rates.name} up to {MOST_RANKS} holds this model{reason}", hint)
 
 
 class _Search:
@@ -74,7 +72,11 @@ class _Search:
         if refusal and not candidates:
             raise refusal
         plans = [self.best_of(*candidate) for candidate in candidates]
-        if self.rates.has_allocator and not any(p.fits for p in plans) and not self.sets("memory.cpu_offload"):
+        if (
+            self.rates.has_allocator
+            and not any(p.fits for p in plans)
+            and not self.sets("memory.cpu_offload")
+        ):
             plans += [self.best_of(*candidate) for candidate in self.candidates(ranks, offload=True)[0]]
         plans.sort(key=_order)
         exact = list[Plan]()
@@ -102,9 +104,9 @@ class _Search:
         accepted, refusal = list[tuple[Config, MeshSizes]](), None
         for shard, reshard, kind in itertools.product(self.shards(ranks), reshards, kinds):
             strategy = "fsdp" if shard == ranks else "ddp" if shard == 1 else "hsdp"
-            if shard == 1 and (offload and ranks > 1 or reshard != reshards[0]):
+            if shard == 1 and ((offload and ranks > 1) or reshard != reshards[0]):
                 continue  # nothing is gathered, and DDP does not offload
-            if strategy == "ddp" and reshard != "true" or mesh.strategy not in ("auto", strategy):
+            if (strategy == "ddp" and reshard != "true") or mesh.strategy not in ("auto", strategy):
                 continue
             try:
                 chosen = configuration.replace(

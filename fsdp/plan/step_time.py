@@ -132,7 +132,9 @@ def rates_for(config: Config) -> Rates:
 def _from_table(name: str) -> Rates:
     device = find(name, typed=True)
     if device is None:
-        raise ConfigError(f"--plan.gpu {name} is not in the table: {', '.join(SHORT_NAMES)}.", "--plan.gpu h100")
+        raise ConfigError(
+            f"--plan.gpu {name} is not in the table: {', '.join(SHORT_NAMES)}.", "--plan.gpu h100"
+        )
     gib, products, attends, link, node_link, host_link, processors = TABLE[device.name]
     return Rates(
         name=device.name,

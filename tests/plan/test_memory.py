@@ -126,9 +126,7 @@ NAMED = {
     "--memory.nvme optimizer --memory.nvme_dir /tmp --plan.gpu cpu": "counted as if it rested in memory",
     "--memory.activation_offload true": "counted as hidden",
     "--speed.float8 tensorwise": "compiled products as faster",
-    "--comm.all_reduce_hook math:sqrt": "counted as FSDP's own",
-    "--comm.all_gather a.b:c": "counted as FSDP's own",
-    "--comm.reduce_scatter a.b:c": "counted as FSDP's own",
+    "--comm.all_reduce_hook math:sqrt": "planned as if it were not given",
     "--train.micro_batch 1 --train.eval_batch 64": "an evaluation's own peak",
     "--memory.activation_budget 0.5": "kept as without a compiler",
     "--plan.gpu cpu": "what the process and its libraries take beside tensors",
@@ -147,7 +145,7 @@ def test_kernels_with_memory_of_their_own_have_a_wider_margin(model: str, scratc
     assert planned.margin == (0.15 if scratch else 0.03)
     assert plan(*own, "--plan.margin", "0.05").margin == 0.05
     assert plan(*own, "--plan.gpu", "cpu").margin == 0.03
-    assert any("kernels take beside tensors" in note for note in notes(planned.config)) == scratch
+    assert any("memory of their kernels" in note for note in notes(planned.config)) == scratch
 
 
 @pytest.mark.parametrize("name", ["/cluster/tokens", "chats.jsonl", "hf:ORG/NAME"])

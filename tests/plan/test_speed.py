@@ -11,10 +11,9 @@ import pytest
 
 from fsdp.config import load
 from fsdp.dist.mesh import MeshSizes
-from fsdp.plan.estimate import Plan, plan_one
-
-from fsdp.plan.step_time import rates_for, send
 from fsdp.plan.__main__ import details
+from fsdp.plan.estimate import Plan, plan_one
+from fsdp.plan.step_time import rates_for, send
 from tests.plan.asked import plan
 from tests.support.marks import quick_are
 
