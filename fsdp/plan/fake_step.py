@@ -33,9 +33,9 @@ from fsdp.config import CommSection, Config, DataSection, ModelSection
 from fsdp.data import build_dataset
 from fsdp.data.registry import with_model_tokenizer
 from fsdp.data.types import Batch, DataSet
-from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.dist.collectives import tensors_in
-from fsdp.models import ModelSpec, to_empty, transformer, vit
+from fsdp.dist.mesh import MeshSizes, build_mesh
+from fsdp.models import ModelSpec, to_empty, transformer, vision
 from fsdp.models import resolve as resolve_model
 from fsdp.models.chunked_loss import maybe_chunked
 from fsdp.models.factory import PREFIX, blame
@@ -337,8 +337,8 @@ def trace_step(ask: FakeRun) -> Trace:
         sample = subject_of(ask.config.model, ask.config.data).sample
         shapes = ", ".join(f"{name} {[ask.micro_batch, *shape]}" for name, (shape, _) in sample.items())
         raise ConfigError(
-            f"{model}{f' with --train.loss {loss}' if loss else ''} cannot make a step on fake tensors, without "
-            f"values, of {shapes}: {blame(error)}.",
+            f"{model}{f' with --train.loss {loss}' if loss else ''} cannot make a step on fake tensors of "
+            f"{shapes}, which have no values: {blame(error)}.",
             "--data.name of the samples that it reads; torch.where in place of .item(), nonzero() and if on "
             "a tensor; torch.library.register_fake for its own operators",
         ) from error
@@ -436,7 +436,7 @@ def _stand_in(model: ModelSection, data: DataSection) -> DataSection | None:
         preset = transformer.PRESETS.get(model.preset or next(iter(transformer.PRESETS)), {})
         sizes = {"vocab_size": 256, **preset, **model.args}
     elif model.name == "vit" and (model.preset or model.args):
-        sizes = {**vit.PRESETS.get(model.preset or "small", {}), **model.args}
+        sizes = {**vision.PRESETS.get(model.preset or "small", {}), **model.args}
     elif model.name.startswith(PREFIX):
         folder = resolve_folder(model.name, model.args, {})
         config, kind = folder.config, folder.cls.__name__
