@@ -16,7 +16,7 @@ from bench.peers import setup
 from bench.peers.roster import ROSTER
 from bench.train import SHORT as WORKS
 
-SHORT = ("train", "start", "restart", "save", "ray_tutorial")
+SHORT = ("train", "start", "restart", "save")
 MINUTES, LAST_BEGIN = 10, 9
 
 

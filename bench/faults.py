@@ -42,7 +42,7 @@ from bench.fault_runs import (
     verdict_of,
     wait_for,
 )
-from bench.ports import free_port
+from bench.processes import free_port
 from bench.tables import RESULTS, machine, write
 from fsdp.base import proc
 

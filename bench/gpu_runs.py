@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.ports import free_port
-from bench.processes import descendants
+from bench.processes import descendants, free_port
 
 ROOT = Path(__file__).parents[1]
 MODEL = (

@@ -1,12 +1,10 @@
-"""The planner's predictions beside real runs: tensor bytes, torch's tracker, published speeds.
+"""The planner's predictions beside real runs: tensor bytes, torch's tracker.
 
     python -m bench.plan               56 random runs on CPU (gloo, 1, 2 and 4 ranks)
     python -m bench.plan --short       6 of them; nothing is written
-    python -m bench.plan --published   the published rows alone; nothing is run
 
 A prediction is made before its run, from the flags alone. Measured tensor bytes cover every storage that a
-real step creates: the least of four steps, the most of all ranks. Results: bench/results/plan.md,
-plan_published.md.
+real step creates: the least of four steps, the most of all ranks. Results: bench/results/plan.md.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.plan_cases import Case, draw, draw_more
-from bench.plan_published import published_table
 from bench.plan_real import Ranks
 
 RESULTS = Path(__file__).parent / "results"
@@ -59,22 +56,18 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--short", action="store_true")
-    parser.add_argument("--published", action="store_true")
     parser.add_argument("--cases", type=int, default=48)
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args(argv)
-    if options.published:
-        lines, file = published_table(), "plan_published.md"
-    else:
-        cases = draw(random.Random(options.seed), 6 if options.short else options.cases)
-        if not options.short:
-            cases += draw_more(random.Random(options.seed + 1), options.cases // 6)
-        rows = list(run(cases))
-        lines, file = [*heading(), *table(rows)], "plan.md"
+    cases = draw(random.Random(options.seed), 6 if options.short else options.cases)
+    if not options.short:
+        cases += draw_more(random.Random(options.seed + 1), options.cases // 6)
+    rows = list(run(cases))
+    lines = [*heading(), *table(rows)]
     print("\n".join(lines))
     if not options.short:
-        (RESULTS / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return int(not options.published and any(row.says_fits_and_does_not for row in rows))
+        (RESULTS / "plan.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return int(any(row.says_fits_and_does_not for row in rows))
 
 
 def run(cases: Sequence[Case]) -> Iterator[Row]:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from fsdp.base.proc import PROC, children, kib_lines, stat
+import socket
+
+from fsdp.base.proc import PROC, children
+
+_RESERVED: list[socket.socket] = []
 
 
-def pss_bytes(pid: int) -> int:
-    """Resident memory of a process, shared pages divided by the number of processes that map them."""
-    return kib_lines(PROC / str(pid) / "smaps_rollup").get("Pss", 0)
+def free_port() -> int:
+    """Reserved until this process ends: bound without listening, so that the ranks' store can bind it too
+    (both set SO_REUSEADDR), while a process that requests any free port gets another.
+    """
+    keeper = socket.socket()
+    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    keeper.bind(("127.0.0.1", 0))
+    _RESERVED.append(keeper)
+    return int(keeper.getsockname()[1])
 
 
 def reset_peak_memory() -> None:
@@ -32,12 +42,6 @@ def processor_name() -> str:
 def pids() -> list[int]:
     """Of all processes that can be seen."""
     return [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()]
-
-
-def parents() -> dict[int, int]:
-    """Process id → its parent's, of all processes that can be seen."""
-    found = {pid: stat(pid) for pid in pids()}
-    return {pid: one.parent for pid, one in found.items() if one is not None}
 
 
 def descendants(pid: int) -> set[int]:

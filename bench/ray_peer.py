@@ -1,5 +1,5 @@
 """Training as in Ray's FSDP2 tutorial, on this project's data and model: the contender of
-bench/ray_tutorial.py.
+tests/ray/test_tutorial.py.
 
     python -m bench.ray_peer FOLDER --steps 60 --every 20
 

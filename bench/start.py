@@ -27,7 +27,7 @@ from bench import tables
 from bench.launched import STEP, alone, ours, surroundings, that_run
 from bench.peers import setup
 from bench.peers.roster import ROSTER, absent
-from bench.ports import free_port
+from bench.processes import free_port
 
 LABELS = {
     "bare": "bare fully_shard script", "ours": "shardrun, train.py",

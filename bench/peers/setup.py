@@ -44,11 +44,6 @@ PEERS = {
         ("deepspeed==0.19.8",), "import deepspeed",
         environment=(("DS_ACCELERATOR", "cpu"), ("DS_IGNORE_CUDA_DETECTION", "1"))
     ),
-    "datasets": Peer(("datasets==5.2.0",), "import datasets"),
-    "streaming": Peer(
-        ("mosaicml-streaming==0.13.0",),
-        "from fsdp.base.torch_private.core import prepare_torchvision as p; p(); import streaming",
-    ),
     "torchtitan": Peer(
         ("torchtitan==0.3.0",), "import torchtitan",
         why_not="it trains on CUDA devices only: the one attention that it has, FlexAttention, "

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from bench.peers import setup
 from bench.peers.roster import ROSTER
-from bench.ports import free_port
+from bench.processes import free_port
 
 HONEST = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """Has glibc return freed blocks, so that a process's size shows its use. Costs page faults."""
