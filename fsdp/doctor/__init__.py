@@ -8,6 +8,5 @@ Its modules:
 
     __main__   the command, and one rank's stages in order
     measure    device, ports, links, storage, NCCL's transport
-    nccl_log   that transport, read from NCCL's log
     findings   tables of checks on the measurements; the result as text
 """

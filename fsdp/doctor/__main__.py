@@ -42,7 +42,6 @@ from fsdp.dist.preflight import appears, facts_of
 from fsdp.dist.process_group import process_group, rendezvous_store
 from fsdp.doctor import measure
 from fsdp.doctor.findings import PRODUCT, NodeReports, can_form_group, judge, slow, text
-from fsdp.doctor.nccl_log import NOTHING
 from fsdp.rundir.paths import write_atomically
 
 NOT_FIT = LaunchError.exit_code
@@ -75,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _print_transport(files: Sequence[Path]) -> int:
     transport = measure.transport_of(files)
-    if transport["summary"] == NOTHING:
+    if not transport["verdicts"]:
         names = ", ".join(map(str, files))
         hint = "start the run with NCCL_DEBUG=INFO, and give the file of its output"
         raise ConfigError(f"{names} has no line of NCCL.", hint)
@@ -197,7 +196,7 @@ def _check_links(exam: RankExam) -> None:
     ):
         exam.publish(**measure.check_links(exam.env, exam.nodes, exam.stage))
         if log is not None:
-            exam.publish(transport=measure.transport_of(sorted(log.glob("*.log")), len(exam.nodes)))
+            exam.publish(transport=measure.transport_of(sorted(log.glob("*.log"))))
         exam.gather_reports("links")
 
 

@@ -169,29 +169,17 @@ class RateCheck(NamedTuple):
     of_node: bool
 
 
-PRODUCT = RateCheck(
-    "tflops",
-    "matrix product at {:.3g} TFLOP/s",
-    {"cuda": 0.85, "cpu": 0.6},
-    "check for another job on it, its clocks, its cooling",
-    True,
-    False,
-)
-"""GPUs of one kind differ by few per cent, processes that share a CPU by more."""
-STORAGE = {"cuda": 0.25, "cpu": 0.25}, "check its mount and its network to the storage", False, True
+NOT_FAST = "check its mount and its network to the storage"
 RATES = (
-    PRODUCT,
-    RateCheck(
-        "within_gb_s",
-        "{:.3g} GB/s within the node",
-        {"cuda": 0.5, "cpu": 0.5},
-        "NVLink or PCIe may be down: NCCL_DEBUG=INFO shows the path",
-        True,
-        True,
-    ),
-    RateCheck("write_mb_s", "writes {:.0f} MB/s", *STORAGE),
-    RateCheck("read_mb_s", "reads {:.0f} MB/s", *STORAGE),
-)
+    # GPUs of one kind differ by few per cent, processes that share a CPU by more
+    RateCheck("tflops", "matrix product at {:.3g} TFLOP/s", {"cuda": 0.85, "cpu": 0.6},
+              "check for another job on it, its clocks, its cooling", True, False),
+    RateCheck("within_gb_s", "{:.3g} GB/s within the node", {"cuda": 0.5, "cpu": 0.5},
+              "NVLink or PCIe may be down: NCCL_DEBUG=INFO shows the path", True, True),
+    RateCheck("write_mb_s", "writes {:.0f} MB/s", {"cuda": 0.25, "cpu": 0.25}, NOT_FAST, False, True),
+    RateCheck("read_mb_s", "reads {:.0f} MB/s", {"cuda": 0.25, "cpu": 0.25}, NOT_FAST, False, True),
+)  # fmt: skip
+PRODUCT = RATES[0]
 
 
 def slow(rate: RateCheck, reports: Mapping[int, RankReport]) -> dict[int, str]:
@@ -311,16 +299,7 @@ def _transport(reports: NodeReports) -> Iterator[Finding]:
                 yield reports.finding(what, hint, out=False, node=node)
 
 
-CHECKS: Sequence[Callable[[NodeReports], Iterator[Finding]]] = (
-    _missing,
-    _versions,
-    _unreachable,
-    _faults,
-    _rates,
-    _products,
-    _between,
-    _transport,
-)
+CHECKS = (_missing, _versions, _unreachable, _faults, _rates, _products, _between, _transport)
 
 
 # ---------------------------------------------------------------- as text

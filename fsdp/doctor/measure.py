@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +25,6 @@ from fsdp.base import devices, proc
 from fsdp.base.errors import ConfigError
 from fsdp.dist.env import DistEnv
 from fsdp.doctor.findings import link_rate
-from fsdp.doctor.nccl_log import Transport
 
 GIB = 2**30
 SECONDS = 0.4
@@ -39,7 +40,6 @@ MOST_PARTNERS = 32
 """Each node tries so many after it."""
 SMALL_COUNT, TIMES = 1024, 5
 BLOCK = 4 << 20
-INFINIBAND = Path("/sys/class/infiniband")
 
 
 def check_device(device: torch.device, name: str) -> dict[str, Any]:
@@ -226,17 +226,33 @@ def recorded_transport(on_cuda: bool) -> Iterator[Path | None]:
                 os.environ.pop(name, None)
 
 
-def transport_of(files: Sequence[Path], nodes: int = 0) -> Mapping[str, Any]:
-    """What NCCL's log says. `nodes` 0: several if the log has a connection between nodes; the devices of this
-    node's kernel are then not those of the log.
-    """
-    text = ""
+TRANSPORTS = (
+    # a line of the log, what it says, what to do where that is odd
+    (r"via NET/Socket", "NET/Socket between nodes, not InfiniBand",
+     "unset NCCL_IB_DISABLE and NCCL_NET; ibstat shows ports; a container needs --device=/dev/infiniband"),
+    (r"via NET/IB\w*/\d+(?!\S*GDRDMA)", "NET/IB between nodes without GPUDirect RDMA, by host memory",
+     "lsmod | grep nvidia_peermem on each node; PCIe ACS must be off"),
+    (r"via NET/IB\w*/\d+\S*/GDRDMA", "NET/IB with GPUDirect RDMA between nodes", ""),
+    (r"via SHM", "SHM within the node: its GPUs exchange through host memory",
+     "unset NCCL_P2P_DISABLE; nvidia-smi topo -m shows the links; PCIe ACS prevents P2P"),
+    (r"via P2P", "NVLink or PCIe within the node", ""),
+)  # fmt: skip
+NO_INFINIBAND = "NET/IB : No device found"
+
+
+def transport_of(files: Sequence[Path]) -> Mapping[str, Any]:
+    """What NCCL's log of NCCL_DEBUG=INFO says, in the formats of NCCL 2.18 to 2.28, from public logs."""
+    log = ""
     for file in files:
         try:
-            text += file.read_text(encoding="utf-8", errors="replace")
+            log += file.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             raise ConfigError(f"{file} cannot be read ({error.strerror}).", "--nccl-log FILE") from None
-    transport = Transport(text)
-    infiniband = sorted(path.name for path in INFINIBAND.iterdir()) if nodes and INFINIBAND.is_dir() else []
-    verdicts = transport.verdicts(nodes or 1 + transport.between_nodes, infiniband)
-    return {"summary": transport.summary, "verdicts": verdicts}
+    counts = Counter(re.findall(r"via ((?:NET/[A-Za-z]+|[A-Z0-9]+)(?:\S*GDRDMA)?)", log))
+    versions = re.findall(r"NCCL version [\d.]*\d", log)[:1]
+    verdicts = [
+        (what, hint * (NO_INFINIBAND not in log or "InfiniBand" not in what))
+        for line, what, hint in TRANSPORTS
+        if re.search(line, log)
+    ]
+    return {"summary": ", ".join([*versions, *(f"{p} {n}" for p, n in counts.items())]), "verdicts": verdicts}

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.conv import _ConvNd
 
 from fsdp.base.devices import without_owner
 from fsdp.base.errors import ConfigError, ShardrunError, first_line
@@ -405,11 +404,12 @@ def subject_of(model: ModelSection, data: DataSection) -> Subject:
 
 
 def _has_scratch(model: nn.Module) -> bool:
-    sizes = {nn.Module: 0, nn.RNNBase: 0, _ConvNd: 0}
+    convolutions = nn.Conv1d, nn.Conv2d, nn.Conv3d
+    sizes: dict[Any, int] = {nn.Module: 0, nn.RNNBase: 0, convolutions: 0}
     for module in model.modules():
         numel = sum(p.numel() for p in module.parameters(recurse=False))
         sizes |= {kind: size + numel for kind, size in sizes.items() if isinstance(module, kind)}
-    return sizes[nn.RNNBase] > 0 or sizes[_ConvNd] > SCRATCH_SHARE * sizes[nn.Module]
+    return sizes[nn.RNNBase] > 0 or sizes[convolutions] > SCRATCH_SHARE * sizes[nn.Module]
 
 
 def _dataset(model: ModelSection, data: DataSection) -> tuple[DataSet, str]:
