@@ -226,17 +226,17 @@ def recorded_transport(on_cuda: bool) -> Iterator[Path | None]:
                 os.environ.pop(name, None)
 
 
+SOCKET_HINT = "unset NCCL_IB_DISABLE and NCCL_NET; ibstat; containers need --device=/dev/infiniband"
+RDMA_HINT = "lsmod | grep nvidia_peermem on each node; PCIe ACS must be off"
+SHM_HINT = "unset NCCL_P2P_DISABLE; nvidia-smi topo -m shows the links; PCIe ACS prevents P2P"
 TRANSPORTS = (
     # a line of the log, what it says, what to do where that is odd
-    (r"via NET/Socket", "NET/Socket between nodes, not InfiniBand",
-     "unset NCCL_IB_DISABLE and NCCL_NET; ibstat shows ports; a container needs --device=/dev/infiniband"),
-    (r"via NET/IB\w*/\d+(?!\S*GDRDMA)", "NET/IB between nodes without GPUDirect RDMA, by host memory",
-     "lsmod | grep nvidia_peermem on each node; PCIe ACS must be off"),
+    (r"via NET/Socket", "NET/Socket between nodes, not InfiniBand", SOCKET_HINT),
+    (r"via NET/IB\w*/\d+(?!\S*GDRDMA)", "NET/IB without GPUDirect RDMA between nodes", RDMA_HINT),
     (r"via NET/IB\w*/\d+\S*/GDRDMA", "NET/IB with GPUDirect RDMA between nodes", ""),
-    (r"via SHM", "SHM within the node: its GPUs exchange through host memory",
-     "unset NCCL_P2P_DISABLE; nvidia-smi topo -m shows the links; PCIe ACS prevents P2P"),
+    (r"via SHM", "SHM within the node: its GPUs exchange through host memory", SHM_HINT),
     (r"via P2P", "NVLink or PCIe within the node", ""),
-)  # fmt: skip
+)
 NO_INFINIBAND = "NET/IB : No device found"
 
 

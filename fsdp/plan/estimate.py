@@ -186,11 +186,11 @@ def has_scratch(config: Config) -> bool:
 
 # ---------------------------------------------------------------- what is left out
 
-COUNTED = {
-    "memory.activation_checkpointing", "memory.activation_checkpointing_every", "memory.activation_budget",
-    "memory.loss_chunk", "memory.cpu_offload", "memory.nvme_dir", "speed.compile",
-    "speed.prefetch_forward", "speed.prefetch_backward", "comm.divide_by",
-}  # fmt: skip
+COUNTED = (
+    "memory.activation_checkpointing memory.activation_checkpointing_every memory.activation_budget "
+    "memory.loss_chunk memory.cpu_offload memory.nvme_dir speed.compile speed.prefetch_forward "
+    "speed.prefetch_backward comm.divide_by"
+)
 REASONS = {
     "memory.activation_offload": "its copies over the bus are counted as hidden",
     "memory.optimizer_offload": "states are counted on the device, and no copies over the bus",
@@ -210,7 +210,11 @@ def notes(config: Config) -> Iterator[str]:
     flat = configuration.flatten(config)
     for name, spec in configuration.FIELDS.items():
         section = name.partition(".")[0]
-        if section in ("memory", "speed", "comm") and name not in COUNTED and flat[name] != spec.default:
+        if (
+            section in ("memory", "speed", "comm")
+            and name not in COUNTED.split()
+            and flat[name] != spec.default
+        ):
             yield f"--{name} {flat[name]}: {REASONS.get(name, 'planned as if it were not given')}"
     if config.plan.gpu == "cpu":
         yield "what the process and its libraries take beside tensors: some 0.3 GiB and more"

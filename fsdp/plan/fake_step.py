@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp.base.devices import without_owner
-from fsdp.base.errors import ConfigError, ShardrunError, first_line
+from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.base.torch_private.core import READS_VALUES, fake_forward, init_fake_group
 from fsdp.base.torch_private.fsdp import chunks_by
 from fsdp.config import CommSection, Config, DataSection, ModelSection
@@ -308,22 +308,12 @@ def _fill(optimizer: torch.optim.Optimizer, config: Config) -> None:
             state = optimizer.state[parameter]
             state.update(state or new_state(parameter, optimizer.kind))
             optimizer._counts[parameter] = (state["step"], 0)
-    try:
-        optimizer.step()
-    except Exception as error:
-        if not is_custom(config.optim):
-            raise
-        raise ConfigError(
-            f"--optim.name {config.optim.name} cannot step on fake tensors, which a plan needs "
-            f"({type(error).__name__}: {first_line(error)}).",
-            "--optim.name adamw plans with two moments a parameter",
-        ) from error
+    optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
 def trace_step(ask: FakeRun) -> Trace:
     """Traces one step: some 25 ms a block and micro-batch."""
-    was_enabled = gc.isenabled()
     gc.disable()  # a tenth of the time: a trace makes many objects, and few cycles
     try:
         return _traced(ask)
@@ -331,7 +321,8 @@ def trace_step(ask: FakeRun) -> Trace:
         raise
     except Exception as error:
         model, loss = f"--model.name {ask.config.model.name}", ask.config.train.loss
-        if ":" not in model and not loss and not isinstance(error, READS_VALUES):
+        own = ":" in ask.config.model.name or loss or is_custom(ask.config.optim)
+        if not own and not isinstance(error, READS_VALUES):
             raise
         sample = subject_of(ask.config.model, ask.config.data).sample
         shapes = ", ".join(f"{name} {[ask.micro_batch, *shape]}" for name, (shape, _) in sample.items())
@@ -339,11 +330,10 @@ def trace_step(ask: FakeRun) -> Trace:
             f"{model}{f' with --train.loss {loss}' if loss else ''} cannot make a step on fake tensors of "
             f"{shapes}, which have no values: {blame(error)}.",
             "--data.name of the samples that it reads; torch.where in place of .item(), nonzero() and if on "
-            "a tensor; torch.library.register_fake for its own operators",
+            "a tensor; torch.library.register_fake for its own operators; --optim.name adamw",
         ) from error
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.enable()
 
 
 def _traced(ask: FakeRun) -> Trace:
