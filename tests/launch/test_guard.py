@@ -84,28 +84,21 @@ def test_what_is_no_exception_fails_the_rank_too(
     assert "[rank 0] failed on cpu:\nTraceback" in capsys.readouterr().err
 
 
-def test_a_marker_is_read_by_its_own_start_alone(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    Marker(run, "job 7, try 1").write(Failure(Kind.ERROR, 6, "3 GiB stood"), rank=1)
-    assert Marker(run, "job 7, try 1").read() == Failure(Kind.ERROR, 6, "3 GiB stood")
-    assert Marker(run, "job 7, try 2").read() is None
-
-
-@pytest.mark.parametrize(
-    "failure", [Failure(Kind.REFUSED, 4, "held"), Failure(Kind.ERROR, 1, "peer", echo=True)]
-)
-def test_a_refused_start_and_an_echo_leave_none(tmp_path: Path, failure: Failure) -> None:
-    Marker(RunDir(tmp_path), "1").write(failure, rank=0)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_mistake_found_before_the_lock_is_asked_is_not_written(tmp_path: Path) -> None:
-    """Under a torchrun by hand nobody asks before the ranks do: the directory may be another job's."""
+def test_a_marker_is_read_by_its_own_start_alone_and_not_every_failure_leaves_one(tmp_path: Path) -> None:
+    """Under a torchrun by hand nobody asks for the lock before the ranks do: the directory may be another
+    job's.
+    """
     config = load(["--run.dir", str(tmp_path)])
-    marker = marker_of(config, {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": "a"})
-    assert marker is not None
-    marker.write(Failure(Kind.FINAL, 2, "a wrong mesh"), rank=0)
+    by_hand = marker_of(config, {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": "a"})
+    assert by_hand is not None
+    by_hand.write(Failure(Kind.FINAL, 2, "a wrong mesh"), rank=0)
+    first = Marker(RunDir(tmp_path), "job 7, try 1")
+    first.write(Failure(Kind.REFUSED, 4, "held"), rank=0)
+    first.write(Failure(Kind.ERROR, 1, "peer", echo=True), rank=0)
     assert list(tmp_path.iterdir()) == []
+    first.write(Failure(Kind.ERROR, 6, "3 GiB stood"), rank=1)
+    assert first.read() == Failure(Kind.ERROR, 6, "3 GiB stood")
+    assert Marker(RunDir(tmp_path), "job 7, try 2").read() is None
     assert marker_of(config, {}) is None
 
 

@@ -88,20 +88,17 @@ def test_a_trainer_of_ones_own_trains_and_continues_in_its_storage(tmp_path: Pat
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_run_directory_outside_ray_s_storage_keeps_its_checkpoints(tmp_path: Path, joined: Cluster) -> None:
-    flags = ("--checkpoint.every_steps", "1", "--run.dir", str(tmp_path / "run"), "--train.steps", "3")
-    assert trained(joined, tmp_path, str(tmp_path / "storage"), *FLAGS, *flags)[0] == []
-    assert Run(tmp_path / "run").steps == [1, 2, 3]
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_loop_of_ones_own_reports_to_ray(tmp_path: Path, joined: Cluster) -> None:
+def test_a_loop_of_ones_own_reports_to_ray_and_keeps_a_run_directory_outside_its_storage(
+    tmp_path: Path, joined: Cluster
+) -> None:
     storage = str(tmp_path / "storage")
     checkpoints, metrics = trained(joined, tmp_path, storage, "--train.steps", "6", loop="own")
     assert checkpoints == [f"{storage}/mine/checkpoints/step-00000006"]
     assert metrics["step"] == 6
     assert {"loss", "grad_norm"} <= metrics.keys()
+    flags = ("--checkpoint.every_steps", "1", "--run.dir", str(tmp_path / "run"), "--train.steps", "3")
+    assert trained(joined, tmp_path, storage, *FLAGS, *flags)[0] == []
+    assert Run(tmp_path / "run").steps == [1, 2, 3]
 
 
 @pytest.mark.long
