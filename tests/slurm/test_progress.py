@@ -72,13 +72,6 @@ def test_a_run_that_has_saved_is_requeued_where_its_directory_cannot_be_read(
     assert f"{run.path} cannot be read or written: [Errno 5]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("reason", policy.SCHEDULERS_REASONS)
-def test_stopped_by_the_scheduler_goes_on_later(run: RunDir, reason: str) -> None:
-    reach(run, 10)
-    stopped(run, 10, reason)
-    assert judge(run).act is Act.REQUEUE
-
-
 def test_an_error_that_would_come_again_is_final_with_its_own_code(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,13 +98,6 @@ def test_a_refused_start_is_refused_whatever_the_other_job_has_left(run: RunDir)
         leave()
         decision = slurm_job.judge(run, job="7", restart=0, code=4, allocation=Allocation(requeue=True))
         assert (decision.act, decision.code) == (Act.END, 4)
-
-
-def test_what_an_earlier_start_left_counts_for_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    reach(run, 3)
-    fail(run, monkeypatch, Kind.FINAL, 5)
-    monkeypatch.setenv(TOKEN, "7-0-1")
-    assert judge(run).act is Act.AGAIN
 
 
 def test_nothing_is_written_where_another_job_holds_the_directory(

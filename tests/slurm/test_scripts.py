@@ -70,9 +70,6 @@ def test_a_copied_job_script_names_what_it_misses(tmp_path: Path) -> None:
 )
 def test_a_word_in_front_is_a_strategy_or_a_recipe(words: str, expected: str) -> None:
     assert slurm_job.flags_of(words.split()) == expected.split()
-
-
-def test_another_word_in_front_is_refused_with_the_names() -> None:
     with pytest.raises(
         ConfigError, match=r"dpp is not a strategy \(ddp, fsdp, hsdp\) or a recipe .*llama-8b"
     ):
