@@ -242,8 +242,9 @@ def ranks_and_gpus(environ: Mapping[str, str], on_cpu: bool) -> tuple[int, int]:
     if not asked.isdecimal() or not (ranks := int(asked)):
         raise ConfigError(f"NPROC_PER_NODE={asked} is not a number of ranks.", "NPROC_PER_NODE=8 sbatch …")
     if most and fewest < ranks:
+        nodes = environ.get("SLURM_JOB_NUM_NODES", 1)
         raise ConfigError(
-            f"{ranks} ranks a node need {ranks} GPUs a node, but {few} has {fewest}.",
+            f"{nodes} nodes × {ranks} ranks need {ranks} GPUs a node, but {few} has {fewest}.",
             f"NPROC_PER_NODE={fewest or 1} sbatch …, or --gpus-per-node={ranks}",
         )
     idle = 0 if most or on_cpu else max((count for _, count in gpus_of(node)), default=0)
