@@ -18,7 +18,7 @@ no device (fsdp/config/checks_memory.py).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -42,7 +42,6 @@ from fsdp.base.torch_private.fsdp import (
 from fsdp.config import MemorySection
 from fsdp.dist.collectives import all_gather_objects, cut_of, local_tensor, shard_count
 from fsdp.models.hf_settings import IGNORED
-from fsdp.models.init import Constant, Init
 from fsdp.models.units import clean_name, kept_tensors
 from fsdp.parallel.compute import refused_attention
 
@@ -93,15 +92,18 @@ def _rare(dtype: torch.dtype) -> int:
 
 
 @torch.no_grad()
-def check_initialised(
-    root: nn.Module, *, drawn: Mapping[str, Init], loaded: Collection[str] = frozenset()
-) -> None:
-    """Stops the run by name for a value left uninitialised, a buffer nobody filled, equal shards, or
-    replicas that differ. `loaded` are the tensors that were read from weights, which may have NaN.
+def check_initialised(root: nn.Module, *, loaded: Collection[str] = frozenset()) -> None:
+    """Stops the run by name for a value left uninitialised, a buffer nobody filled, or replicas that differ.
+    `loaded` are the tensors that were read from weights, which may have NaN. Collective.
     """
     _refuse_unfilled([*_unfilled(root, known=(), loaded=loaded)], loaded)
-    if faults := _unequal_faults(root, drawn):
-        raise TrainingError(f"{faults[0]}{_more(faults)}.", FILL)
+    tables = _digests(root)
+    for row, (name, tensor) in enumerate([*root.named_parameters(), *root.named_buffers()]):
+        digests, count = [tuple(table[row].tolist()) for table in tables], shard_count(tensor)
+        for rank in range(count, len(digests)):
+            if digests[rank] != digests[rank % count]:
+                fault = f"{name} differs between ranks {rank % count} and {rank}, which hold the same shard"
+                raise TrainingError(f"{fault}.", FILL)
 
 
 def check_unsaved(root: nn.Module) -> None:
@@ -114,18 +116,12 @@ def _refuse_unfilled(findings: list[str], loaded: Collection[str] = frozenset())
     everyones = list(enumerate(all_gather_objects(findings)))
     faults = [(rank, text) for rank, texts in everyones for text in texts]
     if faults:
-        hint = (
-            "give weights without NaN, and with everything that the model does not fill" if loaded else FILL
-        )
-        rank, text = faults[0]
-        raise TrainingError(f"rank {rank}: {text}{_more(faults)}.", hint, ranks=(rank,))
+        complete = "give weights without NaN, and with everything that the model does not fill"
+        (rank, text), more = faults[0], f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise TrainingError(f"rank {rank}: {text}{more}.", complete if loaded else FILL, ranks=(rank,))
 
 
 FILL = "the model's initialisation must fill every parameter and buffer on each rank"
-
-
-def _more(faults: list[Any]) -> str:
-    return f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
 
 
 def _unfilled(root: nn.Module, known: Container[str], loaded: Container[str] = frozenset()) -> Iterator[str]:
@@ -153,46 +149,15 @@ def _is_poisoned(part: Tensor) -> bool:
 
 
 def _digests(root: nn.Module) -> list[Tensor]:
-    """Every rank's table, with a row for each tensor: numel, plain sum, weighted sum, constant."""
+    """Every rank's table, with a row for each tensor: numel, plain sum, weighted sum."""
     rows = []
     for tensor in [*root.parameters(), *root.buffers()]:
         d = digest_shard(local_tensor(tensor))
-        rows.append([d.numel, as_int64(d.plain), as_int64(d.weighted), int(d.constant)])
-    table = torch.tensor(rows, dtype=torch.int64).view(-1, 4)
+        rows.append([d.numel, as_int64(d.plain), as_int64(d.weighted)])
+    table = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
     tables = [torch.empty_like(table) for _ in range(dist.get_world_size())]
     dist.all_gather(tables, table)
     return tables
-
-
-def _unequal_faults(root: nn.Module, drawn: Mapping[str, Init]) -> list[str]:
-    """Compares every rank's digests. Equal shards are an error where values are random; elsewhere they
-    may be intended.
-    """
-    tables = _digests(root)
-    faults: list[str] = []
-    equal: dict[str, str] = {}
-    for row, (name, tensor) in enumerate([*root.named_parameters(), *root.named_buffers()]):
-        count = shard_count(tensor)
-        digests = [tuple(table[row].tolist()) for table in tables]
-        differing = (rank for rank in range(count, len(digests)) if digests[rank] != digests[rank % count])
-        if (rank := next(differing, None)) is not None:
-            faults.append(
-                f"{name} differs between ranks {rank % count} and {rank}, which hold the same shard"
-            )
-        # Non-empty shards that are not one value throughout
-        varied = [rank for rank in range(count) if digests[rank][0] and not digests[rank][3]]
-        if len(varied) > 1:
-            pairs = ((a, b) for b in varied for a in varied if a < b and digests[a] == digests[b])
-            pair = next(pairs, None)
-            equal[name] = (
-                f"{name} is the same on ranks {pair[0]} and {pair[1]}, which hold different shards"
-                if pair
-                else ""
-            )
-    at_random = {n for n in equal if n in drawn and not isinstance(drawn[n], Constant)}
-    # One parameter may have equal shards on purpose, but never all of them.
-    suspects = at_random or (set(equal) if all(equal.values()) else set())
-    return faults + [text for name, text in equal.items() if text and name in suspects]
 
 
 def state_digest(root: nn.Module) -> dict[str, int]:
@@ -203,7 +168,7 @@ def state_digest(root: nn.Module) -> dict[str, int]:
         count = shard_count(tensor)
         parts = []
         for index in range(count):
-            _, plain, weighted, _ = (int(v) for v in tables[index][row])
+            _, plain, weighted = (int(v) for v in tables[index][row])
             parts.append(weighted + 2 * cut_of(tensor.shape, index, count).start * plain)
         whole[name] = combine(parts)
     return whole

@@ -92,11 +92,7 @@ def materialize(
     else:
         _send_all(sharded, lambda: _source(spec, inits, seed, weights, root), added, rank)
     from_file = weights is not None or pretrained is not None
-    check_initialised(
-        root,
-        drawn={**({} if weights is not None else inits), **added},
-        loaded=root.state_dict().keys() - added.keys() if from_file else frozenset(),
-    )
+    check_initialised(root, loaded=root.state_dict().keys() - added.keys() if from_file else frozenset())
 
 
 def _in_checkpoint(root: nn.Module) -> bool:
@@ -215,43 +211,32 @@ def _check_state_fits(state: Mapping[str, Tensor], names: Mapping[str, list[str]
         filled |= {name for name, _ in root.named_buffers()}
     needed = [name for name in persistent(root) if name not in filled]
     missing = [name for name in needed if not any(known in state for known in names[name])]
-    if missing:
-        raise ConfigError(
-            f"--model.weights has no {missing[0]} ({len(missing)} of {len(needed)} are missing).",
-            "its names must be the model's own: python -m fsdp.checkpoint RUN export writes such a file",
-        )
     known_names = {known for some in names.values() for known in some}
-    over = [name for name in state if name not in known_names]
-    if over:
-        raise ConfigError(
-            f"--model.weights has {over[0]}, which the model has not ({len(over)} of {len(state)} are left "
-            "over).",
-            SAME_SIZES,
-        )
-    for name, some in names.items():
+    left_over = [name for name in state if name not in known_names]
+    fault = ""
+    if missing or left_over:
+        fault = f"has no {missing[0]}" if missing else f"has {left_over[0]}, which the model has not"
+        fault += f" ({len(missing or left_over)} in all)"
+    for name, some in names.items() if not fault else ():
         held, target = [known for known in some if known in state], tensors[name]
         for known in held:
             stored = state[known]
             if stored.shape != target.shape:
-                raise ConfigError(
-                    f"--model.weights has {known} as {tuple(stored.shape)}, the model as "
-                    f"{tuple(target.shape)}.",
-                    SAME_SIZES,
+                fault = f"has {known} as {tuple(stored.shape)}, the model as {tuple(target.shape)}"
+            elif target.is_floating_point() and not stored.is_floating_point():
+                fault = (
+                    f"has {known} as {stored.dtype}, such as quantized weights, the model as {target.dtype}"
                 )
-            if target.is_floating_point() and not stored.is_floating_point():
-                raise ConfigError(
-                    f"--model.weights has {known} as {stored.dtype}, such as quantized weights: the model's "
-                    "are floating-point numbers.",
-                    "give the weights before quantization",
-                )
-            if known != held[0] and not same_values(state[held[0]], stored):
-                raise ConfigError(
-                    f"--model.weights: {held[0]} and {known} differ, and the model has them as one tensor.",
-                    f"a model that does not tie them, or a file without {known}",
-                )
+            elif known != held[0] and not same_values(state[held[0]], stored):
+                fault = f"has different {held[0]} and {known}, and the model has them as one tensor"
+    if fault:
+        raise ConfigError(f"--model.weights {fault}.", SAME_MODEL)
 
 
-SAME_SIZES = "give --model.preset and --model.args as the weights were trained with"
+SAME_MODEL = (
+    "unquantized weights under the model's own names: python -m fsdp.checkpoint RUN export writes "
+    "such a file; with --model.preset and --model.args as they were trained with"
+)
 
 
 def build_on_host(spec: ModelSpec, seed: int) -> nn.Module:

@@ -313,18 +313,8 @@ def _kept(tensor: torch.Tensor, master: torch.dtype) -> torch.dtype:
     return torch.float32 if buffer and master == torch.bfloat16 else master
 
 
-def _check_scripted(root: nn.Module) -> None:
-    for name, module in root.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
-            raise ConfigError(
-                f"{name or 'the model'} is a ScriptModule, whose parameters FSDP cannot replace.",
-                "leave out torch.jit.script (--speed.compile true compiles units), or --mesh.strategy ddp",
-            )
-
-
 def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: MemorySection) -> None:
     dtypes = sharded.dtypes
-    _check_scripted(sharded.root)
     # Beside bf16 masters, buffers and inputs are fp32: FSDP casts the inputs.
     plain = dtypes.param == dtypes.master != torch.bfloat16
     mixed = MixedPrecisionPolicy(

@@ -137,26 +137,6 @@ def test_a_module_shared_by_two_blocks_keeps_both_out() -> None:
 # ---------------------------------------------------------------- class, size, root
 
 
-@pytest.mark.parametrize("least", [1, 20, 300, 1000, 2500, 5000, 10**9])
-@pytest.mark.parametrize(
-    "make", [small, lambda: nn.Transformer(8, 2, 2, 2, 8, batch_first=True)], ids=["ours", "mha"]
-)
-def test_by_size_is_what_the_first_fsdp_did(least: int, make: Callable[[], nn.Module]) -> None:
-    from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
-
-    theirs: list[str] = []
-    model = make()
-    known = {module: name for name, module in model.named_modules()}
-
-    def note(module: nn.Module, **_: Any) -> nn.Module:
-        theirs.append(known[module])
-        return module
-
-    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=least)
-    _recursive_wrap(model, policy, note, set(), set())  # type: ignore[arg-type]
-    assert sorted(flat(model, f"size:{least}")) == sorted(name for name in theirs if name)
-
-
 # ---------------------------------------------------------------- what a person gets wrong
 
 

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from fsdp.base.torch_private.core import prepare_torchvision
-from fsdp.dist.env import from_environment
 from fsdp.models.hf_settings import select_experts_kernel
-from fsdp.predict.trained import open_run
 from tests.models import foreign
 from tests.models.foreign import plain, words_of
 from tests.support.marks import quick_are
@@ -67,12 +65,3 @@ def test_odd_widths_train_in_lower_precision_as_a_plain_loop_in_float64(
     words = words_of(model).replace("--precision.master fp64", f"--precision.param {dtype}")
     found = run(ranks, tmp_path, words).parameters
     assert relative_difference(found, plain(model, ranks, 1)[0]) < LOW[dtype]
-
-
-@pytest.mark.slow
-def test_a_prediction_selects_the_loop_too(tmp_path: Path) -> None:
-    run(1, tmp_path, words_of("odd_moe"), "--train.steps 1")
-    trusted = ("tests.models.foreign:build", "tests.models.small_hf:texts")
-    for flags in ([], ["--precision.master", "fp32"]):
-        with open_run(tmp_path, from_environment({}), flags, trusted) as opened:
-            assert opened.logits(torch.arange(12).view(2, 6)).isfinite().all()

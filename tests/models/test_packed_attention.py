@@ -61,17 +61,6 @@ def test_packed_documents_are_as_alone() -> None:
     assert all(torch.allclose(one, other, rtol=0, atol=1e-12) for one, other in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_document_has_the_same_bits_beside_another(dtype: torch.dtype) -> None:
-    model, (tokens, positions) = transformer().to(dtype), rows()
-    other = tokens.clone()
-    other[0, :4] = (tokens[0, :4] + 1) % VOCABULARY
-    one, two = model(tokens, positions), model(other, positions)
-    assert torch.equal(one[0, 4:], two[0, 4:])
-    assert torch.equal(one[1:], two[1:])
-    assert not torch.equal(one[0, :4], two[0, :4])
-
-
 # ---------------------------------------------------------------- varlen
 
 

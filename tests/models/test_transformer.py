@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.core import prepare_torchvision
@@ -19,8 +18,6 @@ from fsdp.config import ModelSection
 from fsdp.dist.env import DistEnv
 from fsdp.models import build_real, resolve
 from fsdp.models.transformer import (
-    Attention,
-    FeedForward,
     Rotary,
     Transformer,
     TransformerSizes,
@@ -39,21 +36,6 @@ def tokens(length: int = 16, batch: int = 2) -> Tensor:
     return torch.randint(0, 50, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-def loss_of(model: nn.Module, data: Tensor) -> Tensor:
-    return F.cross_entropy(model(data[:, :-1]).flatten(0, 1), data[:, 1:].flatten())
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, {"kv_heads": 2}, {"tied": True}, {"dropout": 0.1}, {"heads": 1}, {"layers": 1}]
-)
-def test_runs_alone_forward_and_backward(changes: dict[str, Any]) -> None:
-    model = small(**changes)
-    loss = loss_of(model, tokens())
-    loss.backward()
-    assert abs(loss.item() - math.log(50)) < 0.3  # small initial weights: all tokens about equally likely
-    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
-
-
 def rotate_by_hand(x: Tensor, theta: float) -> Tensor:
     """Pair (i, i + d/2) at position p turns by p·theta^(-2i/d), as a complex number."""
     out = x.clone()
@@ -65,13 +47,6 @@ def rotate_by_hand(x: Tensor, theta: float) -> Tensor:
             turned = pair * complex(math.cos(angle), math.sin(angle))
             out[..., position, i], out[..., position, i + d // 2] = turned.real, turned.imag
     return out
-
-
-def test_rotary_is_a_rotation_written_out() -> None:
-    model = small(rope_theta=100.0)
-    x = torch.randn(2, 4, 20, 8, dtype=torch.float64)
-    turned = Rotary(model.rotary_cos[:20], model.rotary_sin[:20]).turn(x)
-    torch.testing.assert_close(turned, rotate_by_hand(x, 100.0), rtol=0, atol=1e-6)
 
 
 def test_rotary_tables_keep_float32_under_bf16() -> None:
@@ -109,34 +84,6 @@ def test_mixed_precision_of_fsdp_leaves_the_tables_alone() -> None:
     [(dtype, error)] = run_world(1, sharded_bf16)
     assert dtype == "torch.float32"
     assert error < 0.03
-
-
-def test_grouped_queries_equal_attention_with_repeated_heads() -> None:
-    sizes: dict[str, Any] = {"vocab_size": 50, "width": 32, "heads": 4, "max_seq_len": 64}
-    grouped, full = Attention(TransformerSizes(**sizes, kv_heads=2)), Attention(TransformerSizes(**sizes))
-    state = grouped.state_dict()
-    for name in ("k.weight", "v.weight"):
-        state[name] = state[name].view(2, 8, 32).repeat_interleave(2, dim=0).reshape(32, 32)
-    full.load_state_dict(state)
-    model, x = small(), torch.randn(2, 16, 32)
-    rotary = Rotary(model.rotary_cos[:16], model.rotary_sin[:16])
-    torch.testing.assert_close(grouped(x, rotary), full(x, rotary), rtol=1e-5, atol=1e-6)
-
-
-def test_attention_and_feed_forward_are_their_formulas() -> None:
-    sizes = TransformerSizes(vocab_size=50, width=32, heads=4, max_seq_len=64)
-    attention, model, x = Attention(sizes).double(), small(), torch.randn(1, 16, 32, dtype=torch.float64)
-    heads = [part(x).view(1, 16, 4, 8).transpose(1, 2) for part in (attention.q, attention.k, attention.v)]
-    q, k = (rotate_by_hand(part, 10_000.0) for part in heads[:2])
-    scores = (q @ k.transpose(-1, -2) / math.sqrt(8)).masked_fill(
-        torch.ones(16, 16).triu(1).bool(), -math.inf
-    )
-    expected = attention.o((scores.softmax(-1) @ heads[2]).transpose(1, 2).reshape(1, 16, 32))
-    actual = attention(x, Rotary(model.rotary_cos[:16], model.rotary_sin[:16]))
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
-    ffn = FeedForward(sizes).double()
-    gate = ffn.gate(x)
-    torch.testing.assert_close(ffn(x), ffn.down(gate / (1 + torch.exp(-gate)) * ffn.up(x)))
 
 
 @pytest.mark.parametrize(

@@ -139,8 +139,6 @@ REFUSED = {
     "Detached": "the loss does not depend on a trained parameter",
     "Uneven --train.loss {HERE}:centres": "centres has a parameter of its own, centres",
     "Words --model.args.sparse true --data.name {HERE}:sentences": "Words: words has sparse gradients",
-    "Complex": "parameter phase is torch.complex64, which FSDP does not reduce",
-    "Quantized": "parameter packed is of type Packed",
     "GradientHook": "parameter blocks.0.up.weight has a gradient hook",
     "InStages": "requires_grad_(True) was called on blocks.1.norm.weight after the start",
     "Remembers": "decayed keeps parameters as they were before sharding",
@@ -160,7 +158,6 @@ def test_a_model_is_refused_in_a_line(words: str, tmp_path: Path) -> None:
 OTHERS = {
     f"--data.name {HERE}:float_targets": "a target is torch.float32, not the index of a class",
     f"--data.name {HERE}:many_classes": "beyond 0 to 4. HINT: whole targets from 0",
-    f"--comm.reduce_scatter {HERE}:without_default": "missing a required argument: 'async_op'. HINT: ",
 }
 
 

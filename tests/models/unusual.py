@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -84,12 +83,6 @@ class Remembers(Uneven):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.decayed[1].sum()
-
-
-class Complex(Uneven):
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = nn.Parameter(torch.ones(13, dtype=torch.complex64))
 
 
 class Follows(Uneven):
@@ -312,29 +305,6 @@ class Lazy(Uneven):
         self.stem = nn.LazyLinear(13)
 
 
-class Packed(Tensor):
-    """A weight as a library of quantized tensors has it: operations of its own, no other."""
-
-    @staticmethod
-    def __new__(cls: type[Packed], values: Tensor) -> Packed:
-        made: Packed = Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
-        return made
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        raise NotImplementedError(f"{func} is not supported")
-
-
-class Quantized(Uneven):
-    def __init__(self) -> None:
-        super().__init__()
-        self.packed = nn.Parameter(Packed(torch.zeros(13, 4)), requires_grad=False)
-
-
 class Counts(Block):
     """A block that counts its calls in a buffer."""
 
@@ -407,10 +377,6 @@ def many_classes() -> ManyClasses:
 
 def sentences() -> Sentences:
     return Sentences(50)
-
-
-def without_default(output: Tensor, input: Tensor, group: Any, op: Any, async_op: bool) -> Any:
-    return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
 
 
 class Dropping(Uneven):

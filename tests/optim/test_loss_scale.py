@@ -14,7 +14,7 @@ from torch import nn
 from fsdp import config as configuration
 from fsdp.dist.env import DistEnv
 from fsdp.optim import gradients as loss_scale
-from fsdp.optim.gradients import GROWS_AFTER, LossScaler
+from fsdp.optim.gradients import LossScaler
 from fsdp.optim.state import TrainState
 from fsdp.run.loop import train
 from tests.support.runs import flags
@@ -29,27 +29,6 @@ FP16 = (
 def state(scale: float, good_steps: int = 0) -> TrainState:
     model = nn.Linear(1, 1)
     return TrainState(model, torch.optim.SGD(model.parameters()), loss_scale=scale, good_steps=good_steps)
-
-
-def test_it_doubles_after_good_steps_and_resets_the_count() -> None:
-    scaled = state(8.0)
-    one = LossScaler(scaled)
-    seen = []
-    for _ in range(3 * GROWS_AFTER):
-        one.good()
-        seen.append(one.scale)
-    assert seen.count(8.0) == GROWS_AFTER - 1
-    assert [seen.count(scale) for scale in (16.0, 32.0, 64.0)] == [GROWS_AFTER, GROWS_AFTER, 1]
-    assert scaled.good_steps == 0
-
-
-def test_an_overflow_halves_it_and_resets_the_count() -> None:
-    scaled = state(8.0, good_steps=GROWS_AFTER - 1)
-    one = LossScaler(scaled)
-    assert one.overflow()
-    assert (one.scale, scaled.good_steps) == (4.0, 0)
-    one.good()
-    assert one.scale == 4.0, "one good step after an overflow is not enough to grow"
 
 
 def scales_of_steps(env: DistEnv, words: list[str]) -> list[float]:

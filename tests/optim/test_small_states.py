@@ -4,7 +4,6 @@ of ranks.
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -46,20 +45,6 @@ def test_rounding_at_random_is_right_on_average() -> None:
     rounded = round_at_random(value, noise_at(0, value, 7)).float()
     assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
     assert float(rounded.mean()) == pytest.approx(1.0 + 1 / 1024, abs=1e-4)
-
-
-@pytest.mark.needs("torchao")
-def test_the_table_is_the_one_that_torchao_has() -> None:
-    theirs: Any = importlib.import_module("torchao.optim.quant_utils")
-    for signed in (True, False):
-        table = Table.on(torch.device("cpu"), signed=signed)
-        assert torch.equal(table.values, torch.tensor(theirs.create_dynamic_map(signed)))
-        moment = torch.randn(3, 512) if signed else torch.rand(3, 512)
-        scaled, scale = theirs.scale_tensor(moment, bits.BLOCK)
-        found, ours = encode(moment, table)
-        assert torch.equal(ours.flatten(), scale)
-        # ties and last bits
-        assert (found != theirs.quantize_8bit_with_qmap(scaled, table.values)).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("signed", [True, False])

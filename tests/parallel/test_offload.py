@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from pathlib import Path
 from typing import Any
@@ -94,30 +93,3 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         self._said.append(f"{self.name} waits for all of {other.name}")
-
-
-def test_stream_dependencies_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each copy is waited for by itself: not the copies of the next unit, which lie behind it."""
-    model, carrier = made(MemorySection(activation_offload=True, activation_checkpointing="full"))
-    said: list[str] = []
-    main, out, back = (Stream(name, said) for name in ("main", "out", "back"))
-    empty_like = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda t, pin_memory=False, **more: empty_like(t, **more))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(carrier, "streams", lambda: (out, back))
-    loss = model(torch.randn(6, 12)).square().sum()
-    copied = [
-        "out waits for all of main",
-        "out records out1",
-        "out waits for all of main",
-        "out records out2",
-    ]
-    assert said == [*copied, "main waits for out1"]
-    said.clear()
-    loss.backward()
-    second, first = (
-        ["back records back1", "main waits for back1"],
-        ["back waits for out1", "back records back2"],
-    )
-    assert said == [*second, *first, "main waits for back2"]

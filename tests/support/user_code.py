@@ -180,10 +180,10 @@ class OwnLoss(Uneven):
 
 
 class Grouped(Uneven):
-    """Units as data: two blocks gathered together, by name and by module."""
+    """Units as data: two blocks gathered together."""
 
     def units(self) -> list[object]:
-        return [["blocks.0", self.blocks[1]], "blocks.2"]
+        return [[self.blocks[0], self.blocks[1]], self.blocks[2]]
 
 
 # ---------------------------------------------------------------- models with something wrong or unusual
