@@ -74,7 +74,7 @@ def materialize(
     device = rest_device or sharded.device
     to_empty(root, device, None if nvme_files is None else functools.partial(nvme_files.empty, device=device))
     if nvme_files is not None:
-        nvme_files.settle()
+        nvme_files.settle_weights()
     poison(root)
     if rest_device is not None:
         _buffers_to(root, sharded.device)

@@ -12,7 +12,6 @@ Not here: gathered parameters, activations, and gradients before their reduction
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import mmap
@@ -34,17 +33,9 @@ from fsdp.base.text import byte_size
 from fsdp.base.torch_private.core import like_shard
 from fsdp.base.torch_private.fsdp import move_padded_shard, padded_shard, parameter_groups
 from fsdp.config import MemorySection, OptimSection
-from fsdp.config.sections import MOMENTS
 from fsdp.dist import collectives
 from fsdp.dist.collectives import local_tensor, rows_of, shard_count, tensors_in
-from fsdp.parallel.offload import (
-    cut_into_parts,
-    moments_of,
-    parts_of,
-    preallocated_states,
-    step_some,
-    trained_parameters,
-)
+from fsdp.parallel.offload import PartedStates, cut_into_parts
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +138,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 FRAME = 16384  # more than head, tail and alignment of a tensor in a checkpoint's file
 
 
-class NvmeFiles:
+class NvmeFiles(PartedStates):
     """One rank's files. The constructor is collective: all ranks have room, or all raise."""
 
     def __init__(
@@ -160,11 +151,9 @@ class NvmeFiles:
         state_dtype: torch.dtype,
     ) -> None:
         """The model may be on meta."""
+        super().__init__(optim, state_dtype)
         free_at_once()
         self._root, self._units, self._everything = root, units, memory.nvme == "all"
-        self._dtype = torch.bfloat16 if optim.state == "bf16" else state_dtype
-        self._moments = MOMENTS[optim.name] if optim.name != "sgd" or optim.momentum else ()
-        self._slots: dict[tuple[nn.Parameter, str], Tensor] = {}
         sizes = self._sizes(root)
         files = reserve(Path(memory.nvme_dir), sizes)
         self._files: dict[str, MappedFile] = dict(zip(sizes, files, strict=True))
@@ -198,7 +187,7 @@ class NvmeFiles:
         room = self._files["parameters"].take(_padded(tensor).shape, tensor.dtype)
         return like_shard(tensor, room[: _local(tensor).shape[0]])
 
-    def settle(self) -> None:
+    def settle_weights(self) -> None:
         """After the weights are allocated: a shard that FSDP has padded in memory moves to a file again."""
         for group in parameter_groups(self._root) if self._everything else ():
             for parameter in group.fsdp_params:
@@ -227,57 +216,30 @@ class NvmeFiles:
     def _keep_gradient(self, parameter: nn.Parameter) -> None:
         assert isinstance(parameter.grad, DTensor)
         local = _local(parameter.grad)
-        room = self._slot(parameter, "grad", local.dtype, "gradients")
-        if local.numel() and local.data_ptr() != room.data_ptr():
-            room.copy_(local)
-            parameter.grad = like_shard(parameter.grad, room)
+        room = self.room(parameter, "grad", local.dtype)
+        if local.numel() and local.data_ptr() != _local(room).data_ptr():
+            _local(room).copy_(local)
+            parameter.grad = like_shard(parameter.grad, _local(room))
         self.forget([room])
 
     # ------------------------------------------------------------ optimizer
 
-    @contextlib.contextmanager
-    def preallocated(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Context in which a checkpoint is read: it fills states that are in files."""
-        parameters = trained_parameters(optimizer)
-        states = {p: {m: self._state(p, m, self._dtype) for m in self._moments} for p in parameters}
-        try:
-            with preallocated_states(optimizer, states):
-                yield
-        finally:
-            self._move_states(optimizer, parameters)
-            self.forget(parameters)
-            self.forget(self._slots.values())
+    @property
+    def part_bytes(self) -> int:
+        return PART_BYTES
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's own step, part by part; the disk loads the next part meanwhile."""
-        parts = list(parts_of(optimizer, self._dtype.itemsize * len(self._moments), PART_BYTES))
-        for at, part in enumerate(parts):
-            for parameter in parts[at + 1] if at + 1 < len(parts) else ():
-                self._fetch([parameter, parameter.grad, *optimizer.state.get(parameter, {}).values()])
-            step_some(optimizer, part)
-            self._move_states(optimizer, part)
-            for parameter in part:
-                self.forget([parameter, parameter.grad, *optimizer.state.get(parameter, {}).values()])
+    def memory(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return self._files["gradients" if name == "grad" else "states"].take(shape, dtype)
 
-    @torch.no_grad()
-    def _move_states(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-        """Moves states that torch has just created in memory to their file."""
-        for parameter, name, value in moments_of(optimizer, parameters):
-            room = self._state(parameter, name, value.dtype)
-            if _local(value).numel() and not self._files["states"].holds(_local(value)):
-                _local(room).copy_(_local(value))
-                optimizer.state[parameter][name] = room
+    def bring(self, optimizer: torch.optim.Optimizer, part: list[Any], later: list[Any]) -> None:
+        """The disk loads the next part meanwhile."""
+        for parameter in later:
+            self._fetch([parameter, parameter.grad, *optimizer.state.get(parameter, {}).values()])
 
-    def _state(self, parameter: nn.Parameter, name: str, dtype: torch.dtype) -> Tensor:
-        room = self._slot(parameter, name, dtype, "states")
-        return like_shard(parameter, room)
-
-    def _slot(self, parameter: nn.Parameter, name: str, dtype: torch.dtype, purpose: str) -> Tensor:
-        """One for each use of a parameter, created once."""
-        slot = self._slots.get((parameter, name))
-        if slot is None or slot.dtype != dtype:
-            slot = self._slots[(parameter, name)] = self._files[purpose].take(_local(parameter).shape, dtype)
-        return slot
+    def put_back(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        super().put_back(optimizer, parameters)
+        for parameter in parameters:
+            self.forget([parameter, parameter.grad, *optimizer.state.get(parameter, {}).values()])
 
     # ------------------------------------------------------------ what is resident
 

@@ -17,8 +17,9 @@ On a CPU the same code copies within host memory. Not here: what is kept and wha
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,22 +69,6 @@ def step_some(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Paramete
         optimizer.param_groups = groups
 
 
-@contextlib.contextmanager
-def preallocated_states(
-    optimizer: torch.optim.Optimizer, states: Mapping[Any, dict[str, Tensor]]
-) -> Iterator[None]:
-    """Context in which a checkpoint is read: it fills `states`, whose memory exists. Those that it does not
-    fill are dropped after.
-    """
-    optimizer.state.update(states)
-    try:
-        yield
-    finally:
-        for parameter, state in states.items():
-            if optimizer.state.get(parameter) is state:
-                del optimizer.state[parameter]
-
-
 def moments_of(
     optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]
 ) -> list[tuple[nn.Parameter, str, Tensor]]:
@@ -96,77 +81,104 @@ def moments_of(
     ]
 
 
-PART_BYTES = 256 << 20
-"""Bytes of states on the device at once; one parameter is never cut."""
+class PartedStates:
+    """The states of one rank, kept in memory of their own between updates, which go part by part."""
 
-Rooms = dict[tuple[Tensor, str], Tensor]
-"""Host memory by parameter and moment."""
-
-
-class HostStates:
-    """States of one rank: a tensor in host memory for each moment of each parameter."""
-
-    def __init__(self, optim: OptimSection, dtype: torch.dtype, device: torch.device) -> None:
-        self._moments, self._device = MOMENTS[optim.name], device
+    def __init__(self, optim: OptimSection, dtype: torch.dtype) -> None:
+        self._moments = MOMENTS[optim.name] if optim.name != "sgd" or optim.momentum else ()
         self._dtype = torch.bfloat16 if optim.state == "bf16" else dtype
-        self.copied = 0
-        """Bytes copied to the device so far."""
+        self._rooms: dict[tuple[nn.Parameter, str], Tensor] = {}
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of states in a part; one parameter is never cut."""
+        raise NotImplementedError
+
+    def memory(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """New memory for this rank's part of a moment."""
+        raise NotImplementedError
+
+    def bring(self, optimizer: torch.optim.Optimizer, part: list[Any], later: list[Any]) -> None:
+        """Before the update of a part; `later` is the next one."""
+
+    def settle(self) -> None:
+        """At the end of an update."""
 
     @contextlib.contextmanager
     def preallocated(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Context in which a checkpoint is read: it fills states in host memory."""
+        """Context in which a checkpoint is read: it fills states whose memory exists. Those that it does not
+        fill are dropped after.
+        """
         parameters = trained_parameters(optimizer)
-        states = {p: {moment: self._room(p, self._dtype) for moment in self._moments} for p in parameters}
+        states: dict[Any, dict[str, Tensor]] = {
+            p: {name: self.room(p, name, self._dtype) for name in self._moments} for p in parameters
+        }
+        optimizer.state.update(states)
         try:
-            with preallocated_states(optimizer, states):
-                yield
+            yield
         finally:
-            kept: Rooms = {(p, name): room for p, moments in states.items() for name, room in moments.items()}
-            self._to_host(optimizer, parameters, kept)
-            self._wait()
+            for parameter, state in states.items():
+                if optimizer.state.get(parameter) is state:
+                    del optimizer.state[parameter]
+            self.put_back(optimizer, parameters)
+            self.settle()
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer's own step, part by part."""
-        for part in parts_of(optimizer, self._dtype.itemsize * len(self._moments), PART_BYTES):
-            rooms = self._to_device(optimizer, part)
+        parts = [*parts_of(optimizer, self._dtype.itemsize * len(self._moments), self.part_bytes), []]
+        for part, later in itertools.pairwise(parts):
+            self.bring(optimizer, part, later)
             step_some(optimizer, part)
-            self._to_host(optimizer, part, rooms)
-        self._wait()
+            self.put_back(optimizer, part)
+        self.settle()
 
     @torch.no_grad()
-    def _to_device(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> Rooms:
-        """Puts copies on the device in place of the states; returns the states in host memory."""
-        rooms: Rooms = {}
+    def put_back(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        """Copies states into their memory: those that the update has created, or that were brought."""
         for parameter, name, value in moments_of(optimizer, parameters):
-            rooms[parameter, name] = value
+            room = self.room(parameter, name, value.dtype)
+            if room is not value:
+                local_tensor(room).copy_(local_tensor(value), non_blocking=True)
+                optimizer.state[parameter][name] = room
+
+    def room(self, parameter: nn.Parameter, name: str, dtype: torch.dtype) -> Tensor:
+        """One for each moment of a parameter, created once."""
+        room = self._rooms.get((parameter, name))
+        if room is None or room.dtype != dtype:
+            room = like_shard(parameter, self.memory(name, local_tensor(parameter).shape, dtype))
+            self._rooms[parameter, name] = room
+        return room
+
+
+PART_BYTES = 256 << 20
+"""Bytes of states on the device at once."""
+
+
+class HostStates(PartedStates):
+    """In host memory, pinned if it is copied to CUDA."""
+
+    def __init__(self, optim: OptimSection, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(optim, dtype)
+        self._device = device
+        self.copied = 0
+        """Bytes copied to the device so far."""
+
+    @property
+    def part_bytes(self) -> int:
+        return PART_BYTES
+
+    def memory(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
+
+    @torch.no_grad()
+    def bring(self, optimizer: torch.optim.Optimizer, part: list[Any], later: list[Any]) -> None:
+        for parameter, name, value in moments_of(optimizer, part):
             local = local_tensor(value)
             moved = torch.empty_like(local, device=self._device).copy_(local, non_blocking=True)
             optimizer.state[parameter][name] = like_shard(parameter, moved)
             self.copied += moved.nbytes
-        return rooms
 
-    @torch.no_grad()
-    def _to_host(
-        self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], rooms: Rooms
-    ) -> None:
-        """Copies states back into their rooms; one that is new, or of another dtype, gets a room."""
-        for parameter, name, value in moments_of(optimizer, parameters):
-            room = rooms.get((parameter, name))
-            if room is value:
-                continue
-            if room is None or room.dtype != value.dtype:
-                room = self._room(parameter, value.dtype)
-            local_tensor(room).copy_(local_tensor(value), non_blocking=True)
-            optimizer.state[parameter][name] = room
-
-    def _room(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """Host memory for one moment, pinned if it is copied to CUDA."""
-        pinned = self._device.type == "cuda"
-        return like_shard(
-            parameter, torch.empty(local_tensor(parameter).shape, dtype=dtype, pin_memory=pinned)
-        )
-
-    def _wait(self) -> None:
+    def settle(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 

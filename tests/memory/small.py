@@ -17,7 +17,7 @@ from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import build_mesh, resolve
 from fsdp.models import resolve as resolve_model
 from fsdp.optim.optimizer import build_optimizer
-from fsdp.parallel import nvme
+from fsdp.parallel import nvme, offload
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.nvme import NvmeFiles
 from fsdp.parallel.shard import Sharded, shard_model, sharding_of
@@ -130,7 +130,7 @@ def order_of_update(env: DistEnv, folder: str) -> list[tuple[str, int]]:
     one.sharded.root(torch.randn(2, 1024)).square().mean().backward()
     places = {p: nth for nth, p in enumerate(one.sharded.root.parameters())}
     order: list[tuple[str, int]] = []
-    fetch, step = NvmeFiles._fetch, nvme.step_some
+    fetch, step = NvmeFiles._fetch, offload.step_some
 
     def fetched(nvme_files: NvmeFiles, tensors: list[Any]) -> None:
         order.append(("fetched", places[tensors[0]]))
@@ -140,11 +140,11 @@ def order_of_update(env: DistEnv, folder: str) -> list[tuple[str, int]]:
         order.extend(("updated", places[p]) for p in part)
         step(optimizer, part)
 
-    NvmeFiles._fetch, nvme.step_some = fetched, stepped  # type: ignore[method-assign, assignment]
+    NvmeFiles._fetch, offload.step_some = fetched, stepped  # type: ignore[method-assign, assignment]
     try:
         one.nvme_files.step(one.optimizer)
     finally:
-        NvmeFiles._fetch, nvme.step_some = fetch, step  # type: ignore[method-assign]
+        NvmeFiles._fetch, offload.step_some = fetch, step  # type: ignore[method-assign]
     return order
 
 
