@@ -153,23 +153,11 @@ def _read_config(name: str, folder: Path) -> dict[str, Any]:
             f"--model.name {name}: the installed transformers has no model_type {kind!a}.{own}",
             "pip install -U transformers, or --model.name my_module:factory for code that you wrote",
         )
-    _check_dtype(file, fields)
     return fields
 
 
 def _auto(module: str) -> Any:
     return importlib.import_module(f"transformers.models.auto.{module}")
-
-
-def _check_dtype(file: Path, fields: Mapping[str, Any]) -> None:
-    """A config.json names its dtype as `bfloat16` or, as older exports do, `torch.bfloat16`."""
-    field = next((name for name in DTYPE_FIELDS if fields.get(name) is not None), None)
-    named = None if field is None else getattr(torch, str(fields[field]).removeprefix("torch."), None)
-    if field is not None and not (isinstance(named, torch.dtype) and named.is_floating_point):
-        raise ConfigError(
-            f"{file} has {field} {fields[field]!a}, which is no floating-point dtype of torch.",
-            f'"{field}": "bfloat16" in it, or the dtype of its weights',
-        )
 
 
 def _configuration(name: str, fields: dict[str, Any], overrides: dict[str, Any]) -> Any:

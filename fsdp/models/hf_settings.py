@@ -121,21 +121,15 @@ def select_experts_kernel(model: nn.Module, dtype: torch.dtype) -> None:
     """Replaces grouped products, transformers' default, where they cannot be computed in `dtype`:
     torch.nn.functional.grouped_mm takes float32, bfloat16 and float16, and rows of multiples of 16 bytes.
     """
-    grouped = list(_stacked_weights(model, GROUPED))
-    unaligned = [entry for entry in grouped if _is_unaligned(entry[1], dtype)]
-    if not grouped or not (unaligned or dtype == torch.float64):
-        return
-    _select(model, LOOP)
-    if unaligned and dtype != torch.float64:
-        name, weight = unaligned[0]
-        log.info(
-            "experts are computed one after another: %s is %s, and torch's grouped products in %s need "
-            "multiples of %d",
-            name,
-            " × ".join(map(str, weight.shape)),
-            str(dtype).removeprefix("torch."),
-            ALIGNMENT // dtype.itemsize,
-        )
+    for name, weight in _stacked_weights(model, GROUPED):
+        unaligned = any(size * dtype.itemsize % ALIGNMENT for size in weight.shape[1:])
+        if dtype == torch.float64 or unaligned:
+            if dtype != torch.float64:
+                log.info(
+                    "experts are computed one after another: rows of %s have no multiple of 16 bytes", name
+                )
+            _select(model, LOOP)
+            return
 
 
 def group_experts(model: nn.Module) -> None:
@@ -151,20 +145,18 @@ def _select(model: nn.Module, kernel: str) -> None:
             select(kernel)
 
 
-def _stacked_weights(model: nn.Module, kernel: str) -> Iterator[tuple[str, nn.Parameter]]:
+def _stacked_weights(model: nn.Module, kernel: str) -> list[tuple[str, nn.Parameter]]:
     """The stacked matrices of experts that are multiplied by this kernel. A model of several parts has a
     configuration for each.
     """
-    for path, module in model.named_modules():
-        config: Any = getattr(module, "config", None)
-        if hasattr(module, "num_experts") and getattr(config, "_experts_implementation", None) == kernel:
-            for name, parameter in module.named_parameters(path, recurse=False):
-                if parameter.dim() == 3:
-                    yield name, parameter
-
-
-def _is_unaligned(weight: nn.Parameter, dtype: torch.dtype) -> bool:
-    return any(size * dtype.itemsize % ALIGNMENT for size in weight.shape[1:])
+    return [
+        (name, parameter)
+        for path, module in model.named_modules()
+        if hasattr(module, "num_experts")
+        and getattr(getattr(module, "config", None), "_experts_implementation", None) == kernel
+        for name, parameter in module.named_parameters(path, recurse=False)
+        if parameter.dim() == 3
+    ]
 
 
 # ---------------------------------------------------------------- key-value caches

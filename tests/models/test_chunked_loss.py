@@ -94,18 +94,6 @@ def test_each_row_has_its_part_of_the_sum(training: bool) -> None:
     assert float(found.loss_sum.detach()) == pytest.approx(float(sums.sum()), rel=1e-12)
 
 
-def test_autocast_computes_the_layer_in_its_dtype() -> None:
-    def loss(chunk: int) -> Tensor:
-        model = transformer().float()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            parts = parts_of(model, chunk)
-        parts.loss_sum.backward()
-        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
-        return parts.loss_sum.detach()
-
-    assert float(loss(5)) == pytest.approx(float(loss(0)), rel=1e-3)
-
-
 # ---------------------------------------------------------------- memory
 
 

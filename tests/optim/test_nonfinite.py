@@ -7,7 +7,6 @@ ranks.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,19 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import config as configuration
 from fsdp.config import TrainSection
 from fsdp.dist.env import DistEnv
-from fsdp.dist.stop import Stopper
 from fsdp.optim import gradients as nonfinite
 from fsdp.optim.gradients import Gradients
 from fsdp.record import recorder
 from fsdp.run.loop import train
-from fsdp.run.step import BatchTotals
 from fsdp.run.training_loop import TrainingLoop
-from tests.optim.test_nonfinite_runs import DDP, SPOILT, step_of
+from tests.optim.test_nonfinite_runs import SPOILT, step_of
 from tests.support.marks import quick_are
 from tests.support.runs import failures, flags
 from tests.support.world import run_world
@@ -97,69 +93,3 @@ def test_a_loss_that_is_not_finite_skips_and_only_skips_in_a_row_count() -> None
     one, bad = torch.ones(()), torch.full((), float("nan"))
     found = [verdicts.may_update(step, loss, one) for step, loss in enumerate([bad, one, bad, one], 1)]
     assert found == [False, True, False, True]
-
-
-class _Fetches(TorchDispatchMode):
-    """Numbers taken from a tensor to the host, by step and phase; what ranks tell each other on the host is
-    not counted.
-    """
-
-    def __init__(self, loop: TrainingLoop, patch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.seen: Counter[tuple[int, str]] = Counter()
-        self._loop, self._talking = loop, False
-        tolist = torch.Tensor.tolist
-
-        def counted(tensor: torch.Tensor) -> Any:
-            self._count()
-            return tolist(tensor)
-
-        patch.setattr(torch.Tensor, "tolist", counted)
-        for owner, name in ((Stopper, "agreed"), (BatchTotals, "weight")):
-            patch.setattr(owner, name, self._aside(getattr(owner, name)))
-
-    def _count(self) -> None:
-        if not self._talking:
-            self.seen[(self._loop.phases.step, self._loop.phases.name)] += 1
-
-    def _aside(self, function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            self._talking = True
-            try:
-                return function(*args)
-            finally:
-                self._talking = False
-
-        return call
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self._count()
-        return func(*args, **(kwargs or {}))
-
-
-def fetches(env: DistEnv, words: list[str]) -> dict[tuple[int, str], int]:
-    begin, seen = TrainingLoop.run_to_end, []
-    with pytest.MonkeyPatch.context() as patch, as_on_cuda():
-
-        def spy(self: TrainingLoop) -> Any:
-            with _Fetches(self, patch) as mode:
-                seen.append(mode.seen)
-                return begin(self)
-
-        patch.setattr(TrainingLoop, "run_to_end", spy)
-        train(configuration.load(words), env)
-    return dict(seen[0])
-
-
-@pytest.mark.parametrize(
-    "mesh",
-    quick_are([""], ["", DDP, "--train.micro_batch 2", "--model.name tests.support.user_code:OwnLoss"]),
-)
-def test_the_host_reads_numbers_only_for_a_printed_line(mesh: str, tmp_path: Path) -> None:
-    words = flags(mesh, "--run.log_every_steps 4 --train.steps 8")
-    for found in run_world(2, fetches, ["--run.dir", str(tmp_path), *words]):
-        assert {key for key in found if key[1] not in ("start", "evaluate", "save", "end")} == {
-            (4, "record"),
-            (8, "record"),
-        }
