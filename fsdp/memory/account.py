@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -92,32 +92,17 @@ def resting_bytes(
     trained = [p for p in parameters if p.requires_grad]
     count = sum(p.numel() for p in trained)
     fixed = sum(p.numel() for p in parameters) - count
-    matrices = [p for p in muon_matrices(section, model) if only is None or p in only]
     return RestingBytes(
         parameters=count * master.itemsize + fixed * (frozen or master).itemsize,
         gradients=count * master.itemsize,
-        optimizer=state_bytes(section, trained, master.itemsize, matrices),
+        optimizer=_state_bytes(section, model, trained, master.itemsize),
     )
 
 
-def muon_matrices(section: OptimSection, model: nn.Module) -> list[nn.Parameter]:
-    if section.name != "muon":
-        return []
-    from fsdp.optim.muon import hidden_matrices
-
-    return hidden_matrices(model, section.muon_parameters)
-
-
-def state_bytes(
-    section: OptimSection,
-    trained: Iterable[nn.Parameter],
-    itemsize: int,
-    matrices: Iterable[nn.Parameter] = (),
+def _state_bytes(
+    section: OptimSection, model: nn.Module, trained: Sequence[nn.Parameter], itemsize: int
 ) -> int:
-    """Optimizer states of whole parameters that are `itemsize` bytes an element, with the moving average of
-    the weights. Muon's `matrices` have one moment.
-    """
-    trained = list(trained)
+    """Optimizer states of whole parameters, with the moving average of the weights."""
     count = sum(p.numel() for p in trained)
     average = itemsize * count if section.ema else 0
     if section.state != "master":
@@ -128,7 +113,13 @@ def state_bytes(
     moments = 2 if is_custom(section) else len(MOMENTS[section.name])
     if section.name == "sgd" and not section.momentum:
         moments = 0
-    return average + itemsize * (moments * count - sum(p.numel() for p in matrices))
+    lacking = 0
+    if section.name == "muon":  # its matrices have one moment
+        from fsdp.optim.muon import hidden_matrices
+
+        matrices = set(hidden_matrices(model, section.muon_parameters))
+        lacking = sum(p.numel() for p in trained if p in matrices)
+    return average + itemsize * (moments * count - lacking)
 
 
 # ---------------------------------------------------------------- what model and optimizer own
@@ -190,10 +181,15 @@ def process_bytes() -> dict[str, int]:
     return {name: sizes[line] for line, name in names.items() if line in sizes}
 
 
-def by_size(kinds: Mapping[str, int]) -> str:
-    """`activations 1.2 GiB, parameters 300 MiB`: the largest first, without kinds of 0 bytes."""
+def largest_first(kinds: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Kind and size in words, without kinds of 0 bytes."""
     present = sorted(((size, kind) for kind, size in kinds.items() if size), reverse=True)
-    return ", ".join(f"{kind} {byte_size(size)}" for size, kind in present) or "nothing"
+    return [(kind, byte_size(size)) for size, kind in present]
+
+
+def by_size(kinds: Mapping[str, int]) -> str:
+    """`activations 1.2 GiB, parameters 300 MiB`."""
+    return ", ".join(map(" ".join, largest_first(kinds))) or "nothing"
 
 
 # ---------------------------------------------------------------- storages as they come and go
@@ -236,24 +232,6 @@ class _Block:
     size: int = 0
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """Start of a phase."""
-
-    phase: str
-    step: int
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The highest moment of a phase."""
-
-    bytes: int
-    step: int
-    phase: str
-    kinds: Mapping[str, int]
-
-
 class StorageTracker(TorchDispatchMode):
     """Context manager around the profiled steps on the thread that runs them; `phase` marks each phase.
 
@@ -266,7 +244,8 @@ class StorageTracker(TorchDispatchMode):
         super().__init__()
         self._root, self._optimizer, self._device = root, optimizer, device
         self._live: LiveStorages[_Block] = LiveStorages(self._gone)
-        self._events: list[tuple[_Block, int] | _Mark] = []
+        self._events: list[tuple[_Block, int] | tuple[str, int]] = []
+        """Changes of a block's size, and phases with their steps."""
         self._kind = "other"
         self._patches = contextlib.ExitStack()
 
@@ -285,7 +264,7 @@ class StorageTracker(TorchDispatchMode):
         """Start of a phase. Storages that model and optimizer own now get the kind of their owner."""
         for kind, storage in owned_storages(self._root, self._optimizer).values():
             self._see(storage, kind, rename=True)
-        self._events.append(_Mark(phase, step))
+        self._events.append((phase, step))
         self._kind = "activations" if phase in ("forward", "backward", "evaluate") else "other"
 
     def __torch_dispatch__(
@@ -333,26 +312,26 @@ class StorageTracker(TorchDispatchMode):
         finally:
             self._kind = before
 
-    def moments(self) -> Iterator[tuple[_Mark, int, dict[str, int]]]:
-        """(phase, bytes, bytes by kind) after each event; the dictionary is one that each moment changes."""
-        kinds, total, mark = dict.fromkeys(KINDS, 0), 0, _Mark("start", 0)
-        for event in self._events:
-            if isinstance(event, _Mark):
-                mark = event
+    def moments(self) -> Iterator[tuple[tuple[str, int], int, dict[str, int]]]:
+        """Phase and step, bytes, and bytes by kind after each event: one dictionary, which each changes."""
+        kinds, total, mark = dict.fromkeys(KINDS, 0), 0, ("start", 0)
+        for subject, number in self._events:
+            if isinstance(subject, str):
+                mark = subject, number
             else:
-                kinds[event[0].kind] += event[1]
-                total += event[1]
+                kinds[subject.kind] += number
+                total += number
             yield mark, total, kinds
 
-    def account(self) -> tuple[dict[str, Peak], list[dict[str, Any]]]:
+    def account(self) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
         """The peak of each phase over all steps, its start included; memory by kind at each phase's end."""
-        peaks: dict[str, Peak] = {}
+        peaks: dict[str, dict[str, Any]] = {}
         ends: list[dict[str, Any]] = []
-        before = _Mark("start", 0)
-        for mark, total, kinds in self.moments():
-            if mark is not before:
-                ends.append({"step": before.step, "phase": before.phase, "kinds": dict(kinds)})
-                before = mark
-            if mark.phase not in peaks or total > peaks[mark.phase].bytes:
-                peaks[mark.phase] = Peak(total, mark.step, mark.phase, dict(kinds))
+        before = ("start", 0)
+        for (phase, step), total, kinds in self.moments():
+            if (phase, step) != before:
+                ends.append({"step": before[1], "phase": before[0], "kinds": dict(kinds)})
+                before = phase, step
+            if phase not in peaks or total > peaks[phase]["bytes"]:
+                peaks[phase] = {"bytes": total, "step": step, "phase": phase, "kinds": dict(kinds)}
         return peaks, ends

@@ -14,7 +14,7 @@ import re
 import resource
 import socket
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from fsdp.base.proc import memory_group
 from fsdp.base.text import byte_size, columns, print_line
 from fsdp.config import Config, accepts
 from fsdp.dist.env import DistEnv
-from fsdp.memory.account import OomContext, by_size, process_bytes, tally
+from fsdp.memory.account import OomContext, by_size, largest_first, process_bytes, tally
 
 if TYPE_CHECKING:
     from fsdp.memory.oom_advice import Advice, OomFacts, Suggestion
@@ -191,7 +191,8 @@ def page_text(facts: OomFacts, advice: Advice | None, note: str) -> str:
     requested = byte_size(facts.requested) if facts.requested else "unknown"
     held = [("total", byte_size(facts.held)), ("requested in addition", requested)]
     # No model, optimizer or FSDP group owns them, so buffers of collectives are among them.
-    rows = _largest_first(facts.kinds, {"activations": "activations and communication buffers"})
+    names = {"activations": "activations and communication buffers"}
+    rows = [(names.get(kind, kind), size) for kind, size in largest_first(facts.kinds)]
     tables: list[tuple[str, Sequence[tuple[str, ...]]]] = [
         ("Memory by kind when the allocation failed", [*rows, *held]),
         ("Process, device and limits", facts.around),
@@ -199,7 +200,7 @@ def page_text(facts: OomFacts, advice: Advice | None, note: str) -> str:
     if advice is not None:
         total = ("total", byte_size(sum(advice.needs.values())))
         title = f"Estimated peak of a step on this rank; missing {byte_size(advice.missing)}"
-        tables.append((title, [*_largest_first(advice.needs, {}), total]))
+        tables.append((title, [*largest_first(advice.needs), total]))
         title = "Change this first"
         if not advice.enough:
             missing = byte_size(advice.missing)
@@ -212,11 +213,6 @@ def page_text(facts: OomFacts, advice: Advice | None, note: str) -> str:
         if rows_of_table:
             lines += ["", title, *(f"  {line}" for line in columns(rows_of_table))]
     return "\n".join([*lines, *(["", note] if note else [])]) + "\n"
-
-
-def _largest_first(kinds: Mapping[str, int], names: Mapping[str, str]) -> list[tuple[str, str]]:
-    present = sorted(((size, kind) for kind, size in kinds.items() if size), reverse=True)
-    return [(names.get(kind, kind), byte_size(size)) for size, kind in present]
 
 
 def _row(number: str, suggestion: Suggestion) -> tuple[str, ...]:

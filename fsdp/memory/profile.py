@@ -12,9 +12,10 @@ Rank 0 logs every rank's peak at the end.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from fsdp.base.torch_private.core import (
     stop_allocator_history,
     write_allocator_snapshot,
 )
-from fsdp.config import Config, ProfileSection, profile_steps
+from fsdp.config import ProfileSection, profile_steps
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv
 from fsdp.memory.account import StorageTracker, by_size
@@ -126,19 +127,19 @@ class Profile:
         tracker.__exit__(None, None, None)
         self._tracker = None
         peaks, ends = tracker.account()
-        phases = {phase: dataclasses.asdict(peak) for phase, peak in peaks.items() if phase != "end"}
-        peak = max(peaks.values(), key=lambda one: one.bytes)
+        phases = {phase: peak for phase, peak in peaks.items() if phase != "end"}
+        peak = max(peaks.values(), key=lambda peak: peak["bytes"])
         account = {
             "rank": self._env.rank,
             "ranks": self._env.world_size,
             "steps": [self.first, self.last],
-            "peak": dataclasses.asdict(peak),
+            "peak": peak,
             "phases": phases,
             "ends": ends,
         }
         self._path("memory.json").write_text(json.dumps(account) + "\n", encoding="utf-8")
-        moment = f"{byte_size(peak.bytes)} in {peak.phase} of step {peak.step}"
-        self._lines.append(f"rank {self._env.rank} peak {moment}: {by_size(peak.kinds)}")
+        moment = f"{byte_size(peak['bytes'])} in {peak['phase']} of step {peak['step']}"
+        self._lines.append(f"rank {self._env.rank} peak {moment}: {by_size(peak['kinds'])}")
 
     def _write_snapshot(self) -> None:
         path = self._path("memory_snapshot.pickle")
@@ -176,14 +177,20 @@ class Profile:
         return self.folder / f"rank{self._env.rank}_{name}"
 
 
-def start(
-    config: Config,
-    run_dir: Path,
+@contextmanager
+def profiled(
+    section: ProfileSection,
+    folder: Path,
     env: DistEnv,
     root: nn.Module,
     optimizer: torch.optim.Optimizer,
     phases: Phases,
-) -> Profile:
-    profile = Profile(config.profile, run_dir / "profile", env, root, optimizer)
+) -> Iterator[None]:
+    """Around the steps; collective at its end."""
+    profile = Profile(section, folder, env, root, optimizer)
     phases.listen(profile.on_phase)
-    return profile
+    try:
+        yield
+        profile.finish()
+    finally:
+        profile.close()

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -414,18 +414,9 @@ def maybe_profile(
     """Context of the steps, whose memory or trace is recorded if a flag asks for it."""
     if not (start.config.profile.memory or start.config.profile.trace):
         return nullcontext()
-    from fsdp.memory import profile
+    from fsdp.memory.profile import profiled
 
-    return _profiled(profile.start(start.config, start.run.path, start.env, model, adam, phases))
-
-
-@contextmanager
-def _profiled(profile: Any) -> Iterator[None]:
-    try:
-        yield
-        profile.finish()
-    finally:
-        profile.close()
+    return profiled(start.config.profile, start.run.path / "profile", start.env, model, adam, phases)
 
 
 # ---------------------------------------------------------------- operations of a sample
