@@ -6,7 +6,6 @@ What was written is deleted, unless it has its final name: then it counts, and o
 from __future__ import annotations
 
 import errno
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,26 +113,3 @@ def test_a_copy_whose_seal_fails_leaves_nothing_in_the_shared_store(
         assert folders(tmp_path / "checkpoints") == ["step-00000001"]
         with pytest.raises(CheckpointError, match="the last checkpoint is on the nodes' own disks alone"):
             run.checkpointer.close()
-
-
-def test_a_copy_whose_fsync_fails_after_the_rename_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """At the end of a run, and at a start that finishes the copy."""
-    run = a_run(tmp_path)
-    save(run)
-    with monkeypatch.context() as patch:
-        patch.setattr(local_store, "sync_folder", failing_fsync("/checkpoints", "step-00000002"))
-        save(run)
-        run.checkpointer.close()
-    assert f"step-00000002 is whole in {tmp_path}/checkpoints, but rank 0: " in caplog.text
-    assert folders(tmp_path / "checkpoints") == ["step-00000001", "step-00000002"]
-    shutil.rmtree(tmp_path / "checkpoints" / "step-00000002")
-    caplog.clear()
-    again = a_run(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(local_store, "sync_folder", failing_fsync("/checkpoints", "step-00000002"))
-        assert again.checkpointer.restore(again.state) is not None
-    assert again.state.step == 2
-    assert f"step-00000002 is whole in {tmp_path}/checkpoints, but rank 0: " in caplog.text
-    again.checkpointer.close()

@@ -15,22 +15,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pytest
 
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import local_tier
-from fsdp.checkpoint import store as local_store
 from fsdp.checkpoint.inspect import scan
-from fsdp.checkpoint.local_tier import LocalTier, NearStore, Offer, whole_over_nodes
-from fsdp.checkpoint.manifest import MANIFEST, data_file, encode
+from fsdp.checkpoint.local_tier import LocalTier, Offer, whole_over_nodes
+from fsdp.checkpoint.manifest import MANIFEST, data_file
 from fsdp.checkpoint.sealing import Sealing
 from fsdp.checkpoint.store import Buffer, LocalStore
 from fsdp.dist.env import DistEnv
-from tests.checkpoint.manifests import a_manifest
 from tests.checkpoint.small import Kind, Run, bits, build, save_once
-from tests.checkpoint.test_local_seals import failing_fsync
 from tests.support.world import WorldError, run_world
 
 PER_NODE = 2
@@ -81,24 +77,6 @@ def kills(name: str) -> None:
         return seal(self, *args)
 
     Sealing._seal = dies  # type: ignore[method-assign, assignment]
-
-
-def save_with_a_failing_fsync(env: DistEnv, folder: str) -> list[int]:
-    """Node 1's disk fails once the step has its name there."""
-    run = on_node(env, folder)
-    run.checkpointer.restore(run.state)
-    run.step()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_store, "sync_folder", failing_fsync("/node1/", "step-00000001"))
-        run.save(wait=True)
-    run.checkpointer.close()
-    return [one.step for one in run.checkpointer.sealed()]
-
-
-def test_a_seal_that_fails_after_the_rename_counts_on_one_of_two_nodes(tmp_path: Path) -> None:
-    """A node's folder has the files of its own ranks alone."""
-    assert run_world(4, save_with_a_failing_fsync, str(tmp_path)) == [[1]] * 4
-    assert shared_steps(tmp_path) == [1]
 
 
 def shared_steps(folder: Path) -> list[int]:
@@ -154,15 +132,6 @@ def test_a_lost_node_leaves_the_step_before(tmp_path: Path, after: dict[int, dic
     shutil.rmtree(tmp_path / "node1")
     assert run_world(4, train, str(tmp_path), 2) == [(2, after[2])] * 4
     assert shared_steps(tmp_path) == [2]
-
-
-@pytest.mark.long
-def test_other_ranks_resume_what_was_on_the_disks_alone(tmp_path: Path) -> None:
-    killed(tmp_path, "_copy", "hsdp")
-    (tmp_path / "node0").rename(tmp_path / "swap")
-    (tmp_path / "node1").rename(tmp_path / "node0")
-    (tmp_path / "swap").rename(tmp_path / "node1")
-    assert [step for step, _ in run_world(4, train, str(tmp_path), 4, 1, "", "fsdp")] == [4] * 4
 
 
 def test_each_rank_reads_its_own_nodes_files_and_the_shared_ones_where_those_are_damaged(
@@ -369,22 +338,3 @@ def test_whole_over_nodes() -> None:
         [offer(4, "b", ".metadata"), offer(6, ".metadata"), offer(8, "b", ".metadata", seal="y")],
     ]
     assert list(whole_over_nodes(gathered)) == [(4, {".metadata": 0, "a": 0, "b": 2})]
-
-
-def test_the_own_copy_is_read_and_the_shared_one_for_what_it_lacks(tmp_path: Path) -> None:
-    shared, local = LocalStore(tmp_path / "shared"), LocalStore(tmp_path / "local")
-    files = {"a": b"one", "b": b"two"}
-    sizes = {name: (len(data), crc32(data)) for name, data in files.items()}
-    whole = a_manifest(shard=2, ranks=2, files=sizes)
-    for store, held in ((shared, ("a", "b")), (local, ("a",))):
-        store.begin("step-00000001")
-        store.write("step-00000001", MANIFEST, [encode(whole)])
-        for name in held:
-            store.write("step-00000001", name, [files[name] if store is shared else files[name].upper()])
-    near = NearStore(shared, local, scan(shared)[0])
-    found = {name: near.read("step-00000001", name) for name in files}
-    assert found == {"a": b"ONE", "b": b"two"}
-    for name, data in found.items():
-        view = memoryview(bytearray(3))
-        near.read_into("step-00000001", name, 0, [view])
-        assert bytes(view) == data

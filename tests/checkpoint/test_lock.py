@@ -25,7 +25,6 @@ from tests.support.processes import eventually
 from tests.support.runs import on_a_rank
 from tests.support.world import run_world
 
-ROOT = Path(__file__).parents[2]
 S3 = pytest.param("s3", marks=pytest.mark.needs("s3"))
 
 
@@ -118,33 +117,6 @@ def test_a_lost_store_is_a_lost_run(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / FILE).exists()
 
 
-def test_a_store_that_fails_while_it_is_released_leaves_the_run_directory_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And the error that ends the run is the one that is raised."""
-    locks = hold(Folder(tmp_path / "run"), Folder(tmp_path / "store"), "torchrun")
-    drop = Folder.drop
-
-    def stale(self: Folder, name: str, version: str) -> bool:
-        if self.path.name == "store":
-            raise OSError(errno.ESTALE, "Stale file handle", str(self.path))
-        return drop(self, name, version)
-
-    monkeypatch.setattr(Folder, "drop", stale)
-
-    def fails() -> None:
-        try:
-            raise CheckpointError("the disk", "repair it")
-        finally:
-            locks.release()
-
-    with pytest.raises(CheckpointError, match="the disk"):
-        fails()
-    assert f"the lock {tmp_path}/store/{FILE} cannot be removed: [Errno" in caplog.text
-    assert not (tmp_path / "run" / FILE).exists()
-    hold(Folder(tmp_path / "run"), Folder(tmp_path / "other"), "torchrun").release()
-
-
 # ---- object stores
 
 
@@ -178,18 +150,6 @@ def leave(store: ObjectStore, pid: int, where: str) -> None:
     """Leaves the lock of a holder that does not renew it."""
     holder = replace(this_holder("torchrun"), pid=pid, place=where, host="far-away")
     assert lock._write(store, holder, 0, None) is not None
-
-
-def test_a_live_holder_is_named_and_a_released_lock_is_gone(place: str) -> None:
-    store = remote(place)
-    held = acquire(store, "torchrun", "Slurm job 7, start 1")
-    named = rf"{place} is being written by process {os.getpid()} on .* \(Slurm job 7, start 1\)"
-    with pytest.raises(RefusedError, match=named):
-        acquire(store, "srun")
-    assert held.lost_now() is None
-    held.release()
-    assert is_free(store)
-    assert store.folders() == []
 
 
 def test_a_live_holder_on_another_machine_is_known_by_its_renewals(
@@ -231,21 +191,6 @@ def test_one_of_several_jobs_takes_over_from_a_silent_holder(place: str) -> None
     assert "it gave no sign for 0.5 s" in taken[0].took_over
     assert taken[0].lost_now() is None
     taken[0].release()
-
-
-def test_a_replaced_holder_deletes_nothing(place: str) -> None:
-    store = remote(place)
-    held = acquire(store, "torchrun", beat_s=0.05)
-    found = store.get(FILE)
-    while found is None or store.swap(FILE, b'{"nobody": 1}\n', found.version) is None:
-        found = store.get(FILE)  # renewed in between
-    held._thread.join(30)
-    assert str(held.lost).startswith(f"{place} was taken over by")
-    assert held.lost_now() == held.lost
-    held.release()
-    found = store.get(FILE)
-    assert found is not None
-    assert found.data == b'{"nobody": 1}\n'
 
 
 def test_a_renewal_whose_response_was_lost_keeps_the_lock_renewed(

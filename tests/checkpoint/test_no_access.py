@@ -52,19 +52,6 @@ def test_a_checkpoint_to_resume_that_cannot_be_reached_is_one_line(
         restore.find_checkpoint(URL)
 
 
-def test_a_bucket_in_which_nothing_may_be_deleted_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(ObjectStore, "delete_small", denied)
-    run = a_run(tmp_path)
-    run.checkpointer.restore(run.state)
-    run.step()
-    run.save(wait=True)
-    run.checkpointer.close()
-    assert [one.step for one in run.checkpointer.sealed()] == [1]
-    assert "Access Denied: a marker of a few bytes stays there" in caplog.text
-
-
 def test_a_save_that_waits_for_the_one_before_names_its_store_and_its_age(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,12 +14,12 @@ import pytest
 import torch.distributed as dist
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import inspect, manifest
+from fsdp.checkpoint import inspect
 from fsdp.checkpoint import store as local_store
 from fsdp.checkpoint.__main__ import main
 from fsdp.checkpoint.inspect import CheckpointListing
-from fsdp.checkpoint.manifest import MANIFEST, METADATA, final_name
-from fsdp.checkpoint.retention import MOST_FAILURES, prune, superfluous
+from fsdp.checkpoint.manifest import MANIFEST, METADATA
+from fsdp.checkpoint.retention import superfluous
 from fsdp.checkpoint.sealing import Sealing
 from fsdp.checkpoint.store import LocalStore, ObjectStore, open_store
 from fsdp.config import CheckpointSection
@@ -214,25 +214,6 @@ def test_the_command_deletes_the_others_and_names_each_that_it_may_not(tmp_path:
         folder.chmod(0o700)
     assert main([str(tmp_path), "prune", "--keep-last", "1"]) == 0
     assert steps(tmp_path) == ["step-00000006"]
-
-
-def test_a_thousand_that_may_not_be_deleted_are_not_all_tried_after_each_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in a bucket whose policy lets nobody delete."""
-    place, section = LocalStore(tmp_path), CheckpointSection(keep_last=1)
-    for step in range(1, 31):
-        (tmp_path / final_name(step)).mkdir()
-        about = manifest.encode(a_manifest(step=step))
-        (tmp_path / final_name(step) / MANIFEST).write_bytes(about)
-
-    def denied(self: LocalStore, folder: str, attempt: str) -> None:
-        raise PermissionError(errno.EACCES, "deleting: Access Denied")
-
-    monkeypatch.setattr(LocalStore, "remove", denied)
-    left: dict[int, str] = {}
-    assert prune(place, section, "00000000", {}, left) == []
-    assert list(left) == [29 - nth for nth in range(MOST_FAILURES)]
 
 
 class Heard(logging.Handler):

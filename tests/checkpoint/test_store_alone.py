@@ -118,15 +118,6 @@ def test_a_second_writer_of_a_prefix_is_refused(url: str, tmp_path: Path) -> Non
     assert first.returncode == 0, said
 
 
-@pytest.mark.long
-def test_a_run_without_its_bucket_is_one_line(url: str, tmp_path: Path) -> None:
-    url = url.replace("s3://run-", "s3://absent-")
-    with started(tmp_path / "run", url, "train.py", *flags(MORE)) as process:
-        said, _ = process.communicate(timeout=ENDS_S)
-    assert process.returncode == 4
-    assert said.splitlines()[-1].startswith(f"train.py: {url} cannot be written: ")
-
-
 @pytest.mark.slow
 @pytest.mark.long
 def test_two_nodes_that_share_no_folder(url: str, tmp_path: Path) -> None:

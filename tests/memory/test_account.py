@@ -88,16 +88,6 @@ def test_unsharded_gradients_of_accumulation_are_gradients(tmp_path: Path) -> No
     assert first["gradients"] == shard_bytes(everything)
 
 
-def test_replicas_hold_all_parameters(tmp_path: Path) -> None:
-    everything = list(user_code.Uneven().parameters())
-    whole = sum(p.numel() for p in everything) * 4
-    for account in accounts(tmp_path, "--mesh.strategy ddp"):
-        between = end_of(account, "optimizer")
-        assert between["parameters"] == whole
-        assert between["optimizer"] == 2 * whole + 4 * len(everything)
-        assert end_of(account, "reduce")["gradients"] == whole
-
-
 @pytest.mark.slow
 def test_profiling_does_not_change_losses(tmp_path: Path) -> None:
     words = "--train.steps 4 --checkpoint.export true"

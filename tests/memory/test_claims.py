@@ -43,11 +43,6 @@ def test_the_command_agrees_with_the_page(name: str) -> None:
     assert [figure for figure in FIGURES[name] if figure not in what] == [], what
 
 
-def test_an_unknown_claim(capsys: pytest.CaptureFixture[str]) -> None:
-    assert claims.main(["no_such_claim"]) == 2
-    assert "no_such_claim is not a claim" in capsys.readouterr().err
-
-
 def test_the_round_numbers_are_those_of_the_results() -> None:
     """Each interval and peak on the page is in the committed results of bench.knobs."""
     page = PAGE[PAGE.index("## Round numbers") :]

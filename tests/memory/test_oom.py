@@ -198,22 +198,6 @@ def test_memory_cached_by_the_allocator_is_suggested_first(
     assert comes_first(Config(), context, cached, 2000) == (None if unused else first)
 
 
-def test_a_flag_that_is_already_set_is_not_suggested() -> None:
-    small = dataclasses.replace(NOW, checkpointing="full", micro=1, param=2, master=2, nvme=True)
-    assert [flags for flags, _, _ in changes(small, "cpu")] == ["twice as many ranks"]
-    assert not [flags for flags, _, _ in changes(NOW, "cpu") if "cpu_offload" in flags]
-    assert [flags for flags, _, _ in changes(NOW, "cuda") if "cpu_offload" in flags]
-
-
-def test_bf16_masters_halve_what_is_stored() -> None:
-    found = {flags: changed for flags, changed, _ in changes(NOW, "cpu")}["--precision.master bf16"]
-    before, after = NOW.needs(activations), found.needs(activations)
-    assert (after["parameters"], after["optimizer"]) == (before["parameters"] / 2, before["optimizer"] / 2)
-    assert before["gradients"] - after["gradients"] == NOW.trained * 2 / NOW.shard
-    halved = changes(dataclasses.replace(NOW, master=2), "cpu")
-    assert not [flags for flags, _, _ in halved if "precision.master" in flags]
-
-
 @pytest.mark.parametrize(
     ("typed", "refused"),
     [

@@ -75,15 +75,6 @@ def test_the_live_line_fits_its_terminal(columns: int, monkeypatch: pytest.Monke
             assert expected in seen, seen
 
 
-def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    terminal = Terminal(80)
-    with terminal.stream() as stream:
-        console = Console(total_steps=5000, every=1, unit="tok", stream=stream)  # type: ignore[arg-type]
-        console.step(metrics(), "")
-    assert not ESCAPE.search(terminal.read())
-
-
 def test_a_log_line_never_lands_in_the_live_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal(80)

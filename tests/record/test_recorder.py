@@ -104,22 +104,6 @@ def test_a_sink_that_cannot_write_is_told_once_and_holds_nobody_up(
     assert closing.startswith(f"Breaks cannot be closed: {full}")
 
 
-def test_a_save_is_told_and_kept_with_what_it_took(tmp_path: Path) -> None:
-    out = io.StringIO()
-    told = recorder(tmp_path, out, Hears())
-    told.saving(3)
-    assert told.checkpoint_note == "saving 3"
-    told.saved(3, "somewhere", stall_s=0.25, write_s=1.5, size=1 << 21)
-    assert told.checkpoint_note == ""
-    assert out.getvalue() == "checkpoint of step 3 sealed: 2 MiB in 1.50 s\n"
-    assert json.loads((tmp_path / "saves.jsonl").read_text()) == {
-        "step": 3,
-        "stall_s": 0.25,
-        "write_s": 1.5,
-        "bytes": 1 << 21,
-    }
-
-
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     out = io.StringIO()
     told = recorder(tmp_path, out, Hears(), rank=1)

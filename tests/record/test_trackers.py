@@ -9,7 +9,6 @@ import threading
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ import pytest
 from fsdp.base.errors import ConfigError
 from fsdp.config import load
 from fsdp.record import sinks
-from fsdp.record.sinks import MlflowSink, WandbSink, check_sinks
+from fsdp.record.sinks import WandbSink, check_sinks
 
 
 class MockRun:
@@ -142,27 +141,3 @@ def test_one_that_is_not_installed_is_one_line(
     message = f"--run.{flag} p: {flag} is not installed. HINT: pip install {package}"
     with pytest.raises(ConfigError, match=message):
         check_sinks(load([f"--run.{flag}", "p"]))
-
-
-def test_mlflow_logs_each_step_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    logged = list[Any]()
-
-    class Client:
-        def log_batch(self, run: str, metrics: Sequence[Any] = (), params: Sequence[Any] = ()) -> None:
-            logged.extend((metric.key, metric.value, metric.step) for metric in metrics)
-
-        def __getattr__(self, name: str) -> Any:
-            run = SimpleNamespace(info=SimpleNamespace(run_id="r"), experiment_id="1")
-            return lambda *_, **__: [] if name == "search_runs" else run
-
-    def metric(key: str, value: float, timestamp: int, step: int) -> SimpleNamespace:
-        assert timestamp > 1.7e12
-        return SimpleNamespace(key=key, value=value, step=step)
-
-    entities = SimpleNamespace(Metric=metric, Param=lambda *_: None)
-    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=Client, entities=entities))
-    sink = MlflowSink(load(["--run.mlflow", "e"]), tmp_path)
-    for step in (1, 2, 2, 3):
-        sink.scalars(step, {"loss": 1.0 / step})
-    sink.close()
-    assert logged == [("loss", 1.0 / step, step) for step in (1, 2, 3)]
