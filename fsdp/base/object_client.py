@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 
 PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Between retries, beside those of the client itself."""
-OBJECT_STORES = ("s3", "gs", "gcs", "abfs", "az", "adl")
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+OBJECT_STORES = (*PACKAGES, "adl")
 """The schemes of URLs that a run may name: others of fsspec's run code from files, or log in at any host."""
 UNCHANGED_BY_A_RETRY = ("NoCredentialsError", "ParamValidationError", "CheckpointError")
 EXPIRED = ("400", "ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired")
@@ -46,17 +47,11 @@ def open_url(url: str, error: type[ShardrunError], example: str) -> tuple[Any, s
 
         fs, root = fsspec.core.url_to_fs(url)
     except ImportError:
-        package = _package(scheme)
+        package = PACKAGES.get(scheme, f"fsspec[{scheme}]")
         raise error(f"{scheme}:// needs {package}.", f"pip install {package}") from None
     except ValueError:
         raise error(f"fsspec has no file system for {scheme}://.", example) from None
     return fs, root.rstrip("/")
-
-
-def _package(scheme: str) -> str:
-    return {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}.get(
-        scheme, f"fsspec[{scheme}]"
-    )
 
 
 def without_secrets(url: str) -> str:
@@ -76,34 +71,11 @@ def retried(request: Callable[[], T], what: str, fs: Any = None) -> T:
     its start, and a file or a variable may have newer ones.
     """
     check_worth_trying(what)
-    found = _first_success(request, what, fs)
-    _FAILED.clear()
-    return found
-
-
-@contextmanager
-def impatient() -> Iterator[None]:
-    """While a failed run ends, no request is repeated, and none follows a failed one: to a server that is
-    gone each takes up to a minute and a half, and the monitor ends a failed rank after 15 s. Pauses of other
-    threads end too: a save that is still written would be given up, so only after the checkpointer is closed.
-    """
-    _IMPATIENT.set()
-    try:
-        yield
-    finally:
-        _IMPATIENT.clear()
-
-
-def check_worth_trying(what: str) -> None:
-    """Raises OSError while a failed run ends and the last request failed."""
-    if _IMPATIENT.is_set() and _FAILED.is_set():
-        raise OSError(errno.ETIMEDOUT, f"{what}: not tried, the request before it failed")
-
-
-def _first_success(request: Callable[[], T], what: str, fs: Any) -> T:
     for pause in (*PAUSES_S, None):
         try:
-            return request()
+            result = request()
+            _FAILED.clear()
+            return result
         except FileNotFoundError as error:
             _FAILED.clear()  # the server has answered
             raise type(error)(error.errno or errno.ENOENT, f"{what}: {redacted(error)}") from None
@@ -124,6 +96,25 @@ def _first_success(request: Callable[[], T], what: str, fs: Any) -> T:
             if last:
                 raise OSError(errno.ETIMEDOUT, f"{what}: {redacted(error)}") from None
     raise AssertionError("not reached")
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """While a failed run ends, no request is repeated, and none follows a failed one: to a server that is
+    gone each takes up to a minute and a half, and the monitor ends a failed rank after 15 s. Pauses of other
+    threads end too: a save that is still written would be given up, so only after the checkpointer is closed.
+    """
+    _IMPATIENT.set()
+    try:
+        yield
+    finally:
+        _IMPATIENT.clear()
+
+
+def check_worth_trying(what: str) -> None:
+    """Raises OSError while a failed run ends and the last request failed."""
+    if _IMPATIENT.is_set() and _FAILED.is_set():
+        raise OSError(errno.ETIMEDOUT, f"{what}: not tried, the request before it failed")
 
 
 def _renew_credentials(fs: Any) -> None:
