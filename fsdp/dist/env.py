@@ -383,8 +383,8 @@ def _hidden(environ: Mapping[str, str]) -> str:
 
 
 def unused_allocation(env: DistEnv, environ: Mapping[str, str] = os.environ) -> str:
-    """A warning if this is the only process of a Slurm job of several tasks or nodes, one of several
-    torchruns that do not form one run, or one of several processes without a rank; else empty.
+    """A warning if this is the only process of a Slurm job of several tasks or nodes, or one of
+    several torchruns that do not form one run; else empty.
     """
     job, under_pty = environ.get("SLURM_JOB_ID"), "SLURM_PTY_PORT" in environ
     if env.launcher == "torchrun under Slurm":
@@ -400,11 +400,7 @@ def unused_allocation(env: DistEnv, environ: Mapping[str, str] = os.environ) -> 
     if env.launcher != "a single process":
         return ""
     if job is None:
-        ranks = environ.get("WORLD_SIZE", "")
-        if not ranks.isdecimal() or int(ranks) < 2:
-            return ""
-        hint = f"export RANK in each process, or torchrun --nproc_per_node={ranks} train.py"
-        return f"one process alone: WORLD_SIZE is {ranks}, and RANK is not set. HINT: {hint}"
+        return ""
     nodes = _integer(environ, "SLURM_JOB_NUM_NODES", 1)
     tasks = _integer(environ, "SLURM_NTASKS", nodes)
     # the step of a shell that `srun --pty` has started holds the job's processors

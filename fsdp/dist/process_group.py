@@ -96,15 +96,11 @@ def raise_open_files_limit() -> None:
     """Raises the soft limit of open files to the hard one: gloo opens sockets to every rank, and many shells
     set 1024.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == hard:
-        return
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     except (OSError, ValueError) as error:
-        log.warning("the limit of %d open files cannot be raised: %s", soft, error)
-    else:
-        log.debug("limit of open files: %d, raised to %d", soft, hard)
+        log.warning("the limit of open files cannot be raised to %d: %s", hard, error)
 
 
 def _abort_groups(env: DistEnv) -> None:

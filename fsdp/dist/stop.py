@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from fsdp.base import proc
-from fsdp.base.errors import ConfigError, LaunchError
+from fsdp.base.errors import LaunchError
 from fsdp.base.phases import SIGNALS, Activity, StopReason, announces, stop_signals
 from fsdp.config import StopSection
 from fsdp.dist.collectives import Sum
@@ -86,10 +86,6 @@ class Stopper:
         self._file = run_dir / "STOP"
         self._blind = False
         """Whether a check for the file could not look."""
-        if os.path.isdir(self._file):  # noqa: PTH112  Path.is_dir raises where it cannot look
-            raise ConfigError(
-                f"{self._file}, whose presence stops the run, is a folder.", f"rmdir {self._file}"
-            )
         self._ends = _ends(section.deadline_s, end_time)
         self._every_s, self._last_save = every_minutes * 60, time.monotonic()
         self._checked, self._file_seen = 0.0, False

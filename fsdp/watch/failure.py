@@ -62,12 +62,10 @@ KNOWN = (
      "ulimit -u and the cgroup's pids.max limit threads and processes: raise them, or fewer --data.workers"),
     ("Input/output error|Stale file handle|Transport endpoint is not connected", "exception",
      "the storage of this file does not answer as it should: dmesg and its server's log show why"),
-    ("Too many open files", "exception", "ulimit -n 65536 before the start, or fewer --data.workers"),
     ("device-side assert", "exception",
      "CUDA_LAUNCH_BLOCKING=1 names the line; an index beyond a table is the usual cause"),
     ("No module named '", "exception", "pip install it on every node, or set PYTHONPATH"),
     ("ECC error|illegal memory access|Xid", "exception", "the device may be broken: {without_device}"),
-    ("unhandled (system|cuda) error", "exception", "NCCL_DEBUG=INFO names the call"),
 )  # fmt: skip
 """Text in an error of torch, CUDA or user code, which carries no value to decide by → kind and hint."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -60,27 +59,6 @@ def test_a_container_has_its_limit_at_the_root_though_its_path_is_the_host_s(fil
     write(files / "proc/self/cgroup", "0::/kubepods/pod1/c2\n")
     write(files / "cgroup/memory.max", "300\n")
     assert memory_group().limit() == 300
-
-
-def test_without_a_count_of_its_own_the_node_s_counts(files: Path) -> None:
-    write(files / "proc/7/cgroup", "0::/\n")
-    write(files / "proc/vmstat", "nr_free_pages 12\noom_kill 4\n")
-    (files / "cgroup").mkdir()
-    group = memory_group(7)
-    assert group.limit() is None
-    assert group.oom_kills() == 4
-
-
-def test_a_folder_that_may_not_be_searched_limits_nothing(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(files / "proc/7/cgroup", "0::/job\n")
-
-    def refused(path: object) -> object:
-        raise PermissionError(13, "Permission denied", path)
-
-    monkeypatch.setattr(os, "stat", refused)
-    assert memory_group(7).limit() is None
 
 
 def test_a_system_without_them_limits_and_counts_nothing(files: Path) -> None:

@@ -9,8 +9,6 @@ import os
 import threading
 import time
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 
 from fsdp.base.errors import LaunchError
-from fsdp.dist import process_group as groups
 from fsdp.dist.env import ALLOCATOR_VARIABLES, DistEnv, pick_device, set_allocator
 from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.dist.process_group import (
@@ -29,8 +26,6 @@ from fsdp.dist.process_group import (
 )
 from tests.support.env import env_of
 from tests.support.world import run_world
-
-ROOT = Path(__file__).parents[2]
 
 
 class StandInForCuda:
@@ -70,13 +65,6 @@ def test_run_device_cuda_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         LaunchError, match=r"--run.device cuda, but torch .* sees no GPU on .* HINT: --run.device cpu"
     ):
         pick_device(0, "cuda")
-
-
-def test_run_device_cpu_hides_the_gpus_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    StandInForCuda(monkeypatch, 4)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    assert str(pick_device(1, "cpu")) == "cpu"
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def refusal(env: DistEnv, launcher: str, devices: list[str]) -> str:
@@ -169,34 +157,6 @@ def test_a_rank_selects_its_device_with_an_existing_process_group() -> None:
     assert run_world(2, devices_set) == [["cuda:0"], ["cuda:1"]]
 
 
-def refused_group(env: DistEnv, backends: str) -> str:
-    """The error about a group that the caller has made with these backends; empty if it is taken."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.cuda, "set_device", lambda device: None)
-        patched.setattr(dist, "get_backend_config", lambda: backends)
-        try:
-            with process_group(replace(env, device=torch.device("cuda", env.local_rank)), timeout_s=30.0):
-                return ""
-        except LaunchError as error:
-            return str(error)
-
-
-@pytest.mark.parametrize(
-    ("backends", "error"),
-    [
-        (
-            "cuda:nccl",
-            "the process group that this process has made has the backends cuda:nccl, and none for the "
-            'host\'s numbers. HINT: init_process_group("cpu:gloo,cuda:nccl")',
-        ),
-        ("cpu:gloo,cuda:nccl", ""),
-        ("cpu:gloo,cuda:gloo", ""),
-    ],
-)
-def test_an_existing_group_of_nccl_alone_is_refused(backends: str, error: str) -> None:
-    assert run_world(1, refused_group, backends) == [error]
-
-
 def seconds_in_a_group_of_the_mesh(env: DistEnv, axis: str) -> float:
     """How long rank 0 waits there for a peer that never comes."""
     group = build_mesh(MeshSizes("hsdp", 2, 2), env.device, timeout_s=1.0).get_group(axis)
@@ -260,37 +220,6 @@ def test_the_allocator_is_set_on_cuda_where_the_environment_does_not(
         monkeypatch.setenv(name, given.get(name, ""))
     set_allocator(settings, torch.device(device))
     assert (os.environ["PYTORCH_ALLOC_CONF"] or None) == after
-
-
-def test_a_process_raises_its_limit_of_open_files_and_its_groups_time_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Before an existing group is taken, too: saves open sockets of their own."""
-    said: list[Any] = []
-    monkeypatch.setattr(groups, "raise_open_files_limit", lambda: said.append("raised"))
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(dist, "init_process_group", lambda **given: said.append(given["timeout"]))
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    with process_group(env_of(), timeout_s=77.0):
-        assert said == ["raised", timedelta(seconds=77)]
-    said.clear()
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(groups, "_check_existing", lambda env: None)
-    with process_group(env_of(), timeout_s=77.0):
-        assert said == ["raised"]
-
-
-def test_after_an_exception_a_thread_on_the_ranks_device_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An abort records events: on GPU 0, where a thread starts, it would open a context there."""
-    said: list[tuple[str, Any]] = []
-
-    def note(what: Any) -> None:
-        said.append((threading.current_thread().name, what))
-
-    monkeypatch.setattr(torch.cuda, "set_device", note)
-    monkeypatch.setattr(groups, "abort_all_groups", lambda: note("aborts"))
-    groups._abort_groups(replace(env_of(), device=torch.device("cuda", 1)))
-    assert said == [("abort", torch.device("cuda", 1)), ("abort", "aborts")]
 
 
 def test_tests_see_no_gpu() -> None:

@@ -11,9 +11,7 @@ from fsdp.base.errors import LaunchError
 from fsdp.dist.env import (
     check_torch,
     from_environment,
-    prints_errors_of_node,
     prints_shared_errors,
-    slurm_rendezvous,
     started_by,
     unused_allocation,
 )
@@ -40,22 +38,6 @@ def test_ranks_without_an_address_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("hosts", "first"),
-    [("login", "login"), ("gpu[01-03,7],login", "gpu01"), ("r[1-2]n[09-10]-ib", "r1n09-ib")],
-)
-def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
-    """tests/slurm compares with scontrol's own, where Slurm is installed."""
-    assert slurm_rendezvous({"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": hosts})[0] == first
-
-
-def test_a_variable_that_is_no_number() -> None:
-    with pytest.raises(
-        LaunchError, match=r"WORLD_SIZE is 'two' and not a number\. HINT: start with torchrun, srun"
-    ):
-        from_environment({**TORCHRUN, "WORLD_SIZE": "two"})
-
-
-@pytest.mark.parametrize(
     ("environ", "prints"),
     [
         ({}, True),
@@ -72,19 +54,6 @@ def test_a_variable_that_is_no_number() -> None:
 def test_one_process_prints_an_error_of_all_ranks(environ: dict[str, str], prints: bool) -> None:
     """torchrun numbers nodes by their addresses: 10.0.0.10, the second task of srun, before 10.0.0.9."""
     assert prints_shared_errors(environ) is prints
-
-
-@pytest.mark.parametrize(
-    ("environ", "prints"),
-    [
-        ({}, True),
-        ({"RANK": "3", "LOCAL_RANK": "1"}, False),
-        ({"RANK": "2", "LOCAL_RANK": "0", "SLURM_LOCALID": "0"}, True),
-        ({"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, False),
-    ],
-)
-def test_one_process_of_a_node_prints_what_all_of_it_meet(environ: dict[str, str], prints: bool) -> None:
-    assert prints_errors_of_node(environ) is prints
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -131,15 +100,6 @@ def test_one_process_in_an_allocation_for_several_is_a_warning(environ: dict[str
     assert bool(said) is warned
     assert not warned or "HINT: srun python train.py, or sbatch --nodes=" in said
     assert not unused_allocation(from_environment(TORCHRUN, device="cpu"), environ)
-
-
-@pytest.mark.parametrize(("size", "warned"), [("4", True), ("1", False), ("all", False), ("", False)])
-def test_one_process_of_a_world_without_a_rank_is_a_warning(size: str, warned: bool) -> None:
-    """A pod whose launcher sets no RANK: each process would train by itself."""
-    environ = {"WORLD_SIZE": size, "NODE_RANK": "1", "MASTER_ADDR": "head"}
-    found = unused_allocation(from_environment(environ, device="cpu"), environ)
-    hint = "HINT: export RANK in each process, or torchrun --nproc_per_node=4 train.py"
-    assert found == (f"one process alone: WORLD_SIZE is 4, and RANK is not set. {hint}" if warned else "")
 
 
 @pytest.mark.parametrize(

@@ -57,21 +57,3 @@ def test_a_broken_device_is_left_out_where_no_other_node_takes_its_place(
 ) -> None:
     env = replace(env_of(2, 4 * nodes, nodes=nodes), launcher=launcher)
     assert without_device(env, "n1", environ) == typed
-
-
-@pytest.mark.parametrize(
-    ("launcher", "environ", "reads"),
-    [
-        ("torchrun", {}, False),
-        ("torchrun under Slurm", {}, False),
-        ("torchrun under Slurm", SCRIPT, True),
-        ("srun", {}, False),
-        ("submitit (slurm)", {}, True),
-        ("ray", {}, False),
-    ],
-)
-def test_cluster_env_is_named_where_the_job_reads_it(
-    launcher: str, environ: dict[str, str], reads: bool
-) -> None:
-    hints = launcher_hints(launcher, 2, environ)
-    assert ("RDZV_HOST in slurm/cluster.env" in hints.other_address) is reads

@@ -16,11 +16,10 @@ from typing import NoReturn
 import pytest
 
 from fsdp.base import proc
-from fsdp.base.errors import ConfigError
 from fsdp.base.phases import StopReason
 from fsdp.config import StopSection
 from fsdp.dist import stop
-from fsdp.dist.env import DistEnv, from_environment
+from fsdp.dist.env import DistEnv
 from fsdp.dist.stop import StopDecision, Stopper
 from tests.support.world import run_world
 
@@ -75,15 +74,6 @@ def test_under_nohup_a_closed_terminal_does_not_stop_the_run(tmp_path: Path) -> 
     assert run_world(2, under_nohup, str(tmp_path)) == [(6, None), (6, None)]
 
 
-def test_a_reason_is_read_from_the_text_of_a_run() -> None:
-    for reason in StopReason:
-        assert StopReason.read(str(reason)) is reason
-        assert StopReason.read(f"{reason} at step 3") is reason
-    assert StopReason.read("--train.stop_after 10") is StopReason.STOP_AFTER
-    assert StopReason.read("the weather") is None
-    assert StopReason.read(None) is None
-
-
 def stopped_by_file(env: DistEnv, run_dir: str) -> tuple[int, str | None]:
     file = Path(run_dir, "STOP")
     with pytest.MonkeyPatch.context() as patched:
@@ -100,12 +90,6 @@ def test_the_stop_file_stops_this_run_and_not_the_next(tmp_path: Path) -> None:
     first = run_world(2, stopped_by_file, str(tmp_path))
     assert first in ([(1, "the stop file")] * 2, [(2, "the stop file")] * 2)
     assert not (tmp_path / "STOP").exists()
-
-
-def test_a_folder_in_its_place_is_refused_on_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "STOP").mkdir()
-    with pytest.raises(ConfigError, match=r"is a folder\. HINT: rmdir .*/STOP$"):
-        Stopper(StopSection(), from_environment(), tmp_path, lambda: None)
 
 
 def fails_with(number: int) -> Callable[..., NoReturn]:

@@ -9,7 +9,7 @@ import pickle
 import re
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -343,28 +343,3 @@ def test_files_are_unpickled_in_known_places_alone() -> None:
             ):
                 found.add(f"{file.relative_to(ROOT)}: {name}")
     assert not found
-
-
-def handlers(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, exceptions) of each `try` that parses JSON and takes text that is none."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Try) and any(
-            name in ("json.loads", "json.load") for one in node.body for name, _ in calls(one)
-        ):
-            named = " ".join(ast.unparse(one.type) for one in node.handlers if one.type is not None)
-            if "ValueError" in named or "UNREADABLE" in named:
-                yield node.lineno, named
-
-
-def test_json_that_is_nested_too_deeply_is_text_that_is_no_json() -> None:
-    """json.loads raises RecursionError for it."""
-    found = {
-        f"{file.relative_to(ROOT)}:{line}": named
-        for place in ("fsdp", "launch")
-        for file in sorted((ROOT / place).rglob("*.py"))
-        for line, named in handlers(ast.parse(file.read_text(encoding="utf-8")))
-    }
-    assert len(found) > 10
-    assert not [
-        place for place, named in found.items() if "RecursionError" not in named and "UNREADABLE" not in named
-    ]

@@ -173,11 +173,6 @@ def ends(code: int, stuck: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def test_a_process_that_succeeds_ends_after_its_handlers_without_teardown() -> None:
-    done = ends(0)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "handler of a user\n", "")
-
-
 @pytest.mark.parametrize(("stuck", "printed"), [("", True), ("handler", False), ("thread", False)])
 def test_a_failed_process_ends_with_its_code_whatever_holds_it(stuck: str, printed: bool) -> None:
     done = ends(4, stuck)

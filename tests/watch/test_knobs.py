@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,41 +14,6 @@ from fsdp.watch.records import EVIDENCE, KEPT, RecordFiles, TimingRecorder
 from tests.support.runs import failures, run
 
 ROOT = Path(__file__).parents[2]
-FAULT = """
-import json, sys, tempfile
-from pathlib import Path
-from bench import faults
-from bench.fault_kinds import KINDS
-faults.import_once()
-kind = next(kind for kind in KINDS if kind.name == sys.argv[1])
-with tempfile.TemporaryDirectory() as folder:
-    kind = kind if len(sys.argv) < 4 else faults.ending(kind)
-    case = faults.once(kind, 1, 12, Path(folder), sys.argv[2].split())
-    print(json.dumps([case.said_kind, case.codes, (Path(folder) / "log").read_text()]))
-"""
-
-
-def fault(kind: str, flags: str, *more: str) -> tuple[str, list[int], str]:
-    done = subprocess.run(
-        [sys.executable, "-c", FAULT, kind, flags, *more],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    said, codes, log = json.loads(done.stdout.splitlines()[-1])
-    return said, codes, log
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_the_first_failure_is_printed_once_and_the_others_in_a_line(tmp_path: Path) -> None:
-    _, codes, log = fault("exception", "")
-    assert codes == [1, 1, 1, 1]
-    assert log.count("ValueError: a sample of a length that nobody expected") == 1
-    assert log.count("Traceback") == 1
-    assert re.search(r"ranks 0, 2, 3 (wait in \w+ \(step \d+, \w+\)|ended after it)$", log.rstrip())
 
 
 def test_an_ordinary_run_writes_its_times_and_no_verdict(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -20,9 +19,9 @@ import pytest
 from fsdp.base import proc
 from fsdp.base.phases import Activity
 from fsdp.watch import links, status_page
-from fsdp.watch.links import RETURN_S, STRANGERS, Head, Link, Peer, read_report
+from fsdp.watch.links import RETURN_S, STRANGERS, Head, Link, Peer
 from fsdp.watch.monitor import ECHO_S, GRACE_S, Monitor, MonitorOptions
-from fsdp.watch.observe import GroupCalls, Observation
+from fsdp.watch.observe import Observation
 from fsdp.watch.rank import _listener
 from fsdp.watch.status_page import PID, StatusPage
 from tests.support.processes import eventually
@@ -286,22 +285,3 @@ def test_a_monitor_that_is_started_again_connects_again() -> None:
     assert not again.links["n2"].unseen()
     again.close()
     peer.close()
-
-
-def test_nodes_connect_by_their_token() -> None:
-    ear = socket.create_server(("127.0.0.1", 0))
-    address = ear.getsockname()
-    head = Head(ear.detach(), "secret")
-    stranger, peer = Peer(address, "guessed", "n3"), Peer(address, "secret", "n2")
-    connect(head, stranger, peer)
-    assert list(head.reports) == ["n2"]
-    order = {"end": True, "failed": False}
-    head.broadcast(**order)
-    eventually("the peer receives the message", lambda: order in peer.exchange([]), 10)
-    for one in (head, stranger, peer):
-        one.close()
-
-
-def test_a_report_arrives_as_it_was_sent() -> None:
-    rank = Observation(1, "n2", stack=[["a.py", 3, "f"]], work=[], calls=(GroupCalls("g", 2, 1),))
-    assert read_report(json.loads(json.dumps({"ranks": [rank]}, default=vars))) == [rank]

@@ -103,16 +103,3 @@ def test_a_straggler_is_reported_once_and_its_end_once() -> None:
     begun, over = said(Stragglers(7.0), works)
     assert (begun.rank, begun.late, over.rank, over.late) == (1, True, 1, False)
     assert 250 < over.step <= 250 + WINDOW
-
-
-def test_less_than_the_requested_percentage_is_not_named() -> None:
-    assert said(Stragglers(25.0), course(4, 300, "normal", 0.03, 5, {2: 1.15})) == []
-
-
-def test_a_gap_in_the_steps_starts_the_history_again() -> None:
-    stragglers = Stragglers(7.0)
-    works = course(2, 40, "normal", 0.03, 1, {1: 1.3})
-    for later in (0, 500):
-        for rank, steps in enumerate(works):
-            stragglers.feed(rank, {n + later: work for n, work in steps.items() if n < WINDOW})
-        assert stragglers.update() == []

@@ -295,14 +295,6 @@ def test_an_error_of_all_ranks_is_about_the_ranks_that_it_names() -> None:
     assert (verdict.kind, verdict.ranks, verdict.others) == ("nan", (3,), "")
 
 
-def test_an_abort_of_gloo_is_the_fault_of_the_rank_with_another_shape() -> None:
-    """gloo ends whoever receives too much, which is a neighbour."""
-    ranks = world(numel=99)
-    ranks[0] = replace(ranks[0], alive=False, fatal="Fatal Python error: Aborted")
-    verdict = judged(ranks)
-    assert (verdict.kind, verdict.ranks) == ("shapes", (2,))
-
-
 def test_of_two_ranks_the_one_further_on_has_left_a_collective_out() -> None:
     verdict = judged([WAITING, replace(WAITING, rank=1, step=8, op="all_reduce")])
     assert (verdict.kind, verdict.ranks) == ("skipped", (1,))
@@ -324,13 +316,6 @@ def test_of_several_deaths_the_first_is_at_fault() -> None:
     ranks[3] = replace(ranks[3], dead_s=0.7)
     verdict = judged(ranks)
     assert (verdict.kind, verdict.ranks, verdict.others) == ("died", (3,), "ranks 0, 1, 2 ended after it")
-
-
-def test_an_abort_after_a_death_is_a_consequence() -> None:
-    ranks = world(alive=False, state="X", dead_s=0.6)
-    ranks[0] = replace(ranks[0], alive=False, state="X", dead_s=0.2, fatal="Fatal Python error: Aborted")
-    verdict = judged(ranks)
-    assert (verdict.kind, verdict.ranks) == ("died", (2,))
 
 
 # ---------------------------------------------------------------- on CUDA, from the flight recorder

@@ -52,9 +52,6 @@ EXTRA_STATE = "_extra_state"
 Without it, a file of a model with such a module is refused as no state dict.
 """
 
-ATTENTION_OPERATORS = "_scaled_dot_product"
-"""What the names of attention's kernels begin with; those of a backward end with "backward"."""
-
 OPTIMIZER_IMPORT = "torch._dynamo"
 """A package that each optimizer of torch imports in its first step: 20 MiB and more."""
 
