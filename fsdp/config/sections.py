@@ -666,8 +666,6 @@ class WatchSection:
     """report a rank whose own work takes this much longer than the others'; 0: never"""
     divergence: int = knob(0, unit="steps", low=0)
     """steps between bitwise comparisons of the replicas; 0: never"""
-    spike: float = knob(10.0, low=0)
-    """record the samples of a step whose gradient norm is this many times the usual; 0: never"""
     deterministic: bool = knob(False, common=True)
     """make the run repeat bit for bit
 

@@ -129,6 +129,7 @@ class Removed:
 
 REMOVED: dict[str, Removed] = {
     "watch.unit_norms": Removed(0, "leave it out: train/grad_norm is recorded at each step"),
+    "watch.spike": Removed(10.0, "leave it out: train/grad_norm is recorded at each step"),
     "run.full_records": Removed(100_000, "leave it out: every step has a record"),
     "run.numa": Removed("auto", "torchrun --numa-binding=node --nproc_per_node=8 train.py"),
     "data.skip_unreadable": Removed(0, "leave the sample out of the data: the error names it"),

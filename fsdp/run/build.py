@@ -55,7 +55,7 @@ from fsdp.rundir import history, paths
 from fsdp.rundir.history import check_appendable
 from fsdp.rundir.lock import Folder, Locks, hold
 from fsdp.rundir.paths import RunDir, writing
-from fsdp.watch.replica_checks import SpikeRecorder, make_deterministic
+from fsdp.watch.replica_checks import make_deterministic
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.pretrained import PretrainedWeights
@@ -386,7 +386,6 @@ def recorder(start: RunStart, job: Job, step: int, *, flops: float, planned: Pla
     )
 
     def add_sinks() -> None:
-        made.add(SpikeRecorder(config.watch.spike, run.path, job.cursor.indices))
         if planned is not None:
             made.add(planned)
         for sink, label in build_sinks(config, run.path, step):

@@ -10,7 +10,7 @@ In reading order:
     verdict            from all ranks' observations to a verdict: pure functions
     links              TCP connections between monitors, and what they carry
     records            the files in RUN/watch/; slow ranks, times by rank and phase
-    replica_checks     in the ranks: differing parts of a model, replicas, spikes of the gradient norm
+    replica_checks     in the ranks: differing parts of a model, replicas
 
 Modules that the monitor imports may not import torch: it starts in 0.13 s and holds little memory.
 """

@@ -1,8 +1,6 @@
-"""Checks for wrong numbers: equal parts of the model on all ranks, equal replicas, the samples of a spike.
+"""Checks for wrong numbers: equal parts of the model on all ranks, equal replicas.
 
-    RUN/watch/spikes.jsonl       step, grad_norm, usual (the median before it), samples (of that batch)
-
-`compare` is collective, at the same steps on every rank. SpikeRecorder receives rank 0's records.
+`compare` is collective, at the same steps on every rank.
 """
 
 from __future__ import annotations
@@ -10,13 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import zlib
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from statistics import median
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -37,12 +32,6 @@ from fsdp.dist.collectives import local_tensor
 from fsdp.dist.env import set_variable
 from fsdp.models.units import clean_name
 from fsdp.parallel.shard import Sharded
-from fsdp.rundir.history import Appender
-
-USUAL = 64
-"""Steps whose median is the usual norm; the first FEWEST are never a spike."""
-FEWEST = 16
-MOST_SAMPLES = 4096
 
 
 def make_deterministic() -> None:
@@ -53,29 +42,6 @@ def make_deterministic() -> None:
     set_variable("NCCL_ALGO", os.environ.get("NCCL_ALGO", "Ring"))
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
-
-
-class SpikeRecorder:
-    """A sink of fsdp/record/recorder.py: receives each step's numbers once they are on the host."""
-
-    def __init__(self, factor: float, run: Path, indices: Callable[[int], np.ndarray]) -> None:
-        self._factor, self._indices = factor, indices
-        self._file = Appender(run / "watch" / "spikes.jsonl")
-        self._before: deque[float] = deque(maxlen=USUAL)
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        norm = values.get("train/grad_norm")
-        if norm is None or not self._factor:
-            return
-        usual = median(self._before) if len(self._before) >= FEWEST else 0.0
-        if usual > 0 and not norm <= self._factor * usual:  # so that NaN is one too
-            samples = self._indices(step - 1)[:MOST_SAMPLES].tolist()
-            self._file.append({"step": step, "grad_norm": norm, "usual": usual, "samples": samples})
-        if norm < float("inf"):
-            self._before.append(norm)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class ReplicaChecks:

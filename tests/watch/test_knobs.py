@@ -24,7 +24,7 @@ def test_an_ordinary_run_writes_its_times_and_no_verdict(tmp_path: Path) -> None
 
 def test_flags_of_the_watch_do_not_change_the_config_hash() -> None:
     plain = configuration.load([])
-    for flag in ("enabled false", "hang_s 5", "late_percent 0", "divergence 3", "spike 3"):
+    for flag in ("enabled false", "hang_s 5", "late_percent 0", "divergence 3"):
         name, value = flag.split()
         assert config_hash(configuration.load([f"--watch.{name}", value])) == config_hash(plain)
     assert config_hash(configuration.load(["--watch.deterministic"])) != config_hash(plain)

@@ -1,11 +1,9 @@
-"""Replicas that differ, gradient norms by unit, and the samples of a spike."""
+"""Replicas that differ."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,22 +11,9 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.dist.env import DistEnv
 from fsdp.run.training_loop import TrainingLoop
-from fsdp.watch.replica_checks import SpikeRecorder, odd_ones
+from fsdp.watch.replica_checks import odd_ones
 from tests.support.runs import failures, flags, on_a_rank, run
 from tests.support.world import run_world
-
-
-def lines(run_dir: Path, name: str) -> list[dict]:  # type: ignore[type-arg]
-    return [json.loads(line) for line in (run_dir / "watch" / name).read_text().splitlines()]
-
-
-def test_a_spike_is_written_with_the_samples_of_its_batch(tmp_path: Path) -> None:
-    spikes = SpikeRecorder(5.0, tmp_path, lambda step: np.arange(3) + 10 * step)
-    for step in range(1, 30):
-        spikes.scalars(step, {"train/grad_norm": 9.0 if step == 25 else 1.0, "train/loss": 2.0})
-    assert lines(tmp_path, "spikes.jsonl") == [
-        {"step": 25, "grad_norm": 9.0, "usual": 1.0, "samples": [240, 241, 242]}
-    ]
 
 
 def test_ranks_outside_the_majority_are_odd_and_both_of_two() -> None:
