@@ -6,6 +6,7 @@ shards). The strategy becomes two sizes here; fsdp/parallel/shard.py applies the
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,7 +35,7 @@ class MeshSizes:
     replicate: int
     shard: int
 
-    @property
+    @functools.cached_property
     def ranks(self) -> int:
         return self.replicate * self.shard
 

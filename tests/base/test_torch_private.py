@@ -480,24 +480,6 @@ def test_fake_tensors_refuse_what_needs_values() -> None:
                 reads()
 
 
-def test_a_storage_is_one_object_as_long_as_it_lives() -> None:
-    """No private name: the accounts of memory use id(storage) as its key and a weak reference for its end."""
-    tensor, ended = torch.ones(8), []
-    key, end = (
-        id(tensor.untyped_storage()),
-        weakref.ref(tensor.untyped_storage(), lambda _: ended.append(True)),
-    )
-    junk = [object() for _ in range(1000)]
-    keys = {id(t.untyped_storage()) for t in (tensor, tensor[2:], tensor.detach(), tensor.view(2, 4))}
-    assert keys == {key}, (
-        f"torch {torch.__version__}: id(storage) changes. Mend fsdp/memory, fsdp/plan/trace.py."
-    )
-    assert not ended, f"torch {torch.__version__}: a storage's object ends before its memory"
-    del tensor, junk
-    assert ended, f"torch {torch.__version__}: a storage's object outlives its memory"
-    assert end() is None
-
-
 def test_attention_runs_a_known_operator() -> None:
     query = torch.ones(1, 1, 4, 8, requires_grad=True)
     with Operators() as mode:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,22 +41,3 @@ def behind(env: DistEnv, backward: bool) -> tuple[list[str], float]:
 )
 def test_a_sum_behind_a_backward_begins_when_all_is_computed(backward: bool, order: list[str]) -> None:
     assert run_world(2, behind, backward) == [(order, 3.0)] * 2
-
-
-def begun(env: DistEnv) -> float | None:
-    """Rank 1 begins its sum when rank 0 says that it has begun its own; None if it hears nothing."""
-    store = dist.distributed_c10d._get_default_store()
-    one = torch.ones(1)
-    if env.rank == 0:
-        mine = Sum(one)
-        store.set("begun", "")
-        return float(mine.wait())
-    try:
-        store.wait(["begun"], timedelta(seconds=20))
-    except dist.DistStoreError:
-        return None
-    return float(Sum(one).wait())
-
-
-def test_a_sum_begins_without_the_other_ranks() -> None:
-    assert run_world(2, begun) == [2.0, 2.0]

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +20,7 @@ from fsdp.dist.env import ALLOCATOR_VARIABLES, DistEnv, pick_device, set_allocat
 from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.dist.process_group import (
     check_devices_differ,
-    process_group,
 )
-from tests.support.env import env_of
 from tests.support.world import run_world
 
 
@@ -99,62 +95,6 @@ def test_two_ranks_on_one_gpu_are_refused_on_every_rank(
     assert said[0].startswith(f"ranks {ranks} on n")
     assert there in said[0]
     assert said[0].endswith(f"HINT: {hint}")
-
-
-def groups_made(devices: list[str], gpus: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The arguments of each rank's default group, and the errors; torch.cuda and the group are stand-ins."""
-    store, made, said = dist.HashStore(), list[dict[str, Any]](), list[str]()
-
-    def start(rank: int) -> None:
-        env = replace(env_of(rank, 2), device=torch.device(devices[rank]), launcher="torchrun")
-        try:
-            with process_group(env, timeout_s=30.0, store=store):
-                pass
-        except LaunchError as error:
-            said.append(str(error))
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.cuda, "set_device", lambda device: None)
-        patched.setattr(
-            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=gpus[device.index])
-        )
-        patched.setattr(dist, "init_process_group", lambda **arguments: made.append(arguments))
-        patched.setattr(dist, "destroy_process_group", lambda: None)
-        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return sorted(made, key=lambda arguments: arguments["rank"]), said
-
-
-def test_a_shared_gpu_is_refused_before_the_group_and_nccl_gets_each_ranks_own() -> None:
-    made, said = groups_made(["cuda:0", "cuda:1"], ["GPU-a", "GPU-a"])
-    assert not made
-    assert [one.partition(" on ")[0] for one in said] == ["ranks 0, 1"] * 2
-    made, said = groups_made(["cuda:0", "cuda:1"], ["GPU-a", "GPU-b"])
-    assert not said
-    assert [one["backend"] for one in made] == ["cpu:gloo,cuda:nccl"] * 2
-    assert [one["device_id"] for one in made] == [torch.device("cuda", 0), torch.device("cuda", 1)]
-    made, said = groups_made(["cpu", "cpu"], [])
-    assert not said
-    assert [(one["backend"], one["device_id"]) for one in made] == [("gloo", None)] * 2
-
-
-def devices_set(env: DistEnv) -> list[str]:
-    """The devices that a rank's process selects where somebody else (Ray, fsdp.parity) has made the process
-    group.
-    """
-    chosen: list[str] = []
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.cuda, "set_device", lambda device: chosen.append(str(device)))
-        with process_group(replace(env, device=torch.device("cuda", env.local_rank)), timeout_s=30.0):
-            pass
-    return chosen
-
-
-def test_a_rank_selects_its_device_with_an_existing_process_group() -> None:
-    assert run_world(2, devices_set) == [["cuda:0"], ["cuda:1"]]
 
 
 def seconds_in_a_group_of_the_mesh(env: DistEnv, axis: str) -> float:
