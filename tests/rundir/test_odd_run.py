@@ -1,6 +1,6 @@
 """Folders and links in the place of a run directory's files: a decision or a line, no write outside.
 
-tests/report/test_odd_files.py has the tools that read a run.
+tests/report has the tools that read a run.
 """
 
 from __future__ import annotations
