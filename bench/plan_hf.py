@@ -101,6 +101,9 @@ def run(names: Sequence[str], folder: Path) -> Iterator[Row]:
 
 
 def main(names: Sequence[str]) -> int:
+    if not set(names) <= set(MODELS):
+        print(f"{__doc__}\nHINT: names among {', '.join(MODELS)}", file=sys.stderr)
+        return 2
     title = f"# Plans of hf: models beside real runs ({platform.machine()}, torch {torch.__version__}, gloo)"
     command = "`python -m bench.plan_hf`: two ranks, fp32, AdamW, micro-batches of 4."
     with tempfile.TemporaryDirectory(prefix="plan-hf-") as folder:

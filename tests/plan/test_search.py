@@ -45,15 +45,6 @@ def test_flags_that_are_set_stay() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_margin_decides_what_fits() -> None:
-    flags = "--plan.gpus 4 --mesh.strategy fsdp --train.micro_batch 1"
-    tight = f"{flags} --plan.memory_gib {1.04 * searched(flags)[0].needed / GIB:.6f}"
-    assert searched(tight)[0].fits
-    assert not searched(f"{tight} --plan.margin 0.05 {NO_OFFLOAD}")[0].fits
-
-
-@pytest.mark.slow
-@pytest.mark.long
 def test_the_fewest_ranks_that_fit() -> None:
     whole = searched(f"{WIDE} {NO_OFFLOAD} --plan.gpus 1")[0]
     fixed = whole.rates.overhead / GIB
