@@ -461,7 +461,7 @@ SKIPPED = {
 }  # fmt: skip
 CEILINGS = {
     "lines in fsdp": 26_900, "tokens in fsdp": 267_000, "files in fsdp": 181, "lines in launch": 1_925,
-    "lines in tests": 31_350, "lines in bench": 5_400, "lines of slurm": 394, "words of docs": 22_500,
+    "lines in tests": 31_350, "lines in bench": 5_410, "lines of slurm": 394, "words of docs": 22_500,
     "words of CHANGELOG.md": 1_500, "words of CONTRIBUTING.md": 1_800, "words of README.md": 900,
     "flags": 138, "largest file in fsdp": 340, "files in fsdp under 35 lines": 16, "fmt: skip": 20,
 }  # fmt: skip
