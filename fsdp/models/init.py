@@ -246,18 +246,6 @@ def fill_buffers(model: nn.Module, device: str | torch.device) -> None:
         model.init_buffers(torch.device(device))  # type: ignore[operator]
 
 
-def seed_streams(seed: int, device: torch.device) -> None:
-    """As torch.manual_seed, for this device only. If CUDA is not initialised, that keeps a stack trace per
-    call: a fifth of a millisecond a step. The streams of Python and numpy too, from which a forward may draw
-    (SpecAugment of transformers).
-    """
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-
-
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Context manager that seeds the host's random streams, and restores them afterwards."""

@@ -7,12 +7,20 @@ the run continues.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import resource
+import socket
+import struct
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +28,6 @@ from fsdp.base.text import byte_size
 from fsdp.dist.env import DistEnv
 from fsdp.record.console import Console
 from fsdp.record.sinks import Losses, Reporter, Sink
-from fsdp.record.tensorboard import EventWriter
 from fsdp.rundir.history import Appender, save_record
 from fsdp.rundir.paths import RunDir
 
@@ -185,3 +192,124 @@ class Recorder:
 def _epoch(epoch: float | None) -> dict[str, float]:
     """As a field of a record; a stream has none."""
     return {} if epoch is None else {"epoch": epoch}
+
+
+# ---------------------------------------------------------------- spikes
+
+USUAL = 64
+"""Steps whose median is the usual norm; the first FEWEST are never a spike."""
+FEWEST = 16
+MOST_SAMPLES = 4096
+
+
+class SpikeRecorder:
+    """RUN/watch/spikes.jsonl: step, grad_norm, usual (the median before it), samples (of that batch)."""
+
+    def __init__(self, factor: float, run: Path, indices: Callable[[int], np.ndarray]) -> None:
+        self._factor, self._indices = factor, indices
+        self._file = Appender(run / "watch" / "spikes.jsonl")
+        self._before: deque[float] = deque(maxlen=USUAL)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        norm = values.get("train/grad_norm")
+        if norm is None or not self._factor:
+            return
+        usual = median(self._before) if len(self._before) >= FEWEST else 0.0
+        if usual > 0 and not norm <= self._factor * usual:  # so that NaN is one too
+            samples = self._indices(step - 1)[:MOST_SAMPLES].tolist()
+            self._file.append({"step": step, "grad_norm": norm, "usual": usual, "samples": samples})
+        if norm < float("inf"):
+            self._before.append(norm)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+# ---------------------------------------------------------------- TensorBoard
+#
+# Event files without the tensorboard package, whose import takes more than a second. The format: records of
+# length, masked CRC-32C of the length, payload, masked CRC-32C of the payload. The payload is a protobuf
+# Event message, of which four fields are used; a scalar event has 40 bytes.
+
+BUFFER_BYTES = 8192
+
+
+@functools.cache
+def _crc_table() -> list[int]:
+    table = []
+    for row in range(256):
+        for _ in range(8):
+            row = (row >> 1) ^ (0x82F63B78 if row & 1 else 0)
+        table.append(row)
+    return table
+
+
+def _masked_crc(data: bytes) -> int:
+    crc, table = 0xFFFFFFFF, _crc_table()
+    for byte in data:
+        crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def _bytes_field(number: int, data: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(data)) + data
+
+
+def _event(wall_time: float, body: bytes) -> bytes:
+    return _varint(1 << 3 | 1) + struct.pack("<d", wall_time) + body
+
+
+@functools.cache
+def _tag(tag: str) -> bytes:
+    """A scalar up to its value: the tag's field and the value's first byte."""
+    name = _bytes_field(1, tag.encode()) + _varint(2 << 3 | 5)
+    return _varint(1 << 3 | 2) + _varint(len(name) + 4) + name
+
+
+def _scalar(tag: str, value: float) -> bytes:
+    try:
+        return _tag(tag) + struct.pack("<f", value)
+    except OverflowError:  # more than fp32 holds, as of a run that diverges
+        return _tag(tag) + struct.pack("<f", math.copysign(math.inf, value))
+
+
+class EventWriter:
+    """Appends scalars to one new event file; a restart adds another file, as TensorBoard expects.
+
+    Events are written whole or not at all: TensorBoard stops reading at a broken one.
+    """
+
+    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+        """TensorBoard discards the steps of earlier files from `purge_step` on (a resume after a crash)."""
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
+        self._file = Appender(folder / name, lines=False, buffer_bytes=BUFFER_BYTES)
+        self._write(_event(time.time(), _bytes_field(3, b"brain.Event:2")))
+        if purge_step is not None:
+            session_log = _bytes_field(7, _varint(1 << 3) + _varint(1))  # SessionLog.START
+            self._write(_event(time.time(), _varint(2 << 3) + _varint(purge_step) + session_log))
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        summary = b"".join(_scalar(tag, value) for tag, value in values.items())
+        self._write(_event(time.time(), _varint(2 << 3) + _varint(step) + _bytes_field(5, summary)))
+
+    def _write(self, payload: bytes) -> None:
+        length = struct.pack("<Q", len(payload))
+        self._file.write(
+            length
+            + struct.pack("<I", _masked_crc(length))
+            + payload
+            + struct.pack("<I", _masked_crc(payload))
+        )
+
+    def close(self) -> None:
+        self._file.close()
