@@ -136,7 +136,9 @@ class Stopper:
         """Starts the sum of this rank's numbers: step, save due, signature and its square, each reason."""
         reason = self._reason()
         due = self._main and self._every_s > 0 and time.monotonic() - self._last_save >= self._every_s
-        asked = [int(known is reason) for known in REASONS]
+        asked = [0] * len(REASONS)
+        if reason is not None:
+            asked[REASONS.index(reason)] = 1
         return Sum(torch.tensor([self._step, int(due), signature, signature**2, *asked], dtype=torch.int64))
 
     def _decision(self, vote: Sum) -> tuple[StopDecision, int, int]:
@@ -149,7 +151,7 @@ class Stopper:
             )
         if save:
             self.saved()
-        reason = next((known for known, ranks in zip(REASONS, asked, strict=True) if ranks), None)
+        reason = REASONS[[*map(bool, asked)].index(True)] if any(asked) else None
         return StopDecision(reason, bool(save)), signatures, squares
 
     def _reason(self) -> StopReason | None:

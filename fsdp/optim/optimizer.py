@@ -280,12 +280,6 @@ def same_states(saved: str, name: str) -> bool:
     return not saved or not name or saved == name or (saved in ADAMS and name in ADAMS)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Sets the rate of each group; those of a user's optimizer keep their ratio to it."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get(LR_RATIO, 1.0)
-
-
 # ---------------------------------------------------------------- the learning rate
 
 TRIED = 1000

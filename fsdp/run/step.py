@@ -21,7 +21,7 @@ from fsdp.dist.collectives import Sum, call_after_backward
 from fsdp.models.loss import LABELS, LossFunction, LossParts
 from fsdp.models.units import clean_name
 from fsdp.optim.gradients import Gradients, InTurn, LossScaler, Verdicts
-from fsdp.optim.optimizer import set_lr
+from fsdp.optim.optimizer import LR_RATIO
 from fsdp.parallel.shard import Sharded
 
 
@@ -85,7 +85,8 @@ def train_step(
     if parts.scaler is not None:
         norm = parts.scaler.unscale(parts.gradients, norm)
     totals.finish()
-    set_lr(parts.optimizer, lr)
+    for group in parts.optimizer.param_groups:  # a user's optimizer keeps the ratio of its rates
+        group["lr"] = lr * group.get(LR_RATIO, 1.0)
     apply_update(parts, step, totals.loss, norm)
     return norm
 
@@ -99,8 +100,9 @@ def _micro_batch(
     assert parts.loss_function is not None
     sharded, scale = parts.sharded, 1.0 if parts.scaler is None else parts.scaler.scale
     with sharded.micro_batch(last):
+        model = sharded.called
         parts.enter("forward")
-        loss = parts.loss_function(sharded.called, batch.data, batch.valid, batch.valid_rows, totals.weight)
+        loss = parts.loss_function(model, batch.data, batch.valid, batch.valid_rows, totals.weight)
         if not loss.loss_sum.requires_grad:
             raise ConfigError(
                 "the loss does not depend on a trained parameter, so that it has no gradient.",

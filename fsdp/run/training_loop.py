@@ -226,11 +226,11 @@ class TrainingLoop:
         self.stopper.begin(step, 0 if self.branches is None else self.branches.signature)
         lr = self.job.schedule.lr(step)
         result = self.train_step(batch, lr)
-        totals = result.totals
+        totals, tokens = result.totals, result.totals.tokens
         state.step, state.samples, state.tokens = (
             step,
             state.samples + batch.samples,
-            state.tokens + totals.tokens,
+            state.tokens + tokens,
         )
         if self.replicas is not None:
             self.replicas.compare(step)
@@ -241,7 +241,7 @@ class TrainingLoop:
                     "step": step,
                     "lr": lr,
                     "samples": batch.samples,
-                    "tokens": totals.tokens,
+                    "tokens": tokens,
                     "step_time_s": time.perf_counter() - began,
                     "data_wait_s": waited,
                 },
@@ -253,8 +253,10 @@ class TrainingLoop:
                 named=None if totals.more is None else totals.named,
             )
         )
-        if self.recorder.fetches(step):
-            self._settle()
+        if self.recorder.fetches(step):  # as _settle
+            self.recorder.flush()
+            if self.verdicts.device_decides:
+                self.verdicts.settle()
         agreed = self.stopper.agreed()
         if self.branches is not None:
             self.branches.check(step - 1, self.stopper.signatures)

@@ -19,6 +19,7 @@ import fsdp.run.step
 from fsdp.dist.env import DistEnv
 from fsdp.models.loss import LossFunction, LossParts
 from fsdp.optim.gradients import Gradients
+from fsdp.optim.optimizer import Schedule
 from fsdp.parallel.shard import Sharded
 from fsdp.parity.compare import ParityOptions, Row, train_rows
 from fsdp.run.training_loop import TrainingLoop
@@ -126,10 +127,10 @@ def loss_alone(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
 def own_rate(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
     """One rank updates its part with a rate of its own."""
 
-    def make(set_lr: Any) -> Any:
-        return lambda optimizer, lr: set_lr(optimizer, lr * (2 if env.rank == 1 else 1))
+    def make(lr: Any) -> Any:
+        return lambda schedule, step: lr(schedule, step) * (2 if env.rank == 1 else 1)
 
-    return instead(fsdp.run.step, "set_lr", make)
+    return instead(Schedule, "lr", make)
 
 
 def sum_for_mean(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
