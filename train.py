@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     prepare_streams()
     try:
         if any(word in ("-h", "--help", "--help-all") for word in argv):
-            from fsdp.config.help import help_asked
+            from fsdp.config.command_line import help_asked
 
             return print_answer(as_typed(help_asked(argv, __doc__ or "") or ""), "train.py")
         if not prints_shared_errors():

@@ -5,10 +5,9 @@
     read            a recipe (TOML) and flags `--section.field VALUE`, parsed to their fields, and the checks
     checks          fields that conflict, as a table
     write           writes a recipe, hashes the fields that define what is trained; removed fields
-    help            --help and --help-all
     aliases         names of other trainers → flags here
     trust           reads a run directory's config.toml, and limits the code that it may name
-    command_line    the argument parser of the tools
+    command_line    the argument parser of the tools, --help and --help-all
 
 Not here: what a field does, and checks that need the number of ranks (fsdp/dist/mesh.py). Imports no torch.
 """

@@ -1,6 +1,6 @@
 """Writes a Config as a recipe (TOML), and hashes the fields that define what is trained.
 
-Not here: reading a recipe (read.py), --help (help.py).
+Not here: reading a recipe (read.py), --help (command_line.py).
 """
 
 from __future__ import annotations

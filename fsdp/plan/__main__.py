@@ -22,8 +22,7 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import columns
 from fsdp.config import Config
-from fsdp.config.command_line import RUN_FLAGS, CommandParser, prints_errors
-from fsdp.config.help import all_fields
+from fsdp.config.command_line import RUN_FLAGS, CommandParser, all_fields, prints_errors
 from fsdp.rundir.paths import write_atomically
 
 if TYPE_CHECKING:

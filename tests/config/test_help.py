@@ -7,7 +7,7 @@ import pytest
 import train
 from fsdp.base.errors import ConfigError
 from fsdp.config import FIELDS
-from fsdp.config.help import SECTIONS, field_docs, help_asked
+from fsdp.config.command_line import SECTIONS, field_docs, help_asked
 from tests.config.test_bad_inputs import train_py
 
 COMMON = [name for name, spec in FIELDS.items() if spec.meta["common"]]

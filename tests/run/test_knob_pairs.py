@@ -1,7 +1,6 @@
-"""Knobs compose: each pair of them, and a sample of triples, against one process that trains plainly; or
-refused by name.
+"""Knobs compose: each pair of them, against one process that trains plainly; or refused by name.
 
-A pair trains a few steps on two ranks, on four where a knob needs them; triples on four. In float64 the worst
+A pair trains a few steps on two ranks, on four where a knob needs them. In float64 the worst
 parameter may be apart by rounding alone; where a knob rounds by itself, losses and parameters stay near. What
 cannot go together stands in REFUSED, and the refusal must name both.
 """
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,22 +251,6 @@ def test_float8_with_each_other_knob(share: int, ranks: int, tmp_path: Path) -> 
 def test_the_shares_are_all_the_pairs() -> None:
     shared = [pair for one in shares() for pair in pairs_of(*one)]
     assert sorted([*shared, *FLOAT8_PAIRS]) == sorted(set(PAIRS) - REFUSED)
-
-
-def triples(count: int, seed: int) -> list[tuple[str, ...]]:
-    """A sample of those whose pairs all go together."""
-    allowed = {frozenset(pair) for pair in PAIRS if pair not in REFUSED}
-    found = [
-        names
-        for names in itertools.combinations(KNOBS, 3)
-        if all(frozenset(pair) in allowed for pair in itertools.combinations(names, 2))
-    ]
-    return random.Random(seed).sample(found, count)
-
-
-@pytest.mark.parametrize("share", sample_are([], range(4)))
-def test_a_sample_of_triples_on_four_ranks(share: int, tmp_path: Path) -> None:
-    check(triples(24, seed=6)[share::4], 4, tmp_path)
 
 
 @pytest.mark.parametrize("other", sample_are([], ["recompute", "activations to the host"]))

@@ -19,7 +19,7 @@ SPARED = {
     "fsdp.checkpoint.local_tier": "--checkpoint.local_dir",
     "fsdp.checkpoint.pretrained": "--model.weights",
     "fsdp.config.aliases": "a wrong flag",
-    "fsdp.config.help": "--help",
+    "fsdp.config.command_line": "--help",
     "fsdp.config.trust": "a command that reads a run directory",
     "fsdp.data.documents": "rows of text",
     "fsdp.data.mixture": "[[data.sources]]",

@@ -18,7 +18,7 @@ from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import manifest
 from fsdp.checkpoint.manifest import MANIFEST
 from fsdp.config import trust
-from fsdp.config.help import field_docs
+from fsdp.config.command_line import field_docs
 from fsdp.config.trust import TRAINING_CODE, named_code
 from fsdp.predict.__main__ import main as predict
 from fsdp.report.__main__ import main as report
