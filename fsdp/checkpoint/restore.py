@@ -21,7 +21,7 @@ from torch import nn
 
 from fsdp.base.errors import CheckpointError, without_hint
 from fsdp.base.text import listed
-from fsdp.checkpoint import inspect, load, retention
+from fsdp.checkpoint import inspect, retention
 from fsdp.checkpoint import state as states
 from fsdp.checkpoint.inspect import CheckpointListing, CheckpointSource
 from fsdp.checkpoint.manifest import MANIFEST, METADATA, Broken, Manifest
@@ -221,6 +221,8 @@ class Restore:
         prefixes = replace(prefixes, optim=None) if self.weights_only else prefixes
         notes = self._load(state, source, prefixes)
         keys = {name: f"train.{name}" for name in state.counters()}
+        from fsdp.checkpoint import load
+
         numbers = self.group.on_main(lambda: {name: load.number(source, key) for name, key in keys.items()})
         read = {prefixes.model + name for name in states.model_tensors(state.model)}
         counters = {name: number for name, number in numbers.items() if number is not None}
@@ -300,6 +302,8 @@ class Restore:
         pending = PendingState(state, source, prefixes.optim) if prefixes.optim is not None else None
         present, missing = states.of_averages(state, source.tensors)
         targets += (pending.pieces if pending is not None else []) + present
+        from fsdp.checkpoint import load
+
         load.fill(source, targets, pending, self.group, self.section.verify)
         if missing:
             _start_averages(state, missing)
@@ -318,6 +322,8 @@ def _start_averages(state: TrainState, names: list[str]) -> None:
 def load_weights(source: CheckpointSource, model: nn.Module, group: ObjectGroup, *, verify: bool) -> None:
     """Fills a sharded model alone, without optimizer and counters. Collective."""
     try:
+        from fsdp.checkpoint import load
+
         load.fill(source, states.of_model(model, source), None, group, verify)
     except Broken as broken:
         hint = f"python -m fsdp.checkpoint {source.store.where} verify"

@@ -30,7 +30,6 @@ from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint.inspect import CheckpointSource
 from fsdp.checkpoint.manifest import SavedTensor
 from fsdp.dist.collectives import first_row, local_tensor
-from fsdp.models.lora import base_names
 from fsdp.models.units import clean_name
 from fsdp.optim.state import TrainState, averages
 
@@ -97,7 +96,11 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    state, left_out = model.state_dict(), base_names(model)
+    state, left_out = model.state_dict(), set[str]()
+    if any(name.endswith("lora_a") for name in state):
+        from fsdp.models.lora import base_names
+
+        left_out = base_names(model)
     return {
         _clean(name, model): value
         for name, value in state.items()

@@ -29,7 +29,6 @@ from fsdp.base.torch_private.core import FakeTensor
 from fsdp.config import CommSection
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models import load_attribute
-from fsdp.models.lora import matching, patterns
 
 CALLS = {
     "all_reduce_hook": ("gradient",),
@@ -129,6 +128,8 @@ def whole_parameters(model: nn.Module, text: str) -> dict[str, nn.Parameter]:
     """All names of the parameters that match `text`; a tied parameter matches by any of its names."""
     if not text:
         return {}
+    from fsdp.models.lora import matching, patterns
+
     named = dict(model.named_parameters(remove_duplicate=False))
     chosen = {named[name] for name in matching(patterns(text), list(named), FLAG, "parameter")}
     if len(chosen) == len(set(named.values())):

@@ -24,7 +24,6 @@ from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.dist.collectives import all_gather_objects, cut_of, local_tensor, on_main, shard_count
 from fsdp.models import ModelSpec, to_empty
 from fsdp.models.init import Init, draw, draw_into, persistent, seeded
-from fsdp.models.lora import lora_inits
 from fsdp.models.units import all_names
 from fsdp.parallel.checks import (
     check_initialised,
@@ -46,6 +45,14 @@ class RowSource(Protocol):
     """Weights that each rank reads by itself, by rows of dim 0; a scalar is one row."""
 
     def rows(self, name: str, first: int, last: int) -> Tensor: ...
+
+
+def _adapter_inits(root: nn.Module) -> Mapping[str, Init]:
+    if not any(name.endswith("lora_a") for name, _ in root.named_parameters()):
+        return {}
+    from fsdp.models.lora import lora_inits
+
+    return lora_inits(root)
 
 
 def materialize(
@@ -70,7 +77,7 @@ def materialize(
     root = sharded.root
     methods: Any = root
     inits: Mapping[str, Init] = methods.param_inits() if hasattr(root, "param_inits") else {}
-    added = lora_inits(root)
+    added = _adapter_inits(root)
     device = rest_device or sharded.device
     to_empty(root, device, None if nvme_files is None else functools.partial(nvme_files.empty, device=device))
     if nvme_files is not None:
@@ -206,7 +213,7 @@ def _check_state_fits(state: Mapping[str, Tensor], names: Mapping[str, list[str]
     trained from scratch unnoticed. A tied parameter may have any of its names there.
     """
     tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
-    filled = set(lora_inits(root))
+    filled = set(_adapter_inits(root))
     if hasattr(root, "init_buffers"):
         filled |= {name for name, _ in root.named_buffers()}
     needed = [name for name in persistent(root) if name not in filled]

@@ -55,7 +55,6 @@ from fsdp.rundir import history, paths
 from fsdp.rundir.history import check_appendable
 from fsdp.rundir.lock import Folder, Locks, hold
 from fsdp.rundir.paths import RunDir, writing
-from fsdp.watch.replica_checks import make_deterministic
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.pretrained import PretrainedWeights
@@ -91,6 +90,8 @@ def set_up_process(config: Config, env: DistEnv) -> None:
     torch.set_float32_matmul_precision(config.run.matmul_precision)
     set_allocator(config.run.allocator, env.device)
     if config.watch.deterministic:
+        from fsdp.watch.replica_checks import make_deterministic
+
         make_deterministic()
     if warning := unused_allocation(env):
         log.warning("%s", warning)

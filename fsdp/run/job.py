@@ -25,7 +25,6 @@ from fsdp.models import resolve as resolve_model
 from fsdp.models.factory import check_parameters
 from fsdp.models.hf_settings import make_contiguous, select_experts_kernel, turn_caches_off
 from fsdp.models.init import seeded, to_empty
-from fsdp.models.lora import apply_lora, freeze
 from fsdp.models.loss import CustomLoss, load_loss
 from fsdp.models.units import batch_norms, extra_states, kept_tensors
 from fsdp.optim.optimizer import Schedule, load_factory
@@ -271,8 +270,12 @@ def model_of(config: Config, spec: ModelSpec, dtypes: Dtypes | None = None) -> n
     dtypes = dtypes or resolve_dtypes(config.precision, torch.device("cpu"))
     model = trainable_model(spec, config.run.seed, dtypes.param)
     if config.model.frozen:
+        from fsdp.models.lora import freeze
+
         freeze(model, config.model.frozen)
     if config.lora.rank:
+        from fsdp.models.lora import apply_lora
+
         apply_lora(model, config.lora)
     return model
 

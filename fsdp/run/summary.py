@@ -20,7 +20,6 @@ from fsdp.config import Config, PlanSection
 from fsdp.dist.collectives import cut_of
 from fsdp.dist.env import DistEnv
 from fsdp.memory.account import process_bytes, resting_bytes
-from fsdp.models.lora import adapted
 from fsdp.models.units import find_units
 from fsdp.optim.optimizer import is_custom
 from fsdp.parallel.comm import whole_parameters
@@ -56,12 +55,14 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
         "bytes a rank": _bytes_a_rank(config, job, model),
         "units": units_line(model, config.mesh.wrap),
     }
-    layers = sum(1 for _ in adapted(model))
     if chunk := config.memory.loss_chunk:
         from fsdp.models.chunked_loss import output_layer
 
         facts["loss"] = f"in chunks of {chunk:,} tokens, from the inputs of {output_layer(model)[0]}"
-    if layers:
+    if config.lora.rank:
+        from fsdp.models.lora import adapted
+
+        layers = sum(1 for _ in adapted(model))
         facts["adapters"] = f"rank {config.lora.rank} beside {layers} layers; checkpoints hold them alone"
     if tokens:
         facts["tokens a step"] = f"{tokens:,}"

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -38,7 +39,9 @@ from fsdp.run.step import BatchTotals, StepParts, gradients_of, train_step
 from fsdp.run.summary import Planned
 from fsdp.rundir import history
 from fsdp.rundir.history import append_if_possible
-from fsdp.watch.replica_checks import ReplicaChecks, maybe_branch_check
+
+if TYPE_CHECKING:
+    from fsdp.watch.replica_checks import BranchCheck, ReplicaChecks
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +104,13 @@ class TrainingLoop:
         self.labels = () if mixed is None else mixed.labels
         loss_function.per_row = mixed is not None
         self.sources_missing = False
-        self.branches = maybe_branch_check(sharded)
-        self.replicas = ReplicaChecks(config.watch, sharded) if config.watch.divergence else None
+        self.branches: BranchCheck | None = None
+        self.replicas: ReplicaChecks | None = None
+        if job.sizes.ranks > 1 or config.watch.divergence:
+            from fsdp.watch.replica_checks import ReplicaChecks, maybe_branch_check
+
+            self.branches = maybe_branch_check(sharded)
+            self.replicas = ReplicaChecks(config.watch, sharded) if config.watch.divergence else None
         self.states: StateCheck | None = None
         if is_custom(config.optim):
             self.states = StateCheck(f"--optim.name {config.optim.name}", state.optimizer, sharded.root)
