@@ -209,8 +209,7 @@ def mfu(place: Any, step_s: float) -> float | None:
     """On CUDA, from the whole model's arithmetic; recomputation is not counted."""
     import torch
 
-    from fsdp.run.build import flops_per_sample, peak_flops
-    from fsdp.run.job import meta_model
+    from fsdp.run.job import flops_per_sample, meta_model, peak_flops
 
     peak = peak_flops(torch.device("cuda", 0), 1) if torch.cuda.is_available() else 0.0
     if not peak:

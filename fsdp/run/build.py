@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -12,22 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from fsdp.base import devices
-from fsdp.base.errors import CheckpointError, ConfigError, exception_line, first_line
+from fsdp.base.errors import CheckpointError, ConfigError, exception_line
 from fsdp.base.object_client import impatient, is_url, without_secrets
 from fsdp.base.phases import Ending, Phases
-from fsdp.base.torch_private.core import fake_forward
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.checkpointer import Restored
 from fsdp.checkpoint.store import lock_place, open_store
 from fsdp.config import Config, config_hash
-from fsdp.data import DataSet, Loader
+from fsdp.data import Loader
 from fsdp.data.cursor import stream_key
 from fsdp.dist import collectives, preflight
 from fsdp.dist.env import DistEnv, check_torch, end_time, set_allocator, unused_allocation
@@ -35,10 +29,8 @@ from fsdp.dist.mesh import MeshSizes, build_mesh, data_rank
 from fsdp.dist.process_group import process_group
 from fsdp.dist.stop import Stopper
 from fsdp.memory.account import OomContext
-from fsdp.models.hf_settings import group_experts, remarks
-from fsdp.models.init import to_empty
-from fsdp.models.loss import CustomLoss, LossFunction, summed_entropy
-from fsdp.models.packed import POSITIONS
+from fsdp.models.hf_settings import remarks
+from fsdp.models.loss import LossFunction, summed_entropy
 from fsdp.optim.optimizer import StateStore, apply_hyperparameters, build_optimizer
 from fsdp.optim.state import TrainState
 from fsdp.parallel.checks import check_first_forward
@@ -49,7 +41,7 @@ from fsdp.record.console import Console, set_up_logging
 from fsdp.record.recorder import Recorder, SpikeRecorder
 from fsdp.record.sinks import Reporter, build_sinks, check_sinks
 from fsdp.run import weights
-from fsdp.run.job import Job, trained_model
+from fsdp.run.job import Job, flops_per_sample, peak_flops, trained_model
 from fsdp.run.summary import Planned, steps_line
 from fsdp.rundir import history, paths
 from fsdp.rundir.history import check_appendable
@@ -426,41 +418,3 @@ def maybe_flops(start: RunStart, model: nn.Module) -> float:
     """Counted where the device's peak is known, which makes them an MFU."""
     known = peak_flops(start.env.device, start.env.world_size) > 0
     return flops_per_sample(model, start.job.data, start.job.loss) if known else 0.0
-
-
-def flops_per_sample(model: nn.Module, data: DataSet, loss: CustomLoss | None = None) -> float:
-    """Forward and backward of one sample by the model's own arithmetic, counted on fake tensors; `model` is
-    on meta. Recomputation is not counted: MFU is the share of the device that the model uses. Of a model that
-    reads values 6 a parameter and token.
-    """
-    try:
-        # The backward of a matrix product is two products of its size.
-        return 3 * _forward_flops(model, data, loss)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError, KeyError) as error:
-        log.info("MFU by 6 × parameters × tokens: products cannot be counted (%s)", first_line(error, 80))
-        return 6.0 * sum(p.numel() for p in model.parameters()) * max(1, data.info.tokens_per_sample)
-
-
-def _forward_flops(model: nn.Module, data: DataSet, loss: CustomLoss | None) -> float:
-    """On fake tensors, of which models of transformers read no values; on meta they do."""
-    sample = data.train.batch(np.zeros(1, np.int64))
-    model = copy.deepcopy(model)
-    group_experts(model)
-    counter = FlopCounterMode(display=False)
-    with fake_forward() as mode, torch.no_grad():
-        to_empty(model, "cpu")
-        # transformers reads the values of positions: a packed row counts as one document.
-        first = {name: mode.from_tensor(value) for name, value in sample.items() if name != POSITIONS}
-        valid = torch.ones(1, dtype=torch.bool)
-        # attention as its products: not every fused kernel is in the counter's table
-        with counter, sdpa_kernel(SDPBackend.MATH):
-            LossFunction(model, loss)(model, first, valid, 1)
-    if not (total := float(counter.get_total_flops())):
-        raise ValueError("nothing in it was counted")
-    return total
-
-
-def peak_flops(device: torch.device, ranks: int) -> float:
-    """The peak of all devices together; 0 if unknown."""
-    known = devices.find(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return known.bf16_tflops * 1e12 * ranks if known else 0.0

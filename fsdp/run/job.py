@@ -6,16 +6,22 @@ Errors in a configuration are found here, the same on every rank. Not here: how 
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from fsdp.base import devices
 from fsdp.base.errors import ConfigError, first_line
+from fsdp.base.torch_private.core import fake_forward
 from fsdp.config import Config
 from fsdp.data import Cursor, DataSet, build_dataset
 from fsdp.data.registry import with_model_tokenizer
@@ -23,9 +29,10 @@ from fsdp.dist.mesh import BatchPlan, MeshSizes, plan_batch, resolve
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
 from fsdp.models.factory import check_parameters
-from fsdp.models.hf_settings import make_contiguous, select_experts_kernel, turn_caches_off
+from fsdp.models.hf_settings import group_experts, make_contiguous, select_experts_kernel, turn_caches_off
 from fsdp.models.init import seeded, to_empty
-from fsdp.models.loss import CustomLoss, load_loss
+from fsdp.models.loss import CustomLoss, LossFunction, load_loss
+from fsdp.models.packed import POSITIONS
 from fsdp.models.units import batch_norms, extra_states, kept_tensors
 from fsdp.optim.optimizer import Schedule, load_factory
 from fsdp.optim.state import TrainState
@@ -294,3 +301,44 @@ def trainable_model(spec: ModelSpec, seed: int, computed: torch.dtype) -> nn.Mod
     select_experts_kernel(model, computed)
     make_contiguous(model)
     return model
+
+
+# ---------------------------------------------------------------- operations of a sample
+
+
+def flops_per_sample(model: nn.Module, data: DataSet, loss: CustomLoss | None = None) -> float:
+    """Forward and backward of one sample by the model's own arithmetic, counted on fake tensors; `model` is
+    on meta. Recomputation is not counted: MFU is the share of the device that the model uses. Of a model that
+    reads values 6 a parameter and token.
+    """
+    try:
+        # The backward of a matrix product is two products of its size.
+        return 3 * _forward_flops(model, data, loss)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError, KeyError) as error:
+        log.info("MFU by 6 × parameters × tokens: products cannot be counted (%s)", first_line(error, 80))
+        return 6.0 * sum(p.numel() for p in model.parameters()) * max(1, data.info.tokens_per_sample)
+
+
+def _forward_flops(model: nn.Module, data: DataSet, loss: CustomLoss | None) -> float:
+    """On fake tensors, of which models of transformers read no values; on meta they do."""
+    sample = data.train.batch(np.zeros(1, np.int64))
+    model = copy.deepcopy(model)
+    group_experts(model)
+    counter = FlopCounterMode(display=False)
+    with fake_forward() as mode, torch.no_grad():
+        to_empty(model, "cpu")
+        # transformers reads the values of positions: a packed row counts as one document.
+        first = {name: mode.from_tensor(value) for name, value in sample.items() if name != POSITIONS}
+        valid = torch.ones(1, dtype=torch.bool)
+        # attention as its products: not every fused kernel is in the counter's table
+        with counter, sdpa_kernel(SDPBackend.MATH):
+            LossFunction(model, loss)(model, first, valid, 1)
+    if not (total := float(counter.get_total_flops())):
+        raise ValueError("nothing in it was counted")
+    return total
+
+
+def peak_flops(device: torch.device, ranks: int) -> float:
+    """The peak of all devices together; 0 if unknown."""
+    known = devices.find(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return known.bf16_tflops * 1e12 * ranks if known else 0.0

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from fsdp.base import devices
 from fsdp.config import load
-from fsdp.run.build import flops_per_sample
-from fsdp.run.job import meta_model, prepare
+from fsdp.run.job import flops_per_sample, meta_model, prepare
 from tests.models import small_hf
 
 
