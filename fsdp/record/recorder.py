@@ -14,13 +14,10 @@ import resource
 import socket
 import struct
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -192,37 +189,6 @@ class Recorder:
 def _epoch(epoch: float | None) -> dict[str, float]:
     """As a field of a record; a stream has none."""
     return {} if epoch is None else {"epoch": epoch}
-
-
-# ---------------------------------------------------------------- spikes
-
-USUAL = 64
-"""Steps whose median is the usual norm; the first FEWEST are never a spike."""
-FEWEST = 16
-MOST_SAMPLES = 4096
-
-
-class SpikeRecorder:
-    """RUN/watch/spikes.jsonl: step, grad_norm, usual (the median before it), samples (of that batch)."""
-
-    def __init__(self, factor: float, run: Path, indices: Callable[[int], np.ndarray]) -> None:
-        self._factor, self._indices = factor, indices
-        self._file = Appender(run / "watch" / "spikes.jsonl")
-        self._before: deque[float] = deque(maxlen=USUAL)
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        norm = values.get("train/grad_norm")
-        if norm is None or not self._factor:
-            return
-        usual = median(self._before) if len(self._before) >= FEWEST else 0.0
-        if usual > 0 and not norm <= self._factor * usual:  # so that NaN is one too
-            samples = self._indices(step - 1)[:MOST_SAMPLES].tolist()
-            self._file.append({"step": step, "grad_norm": norm, "usual": usual, "samples": samples})
-        if norm < float("inf"):
-            self._before.append(norm)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 # ---------------------------------------------------------------- TensorBoard

@@ -38,7 +38,7 @@ from fsdp.parallel.compute import attention_kernel
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import Sharded, replicate, shard_model
 from fsdp.record.console import Console, set_up_logging
-from fsdp.record.recorder import Recorder, SpikeRecorder
+from fsdp.record.recorder import Recorder
 from fsdp.record.sinks import Reporter, build_sinks, check_sinks
 from fsdp.run import weights
 from fsdp.run.job import Job, flops_per_sample, peak_flops, trained_model
