@@ -15,7 +15,6 @@ import torch
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
-from fsdp.data import documents as module
 from fsdp.dist.env import DistEnv
 from tests.data.test_text_tokens import rows_of
 from tests.support import runs
@@ -56,14 +55,6 @@ def test_prompts_and_completions_without_a_tokenizer(tmp_path: Path) -> None:
     assert everything[0].tolist() == [*b"+1=2", 0, -100, -100, -100]
     stream = data(tmp_path, seq_len=4, heldout=0, rows="stream")
     assert rows_of(stream.train)[1][0].tolist() == [-100, -100, -100, ord("2")]
-
-
-def test_the_second_build_tokenizes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_lines(tmp_path / "a.jsonl", texts(30))
-    first = data(path)
-    monkeypatch.setattr(module, "run_child", None)
-    assert np.array_equal(rows_of(first.train), rows_of(data(path).train))
-    assert data(path, seq_len=16).info.facts["fingerprint"] == first.info.facts["fingerprint"]
 
 
 BUILD = """

@@ -60,18 +60,6 @@ def test_a_name_that_is_a_path_is_read_by_what_lies_there(
     assert build("pictures", image_size=8).info.class_names == ("cat", "dog")
 
 
-def test_a_home_folder_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "words.txt").write_text("words " * 500, encoding="utf-8")
-    np.arange(600, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    assert build("~/words.txt").info.preprocess["tokenizer"] == "bytes"
-    assert len(build("~/a.bin", seq_len=8, vocab_size=700).train)
-    section = DataSection(name="tokens", dir="~", seq_len=8, args={"vocab_size": 700})
-    assert len(build_dataset(section).train)
-    with pytest.raises(ConfigError, match=r"--data.name ~no-such-user/a.bin is not digits, "):
-        build("~no-such-user/a.bin")
-
-
 # ---------------------------------------------------------------- synthetic
 
 

@@ -66,26 +66,6 @@ def test_an_empty_shard_is_an_error_and_a_reader_that_raised_raises_again() -> N
             one.item(3)
 
 
-def test_an_error_of_a_reader_names_the_shard_and_the_item() -> None:
-    class Cut(Lines):
-        def __iter__(self) -> Iterator[Any]:
-            for item in super().__iter__():
-                if int(item["ids"]) == 9:
-                    raise OSError("the line is cut")
-                yield item
-
-    class Corpus(Shards):
-        def shard(self, index: int) -> Lines:
-            return Cut(super().shard(index).ids)
-
-    items = StreamItems("x", Corpus(2, 48), lambda: None)
-    assert int(items[3]["ids"]) == 3
-    with pytest.raises(
-        OneRankError, match=r"shard 1 of the stream cannot be read at its item 4: OSError: the"
-    ):
-        items[9]
-
-
 @pytest.mark.parametrize("shards", [1, 2, 3, 6])
 def test_a_step_takes_as_many_items_from_each_shard(shards: int) -> None:
     made = Shards(shards, 48)

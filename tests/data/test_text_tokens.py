@@ -121,15 +121,6 @@ def test_many_files_are_one_row(tmp_path: Path) -> None:
     assert (len(data.train), len(data.heldout)) == (111, 13)
 
 
-def test_val_files_are_held_out(tmp_path: Path) -> None:
-    np.arange(100, dtype=np.uint16).tofile(tmp_path / "train0.bin")
-    np.full(33, 7, dtype=np.uint16).tofile(tmp_path / "val0.bin")
-    data = tokens(tmp_path)
-    assert data.heldout is not None
-    assert (len(data.train), len(data.heldout)) == (12, 4)
-    assert set(rows_of(data.heldout)[0].reshape(-1)) == {7}
-
-
 def test_token_files_of_other_splits_are_held_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("val", "test1", "test2", "dev"):
         np.arange(100, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
