@@ -83,7 +83,7 @@ class CheckpointListing:
 def examine(store: Store, folder: str) -> Manifest:
     """The manifest, after the checks that read no data: seal, step, names and sizes. Else Broken."""
     sizes = store.sizes(folder)
-    if (size := sizes.get(MANIFEST)) is None:
+    if (size := sizes.get(MANIFEST)) is None and (size := store.size(folder, MANIFEST)) is None:
         raise Broken("unsealed", "it has no manifest: it was never finished, or its seal was taken")
     if size > manifests.MOST_BYTES:
         raise Broken("manifest", f"its manifest has {size} bytes")
@@ -91,7 +91,7 @@ def examine(store: Store, folder: str) -> Manifest:
     if name is not None and name.step != manifest.step:
         raise Broken("mixed", f"its manifest is of step {manifest.step}")
     for file, (sealed_size, _) in manifest.files.items():
-        if (size := sizes.get(file)) is None:
+        if (size := sizes.get(file)) is None and (size := store.size(folder, file)) is None:
             raise Broken("missing-file", f"{file} is missing")
         if size != sealed_size:
             raise Broken("size", f"{file} has {size} bytes and was sealed with {sealed_size}")

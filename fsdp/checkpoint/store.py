@@ -70,6 +70,11 @@ class LocalStore:
             entry.name: entry.stat().st_size for entry in os.scandir(self.root / folder) if entry.is_file()
         }
 
+    def size(self, folder: str, file: str) -> int | None:
+        """Of a file that `sizes` lacks: NFS may list a folder from its cache, and looks up a name."""
+        path = self.root / folder / file
+        return path.stat().st_size if path.is_file() else None
+
     def read(self, folder: str, file: str) -> bytes:
         return (self.root / folder / file).read_bytes()
 
@@ -264,6 +269,9 @@ class ObjectStore:
     def sizes(self, folder: str) -> dict[str, int]:
         listing = self._listing(_prefix(folder))
         return {path: size for path, size in listing.items() if "/" not in path and not path.startswith(MARK)}
+
+    def size(self, folder: str, file: str) -> None:
+        """Object stores list each object at once."""
 
     def _listing(self, folder: str) -> dict[str, int]:
         """Path below the folder → size; empty for a folder that does not exist."""

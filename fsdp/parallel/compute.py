@@ -27,7 +27,9 @@ import logging
 import math
 import os
 import shutil
+import stat
 import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,11 +45,13 @@ from torch.nn.attention import (
 
 from fsdp.base.errors import ConfigError, first_line
 from fsdp.config import SpeedSection
+from fsdp.dist.env import set_variable
 from fsdp.models.units import blocks_of
 
 log = logging.getLogger(__name__)
 
 COMPILERS = ("gcc", "clang")
+FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 def compiles(speed: SpeedSection, device: torch.device) -> bool:
@@ -78,6 +82,33 @@ def missing() -> str:
 
 def _header() -> Path:
     return Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+
+
+def set_kernel_folders() -> None:
+    """Where torch and Triton keep kernels, if the environment does not say: on the node's disk. Triton's own
+    place is the home, which may be read-only, full, or shared by nodes that meet each other's locks.
+    """
+    torchs, tritons = FOLDERS
+    if not os.environ.get(torchs):
+        set_variable(torchs, str(_own_folder()))
+    if not os.environ.get(tritons):
+        set_variable(tritons, str(Path(os.environ[torchs], "triton").absolute()))
+
+
+def _own_folder() -> Path:
+    """Under a name that anybody could have taken, and what lies there is executed."""
+    folder = Path(tempfile.gettempdir(), f"shardrun-compile-{os.getuid()}")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.lstat()
+        ours = about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        wrong = "" if ours and folder.is_dir() else "others can write to it, and what lies there is executed"
+    except OSError as error:
+        wrong = str(error.strerror)
+    if wrong:
+        hint = f"export {FOLDERS[0]}=FOLDER, one of your own on the node's disk; or --speed.compile false"
+        raise ConfigError(f"--speed.compile: no kernels can lie in {folder}: {wrong}.", hint, scope="node")
+    return folder
 
 
 NEEDED = {"tensorwise": (8, 9), "rowwise": (9, 0)}

@@ -52,7 +52,7 @@ from fsdp.parallel.comm import (
     load_hooks,
     whole_parameters,
 )
-from fsdp.parallel.compute import apply_float8, compiles
+from fsdp.parallel.compute import apply_float8, compiles, set_kernel_folders
 
 
 @dataclass(frozen=True)
@@ -262,6 +262,8 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
 
         apply_activation_checkpointing(units, memory, compiled=job.compiled, root=model)
     compiled_modules = (blocks_of(units) or [model]) if job.compiled else []
+    if job.compiled:
+        set_kernel_folders()
     for module in compiled_modules:
         # In place, so names stay; per unit: equal blocks are compiled once, and the graph has no gather.
         module.compile()

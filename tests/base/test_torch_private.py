@@ -94,6 +94,16 @@ def test_names_that_wrappers_add() -> None:
     holds(added == names.WRAPPER_NAMES, "names.WRAPPER_NAMES", f"wrappers add {sorted(added)}")
 
 
+def test_what_an_optimizer_imports_in_its_first_step() -> None:
+    program = (
+        "import sys, torch; p = torch.nn.Parameter(torch.ones(2)); p.grad = torch.ones(2)\n"
+        "torch.optim.AdamW([p]).step(); print(*sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    imported = names.OPTIMIZER_IMPORT in found.stdout.split()
+    holds(imported, "names.OPTIMIZER_IMPORT", "it is imported no more")
+
+
 @pytest.mark.parametrize("name", sorted(names.WRITE_ONLY_OPS))
 def test_the_operators_that_only_write(name: str) -> None:
     holds(hasattr(torch.ops.aten, name), "names.WRITE_ONLY_OPS", f"aten::{name} is gone")
@@ -109,6 +119,29 @@ class Operators(core.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append(func)
         return func(*args, **(kwargs or {}))
+
+
+def operators_of_collectives(env: DistEnv) -> list[set[str]]:
+    part, whole = torch.ones(2), torch.ones(2 * env.world_size)
+    found = []
+    for collective in (
+        lambda: dist.all_gather_into_tensor(whole, part),
+        lambda: dist.all_gather([torch.empty(2) for _ in range(env.world_size)], part),
+        lambda: dist.reduce_scatter_tensor(part, whole),
+        lambda: dist.all_reduce(part),
+        lambda: dist.broadcast(part, 0),
+    ):
+        with Operators() as mode:
+            collective()
+        found.append({op.name().partition("::")[2] for op in mode.seen if op.namespace == "c10d"})
+    return found
+
+
+def test_the_operators_of_collectives() -> None:
+    expected = ("all_gather", "all_gather", "reduce_scatter", "all_reduce", "all_reduce")
+    for operators, collective in zip(run_world(2, operators_of_collectives)[0], expected, strict=True):
+        known = {names.COLLECTIVE_OPS.get(name) for name in operators}
+        holds(collective in known, "names.COLLECTIVE_OPS", f"{collective} runs {operators}")
 
 
 # ---------------------------------------------------------------- FSDP2

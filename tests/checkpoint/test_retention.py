@@ -387,3 +387,21 @@ def test_storage_that_is_not_shared_is_named_before_training(tmp_path: Path) -> 
     for said in run_world(3, save_apart, str(tmp_path)):
         assert "is not shared: rank 1 on" in said
         assert ", rank 2 on" in said
+
+
+class ListedLate(LocalStore):
+    """Stand-in for NFS: the folder is listed from a cache that lacks a file, which is there by its name."""
+
+    late = ""
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        return {name: size for name, size in super().sizes(folder).items() if name != self.late}
+
+
+@pytest.mark.parametrize("late", [MANIFEST, METADATA])
+def test_a_checkpoint_in_a_folder_that_is_listed_late_is_whole(tmp_path: Path, late: str) -> None:
+    run_world(1, save_all, str(tmp_path), {}, 1)
+    store = ListedLate(tmp_path / "checkpoints")
+    store.late = late
+    [found] = inspect.scan(store)
+    assert found.manifest is not None, found.detail

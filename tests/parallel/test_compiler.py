@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import shutil
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp.base.errors import ConfigError
 from fsdp.config import SpeedSection
 from fsdp.parallel import compute as compiler
 
@@ -76,3 +79,38 @@ def test_the_default_trains_eager_where_triton_cannot_compile(
     assert named in caplog.messages[0]
     assert "HINT: install it, or --speed.compile false" in caplog.messages[0]
     assert compiler.compiles(SpeedSection(compile="true"), GPU)  # torch's own error says what it needs
+
+
+def test_kernels_lie_on_the_nodes_disk_where_the_environment_does_not_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both: with torch's variable set by the user Triton still wrote to the home, which had none."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for torchs, tritons in ((None, None), ("mine", None), (None, "its"), ("mine", "its")):
+        for name, value in zip(compiler.FOLDERS, (torchs, tritons), strict=True):
+            monkeypatch.setenv(name, value or "")
+        compiler.set_kernel_folders()
+        own = f"{tmp_path}/shardrun-compile-{os.getuid()}"
+        assert os.environ[compiler.FOLDERS[0]] == (torchs or own)
+        assert os.environ[compiler.FOLDERS[1]] == (
+            tritons or f"{Path(torchs).absolute() if torchs else own}/triton"
+        )
+    assert Path(own).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("taken", ["others write", "a link", "a file"])
+def test_a_folder_that_others_could_fill_is_refused(
+    taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / f"shardrun-compile-{os.getuid()}"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv(compiler.FOLDERS[0], "")
+    if taken == "others write":
+        own.mkdir()
+        own.chmod(0o777)
+    elif taken == "a link":
+        own.symlink_to("/tmp")
+    else:
+        own.touch()
+    with pytest.raises(ConfigError, match=rf"HINT: export {compiler.FOLDERS[0]}="):
+        compiler.set_kernel_folders()

@@ -317,4 +317,6 @@ def test_files_are_unpickled_in_known_places_alone() -> None:
                 "exec",
             ):
                 found.add(f"{file.relative_to(ROOT)}: {name}")
-    assert not found
+    # a job and its answer, on the pipes of a process that the run itself has started
+    tokenizing = "fsdp/tokenize/shards.py: pickle."
+    assert found == {f"{tokenizing}load", f"{tokenizing}loads"}
