@@ -11,7 +11,8 @@
 4. A model that returns logits and no loss: their cross entropy with the data's targets, the mean as in 2.
 
 Nothing is tried or compared: class, signature and shapes decide, alike at each call. A label of -100 counts
-nowhere. Rows that fill up a short batch reach the built-in models alone, which return logits for each row.
+nowhere. Rows that fill up a short batch reach the built-in models, which return logits for each row, and models
+with BatchNorm that get no labels: one row has no variance.
 An evaluation has the same loss, in 2 the cross entropy alone. Sum and weight stay apart: a global batch is
 weighed by its samples or tokens, not by micro-batch.
 """
@@ -39,6 +40,7 @@ FLAG = "--train.loss"
 EXAMPLE = "cross_entropy(output, batch['targets'], reduction='none')"
 LABELS = ("labels", "targets")
 ITEMS = "num_items_in_batch"
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 SummedEntropy = Callable[[Tensor, Tensor, float], Tensor]
 
 
@@ -310,7 +312,8 @@ class LossFunction:
         self._accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._dtype: torch.dtype | None = None
         self._entropy = None if custom is not None else maybe_entropy(model)
-        self._cuts_padding = custom is None and not type(model).__module__.startswith("fsdp.models.")
+        normed = any(isinstance(module, BATCH_NORMS) for module in model.modules())
+        self._cuts_padding = not (normed or type(model).__module__.startswith("fsdp.models."))
         self._withheld: set[str] = set()
         """Labels that the model need not receive: a user's loss replaces the one that it would compute."""
         if custom is not None and not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -356,10 +359,10 @@ class LossFunction:
             losses, weights = self.custom.weighted(self._call(model, data), data, valid)
             rows = (row_sums(losses), row_sums(weights)) if self.per_row else None
             return LossParts(losses.sum(), None, weights.sum(dtype=torch.float64), rows)
-        if self._cuts_padding:
-            rows_kept = max(valid_rows, 1)  # one row without weight, where there is no other
-            data, valid = {name: value[:rows_kept] for name, value in data.items()}, valid[:rows_kept]
         name, passed = self._label_name(data), self.gives_labels(data)
+        rows_kept = max(valid_rows, 1)  # one row without weight, where there is no other
+        if self._cuts_padding or (passed and self._entropy is None):
+            data, valid = {name: value[:rows_kept] for name, value in data.items()}, valid[:rows_kept]
         if self._entropy is not None and name and not data[name].is_floating_point():
             return self._of_transformers(self._entropy, model, data, name, valid)
         if self._head is not None:
@@ -374,9 +377,15 @@ class LossFunction:
             total = self._weight(labels, valid).clamp(min=1)
             total = total if items is None else torch.full((), int(items()), device=valid.device)
         output = read_output(self._call(model, data, total), labelled=bool(passed))
-        if output.loss is not None:
-            return self._own(output, output.loss, labels, valid, total)
-        return self._parts(output, _targets(data), valid)
+        if output.loss is None:
+            return self._parts(output, _targets(data), valid)
+        if len(valid) > rows_kept:
+            raise ConfigError(
+                "the model's own loss has rows in it that fill up a short batch, which its BatchNorm needs.",
+                "a --train.global_batch and a number of samples that ranks × --train.micro_batch divides, or "
+                "return logits",
+            )
+        return self._own(output, output.loss, labels, valid, total)
 
     def _of_transformers(
         self, entropy: HfEntropy, model: nn.Module, data: Mapping[str, Tensor], name: str, valid: Tensor
