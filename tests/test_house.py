@@ -460,7 +460,7 @@ SKIPPED = {
     tokenize.ENDMARKER,
 }  # fmt: skip
 CEILINGS = {
-    "lines in fsdp": 25_030, "tokens in fsdp": 251_800, "files in fsdp": 150, "lines in launch": 1_925,
+    "lines in fsdp": 25_030, "tokens in fsdp": 251_900, "files in fsdp": 150, "lines in launch": 1_925,
     "lines in tests": 28_200, "lines in bench": 5_410, "lines of slurm": 394, "words of docs": 22_200,
     "words of CHANGELOG.md": 1_500, "words of CONTRIBUTING.md": 1_800, "words of README.md": 900,
     "flags": 136, "largest file in fsdp": 340, "files in fsdp under 35 lines": 16, "fmt: skip": 18,

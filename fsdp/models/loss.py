@@ -11,8 +11,8 @@
 4. A model that returns logits and no loss: their cross entropy with the data's targets, the mean as in 2.
 
 Nothing is tried or compared: class, signature and shapes decide, alike at each call. A label of -100 counts
-nowhere. Rows that fill up a short batch reach the built-in models, which return logits for each row, and models
-with BatchNorm that get no labels: one row has no variance.
+nowhere. Rows that fill up a short batch reach the built-in models, which return logits for each row, and
+models with BatchNorm that get no labels: one row has no variance.
 An evaluation has the same loss, in 2 the cross entropy alone. Sum and weight stay apart: a global batch is
 weighed by its samples or tokens, not by micro-batch.
 """
@@ -312,8 +312,8 @@ class LossFunction:
         self._accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._dtype: torch.dtype | None = None
         self._entropy = None if custom is not None else maybe_entropy(model)
-        normed = any(isinstance(module, BATCH_NORMS) for module in model.modules())
-        self._cuts_padding = not (normed or type(model).__module__.startswith("fsdp.models."))
+        built_in = type(model).__module__.startswith("fsdp.models.")
+        self._cuts_padding = not (built_in or any(isinstance(m, BATCH_NORMS) for m in model.modules()))
         self._withheld: set[str] = set()
         """Labels that the model need not receive: a user's loss replaces the one that it would compute."""
         if custom is not None and not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -380,11 +380,8 @@ class LossFunction:
         if output.loss is None:
             return self._parts(output, _targets(data), valid)
         if len(valid) > rows_kept:
-            raise ConfigError(
-                "the model's own loss has rows in it that fill up a short batch, which its BatchNorm needs.",
-                "a --train.global_batch and a number of samples that ranks × --train.micro_batch divides, or "
-                "return logits",
-            )
+            fault = "the model's own loss has rows in it that fill up a short batch, as its BatchNorm needs."
+            raise ConfigError(fault, "return logits, or a --train.global_batch that the ranks divide evenly")
         return self._own(output, output.loss, labels, valid, total)
 
     def _of_transformers(

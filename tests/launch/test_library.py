@@ -55,7 +55,7 @@ def trained_tensors(env: DistEnv, run_dir: str, more: str) -> int:
     return len(after - before)
 
 
-@pytest.mark.parametrize("more", ["", "--memory.nvme all --memory.nvme_dir {} --optim.ema 0.9"])
+@pytest.mark.parametrize("more", ["", "--memory.nvme all --memory.nvme_dir {}", "--optim.ema 0.9"])
 def test_a_finished_run_frees_its_tensors(more: str, tmp_path: Path) -> None:
     """A notebook's next run has the memory of the one before: FSDP2's modules are reference cycles."""
     assert run_world(1, trained_tensors, str(tmp_path), more) == [0]

@@ -170,7 +170,7 @@ def test_one_file_alone_is_enough_even_if_it_is_empty(run: Path, tmp_path: Path,
     ("name", "odd", "note"),
     [
         ("metrics.jsonl", '{"step": 7, "lo', "1 line of metrics"),
-        ("saves.jsonl", '{"step": [1]}\n', "saves.jsonl could not be read"),
+        ("saves.jsonl", '{"step": [1]}\n', "1 line of saves.jsonl that could not be read"),
         (
             "watch/timing.jsonl",
             '{"ranks": 3, "from_step": 0, "step": 1}\n',

@@ -48,7 +48,7 @@ def test_a_run_resumes_and_is_exported(tmp_path: Path) -> None:
     assert run_world_ok == [None, None]
     [said, _] = failures(2, tmp_path / "parts", LORA)
     assert said is not None
-    assert "HINT: --precision.frozen bf16" in said
+    assert "--precision.frozen as that run had it" in said
     found = run(2, tmp_path / "parts", LORA, FROZEN)
     assert all(torch.equal(found.parameters[n], value) for n, value in whole.parameters.items())
     out = tmp_path / "again"
