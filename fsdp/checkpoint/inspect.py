@@ -191,8 +191,7 @@ class CheckpointSource:
 
 def read_places(store: Store, folder: str) -> bytes:
     """`.metadata`, which has the places of all tensors."""
-    size = store.sizes(folder).get(METADATA)
-    if size is None:
+    if (size := store.size(folder, METADATA)) is None:
         raise Broken("missing-file", f"{METADATA} is missing")
     if size > MOST_OF_METADATA:
         raise Broken("size", f"{METADATA} has {size} bytes")

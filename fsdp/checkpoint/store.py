@@ -71,7 +71,7 @@ class LocalStore:
         }
 
     def size(self, folder: str, file: str) -> int | None:
-        """Of a file that `sizes` lacks: NFS may list a folder from its cache, and looks up a name."""
+        """Of one file, None without it. NFS may list a folder from its cache, and looks up a name."""
         path = self.root / folder / file
         return path.stat().st_size if path.is_file() else None
 
@@ -270,8 +270,8 @@ class ObjectStore:
         listing = self._listing(_prefix(folder))
         return {path: size for path, size in listing.items() if "/" not in path and not path.startswith(MARK)}
 
-    def size(self, folder: str, file: str) -> None:
-        """Object stores list each object at once."""
+    def size(self, folder: str, file: str) -> int | None:
+        return self.sizes(folder).get(file)
 
     def _listing(self, folder: str) -> dict[str, int]:
         """Path below the folder → size; empty for a folder that does not exist."""

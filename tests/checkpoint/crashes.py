@@ -255,6 +255,9 @@ class Left:
     def sizes(self, folder: str) -> dict[str, int]:
         return {name: len(data) for name, data in self.tree[folder].items()}
 
+    def size(self, folder: str, file: str) -> int | None:
+        return self.sizes(folder).get(file)
+
     def read(self, folder: str, file: str) -> bytes:
         if file not in self.tree[folder]:
             raise FileNotFoundError(file)

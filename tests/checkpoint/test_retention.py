@@ -405,3 +405,4 @@ def test_a_checkpoint_in_a_folder_that_is_listed_late_is_whole(tmp_path: Path, l
     store.late = late
     [found] = inspect.scan(store)
     assert found.manifest is not None, found.detail
+    assert inspect.open_source(store, found.folder, found.manifest).tensors

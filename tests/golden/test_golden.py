@@ -15,12 +15,17 @@ from tests.golden.chain import Chain, Death, Violation
 from tests.golden.configurations import CONFIGURATIONS, FP64, MLP, Configuration, write_data
 from tests.golden.values import TOLERANCE, Values, difference
 
+SAMPLE = ("mlp", "hsdp-micro-batches", "mixture-lora", "stream", "states-in-files")
+
+
+def _marks(configuration: Configuration) -> list[pytest.MarkDecorator]:
+    if configuration.hugging_face:
+        return [pytest.mark.slow, pytest.mark.needs("transformers")]
+    return [] if configuration.name in SAMPLE else [pytest.mark.slow, pytest.mark.long]
+
+
 ANYWHERE = [
-    pytest.param(
-        configuration,
-        id=configuration.name,
-        marks=[pytest.mark.slow, pytest.mark.needs("transformers")] if configuration.hugging_face else (),
-    )
+    pytest.param(configuration, id=configuration.name, marks=_marks(configuration))
     for configuration in CONFIGURATIONS
     if configuration.anywhere
 ]

@@ -75,6 +75,11 @@ AT_ONE_PLACE = {
     "an error while starting twice": ([crash(0, starting=True)], crash(0, starting=True), Act.END),
     "a death while starting twice": ([AT_START], AT_START, Act.AGAIN),
     "three deaths while starting": ([AT_START] * 2, AT_START, Act.END),
+    "errors while starting, with a step between": (
+        [crash(0, starting=True), crash(20)],
+        crash(20, starting=True),
+        Act.AGAIN,
+    ),
 }
 
 
