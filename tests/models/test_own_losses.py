@@ -102,10 +102,7 @@ def own_part(name: str, way: str) -> Part:
 
 CASES = [(name, way, ranks) for name in LOSSES for way in WAYS for ranks in (1, 2, 3)]
 QUICK = [("class weights", "labels", 2), ("smoothing in training", "targets", 3)]
-SAMPLE = [
-    ("a term in training", "labels", 3), ("zero ignored", "targets", 2),
-    ("num_items_in_batch", "labels", 3), ("a small term", "labels", 2), ("loss alone", "targets", 2),
-]  # fmt: skip
+SAMPLE = [("a term in training", "labels", 3), ("zero ignored", "targets", 2), ("loss alone", "targets", 2)]
 
 
 @pytest.mark.parametrize(("name", "way", "ranks"), quick_are(QUICK, CASES, SAMPLE))
@@ -157,7 +154,7 @@ OF_MIXTURES = [(name, way, ranks) for name in MIXTURES for way in WAYS for ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "way", "ranks"),
-    quick_are([], OF_MIXTURES, [("qwen3_moe", "targets", 2), ("mixtral", "labels", 3)]),
+    quick_are([], OF_MIXTURES, [("qwen3_moe", "targets", 2)]),
 )
 def test_a_mixture_trains_its_router_s_loss_both_ways(
     name: str, way: str, ranks: int, tmp_path: Path

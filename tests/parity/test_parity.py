@@ -77,15 +77,8 @@ def _is_tested(mesh: str, dtype: str) -> bool:
 ON_MESHES = [(mesh, dtype) for dtype in BOUNDS for mesh in MESHES if _is_tested(mesh, dtype)]
 QUICK_MESHES = [("hsdp 2×2", "fp32"), ("fsdp of 2", "bf16")]
 QUICK = ("gathered once a step", "ddp, 3 micro-batches")
-SAMPLE_MESHES = [
-    ("fsdp of 3", "fp64"),
-    ("ddp of 2", "fp16"),
-    ("ddp of 3", "fp64"),
-]
-SAMPLE = (
-    "tied, hsdp", "own loss", "zero-2",
-    "clipped hard, hsdp", "sent and not drawn", "frozen, hsdp", "smaller than the mesh, hsdp",
-)  # fmt: skip
+SAMPLE_MESHES = [("fsdp of 3", "fp64"), ("ddp of 2", "fp16")]
+SAMPLE = ("tied, hsdp", "own loss", "clipped hard, hsdp", "smaller than the mesh, hsdp")
 """One case per kind of fault, with those of the quick part. The others are in the full form."""
 
 

@@ -50,6 +50,7 @@ def test_the_driver_is_killed_and_started_again_with_the_same_command(
     assert second.run.starts[-1]["from_step"] >= reached - EVERY
 
 
+@pytest.mark.long
 def test_a_signal_to_the_process_group_saves_with_a_ray_of_its_own(tmp_path: Path) -> None:
     """As `timeout` and a closed terminal send it. Ray's processes are in a session of their own."""
     home = tmp_path / "home"

@@ -96,6 +96,7 @@ def test_a_job_that_scontrol_does_not_requeue_goes_on_as_a_new_one(outcome: dict
     assert len(second.run.starts) == 2
 
 
+@pytest.mark.long
 @pytest.mark.scenario("time_limit")
 def test_a_time_limit_loses_nothing(outcome: Left, undisturbed: Undisturbed) -> None:
     check_finished(outcome, undisturbed.losses(1, 2))
@@ -162,6 +163,7 @@ def test_a_stopped_rank_is_named_across_nodes_and_the_job_goes_on_without_it(
     }
 
 
+@pytest.mark.long
 @pytest.mark.scenario("node_lost")
 def test_a_lost_node_is_left_out_of_the_next_start(outcome: Left, undisturbed: Undisturbed) -> None:
     check_finished(outcome, undisturbed.losses(1, 2))
