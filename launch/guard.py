@@ -32,7 +32,6 @@ from fsdp.base.text import print_line
 from fsdp.config import Config
 from fsdp.dist.env import DistEnv, prints_errors_of_node, prints_shared_errors, wait_for_rank_0_to_print
 from fsdp.dist.network import is_lost_peer
-from fsdp.record.console import print_last
 from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir, open_run, write_atomically
 from fsdp.watch.failure import write_torchrun_error_file
@@ -167,6 +166,7 @@ def run_rank(
     """Train as one rank and print the summary or the error. Returns the exit code, and the outcome of a
     training that did not fail.
     """
+    from fsdp.record.recorder import print_last
     from fsdp.run.loop import train
     from fsdp.run.summary import summary
 

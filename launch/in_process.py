@@ -23,7 +23,7 @@ from fsdp.config import Config
 from fsdp.dist.env import DistEnv, from_environment
 from fsdp.dist.process_group import free_ended_groups
 from fsdp.parallel.shard import Sharded
-from fsdp.record.sinks import Reporter
+from fsdp.record.recorder import Reporter
 from fsdp.run import own_loop
 from fsdp.run.evaluate import Outcome
 from fsdp.run.loop import train as train_rank

@@ -30,7 +30,7 @@ from fsdp.config import Config
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv
 from fsdp.dist.network import is_peer_failure
-from fsdp.record.sinks import Reporter
+from fsdp.record.recorder import Reporter
 from fsdp.run.evaluate import Outcome
 from fsdp.run.loop import train
 from launch.guard import Failure, failure_of

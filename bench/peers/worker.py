@@ -28,7 +28,7 @@ from bench import processes
 from bench.peers.roster import ROSTER
 from bench.peers.work import WORKS, Place
 from fsdp.base import proc
-from fsdp.record.sinks import Reporter
+from fsdp.record.recorder import Reporter
 
 HEAVY = (
     "torch._dynamo",

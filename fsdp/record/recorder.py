@@ -1,65 +1,253 @@
 """Writes a run's numbers to metrics.jsonl, TensorBoard, other sinks, the console and the launcher's Reporter.
 
 Rank 0 writes files; every rank reports, every time. On CUDA the numbers of a step stay on the device until a
-line is printed. A file or a sink that fails (a full disk, an error in a user's sink) loses records;
-the run continues.
+line is printed. A file, a sink or a stream that fails (a full disk, a closed pipe, an error in a user's sink)
+loses records; the run continues.
+
+A log's lines have at most 80 columns at fixed positions, so that they can be compared; the live line of a
+terminal shows as many fields as its width holds, the most important first, and other lines are printed above
+it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import datetime
 import functools
-import itertools
+import logging
 import math
+import os
 import resource
 import socket
 import struct
+import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple, Protocol, TextIO
 
 import torch
 from torch import Tensor
 
-from fsdp.base.text import byte_size
+from fsdp.base.text import PrintableFormatter, byte_size, prepare_streams, print_line
 from fsdp.dist.env import DistEnv
-from fsdp.record.console import Console
-from fsdp.record.sinks import Losses, Reporter, Sink
 from fsdp.rundir.history import Appender, save_record
 from fsdp.rundir.paths import RunDir
 
+log = logging.getLogger(__name__)
+
 ASYNCHRONOUS_DEVICES = ("cuda",)
 """Devices on which fetching a number waits for all work queued before it."""
+LOG_COLUMNS = 80
+IMPORTANCE = ("step", "loss", "rate", "left", "memory", "mfu", "percent", "saved", "epoch", "grad", "lr")
+"""The most important field first."""
+WAIT_SHOWN = 0.1
+"""From this part of the time on, the wait for data is shown instead of memory: --data.workers reduces it."""
+ERASE = "\r\x1b[2K"
 
 
-@dataclass(frozen=True)
-class Pending:
-    """A step whose loss and gradient norm may still be on the device."""
+class Reporter:
+    """Where a launcher receives a run's numbers; this one takes none. Called on every rank."""
+
+    def report(self, metrics: Mapping[str, float], checkpoint: str | None = None) -> None:
+        """After each logged step, each evaluation and each sealed checkpoint."""
+
+    def should_stop(self) -> str | None:
+        """The launcher's reason to stop (a preemption notice), if any. Called once a step; must not block."""
+        return None
+
+
+class Sink(Protocol):
+    """An output that receives every number of rank 0; it may have a method close() too."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+
+
+class Losses:
+    """Consecutive lost records of one sink, which the log names by `label`. The run continues."""
+
+    def __init__(self, label: str) -> None:
+        self._label, self.count = label, 0
+
+    def add(self, step: int, reason: object, count: int = 1) -> None:
+        if not self.count:
+            log.warning("step %d: %s cannot write: %s. The run continues", step, self._label, _line(reason))
+        self.count += count
+
+    def end(self, step: int) -> None:
+        if self.count:
+            log.warning("step %d: %s writes again, %d records are lost", step, self._label, self.count)
+        self.count = 0
+
+    def not_closed(self, error: Exception) -> None:
+        log.warning("%s cannot be closed: %s. %d records are lost", self._label, _line(error), self.count)
+
+
+def _line(reason: object) -> object:
+    """An exception with its file and line: it may be one of a user's code."""
+    from fsdp.models.factory import blame
+
+    return blame(reason) if isinstance(reason, Exception) else reason
+
+
+# ---------------------------------------------------------------- lines on streams
+
+
+def set_up_logging(env: DistEnv) -> None:
+    """Rank 0 logs from INFO, other ranks from WARNING, with their rank as prefix."""
+    prepare_streams()
+    root = logging.getLogger("fsdp")
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+    handler = _LiveHandler(sys.stderr)
+    prefix = "" if env.is_main else f"[rank {env.rank}] "
+    handler.setFormatter(PrintableFormatter(f"{prefix}%(message)s"))
+    root.addHandler(handler)
+    root.propagate = False
+    root.setLevel(logging.INFO if env.is_main else logging.WARNING)
+
+
+class _LiveHandler(logging.StreamHandler[TextIO]):
+    """Prints a log line above the live line."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with Console.above_live():
+            super().emit(record)
+
+
+def print_last(text: str) -> None:
+    """Print a run's summary. A full log does not make the run fail."""
+    try:
+        print_line(text, sys.stdout)
+    except OSError as error:
+        log.warning("the summary cannot be printed (%s)", error.strerror)
+
+
+class Console:
+    """Progress of one run: a plain line every `every` steps, or a live line at most ten times a second."""
+
+    _live: Console | None = None
+
+    def __init__(self, *, total_steps: int, every: int, unit: str, stream: TextIO | None = None) -> None:
+        self._out = stream or sys.stdout
+        self._terminal = self._out.isatty() and os.environ.get("TERM") != "dumb"
+        self._total, self._every, self._unit = total_steps, every, unit
+        self._live_line, self._drawn_at = "", 0.0
+        self._failed = False
+        self._started: tuple[int, float] | None = None
+        self._steps: list[Mapping[str, float]] = []
+        """Since the last line. Their means are shown: the last step of an epoch may be a short one."""
+
+    def prints(self, step: int) -> bool:
+        """Whether this step is printed, so that its numbers must be fetched from the device."""
+        return step % self._every == 0 or step == self._total
+
+    def step(self, record: Mapping[str, float], checkpoint: str) -> None:
+        step, now = int(record["step"]), time.monotonic()
+        self._started = self._started or (step - 1, now - record["step_time_s"])
+        self._steps.append(record)
+        if self._terminal and (now - self._drawn_at > 0.1 or step == self._total):
+            # The last column stays free: a terminal wraps a full line, which could then not be overwritten.
+            self._live_line = fit(self._fields(step, record, checkpoint), self._columns() - 1)
+            self._write(ERASE + self._live_line)
+            self._drawn_at, Console._live = now, self
+        elif not self._terminal and self.prints(step):  # a log has a separate line for each save
+            self._write(fit(self._fields(step, record, ""), LOG_COLUMNS).rstrip() + "\n")
+
+    def _fields(self, step: int, record: Mapping[str, float], checkpoint: str) -> dict[str, str]:
+        assert self._started is not None
+        duration, work, waited, mfu = 1e-9, 0.0, 0.0, 0.0
+        for earlier in self._steps:
+            duration += earlier["step_time_s"]
+            work += earlier["tokens"] or earlier["samples"]
+            waited += earlier["data_wait_s"]
+            mfu += earlier.get("mfu", 0.0) * earlier["step_time_s"]
+        self._steps = []
+        rate = work / duration
+        short = (
+            f"{rate / 1e6:.3g}M" if rate >= 1e6 else f"{rate / 1e3:.3g}k" if rate >= 1e4 else f"{rate:.0f}"
+        )
+        first, since = self._started
+        left = (time.monotonic() - since) / max(1, step - first) * (self._total - step)
+        memory = f"{record['max_mem_gib']:>4.1f} GiB"
+        return {
+            "step": f"step {step:>{len(str(self._total))}}/{self._total}",
+            "percent": f"{step * 100 // max(1, self._total):>3}%" if self._terminal else "",
+            "loss": f"loss {record['loss']:<6.4f}",
+            "epoch": f"ep {record['epoch']:>5.2f}" if "epoch" in record else "",
+            "grad": f"grad {record['grad_norm']:<6.3g}",
+            "lr": f"lr {record['lr']:.1e}",
+            "rate": f"{short:>4} {self._unit}/s",
+            "mfu": f"{mfu / duration:>3.0%} MFU" if "mfu" in record else "",
+            "memory": memory if waited < WAIT_SHOWN * duration else f"data {waited / duration:>3.0%}",
+            "left": f"{datetime.timedelta(seconds=math.ceil(left))} left",
+            "saved": checkpoint,
+        }
+
+    def _columns(self) -> int:
+        try:
+            return os.get_terminal_size(self._out.fileno()).columns or LOG_COLUMNS
+        except OSError:  # the terminal is gone: the write reports it
+            return LOG_COLUMNS
+
+    @classmethod
+    def clear_live(cls) -> None:
+        """End the live line: what follows is printed below it."""
+        if cls._live is not None:
+            live, cls._live = cls._live, None
+            live._write("\n")
+
+    @classmethod
+    @contextlib.contextmanager
+    def above_live(cls) -> Iterator[None]:
+        """Around printing a line: it takes the live line's place, which is drawn again below it."""
+        live = cls._live
+        if live is not None:
+            live._write(ERASE)
+        yield
+        if live is not None:
+            live._write(live._live_line)
+
+    def print_line(self, text: str) -> None:
+        with self.above_live():
+            self._write(text + "\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                log.warning("the steps' lines cannot be printed (%s): the run continues", error.strerror)
+
+
+def fit(fields: Mapping[str, str], columns: int) -> str:
+    """As many fields as `columns` hold, in their fixed order: the least important ones are left out."""
+    shown: list[str] = []
+    for count in range(len(IMPORTANCE), 0, -1):
+        shown = [text for name, text in fields.items() if text and name in IMPORTANCE[:count]]
+        if len("  ".join(shown)) <= columns:
+            break
+    return "  ".join(shown)[: max(0, columns)]
+
+
+# ---------------------------------------------------------------- records
+
+
+class Pending(NamedTuple):
+    """A step whose numbers may still be on the device."""
 
     record: Mapping[str, float]
-    """What the host knows: step, lr, samples, tokens, step_time_s, data_wait_s."""
-    loss: Tensor
+    """What the host knows: step, lr, samples, tokens, step_time_s, data_wait_s; epoch, but of a stream."""
+    numbers: Tensor
+    """The loss, then the numbers that `named` reads."""
     grad_norm: Tensor
-    epoch: float | None = None
-    """Epochs complete after this step; None for a stream."""
     began: float = 0.0
     """time.perf_counter() at its start."""
-    more: Tensor | None = None
-    """Further numbers on the device, fetched with the loss."""
     named: Callable[[list[float]], Mapping[str, float]] | None = None
-    """From the fetched `more` to fields of the record."""
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts it in KiB
-
-
-def _read(tensors: list[Tensor]) -> list[list[float]]:
-    """Their numbers, in one copy from the device."""
-    numbers = iter(torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors]).tolist())
-    return [list(itertools.islice(numbers, tensor.numel())) for tensor in tensors]
+    """From the fetched numbers after the loss to fields of the record."""
 
 
 class Recorder:
@@ -77,7 +265,9 @@ class Recorder:
         from_step: int,
         mfu_of: float = 0.0,
     ) -> None:
-        self._env, self._reporter, self._console, self._mfu_of = env, reporter, console, mfu_of
+        self._env, self._console, self._mfu_of = env, console, mfu_of
+        # the base class takes nothing
+        self._reporter = None if type(reporter) is Reporter else reporter
         self._metrics, self._saves = Appender(run.metrics), Appender(run.saves)
         self._sinks: list[tuple[Sink, Losses]] = []
         if env.is_main:
@@ -92,64 +282,75 @@ class Recorder:
         """It is closed with the recorder. `label` names it in the log."""
         self._sinks.append((sink, Losses(label or type(sink).__name__)))
 
-    def step(self, pending: Pending) -> None:
+    def step(self, pending: Pending) -> bool:
+        """Whether the numbers of the steps until this one were fetched from the device."""
         self._pending.append(pending)
-
-    def fetches(self, step: int) -> bool:
-        """Whether this step's numbers are fetched from the device now."""
-        return not self._asynchronous or self._console.prints(step)
+        fetches = not self._asynchronous or self._console.prints(int(pending.record["step"]))
+        if fetches:
+            self.flush()
+        return fetches
 
     def flush(self) -> None:
-        """Fetch the pending steps, write them, and print them."""
-        for record in self._fetch():
-            step = int(record["step"])
-            if self._env.is_main:
-                self._metrics.append(record)  # unbuffered: a kill loses nothing that was printed
-                self._send(step, "train", record)
-                self._console.step(record, self.checkpoint_note)
-            self._reporter.report(record)
-            self.last = record
-
-    def _fetch(self) -> list[dict[str, float]]:
-        """The records in full precision. The host runs ahead of a CUDA device: its time per step differs from
-        the device's, but the mean since the last fetch does not.
+        """Fetch the pending steps, write them in full precision, and print them. The host runs ahead of a
+        CUDA device: its time per step differs from the device's, but the mean since the last fetch does not.
         """
         pending, self._pending = self._pending, []
         if not pending:
-            return []
-        # Loss and norm may be on two devices.
-        losses = _read([p.loss if p.more is None else torch.cat([p.loss.view(1), p.more]) for p in pending])
-        norms = _read([p.grad_norm for p in pending])
-        mean_s, memory = None, peak_memory_gib(self._env.device)
+            return
+        numbers, norms, device = [], [], self._env.device
+        for step in pending:
+            numbers.append(step.numbers.detach().double().reshape(-1))
+            norms.append(step.grad_norm.detach().double())
+        # One copy from each device: loss and norm may be on two.
+        fetched, fetched_norms = torch.cat(numbers).tolist(), torch.stack(norms).tolist()
+        if device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(device) / 2**30
+        else:
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts it in KiB
+        mean_s = None
         if self._asynchronous and pending[0].began:
             mean_s = (time.perf_counter() - pending[0].began) / len(pending)
-        records = []
-        for p, (loss, *more), (norm,) in zip(pending, losses, norms, strict=True):
-            record = {"step": p.record["step"], "loss": loss, "grad_norm": norm, **p.record}
+        for step, norm in zip(pending, fetched_norms, strict=True):
+            loss, *more = [fetched.pop(0) for _ in range(step.numbers.numel())]
+            record = {"step": step.record["step"], "loss": loss, "grad_norm": norm, **step.record}
             if mean_s is not None:
                 record["step_time_s"] = mean_s
             duration = max(record["step_time_s"], 1e-9)
             record |= {"per_s": (record["tokens"] or record["samples"]) / duration, "max_mem_gib": memory}
-            record |= _epoch(p.epoch)
-            record |= {} if p.named is None else p.named(more)
+            record |= {} if step.named is None else step.named(more)
             if self._mfu_of:
                 record["mfu"] = self._mfu_of * record["samples"] / duration
-            records.append(record)
-        return records
+            self._write("train", record)  # unbuffered: a kill loses nothing that was printed
+            if self._env.is_main:
+                self._console.step(record, self.checkpoint_note)
+            self.last = record
 
-    def evaluation(self, step: int, values: Mapping[str, float], epoch: float | None) -> None:
-        """Record an evaluation; a value with "/" in its name is of one source, and is not printed."""
-        record = {"step": step, **values, **_epoch(epoch)}
+    def values(self, group: str, step: int, values: Mapping[str, float], epoch: float | None = None) -> None:
+        """Record numbers of a step beside its own, such as an evaluation's, and print them; one with "/" in
+        its name is of one source, and is not printed."""
+        self._write(group, {"step": step, **values} | ({} if epoch is None else {"epoch": epoch}))
         if self._env.is_main:
-            self._metrics.append(record)
-            self._send(step, "eval", record)
             shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items() if "/" not in name)
             epochs = "" if epoch is None else f", epoch {epoch:.2f}"
             self._console.print_line(f"{shown}  at step {step}{epochs}")
-        self._reporter.report(record)
 
-    def saving(self, step: int) -> None:
-        self.checkpoint_note = f"saving {step}"
+    def _write(self, group: str, record: Mapping[str, float]) -> None:
+        if self._env.is_main:
+            self._metrics.append(record)
+            values, step = {}, int(record["step"])
+            for name, value in record.items():
+                values[f"{group}/{name}"] = float(value)
+            del values[f"{group}/step"]
+            for sink, losses in self._sinks:
+                try:
+                    sink.scalars(step, dict(values))
+                except Exception as error:  # a full disk, a server that is away, an error in a user's sink
+                    losses.add(step, error)
+                else:
+                    if losses.count:
+                        losses.end(step)
+        if self._reporter is not None:
+            self._reporter.report(record)
 
     def saved(
         self, step: int, path: str, *, stall_s: float = 0.0, write_s: float = 0.0, size: int = 0
@@ -161,18 +362,8 @@ class Recorder:
             self._console.print_line(
                 f"checkpoint of step {step} sealed: {byte_size(size)} in {write_s:.2f} s"
             )
-        self._reporter.report({"step": step}, checkpoint=path)
-
-    def _send(self, step: int, group: str, record: Mapping[str, float]) -> None:
-        values = {f"{group}/{name}": float(value) for name, value in record.items() if name != "step"}
-        for sink, losses in self._sinks:
-            try:
-                sink.scalars(step, dict(values))
-            except Exception as error:  # a full disk, a server that is away, an error in a user's sink
-                losses.add(step, error)
-            else:
-                if losses.count:
-                    losses.end(step)
+        if self._reporter is not None:
+            self._reporter.report({"step": step}, checkpoint=path)
 
     def close(self) -> None:
         Console.clear_live()
@@ -184,11 +375,6 @@ class Recorder:
                     close()
             except Exception as error:
                 losses.not_closed(error)
-
-
-def _epoch(epoch: float | None) -> dict[str, float]:
-    """As a field of a record; a stream has none."""
-    return {} if epoch is None else {"epoch": epoch}
 
 
 # ---------------------------------------------------------------- TensorBoard
@@ -210,12 +396,12 @@ def _crc_table() -> list[int]:
     return table
 
 
-def _masked_crc(data: bytes) -> int:
+def _with_crc(data: bytes) -> bytes:
     crc, table = 0xFFFFFFFF, _crc_table()
     for byte in data:
         crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
     crc ^= 0xFFFFFFFF
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    return data + struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 def _varint(number: int) -> bytes:
@@ -231,22 +417,11 @@ def _bytes_field(number: int, data: bytes) -> bytes:
     return _varint(number << 3 | 2) + _varint(len(data)) + data
 
 
-def _event(wall_time: float, body: bytes) -> bytes:
-    return _varint(1 << 3 | 1) + struct.pack("<d", wall_time) + body
-
-
 @functools.cache
 def _tag(tag: str) -> bytes:
     """A scalar up to its value: the tag's field and the value's first byte."""
     name = _bytes_field(1, tag.encode()) + _varint(2 << 3 | 5)
     return _varint(1 << 3 | 2) + _varint(len(name) + 4) + name
-
-
-def _scalar(tag: str, value: float) -> bytes:
-    try:
-        return _tag(tag) + struct.pack("<f", value)
-    except OverflowError:  # more than fp32 holds, as of a run that diverges
-        return _tag(tag) + struct.pack("<f", math.copysign(math.inf, value))
 
 
 class EventWriter:
@@ -255,27 +430,23 @@ class EventWriter:
     Events are written whole or not at all: TensorBoard stops reading at a broken one.
     """
 
-    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+    def __init__(self, folder: Path, purge_step: int) -> None:
         """TensorBoard discards the steps of earlier files from `purge_step` on (a resume after a crash)."""
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
         self._file = Appender(folder / name, lines=False, buffer_bytes=BUFFER_BYTES)
-        self._write(_event(time.time(), _bytes_field(3, b"brain.Event:2")))
-        if purge_step is not None:
-            session_log = _bytes_field(7, _varint(1 << 3) + _varint(1))  # SessionLog.START
-            self._write(_event(time.time(), _varint(2 << 3) + _varint(purge_step) + session_log))
+        self._write(_bytes_field(3, b"brain.Event:2"))
+        session_log = _bytes_field(7, _varint(1 << 3) + _varint(1))  # SessionLog.START
+        self._write(_varint(2 << 3) + _varint(purge_step) + session_log)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        summary = b"".join(_scalar(tag, value) for tag, value in values.items())
-        self._write(_event(time.time(), _varint(2 << 3) + _varint(step) + _bytes_field(5, summary)))
+        summary = b""
+        for tag, value in values.items():
+            summary += _tag(tag) + bytes(ctypes.c_float(value))  # more than fp32 holds is an infinity
+        self._write(_varint(2 << 3) + _varint(step) + _bytes_field(5, summary))
 
-    def _write(self, payload: bytes) -> None:
-        length = struct.pack("<Q", len(payload))
-        self._file.write(
-            length
-            + struct.pack("<I", _masked_crc(length))
-            + payload
-            + struct.pack("<I", _masked_crc(payload))
-        )
+    def _write(self, body: bytes) -> None:
+        event = _varint(1 << 3 | 1) + struct.pack("<d", time.time()) + body
+        self._file.write(_with_crc(struct.pack("<Q", len(event))) + _with_crc(event))
 
     def close(self) -> None:
         self._file.close()

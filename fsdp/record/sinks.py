@@ -1,4 +1,4 @@
-"""Where the numbers of a step go: the launcher's Reporter, Weights & Biases, MLflow, sinks of the user.
+"""Trackers and sinks of the user: Weights & Biases, MLflow, a class of one's own.
 
 A tracker is a class here, named in TRACKERS. Servers get their records from a thread of their own: one
 that is slow or away does not slow the steps. While a call lasts, up to MOST_WAITING records wait, and the
@@ -22,10 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fsdp.base.errors import ConfigError, one_line
 from fsdp.config import Config, flatten
+from fsdp.record import STUCK
+from fsdp.record.recorder import Losses, Sink
 
 log = logging.getLogger(__name__)
 
@@ -40,56 +42,6 @@ RUN_DIR_TAG = "shardrun.run_dir"
 """The tag by which a later start finds its MLflow run."""
 LONGEST, BATCH, METRICS = 500, 100, 1000
 """Characters of a parameter's value, parameters and metrics of a call: all MLflow servers accept these."""
-_stuck = threading.Event()
-
-
-class Reporter:
-    """Where a launcher receives a run's numbers; this one takes none. Called on every rank."""
-
-    def report(self, metrics: Mapping[str, float], checkpoint: str | None = None) -> None:
-        """After each logged step, each evaluation and each sealed checkpoint."""
-
-    def should_stop(self) -> str | None:
-        """The launcher's reason to stop (a preemption notice), if any. Called once a step; must not block."""
-        return None
-
-
-class Sink(Protocol):
-    """An output that receives every number of rank 0; it may have a method close() too."""
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
-
-
-def any_stuck() -> bool:
-    """Whether a server has not taken its last records in CLOSE_S: its library may wait again at exit."""
-    return _stuck.is_set()
-
-
-class Losses:
-    """Consecutive lost records of one sink, which the log names by `label`. The run continues."""
-
-    def __init__(self, label: str) -> None:
-        self._label, self.count = label, 0
-
-    def add(self, step: int, reason: object, count: int = 1) -> None:
-        if not self.count:
-            log.warning("step %d: %s cannot write: %s. The run continues", step, self._label, _line(reason))
-        self.count += count
-
-    def end(self, step: int) -> None:
-        if self.count:
-            log.warning("step %d: %s writes again, %d records are lost", step, self._label, self.count)
-        self.count = 0
-
-    def not_closed(self, error: Exception) -> None:
-        log.warning("%s cannot be closed: %s. %d records are lost", self._label, _line(error), self.count)
-
-
-def _line(reason: object) -> object:
-    """An exception with its file and line: it may be one of a user's code."""
-    from fsdp.models.factory import blame
-
-    return blame(reason) if isinstance(reason, Exception) else reason
 
 
 # ---------------------------------------------------------------- trackers
@@ -139,7 +91,7 @@ class TrackerSink:
         self._waiting.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            _stuck.set()
+            STUCK.set()
             message = "%s has not taken its last records %g s after the last step: they may be lost"
             log.warning(message, type(self).__name__, CLOSE_S)
 

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp.base.errors import ConfigError, first_line
-from fsdp.base.text import print_line
+from fsdp.base.text import print_answer, print_line
 from fsdp.config.command_line import CommandParser, prints_errors
 from fsdp.config.trust import TRUST_HELP, CodeRefused
-from fsdp.record.console import print_last
 from fsdp.report.page import Sample, page
 from fsdp.report.run_data import RunData, read_run
 from fsdp.rundir import paths
@@ -48,8 +47,7 @@ def main(argv: Sequence[str]) -> int:
     samples = [] if options.no_samples else [_sample(run, options.trust_code) for run in runs]
     file = options.out or runs[0].path / "report.html"
     _write(file, page(runs, samples), replaces=not options.out)
-    print_last(str(file))
-    return 0
+    return print_answer(str(file), "fsdp.report")
 
 
 def _write(file: Path, text: str, *, replaces: bool) -> None:

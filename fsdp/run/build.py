@@ -37,9 +37,7 @@ from fsdp.parallel.checks import check_first_forward
 from fsdp.parallel.compute import attention_kernel
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import Sharded, replicate, shard_model
-from fsdp.record.console import Console, set_up_logging
-from fsdp.record.recorder import Recorder
-from fsdp.record.sinks import Reporter, build_sinks, check_sinks
+from fsdp.record.recorder import Console, Recorder, Reporter, set_up_logging
 from fsdp.run import weights
 from fsdp.run.job import Job, flops_per_sample, peak_flops, trained_model
 from fsdp.run.summary import Planned, steps_line
@@ -78,7 +76,10 @@ def set_up_process(config: Config, env: DistEnv) -> None:
     used."""
     check_torch()
     set_up_logging(env)
-    check_sinks(config)
+    if config.run.sinks or config.run.wandb or config.run.mlflow:
+        from fsdp.record.sinks import check_sinks
+
+        check_sinks(config)
     torch.set_float32_matmul_precision(config.run.matmul_precision)
     set_allocator(config.run.allocator, env.device)
     if config.watch.deterministic:
@@ -381,8 +382,11 @@ def recorder(start: RunStart, job: Job, step: int, *, flops: float, planned: Pla
     def add_sinks() -> None:
         if planned is not None:
             made.add(planned)
-        for sink, label in build_sinks(config, run.path, step):
-            made.add(sink, label)
+        if config.run.sinks or config.run.wandb or config.run.mlflow:
+            from fsdp.record.sinks import build_sinks
+
+            for sink, label in build_sinks(config, run.path, step):
+                made.add(sink, label)
 
     collectives.on_main(env.rank, add_sinks)
     return made

@@ -17,7 +17,7 @@ from fsdp.dist.env import DistEnv
 from fsdp.memory.oom import OutOfMemoryHandler
 from fsdp.optim.optimizer import update_of
 from fsdp.optim.state import TrainState, maybe_ema
-from fsdp.record.sinks import Reporter
+from fsdp.record.recorder import Reporter
 from fsdp.run import build
 from fsdp.run.evaluate import Outcome, as_evaluated
 from fsdp.run.job import prepare, resumed, trained_model

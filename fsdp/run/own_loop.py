@@ -38,7 +38,7 @@ from fsdp.optim.optimizer import StateCheck, check_step, update_of
 from fsdp.optim.state import TrainState
 from fsdp.parallel.compute import check_attention
 from fsdp.parallel.shard import Sharded, shard_model, sharding_of
-from fsdp.record.sinks import Reporter
+from fsdp.record.recorder import Reporter
 from fsdp.run import build
 from fsdp.run.job import trainable_model, warn_of_extra_states
 from fsdp.run.step import StepParts, apply_update, gradients_of, reduced_norm

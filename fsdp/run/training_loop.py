@@ -243,7 +243,9 @@ class TrainingLoop:
         if self.replicas is not None:
             self.replicas.compare(step)
         self.phases.enter("record")
-        self.recorder.step(
+        epoch = {} if batch.epoch is None else {"epoch": batch.epoch}
+        numbers = result.loss if totals.more is None else torch.cat([result.loss.view(1), totals.more])
+        fetched = self.recorder.step(
             Pending(
                 {
                     "step": step,
@@ -252,19 +254,16 @@ class TrainingLoop:
                     "tokens": tokens,
                     "step_time_s": time.perf_counter() - began,
                     "data_wait_s": waited,
+                    **epoch,
                 },
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                epoch=batch.epoch,
-                began=began,
-                more=totals.more,
-                named=None if totals.more is None else totals.named,
+                numbers,
+                result.grad_norm,
+                began,
+                None if totals.more is None else totals.named,
             )
         )
-        if self.recorder.fetches(step):  # as _settle
-            self.recorder.flush()
-            if self.verdicts.device_decides:
-                self.verdicts.settle()
+        if fetched and self.verdicts.device_decides:  # as _settle
+            self.verdicts.settle()
         agreed = self.stopper.agreed()
         if self.branches is not None:
             self.branches.check(step - 1, self.stopper.signatures)
@@ -315,7 +314,7 @@ class TrainingLoop:
             return
         self.evaluation = evaluation
         step = self.state.step
-        self.recorder.evaluation(step, evaluation.values(), self.job.epoch_at(step))
+        self.recorder.values("eval", step, evaluation.values(), self.job.epoch_at(step))
 
     def _stop_reason(self) -> str | None:
         self.phases.enter("evaluate")
@@ -330,7 +329,7 @@ class TrainingLoop:
         metrics = {name: value for name, value in self.recorder.last.items() if name == "loss"}
         metrics |= self.evaluation.values() if self.evaluation is not None else {}
         metrics |= {} if epoch is None else {"epoch": epoch}
-        self.recorder.saving(step)
+        self.recorder.checkpoint_note = f"saving {step}"
         self.state.data = self.job.cursor.saved(step)
         self.checkpointer.save(self.state, metrics=metrics, reason=reason, wait=wait)
         self.last_saved = step

@@ -41,7 +41,7 @@ from fsdp.base.errors import (
 from fsdp.base.phases import SIGNALS
 from fsdp.dist.env import DistEnv, without_device
 from fsdp.dist.network import is_peer_failure
-from fsdp.record.sinks import any_stuck
+from fsdp.record import STUCK
 from fsdp.watch.status_page import MONITOR, PRINTED, StatusPage
 
 TRACE_LINES = 30
@@ -157,7 +157,7 @@ class ProcessExit:
         has not answered, it ends in EXIT_S at the latest.
         """
         self._code = code
-        if code or any_stuck():
+        if code or STUCK.is_set():
             limit = threading.Timer(EXIT_S, self._end)
             limit.daemon = True
             limit.start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
-import logging
 import os
 import pty
 import re
@@ -18,10 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.record.console import (
+from fsdp.record.recorder import (
     LOG_COLUMNS,
     Console,
-    _LiveHandler,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -75,21 +73,6 @@ def test_the_live_line_fits_its_terminal(columns: int, monkeypatch: pytest.Monke
             assert expected in seen, seen
 
 
-def test_a_log_line_never_lands_in_the_live_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    terminal = Terminal(80)
-    with terminal.stream() as stream:
-        console = Console(total_steps=5000, every=1, unit="tok", stream=stream)  # type: ignore[arg-type]
-        console.step(metrics(), "")
-        console.print_line("eval_loss 1.2  at step 1200")
-        Console.clear_live()
-    drawn = terminal.read().split("\r\x1b[2K")
-    assert drawn[-1].splitlines()[0] == "eval_loss 1.2  at step 1200"
-    below = ESCAPE.sub("", drawn[-1].splitlines()[1])
-    assert below.startswith("step 1200/5000"), "the live line is drawn again below"
-    assert drawn[-1].splitlines()[1] == drawn[-2]
-
-
 # ---------------------------------------------------------------- logs
 
 
@@ -135,18 +118,6 @@ def test_lines_that_cannot_be_printed_are_told_once(caplog: pytest.LogCaptureFix
     assert [line.split()[1] for line in out.getvalue().splitlines()] == ["1/9", "5/9"]
     message = "the steps' lines cannot be printed (No space left on device): the run continues"
     assert caplog.messages == [message]
-
-
-def test_a_log_that_cannot_be_written_has_no_tracebacks(capsys: pytest.CaptureFixture[str]) -> None:
-    out = Fails()
-    handler = _LiveHandler(out)
-    logger = logging.Logger("test")
-    logger.addHandler(handler)
-    for step in range(1, 6):
-        out.full = 2 <= step <= 4
-        logger.warning("line %d", step)
-    assert out.getvalue().splitlines() == ["line 1", "line 5"]
-    assert capsys.readouterr().err == ""
 
 
 # ---------------------------------------------------------------- real runs

@@ -6,12 +6,10 @@ import contextlib
 import importlib
 import io
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -52,11 +50,6 @@ class Failing:
         raise RuntimeError("not now")
 
 
-class Unmade:
-    def __init__(self, run_dir: Path) -> None:
-        raise ValueError("no such server")
-
-
 def logged(env: DistEnv, words: list[str]) -> str:
     with contextlib.redirect_stderr(io.StringIO()) as stream:
         assert on_a_rank(env, words) is None
@@ -91,14 +84,6 @@ def test_an_exception_in_a_sink_is_logged_once_and_ends_nothing(tmp_path: Path) 
     assert [one["step"] for one in lines(tmp_path)[1:-1]] == [1, 2, 3, 4]
 
 
-def test_a_sink_that_cannot_be_made_is_one_line_on_every_rank(tmp_path: Path) -> None:
-    said = failures(2, tmp_path, f"--train.steps 1 --run.sinks {OWN}Unmade")
-    for line in said:
-        assert line is not None
-        assert f"--run.sinks {OWN}Unmade failed: ValueError: no such server (" in line
-        assert "HINT: it is called with (*, run_dir, config, from_step)" in line
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -128,11 +113,6 @@ def variables(folder: Path) -> dict[str, str]:
     return {"MLFLOW_TRACKING_URI": (folder / "store").as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
 
 
-def on_a_rank_with(env: DistEnv, words: list[str], more: dict[str, str]) -> str | None:
-    with mock.patch.dict(os.environ, more):
-        return on_a_rank(env, words)
-
-
 @pytest.mark.needs("mlflow")
 def test_mlflow_has_each_step_once_in_one_run_for_a_run_directory(store: Any, tmp_path: Path) -> None:
     config = load(["--run.mlflow", "digits", "--optim.lr", "0.5"])
@@ -156,22 +136,3 @@ def test_mlflow_has_each_step_once_in_one_run_for_a_run_directory(store: Any, tm
     assert [one.step for one in store.get_metric_history(run.info.run_id, "eval/eval_loss")] == [2, 4]
     assert run.data.params["optim.lr"] == "0.5"
     assert run.info.status == "FINISHED"
-
-
-@pytest.mark.needs("mlflow")
-@pytest.mark.usefixtures("store")
-def test_a_store_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
-    with pytest.raises(ConfigError, match=r"--run.mlflow e: Unsupported.* HINT: export MLFLOW_TRACKING_URI="):
-        MlflowSink(load(["--run.mlflow", "e"]), tmp_path)
-
-
-@pytest.mark.needs("mlflow")
-def test_a_run_logs_to_mlflow_and_continues_there(store: Any, tmp_path: Path) -> None:
-    words = ["--run.dir", str(tmp_path / "run"), *flags(EVALUATED, "--run.mlflow vectors")]
-    for more in (["--train.stop_after", "2"], []):
-        assert run_world(1, on_a_rank_with, [*words, *more], variables(tmp_path)) == [None]
-    (run,) = store.search_runs([store.get_experiment_by_name("vectors").experiment_id])
-    losses = [(one.step, one.value) for one in store.get_metric_history(run.info.run_id, "train/loss")]
-    assert losses == [(r["step"], r["loss"]) for r in finished(tmp_path / "run").records if "loss" in r]
-    assert [one.step for one in store.get_metric_history(run.info.run_id, "eval/eval_loss")] == [2, 4]

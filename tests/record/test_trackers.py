@@ -122,14 +122,14 @@ def test_the_end_of_a_run_waits_for_a_dead_server_so_long(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(sinks, "CLOSE_S", 0.05)
-    monkeypatch.setattr(sinks, "_stuck", threading.Event())
+    monkeypatch.setattr(sinks, "STUCK", threading.Event())
     sink = WandbSink(load(["--run.wandb", "p"]), tmp_path)
     runs[0].open.clear()
     sink.scalars(1, {})
     sink.close()
     runs[0].open.set()
     assert "WandbSink has not taken its last records 0.05 s after the last step" in caplog.text
-    assert sinks.any_stuck()
+    assert sinks.STUCK.is_set()
 
 
 @pytest.mark.parametrize(("flag", "package"), [("wandb", "wandb"), ("mlflow", "mlflow-skinny")])

@@ -158,7 +158,7 @@ failure.EXIT_S = 1.0
 end, kept = failure.ProcessExit(), Teardown()
 atexit.register(print, "handler of a user", flush=True)
 if "stuck" in sys.argv:
-    failure.any_stuck = lambda: True
+    failure.STUCK.set()
     atexit.register(time.sleep, 3600)
 if "handler" in sys.argv:
     atexit.register(time.sleep, 3600)
