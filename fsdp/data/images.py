@@ -7,7 +7,7 @@
     folder          DIR/CLASS/…, or DIR/train/CLASS/… and DIR/val/CLASS/…, by torchvision's ImageFolder
 
 Without held-out images of its own, the middle one of each ten of a class is held out, for every seed.
-prepare() converts an image as in training; fsdp/predict/images.py calls it.
+prepare() converts an image as in training; fsdp/predict/answers.py calls it.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def _source(
     if weights is None:
         return _built(spec, seed)
     state, names = weights(), all_names(root)
-    _check_state_fits(state, names, root)
+    check_state_fits(state, names, root, "--model.weights")
     complete = hasattr(root, "init_buffers") or all(name in state for name, _ in root.named_buffers())
     rest = None if complete else _built(spec, seed)
 
@@ -208,7 +208,9 @@ def _drawn_whole(inits: Mapping[str, Init], seed: int, name: str, shape: torch.S
     return draw(inits[name], seed, name, 0, shape.numel()).view(shape)
 
 
-def _check_state_fits(state: Mapping[str, Tensor], names: Mapping[str, list[str]], root: nn.Module) -> None:
+def check_state_fits(
+    state: Mapping[str, Tensor], names: Mapping[str, list[str]], root: nn.Module, source: str
+) -> None:
     """Checks that nothing is missing or unexpected and that every shape matches: else a part would be
     trained from scratch unnoticed. A tied parameter may have any of its names there.
     """
@@ -237,7 +239,7 @@ def _check_state_fits(state: Mapping[str, Tensor], names: Mapping[str, list[str]
             elif known != held[0] and not same_values(state[held[0]], stored):
                 fault = f"has different {held[0]} and {known}, and the model has them as one tensor"
     if fault:
-        raise ConfigError(f"--model.weights {fault}.", SAME_MODEL)
+        raise ConfigError(f"{source} {fault}.", SAME_MODEL)
 
 
 SAME_MODEL = (

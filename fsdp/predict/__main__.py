@@ -26,29 +26,29 @@ from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.base.text import is_of_output, print_line
 from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
 from fsdp.config.trust import TRUST_HELP
-from fsdp.dist.env import (
-    DistEnv,
-    from_environment,
-    prints_shared_errors,
-    wait_for_rank_0_to_print,
-)
-from fsdp.predict import images, language
+from fsdp.dist.env import DistEnv, from_environment, prints_shared_errors, wait_for_rank_0_to_print
+from fsdp.predict.answers import Classes, Text, classify, continued, is_text
 from fsdp.predict.trained import TrainedModel, open_run
 from fsdp.rundir import paths
-from fsdp.rundir.history import trained_classes
-from fsdp.rundir.paths import RunDir
 from fsdp.watch.failure import ProcessExit
 
-FLAGS: tuple[tuple[str, str, Any, Any, str], ...] = (
-    # flag, kind of model, type, default, help
-    ("split", "images", one_of("heldout", "train"), "heldout", "heldout or train"),
-    ("samples", "images", whole_number(), 16, "how many to show"),
-    ("prompt", "text", str, "", "what to continue; token numbers where training read those"),
-    ("tokens", "text", whole_number(), 200, "how many to add"),
-    ("temperature", "text", number(0), 0.8, "0 always takes the likeliest"),
-    ("top-k", "text", whole_number(), 40, "draw from the k likeliest; 0 from all"),
-    ("seed", "text", whole_number(), 0, "another seed, another text"),
-)
+FLAGS: dict[str, tuple[type, dict[str, Any], str]] = {
+    "split": (Classes, {"type": one_of("heldout", "train")}, "heldout or train"),
+    "samples": (Classes, {"type": whole_number()}, "how many to show"),
+    "image": (Classes, {"action": "append", "metavar": "FILE"}, "a picture of yours; may be repeated"),
+    "invert": (
+        Classes,
+        {"action": "store_true", "default": None},
+        "yours is dark on light, training's is not",
+    ),
+    "prompt": (Text, {}, "what to continue; token numbers where training read those"),
+    "tokens": (Text, {"type": whole_number()}, "how many to add"),
+    "temperature": (Text, {"type": number(0)}, "0 always takes the likeliest"),
+    "top-k": (Text, {"type": whole_number()}, "draw from the k likeliest; 0 from all"),
+    "seed": (Text, {"type": whole_number()}, "another seed, another text"),
+}
+"""The kind of model that a flag is for, options of argparse, help."""
+KINDS = {Classes: "a classifier", Text: "a language model"}
 
 
 @prints_errors("fsdp.predict")
@@ -83,13 +83,10 @@ def answer_as_rank(argv: Sequence[str], env: DistEnv) -> None:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = CommandParser("fsdp.predict", __doc__)
     parser.add_argument("run", metavar="RUN", help="a run directory")
-    for name, kind, convert, default, text in FLAGS:
-        shown = f" (default: {default})" if default != "" else ""
-        parser.add_argument(f"--{name}", type=convert, help=f"{kind}: {text}{shown}")
-    own = "images: a picture of yours; may be repeated"
-    parser.add_argument("--image", action="append", metavar="FILE", help=own)
-    inverted = "images: yours is dark on light, training's were not"
-    parser.add_argument("--invert", action="store_true", default=None, help=inverted)
+    for name, (kind, options, text) in FLAGS.items():
+        default = getattr(kind, name.replace("-", "_"))
+        shown = f" (default: {default})" if default else ""
+        parser.add_argument(f"--{name}", **options, help=f"{KINDS[kind]}: {text}{shown}")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file of the printed text")
     parser.add_argument("--trust-code", action="append", default=[], metavar="NAME", help=TRUST_HELP)
     return parser.parse_with_run_flags(argv, sections=["data"])
@@ -97,49 +94,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _answer(trained: TrainedModel, options: argparse.Namespace) -> str:
     """The text that rank 0 prints. Collective."""
-    is_text = trained.data.info.kind == "text" or language.has_tokenizer(trained, options.prompt)
-    flags = [*FLAGS, ("image", "images", None, [], ""), ("invert", "images", None, False, "")]
-    for name, kind, _, default, _ in flags:
-        value = getattr(options, name.replace("-", "_"))
-        if value is not None and (kind == "text") != is_text:
-            model = "a language model" if is_text else "a classifier"
-            raise ConfigError(f"--{name} does not apply to {options.run}: it is {model}.", "leave it out")
-        if value is None and name != "prompt":
-            setattr(options, name.replace("-", "_"), default)
-    return (_generate if is_text else _classify)(trained, options)
-
-
-def _classify(trained: TrainedModel, options: argparse.Namespace) -> str:
-    samples = trained.data.train if options.split == "train" else trained.data.heldout
-    accuracy = []
-    if options.image:
-        predictions = images.of_files(trained, options.image, options.invert)
-    elif options.invert:
-        raise ConfigError("--invert applies to --image alone.", "--image FILE --invert")
-    elif samples is None or (options.split == "train" and trained.data.stream is not None):
-        reason = "no held-out data" if samples is None else "a stream, which has no number of samples"
-        other = "" if trained.data.stream is not None else "--split train, or "
-        raise ConfigError(f"{options.run} has {reason}.", f"{other}--image FILE")
-    else:
-        predictions = images.of_samples(trained, samples, options.samples)
-        right, count = images.correct(trained, samples), len(samples)
-        shown = options.split.replace("heldout", "held-out")
-        accuracy = [f"accuracy  {right / count:.2%} of the {shown} samples, {right} of {count}"]
-    known, now = trained_classes(RunDir(trained.run)), trained.data.info.classes
-    if known and now and known != now:
-        print_line(
-            f"fsdp.predict: the classes of {trained.config.data.dir or trained.config.data.name} have other "
-            "names or another order than those of the run: names and accuracy are those of today's folders. "
-            "HINT: --data.dir FOLDER, as it was at the run"
-        )
-    classes = images.classes_of(trained, predictions)
-    return "\n".join([*(prediction.line(classes) for prediction in predictions), *accuracy])
-
-
-def _generate(trained: TrainedModel, options: argparse.Namespace) -> str:
-    prompt = options.prompt if options.prompt is not None else language.default_prompt(trained)
-    sampling = {name: getattr(options, name) for name in ("tokens", "temperature", "top_k", "seed")}
-    return language.continued(trained, prompt, **sampling)
+    kind: type = Text if is_text(trained, options.prompt) else Classes
+    values = {name: getattr(options, name.replace("-", "_")) for name in FLAGS}
+    values = {name: value for name, value in values.items() if value is not None}
+    if other := [name for name in values if FLAGS[name][0] is not kind]:
+        reason = f"--{other[0]} does not apply to {options.run}: it is {KINDS[kind]}."
+        raise ConfigError(reason, "leave it out")
+    flags = kind(**{name.replace("-", "_"): value for name, value in values.items()})
+    return continued(trained, flags) if isinstance(flags, Text) else classify(trained, flags)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,6 @@ from fsdp.base.digest import widest_floating
 from fsdp.base.errors import CheckpointError, ConfigError, TrainingError
 from fsdp.checkpoint import inspect
 from fsdp.checkpoint.pretrained import (
-    INDEX_FILE,
-    SINGLE_FILE,
     TORCH_FILE,
     PretrainedWeights,
     newest_export,
@@ -40,10 +38,9 @@ from fsdp.dist.process_group import process_group
 from fsdp.models import ModelSpec, resolve
 from fsdp.models.factory import PREFIX
 from fsdp.models.hf import KERNELS
-from fsdp.models.init import persistent
 from fsdp.models.loss import read_output
-from fsdp.models.units import all_names, first_names
-from fsdp.parallel.materialize import materialize
+from fsdp.models.units import all_names
+from fsdp.parallel.materialize import check_state_fits, materialize
 from fsdp.parallel.shard import Sharded, shard_model, sharding_of
 from fsdp.run.job import model_of
 
@@ -86,7 +83,7 @@ def open_run(
     """
     config = read_config(run, flags, trusted)
     data = _data_of(run, config)
-    if _has_export(run):
+    if newest_export(run / "full_model") is not None:
         spec, state = _open_export(run, config, data.info.facts)
     elif config.lora.rank:
         reason = f"{run} has no exported model, and its checkpoints hold adapters alone."
@@ -102,7 +99,7 @@ def open_run(
     with process_group(env, timeout_s):
         model = model_of(Config(model=config.model, run=config.run), spec, sharding.dtypes)
         if state is not None and not isinstance(state, PretrainedWeights):  # which has compared them
-            _check_fits(run, model, state)
+            check_state_fits(state, all_names(model), model, f"{run}/full_model")
         sharded = shard_model(model, sharding, build_mesh(sizes, env.device, timeout_s))
         if state is None:
             _load_checkpoint(run, config, spec, sharded)
@@ -124,7 +121,7 @@ def read_config(run: Path, flags: Sequence[str], trusted: Collection[str]) -> Co
     # from a file: their source may no longer exist.
     source = str(configuration.read_recipe(str(file)).get("model.weights", ""))
     sized = (run / "full_model" / "config.json").is_file() or Path(source).suffix in WEIGHT_FILES
-    forgotten = (*NOT_USED, "model.weights") if _has_export(run) and sized else NOT_USED
+    forgotten = (*NOT_USED, "model.weights") if newest_export(run / "full_model") and sized else NOT_USED
     return load_run_config(run, flags=flags, trusted=trusted, forgotten=forgotten)
 
 
@@ -138,10 +135,6 @@ def _data_of(run: Path, config: Config) -> DataSet:
 
 
 # ---------------------------------------------------------------- its weights
-
-
-def _has_export(run: Path) -> bool:
-    return any((run / "full_model" / name).is_file() for name in (TORCH_FILE, INDEX_FILE, SINGLE_FILE))
 
 
 def _open_export(
@@ -160,21 +153,6 @@ def _open_export(
     if spec.pretrained is None or spec.pretrained.folder != folder or by_torch:
         return replace(spec, pretrained=None), open_full_state(folder)
     return spec, PretrainedWeights(spec.pretrained, config.run.seed)
-
-
-def _check_fits(run: Path, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Before memory is allocated. A tied tensor may have any of its names in the export."""
-    first, kept = first_names(model), set(persistent(model))
-    saved = {name: list(t.shape) for name, t in model.state_dict().items() if name in kept}
-    stored = {first.get(name, name): list(tensor.shape) for name, tensor in state.items()}
-    wrong = [name for name in {**saved, **stored} if saved.get(name) != stored.get(name)]
-    if wrong:
-        theirs, ours = (sizes.get(wrong[0], "missing") for sizes in (stored, saved))
-        raise ConfigError(
-            f"{run}/full_model does not fit the model of {run}/config.toml: {wrong[0]} is {theirs} in the "
-            f"export and {ours} in the model.",
-            f"python -m fsdp.checkpoint {run} export, if [model.args] there are as the run wrote them",
-        )
 
 
 @dataclass(frozen=True)

@@ -72,17 +72,17 @@ def _sample(run: RunData, trusted: Sequence[str]) -> Sample:
         return Sample(reason=f"the export has {size / 2**30:.1f} GiB: python -m fsdp.predict {run.path}")
     try:
         from fsdp.dist.env import from_environment
-        from fsdp.predict import language
+        from fsdp.predict.answers import Text, continued, default_prompt
         from fsdp.predict.trained import open_run
 
         with open_run(run.path, from_environment({}), (), trusted) as trained:
             if trained.data.info.kind != "text":
                 return Sample()
-            prompt = language.default_prompt(trained)
+            prompt = default_prompt(trained)
             texts = []
             for temperature, kind in ((0.0, "greedy"), (0.8, "sampled at temperature 0.8")):
-                drawn = {"tokens": SAMPLE_TOKENS, "temperature": temperature, "top_k": 40, "seed": 0}
-                texts.append((kind, language.continued(trained, prompt, **drawn)))
+                options = Text(prompt, SAMPLE_TOKENS, temperature)
+                texts.append((kind, continued(trained, options)))
             return Sample(prompt, texts)
     except CodeRefused as error:
         print_line(f"fsdp.report: no samples: {error}")
