@@ -11,10 +11,9 @@ import pytest
 
 from fsdp.dist.preflight import RankFacts
 from fsdp.doctor.findings import NodeReports, can_form_group, judge, text
-from fsdp.doctor.measure import complaints
 
 HOSTS = ("n0", "n1", "n2", "n3")
-LINK = {"gather_gb_s": 40.0, "scatter_gb_s": 38.0, "small_us": 20.0}
+LINK, SLOW_LINK = 38.0, 3.0
 
 
 Changes = dict[int, dict[str, Any]]
@@ -32,13 +31,12 @@ def facts(rank: int, **changes: Any) -> dict[str, Any]:
 def report(rank: int) -> dict[str, Any]:
     node = rank // 2
     values: dict[str, Any] = {
-        "facts": facts(rank), "device": "cuda", "folder": "/shared", "done": True,
-        "tflops": 700.0, "product": 80.5, "peak_tflops": 989.4, "health": "",
-        "memory_free_gib": 79.0, "memory_gib": 80.0, "all": LINK, "within_gb_s": 38.0, **LINK,
+        "facts": facts(rank), "done": True, "tflops": 700.0, "product": 80.5, "in_use": "",
+        "within_gb_s": 38.0, "all_gb_s": 38.0,
     }  # fmt: skip
     if rank % 2 == 0:
         values["between"] = {str(n): LINK for n in ((node - 1) % 4, (node + 1) % 4)}
-        values |= {"unnamed": "", "unreachable": {}, "write_mb_s": 500.0, "read_mb_s": 900.0}
+        values |= {"unnamed": "", "unreachable": {}, "write_mb_s": 500.0}
     return values
 
 
@@ -56,14 +54,11 @@ def alike(ranks: Iterable[int], **values: Any) -> Changes:
     return {rank: dict(values) for rank in ranks}
 
 
-SLOW_LINK = {**LINK, "gather_gb_s": 3.0}
-
-
 def test_sound_nodes_are_fit() -> None:
     verdict = judge(reports())
     assert verdict.fit
     assert not verdict.findings
-    assert str(verdict) == "fit to train."
+    assert verdict.verdict.startswith("fit to train")
 
 
 UNSEEN = "does not see what the first node wrote into /shared"
@@ -77,8 +72,7 @@ UNSEEN = "does not see what the first node wrote into /shared"
         (3, {"tflops": 300.0}, "n1", "43% of the median"),
         (3, {"product": 81.7}, "n1", "computes wrong"),
         (3, {"product": float("nan")}, "n1", "computes wrong"),
-        (3, {"memory_free_gib": 20.0}, "n1", "60.0 of 80 GiB of its device are in use"),
-        (3, {"health": "uncorrected memory errors: 2"}, "n1", "uncorrected memory errors"),
+        (3, {"in_use": "60% of its device's memory is in use"}, "n1", "is in use"),
         (4, {"within_gb_s": 3.0}, "n2", "3 GB/s within the node"),
         (4, {"unseen": UNSEEN}, "n2", UNSEEN),
         (4, {"storage_error": "/shared cannot be written"}, "n2", "/shared cannot be written"),
@@ -104,7 +98,6 @@ def test_only_the_node_with_the_fault_is_excluded(
         ({5: {"facts": facts(5, driver="570.2")}}, "driver 570.2"),
         ({6: {"write_mb_s": 30.0}}, "writes 30 MB/s, 6% of the median"),
         ({2: {"between": {"0": LINK, "2": SLOW_LINK}}}, "3 GB/s to n2, where 38 is usual"),
-        (alike(range(8), tflops=400.0), "400 of the 989 TFLOP/s that the manufacturer"),
     ],
 )  # fmt: skip
 def test_a_minor_finding_is_reported_and_excludes_no_node(changes: Changes, says: str) -> None:
@@ -122,7 +115,7 @@ def test_when_most_nodes_are_unfit_none_is_excluded() -> None:
     verdict = judge(reports(alike((0, 2, 4, 6), storage_error="/shared cannot be written")))
     assert not verdict.fit
     assert not verdict.exclude
-    assert "no single node is at fault" in str(verdict)
+    assert "no single node is at fault" in verdict.verdict
 
 
 def test_a_rank_in_a_stage_of_its_own_is_at_fault() -> None:
@@ -138,30 +131,18 @@ def test_a_group_is_formed_only_if_every_connection_is_possible() -> None:
     assert not can_form_group(reports({5: {"facts": facts(5, torch="2.12.1")}}).by_rank)
 
 
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("[N/A], No, Not Active", ""),
-        ("3, No, Active", "uncorrected memory errors: 3; slowed by its hardware (heat, power): Active"),
-    ],
-)
-def test_errors_that_the_driver_counts(line: str, found: str) -> None:
-    assert complaints(line + "\n") == found
-
-
 # ---------------------------------------------------------------- output
 
 
 def test_the_table_has_a_row_a_rank_and_the_verdict_last() -> None:
     slow = reports({3: {"tflops": 300.0}})
     lines = text(slow, judge(slow, "srun"), 12.3).splitlines()
-    table = [line for line in lines if line.startswith(HOSTS) and " – " not in line]
+    table = [line for line in lines if line.startswith(HOSTS)]
     assert [line.split()[1] for line in table] == [str(rank) for rank in range(8)]
     assert lines[1] == "rank 0 has NVIDIA H100, torch 2.13.0, Python 3.11.7, NCCL 2.28, driver 580.1"
-    assert lines[-1] == "verdict: 1 node is not fit: srun --exclude=n1"
+    assert lines[-1] == "verdict: 1 node not fit, n1: srun --exclude=n1"
     nth = next(n for n, line in enumerate(lines) if line.startswith("OUT  n1 (rank 3): matrix product"))
     assert lines[nth + 1].startswith("     HINT: ")
-    assert any("n0 – n1" in line for line in lines)
 
 
 def test_a_rank_that_measured_nothing_is_in_the_table() -> None:

@@ -4,16 +4,12 @@ issues, with other names; none was recorded here.
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 
 import pytest
 
 from fsdp.doctor import measure
 from fsdp.doctor.__main__ import main
-from fsdp.doctor.findings import judge, text
-from tests.doctor.test_findings import alike, reports
 
 SOCKET = """\
 NCCL version 2.18.5+cuda12.0
@@ -46,7 +42,7 @@ gpu-a:5664:5734 [1] NCCL INFO 16 coll channels, 0 collnet channels, 4 nvls chann
 
 def transport(tmp_path: Path, log: str) -> dict[str, str]:
     (tmp_path / "a.log").write_text(log)
-    return dict(measure.transport_of([tmp_path / "a.log"])["verdicts"])
+    return dict(measure.transport_of(tmp_path / "a.log")[1])
 
 
 def test_each_transport_is_named_and_has_a_hint_where_it_is_odd(tmp_path: Path) -> None:
@@ -76,27 +72,3 @@ def test_the_command_reads_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (
         "other.log has no line of NCCL. HINT: start the run with NCCL_DEBUG=INFO" in capsys.readouterr().err
     )
-
-
-def test_the_doctor_names_it_once(tmp_path: Path) -> None:
-    (tmp_path / "a.log").write_text(SOCKET.replace("NET/IB : No device found.", ""))
-    measured = json.loads(json.dumps(measure.transport_of([tmp_path / "a.log"])))
-    examined = reports(alike(range(8), transport=measured))
-    verdict = judge(examined)
-    assert [finding.what[:9] for finding in verdict.findings] == ["NET/Socke", "SHM withi"]
-    assert verdict.fit
-    assert "rank 0: NCCL version 2.18.5" in text(examined, verdict, 1.0)
-
-
-def test_nothing_is_recorded_on_a_cpu_or_over_a_persons_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    with measure.recorded_transport(False) as folder:
-        assert folder is None
-    monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    with measure.recorded_transport(True) as folder:
-        assert folder is None
-    monkeypatch.delenv("NCCL_DEBUG")
-    with measure.recorded_transport(True) as folder:
-        assert os.environ["NCCL_DEBUG"] == "INFO"
-        assert folder is not None
-        assert os.environ["NCCL_DEBUG_FILE"].startswith(str(folder))
-    assert "NCCL_DEBUG" not in os.environ
