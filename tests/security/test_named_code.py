@@ -89,18 +89,6 @@ def adapters(run: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("field", ["model", "data"])
-def test_an_export_of_adapters_runs_nothing_either(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str
-) -> None:
-    proof, run = tmp_path / "ran", tmp_path / "run"
-    adapters(run)
-    foreign(run, **runs_a_command(field, proof))
-    assert checkpoints.main([str(run), "export", "--out", str(tmp_path / "out")]) == 2
-    assert not proof.exists()
-    assert "HINT: add --trust-code os:system" in capsys.readouterr().err
-
-
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", *words],
@@ -161,15 +149,6 @@ def test_trusted_code_is_not_taken_from_the_run_directory(
         assert not (run / "imported").exists()
 
 
-@pytest.mark.parametrize("name", ["a:b; touch ran", "a:$(touch ran)", "a:b\\u001b[2J", "http://x"])
-def test_a_hint_is_safe_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    run = foreign(tmp_path / "run", name)
-    assert predict([str(run)]) == 2
-    said = capsys.readouterr().err
-    assert "touch" not in said.partition("HINT:")[2]
-    assert said.strip().isprintable()
-
-
 @pytest.mark.parametrize("field", TRAINING_CODE)
 def test_code_of_training_is_replaced_by_the_default(tmp_path: Path, work: Path, field: str) -> None:
     """Also beside settings that only that code would read."""
@@ -204,17 +183,6 @@ def test_a_store_that_may_run_or_log_in_is_not_opened(
     assert f"names the store '{place}'" in capsys.readouterr().err
     assert report([str(run)]) == 0
     assert "names the store" in (run / "report.html").read_text()
-
-
-def test_no_download_goes_where_a_run_directory_says(tmp_path: Path) -> None:
-    run, theirs = tmp_path / "run", tmp_path / "theirs"
-    run.mkdir()
-    words = f'name = "fashion_mnist"\ndir = "{theirs}"\n[data.args]\nmirror = "http://127.0.0.1:9/"\n'
-    (run / "config.toml").write_text(f"[data]\n{words}")
-    found = trust.load_run_config(run)
-    assert (found.data.dir, dict(found.data.args)) == ("", {})
-    (theirs / "FashionMNIST").mkdir(parents=True)
-    assert trust.load_run_config(run).data.dir == str(theirs)
 
 
 def test_code_of_a_mixtures_source_needs_its_name_on_the_command_line(tmp_path: Path) -> None:
