@@ -38,20 +38,20 @@ class Check(NamedTuple):
     least_on_cpu: float = 0.0
 
 
-# GPUs of one kind differ by few per cent, processes that share a CPU by more
-PRODUCT = Check("tflops", "matrix product at {:.3g} TFLOP/s", "check for another job, clocks, cooling",
-                True, False, 0.85, 0.6)  # fmt: skip
 CHECKS = (
+    # GPUs of one kind differ by few per cent, processes that share a CPU by more
+    Check("tflops", "matrix product at {:.3g} TFLOP/s", "check for another job on it, its clocks, its cooling",
+          True, False, 0.85, 0.6),
     Check("unnamed", "{}", "add it to DNS or /etc/hosts, or export GLOO_SOCKET_IFNAME=INTERFACE", True, True),
     Check("in_use", "{}", "nvidia-smi on that node shows by which process", True, False),
     Check("storage_error", "{}", "--dir FOLDER on shared storage", True, True),
     Check("unseen", "{}", "mount the shared storage there, or --dir FOLDER that is shared", True, True),
-    PRODUCT,
     Check("within_gb_s", "{:.3g} GB/s within the node",
           "NVLink or PCIe may be down: NCCL_DEBUG=INFO shows the path", True, True, 0.5, 0.5),
     Check("write_mb_s", "writes {:.0f} MB/s", "check its mount and its network to the storage",
           False, True, 0.25, 0.25),
 )  # fmt: skip
+PRODUCT = CHECKS[0]
 
 
 def faults(check: Check, reports: Mapping[int, RankReport]) -> dict[int, str]:
