@@ -40,7 +40,7 @@ class Check(NamedTuple):
 
 CHECKS = (
     # GPUs of one kind differ by few per cent, processes that share a CPU by more
-    Check("tflops", "matrix product at {:.3g} TFLOP/s", "check for another job on it, its clocks, its cooling",
+    Check("tflops", "matrix product at {:.3g} TFLOP/s", "check for other jobs, its clocks, its cooling",
           True, False, 0.85, 0.6),
     Check("unnamed", "{}", "add it to DNS or /etc/hosts, or export GLOO_SOCKET_IFNAME=INTERFACE", True, True),
     Check("in_use", "{}", "nvidia-smi on that node shows by which process", True, False),
