@@ -36,9 +36,8 @@ from fsdp.checkpoint.pretrained import Base
 from fsdp.checkpoint.store import Store, lock_place, open_store
 from fsdp.config import CheckpointSection, trust
 from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
-from fsdp.models.factory import PREFIX
-from fsdp.models.hf import resolve_folder
-from fsdp.models.registry import SourceFolder
+from fsdp.models.hf import SourceFolder, resolve_folder
+from fsdp.models.registry import PREFIX
 from fsdp.run.job import prepare
 from fsdp.run.weights import base_of, saved_as
 from fsdp.rundir.lock import Folder, hold

@@ -34,7 +34,6 @@ from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
 from fsdp.dist.network import is_lost_peer
-from fsdp.models.registry import SourceFolder
 from fsdp.optim.state import TrainState
 from fsdp.rundir.lock import TWO_RUNS, Locks
 from fsdp.rundir.paths import storage_advice, storage_shown
@@ -42,6 +41,7 @@ from fsdp.rundir.paths import storage_advice, storage_shown
 if TYPE_CHECKING:
     from fsdp.checkpoint.local_tier import LocalTier
     from fsdp.checkpoint.pretrained import Base
+    from fsdp.models.hf import SourceFolder
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import torch
 from torch import Tensor
@@ -34,8 +34,10 @@ from fsdp.checkpoint.inspect import CheckpointSource
 from fsdp.checkpoint.pretrained import INDEX_FILE, SINGLE_FILE, TORCH_FILE, Base, digest_of
 from fsdp.checkpoint.store import sync_folder
 from fsdp.models.lora import A, B, is_transposed, merged
-from fsdp.models.registry import SourceFolder
 from fsdp.models.units import names_in_state
+
+if TYPE_CHECKING:
+    from fsdp.models.hf import SourceFolder
 
 SHARD_GIB = 5.0
 """Maximum size of a safetensors file, without --shard-gib."""

@@ -26,7 +26,6 @@ from fsdp.base.text import listed
 from fsdp.base.torch_private import EXTRA_STATE
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.config import LoraSection
-from fsdp.models.factory import check_no_adapter
 from fsdp.models.units import clean_name, first_names
 
 if TYPE_CHECKING:
@@ -51,8 +50,6 @@ OUTPUT_LAYERS = ("lm_head.weight", "head.weight")
 def open_full_state(path: str | Path) -> dict[str, Tensor]:
     """A whole model's state dict: safetensors with or without an index, or a file of torch.save."""
     location = Path(path)
-    if not location.is_dir():
-        check_no_adapter(location, FLAG, str(path))
     files = _files(location) if location.is_dir() else [location]
     return {clean_name(name, ddp=True): tensor for file in files for name, tensor in open_file(file).items()}
 
@@ -72,7 +69,6 @@ def _files(folder: Path) -> list[Path]:
             return files_of_index(newest) if newest.name == INDEX_FILE else [newest]
         if (parent / "pytorch_model.bin").is_file():
             return [parent / "pytorch_model.bin"]
-    check_no_adapter(folder, FLAG, str(folder))
     raise ConfigError(
         f"{FLAG} {folder} holds no {TORCH_FILE}, {INDEX_FILE} or {SINGLE_FILE}.",
         f"--checkpoint.resume {folder} if it is a checkpoint, or export one: "

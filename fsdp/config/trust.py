@@ -3,7 +3,7 @@
 Used by the tools that read RUN (report, predict, checkpoint). `model.name` and `data.name` may name code, as
 package.module:factory; such a name is accepted only if the command line contains it too, in --trust-code or
 in a flag of its field. Code that only training runs (hooks, schedules) is dropped: the default replaces it. A
-recipe given with --config is trusted. Not here: the import itself (fsdp/models/factory.py).
+recipe given with --config is trusted. Not here: the import itself (fsdp/models/registry.py).
 """
 
 from __future__ import annotations

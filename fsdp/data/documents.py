@@ -37,7 +37,7 @@ from torch import Tensor
 from fsdp.base.errors import ConfigError
 from fsdp.data.tokens import OPEN_AT_ONCE, TokenFile, TokenRow, format_of, raw_file, split_windows
 from fsdp.data.types import MASKED, DataSet, Samples, Where, check_range, text_info
-from fsdp.models.packed import PACKED, POSITIONS
+from fsdp.models.registry import PACKED, POSITIONS
 from fsdp.tokenize.conversations import DocumentOptions, Loss, template_text
 from fsdp.tokenize.rows import MANIFEST, digest, held_out_line, is_remote, made_once
 from fsdp.tokenize.shards import SPLITS, TokenizeJob, read_index, run_child

@@ -37,7 +37,7 @@ from fsdp.base.errors import CheckpointError, ConfigError
 from fsdp.config import DataSection, MixedSource, check_labels
 from fsdp.data.cursor import EpochWalk, mix, stream_key
 from fsdp.data.types import DataInfo, DataSet, MixedRows, Samples, first_sample, source_section
-from fsdp.models.packed import PACKED
+from fsdp.models.registry import PACKED
 
 MOST = 2**40
 """The sum of shares: a batch of 2**20 samples is then split in int64. Greater sums are scaled down."""

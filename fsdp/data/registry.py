@@ -39,7 +39,7 @@ from fsdp.base.text import nearest, quoted
 from fsdp.config import Args, DataSection, ModelSection
 from fsdp.config.fields import expanded, with_home
 from fsdp.data.types import DataInfo, DataSet, Samples, Where, first_sample, source_section
-from fsdp.models.factory import PREFIX, blame, find_folder, load_attribute, parameters_of, unknown_argument
+from fsdp.models.registry import PREFIX, blame, load_attribute, parameters_of, unknown_argument
 
 log = logging.getLogger(__name__)
 BUILT_INS = {
@@ -213,6 +213,8 @@ def with_model_tokenizer(data: DataSection, model: ModelSection) -> DataSection:
     named = model.name if model.name.startswith(PREFIX) else model.weights
     if data.tokenizer or not (named.startswith(PREFIX) or (expanded(named) / "config.json").is_file()):
         return data
+    from fsdp.models.hf import find_folder
+
     try:
         folder = find_folder(named)
     except ConfigError:  # named when the model is resolved

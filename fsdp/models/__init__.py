@@ -8,17 +8,15 @@ A model describes itself as data, and imports no torch.distributed. All of it is
 
 A module that has none of them still trains. The modules here:
 
-    registry, factory             --model.name → ModelSpec; callables of the user, sizes, checks on meta
+    registry                      --model.name → ModelSpec; callables of the user, sizes, checks on meta
     transformer, vision           the built-in models
     init, units, lora             initial weights; units to shard, names of tensors; adapters, freezing
     loss, chunked_loss            a micro-batch's loss: which one is trained; the output layer in chunks
     packed                        attention within the documents of packed rows, and its checks
-    hf, hf_weights                folders of save_pretrained: built as a model, tensor names and draws
-    hf_settings                   a model of transformers: its cross entropy, experts' kernels, caches
+    hf, hf_weights                models of transformers: folders, losses, kernels; names and draws
 """
 
-from fsdp.models.factory import load_attribute
 from fsdp.models.init import to_empty
-from fsdp.models.registry import BUILT_INS, ModelSpec, build_real, resolve
+from fsdp.models.registry import BUILT_INS, ModelSpec, build_real, load_attribute, resolve
 
 __all__ = ["BUILT_INS", "ModelSpec", "build_real", "load_attribute", "resolve", "to_empty"]

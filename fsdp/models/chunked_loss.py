@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fsdp.base.errors import ConfigError
-from fsdp.models.hf_settings import IGNORED
+from fsdp.models.registry import IGNORED
 
 FLAG = "--memory.loss_chunk"
 WHOLE = f"{FLAG} 0"

@@ -1,35 +1,42 @@
-"""Models of transformers from a folder with config.json: `--model.name hf:FOLDER` or `hf:ORG/NAME`.
+"""Models of transformers: a folder with config.json, `--model.name hf:FOLDER` or `hf:ORG/NAME`, and what a
+run reads and changes in any such model: its cross entropy, the kernel of its experts, key-value caches.
 
 The class is chosen from config.json's `architectures` or by --model.args.head; other arguments replace fields
-of config.json. Code from a folder or a hub is never run, and nothing is downloaded. Not here: the names under
-which the folder stores weights (hf_weights.py), or reading them (fsdp/checkpoint/pretrained.py).
+of config.json. Code from a folder or a hub is never run, and nothing is downloaded. A model computes its
+cross entropy by `loss_function`, and forward adds to it what else the configuration asks for, such as the
+loss of a mixture's router. Not here: the names under which the folder stores weights (hf_weights.py), reading
+them (fsdp/checkpoint/pretrained.py), or which loss is trained (loss.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
+import inspect
 import json
-from collections.abc import Mapping
+import logging
+import re
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.proc import SETTINGS, regular_text
 from fsdp.base.torch_private.core import prepare_torchvision
-from fsdp.models.factory import blame, check_model, check_no_adapter, find_folder, unknown_argument
-from fsdp.models.hf_weights import (
-    draw_missing,
-    initialise,
-    plan_names,
-    reverted,
-    saved_pieces,
-)
+from fsdp.config.fields import expanded
+from fsdp.models.hf_weights import draw_missing, initialise, plan_names, reverted, saved_pieces
+from fsdp.models.packed import text_config
+from fsdp.models.registry import PREFIX, Facts, blame, check_model, unknown_argument
+from fsdp.models.transformer import LlamaFormat
+
+log = logging.getLogger(__name__)
 
 HEADS = {
     "causal": "CAUSAL_LM",
@@ -39,9 +46,9 @@ HEADS = {
     "image-classification": "IMAGE_CLASSIFICATION",
 }
 """--model.args.head, and the name of transformers' mapping from a configuration to its class."""
+GROUPED, LOOP = "grouped_mm", "eager"
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
-EXPERTS = ("eager", "batched_mm", "grouped_mm")
-KERNELS = {"attn_implementation": ATTENTION, "experts_implementation": EXPERTS}
+KERNELS = {"attn_implementation": ATTENTION, "experts_implementation": (LOOP, "batched_mm", GROUPED)}
 DTYPE_FIELDS = ("dtype", "torch_dtype")
 """The first one that is set counts, as in transformers."""
 
@@ -73,7 +80,7 @@ class PretrainedFolder:
             built: nn.Module = _with_buffers(cls)(copy.deepcopy(self.config))
         except Exception as error:
             raise ConfigError(
-                f"--model.name {self.name}: {self.cls.__name__} cannot be built: {blame(error)}.",
+                f"{self.flag}: {self.class_name} cannot be built: {blame(error)}.",
                 f"look at {self.folder / 'config.json'} and --model.args",
             ) from error
         return built
@@ -101,22 +108,47 @@ class PretrainedFolder:
         return text
 
 
-def resolve_folder(name: str, args: Mapping[str, Any], facts: Mapping[str, Any]) -> PretrainedFolder:
+SourceFolder = PretrainedFolder | LlamaFormat
+"""The format of transformers in which a model is written."""
+
+
+def find_folder(name: str, flag: str = "--model.name") -> Path:
+    """The folder itself, or the newest snapshot of a hub id in huggingface_hub's cache."""
+    path = name.removeprefix(PREFIX)
+    fault, hint = f"the folder {path} does not exist", f"{flag} hf:FOLDER or hf:ORG/NAME"
+    try:
+        if expanded(path).is_dir():
+            return expanded(path)
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path, re.ASCII):
+            from huggingface_hub import snapshot_download
+
+            return Path(snapshot_download(path, local_files_only=True))
+    except Exception as error:  # several classes, which differ between versions
+        fault = f"{path} is neither a folder nor in huggingface_hub's cache ({type(error).__name__})"
+        hint = f"hf download {path}"
+    raise ConfigError(f"{flag} {name}: {fault}.", hint, scope="node")  # files differ between nodes
+
+
+def resolve_folder(name: str, args: Mapping[str, Any], facts: Facts) -> PretrainedFolder:
     """Reads `hf:FOLDER` or `hf:ORG/NAME`; every error in it is a ConfigError."""
     folder = find_folder(name)
     prepare_torchvision()
     try:
         importlib.import_module("transformers")
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"--model.name {name} needs {error.name}, which is not installed.", "pip install transformers"
-        ) from None
+        fault = f"--model.name {name} needs {error.name}, which is not installed."
+        raise ConfigError(fault, "pip install transformers") from None
     fields = _read_config(name, folder)
     rest = dict(args)
     head = rest.pop("head", None)
     config = _configuration(name, fields, rest)
     cls = _class_for(name, config, fields, head)
-    _check_classes(name, cls, config, facts)
+    classes = facts.get("num_classes", 0)
+    if "Classification" in cls.__name__ and config.num_labels < classes:
+        raise ConfigError(
+            f"--model.name {name} has {config.num_labels} classes, the data {classes}.",
+            f"--model.args.head {head or 'classification'} --model.args.num_labels {classes}",
+        )
     source = PretrainedFolder(name=name, folder=folder, cls=cls, config=config, new_head=head is not None)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         trial = source.build()
@@ -134,23 +166,19 @@ def _read_config(name: str, folder: Path) -> dict[str, Any]:
         if not isinstance(fields, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        check_no_adapter(folder, "--model.name", name)
-        exported = folder / "full_model"
-        is_export = (exported / "config.json").is_file()
-        hint = f"--model.name hf:{exported}" if is_export else "a folder that save_pretrained wrote"
         line = f"--model.name {name}: {file} cannot be read: {error}."
+        hint = f"a folder that save_pretrained wrote, or a run's own export: hf:{folder / 'full_model'}"
         raise ConfigError(line, hint, scope="node") from None
-    if (quantized := fields.get("quantization_config")) is not None:
-        method = quantized.get("quant_method", "") if isinstance(quantized, dict) else quantized
+    if "quantization_config" in fields:
         raise ConfigError(
-            f"--model.name {name}: its weights are quantized ({method}); FSDP trains floating-point ones.",
+            f"--model.name {name}: its weights are quantized; FSDP trains floating-point ones.",
             "name a folder with the weights before quantization",
         )
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in _auto("configuration_auto").CONFIG_MAPPING:
-        own = " It names code of its own (auto_map), which is not run." if "auto_map" in fields else ""
+        code = " It names code of its own (auto_map), which is not run." if "auto_map" in fields else ""
         raise ConfigError(
-            f"--model.name {name}: the installed transformers has no model_type {kind!a}.{own}",
+            f"--model.name {name}: the installed transformers has no model_type {kind!a}.{code}",
             "pip install -U transformers, or --model.name my_module:factory for code that you wrote",
         )
     return fields
@@ -174,9 +202,8 @@ def _configuration(name: str, fields: dict[str, Any], overrides: dict[str, Any])
         known = cls.from_dict(_plain(fields))
         for field in overrides:
             if field.startswith("_") or field in ("auto_map", "model_type") or not hasattr(known, field):
-                raise unknown_argument(
-                    field, [*known.to_dict(), *KERNELS, "head"], "--model.args", f"--model.name {name}"
-                )
+                names = [*known.to_dict(), *KERNELS, "head"]
+                raise unknown_argument(field, names, "--model.args", f"--model.name {name}")
         return cls.from_dict(_plain(fields) | overrides, **kernels)
     except ConfigError:
         raise
@@ -201,55 +228,34 @@ def _plain(fields: Any) -> Any:
     }
 
 
-# ---------------------------------------------------------------- the class
-
-
 def _class_for(name: str, config: Any, fields: Mapping[str, Any], head: object) -> type[Any]:
-    from transformers import PreTrainedModel
-
-    classes = {head: _first(_mapping(head).get(type(config), None)) for head in HEADS}
-    fitting = {head: cls for head, cls in classes.items() if cls is not None}
+    """Of the head that is asked for, or the first of `architectures`."""
+    auto, kind = _auto("modeling_auto"), type(config)
+    classes = {
+        known: _first(getattr(auto, f"MODEL_FOR_{mapping}_MAPPING").get(kind, None))
+        for known, mapping in HEADS.items()
+    }
+    fitting = {known: cls for known, cls in classes.items() if cls is not None}
     hint = f"--model.args.head {next(iter(fitting))}" if fitting else "--model.name my_module:factory"
     if head is not None:
         if head in fitting:
             return fitting[str(head)]
         heads = ", ".join(fitting) or "none"
-        raise ConfigError(
-            f"--model.name {name}: a {config.model_type} has no head {head}, but {heads}.", hint
-        )
+        fault = f"--model.name {name}: a {config.model_type} has no head {head}, but {heads}."
+        raise ConfigError(fault, hint)
+    transformers: Any = importlib.import_module("transformers")
     listed = fields.get("architectures")
     architecture = str(listed[0]) if isinstance(listed, list) and listed else ""
-    transformers = importlib.import_module("transformers")
     named: Any = getattr(transformers, architecture, None) if architecture.isidentifier() else None
-    if not (isinstance(named, type) and issubclass(named, PreTrainedModel)):
-        fault = f"config.json names {architecture!a}, which transformers has not"
-    elif named is _first(_auto("modeling_auto").MODEL_MAPPING.get(type(config), None)):
-        fault = f"{architecture} returns neither logits nor a loss"
-    else:
+    is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+    if is_model and named is not _first(auto.MODEL_MAPPING.get(kind, None)):
         return named
+    fault = f"config.json names {architecture!a}, no class of transformers that returns logits or a loss"
     raise ConfigError(f"--model.name {name}: {fault}.", hint)
-
-
-def _mapping(head: str) -> Any:
-    return getattr(_auto("modeling_auto"), f"MODEL_FOR_{HEADS[head]}_MAPPING")
 
 
 def _first(classes: Any) -> Any:
     return classes[0] if isinstance(classes, tuple) else classes
-
-
-def _check_classes(name: str, cls: type[Any], config: Any, facts: Mapping[str, Any]) -> None:
-    """Checks that the model has as many classes as the data."""
-    classes = facts.get("num_classes")
-    if classes is not None and "Classification" in cls.__name__ and config.num_labels < classes:
-        head = next((one for one in HEADS if type(config) in _mapping(one) and "class" in one), "")
-        raise ConfigError(
-            f"--model.name {name} has {config.num_labels} classes, the data {classes}.",
-            f"--model.args.head {head} --model.args.num_labels {classes}",
-        )
-
-
-# ---------------------------------------------------------------- values that no file holds
 
 
 @functools.cache
@@ -265,3 +271,134 @@ def _fill_buffers(model: Any, device: torch.device) -> None:
     with torch.no_grad():
         for path in dict.fromkeys(name.rpartition(".")[0] for name in unsaved):
             initialise(model, path, {name for name in saved if name.startswith(f"{path}." if path else "")})
+
+
+# ---------------------------------------------------------------- cross entropy
+
+_SHIFTS = {
+    "ForCausalLMLoss": True,
+    "ForMaskedLMLoss": False,
+    "ForTokenClassification": False,
+    "ForSequenceClassificationLoss": False,
+}
+"""transformers' functions that are the mean cross entropy of logits; whether each predicts the next label."""
+
+
+class HfEntropy:
+    """The cross entropy of one model. `shifted`: its logits predict the next label."""
+
+    def __init__(self, model: nn.Module, *, shifted: bool) -> None:
+        self._model, self.shifted = model, shifted
+        self._calls: list[bool] = []
+        """For each call of a forward, whether it is the plain cross entropy."""
+        self._stand_in = self._nothing  # one object: compiled code has a guard on it
+
+    def _nothing(self, *args: Any, **more: Any) -> Tensor:
+        self._calls.append(more.get("shift_labels") is None and more.get("ignore_index") is None)
+        logits = next(x for x in (*args, *more.values()) if isinstance(x, Tensor) and x.is_floating_point())
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        return torch.zeros((), dtype=wide, device=logits.device)
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Context of one forward with labels, whose loss is what the model adds to its cross entropy."""
+        self._calls.clear()
+        self._model._loss_function = self._stand_in  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            del self._model._loss_function
+        if self._calls != [True]:
+            raise ConfigError(
+                f"{type(self._model).__name__} does not compute one cross entropy of its logits and labels.",
+                "--train.loss mine:function computes the losses from its output: docs/training.md",
+            )
+
+
+def maybe_entropy(model: nn.Module) -> HfEntropy | None:
+    """None for other classes, a loss or a forward that was replaced, and a decoder, which reads labels."""
+    config: Any = getattr(model, "config", None)
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    if not type(model).__module__.startswith("transformers.") or code is None or config is None:
+        return None
+    replaced = "forward" in vars(model) or hasattr(model, "_loss_function")
+    if replaced or "loss_function" not in code.co_names or "shift_labels" in code.co_varnames:
+        return None
+    if getattr(config, "is_encoder_decoder", False):
+        return None
+    losses = sys.modules["transformers.loss.loss_utils"]
+    function = losses.LOSS_MAPPING.get(getattr(model, "loss_type", None), losses.ForCausalLMLoss)
+    shifted = _SHIFTS.get(function.__name__) if function.__module__ == losses.__name__ else None
+    classes = function is not losses.ForSequenceClassificationLoss or (
+        config.num_labels > 1 and config.problem_type in (None, "single_label_classification")
+    )
+    return HfEntropy(model, shifted=shifted) if classes and shifted is not None else None
+
+
+def remarks(model: nn.Module) -> Iterator[str]:
+    """Lines on configurations of transformers whose loss is not what one may expect."""
+    config, text = getattr(model, "config", None), text_config(model)
+    weight = getattr(text, "router_aux_loss_coef", 0.0)
+    if weight and not getattr(text, "output_router_logits", True):
+        yield (
+            f"config.json has router_aux_loss_coef {weight:g} and output_router_logits false: the router's "
+            "loss is not trained. HINT: --model.args.output_router_logits true"
+        )
+    if "ForCTC" in type(model).__name__ and getattr(config, "ctc_loss_reduction", "") == "sum":
+        yield (
+            "config.json has ctc_loss_reduction sum: the loss of a micro-batch is the sum over its rows, so "
+            "that it grows with --train.micro_batch. HINT: --model.args.ctc_loss_reduction mean"
+        )
+
+
+# ---------------------------------------------------------------- kernels of experts, key-value caches
+
+
+def select_experts_kernel(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replaces grouped products, transformers' default, where they cannot be computed in `dtype`:
+    torch.nn.functional.grouped_mm takes float32, bfloat16 and float16, and rows of multiples of 16 bytes.
+    """
+    weights = _stacked_weights(model, GROUPED)
+    unaligned = any(size * dtype.itemsize % 16 for weight in weights for size in weight.shape[1:])
+    if weights and unaligned and dtype != torch.float64:
+        log.info("experts are computed one after another: their rows have no multiple of 16 bytes")
+    if weights and (unaligned or dtype == torch.float64):
+        _select(model, LOOP)
+
+
+def group_experts(model: nn.Module) -> None:
+    """Grouped products in place of the loop, which reads how many tokens an expert has, for fake tensors."""
+    if _stacked_weights(model, LOOP):
+        _select(model, GROUPED)
+
+
+def _select(model: nn.Module, kernel: str) -> None:
+    for module in model.modules():
+        select: Any = getattr(module, "set_experts_implementation", None)
+        if callable(select):
+            select(kernel)
+
+
+def _stacked_weights(model: nn.Module, kernel: str) -> list[nn.Parameter]:
+    """The stacked matrices of experts that are multiplied by this kernel. A model of several parts has a
+    configuration for each.
+    """
+    return [
+        parameter
+        for module in model.modules()
+        if hasattr(module, "num_experts")
+        and getattr(getattr(module, "config", None), "_experts_implementation", None) == kernel
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() == 3
+    ]
+
+
+def turn_caches_off(model: nn.Module) -> None:
+    """Sets `use_cache` to False in every module's configuration.
+
+    Recomputation calls a block twice: with a cache the second call would append the same keys again.
+    """
+    for module in model.modules():  # an encoder and a decoder have copies
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False

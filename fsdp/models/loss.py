@@ -20,6 +20,7 @@ weighed by its samples or tokens, not by micro-batch.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,17 +31,17 @@ from torch import Tensor, nn
 
 from fsdp.base.digest import widest_floating
 from fsdp.base.errors import ConfigError
-from fsdp.models.factory import blame, load_attribute
-from fsdp.models.hf_settings import IGNORED, HfEntropy, maybe_entropy
+from fsdp.models.registry import IGNORED, blame, load_attribute
+from fsdp.models.units import BATCH_NORMS
 
 if TYPE_CHECKING:
     from fsdp.models.chunked_loss import ChunkedHead
+    from fsdp.models.hf import HfEntropy
 
 FLAG = "--train.loss"
 EXAMPLE = "cross_entropy(output, batch['targets'], reduction='none')"
 LABELS = ("labels", "targets")
 ITEMS = "num_items_in_batch"
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 SummedEntropy = Callable[[Tensor, Tensor, float], Tensor]
 
 
@@ -232,18 +233,16 @@ class CustomLoss:
         except (ConfigError, torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:
-            raise ConfigError(
-                f"{FLAG} {self.path} failed: {blame(error)}.",
-                f"it is called with (output, batch); output is {_described(output)}, batch has "
-                f"{', '.join(batch)}",
-            ) from error
+            hint = f"it is called with (output, batch): batch has {', '.join(batch)}"
+            raise ConfigError(f"{FLAG} {self.path} failed: {blame(error)}.", hint) from error
         pair = isinstance(returned, tuple) and len(returned) == 2
         losses, weights = returned if pair else (returned, None)
         each = isinstance(losses, Tensor) and losses.is_floating_point() and losses.shape[:1] == valid.shape
         if not each or (weights is not None and getattr(weights, "shape", None) != losses.shape):
-            more = "" if weights is None else f" and {_described(weights)} as weights"
+            shapes = [tuple(getattr(part, "shape", ())) for part in (losses, weights) if part is not None]
             raise ConfigError(
-                f"{FLAG} {self.path} returned {_described(losses)}{more} for {len(valid)} samples.",
+                f"{FLAG} {self.path} returned {' and weights '.join(map(str, shapes))} for {len(valid)} "
+                "samples.",
                 f"return a loss for each sample or token, and weights of its shape: {EXAMPLE}",
             )
         losses = _widened(losses)
@@ -266,12 +265,6 @@ def load_loss(path: str) -> CustomLoss | None:
             "make it a part of the model, whose forward takes targets and returns the loss",
         )
     return CustomLoss(path, function)
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of {tuple(value.shape)} in {str(value.dtype).removeprefix('torch.')}"
-    return f"a {type(value).__name__}"
 
 
 # ---------------------------------------------------------------- the rule
@@ -306,12 +299,15 @@ class LossFunction:
         """
         self._summed, self.custom = summed, custom
         self._head, self._z_loss = head, z_loss
-        self._signature = inspect.signature(model.forward)
-        parameters = self._signature.parameters
+        parameters = inspect.signature(model.forward).parameters
         self._accepts = set(parameters)
         self._accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._dtype: torch.dtype | None = None
-        self._entropy = None if custom is not None else maybe_entropy(model)
+        self._entropy: HfEntropy | None = None
+        if custom is None and "transformers" in sys.modules:
+            from fsdp.models.hf import maybe_entropy
+
+            self._entropy = maybe_entropy(model)
         built_in = type(model).__module__.startswith("fsdp.models.")
         self._cuts_padding = not (built_in or any(isinstance(m, BATCH_NORMS) for m in model.modules()))
         self._withheld: set[str] = set()
@@ -471,24 +467,15 @@ class LossFunction:
         return name in self._accepts or (self._accepts_all and name != "targets")
 
     def _call(self, model: nn.Module, data: Mapping[str, Tensor], total: Tensor | None = None) -> Any:
-        known = self._dtype is not None
-        if not known:
+        if self._dtype is None:
             # At the first call, before any group is gathered in the dtype of computation. FSDP casts inputs
             # only if it computes in another dtype than is stored; of frozen parameters in bf16 the widest is.
             self._dtype = widest_floating(p.dtype for p in model.parameters())
-        cast = {n: x.to(self._dtype) if x.is_floating_point() else x for n, x in data.items()}
-        withheld = self._withheld | {"inputs"}
-        extra = {n: x for n, x in cast.items() if n not in withheld and self._passes(n)}
-        extra |= {} if total is None else {ITEMS: total}
-        if not known:
-            try:
-                self._signature.bind(cast["inputs"], **extra)
-            except TypeError as error:
-                raise ConfigError(
-                    f"the model's forward: {error}, and the data have only {', '.join(data)}.",
-                    "give it a default in forward, or return it from the data set: docs/data.md",
-                ) from None
-        return model(cast["inputs"], **extra)
+        passed = {n: x for n, x in data.items() if n == "inputs" or self._passes(n)}
+        cast = {n: x.to(self._dtype) if x.is_floating_point() else x for n, x in passed.items()}
+        extra = {} if total is None else {ITEMS: total}
+        inputs = cast.pop("inputs")
+        return model(inputs, **{n: x for n, x in cast.items() if n not in self._withheld}, **extra)
 
 
 def _targets(data: Mapping[str, Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,12 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.models.hf_settings import text_config
+from fsdp.models.registry import POSITIONS, WHOLE_ROWS
 
-POSITIONS = "position_ids"
-PACKED = "packed"
-"""The fact of data whose samples hold several documents, with position_ids."""
-WHOLE_ROWS = "--data.args.rows document"
 VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 VARLEN_HEAD_DIM = 256
 
@@ -129,14 +125,10 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
 # ---------------------------------------------------------------- checks
 
 
-def check_positions(model: nn.Module, name: str, facts: Mapping[str, Any]) -> None:
-    """Checks that the forward of a model takes position_ids, if the data have them."""
-    if facts.get(PACKED) and POSITIONS not in inspect.signature(model.forward).parameters:
-        raise ConfigError(
-            f"--model.name {name}: the forward of {type(model).__name__} has no parameter {POSITIONS}, "
-            "without which attention crosses the documents of packed rows.",
-            WHOLE_ROWS,
-        )
+def text_config(model: nn.Module) -> Any:
+    """The configuration of a model, of several parts that of its decoder of text; None without one."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def check_chunks(model: nn.Module, name: str, length: int) -> None:

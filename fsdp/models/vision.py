@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from fsdp.base.torch_private.core import import_torchvision
-from fsdp.models.factory import BuiltIn, check_multiple
 from fsdp.models.init import Constant, Init, Normal, Uniform
+from fsdp.models.registry import BuiltIn, check_multiple
 
 
 @dataclass(frozen=True, kw_only=True)

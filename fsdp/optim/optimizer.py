@@ -34,7 +34,7 @@ from fsdp.config import OptimSection
 from fsdp.config.sections import ADAMS, DECAYING
 from fsdp.dist import collectives
 from fsdp.models import load_attribute
-from fsdp.models.factory import blame, parameters_of
+from fsdp.models.registry import blame, parameters_of
 from fsdp.models.units import clean_name
 
 FLAG = "--optim.name"

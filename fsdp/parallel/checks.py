@@ -41,7 +41,7 @@ from fsdp.base.torch_private.fsdp import (
 )
 from fsdp.config import MemorySection
 from fsdp.dist.collectives import all_gather_objects, cut_of, local_tensor, shard_count
-from fsdp.models.hf_settings import IGNORED
+from fsdp.models.registry import IGNORED
 from fsdp.models.units import clean_name, kept_tensors
 from fsdp.parallel.compute import refused_attention
 

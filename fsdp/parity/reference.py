@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from fsdp.config import Config, OptimSection, TrainSection
 from fsdp.models import build_real, load_attribute
-from fsdp.models.hf_settings import maybe_entropy, select_experts_kernel
+from fsdp.models.hf import maybe_entropy, select_experts_kernel
 from fsdp.models.lora import freeze
 from fsdp.models.loss import class_dimension, read_output
 from fsdp.optim.muon import hidden_matrices

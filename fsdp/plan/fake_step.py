@@ -37,10 +37,9 @@ from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.models import ModelSpec, to_empty, transformer, vision
 from fsdp.models import resolve as resolve_model
 from fsdp.models.chunked_loss import maybe_chunked
-from fsdp.models.factory import PREFIX, blame
-from fsdp.models.hf import resolve_folder
-from fsdp.models.hf_settings import group_experts
+from fsdp.models.hf import group_experts, resolve_folder
 from fsdp.models.loss import LossFunction, load_loss, summed_entropy
+from fsdp.models.registry import PREFIX, blame
 from fsdp.models.units import blocks_of
 from fsdp.optim.gradients import LossScaler
 from fsdp.optim.optimizer import build_optimizer, is_custom, update_of

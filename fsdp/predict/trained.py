@@ -36,9 +36,9 @@ from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.dist.process_group import process_group
 from fsdp.models import ModelSpec, resolve
-from fsdp.models.factory import PREFIX
 from fsdp.models.hf import KERNELS
 from fsdp.models.loss import read_output
+from fsdp.models.registry import PREFIX
 from fsdp.models.units import all_names
 from fsdp.parallel.materialize import check_state_fits, materialize
 from fsdp.parallel.shard import Sharded, shard_model, sharding_of

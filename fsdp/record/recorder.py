@@ -86,7 +86,7 @@ class Losses:
 
 def _line(reason: object) -> object:
     """An exception with its file and line: it may be one of a user's code."""
-    from fsdp.models.factory import blame
+    from fsdp.models.registry import blame
 
     return blame(reason) if isinstance(reason, Exception) else reason
 

@@ -221,7 +221,7 @@ def build_sinks(config: Config, run_dir: Path, from_step: int) -> Iterator[tuple
 
 
 def _custom(label: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> Sink:
-    from fsdp.models.factory import blame, parameters_of
+    from fsdp.models.registry import blame, parameters_of
 
     accepted = parameters_of(factory)
     names = arguments if accepted is None or accepted.any_name else accepted.named

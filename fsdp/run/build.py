@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,7 +30,6 @@ from fsdp.dist.mesh import MeshSizes, build_mesh, data_rank
 from fsdp.dist.process_group import process_group
 from fsdp.dist.stop import Stopper
 from fsdp.memory.account import OomContext
-from fsdp.models.hf_settings import remarks
 from fsdp.models.loss import LossFunction, summed_entropy
 from fsdp.optim.optimizer import StateStore, apply_hyperparameters, build_optimizer
 from fsdp.optim.state import TrainState
@@ -143,8 +143,11 @@ def record_failure(start: RunStart, step: int, error: BaseException) -> None:
 def loss_function(start: RunStart, model: nn.Module) -> LossFunction:
     config, job = start.config, start.job
     z_loss = config.train.z_loss
-    for line in remarks(model) if start.env.is_main and job.loss is None else ():
-        log.warning("%s", line)
+    if "transformers" in sys.modules and start.env.is_main and job.loss is None:
+        from fsdp.models.hf import remarks
+
+        for line in remarks(model):
+            log.warning("%s", line)
     head = None
     if config.memory.loss_chunk:
         from fsdp.models.chunked_loss import maybe_chunked

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import sys
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -28,11 +29,9 @@ from fsdp.data.registry import with_model_tokenizer
 from fsdp.dist.mesh import BatchPlan, MeshSizes, plan_batch, resolve
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
-from fsdp.models.factory import check_parameters
-from fsdp.models.hf_settings import group_experts, make_contiguous, select_experts_kernel, turn_caches_off
 from fsdp.models.init import seeded, to_empty
 from fsdp.models.loss import CustomLoss, LossFunction, load_loss
-from fsdp.models.packed import POSITIONS
+from fsdp.models.registry import POSITIONS, check_parameters
 from fsdp.models.units import batch_norms, extra_states, kept_tensors
 from fsdp.optim.optimizer import Schedule, load_factory
 from fsdp.optim.state import TrainState
@@ -255,7 +254,10 @@ def trained_model(config: Config, job: Job) -> nn.Module:
             norms[0],
             len(norms),
         )
-    if job.sizes.strategy == "ddp":  # autocast leaves the operands of grouped products in the master's dtype
+    if job.sizes.strategy == "ddp" and "transformers" in sys.modules:
+        from fsdp.models.hf import select_experts_kernel
+
+        # Autocast leaves the operands of grouped products in the master's dtype.
         select_experts_kernel(model, job.dtypes.master)
     return model
 
@@ -297,9 +299,13 @@ def trainable_model(spec: ModelSpec, seed: int, computed: torch.dtype) -> nn.Mod
     check_parameters(model, spec.name)
     if not model.training:
         model.train()
-    turn_caches_off(model)
-    select_experts_kernel(model, computed)
-    make_contiguous(model)
+    if "transformers" in sys.modules:
+        from fsdp.models.hf import select_experts_kernel, turn_caches_off
+
+        turn_caches_off(model)
+        select_experts_kernel(model, computed)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()  # as FSDP needs them
     return model
 
 
@@ -323,7 +329,10 @@ def _forward_flops(model: nn.Module, data: DataSet, loss: CustomLoss | None) -> 
     """On fake tensors, of which models of transformers read no values; on meta they do."""
     sample = data.train.batch(np.zeros(1, np.int64))
     model = copy.deepcopy(model)
-    group_experts(model)
+    if "transformers" in sys.modules:
+        from fsdp.models.hf import group_experts
+
+        group_experts(model)
     counter = FlopCounterMode(display=False)
     with fake_forward() as mode, torch.no_grad():
         to_empty(model, "cpu")

@@ -25,7 +25,7 @@ from fsdp.data.loader import read_batch
 from fsdp.dist.mesh import data_rank
 from fsdp.dist.stop import Stopper
 from fsdp.models.loss import LossFunction, read_output
-from fsdp.models.packed import POSITIONS
+from fsdp.models.registry import PACKED, POSITIONS
 from fsdp.optim.gradients import InTurn, LossScaler, Verdicts
 from fsdp.optim.optimizer import StateCheck, is_custom
 from fsdp.optim.state import Ema, TrainState
@@ -204,11 +204,11 @@ class TrainingLoop:
         """Whether attention stays within the documents of packed rows: two forwards of one or two samples,
         the same on every rank. Collective. Not with float8: its scales depend on every token.
         """
-        from fsdp.models.packed import PACKED, check_chunks, check_documents_apart
-
         info, name, sharded = self.job.data.info, self.job.spec.name, self.sharded
         if not info.facts.get(PACKED):
             return
+        from fsdp.models.packed import check_chunks, check_documents_apart
+
         check_chunks(sharded.root, name, info.tokens_per_sample)
         if self.config.speed.float8 != "off":
             return

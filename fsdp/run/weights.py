@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from fsdp.base.errors import ConfigError
 from fsdp.config import Config
 from fsdp.models import ModelSpec, build_real
-from fsdp.models.registry import SourceFolder
 from fsdp.models.units import names_in_state
 from fsdp.parallel.checks import state_digest
 from fsdp.parallel.materialize import build_on_host
@@ -23,6 +22,7 @@ from fsdp.parallel.shard import Dtypes
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.pretrained import Base, PretrainedWeights
+    from fsdp.models.hf import SourceFolder
 
 NONE = "none"
 """--model.weights none: random weights where --model.name has its own."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fsdp.base.torch_private.core import prepare_torchvision
-from fsdp.models.hf_settings import select_experts_kernel
+from fsdp.models.hf import select_experts_kernel
 from tests.models import foreign
 from tests.models.foreign import plain, words_of
 from tests.support.marks import quick_are

@@ -14,7 +14,7 @@ from torch import nn
 from fsdp.base.torch_private.core import prepare_torchvision
 from fsdp.config import ModelSection, load
 from fsdp.models import ModelSpec, build_real, resolve
-from fsdp.models.hf_settings import turn_caches_off
+from fsdp.models.hf import turn_caches_off
 from fsdp.models.units import find_units
 from fsdp.parallel.activations import apply_activation_checkpointing
 from fsdp.run import job

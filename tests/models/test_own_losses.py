@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fsdp.data import Cursor, build_dataset
 from fsdp.models import build_real, resolve
-from fsdp.models.hf_settings import remarks
+from fsdp.models.hf import remarks
 from fsdp.parity.__main__ import main
 from tests.models.own_losses import ALONE, LOSSES
 from tests.support import needs

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.core import prepare_torchvision
 from fsdp.models import packed
-from fsdp.models.hf_settings import select_experts_kernel
+from fsdp.models.hf import select_experts_kernel
 from fsdp.models.loss import read_output
-from fsdp.models.packed import check_documents_apart, check_positions, documents_of
+from fsdp.models.packed import check_documents_apart, documents_of
+from fsdp.models.registry import check_model
 from fsdp.models.transformer import Transformer, TransformerSizes
 from tests.models import small_hf
 
@@ -125,9 +126,9 @@ def test_a_model_without_positions_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"forward of Linear has no parameter position_ids, .* HINT: --data.args"
     ):
-        check_positions(nn.Linear(2, 2), "a", {"packed": True})
-    check_positions(nn.Linear(2, 2), "a", {})
-    check_positions(transformer(), "a", {"packed": True})
+        check_model(nn.Linear(2, 2), "a", {"packed": True})
+    check_model(nn.Linear(2, 2), "a", {})
+    check_model(transformer(), "a", {"packed": True})
 
 
 @pytest.mark.slow

@@ -135,7 +135,6 @@ REFUSED = {
     "ByMethod": "the forward computes with blocks.0.up.weight where this rank has a shard of it alone",
     "InPlace": "the output of blocks.0 is a view, and the forward writes into it afterwards (x += y)",
     "Hiding": "blocks.0 returns a Hidden, in which FSDP finds no tensors",
-    "NeedsMask": "the model's forward: missing a required argument: 'mask', and the data have only",
     "Detached": "the loss does not depend on a trained parameter",
     "Uneven --train.loss {HERE}:centres": "centres has a parameter of its own, centres",
     "Words --model.args.sparse true --data.name {HERE}:sentences": "Words: words has sparse gradients",

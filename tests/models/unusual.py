@@ -210,11 +210,6 @@ class Remembering(Uneven):
         return super().forward(x)
 
 
-class NeedsMask(Uneven):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x * mask)
-
-
 class Detached(Uneven):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).detach()
