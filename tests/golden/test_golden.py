@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden import drawn
 from tests.golden.__main__ import COMMITTED, HERE, STOPS, flags_of, forked
 from tests.golden.chain import Chain, Death, Violation
 from tests.golden.configurations import CONFIGURATIONS, FP64, MLP, Configuration, write_data
@@ -108,15 +107,3 @@ def test_a_lost_save_a_changed_byte_and_another_loss_are_violations(tmp_path: Pa
     file.write_bytes(data)
     with pytest.raises(Exception, match="distcp"):
         chain.check_death(death, reference)
-
-
-@pytest.mark.long
-def test_some_draws(capfd: pytest.CaptureFixture[str]) -> None:
-    assert drawn.main(["--runs", "12", "--seed", "1"]) == 0
-    assert "12 runs the same" in capfd.readouterr().out
-
-
-def test_a_run_that_does_not_resume_exactly_is_found(folder: Path) -> None:
-    """Its model draws from the clock."""
-    flags = "--data.name digits --model.name tests.golden.clocked:Clocked"
-    assert drawn.check(1, flags, [5], folder)[0] == drawn.BROKEN
