@@ -342,9 +342,7 @@ def test_private_names_of_torch_are_used_in_one_place() -> None:
 
 def test_each_way_to_use_a_private_name_is_found(tmp_path: Path) -> None:
     path = tmp_path / "some.py"
-    path.write_text(
-        "import torch._dynamo\ntorch._foreach_norm([])\nprint(group._all_gather_result, group._ours)"
-    )
+    path.write_text("import torch._dynamo\ntorch._foreach_norm([])\nprint(a._all_gather_result, a._ours)")
     uses = {name for _, name in private_uses(path, frozenset({"_ours"}))}
     assert uses == {"torch._dynamo", "torch._foreach_norm", "a._all_gather_result"}
 
