@@ -345,11 +345,6 @@ def allocator_variable(settings: str, *, cuda: bool) -> dict[str, str]:
     return {ALLOCATOR_VARIABLES[0]: settings}
 
 
-def expandable_segments() -> bool:
-    """Whether the allocator was started with expandable segments."""
-    return any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
-
-
 def set_allocator(settings: str, device: torch.device) -> None:
     """Set the allocator's settings before CUDA starts, when torch reads them."""
     for name, value in allocator_variable(settings, cuda=device.type == "cuda").items():

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp.base import proc
 from fsdp.base.text import byte_size
 from fsdp.base.torch_private.core import TorchDispatchMode
 from fsdp.base.torch_private.fsdp import (
@@ -174,13 +173,6 @@ def tally(root: nn.Module, optimizer: torch.optim.Optimizer | None, device: str)
     return totals
 
 
-def process_bytes() -> dict[str, int]:
-    """Resident anonymous memory and address space of this process; empty where the system does not tell."""
-    names = {"RssAnon": "rss_anon", "VmRSS": "rss", "VmHWM": "rss_peak", "VmSize": "address_space"}
-    sizes = proc.memory_bytes()
-    return {name: sizes[line] for line, name in names.items() if line in sizes}
-
-
 def largest_first(kinds: Mapping[str, int]) -> list[tuple[str, str]]:
     """Kind and size in words, without kinds of 0 bytes."""
     present = sorted(((size, kind) for kind, size in kinds.items() if size), reverse=True)
@@ -243,14 +235,16 @@ class StorageTracker(TorchDispatchMode):
     def __init__(self, root: nn.Module, optimizer: torch.optim.Optimizer | None, device: str = "cpu") -> None:
         super().__init__()
         self._root, self._optimizer, self._device = root, optimizer, device
-        self._live: LiveStorages[_Block] = LiveStorages(self._gone)
+        self._live: LiveStorages[_Block] = LiveStorages(
+            lambda block: self._events.append((block, -block.size))
+        )
         self._events: list[tuple[_Block, int] | tuple[str, int]] = []
         """Changes of a block's size, and phases with their steps."""
         self._kind = "other"
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> StorageTracker:
-        self._patches.enter_context(after_resizes(self._resized))
+        self._patches.enter_context(after_resizes(lambda storage: self._see(storage, "gathered")))
         self._patches.enter_context(around_collectives(self._communicating))
         super().__enter__()
         return self
@@ -295,12 +289,6 @@ class StorageTracker(TorchDispatchMode):
         if size != block.size:
             self._events.append((block, size - block.size))
             block.size = size
-
-    def _gone(self, block: _Block) -> None:
-        self._events.append((block, -block.size))
-
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        self._see(storage, "gathered")
 
     def _communicating(self, run: Run, gradients: Sequence[Tensor]) -> Any:
         # The unsharded gradients are named here, since none is left when the phase ends.

@@ -14,7 +14,7 @@ import re
 import resource
 import socket
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,17 +24,33 @@ from typing import TYPE_CHECKING
 import torch
 
 from fsdp.base.errors import Scope, ShardrunError
-from fsdp.base.proc import memory_group
+from fsdp.base.proc import memory_bytes, memory_group
 from fsdp.base.text import byte_size, columns, print_line
 from fsdp.config import Config, accepts
 from fsdp.dist.env import DistEnv
-from fsdp.memory.account import OomContext, by_size, largest_first, process_bytes, tally
+from fsdp.memory.account import OomContext, by_size, largest_first, tally
 
 if TYPE_CHECKING:
-    from fsdp.memory.oom_advice import Advice, OomFacts, Suggestion
+    from fsdp.memory.oom_advice import Advice, Suggestion
 
 MESSAGES = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
 """Parts of torch's error messages on the CPU, and where the class torch.OutOfMemoryError is lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OomFacts:
+    """Measured when the allocation failed, in bytes."""
+
+    title: str
+    error: str
+    """The message of torch's error."""
+    device: str
+    phase: str
+    kinds: Mapping[str, int]
+    held: int
+    requested: int
+    around: Sequence[tuple[str, str]] = ()
+    """The process, the device and the limits: name, size."""
 
 
 class OutOfMemory(ShardrunError):
@@ -59,7 +75,7 @@ class OutOfMemoryHandler:
         """Call it once the model is materialized and before the first step."""
         self.context = context
         resting = sum(tally(context.sharded.root, None, "cpu").values())
-        self.beyond = max(0, process_bytes().get("rss_anon", 0) - resting)
+        self.beyond = max(0, memory_bytes().get("RssAnon", 0) - resting)
 
     def __enter__(self) -> OutOfMemoryHandler:
         return self
@@ -72,20 +88,17 @@ class OutOfMemoryHandler:
 
     def explain(self, error: BaseException) -> OutOfMemory:
         """Writes and prints the page; the error returned has its summary in one line."""
-        from fsdp.memory.oom_advice import ActivationEstimates, advise, comes_first, footprint_of
+        from fsdp.memory.oom_advice import activation_estimates, advise, comes_first, footprint_of
 
         facts = measure(error, self.env, self.context, self.beyond)
         free_frames(error)
-        advice, note = None, "It failed before the model was built."
-        if self.context is not None:
-            now = footprint_of(self.config, self.context, self.env.device)
-            activations = ActivationEstimates(self.context, self.config, self.env.device, now, facts.kinds)
-            advice = advise(now, activations, facts, partial(accepts, self.config))
-            note = activations.note
-            special = comes_first(self.config, self.context, facts, sum(advice.needs.values()))
-            if special is not None:
-                advice.others, advice.first = [s for s in (advice.first, *advice.others) if s], special
-        page = page_text(facts, advice, note)
+        advice, notes = None, ["It failed before the model was built."]
+        if (context := self.context) is not None:
+            config, device = self.config, self.env.device
+            activations, notes = activation_estimates(config, context, device, facts.kinds["activations"])
+            now, special = footprint_of(config, context, device), comes_first(config, context, facts)
+            advice = advise(now, activations, facts, partial(accepts, config), special)
+        page = page_text(facts, advice, notes)
         print_line(page)
         path = self.run_dir / f"oom-rank{self.env.rank}.txt"
         hint = f"details in {path}"
@@ -117,7 +130,7 @@ def is_out_of_memory(error: BaseException) -> bool:
             return True
         if isinstance(cause, RuntimeError) and any(message in str(cause) for message in MESSAGES):
             return True
-        if isinstance(cause, OSError) and cause.errno == errno.ENOMEM:
+        if getattr(cause, "errno", None) == errno.ENOMEM:
             return True
     return False
 
@@ -139,22 +152,19 @@ def requested_bytes(message: str) -> int:
 
 def measure(error: BaseException, env: DistEnv, context: OomContext | None, beyond: int) -> OomFacts:
     """Call it while the failed step's tensors still exist."""
-    from fsdp.memory.oom_advice import OomFacts
-
     device = env.device
     kinds = tally(context.sharded.root, context.optimizer, device.type) if context is not None else {}
-    unused, around = 0, list[tuple[str, str]]()
+    around = [(f"limit: {name}", byte_size(limit)) for name, limit in limits().items()]
     if device.type == "cuda":
         held = torch.cuda.memory_allocated(device)
-        unused = torch.cuda.memory_reserved(device) - held
         free, total = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - held
         around.append(("reserved by the allocator, unused", byte_size(unused)))
         around.append(("free on the device", f"{byte_size(free)} of {byte_size(total)}"))
     else:
-        process = process_bytes()
-        held = max(0, process.get("rss_anon", 0) - beyond)
-        around += [(f"process {name.replace('_', ' ')}", byte_size(n)) for name, n in process.items()]
-    around += [(f"limit: {name}", byte_size(limit)) for name, limit in limits().items()]
+        process = memory_bytes()
+        held = max(0, process.get("RssAnon", 0) - beyond)
+        around += [(f"process {name}", byte_size(process.get(name, 0))) for name in ("RssAnon", "VmSize")]
     if context is not None:
         kinds["activations"] = max(0, held - sum(kinds.values()))
     phases = context.phases if context is not None else None
@@ -169,24 +179,21 @@ def measure(error: BaseException, env: DistEnv, context: OomContext | None, beyo
         kinds=kinds,
         held=held,
         requested=requested_bytes(message),
-        unused=unused,
         around=around,
     )
 
 
 def limits() -> dict[str, int]:
     """Memory limits of this process in bytes, by the name under which they are set."""
-    named = {"ulimit -v": resource.RLIMIT_AS, "ulimit -d": resource.RLIMIT_DATA}
-    soft = {name: resource.getrlimit(which)[0] for name, which in named.items()}
-    bounds = {name: limit for name, limit in soft.items() if limit != resource.RLIM_INFINITY}
-    group = memory_group().limit()
-    return bounds if group is None else {**bounds, "the cgroup": group}
+    group, soft = memory_group().limit(), resource.getrlimit(resource.RLIMIT_AS)[0]
+    bounds = {"the cgroup": group, "ulimit -v": None if soft == resource.RLIM_INFINITY else soft}
+    return {name: limit for name, limit in bounds.items() if limit is not None}
 
 
 # ---------------------------------------------------------------- the page
 
 
-def page_text(facts: OomFacts, advice: Advice | None, note: str) -> str:
+def page_text(facts: OomFacts, advice: Advice | None, notes: Sequence[str]) -> str:
     """What to change stands at its end: what is read first on a terminal."""
     requested = byte_size(facts.requested) if facts.requested else "unknown"
     held = [("total", byte_size(facts.held)), ("requested in addition", requested)]
@@ -212,7 +219,7 @@ def page_text(facts: OomFacts, advice: Advice | None, note: str) -> str:
     for title, rows_of_table in tables:
         if rows_of_table:
             lines += ["", title, *(f"  {line}" for line in columns(rows_of_table))]
-    return "\n".join([*lines, *(["", note] if note else [])]) + "\n"
+    return "\n".join([*lines, *([""] * bool(notes)), *notes]) + "\n"
 
 
 def _row(number: str, suggestion: Suggestion) -> tuple[str, ...]:

@@ -8,9 +8,9 @@ first suggestion is the cheapest flag that frees enough, or several together whe
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError, one_line
-from fsdp.base.torch_private.core import FakeTensorMode
+from fsdp.base.torch_private.core import FakeTensorMode, convert_tensors
 from fsdp.config import Config, reshard_policy
-from fsdp.dist.env import expandable_segments
 from fsdp.memory.account import OomContext, StorageTracker, resting_bytes
+from fsdp.memory.oom import OomFacts
 from fsdp.models.chunked_loss import maybe_chunked, output_layer
 from fsdp.models.loss import LossFunction
 from fsdp.models.units import blocks_of, find_units
@@ -33,26 +33,6 @@ HALVINGS = 4
 """Of the micro-batch, suggested at once."""
 LOSS_CHUNK = 1024
 """Tokens whose logits exist at once, where it is suggested."""
-CACHED = 0.25
-"""A larger share of memory cached by an allocator is reported first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OomFacts:
-    """Measured when the allocation failed, in bytes."""
-
-    title: str
-    error: str
-    """The message of torch's error."""
-    device: str
-    phase: str
-    kinds: Mapping[str, int]
-    held: int
-    requested: int
-    unused: int = 0
-    """Reserved by CUDA's allocator beyond tensors."""
-    around: Sequence[tuple[str, str]] = ()
-    """The process, the device and the limits: name, size."""
 
 
 # ---------------------------------------------------------------- what a step needs
@@ -160,69 +140,50 @@ def _is_chunkable(context: OomContext) -> bool:
         return False
 
 
-@dataclass
-class ActivationEstimates:
-    """Activation bytes by micro-batch, checkpointing and loss chunk, each estimated once."""
+def activation_estimates(
+    config: Config, context: OomContext, device: torch.device, held: int
+) -> tuple[Activations, list[str]]:
+    """Activation bytes, each estimated once. And notes on those that failed: they are scaled from `held`."""
+    notes: list[str] = []
 
-    context: OomContext
-    config: Config
-    device: torch.device
-    now: Footprint
-    measured: Mapping[str, int]
-    """The failed step's kinds."""
-    note: str = field(default="", init=False)
-    _known: dict[tuple[int, str, int], int] = field(default_factory=dict, init=False)
+    @functools.cache
+    def estimate(micro: int, checkpointing: str, loss_chunk: int) -> int:
+        try:
+            return _estimate(config, context, device, micro, checkpointing, loss_chunk)
+        except Exception as error:  # a user's model may do what fake tensors do not support
+            notes[:] = [f"Some estimates on fake tensors failed: {one_line(error)[:200]}"]
+            return held * micro // context.batch.micro_batch
 
-    def __call__(self, micro: int, checkpointing: str, loss_chunk: int) -> int:
-        key = (micro, checkpointing, loss_chunk)
-        if key not in self._known:
-            try:
-                self._known[key] = self._estimate(*key)
-            except Exception as error:
-                # A user's model may do what fake tensors do not support: the page has a note, and the
-                # estimate is scaled from what was held.
-                self.note = f"Some estimates on fake tensors failed: {one_line(error)[:200]}"
-                scaled = self.measured["activations"] * micro // self.now.micro
-                same = (micro, self.now.checkpointing, self.now.loss_chunk)
-                self._known[key] = self._known.get(same, scaled)
-        return self._known[key]
-
-    def _estimate(self, micro: int, checkpointing: Any, loss_chunk: int) -> int:
-        """The unsharded model runs forward and backward once on fake tensors: nothing is allocated."""
-        context, z_loss = self.context, self.config.train.z_loss
-        count = len(context.samples) if hasattr(context.samples, "__len__") else micro
-        batch = context.samples.batch(np.arange(micro, dtype=np.int64) % count)
-        model = context.build()
-        head = maybe_chunked(model, loss_chunk, z_loss=z_loss)
-        loss_function = LossFunction(model, context.loss, head, z_loss=z_loss)
-        memory = dataclasses.replace(self.config.memory, activation_checkpointing=checkpointing)
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            _to_fake(model, self.device, context.sharded.dtypes.param)
-            apply_activation_checkpointing(find_units(model, self.config.mesh.wrap), memory)
-            data = {name: fake.from_tensor(value).to(self.device) for name, value in batch.items()}
-            valid = torch.ones(micro, dtype=torch.bool, device=self.device)
-            tracker = StorageTracker(model, None, device="meta")  # the device of a fake tensor's storage
-            with tracker:
-                tracker.phase("forward", 1)
-                parts = loss_function(model, data, valid, micro)
-                tracker.phase("backward", 1)
-                parts.loss_sum.backward()
-                tracker.phase("end", 1)
-        return max(kinds["activations"] for _, _, kinds in tracker.moments())
+    return estimate, notes
 
 
-def _to_fake(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Replaces parameters and buffers by fake ones on the device, in `dtype`; tied tensors stay tied."""
-    made: dict[Tensor, Tensor] = {}
-    for tensor in chain(model.parameters(), model.buffers()):
-        kind = dtype if tensor.is_floating_point() else tensor.dtype
-        fake = torch.empty(tensor.shape, dtype=kind, device=device)
-        trained = isinstance(tensor, nn.Parameter)
-        made[tensor] = nn.Parameter(fake, tensor.requires_grad) if trained else fake
-    for module in model.modules():
-        tensors = (module.named_parameters, module.named_buffers)
-        for name, tensor in [pair for of in tensors for pair in of(recurse=False, remove_duplicate=False)]:
-            setattr(module, name, made[tensor])
+def _estimate(
+    config: Config, context: OomContext, device: torch.device, micro: int, checkpointing: Any, loss_chunk: int
+) -> int:
+    """The unsharded model runs forward and backward once on fake tensors: nothing is allocated."""
+    count = len(context.samples) if hasattr(context.samples, "__len__") else micro
+    batch = context.samples.batch(np.arange(micro, dtype=np.int64) % count)
+    model, z_loss, param = context.build(), config.train.z_loss, context.sharded.dtypes.param
+    head = maybe_chunked(model, loss_chunk, z_loss=z_loss)
+    loss_function = LossFunction(model, context.loss, head, z_loss=z_loss)
+    memory = dataclasses.replace(config.memory, activation_checkpointing=checkpointing)
+
+    def empty(tensor: Tensor) -> Tensor:
+        dtype = param if tensor.is_floating_point() else tensor.dtype
+        return torch.empty_like(tensor, dtype=dtype, device=device)
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        convert_tensors(model, empty)
+        apply_activation_checkpointing(find_units(model, config.mesh.wrap), memory)
+        data = {name: fake.from_tensor(value).to(device) for name, value in batch.items()}
+        valid = torch.ones(micro, dtype=torch.bool, device=device)
+        with StorageTracker(model, None, device="meta") as tracker:  # the device of a fake tensor's storage
+            tracker.phase("forward", 1)
+            parts = loss_function(model, data, valid, micro)
+            tracker.phase("backward", 1)
+            parts.loss_sum.backward()
+            tracker.phase("end", 1)
+    return max(kinds["activations"] for _, _, kinds in tracker.moments())
 
 
 # ---------------------------------------------------------------- what to change
@@ -267,13 +228,11 @@ def changes(now: Footprint, device: str) -> Iterator[tuple[str, Footprint, str]]
         (recomputes and now.checkpointing != "full", "--memory.activation_checkpointing full",
          {"checkpointing": "full"}, "recomputes the forward of each unit"),
     ]  # fmt: skip
-    micro = now.micro
-    for _ in range(HALVINGS):
-        micro, larger = -(-micro // 2), micro
+    for micro in dict.fromkeys(-(-now.micro // 2**n) for n in range(1, 1 + HALVINGS)):
         times = -(-now.micro * now.accumulation // micro)
         cost = f"{times} micro-batches per step, the same global batch"
         smaller = {"micro": micro, "accumulation": times}
-        table.append((micro < larger, f"--train.micro_batch {micro}", smaller, cost))
+        table.append((micro < now.micro, f"--train.micro_batch {micro}", smaller, cost))
     half_state = now.state == 2 * now.master == 8 and not now.nvme
     table += [
         (now.replicate > 1, "--mesh.strategy fsdp --mesh.replicate 1",
@@ -297,7 +256,14 @@ def changes(now: Footprint, device: str) -> Iterator[tuple[str, Footprint, str]]
             yield flags, dataclasses.replace(now, **fields), cost
 
 
-def advise(now: Footprint, activations: Activations, facts: OomFacts, accepts: Accepts) -> Advice:
+def advise(
+    now: Footprint,
+    activations: Activations,
+    facts: OomFacts,
+    accepts: Accepts,
+    special: Suggestion | None = None,
+) -> Advice:
+    """`special` comes first, whatever it frees."""
     needs = now.needs(activations)
     peak = sum(needs.values())
     missing = max(facts.requested, peak - facts.held)
@@ -311,41 +277,32 @@ def advise(now: Footprint, activations: Activations, facts: OomFacts, accepts: A
         if flags == MORE_RANKS or accepts(flags)
     ]
     singles = [single for single in singles if single.bytes > 0]
-    first = next((single for single in singles if single.bytes >= missing * MARGIN), None)
+    first = special or next((single for single in singles if single.bytes >= missing * MARGIN), None)
     if first is None:
         # Flags are added in the order of cost; a later value of the same flag replaces it.
-        chosen, costs, best = dict[str, str](), dict[str, str](), now
+        chosen, best = dict[str, str](), now
         while freed(best) < missing * MARGIN:
-            for flags, changed, cost in changes(best, facts.device):
+            for flags, changed, _ in changes(best, facts.device):
                 together = {**chosen, flags.split()[0]: flags}
                 helps = flags != MORE_RANKS and freed(changed) > freed(best)
                 if helps and accepts(" ".join(together.values())):
-                    chosen, best, costs[flags.split()[0]] = together, changed, cost
+                    chosen, best = together, changed
                     break
             else:
                 break
         if chosen:
-            first = Suggestion(" ".join(chosen.values()), freed(best), "; ".join(costs.values()))
-    enough = first is not None and first.bytes >= missing * MARGIN
+            first = Suggestion(" ".join(chosen.values()), freed(best), "several together")
+    enough = first is not None and (first is special or first.bytes >= missing * MARGIN)
     return Advice(needs, missing, first, enough, [single for single in singles if single != first])
 
 
-def comes_first(config: Config, context: OomContext, facts: OomFacts, needs: int) -> Suggestion | None:
-    """Suggestions for memory that no step holds: an evaluation's, a save's, the allocator's cache."""
-    rows, cached = config.train.eval_batch or context.batch.micro_batch, facts.held - needs
+def comes_first(config: Config, context: OomContext, facts: OomFacts) -> Suggestion | None:
+    """Suggestions for memory that no step holds: an evaluation's, a save's."""
+    rows = config.train.eval_batch or context.batch.micro_batch
     if facts.phase == "evaluate" and rows > 1:
         flags = f"--train.eval_batch {-(-rows // 2)}"
         return Suggestion(flags, facts.kinds["activations"] // 2, "smaller evaluation batches")
     if facts.phase == "save" and config.checkpoint.mode == "async":
         copied = facts.kinds["parameters"] + facts.kinds["optimizer"]
         return Suggestion("--checkpoint.mode blocking", copied, "training waits for each save")
-    if facts.unused > facts.requested and facts.unused > CACHED * facts.held and not expandable_segments():
-        flags = "PYTORCH_ALLOC_CONF=expandable_segments:True"
-        return Suggestion(flags, facts.unused, "in the environment: free blocks are merged")
-    if facts.device == "cpu" and cached > CACHED * needs:
-        flags = "MALLOC_MMAP_THRESHOLD_=131072 MALLOC_TRIM_THRESHOLD_=131072"
-        cost = (
-            "in the environment: freed blocks are returned to the system at once, at the cost of page faults"
-        )
-        return Suggestion(flags, cached, cost)
     return None

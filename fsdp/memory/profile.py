@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, record_function
 
 from fsdp.base.phases import Activity, Phases, announces
 from fsdp.base.text import byte_size
@@ -42,7 +43,9 @@ OPERATORS_SHOWN = 30
 
 
 class Profile:
-    """Listens to phases; profiles from the first to the last chosen step, then writes its files."""
+    """Context manager of the steps: listens to phases, profiles from the first to the last chosen step, and
+    writes its files. Collective at its end.
+    """
 
     def __init__(
         self,
@@ -50,40 +53,57 @@ class Profile:
         folder: Path,
         env: DistEnv,
         root: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        adam: torch.optim.Optimizer,
+        phases: Phases,
     ) -> None:
         self.folder = folder
         self.first, self.last = profile_steps(section.steps)
-        self._section, self._env, self._root, self._optimizer = section, env, root, optimizer
+        self._section, self._env, self._root, self._optimizer = section, env, root, adam
         self._tracker: StorageTracker | None = None
         self._tracer: torch.profiler.profile | None = None
-        self._range: torch.profiler.record_function | None = None
-        self._on, self._over = False, False
+        self._range = ExitStack()
+        self._on = False
+        phases.listen(self.on_phase)
         self._lines: list[str] = []
         """About this rank, which rank 0 logs at the end."""
 
-    def on_phase(self, phase: str, step: int) -> None:
-        if self._over or (phase == "start" and not self._on):
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        if error is not None:
             return
+        lines = [line for rank in collectives.all_gather_objects(self._lines) for line in rank]
+        for line in lines if self._env.is_main else ():
+            log.info("%s", line)
+        if self._env.is_main and not lines:
+            log.warning(
+                "--profile.steps %d:%d: this start made no such step, nothing was profiled. "
+                "HINT: --profile.steps with steps after the one at which it resumes",
+                self.first,
+                self.last,
+            )
+
+    def on_phase(self, phase: str, step: int) -> None:
         if not self._on and phase == "data" and self.first <= step <= self.last:
             self._begin()
         elif self._on and (phase == "end" or step > self.last):
             self.close()
-        elif not self._on and step > self.last:
-            self._over = True
         if self._on and self._tracker is not None:
             self._tracker.phase(phase, step)
         if self._on and self._tracer is not None:
-            self._end_range()
-            self._range = torch.profiler.record_function(f"shardrun::{phase} of step {step}")
-            self._range.__enter__()
+            self._range.close()
+            self._range.enter_context(record_function(f"shardrun::{phase} of step {step}"))
 
     @announces(Activity.PROFILE)
     def close(self) -> None:
         """Ends profiling and writes its files, after a failure too."""
-        profiled, self._on, self._over = self._on and not self._over, False, True
-        if not profiled:
+        if not self._on:
             return
+        self._on = False
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._tracker is not None:
             self._write_account(self._tracker)
@@ -91,22 +111,6 @@ class Profile:
             self._write_snapshot()
         if self._tracer is not None:
             self._write_trace(self._tracer)
-
-    def finish(self) -> None:
-        """After the last step, on every rank: rank 0 logs the results of all. Collective."""
-        self.close()
-        lines = [line for rank in collectives.all_gather_objects(self._lines) for line in rank]
-        if not self._env.is_main:
-            return
-        if not lines:
-            log.warning(
-                "--profile.steps %d:%d: this start made no such step, nothing was profiled. "
-                "HINT: --profile.steps with steps after the one at which it resumes",
-                self.first,
-                self.last,
-            )
-        for line in lines:
-            log.info("%s", line)
 
     def _begin(self) -> None:
         self._on, cuda = True, self._env.device.type == "cuda"
@@ -116,10 +120,8 @@ class Profile:
         elif self._section.memory:
             self._tracker = StorageTracker(self._root, self._optimizer).__enter__()
         if self._section.trace:
-            kinds = [torch.profiler.ProfilerActivity.CPU]
-            self._tracer = torch.profiler.profile(
-                activities=[*kinds, torch.profiler.ProfilerActivity.CUDA] if cuda else kinds,
-            )
+            kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + cuda]
+            self._tracer = torch.profiler.profile(activities=kinds)
             self._tracer.start()
 
     def _write_account(self, tracker: StorageTracker) -> None:
@@ -127,16 +129,10 @@ class Profile:
         tracker.__exit__(None, None, None)
         self._tracker = None
         peaks, ends = tracker.account()
-        phases = {phase: peak for phase, peak in peaks.items() if phase != "end"}
         peak = max(peaks.values(), key=lambda peak: peak["bytes"])
-        account = {
-            "rank": self._env.rank,
-            "ranks": self._env.world_size,
-            "steps": [self.first, self.last],
-            "peak": peak,
-            "phases": phases,
-            "ends": ends,
-        }
+        phases = {phase: peak for phase, peak in peaks.items() if phase != "end"}
+        ranks, steps = {"rank": self._env.rank, "ranks": self._env.world_size}, [self.first, self.last]
+        account = {**ranks, "steps": steps, "peak": peak, "phases": phases, "ends": ends}
         self._path("memory.json").write_text(json.dumps(account) + "\n", encoding="utf-8")
         moment = f"{byte_size(peak['bytes'])} in {peak['phase']} of step {peak['step']}"
         self._lines.append(f"rank {self._env.rank} peak {moment}: {by_size(peak['kinds'])}")
@@ -153,14 +149,9 @@ class Profile:
             f"rank {self._env.rank} peak {peak} allocated: {SNAPSHOT_VIEWER} {path} -o memory.html"
         )
 
-    def _end_range(self) -> None:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
-
     def _write_trace(self, tracer: torch.profiler.profile) -> None:
         device = self._env.device.type
-        self._end_range()
+        self._range.close()
         if device == "cuda":
             torch.cuda.synchronize(self._env.device)
         tracer.stop()
@@ -175,22 +166,3 @@ class Profile:
 
     def _path(self, name: str) -> Path:
         return self.folder / f"rank{self._env.rank}_{name}"
-
-
-@contextmanager
-def profiled(
-    section: ProfileSection,
-    folder: Path,
-    env: DistEnv,
-    root: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    phases: Phases,
-) -> Iterator[None]:
-    """Around the steps; collective at its end."""
-    profile = Profile(section, folder, env, root, optimizer)
-    phases.listen(profile.on_phase)
-    try:
-        yield
-        profile.finish()
-    finally:
-        profile.close()

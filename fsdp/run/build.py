@@ -413,9 +413,9 @@ def maybe_profile(
     """Context of the steps, whose memory or trace is recorded if a flag asks for it."""
     if not (start.config.profile.memory or start.config.profile.trace):
         return nullcontext()
-    from fsdp.memory.profile import profiled
+    from fsdp.memory.profile import Profile
 
-    return profiled(start.config.profile, start.run.path / "profile", start.env, model, adam, phases)
+    return Profile(start.config.profile, start.run.path / "profile", start.env, model, adam, phases)
 
 
 # ---------------------------------------------------------------- operations of a sample

@@ -14,12 +14,13 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
+from fsdp.base import proc
 from fsdp.base.text import as_typed, byte_size, columns, from_here
 from fsdp.base.torch_private import OPTIMIZER_IMPORT
 from fsdp.config import Config, PlanSection
 from fsdp.dist.collectives import cut_of
 from fsdp.dist.env import DistEnv
-from fsdp.memory.account import process_bytes, resting_bytes
+from fsdp.memory.account import resting_bytes
 from fsdp.models.units import find_units
 from fsdp.optim.optimizer import is_custom
 from fsdp.parallel.comm import whole_parameters
@@ -168,7 +169,7 @@ class Planned:
         self._plan = plan
         if device == "cpu":
             importlib.import_module(OPTIMIZER_IMPORT)
-        self._idle = process_bytes().get("rss", 0) / 2**30 if device == "cpu" else 0.0
+        self._idle = proc.memory_bytes().get("VmRSS", 0) / 2**30 if device == "cpu" else 0.0
         self._times: list[float] = []
         self._peak = 0.0
 

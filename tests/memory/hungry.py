@@ -8,7 +8,7 @@ import resource
 import torch
 from torch import Tensor, nn
 
-from fsdp.memory.account import process_bytes
+from fsdp.base import proc
 
 WIDTH, TIMES = 64, 64
 
@@ -40,7 +40,7 @@ class Hungry(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self._room and x.device.type != "meta" and int(os.environ.get("RANK", "0")) == self._rank:
-            limit = process_bytes()["address_space"] + self._room * 2**20
+            limit = proc.memory_bytes()["VmSize"] + self._room * 2**20
             resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
             self._room = 0
         x = self.stem(x)

@@ -19,10 +19,16 @@ import torch
 from fsdp import config as configuration
 from fsdp.base.errors import OneRankError
 from fsdp.config import Config
-from fsdp.dist.env import ALLOCATOR_VARIABLES
 from fsdp.memory.account import KINDS
-from fsdp.memory.oom import OutOfMemory, OutOfMemoryHandler, is_out_of_memory, page_text, requested_bytes
-from fsdp.memory.oom_advice import Advice, Footprint, OomFacts, advise, changes, comes_first
+from fsdp.memory.oom import (
+    OomFacts,
+    OutOfMemory,
+    OutOfMemoryHandler,
+    is_out_of_memory,
+    page_text,
+    requested_bytes,
+)
+from fsdp.memory.oom_advice import Advice, Footprint, advise, changes, comes_first
 from tests.support.env import env_of
 
 ROOT = Path(__file__).parents[2]
@@ -181,21 +187,17 @@ def test_several_together_where_none_alone_is_enough() -> None:
     assert not hopeless.enough
 
 
-@pytest.mark.parametrize(("device", "held", "unused"), [("cpu", 3000, 0), ("cuda", 2000, 600)])
-def test_memory_cached_by_the_allocator_is_suggested_first(
-    device: str, held: int, unused: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ALLOCATOR_VARIABLES:
-        monkeypatch.setenv(name, "")
+def test_an_evaluation_and_a_save_have_their_own_first_suggestion() -> None:
     context: Any = SimpleNamespace(batch=SimpleNamespace(micro_batch=4))
-    cached = facts(device=device, held=held, unused=unused)
-    first = comes_first(Config(), context, cached, 2000)
-    assert first is not None
-    assert "_ALLOC_CONF=expandable" in first.flags or "MALLOC_MMAP_THRESHOLD_=131072" in first.flags
-    assert first.bytes == max(held - 2000, unused)
-    assert comes_first(Config(), context, facts(device=device, held=2100), 2000) is None
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    assert comes_first(Config(), context, cached, 2000) == (None if unused else first)
+    kinds = {"activations": 100, "parameters": 30, "optimizer": 60}
+    for phase, flags, freed in (
+        ("evaluate", "--train.eval_batch 2", 50),
+        ("save", "--checkpoint.mode blocking", 90),
+    ):
+        first = comes_first(Config(), context, facts(phase=phase, kinds=kinds))
+        assert first is not None
+        assert (first.flags, first.bytes) == (flags, freed)
+    assert comes_first(Config(), context, facts()) is None
 
 
 @pytest.mark.parametrize(
@@ -255,7 +257,7 @@ def test_the_page_has_facts_limits_and_advice() -> None:
         held=85 * MIB,
         around=[("reserved by the allocator, unused", "15 MiB"), ("limit: the cgroup", "1 GiB")],
     )
-    page = page_text(measured, advised(NOW, 10_000, "cuda"), "a note")
+    page = page_text(measured, advised(NOW, 10_000, "cuda"), ["a note"])
     assert page.startswith("rank 3 of 8 (n1, cuda:3) ran out of memory in backward of step 12.")
     for words in ("80 MiB", "allocator, unused", "limit: the cgroup", "Change this first", "a note"):
         assert words in page

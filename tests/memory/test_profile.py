@@ -11,6 +11,7 @@ import torch
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
+from fsdp.base.phases import Phases
 from fsdp.config import ProfileSection, profile_steps
 from fsdp.memory import profile
 from tests.support import runs
@@ -77,12 +78,14 @@ def test_the_table_is_of_the_chosen_steps(tmp_path: Path, monkeypatch: pytest.Mo
     section = ProfileSection(trace=True, steps="2:3")
     for first in (2, 7):
         folder = tmp_path / str(first)
-        made = profile.Profile(section, folder, env_of(), model, torch.optim.AdamW(model.parameters()))
-        for phase in ("data", "forward"):
-            made.on_phase(phase, first)
-        model(torch.ones(256, 256))
-        made.on_phase("end", first)
-        made.finish()
+        made = profile.Profile(
+            section, folder, env_of(), model, torch.optim.AdamW(model.parameters()), Phases()
+        )
+        with made:
+            for phase in ("data", "forward"):
+                made.on_phase(phase, first)
+            model(torch.ones(256, 256))
+            made.on_phase("end", first)
     text = (tmp_path / "2" / "rank0_operators.txt").read_text()
     assert "aten::linear" in text
     assert [line.partition(":")[0] for line in warnings] == ["--profile.steps 2"]
