@@ -59,6 +59,22 @@ class OomContext:
     phases: Phases | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class OomFacts:
+    """Measured when the allocation failed, in bytes."""
+
+    title: str
+    error: str
+    """The message of torch's error."""
+    device: str
+    phase: str
+    kinds: Mapping[str, int]
+    held: int
+    requested: int
+    around: Sequence[tuple[str, str]] = ()
+    """The process, the device and the limits: name, size."""
+
+
 # ---------------------------------------------------------------- from shapes
 
 

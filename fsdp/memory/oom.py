@@ -14,7 +14,7 @@ import re
 import resource
 import socket
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,29 +28,13 @@ from fsdp.base.proc import memory_bytes, memory_group
 from fsdp.base.text import byte_size, columns, print_line
 from fsdp.config import Config, accepts
 from fsdp.dist.env import DistEnv
-from fsdp.memory.account import OomContext, by_size, largest_first, tally
+from fsdp.memory.account import OomContext, OomFacts, by_size, largest_first, tally
 
 if TYPE_CHECKING:
     from fsdp.memory.oom_advice import Advice, Suggestion
 
 MESSAGES = ("can't allocate memory", "not enough memory", "std::bad_alloc", "out of memory")
 """Parts of torch's error messages on the CPU, and where the class torch.OutOfMemoryError is lost."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OomFacts:
-    """Measured when the allocation failed, in bytes."""
-
-    title: str
-    error: str
-    """The message of torch's error."""
-    device: str
-    phase: str
-    kinds: Mapping[str, int]
-    held: int
-    requested: int
-    around: Sequence[tuple[str, str]] = ()
-    """The process, the device and the limits: name, size."""
 
 
 class OutOfMemory(ShardrunError):

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from fsdp.base.errors import ConfigError, one_line
 from fsdp.base.torch_private.core import FakeTensorMode, convert_tensors
 from fsdp.config import Config, reshard_policy
-from fsdp.memory.account import OomContext, StorageTracker, resting_bytes
-from fsdp.memory.oom import OomFacts
+from fsdp.memory.account import OomContext, OomFacts, StorageTracker, resting_bytes
 from fsdp.models.chunked_loss import maybe_chunked, output_layer
 from fsdp.models.loss import LossFunction
 from fsdp.models.units import blocks_of, find_units
