@@ -96,7 +96,7 @@ def writer_save() -> Seen:
 def reset_parameters() -> Seen:
     from torch import nn
 
-    from fsdp.base.torch_private.core import import_torchvision
+    from fsdp.base.torch_private import import_torchvision
 
     import_torchvision()
     from torchvision.models import VisionTransformer
@@ -279,7 +279,7 @@ def seeded_shards() -> Seen:
 
 def _ray_vit(**sizes: int) -> Any:
     """The ViT of Ray's tutorial, or of other sizes."""
-    from fsdp.base.torch_private.core import import_torchvision
+    from fsdp.base.torch_private import import_torchvision
 
     import_torchvision()
     import torch

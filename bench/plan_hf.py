@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from bench.plan import Row, table
 from bench.plan_cases import Case
 from bench.plan_real import Ranks
-from fsdp.base.torch_private.core import prepare_torchvision
+from fsdp.base.torch_private import prepare_torchvision
 
 RESULTS = Path(__file__).parent / "results" / "plan_hf.md"
 WORDS, LENGTH = 8192, 128

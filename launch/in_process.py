@@ -18,7 +18,7 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.base.object_client import is_url
 from fsdp.base.proc import cache_folder
-from fsdp.base.torch_private.core import forget_meshes
+from fsdp.base.torch_private import forget_meshes
 from fsdp.config import Config
 from fsdp.dist.env import DistEnv, from_environment
 from fsdp.dist.process_group import free_ended_groups

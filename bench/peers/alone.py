@@ -21,7 +21,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from bench.peers.base import Given  # noqa: E402
-from fsdp.base.torch_private.core import import_torchvision  # noqa: E402
+from fsdp.base.torch_private import import_torchvision  # noqa: E402
 
 CLASSES = {
     "bare": "bench.peers.bare:Bare",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fsdp.base.torch_private.core import import_torchvision
+from fsdp.base.torch_private import import_torchvision
 
 import_torchvision()  # a torchvision that fits no CUDA-less torch would end Lightning's import
 

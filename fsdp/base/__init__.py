@@ -5,9 +5,8 @@
     phases             phases and outcomes as values; the signals that stop a run
     proc               /proc, a limit of memory, garbage collection, the cache folder, files within a size
     object_client      the client of object stores (fsspec, imported by its first use)
-    devices            figures of devices; a thread for the jobs of an object (torch)
-    digest             digests and dtypes of tensors (torch)
-    torch_private      every use of a private name of torch; a folder (torch)
+    devices            figures of devices, digests and dtypes of tensors, threads for jobs (torch)
+    torch_private      every use of a private name of torch (torch)
 
 Standard library only, but for the packages in parentheses.
 """

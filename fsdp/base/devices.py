@@ -1,9 +1,16 @@
-"""Figures of devices (peak bf16, memory bandwidth), a thread's current device, a thread for an object's jobs.
+"""Devices and what is on them: figures of devices, digests and dtypes of tensors, threads with a device.
 
-Sources: NVIDIA's data sheets of the A100, H100, H200, B200, L4, L40S, GH200, GB200 and B300, AMD's
-of the MI300X and MI250X, figures with sparsity halved. A failed run does not stop a thread of a queue: its
-ranks may be gone. In a process that continues (a notebook, a trial of Ray Tune) a thread with a reference to
-its owner would keep it, its buffers and its process group for good. Not here: measured figures.
+Figures of peak bf16 and memory bandwidth are those of NVIDIA's data sheets of the A100, H100, H200, B200, L4,
+L40S, GH200, GB200 and B300, AMD's of the MI300X and MI250X, with sparsity halved. Not here: measured figures.
+
+The digest of a tensor is independent of its sharding: Σ bitsᵢ·(2i+1) mod 2⁶⁴ over its elements in their
+global order. A shard keeps two sums, Σ bits and Σ bits·(2j+1) with its own j from 0; a shard that starts at
+element s adds 2s·Σ bits. So the sums of any sharding give the same digest, and equal shards on two ranks have
+equal sums. It detects accidents (a flipped bit, mixed or swapped values), not an adversary.
+
+A failed run does not stop a thread of a queue: its ranks may be gone. In a process that continues (a
+notebook, a trial of Ray Tune) a thread with a reference to its owner would keep it, its buffers and its
+process group for good.
 """
 
 from __future__ import annotations
@@ -11,12 +18,11 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,83 @@ def find(name: str, *, typed: bool = False) -> Device | None:
     return next((device for device in DEVICES if all(map(has, device.driver_words.split()))), None)
 
 
+# ---------------------------------------------------------------- digests and dtypes of tensors
+
+CHUNK = 1 << 18
+_WORD = 2**64
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class ShardDigest:
+    """The two sums of one contiguous piece."""
+
+    numel: int
+    plain: int
+    weighted: int
+
+    def at(self, start: int) -> int:
+        """Its part of the whole tensor's digest; `start` is the global index of its first element."""
+        return (self.weighted + 2 * start * self.plain) % _WORD
+
+
+def digest_shard(tensor: torch.Tensor) -> ShardDigest:
+    """The sums of a local tensor, in chunks: the extra memory is a few MB at any size.
+
+    They stay on its device, where int64 wraps modulo 2⁶⁴: the host waits for a device once a tensor.
+    """
+    flat = _as_bits(tensor)
+    plain, weighted = (torch.zeros((), dtype=torch.int64, device=flat.device) for _ in range(2))
+    positions = torch.arange(1, 2 * CHUNK, 2, dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), CHUNK):
+        bits = flat[start : start + CHUNK].to(torch.int64)
+        total = bits.sum()
+        plain += total
+        weighted += (bits * positions[: bits.numel()]).sum() + 2 * start * total
+    sums = torch.stack([plain, weighted]).tolist()
+    return ShardDigest(flat.numel(), sums[0] % _WORD, sums[1] % _WORD)
+
+
+def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().contiguous()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat)
+    return flat.view(-1).view(_BITS[flat.element_size()]) if flat.numel() else flat.view(-1).to(torch.int64)
+
+
+def same_values(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both hold the same numbers; a NaN is the same as one of the same bits."""
+    alike = tensor.shape == other.shape and tensor.dtype == other.dtype
+    if alike and torch.equal(_as_bits(tensor), _as_bits(other)):
+        return True
+    # 0 and -0, or of two dtypes; torch compares no numbers of 8 bits
+    return tensor.element_size() > 1 and torch.equal(tensor, other)
+
+
+def as_int64(word: int) -> int:
+    """A word of 64 bits as torch.int64 holds it."""
+    return (word + _WORD // 2) % _WORD - _WORD // 2
+
+
+def combine(parts: list[int]) -> int:
+    """The whole tensor's digest from its pieces' `at` values, in any order."""
+    return sum(parts) % _WORD
+
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Of --precision and --checkpoint.export_dtype."""
+
+
+def widest_floating(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The widest floating-point one; float32 if there is none."""
+    floating = (dtype for dtype in dtypes if dtype.is_floating_point)
+    return max(floating, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
+
+# ---------------------------------------------------------------- threads
+
+
 def set_thread_device(device: torch.device | None) -> None:
     """Make a CUDA device the calling thread's current device; does nothing for a CPU or None.
 
@@ -70,18 +153,12 @@ def set_thread_device(device: torch.device | None) -> None:
     tensors calls this first.
     """
     if device is not None and device.type == "cuda":
-        import torch
-
         torch.cuda.set_device(device)
 
 
 def thread_device() -> torch.device | None:
     """The calling thread's current CUDA device, for a thread that it starts; None if CUDA is not in use."""
-    import torch
-
-    if not torch.cuda.is_initialized():
-        return None
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
 
 
 T = TypeVar("T")
@@ -93,54 +170,45 @@ def without_owner(method: Callable[[T], None]) -> Callable[[T], None]:
     The garbage collector does not see hooks of tensors: an object that they keep, and that keeps the
     parameters, would stay for good, and with it their mesh. A thread that runs keeps what it refers to.
     """
-    found = weakref.WeakMethod(method)
+    reference = weakref.WeakMethod(method)
 
     def call(argument: T) -> None:
-        if (alive := found()) is not None:
+        if (alive := reference()) is not None:
             alive(argument)
 
     return call
 
 
-Job = TypeVar("Job")
-
-
-class WorkerThread(Generic[Job]):
+class WorkerThread(Generic[T]):
     """`method` is bound to the owner. The thread's current device is `device`; `begin` is called there first,
     and does not refer to the owner.
     """
 
     def __init__(
         self,
-        method: Callable[[Job], None],
+        method: Callable[[T], None],
         name: str,
         device: torch.device,
         begin: Callable[[], None] = lambda: None,
     ) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Job] | None] = queue.SimpleQueue()
-        owner = method.__self__  # type: ignore[attr-defined]
-        weakref.finalize(owner, self._jobs.put, None).atexit = False
-        arguments = (without_owner(method), self._jobs, device, begin)
-        self._thread = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
+        jobs = self._jobs = queue.SimpleQueue[tuple[T] | None]()
+        act = without_owner(method)
+        weakref.finalize(method.__self__, jobs.put, None).atexit = False  # type: ignore[attr-defined]
+
+        def serve() -> None:
+            set_thread_device(device)
+            begin()
+            while (job := jobs.get()) is not None:
+                act(*job)
+                del job  # while it waits, the thread keeps nothing
+
+        self._thread = threading.Thread(target=serve, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, job: Job) -> None:
+    def put(self, job: T) -> None:
         self._jobs.put((job,))
 
     def stop(self) -> None:
         """Waits for the jobs that were put before."""
         self._jobs.put(None)
         self._thread.join()
-
-
-def _serve(
-    act: Callable[[Job], None],
-    jobs: queue.SimpleQueue[tuple[Job] | None],
-    device: torch.device,
-    begin: Callable[[], None],
-) -> None:
-    set_thread_device(device)
-    begin()
-    while (job := jobs.get()) is not None:
-        act(*job)
-        del job  # while it waits, the thread keeps nothing

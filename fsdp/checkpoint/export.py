@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 import torch
 from torch import Tensor
 
-from fsdp.base.digest import DTYPES, digest_shard
+from fsdp.base.devices import DTYPES, digest_shard
 from fsdp.base.errors import CheckpointError, ConfigError
 from fsdp.base.proc import TABLE, read_regular
 from fsdp.checkpoint import load

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp.base.digest import same_values, widest_floating
+from fsdp.base.devices import same_values, widest_floating
 from fsdp.base.errors import CheckpointError, ConfigError, first_line
 from fsdp.base.proc import TABLE, regular_text
 from fsdp.base.text import listed

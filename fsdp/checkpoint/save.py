@@ -48,7 +48,7 @@ from torch.utils.serialization import config
 from fsdp.base import proc
 from fsdp.base.devices import WorkerThread
 from fsdp.base.phases import Activity, announces
-from fsdp.base.torch_private.core import storage_info
+from fsdp.base.torch_private import storage_info
 from fsdp.checkpoint import manifest
 from fsdp.checkpoint.manifest import METADATA, Manifest, data_file
 from fsdp.checkpoint.sealing import SaveOutcome, Sealing, failed

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp.base.digest import NAMES, ShardDigest, digest_shard
+from fsdp.base.devices import NAMES, ShardDigest, digest_shard
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint.inspect import CheckpointSource
 from fsdp.checkpoint.manifest import SavedTensor
@@ -225,7 +225,7 @@ def digest(rows: torch.Tensor, offsets: Sizes, size: Sizes) -> int:
 
 
 def _shard(tensor: torch.Tensor) -> ShardDigest:
-    """The two sums of fsdp.base.digest, by numpy on a CPU: torch would wake threads on the step's cores.
+    """The two sums of fsdp.base.devices, by numpy on a CPU: torch would wake threads on the step's cores.
 
     The chunks share an array: where malloc maps large blocks, a new one for each takes four times as long.
     """
@@ -240,7 +240,7 @@ def _shard(tensor: torch.Tensor) -> ShardDigest:
         total = int(part.sum())
         plain += total
         weighted += int(np.dot(part, _POSITIONS[: part.size])) + 2 * start * total
-    return ShardDigest(bits.size, plain % 2**64, weighted % 2**64, constant=False)
+    return ShardDigest(bits.size, plain % 2**64, weighted % 2**64)
 
 
 def overlap(a: tuple[Sizes, Sizes], b: tuple[Sizes, Sizes]) -> tuple[Sizes, Sizes] | None:

@@ -116,7 +116,7 @@ def draw(images: np.ndarray) -> np.ndarray:
 
 def fashion_mnist(where: Where, *, mirror: str = "") -> DataSet:
     """The files are in DIR/FashionMNIST/raw, as torchvision leaves them."""
-    from fsdp.base.torch_private.core import import_torchvision
+    from fsdp.base.torch_private import import_torchvision
     from fsdp.tokenize.rows import locked
 
     import_torchvision()
@@ -209,7 +209,7 @@ def _normalisation(channels: int, mean: list | None, std: list | None) -> dict[s
 
 def _images(root: Path) -> tuple[list[str], list[tuple[str, int]]]:
     """The classes, and the path and class of each image."""
-    from fsdp.base.torch_private.core import import_torchvision
+    from fsdp.base.torch_private import import_torchvision
 
     import_torchvision()
     from torchvision.datasets import ImageFolder

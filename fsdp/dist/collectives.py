@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp.base.digest import as_int64
+from fsdp.base.devices import as_int64
 from fsdp.base.errors import CheckpointError, OtherRankFailed, ShardrunError, error_number
 from fsdp.base.phases import Activity, announces
-from fsdp.base.torch_private.core import at_end_of_backward
+from fsdp.base.torch_private import at_end_of_backward
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fsdp.base.devices import set_thread_device
 from fsdp.base.errors import LaunchError, first_line
 from fsdp.base.text import counted, named_ranks
-from fsdp.base.torch_private.core import abort_all_groups, all_groups
+from fsdp.base.torch_private import abort_all_groups, all_groups
 from fsdp.dist.env import (
     DistEnv,
     agent_serves_store,

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.base.text import byte_size
-from fsdp.base.torch_private.core import TorchDispatchMode
-from fsdp.base.torch_private.fsdp import (
+from fsdp.base.torch_private import (
     Run,
+    TorchDispatchMode,
     after_resizes,
     around_collectives,
     parameter_groups,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError, one_line
-from fsdp.base.torch_private.core import FakeTensorMode, convert_tensors
+from fsdp.base.torch_private import FakeTensorMode, convert_tensors
 from fsdp.config import Config, reshard_policy
 from fsdp.memory.account import OomContext, OomFacts, StorageTracker, resting_bytes
 from fsdp.models.chunked_loss import maybe_chunked, output_layer

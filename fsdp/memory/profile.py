@@ -24,8 +24,8 @@ from torch.profiler import ProfilerActivity, record_function
 
 from fsdp.base.phases import Activity, Phases, announces
 from fsdp.base.text import byte_size
-from fsdp.base.torch_private import SNAPSHOT_VIEWER
-from fsdp.base.torch_private.core import (
+from fsdp.base.torch_private import (
+    SNAPSHOT_VIEWER,
     start_allocator_history,
     stop_allocator_history,
     write_allocator_snapshot,

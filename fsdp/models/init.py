@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fsdp.base.digest import as_int64
-from fsdp.base.torch_private.core import convert_tensors
+from fsdp.base.devices import as_int64
+from fsdp.base.torch_private import convert_tensors
 from fsdp.models.units import all_names
 
 log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp.base.digest import widest_floating
+from fsdp.base.devices import widest_floating
 from fsdp.base.errors import ConfigError
 from fsdp.models.registry import IGNORED, blame, load_attribute
 from fsdp.models.units import BATCH_NORMS

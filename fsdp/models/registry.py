@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 
 from fsdp.base.errors import ConfigError, one_line
 from fsdp.base.text import nearest
-from fsdp.base.torch_private.core import gradient_hooks, prepare_torchvision, uncompiled
+from fsdp.base.torch_private import gradient_hooks, prepare_torchvision, uncompiled
 from fsdp.config import ModelSection
 from fsdp.models.init import draw_parameters, fill_buffers, seeded, to_empty
 

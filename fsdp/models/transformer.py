@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.core import ConvertedModule
+from fsdp.base.torch_private import ConvertedModule
 from fsdp.models.init import Constant, Init, Normal, draw_parameters
 from fsdp.models.packed import Documents, documents_of
 from fsdp.models.registry import BuiltIn, check_multiple

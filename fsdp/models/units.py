@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import nearest
-from fsdp.base.torch_private import WRAPPER_NAMES
-from fsdp.base.torch_private.core import tree_leaves
+from fsdp.base.torch_private import WRAPPER_NAMES, tree_leaves
 
 Unit = list[nn.Module]
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from fsdp.base.torch_private.core import import_torchvision
+from fsdp.base.torch_private import import_torchvision
 from fsdp.models.init import Constant, Init, Normal, Uniform
 from fsdp.models.registry import BuiltIn, check_multiple
 

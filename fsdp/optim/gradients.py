@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import NotFiniteError, TrainingError
 from fsdp.base.text import named_ranks
-from fsdp.base.torch_private.core import foreach_multiply_, foreach_norm
+from fsdp.base.torch_private import foreach_multiply_, foreach_norm
 from fsdp.config import TrainSection
 from fsdp.dist import collectives
 from fsdp.dist.collectives import local_tensor

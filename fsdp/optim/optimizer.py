@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp.base.digest import digest_shard
+from fsdp.base.devices import digest_shard
 from fsdp.base.errors import ConfigError, first_line
-from fsdp.base.torch_private.core import LocalShardAdam
+from fsdp.base.torch_private import LocalShardAdam
 from fsdp.config import OptimSection
 from fsdp.config.sections import ADAMS, DECAYING
 from fsdp.dist import collectives

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.core import like_shard
+from fsdp.base.torch_private import like_shard
 from fsdp.dist.collectives import first_row, local_tensor
 
 Kind = Literal["bf16", "8bit"]

@@ -30,11 +30,10 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import flop_registry
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.core import (
+from fsdp.base.torch_private import (
     FakeTensor,
     TorchDispatchMode,
-    attention_products,
-    float8_product,
+    product_operators,
     schema,
     set_compiler_activation_budget,
     tree_leaves,
@@ -60,7 +59,7 @@ def _products() -> frozenset[Any]:
     """Operators whose results `ops` keeps. Not a constant: torch's varlen loads the compiler."""
     aten: Any = torch.ops.aten
     matrices = (aten.mm.default, aten.addmm.default, aten.bmm.default)
-    return frozenset((*matrices, *attention_products(), float8_product()))
+    return product_operators().union(matrices)
 
 
 def apply_activation_checkpointing(

@@ -28,16 +28,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp.base.digest import as_int64, combine, digest_shard
+from fsdp.base.devices import as_int64, combine, digest_shard
 from fsdp.base.errors import ConfigError, TrainingError
-from fsdp.base.torch_private.core import tree_leaves, viewed, writes
-from fsdp.base.torch_private.fsdp import (
+from fsdp.base.torch_private import (
     frees_after_forward,
     is_written,
     parameter_groups,
     parameter_name,
     replaced_parameter,
     seen_tensors,
+    tree_leaves,
+    viewed,
+    writes,
 )
 from fsdp.config import MemorySection
 from fsdp.dist.collectives import all_gather_objects, cut_of, local_tensor, shard_count

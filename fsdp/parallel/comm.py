@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.core import FakeTensor
+from fsdp.base.torch_private import FakeTensor
 from fsdp.config import CommSection
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models import load_attribute

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp.base.digest import same_values
+from fsdp.base.devices import same_values
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.dist.collectives import all_gather_objects, cut_of, local_tensor, on_main, shard_count
 from fsdp.models import ModelSpec, to_empty

@@ -30,8 +30,7 @@ from torch.distributed.tensor import DTensor
 from fsdp.base.devices import without_owner
 from fsdp.base.errors import ConfigError
 from fsdp.base.text import byte_size
-from fsdp.base.torch_private.core import like_shard
-from fsdp.base.torch_private.fsdp import move_padded_shard, padded_shard, parameter_groups
+from fsdp.base.torch_private import like_shard, move_padded_shard, padded_shard, parameter_groups
 from fsdp.config import MemorySection, OptimSection
 from fsdp.dist import collectives
 from fsdp.dist.collectives import local_tensor, rows_of, shard_count, tensors_in

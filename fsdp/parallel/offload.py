@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.core import compiled_call, like_shard, set_compiled_call, viewed
+from fsdp.base.torch_private import compiled_call, like_shard, set_compiled_call, viewed
 from fsdp.config import OptimSection
 from fsdp.config.sections import MOMENTS
 from fsdp.dist.collectives import local_tensor

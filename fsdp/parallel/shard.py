@@ -27,9 +27,9 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp.base.digest import DTYPES
+from fsdp.base.devices import DTYPES
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.core import check_buckets_reduced, convert_tensors
+from fsdp.base.torch_private import check_buckets_reduced, convert_tensors
 from fsdp.config import (
     CommSection,
     Config,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fsdp import config as configuration
-from fsdp.base.digest import NAMES
+from fsdp.base.devices import NAMES
 from fsdp.config import Config, PlanSection
 from fsdp.dist.mesh import MeshSizes, plan_batch, resolve
 from fsdp.parallel.shard import resolve_dtypes

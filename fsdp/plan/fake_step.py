@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.devices import without_owner
 from fsdp.base.errors import ConfigError, ShardrunError
-from fsdp.base.torch_private.core import READS_VALUES, fake_forward, init_fake_group
-from fsdp.base.torch_private.fsdp import chunks_by
+from fsdp.base.torch_private import READS_VALUES, chunks_by, fake_forward, init_fake_group
 from fsdp.config import CommSection, Config, DataSection, ModelSection
 from fsdp.data import build_dataset
 from fsdp.data.registry import with_model_tokenizer

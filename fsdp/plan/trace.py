@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import flop_registry
 
-from fsdp.base.torch_private import COLLECTIVE_OPS, WRITE_ONLY_OPS
-from fsdp.base.torch_private.core import FakeTensor, TorchDispatchMode, schema
-from fsdp.base.torch_private.fsdp import (
-    Run,
+from fsdp.base.torch_private import (
+    COLLECTIVE_OPS,
+    WRITE_ONLY_OPS,
+    FakeTensor,
+    TorchDispatchMode,
     accumulated_gradient,
     after_resizes,
     around_methods,
@@ -30,6 +31,7 @@ from fsdp.base.torch_private.fsdp import (
     gathered_gradient,
     gathers,
     reduces,
+    schema,
     sharded_gradient,
 )
 from fsdp.dist.collectives import local_tensor, tensors_in
@@ -368,18 +370,18 @@ class Tracker(TorchDispatchMode):
         with self.counted_as("communication", 0, group):
             self._row(name, 0, 0, 0)
 
-    def _unshard(self, group: Any, run: Run) -> Any:
+    def _unshard(self, group: Any, run: Any) -> Any:
         with self.counted_as("communication", 1, self.groups(group), itertools.repeat(1)):
             return run()
 
-    def _wait_for_unshard(self, group: Any, run: Run) -> Any:
+    def _wait_for_unshard(self, group: Any, run: Any) -> Any:
         if not gathers(group):
             return run()
         self._wait("wait_gather", self.groups(group))
         with self.counted_as("gathered", 0, self.groups(group)):
             return run()
 
-    def _post_backward(self, group: Any, run: Run) -> Any:
+    def _post_backward(self, group: Any, run: Any) -> Any:
         self._hold_all(map(gathered_gradient, group.fsdp_params), "whole_gradients")
         if reduces(group):
             self._wait("wait_reduce")
@@ -391,14 +393,13 @@ class Tracker(TorchDispatchMode):
         self._hold_all(map(sharded_gradient, group.fsdp_params), "gradients")
         return result
 
-    def _finalize_backward(self, group: Any, run: Run) -> Any:
+    def _finalize_backward(self, group: Any, run: Any) -> Any:
         self._wait("wait_all")
         return run()
 
     def _hold_all(self, tensors: Iterator[Tensor | None], kind: str) -> None:
-        for tensor in tensors:
-            if tensor is not None:
-                self.hold(tensor, kind)
+        for tensor in filter(torch.is_tensor, tensors):
+            self.hold(tensor, kind)
 
     @contextlib.contextmanager
     def of_fsdp(self) -> Iterator[None]:
@@ -413,7 +414,7 @@ class Tracker(TorchDispatchMode):
             made(copy, *args)
             self._hold_all(iter([copy.host]), "offloaded")
 
-        around = around_methods([(method.__name__.removeprefix("_"), method) for method in methods])
+        around = around_methods({method.__name__.removeprefix("_"): method for method in methods})
         with around, after_resizes(self.resized), copies_of_offloaded(self.copies):
             copies.__init__ = marked
             if self.fake:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import config as configuration
-from fsdp.base.digest import widest_floating
+from fsdp.base.devices import widest_floating
 from fsdp.base.errors import CheckpointError, ConfigError, TrainingError
 from fsdp.checkpoint import inspect
 from fsdp.checkpoint.pretrained import (

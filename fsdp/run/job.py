@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp.base import devices
 from fsdp.base.errors import ConfigError, first_line
-from fsdp.base.torch_private.core import fake_forward
+from fsdp.base.torch_private import fake_forward
 from fsdp.config import Config
 from fsdp.data import Cursor, DataSet, build_dataset
 from fsdp.data.registry import with_model_tokenizer

@@ -24,16 +24,12 @@ from typing import Any
 
 from fsdp.base import proc
 from fsdp.base.phases import PHASES, READER, Activity
-from fsdp.base.torch_private import BACKWARD_FUNCTION, COMPILER_HELPERS, COMPILER_PACKAGES
 from fsdp.watch import status_page
 
 Frame = Sequence[Any]
 """File, line, function."""
 Stack = Sequence[Frame]
 """Innermost first."""
-
-WATCH_FOLDER = f"{Path(__file__).parent}/"
-ROOT_FOLDER = f"{Path(__file__).parents[1]}/"
 
 UNNAMED = "unnamed"
 """Prefix of threads that Python did not start: on CUDA a backward runs in such ones."""
@@ -172,7 +168,7 @@ def decode(data: Mapping[str, Any]) -> Observation:
 
 FOREIGN = re.compile(
     r"<frozen|<string>|/lib/python3[^/]*/(?!site-packages)|/site-packages/(torch/|typing_extensions\.)|"
-    + re.escape(WATCH_FOLDER)
+    + re.escape(f"{Path(__file__).parent}/")
 )
 """Files of Python itself, of torch, which wraps deprecated functions by typing_extensions, or of the watch: a
 line there is of no help to a person.
@@ -189,52 +185,42 @@ def own_line(stack: Stack) -> str:
 
 
 def place_of(e: Observation) -> str:
-    """Its innermost own line; of a wait for data, that of a thread that reads; of a lock held in C, that of
-    another thread if the training thread does not compute. In a backward on CUDA it is in a thread of
-    autograd, if that runs Python.
-    """
+    """Its innermost own line; of a wait for data, that of a thread that reads."""
     stacks: list[Stack] = []
-    if e.answered is False and e.process_cpu_s - e.cpu_s > max(e.cpu_s, BUSY_S / 2):
-        stacks += [stack for stack in e.threads.values() if stack and not _is_idle(stack[0])]
     if reads_data(e):  # a reader without a task is in its own function
         readers = [stack for name, stack in e.threads.items() if name.startswith(READER)]
         stacks += [stack for stack in readers if len(stack) > 1 and stack[0][2] != "_work"]
-    if e.cuda and e.stack and e.stack[0][2] == BACKWARD_FUNCTION:
-        hooks = [stack for name, stack in e.threads.items() if name.startswith(UNNAMED)]
-        stacks += [stack for stack in hooks if not all(FOREIGN.search(frame[0]) for frame in stack)]
     return own_line((*stacks, e.stack)[0])
 
 
-def _is_idle(frame: Frame) -> bool:
-    """This project's code, or a wait of Python's."""
-    return frame[0].startswith(ROOT_FOLDER) or Path(frame[0]).stem in ("threading", "queue", "selectors")
-
-
-def _is_in(stack: Stack, *packages: str, top: int = 60) -> bool:
-    """Whether a frame is in one of these installed packages, by the folder that each has on every machine."""
-    folders = [f"/{package.replace('.', '/')}/" for package in packages]
-    return any(folder in frame[0] for frame in stack[:top] for folder in folders)
+def in_backward(stack: Stack) -> bool:
+    """The innermost function of Python while torch's engine runs a backward in C++. Were it elsewhere, a rank
+    that waits for DDP's buckets would be reported as busy in its own code.
+    """
+    return bool(stack) and stack[0][0].endswith("/torch/autograd/graph.py") and "backward" in stack[0][2]
 
 
 def waits(e: Observation) -> bool:
     """In a collective, for others. DDP's buckets are waited for in C++."""
     if not e.alive or e.stopped or e.in_call:
         return e.alive and not e.stopped
-    in_ranks = Activity.RANKS in e.activity or _is_in(e.stack, "torch.distributed", top=2)
-    in_backward = bool(e.stack) and e.stack[0][2] == BACKWARD_FUNCTION
-    return e.cpu_s < BUSY_S and (in_ranks or in_backward)
+    in_ranks = Activity.RANKS in e.activity or any("/torch/distributed/" in frame[0] for frame in e.stack[:2])
+    return e.cpu_s < BUSY_S and (in_ranks or in_backward(e.stack))
+
+
+COMPILER = re.compile(r"/torch/_(dynamo|inductor|functorch)/|/triton/|importlib")
+"""Files of a rank that compiles or imports. Elsewhere, the verdict calls a long compilation a hang."""
+COMPILER_HELPERS = "/torch/_inductor/compile_worker/"
+"""Of threads that the compiler leaves behind, where Triton is installed: they wait for the answers of its
+worker processes until the run ends. Elsewhere, no rank of a compiled run is ever said to hang.
+"""
 
 
 def prepares(e: Observation) -> bool:
-    """Compiles, imports or writes a profile: takes long, and is no fault. A thread that the compiler leaves
-    behind is idle.
-    """
-    if Activity.PROFILE in e.activity:
-        return True
-    threads = (stack for stack in e.threads.values() if not _is_in(stack, COMPILER_HELPERS))
-    return any(
-        _is_in(stack, *COMPILER_PACKAGES) or any("importlib" in frame[0] for frame in stack)
-        for stack in (e.stack, *threads)
+    """Compiles, imports or writes a profile: takes long, and is no fault."""
+    files = [[frame[0] for frame in stack] for stack in (e.stack, *e.threads.values())]
+    return Activity.PROFILE in e.activity or any(
+        any(map(COMPILER.search, names)) for names in files if COMPILER_HELPERS not in " ".join(names)
     )
 
 

@@ -46,7 +46,7 @@ from fsdp.base import proc
 from fsdp.base.devices import set_thread_device
 from fsdp.base.errors import LaunchError
 from fsdp.base.phases import ACTIVITIES, SIGNALS, delayed
-from fsdp.base.torch_private.core import flight_recorder_entries
+from fsdp.base.torch_private import flight_recorder_entries
 from fsdp.config import WatchSection
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv, rendezvous_host

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp.base.digest import digest_shard
+from fsdp.base.devices import digest_shard
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.base.text import counted, named_ranks
-from fsdp.base.torch_private.fsdp import (
+from fsdp.base.torch_private import (
     before_reductions,
     forward_order,
     group_name,

@@ -311,10 +311,10 @@ class DeviceClock:
 
     def timed_waits(self, groups: Any = None) -> AbstractContextManager[None]:
         """Times where the class of FSDP's groups waits; a method that it lacks is not timed."""
-        from fsdp.base.torch_private import fsdp
+        from fsdp.base.torch_private import FSDPParamGroup, around_methods
 
-        methods = [(name, self._timed) for name in ("wait_for_unshard", "finalize_backward")]
-        return fsdp.around_methods(methods, groups or fsdp.FSDPParamGroup, required=False)
+        methods = dict.fromkeys(("wait_for_unshard", "finalize_backward"), self._timed)
+        return around_methods(methods, groups or FSDPParamGroup)
 
     def _timed(self, group: Any, run: Callable[[], Any]) -> Any:
         if not self._marks or not ON_DEVICE[self._marks[-1][0]]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bench import gpu
-from fsdp.base.digest import digest_shard
+from fsdp.base.devices import digest_shard
 from fsdp.config import OptimSection
 from fsdp.models import init
 from fsdp.models.chunked_loss import ChunkedHead

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from fsdp.base import digest
+from fsdp.base.devices import digest_shard
 from fsdp.checkpoint import Checkpointer, manifest, save
 from fsdp.checkpoint import state as states
 from fsdp.checkpoint.save import HEAD
@@ -65,7 +65,7 @@ def test_a_tensor_of_more_than_4_gib_is_read_too(tmp_path: Path) -> None:
 def test_a_tensors_digest_is_the_sum_of_those_of_its_rows() -> None:
     whole = torch.randn(4, 5, 6, dtype=torch.float64)
     total = sum(states.digest(whole[row : row + 2], (row, 0, 0), (4, 5, 6)) for row in (0, 2))
-    assert total % 2**64 == digest.digest_shard(whole).at(0)
+    assert total % 2**64 == digest_shard(whole).at(0)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex128], ids=str)
@@ -73,7 +73,7 @@ def test_a_tensors_digest_is_the_sum_of_those_of_its_rows() -> None:
 def test_a_digest_is_the_same_on_a_cpu_and_on_a_device(dtype: torch.dtype, size: tuple[int, ...]) -> None:
     """numpy computes it on a CPU, torch elsewhere: one checkpoint is verified on both."""
     whole = torch.arange(int(np.prod(size, dtype=int))).reshape(size).to(dtype)
-    assert states.digest(whole, (0,) * len(size), size) == digest.digest_shard(whole).at(0)
+    assert states.digest(whole, (0,) * len(size), size) == digest_shard(whole).at(0)
 
 
 def test_values_of_another_length_move_those_behind_them() -> None:

@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_samples_are_those_of_torchvision(folder: Path) -> None:
-    from fsdp.base.torch_private.core import import_torchvision
+    from fsdp.base.torch_private import import_torchvision
 
     data = build_dataset(DataSection(name="fashion_mnist", dir=str(folder)))
     assert data.heldout is not None

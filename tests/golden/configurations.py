@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fsdp.base.torch_private.core import prepare_torchvision
+from fsdp.base.torch_private import prepare_torchvision
 
 INPUTS = Path(__file__).parent / "inputs"
 """On PYTHONPATH of every run."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.core import prepare_torchvision
+from fsdp.base.torch_private import prepare_torchvision
 from fsdp.models.chunked_loss import ChunkedHead
 from fsdp.models.loss import LossFunction, LossParts
 from fsdp.models.transformer import Transformer, TransformerSizes

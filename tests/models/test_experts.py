@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp.base.torch_private.core import prepare_torchvision
+from fsdp.base.torch_private import prepare_torchvision
 from fsdp.models.hf import select_experts_kernel
 from tests.models import foreign
 from tests.models.foreign import plain, words_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp.base.torch_private.core import prepare_torchvision
+from fsdp.base.torch_private import prepare_torchvision
 from fsdp.models.hf_weights import ModuleDraws
 from tests.models import small_hf
 from tests.run.hf_folders import _model

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp.base.torch_private.core import prepare_torchvision
+from fsdp.base.torch_private import prepare_torchvision
 from fsdp.config import ModelSection, load
 from fsdp.models import ModelSpec, build_real, resolve
 from fsdp.models.hf import turn_caches_off

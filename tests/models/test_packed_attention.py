@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.core import prepare_torchvision
+from fsdp.base.torch_private import prepare_torchvision
 from fsdp.models import packed
 from fsdp.models.hf import select_experts_kernel
 from fsdp.models.loss import read_output

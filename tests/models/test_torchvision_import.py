@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.base.torch_private.core import import_torchvision
+from fsdp.base.torch_private import import_torchvision
 
 PREPARE = """
 import sys, torch
 import pytest
 
-from fsdp.base.torch_private.core import prepare_torchvision
+from fsdp.base.torch_private import prepare_torchvision
 first, second = prepare_torchvision(), prepare_torchvision()
 print(first is second, hasattr(torch.ops.torchvision, "nms"), "torchvision" in sys.modules)
 """
@@ -54,7 +54,7 @@ class Without(importlib.machinery.PathFinder):
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Without
 import pytest
 
-from fsdp.base.torch_private.core import import_torchvision
+from fsdp.base.torch_private import import_torchvision
 import_torchvision()
 """
     done = run(script)

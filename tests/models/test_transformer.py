@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private.core import prepare_torchvision
+from fsdp.base.torch_private import prepare_torchvision
 from fsdp.config import ModelSection
 from fsdp.dist.env import DistEnv
 from fsdp.models import build_real, resolve

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp.base.torch_private.core import import_torchvision
+from fsdp.base.torch_private import import_torchvision
 from fsdp.config import ModelSection
 from fsdp.models import build_real, resolve
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp.base.torch_private.core import compiled_call
+from fsdp.base.torch_private import compiled_call
 from fsdp.config import MemorySection
 from fsdp.parallel.activations import apply_activation_checkpointing
 from fsdp.parallel.offload import OffloadStreams, apply_activation_offload

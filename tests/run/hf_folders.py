@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp import config as configuration
-from fsdp.base.torch_private.core import prepare_torchvision
+from fsdp.base.torch_private import prepare_torchvision
 from fsdp.dist.collectives import local_tensor
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import build_mesh

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp.base.torch_private.core import prepare_torchvision
+from fsdp.base.torch_private import prepare_torchvision
 from fsdp.checkpoint.__main__ import main as checkpoint
 from tests.support.runs import on_a_rank
 from tests.support.world import run_world

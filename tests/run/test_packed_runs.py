@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp.base.torch_private.core import prepare_torchvision
+from fsdp.base.torch_private import prepare_torchvision
 from fsdp.config import ModelSection
 from fsdp.models import build_real, resolve
 from fsdp.models.loss import read_output

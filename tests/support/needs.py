@@ -16,7 +16,7 @@ from typing import NoReturn
 import pytest
 
 from fsdp.base.proc import memory_group
-from fsdp.base.torch_private.core import prepare_torchvision
+from fsdp.base.torch_private import prepare_torchvision
 from tests.checkpoint import s3_server
 from tests.support import faulty_file
 

@@ -113,7 +113,7 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from fsdp.base.torch_private.core import all_groups, forget_meshes
+    from fsdp.base.torch_private import all_groups, forget_meshes
 
     torch.set_num_threads(1)
     while True:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp.base.torch_private.core import prepare_torchvision
+from fsdp.base.torch_private import prepare_torchvision
 from fsdp.config import DataSection
 from fsdp.data import build_dataset
 from tests.tokenize.chat import STYLES, ChatStyle, said, save_tokenizer

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp.base.phases import Activity
-from fsdp.base.torch_private.core import flight_recorder_entries
+from fsdp.base.torch_private import flight_recorder_entries
 from fsdp.dist.env import DistEnv
-from fsdp.watch.observe import WATCH_FOLDER, Frame, GroupCalls, Observation, group_calls, parse_stacks
+from fsdp.watch.observe import Frame, GroupCalls, Observation, group_calls, parse_stacks
 from fsdp.watch.verdict import Verdict, find_stuck, judge
 from tests.support.processes import eventually
 from tests.support.world import run_world
@@ -140,22 +140,6 @@ def test_a_rank_that_computes_its_data_does_not_wait_for_them(how: dict[str, Any
     verdict = judged(world(**odd), endless_s=3.0)
     assert verdict.kind == "data"
     assert verdict.what.startswith("rank 2 (n1) prepares its data, 20.6 s by now: step 7, data")
-
-
-def test_of_a_lock_held_in_c_the_thread_that_computes_is_named() -> None:
-    """A regular expression in a thread that reads holds the lock; the training thread only waits for it."""
-    threads = {
-        "unnamed 0": (("/usr/lib/python3.11/threading.py", 327, "wait"), ("/home/me/other.py", 1, "waits")),
-        "unnamed 1": ((f"{WATCH_FOLDER}responder.py", 85, "_serve"),),
-        "unnamed 2": (
-            ("/usr/lib/python3.11/re/__init__.py", 166, "match"),
-            ("/home/me/words.py", 7, "split"),
-        ),
-    }
-    found = on(**OUT, answered=False, threads=threads, process_cpu_s=1.5)
-    assert (found.kind, found.ranks) == ("lock", (2,))
-    assert "at home/me/words.py:7 split" in found.what
-    assert "mine.py:12" in on(**OUT, answered=False, threads=threads, process_cpu_s=0.1).what
 
 
 def half_killed(**unseen: Any) -> list[Observation]:
