@@ -35,8 +35,8 @@ from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
 from fsdp.dist.network import is_lost_peer
 from fsdp.optim.state import TrainState
-from fsdp.rundir.lock import TWO_RUNS, Locks
-from fsdp.rundir.paths import storage_advice, storage_shown
+from fsdp.rundir.lock import TWO_RUNS, Lock
+from fsdp.rundir.paths import storage_advice
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.local_tier import LocalTier
@@ -73,7 +73,7 @@ class Checkpointer:
         sizes: MeshSizes,
         *,
         config_hash: str,
-        locks: Locks | None = None,
+        locks: Lock | None = None,
         staging_memory: StagingMemory | None = None,
     ) -> None:
         self.base: Base | None = None
@@ -341,7 +341,7 @@ def not_saved(outcome: SaveOutcome, what: str, place: str) -> CheckpointError:
         # The cause tells the watch that another rank is at fault.
         error = CheckpointError(f"{what}: another rank ended during the save.", then)
     else:
-        advice = storage_advice(outcome.error_number, place) or storage_shown(place)
+        advice = storage_advice(outcome.error_number, place)
         error = (RefusedError if lock_lost else CheckpointError)(
             f"{what}: {outcome.failure}.",
             f"{TWO_RUNS if lock_lost else advice}, then {then}",

@@ -21,6 +21,7 @@ local steps with it, and the step before them is whole.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -45,7 +46,7 @@ from fsdp.checkpoint.sealing import SaveOutcome, Sealing
 from fsdp.checkpoint.store import LocalStore, Store
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
-from fsdp.rundir.paths import storage_shown, storing
+from fsdp.rundir.paths import storage_advice, storing
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +208,7 @@ class LocalTier:
         if self._failure:
             raise CheckpointError(
                 f"the last checkpoint is on the nodes' own disks alone: {self._failure}.",
-                f"{storage_shown(self._shared.where)}; the same command on the same nodes copies and resumes",
+                f"{storage_advice(errno.EIO, self._shared.where)}; the same command copies and resumes",
             )
 
     # ------------------------------------------------------------ a copy

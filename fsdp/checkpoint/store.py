@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import logging
 import os
 import shutil
@@ -27,8 +26,8 @@ from fsdp.base.errors import CheckpointError
 from fsdp.base.object_client import error_code, is_s3, is_url, open_url, retried, without_secrets
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.checkpoint.manifest import MANIFEST, final_name, parse_name, staging_name
-from fsdp.rundir.lock import RELEASED, Folder, Place, VersionedObject
-from fsdp.rundir.paths import rename, replace_with
+from fsdp.rundir.lock import Folder, Place
+from fsdp.rundir.paths import replace_with
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +39,8 @@ PART_BYTES = 16 << 20
 MOST_PARTS = 10_000
 """Of one object in S3. A larger object than 156 GiB is written in larger parts."""
 MARK = ".broken-"
-REFUSED = ("PreconditionFailed", "412", "NoSuchKey")
-"""Codes of a conditional write to an object of another version, or to none."""
+REFUSED = ("PreconditionFailed", "412")
+"""Codes of S3 for a conditional write of an object that exists."""
 HISTORY = "history.jsonl"
 RECORDS = ("config.toml", "metrics.jsonl", "saves.jsonl", HISTORY)
 Buffer = bytes | memoryview
@@ -60,10 +59,12 @@ class LocalStore:
         return str(self.root / folder)
 
     def folders(self) -> list[str]:
-        """Whether a checkpoint's folder is there may not be guessed: an entry that cannot be read raises, a
-        link that leads nowhere is none.
-        """
-        return sorted(entry.name for entry in _entries(self.root) if _is_folder(entry))
+        """Whether a checkpoint's folder is there may not be guessed: an entry that cannot be read raises."""
+        return (
+            sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
+            if self.root.is_dir()
+            else []
+        )
 
     def sizes(self, folder: str) -> dict[str, int]:
         return {
@@ -152,7 +153,7 @@ class LocalStore:
         return target
 
     def _rename(self, folder: str, target: str) -> None:
-        rename(self.root / folder, self.root / target)
+        (self.root / folder).rename(self.root / target)
         sync_folder(self.root)
 
     def make(self) -> None:
@@ -181,19 +182,6 @@ class LocalStore:
         """The run directory has them."""
 
 
-def _entries(folder: Path) -> Iterable[os.DirEntry[str]]:
-    return os.scandir(folder) if folder.is_dir() else ()
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            return False
-        raise
-
-
 def _bytes(buffer: Buffer) -> memoryview:
     return memoryview(buffer).cast("B") if len(buffer) else memoryview(b"")
 
@@ -217,10 +205,6 @@ def write_past_cache(descriptor: int, view: memoryview) -> int:
     return done
 
 
-_unsynced: set[int] = set()
-"""Devices that cannot sync a folder: each is logged once."""
-
-
 def sync_folder(folder: Path) -> None:
     """Syncs the names in a folder, where the file system can: some shared ones have no such request."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -229,10 +213,6 @@ def sync_folder(folder: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
             raise
-        if (device := os.fstat(descriptor).st_dev) not in _unsynced:
-            _unsynced.add(device)
-            message = "%s cannot sync a folder (%s): a power cut may lose the newest checkpoint's name"
-            log.warning(message, folder, error.strerror)
     finally:
         os.close(descriptor)
 
@@ -250,7 +230,6 @@ class ObjectStore:
     def __init__(self, url: str) -> None:
         self.where = without_secrets(url)
         self._fs, self._root = open_url(url, CheckpointError, "--checkpoint.dir s3://bucket/prefix")
-        self._conditional = is_s3(self._fs)
 
     def _retried(self, request: Callable[[], T], action: str) -> T:
         return retried(request, action, self._fs)
@@ -360,12 +339,30 @@ class ObjectStore:
         return f"{folder}{MARK}{why}"
 
     def read_small(self, name: str) -> bytes | None:
-        stored = self.get(name)
-        return None if stored is None else stored.data
+        self._fs.invalidate_cache()
+        request = partial(self._fs.cat_file, f"{self._root}/{name}")
+        with suppress(FileNotFoundError):
+            return bytes(self._retried(request, f"reading {self.path(name)}"))
+        return None
 
     def write_small(self, name: str, data: bytes) -> None:
-        path = f"{self._root}/{name}"
-        self._retried(lambda: self._fs.pipe_file(path, data), f"writing to {self.where}")
+        request = partial(self._fs.pipe_file, f"{self._root}/{name}", data)
+        self._retried(request, f"writing {self.path(name)}")
+
+    def claim(self, name: str, data: bytes, dead: bool) -> None:
+        """In S3 the server refuses the second of two jobs; elsewhere the last one to write has the lock."""
+
+        def request() -> None:
+            try:
+                self._fs.pipe_file(f"{self._root}/{name}", data, mode="create")
+            except Exception as error:  # s3fs has a class for each code
+                if not isinstance(error, FileExistsError) and error_code(error) not in REFUSED:
+                    raise
+
+        if dead or not is_s3(self._fs):
+            self.write_small(name, data)
+        else:
+            self._retried(request, f"writing {self.path(name)}")
 
     def delete_small(self, name: str) -> None:
         self._retried(lambda: self._fs.rm_file(f"{self._root}/{name}"), f"deleting from {self.where}")
@@ -385,54 +382,6 @@ class ObjectStore:
                 self.write_small(file.name, file.read_bytes())
         except OSError as error:
             log.warning("the records of %s are not all in %s: %s", run, self.where, error)
-
-    # ------------------------------------------------------------ the lock's object, which several jobs write
-
-    def get(self, name: str) -> VersionedObject | None:
-        """A small object beside the folders, and S3's ETag or a digest; None if it does not exist."""
-        return self._retried(lambda: self._get(f"{self._root}/{name}"), f"reading {self.path(name)}")
-
-    def _get(self, path: str) -> VersionedObject | None:
-        self._fs.invalidate_cache()
-        try:
-            # The ETag first: where the object is written between the two requests, a swap is refused.
-            version = self._fs.info(path).get("ETag") if self._conditional else None
-            data = bytes(self._fs.cat_file(path))
-        except FileNotFoundError:
-            return None
-        return VersionedObject(data, version or hashlib.sha256(data).hexdigest())
-
-    def swap(self, name: str, data: bytes, version: str | None) -> str | None:
-        """Writes the object if it has this version (None: if it does not exist); the new version, or None.
-
-        S3 compares and writes in one step (If-None-Match, If-Match). In another store the object is read
-        first: two jobs that write between those two steps both receive a version, and the next read shows
-        which one holds.
-        """
-        path = f"{self._root}/{name}"
-        return self._retried(lambda: self._swap(path, data, version), f"writing {self.path(name)}")
-
-    def _swap(self, path: str, data: bytes, version: str | None) -> str | None:
-        if self._conditional:
-            condition = {"mode": "create"} if version is None else {"IfMatch": version}
-            try:
-                return str(self._fs.pipe_file(path, data, **condition)["ETag"])
-            except Exception as error:  # s3fs has a class for each code
-                if isinstance(error, FileExistsError) or error_code(error) in REFUSED:
-                    return None
-                if error_code(error) != "NotImplemented":
-                    raise
-                self._conditional = False
-                log.warning("%s has no conditional writes: two jobs may both take its lock", self.where)
-        stored = self._get(path)
-        if (None if stored is None else stored.version) != version:
-            return None
-        self._fs.pipe_file(path, data)
-        stored = self._get(path)
-        return stored.version if stored is not None and stored.data == data else None
-
-    def drop(self, name: str, version: str) -> bool:
-        return self.swap(name, RELEASED, version) is not None
 
     def _path(self, folder: str, file: str) -> str:
         return f"{self._root}/{_prefix(folder)}/{file}"

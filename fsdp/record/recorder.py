@@ -383,7 +383,8 @@ class Recorder:
 # length, masked CRC-32C of the length, payload, masked CRC-32C of the payload. The payload is a protobuf
 # Event message, of which four fields are used; a scalar event has 40 bytes.
 
-BUFFER_BYTES = 8192
+BUFFERED = 128
+"""Events that wait before a write."""
 
 
 @functools.cache
@@ -433,7 +434,7 @@ class EventWriter:
     def __init__(self, folder: Path, purge_step: int) -> None:
         """TensorBoard discards the steps of earlier files from `purge_step` on (a resume after a crash)."""
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
-        self._file = Appender(folder / name, lines=False, buffer_bytes=BUFFER_BYTES)
+        self._file = Appender(folder / name, lines=False, buffer=BUFFERED)
         self._write(_bytes_field(3, b"brain.Event:2"))
         session_log = _bytes_field(7, _varint(1 << 3) + _varint(1))  # SessionLog.START
         self._write(_varint(2 << 3) + _varint(purge_step) + session_log)

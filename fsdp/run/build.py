@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fsdp.base.errors import CheckpointError, ConfigError, exception_line
+from fsdp.base.errors import CheckpointError, ConfigError, RefusedError, exception_line
 from fsdp.base.object_client import impatient, is_url, without_secrets
 from fsdp.base.phases import Ending, Phases
 from fsdp.checkpoint import Checkpointer
@@ -42,8 +42,8 @@ from fsdp.run import weights
 from fsdp.run.job import Job, flops_per_sample, peak_flops, trained_model
 from fsdp.run.summary import Planned, steps_line
 from fsdp.rundir import history, paths
-from fsdp.rundir.history import check_appendable
-from fsdp.rundir.lock import Folder, Locks, hold
+from fsdp.rundir.history import open_lines
+from fsdp.rundir.lock import TWO_RUNS, Folder, Lock, hold
 from fsdp.rundir.paths import RunDir, writing
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class RunStart:
     reporter: Reporter
     job: Job
     run: RunDir
-    locks: Locks | None
+    locks: Lock | None
     process_ends: bool
 
 
@@ -98,11 +98,11 @@ def process(config: Config, env: DistEnv) -> Iterator[None]:
 
 
 @contextmanager
-def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | None]]:
+def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Lock | None]]:
     """Rank 0 creates and locks the run directory and its checkpoint store; the other ranks receive the path,
     or the holder of the lock.
     """
-    held: list[Locks] = []
+    held: list[Lock] = []
 
     def lock_run() -> str:
         run = paths.create(paths.choose(config).path)
@@ -126,7 +126,7 @@ def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | N
         _release(held)
 
 
-def _release(held: list[Locks]) -> None:
+def _release(held: list[Lock]) -> None:
     for locks in held:
         locks.release()
 
@@ -187,7 +187,7 @@ def checkpointer(
     env: DistEnv,
     run: RunDir,
     sizes: MeshSizes,
-    locks: Locks | None,
+    locks: Lock | None,
     files: NvmeFiles | None = None,
 ) -> Checkpointer:
     return Checkpointer(
@@ -352,8 +352,10 @@ def records(start: RunStart, step: int) -> None:
     nodes = list(dict.fromkeys(collectives.all_gather_objects(socket.gethostname())))
 
     def write() -> None:
+        if start.locks is not None and (reason := start.locks.lost_now()) is not None:
+            raise RefusedError(f"{reason}.", TWO_RUNS)
         with writing(run.history):  # another user's: before config.toml is replaced
-            check_appendable(run.history)
+            open_lines(run.history).close()
         for file in (run.metrics, run.saves):
             with writing(file):
                 history.truncate(file, step)

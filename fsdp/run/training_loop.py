@@ -39,6 +39,7 @@ from fsdp.run.step import BatchTotals, StepParts, gradients_of, train_step
 from fsdp.run.summary import Planned
 from fsdp.rundir import history
 from fsdp.rundir.history import append_if_possible
+from fsdp.rundir.lock import TWO_RUNS
 
 if TYPE_CHECKING:
     from fsdp.watch.replica_checks import BranchCheck, ReplicaChecks
@@ -228,9 +229,8 @@ class TrainingLoop:
         batch = self.loader.step(state.step)
         seed_streams(batch.seed, self.env.device)
         waited = time.perf_counter() - began
-        for lock in self.locks.held if self.locks is not None else ():
-            if lock.lost is not None:
-                raise RefusedError(f"step {step}: {lock.lost}.", lock.advice())
+        if self.locks is not None and self.locks.lost is not None:
+            raise RefusedError(f"step {step}: {self.locks.lost}.", TWO_RUNS)
         self.stopper.begin(step, 0 if self.branches is None else self.branches.signature)
         lr = self.job.schedule.lr(step)
         result = self.train_step(batch, lr)

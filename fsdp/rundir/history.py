@@ -9,14 +9,15 @@ costs the same after any number of steps. Cutting is one ftruncate after the las
 from __future__ import annotations
 
 import datetime
+import io
 import json
 import logging
 import mmap
 import os
-import re
-import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,18 +34,8 @@ CLASSES = "classes"
 """The field of a start's data with the digest of the names of the classes."""
 MOST_LINE = 32 << 20
 """A longer line is torn. Steps of 4,096 ranks have lines of up to 0.9 MB in watch/timing.jsonl."""
-KEPT_BYTES = 4 << 20
-"""Of one file's records while it cannot be written; later records are lost."""
-RETRY_S = 5.0
-NEEDED: Mapping[str, Mapping[str, type]] = {
-    "metrics.jsonl": {"step": int},
-    "saves.jsonl": {"step": int},
-    "history.jsonl": {"event": str},
-    "start": {"from_step": int},
-    "end": {"step": int},
-    "crash": {"job": str, "restart": int, "step": int, "code": int},
-}
-"""The fields that decisions depend on, by file or event. A record without them counts as torn."""
+KEPT = 10_000
+"""Records of one file, while it cannot be written; older ones are lost."""
 Record = dict[str, Any]
 
 
@@ -57,35 +48,33 @@ def read_lines(path: Path) -> Iterator[Record | None]:
         with path.open("rb") as file:
             for line in iter(lambda: file.readline(MOST_LINE), b""):
                 if line.strip():
-                    yield _record(line, path.name)
+                    yield _record(line)
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The records that have the fields in NEEDED. One warning names the lines that are left out."""
+    """The whole records. One warning names the lines that are left out."""
     torn = []
     for number, record in enumerate(read_lines(path), 1):
         if record is None:
             torn.append(number)
         else:
             yield record
-    if torn and (path, len(torn)) not in _warned:
-        _warned.add((path, len(torn)))
-        log.warning("%s: torn and left out: line %s", path, listed(torn, 4))
+    if torn:
+        _warn_once(f"{path}: torn and left out: line {listed(torn, 4)}")
 
 
-_warned: set[tuple[Path, int]] = set()
+@cache
+def _warn_once(line: str) -> None:
+    log.warning("%s", line)
 
 
-def _record(line: bytes, name: str) -> Record | None:
+def _record(line: bytes) -> Record | None:
     """The object in a line. A full disk or a power failure leaves NULs, and a record may follow them."""
     try:
         record = json.loads(line.lstrip(b"\0"))
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict):
-        return None
-    needed = {**NEEDED.get(name, {}), **NEEDED.get(str(record.get("event")), {})}
-    return record if all(type(record.get(field)) is kind for field, kind in needed.items()) else None
+    return record if isinstance(record, dict) else None
 
 
 def _from_end(path: Path) -> Iterator[tuple[int, Record]]:
@@ -96,8 +85,7 @@ def _from_end(path: Path) -> Iterator[tuple[int, Record]]:
     with path.open("rb") as file, mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ) as data:
         while end:
             start = data.rfind(b"\n", 0, end - 1) + 1
-            line = data[start:end] if end - start <= MOST_LINE else b""
-            if (record := _record(line, path.name)) is not None:
+            if end - start <= MOST_LINE and (record := _record(data[start:end])) is not None:
                 yield end, record
             end = start
 
@@ -111,12 +99,12 @@ def truncate(path: Path, step: int) -> None:
     """Removes the records of steps after `step`, from which a run resumes, and torn lines among them."""
     if not path.is_file():
         return
-    kept, status = next((end for end, record in _from_end(path) if record["step"] <= step), 0), path.stat()
+    end, status = next((end for end, record in _from_end(path) if record["step"] <= step), 0), path.stat()
     if status.st_nlink > 1 or path.is_symlink():  # as of `cp -al`: the other run keeps its records
-        replace_with(path, [path.read_bytes()[:kept]])
-    elif kept < status.st_size:
+        replace_with(path, [path.read_bytes()[:end]])
+    elif end < status.st_size:
         with path.open("rb+") as file:
-            file.truncate(kept)
+            file.truncate(end)
             os.fsync(file.fileno())
 
 
@@ -131,42 +119,33 @@ def count_starts(run: RunDir) -> int:
 
 def newest_start(events: Sequence[Mapping[str, Any]]) -> float:
     """The time of the newest start, in seconds since 1970; 0 if there is none."""
-    texts = [str(event.get("time", "")) for event in events if event["event"] == "start"]
-    try:
-        return datetime.datetime.fromisoformat(texts[-1]).timestamp() if texts else 0.0
-    except ValueError:
-        return 0.0
+    times = [event["time"] for event in events if event["event"] == "start" and "time" in event]
+    return datetime.datetime.fromisoformat(times[-1]).timestamp() if times else 0.0
 
 
 def data_changes(run: RunDir, data: Mapping[str, Any]) -> list[str]:
     """A line if the last start trained on other data: the samples of a step are then not the same. Another if
-    their classes were others.
+    their classes were others. What an earlier version did not record is no change.
     """
-    if (before := _data_of_last_start(run)) is None:
-        return []
-    # a version that had none for these data
-    later = [name for name in ("fingerprint", CLASSES) if name not in before]
-    data = {name: value for name, value in data.items() if name not in later}
-    changes = []
-    if (was := _listed(before)) != (now := _listed(data)):
-        changes.append(f"the data: {was} → {now}; the samples of each step differ")
-    if before.get(CLASSES) != data.get(CLASSES):
-        what = "the classes have other names or another order"
-        changes.append(f"{what}: an output of the model may mean another class")
-    return changes
+    before = _data_of_last_start(run)
+    changed = {name for name, value in before.items() if data.get(name) != value}
+    lines = []
+    if changed - {CLASSES}:
+        lines.append(f"the data: {_listed(before)} → {_listed(data)}; the samples of each step differ")
+    if CLASSES in changed:
+        lines.append("the classes have other names or another order: an output may mean another class")
+    return lines
 
 
 def trained_classes(run: RunDir) -> str:
-    """The digest of the names of the classes at the last start; empty if it has none, or a torn one."""
-    digest = str((_data_of_last_start(run) or {}).get(CLASSES, ""))
-    return digest if re.fullmatch("[0-9a-f]{16}", digest) else ""
+    """The digest of the names of the classes at the last start; empty if it has none."""
+    return str(_data_of_last_start(run).get(CLASSES, ""))
 
 
-def _data_of_last_start(run: RunDir) -> Mapping[str, Any] | None:
-    """None without a start; empty for one with odd data."""
-    last = next((record for _, record in _from_end(run.history) if record["event"] == "start"), {})
-    data = last.get("data")
-    return data if isinstance(data, Mapping) else None
+def _data_of_last_start(run: RunDir) -> Mapping[str, Any]:
+    starts = (record for _, record in _from_end(run.history) if record["event"] == "start")
+    data: Mapping[str, Any] = next(starts, {}).get("data", {})
+    return data
 
 
 def _listed(data: Mapping[str, Any]) -> str:
@@ -176,19 +155,10 @@ def _listed(data: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------- starts and ends
 
 
-def record_start(
-    run: RunDir,
-    env: DistEnv,
-    *,
-    from_step: int,
-    changed: list[str],
-    nodes: list[str],
-    data: Mapping[str, Any],
-) -> None:
+def record_start(run: RunDir, env: DistEnv, **fields: Any) -> None:
     remove_markers(run)
-    fields = {"from_step": from_step, "pid": os.getpid(), "changed": changed, "data": dict(data)}
-    where = {"launcher": env.launcher, "nodes": nodes, "ranks": env.world_size}
-    append(run.history, {"event": "start", "time": now(), **where, **fields})
+    start = {"event": "start", "time": now(), "launcher": env.launcher, "ranks": env.world_size}
+    append(run.history, {**start, "pid": os.getpid(), **fields})
 
 
 def record_end(run: RunDir, *, step: int, why: str, how: Ending) -> None:
@@ -229,17 +199,9 @@ def now() -> str:
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
-    """Appends one whole record, or raises OSError. A torn last line gets its newline first."""
-    descriptor = _open_for_append(path)
-    try:
-        _write_whole(descriptor, _ends_torn_line(descriptor) + _line(record))
-    finally:
-        os.close(descriptor)
-
-
-def check_appendable(path: Path) -> None:
-    """Raises OSError where no record can be appended. Creates the file."""
-    os.close(_open_for_append(path))
+    """Appends one whole record, or raises OSError."""
+    with open_lines(path) as file:
+        _write_whole(file, _line(record))
 
 
 def append_if_possible(path: Path, record: Mapping[str, Any]) -> None:
@@ -251,113 +213,91 @@ def append_if_possible(path: Path, record: Mapping[str, Any]) -> None:
 
 
 class Appender:
-    """Appends whole records to an optional file, which stays open. Its methods do not raise OSError.
-
-    While the file cannot be written (a full disk, an unreachable server), up to KEPT_BYTES of records are
-    kept and retried every RETRY_S and at `close`. The log shows when that begins, and how many records were
-    kept and lost when it ends.
+    """Appends whole records to an optional file, which stays open. Its methods do not raise OSError: while
+    the file cannot be written, the newest KEPT records wait for the next write.
     """
 
-    def __init__(self, path: Path, *, lines: bool = True, buffer_bytes: int = 0) -> None:
-        """`lines`: end a torn last line first. `buffer_bytes`: collect this much before a write."""
+    def __init__(self, path: Path, *, lines: bool = True, buffer: int = 0) -> None:
+        """`lines`: end a torn last line first. `buffer`: the records that wait before a write."""
         self.path = path
-        self._lines, self._buffer_bytes = lines, buffer_bytes
-        self._descriptor: int | None = None
-        self._waiting: list[bytes] = []
-        self._bytes = self._lost = 0
-        self._retry_at: float | None = None
-        """None while the file can be written."""
+        self._lines, self._buffer = lines, buffer
+        self._file: io.FileIO | None = None
+        self._waiting = deque[bytes](maxlen=KEPT)
+        self._fails = False
 
     def append(self, record: Mapping[str, Any]) -> None:
         self.write(_line(record))
 
     def write(self, data: bytes) -> None:
         """One record, already encoded."""
-        if self._retry_at is not None and self._bytes + len(data) > KEPT_BYTES:
-            self._lost += 1
-        else:
-            self._waiting.append(data)
-            self._bytes += len(data)
-        may_try = self._retry_at is None or time.monotonic() >= self._retry_at
-        if may_try and self._bytes > self._buffer_bytes:
+        self._waiting.append(data)
+        if len(self._waiting) > self._buffer:
             self.flush()
 
     @announces(Activity.STORAGE)
     def flush(self) -> None:
         """Writes the waiting records, or keeps them and logs why."""
-        if not self._waiting:
-            return
         try:
             self._write_waiting()
         except OSError as error:
-            if self._retry_at is None:
-                message = "%s cannot be written (%s): the run continues, and its records are kept"
+            if not self._fails:
+                message = "%s cannot be written (%s): the run continues, and its newest records are kept"
                 log.warning(message, self.path, error.strerror)
-            self._retry_at = time.monotonic() + RETRY_S
+            self._fails = True
             self._release()  # a stale handle of a file server stays invalid
             return
-        if self._retry_at is not None:
-            recorded, lost = counted(len(self._waiting), "record"), counted(self._lost, "record")
-            log.warning("%s is written again: %s kept until now, %s lost", self.path, recorded, lost)
-        self._waiting, self._bytes, self._lost, self._retry_at = [], 0, 0, None
+        if self._fails:
+            log.warning("%s is written again", self.path)
+        self._fails = False
+        self._waiting.clear()
 
     def _write_waiting(self) -> None:
-        begun = b""
         # removed and not replaced, as by the job that took over the run directory
-        if (
-            self._descriptor is not None
-            and not os.fstat(self._descriptor).st_nlink
-            and not self.path.exists()
-        ):
+        if self._file and not os.fstat(self._file.fileno()).st_nlink and not self.path.exists():
             log.warning("%s was removed with its records: a new one is begun", self.path)
             self._release()
-        if self._descriptor is None:
+        if self._file is None:
             self.path.parent.mkdir(exist_ok=True)
-            self._descriptor = _open_for_append(self.path)
-            begun = _ends_torn_line(self._descriptor) if self._lines else b""
-        _write_whole(self._descriptor, begun + b"".join(self._waiting))
+            self._file = open_lines(self.path, self._lines)
+        _write_whole(self._file, b"".join(self._waiting))
 
     def close(self) -> None:
         """Writes the waiting records. Those that cannot be written are lost, and the log has their number."""
-        self.flush()
-        if self._retry_at is not None:
-            lost = counted(self._lost + len(self._waiting), "record")
+        if self._waiting:
+            self.flush()
+        if self._fails:
+            lost = counted(len(self._waiting), "record")
             log.warning("%s could not be written to the end: %s lost", self.path, lost)
-        self._waiting, self._bytes = [], 0
         self._release()
 
     def _release(self) -> None:
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            try:
-                os.close(descriptor)
-            except OSError as error:  # NFS reports failed writes at close
-                log.warning("%s: the last records may be lost (%s)", self.path, error.strerror)
+        if self._file is not None:
+            with suppress(OSError):  # NFS reports failed writes again
+                self._file.close()
+            self._file = None
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record).encode() + b"\n"
 
 
-def _open_for_append(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+def open_lines(path: Path, lines: bool = True) -> io.FileIO:
+    """The file, which is created, for appending. A torn last line of `lines` gets its newline."""
+    file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666), "a+")
+    size = os.fstat(file.fileno()).st_size
+    if lines and size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+        _write_whole(file, b"\n")
+    return file
 
 
-def _ends_torn_line(descriptor: int) -> bytes:
-    """A newline if the last line has none, else nothing."""
-    size = os.fstat(descriptor).st_size
-    return b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""
-
-
-def _write_whole(descriptor: int, data: bytes) -> None:
+def _write_whole(file: io.FileIO, data: bytes) -> None:
     """Writes all or nothing: a part that a full disk has cut off is removed."""
-    size = os.fstat(descriptor).st_size
-    left = memoryview(data)
+    size, left = os.fstat(file.fileno()).st_size, memoryview(data)
     try:
         while left:
-            left = left[os.write(descriptor, left) :]
+            left = left[file.write(left) :]
     except OSError:
         if len(left) < len(data):
             with suppress(OSError):  # the part stays: a torn line, which readers leave out
-                os.ftruncate(descriptor, size)
+                file.truncate(size)
         raise

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp.base.errors import CheckpointError, ConfigError, error_number
 from fsdp.base.object_client import is_url
@@ -31,7 +31,6 @@ from fsdp.base.object_client import is_url
 if TYPE_CHECKING:
     from fsdp.config import Config
 
-RUNS = Path("runs")
 RAY_COPY = "working_dir_files"
 """Of `ray job submit --working-dir`: SESSION/runtime_resources/working_dir_files/_ray_pkg_…"""
 PROBE_BYTES = 4096
@@ -65,18 +64,9 @@ class RunDir:
     full_model_ema = _Below("full_model_ema")
 
 
-def new_name(config: Config) -> str:
-    """Time, model and data set; a random suffix distinguishes two runs started in one second."""
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    model = config.model.name.replace(":", "-").replace(".", "-").replace("/", "-").strip("-")
-    data = "-".join(one.label for one in config.data.sources) or config.data.name
-    data = Path(data.replace(":", "-")).name[:40]
-    return f"{now}-{model}-{data}-{os.urandom(2).hex()}"
-
-
 def choose(config: Config) -> RunDir:
     """The folder --run.dir, or a new one under runs/. Creates nothing."""
-    path = Path(config.run.dir or RUNS / new_name(config)).absolute()
+    path = Path(config.run.dir or f"runs/{_new_name(config)}").absolute()
     if RAY_COPY in path.parts:
         raise ConfigError(
             f"--run.dir {path} lies in Ray's copy of the working directory, which Ray deletes.",
@@ -85,13 +75,19 @@ def choose(config: Config) -> RunDir:
     return RunDir(path)
 
 
+def _new_name(config: Config) -> str:
+    """Time, model and data set; a random suffix distinguishes two runs started in one second."""
+    data = "-".join(source.label for source in config.data.sources) or config.data.name
+    label = f"{config.model.name}-{Path(data).name[:40]}".translate(str.maketrans(":./", "---")).strip("-")
+    return f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{label}-{os.urandom(2).hex()}"
+
+
 def open_run(place: str) -> RunDir:
     """The run directory that a command names; ConfigError for a URL. Creates nothing."""
     if is_url(place):
         copy = f"aws s3 cp --recursive --exclude 'step-*' {shlex.quote(place)} runs/copy"
-        what = f"{place} is in an object store, and a run directory is a folder."
-        export = f"python -m fsdp.checkpoint {shlex.quote(place)} export --out runs/copy/full_model"
-        raise ConfigError(what, f"{copy} copies a run's records there, and {export} its weights")
+        reason = f"{place} is in an object store, and a run directory is a folder."
+        raise ConfigError(reason, f"{copy} copies the run's records there")
     return RunDir(Path(place).absolute())
 
 
@@ -107,40 +103,36 @@ def create(path: Path) -> RunDir:
     return RunDir(path)
 
 
-def with_absolute_places(config: Config) -> Config:
-    """A start or a tool in another working directory then finds this run's checkpoints, not another's."""
+def write_config(run: RunDir, config: Config) -> list[str]:
+    """Writes config.toml, and returns what has changed since the last start as `field: old → new`. Places of
+    checkpoints become absolute: a start or a tool in another working directory finds this run's.
+    """
+    # here: the monitor process of each node imports this file and needs no configuration
+    from fsdp import config as configuration
+
     places = config.checkpoint
     places = replace(places, dir=_absolute(places.dir), local_dir=_absolute(places.local_dir))
-    return replace(config, checkpoint=places)
+    config, changed, old = replace(config, checkpoint=places), list[str](), dict[str, Any]()
+    try:
+        old = configuration.read_recipe(str(run.config)) if run.config.is_file() else {}
+    except ConfigError as error:  # used for the comparison alone: the start continues
+        reason = str(error).partition(" HINT:")[0]
+        changed.append(f"config.toml of the last start cannot be compared: {reason}")
+    for name, value in configuration.flatten(config).items() if old else ():
+        if name == "run.dir" or name.partition(".")[0] in configuration.LAUNCHERS_OWN:
+            continue
+        if isinstance(value, tuple):
+            value = configuration.as_tables(value)
+        # a field that an earlier version did not have has its default
+        default = [] if isinstance(value, list) else {} if isinstance(value, Mapping) else value
+        if (before := old.get(name, default)) != value:
+            changed.append(f"{name}: {before} → {value}")
+    write_atomically(run.config, configuration.run_toml(config))
+    return changed
 
 
 def _absolute(place: str) -> str:
     return str(Path(place).absolute()) if place and not is_url(place) else place
-
-
-def write_config(run: RunDir, config: Config) -> list[str]:
-    """Writes config.toml, and returns what has changed since the last start as `field: old → new`."""
-    # here: the monitor process of each node imports this file and needs no configuration
-    from fsdp import config as configuration
-
-    changed: list[str] = []
-    config = with_absolute_places(config)
-    try:
-        old = configuration.read_recipe(str(run.config)) if run.config.is_file() else None
-    except ConfigError as error:  # used for the comparison alone: the start continues
-        old, why = {}, str(error).partition(" HINT:")[0]
-        changed.append(f"config.toml of the last start cannot be compared: {why}")
-    for name, value in configuration.flatten(config).items():
-        if old is None or name == "run.dir" or name.partition(".")[0] in configuration.LAUNCHERS_OWN:
-            continue
-        if isinstance(value, tuple):
-            value = configuration.as_tables(value)
-        default = [] if isinstance(value, list) else {} if isinstance(value, Mapping) else value
-        before = old.get(name, default)
-        if before != value:
-            changed.append(f"{name}: {before} → {value}")
-    write_atomically(run.config, configuration.run_toml(config))
-    return changed
 
 
 # ---------------------------------------------------------------- files written whole or not at all
@@ -154,19 +146,17 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        number, what = error.errno or 0, f"{path} cannot be written ({error.strerror})."
-        file = error.filename if isinstance(error.filename, str | Path) else path
-        shown = next(str(place) for place in (file, *path.absolute().parents) if os.path.lexists(place))
-        advice = storage_advice(number, shown) or f"ls -ld {shlex.quote(shown)} shows who may write there"
-        if number in FULL:
+        reason = f"{path} cannot be written ({error.strerror})."
+        shown = next(
+            str(folder)
+            for folder in (error.filename or path, *path.absolute().parents)
+            if os.path.lexists(folder)
+        )
+        advice = storage_advice(error.errno or 0, shown)
+        if error.errno in FULL:
             hint = f"{advice}, then start the same command"
-            raise CheckpointError(what, hint, error_number=number) from None
-        if number == errno.EEXIST:  # of mkdir, which accepts a folder
-            what, advice = (
-                f"{file} is in the place of a folder.",
-                f"mv {shlex.quote(str(file))} to another name",
-            )
-        raise ConfigError(what, f"{advice}; --run.dir runs/NAME is another place") from None
+            raise CheckpointError(reason, hint, error_number=error.errno) from None
+        raise ConfigError(reason, f"{advice}; --run.dir runs/NAME is another place") from None
 
 
 @contextmanager
@@ -175,45 +165,25 @@ def storing(place: str, flag: str = "--checkpoint.dir") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what, hint = f"{place} cannot be written: {error}.", f"{flag} FOLDER that is writable"
-        raise CheckpointError(what, hint, error_number=error_number(error)) from None
+        reason, hint = f"{place} cannot be written: {error}.", f"{flag} FOLDER that is writable"
+        raise CheckpointError(reason, hint, error_number=error_number(error)) from None
 
 
 def storage_advice(number: int, place: str) -> str:
-    """What shows or removes the cause of a write's `errno` in a folder or under a URL; empty if unknown."""
-    folder, remote = shlex.quote(place), "://" in place
-    denied = "renew the credentials" if remote else f"ls -ld {folder} shows who may write there"
-    if number in FULL and not remote:
+    """The command that shows the cause of a write's `errno` in a folder or under a URL."""
+    folder = shlex.quote(place)
+    if is_url(place):
+        return f"python -m fsdp.checkpoint {folder} shows whether it answers"
+    if number in FULL:
         return f"df -h {folder} and df -i {folder} show what is full: free some"
-    return {
-        errno.EFBIG: "ulimit -f unlimited lifts the limit on a file's size",
-        errno.EMFILE: "ulimit -n 65536 before the start",
-        errno.EROFS: "" if remote else f"findmnt -T {folder} shows the mount: make it writable",
-        errno.EACCES: denied,
-        errno.EPERM: denied,
-    }.get(number, "")
-
-
-def storage_shown(place: str) -> str:
-    """What shows the storage of a folder or a URL that fails for another reason."""
-    if "://" in place:
-        return f"python -m fsdp.checkpoint {shlex.quote(place)} shows whether it answers"
-    return f"findmnt -T {shlex.quote(place)} and df -h {shlex.quote(place)} show the storage"
+    if number in (errno.EROFS, errno.EIO, errno.ESTALE):
+        return f"findmnt -T {folder} shows the mount"
+    return f"ls -ld {folder} shows who may write there"
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace the file. A reader sees the old file or the new one, whole, even after a power failure."""
     replace_with(path, [text.encode()])
-
-
-def rename(source: Path, target: Path) -> None:
-    """Rename, also where a file server repeats it because its reply was lost: the second finds no source."""
-    before = source.lstat()
-    try:
-        source.rename(target)
-    except FileNotFoundError:
-        if not os.path.samestat(before, target.lstat()):
-            raise
 
 
 def replace_with(path: Path, pieces: Iterable[bytes]) -> None:
@@ -224,7 +194,7 @@ def replace_with(path: Path, pieces: Iterable[bytes]) -> None:
             file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
-        rename(aside, path)
+        aside.rename(path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise

@@ -18,7 +18,7 @@ from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.optim.state import TrainState
-from fsdp.rundir.lock import Locks
+from fsdp.rundir.lock import Lock
 
 GLOBAL_BATCH = 12  # 1, 2, 3 and 4 ranks take equal shares
 Kind = Literal["fsdp", "hsdp", "ddp"]
@@ -115,7 +115,7 @@ def build(
     env: DistEnv,
     kind: Kind,
     run_dir: str,
-    locks: Locks | None = None,
+    locks: Lock | None = None,
     section: Mapping[str, Any] | None = None,
     **how: Any,
 ) -> Run:

@@ -39,11 +39,3 @@ def test_an_older_one_that_is_not_mounted_is_left_alone(place: Path) -> None:
     disk.rename(disk.with_name("away"))
     assert restored(place.parent) == 2
     assert (place / "step-00000001").is_symlink()
-
-
-@pytest.mark.parametrize("name", ["latest", "step-00000001.tmp-deadbeef"])
-def test_a_link_that_cannot_be_followed_stops_no_start(place: Path, name: str) -> None:
-    """To itself, and below a file: `is_dir` raises for both."""
-    (place / name).symlink_to(name)
-    (place / f"{name}-2").symlink_to(place / "step-00000002" / "manifest.json" / "x")
-    assert restored(place.parent) == 2

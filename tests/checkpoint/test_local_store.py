@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.checkpoint import store as local_store
 from fsdp.checkpoint.store import BATCH_BYTES, BLOCK, DIRECT_BYTES, LocalStore
 
 
@@ -67,21 +66,6 @@ def save(store: LocalStore, step: int) -> None:
     store.begin(staged)
     store.write(staged, "file", [b"data"])
     store.seal(staged, store.final(step, "0123abcd"))
-
-
-@pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOTSUP])
-def test_a_file_system_that_cannot_sync_folders_is_named_once(
-    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Some shared folders have no such request."""
-    monkeypatch.setattr(local_store, "_unsynced", set())
-    monkeypatch.setattr(os, "fsync", failing_fsync(error, of_folders=True))
-    store = LocalStore(tmp_path / "run" / "checkpoints")
-    for step in (1, 2):
-        save(store, step)
-    store.remove("step-00000001", "0123abcd")
-    assert store.folders() == ["step-00000002"]
-    assert caplog.text.count("cannot sync a folder") == 1
 
 
 @pytest.mark.parametrize(("error", "of_folders"), [(errno.EINVAL, False), (errno.EIO, True)])

@@ -25,7 +25,7 @@ from fsdp.checkpoint.store import LocalStore, ObjectStore, open_store
 from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
-from fsdp.rundir.lock import FILE, Locks
+from fsdp.rundir.lock import FILE
 from tests.checkpoint.manifests import a_manifest
 from tests.checkpoint.small import build
 from tests.checkpoint.test_crashes import ENV
@@ -320,9 +320,7 @@ def test_an_object_stores_content_decides_the_outcome_of_a_save(tmp_path: Path) 
 def save_ousted(env: DistEnv, run_dir: str, when: str) -> str:
     """Another job takes over the run directory while files are written, or after the seal."""
     lock = acquire(Path(run_dir), "torchrun") if env.is_main else None
-    run = build(
-        env, "fsdp", run_dir, locks=Locks(lock) if lock is not None else None, section={"keep_last": 1}
-    )
+    run = build(env, "fsdp", run_dir, locks=lock, section={"keep_last": 1})
     run.checkpointer.restore(run.state)
     run.step()
     run.save(wait=True)

@@ -131,7 +131,7 @@ REQUESTS: dict[str, Callable[[ObjectStore], object]] = {
     "a write": lambda store: store.write("step-00000001-ab", "x", [b"1"]),
     "a read": lambda store: store.read("step-00000001-ab", "__0_0.distcp"),
     "a listing": lambda store: store.folders(),
-    "the lock": lambda store: store.swap("CLAIM", b"x", None),
+    "the lock": lambda store: store.claim("CLAIM", b"x", False),
 }
 
 

@@ -56,8 +56,7 @@ def started(run: Path, url: str, *command: str, **variables: str) -> subprocess.
 
 
 def records(url: str, name: str) -> list[dict[str, Any]]:
-    found = ObjectStore(url).get(name)
-    return [json.loads(line) for line in found.data.splitlines()] if found is not None else []
+    return [json.loads(line) for line in (ObjectStore(url).read_small(name) or b"").splitlines()]
 
 
 def losses(lines: list[dict[str, Any]]) -> dict[int, float]:

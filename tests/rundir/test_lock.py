@@ -5,7 +5,6 @@ notices.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import multiprocessing
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.base.errors import ConfigError, RefusedError
+from fsdp.base.errors import RefusedError
 from fsdp.rundir import lock
 from fsdp.rundir.lock import FILE, Folder, hold
 from tests.support.locks import acquire
@@ -120,22 +119,6 @@ def test_a_lock_removed_by_hand_stops_its_holder(tmp_path: Path) -> None:
     held = acquire(tmp_path, "srun")
     (tmp_path / FILE).unlink()
     assert "is gone" in (held.lost_now() or "")
-    assert held.advice() == "squeue or ps shows both runs: end one of them"
-    held.release()
-
-
-def test_a_renamed_run_directory_is_named_with_the_way_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error named a second run, and there was none."""
-    monkeypatch.setattr(Folder, "beat_s", 0.01)
-    place = tmp_path / "a run"
-    held = acquire(place, "torchrun")
-    place.rename(tmp_path / "moved")
-    eventually("the holder notices", lambda: held.lost, 10)
-    assert held.lost == f"{place} is gone: it was renamed or removed"
-    back = f"mv it back to '{place}' if it was renamed: the same command then resumes from its checkpoints"
-    assert held.advice() == back
     held.release()
 
 
@@ -149,11 +132,11 @@ def try_once(run_dir: str, start: object, results: object) -> None:
 
     Path.unlink = slow  # type: ignore[method-assign, assignment]
     start.wait()  # type: ignore[attr-defined]
-    try:
+    held = None
+    with contextlib.suppress(RefusedError):
         held = acquire(Path(run_dir), "race")
-        results.put(("held", held.lost_now()))  # type: ignore[attr-defined]
-    except RefusedError as error:
-        results.put(("refused", str(error)))  # type: ignore[attr-defined]
+    start.wait()  # type: ignore[attr-defined]
+    results.put(held is not None and held.lost_now() is None)  # type: ignore[attr-defined]
     start.wait()  # type: ignore[attr-defined]
 
 
@@ -169,8 +152,7 @@ def test_of_several_that_see_a_dead_holder_one_takes_over(tmp_path: Path) -> Non
     outcomes = [results.get(timeout=60) for _ in racers]
     for racer in racers:
         racer.join()
-    assert sorted(what for what, _ in outcomes) == ["held"] + ["refused"] * 5
-    assert [why for what, why in outcomes if what == "held"] == [None]
+    assert sorted(outcomes) == [False] * 5 + [True]
     assert not [path for path in tmp_path.iterdir() if path.name != FILE]
 
 
@@ -187,42 +169,6 @@ def test_of_several_that_see_a_dead_holder_one_takes_over(tmp_path: Path) -> Non
 )
 def test_which_start_is_a_later_one_of_the_same_job(job: str, other: str, later: bool) -> None:
     assert lock.is_later_start(job, other) is later
-
-
-def test_a_replaced_holder_notices_where_its_old_file_cannot_be_written_any_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NFS: another node has removed the file that is open here."""
-    monkeypatch.setattr(Folder, "beat_s", 0.01)
-    folder = Folder(tmp_path)
-    held = acquire(folder, "native srun", "Slurm job 7, start 1")
-    sync = os.fsync
-
-    def stale(descriptor: int) -> None:
-        if descriptor == folder._descriptor:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", stale)
-    later = acquire(tmp_path, "native srun", "Slurm job 7, start 2", stale_s=1e9)
-    eventually("the first start notices the second", lambda: held.lost, 10)
-    assert "was taken over by" in (held.lost or "")
-    held.release()
-    later.release()
-
-
-def test_a_lock_that_cannot_be_written_is_one_line_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def away(descriptor: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", away)
-        with pytest.raises(ConfigError, match=r"CLAIM cannot be written \(Input/output error\)\. HINT: ls"):
-            acquire(tmp_path, "torchrun")
-    assert not open_below(tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_released_lock_leaves_no_file_and_no_open_one(tmp_path: Path) -> None:
@@ -276,32 +222,19 @@ def test_of_a_suspended_job_and_a_second_one_on_its_directory_one_goes_on(
         places = Folder(run), Folder(store)
         for place in places:
             place.stale_s = 1.0
-        swap = places[0].swap
+        claim = places[0].claim
 
-        def resumed(name: str, data: bytes, version: str | None) -> str | None:
-            taken = swap(name, data, version)
-            if taken is not None and version is not None:
-                first.send_signal(signal.SIGCONT)
-                time.sleep(1.2 * Folder.beat_s)  # it renews what it has
-            return taken
+        def resumed(name: str, data: bytes, dead: bool) -> None:
+            claim(name, data, dead)
+            first.send_signal(signal.SIGCONT)
+            time.sleep(1.2 * Folder.beat_s)  # it renews what it has
 
-        places[0].swap = resumed  # type: ignore[method-assign]
+        places[0].claim = resumed  # type: ignore[method-assign]
         second = hold(*places, "srun")
         assert second.lost_now() is None
         assert "was taken over by" in first.communicate("", timeout=30)[0]
     second.release()
     assert not [path for path in tmp_path.rglob("*") if FILE in path.name]
-
-
-def test_a_suspended_holder_of_this_machine_is_named_as_such(tmp_path: Path) -> None:
-    with holder(tmp_path) as first:
-        first.send_signal(signal.SIGSTOP)
-        held = lock.read_holder((tmp_path / FILE).read_bytes())
-        assert held is not None
-        eventually("it is suspended", lambda: held.state() == "suspended", 10)
-        with pytest.raises(RefusedError, match=f"which is suspended.* kill -CONT {first.pid} resumes it"):
-            acquire(tmp_path, "srun")
-        first.kill()
 
 
 ORPHAN = """

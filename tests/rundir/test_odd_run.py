@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.base.errors import ShardrunError
-from fsdp.rundir import history, lock, paths
+from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir
 from launch import slurm_job
 from launch.guard import TOKEN
-from tests.support.locks import acquire
 from tests.support.runs import QUIET, on_a_rank
 from tests.support.world import run_world
 
@@ -82,22 +80,3 @@ def test_a_start_that_cannot_record_itself_leaves_the_configuration_as_it_was(ru
         f"ConfigError: {run.history} cannot be written (Is a directory). HINT: ls -ld"
     )
     assert run.config.read_text() == "# the first user's\n"
-
-
-def test_a_folder_in_the_place_of_the_lock_is_named(run: RunDir) -> None:
-    fresh(run)
-    (run.path / lock.FILE).mkdir()
-    with pytest.raises(ShardrunError, match=r"CLAIM cannot be written \(Is a directory\)"):
-        acquire(run.path, "test", stale_s=0.0)
-
-
-@pytest.mark.parametrize("name", ["logs", "tensorboard", ""])
-def test_a_file_in_the_place_of_a_folder_is_named(name: str, tmp_path: Path) -> None:
-    """The line named the run directory, and asked who may write there."""
-    file = tmp_path / "run" / name
-    file.parent.mkdir(exist_ok=True)
-    file.touch()
-    with pytest.raises(
-        ShardrunError, match=rf"^{file} is in the place of a folder. HINT: mv {file} to another"
-    ):
-        paths.create(tmp_path / "run")

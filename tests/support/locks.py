@@ -13,5 +13,4 @@ def acquire(
     place = Folder(where) if isinstance(where, Path) else where
     place.stale_s = place.stale_s if stale_s < 0 else stale_s
     place.beat_s = place.beat_s if beat_s < 0 else beat_s
-    (lock,) = hold(place, None, launcher, job).held
-    return lock
+    return hold(place, None, launcher, job)
