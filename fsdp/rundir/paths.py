@@ -176,9 +176,9 @@ def storage_advice(number: int, place: str) -> str:
         return f"python -m fsdp.checkpoint {folder} shows whether it answers"
     if number in FULL:
         return f"df -h {folder} and df -i {folder} show what is full: free some"
-    if number in (errno.EROFS, errno.EIO, errno.ESTALE):
-        return f"findmnt -T {folder} shows the mount"
-    return f"ls -ld {folder} shows who may write there"
+    if number in (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
+        return f"ls -ld {folder} shows who may write there"
+    return f"findmnt -T {folder} and df -h {folder} show the storage"
 
 
 def write_atomically(path: Path, text: str) -> None:

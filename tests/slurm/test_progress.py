@@ -60,7 +60,7 @@ def test_a_run_that_has_saved_is_requeued_where_its_directory_cannot_be_read(
     reach(run, 10)
     stopped(run, 10, "SIGTERM")
     words = ["judge", str(run.path), "--job", "7", "--code"]
-    monkeypatch.setattr(lock, "_write", away)
+    monkeypatch.setattr(lock.Folder, "claim", away)
     monkeypatch.setattr(Path, "exists", away)
     assert slurm_job.main([*words, "0"]) == slurm_job.REQUEUE
     assert capsys.readouterr().out == "stopped: its ranks have ended with 0. To be requeued.\n"
