@@ -40,8 +40,6 @@ SINGLE_FILE = "model.safetensors"
 FLAG = "--model.weights"
 PACKED = (".qweight", ".weight_packed")
 """The ends of names of packed weights in folders of GPTQ, AWQ and compressed-tensors."""
-OUTPUT_LAYERS = ("lm_head.weight", "head.weight")
-"""A folder whose model was tied lacks it."""
 
 
 # ---------------------------------------------------------------- one state dict
@@ -211,10 +209,8 @@ def _open_stored(source: PretrainedFolder) -> dict[str, Tensor]:
     if index.is_file():
         parts = [open_file(file, flag) for file in files_of_index(index, flag)]
         return {name: tensor for part in parts for name, tensor in part.items()}
-    pickled = next(folder.glob("pytorch_model*.bin"), None)
     raise ConfigError(
-        f"{flag} {folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}"
-        f"{f'; {pickled.name} is a pickle' if pickled else ''}.",
+        f"{flag} {folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}.",
         f"in Python, {source.class_name}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER); or "
         "--model.weights none, to train from random weights",
         scope="node",
@@ -243,23 +239,15 @@ def _check(source: PretrainedFolder, model: Any, plan: NamePlan, stored: Mapping
             f"{source.flag}: its weights are quantized ({quantized[0]}); FSDP trains floating-point ones.",
             "name a folder with the weights before quantization",
         )
-    if missing:
+    shapes = [(name, shape) for name, shape in plan.misshapen.items() if name not in drawn]
+    misshapen = [f"{name} {shape} for {tuple(tensors[name].shape)}" for name, shape in shapes]
+    if missing or misshapen:
+        fault = f"lacks {listed(missing, 3)}" if missing else f"has other shapes: {listed(misshapen, 3)}"
+        more = f" It has {listed(plan.unexpected, 3)}." if plan.unexpected else ""
         raise ConfigError(
-            f"{source.flag}: {source.folder} lacks {listed(missing, 3)} of {source.class_name}"
-            + (f"; it has {listed(plan.unexpected, 3)}." if plan.unexpected else "."),
-            "--model.args.tie_word_embeddings true, if it was saved with tied embeddings"
-            if missing[0] in OUTPUT_LAYERS and len(missing) == 1
-            else "--model.args.head NAME draws a new head; --model.weights none trains from random weights",
-        )
-    misshapen = [
-        f"{name} {shape} for {tuple(tensors[name].shape)}"
-        for name, shape in plan.misshapen.items()
-        if name not in drawn
-    ]
-    if misshapen:
-        raise ConfigError(
-            f"{source.flag}: {source.folder} has other shapes than the model: {listed(misshapen, 3)}.",
-            "leave out the --model.args that change them; --model.args.head NAME draws a new head",
+            f"{source.flag}: {source.folder} does not fit {source.class_name}: it {fault}.{more}",
+            "--model.args as the folder was saved (tie_word_embeddings true without an output layer); "
+            "--model.args.head NAME draws a new head; --model.weights none trains from random weights",
         )
     return drawn
 
@@ -306,19 +294,16 @@ def digest_of(tensors: Mapping[str, int]) -> str:
 
 def check_base(manifest: Manifest, base: Base | None, path: str) -> None:
     """CheckpointError unless the checkpoint and the run have the same frozen weights under their adapters."""
-    saved = manifest.base
-    if base is not None and not saved:
-        reason = f"{path} holds a whole model, and this run trains adapters."
-        hint = "--model.weights RUN/full_model to train adapters over it, or --lora.rank 0 to resume it"
-        raise CheckpointError(reason, hint)
+    saved, held, reason = manifest.base, "a whole model", ""
+    if saved:
+        held = f"adapters over {saved['origin']} ({saved['digest']})"
     if base is None and saved:
-        reason = f"{path} holds adapters alone, over {saved['origin']}."
-        raise CheckpointError(reason, f"--lora.rank {saved['rank']}, with the flags of that run")
-    if base is not None and saved["digest"] != base.digest:
-        raise CheckpointError(
-            f"{path} holds adapters over {saved['origin']} ({saved['digest']}), and this run has other "
-            f"weights, from {base.origin} ({base.digest}).",
-            "the old files, and --precision.frozen as that run had it"
-            if saved["origin"] == base.origin
-            else f"{saved['origin']}, with the flags of that run",
-        )
+        reason, hint = "this run trains a whole model", f"--lora.rank {saved['rank']}, and that run's flags"
+    elif base is not None and not saved:
+        reason = "this run trains adapters"
+        hint = "--model.weights RUN/full_model to train adapters over it, or --lora.rank 0 to resume it"
+    elif base is not None and saved["digest"] != base.digest:
+        reason = f"this run has other weights under its own, from {base.origin} ({base.digest})"
+        hint = f"{saved['origin']} with unchanged files, and --precision.frozen as that run had it"
+    if reason:
+        raise CheckpointError(f"{path} holds {held}, and {reason}.", hint)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.checkpoint.export import COPIED
-from fsdp.checkpoint.pretrained import PretrainedWeights, open_full_state
+from fsdp.checkpoint.pretrained import PretrainedWeights
 from fsdp.models.hf import find_folder, resolve_folder
 from fsdp.predict.__main__ import main as predict
 from fsdp.run import weights
@@ -199,17 +199,20 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert "has no head causual, but " in refusal(folder, head="causual")
     assert "a bert has no head image-classification" in refusal(folder, head="image-classification")
     wider = refusal(folder, intermediate_size=48)
-    assert "has other shapes than the model: bert.encoder.layer.0.intermediate.dense" in wider
+    assert "has other shapes: bert.encoder.layer.0.intermediate.dense" in wider
     edit(folder, architectures=["BertForSequenceClassification"])
     assert "lacks bert.pooler.dense.weight, bert.pooler.dense.bias, classifier.weight and 1 more" in refusal(
         folder
     )
     edit(folder, architectures=["BertModel"])
-    assert "BertModel returns neither logits nor a loss. HINT: --model.args.head" in refusal(folder)
+    assert (
+        "'BertModel', no class of transformers that returns logits or a loss. HINT: --model.args.head"
+        in refusal(folder)
+    )
     edit(folder, quantization_config={"quant_method": "gptq"})
     assert "its weights are quantized (gptq)" in refusal(folder)
     edit(folder, quantization_config=None)  # as some programs write it
-    assert "BertModel returns neither" in refusal(folder)
+    assert "'BertModel', no class" in refusal(folder)
     edit(folder, model_type=["bert"])
     assert "has no model_type ['bert']" in refusal(folder)
 
@@ -248,7 +251,7 @@ def test_a_hub_id_is_read_from_the_cache_alone(tmp_path: Path, monkeypatch: pyte
 def test_a_pickle_is_not_read(tmp_path: Path) -> None:
     folder = write_folder("bert", tmp_path / "bert")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert "pytorch_model.bin is a pickle" in refusal(folder)
+    assert "holds neither" in refusal(folder)
     assert "--model.weights none" in refusal(folder)
 
 
@@ -292,21 +295,6 @@ def test_a_new_head_is_drawn_the_same_everywhere(tmp_path: Path) -> None:
     assert torch.equal(first["classifier.bias"], torch.zeros(5))
 
 
-def test_a_folder_of_adapters_is_named_as_one(tmp_path: Path) -> None:
-    folder = write_folder("llama", tmp_path / "base")
-    place = tmp_path / "adapter"
-    place.mkdir()
-    (place / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder)}))
-    (place / "adapter_model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    hint = f'HINT: in Python, peft.AutoPeftModelForCausalLM.from_pretrained("{place}").merge_and_unload()'
-    assert f"--model.name hf:{place} is an adapter of peft" in refusal(place)
-    assert hint in refusal(place)
-    with pytest.raises(ConfigError, match=rf"^--model.weights {place} is an adapter of peft"):
-        open_full_state(place)
-    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors is an adapter of peft"):
-        open_full_state(place / "adapter_model.safetensors")
-
-
 def test_a_factory_with_a_pretrained_model_is_answered_with_what_works(tmp_path: Path) -> None:
     folder = write_folder("llama", tmp_path / "llama")
     words = f"{QUIET} --model.args.folder {folder} {DATA['llama']} --train.steps 1 --optim.lr 1e-30"
@@ -324,5 +312,5 @@ def test_a_tied_model_whose_configuration_lost_it_is_answered_with_the_argument(
     folder = write_folder("tied", tmp_path / "tied")
     edit(folder, tie_word_embeddings=False)
     said = refusal(folder)
-    assert "lacks lm_head.weight of LlamaForCausalLM. HINT: --model.args.tie_word_embeddings true, if" in said
+    assert "lacks lm_head.weight" in said
     assert PretrainedWeights(resolve_folder(f"hf:{folder}", {"tie_word_embeddings": True}, {}), 0).dtype
