@@ -169,7 +169,7 @@ def _read_config(name: str, folder: Path) -> dict[str, Any]:
         line = f"--model.name {name}: {file} cannot be read: {error}."
         hint = f"a folder that save_pretrained wrote, or a run's own export: hf:{folder / 'full_model'}"
         raise ConfigError(line, hint, scope="node") from None
-    if "quantization_config" in fields:
+    if fields.get("quantization_config"):
         raise ConfigError(
             f"--model.name {name}: its weights are quantized; FSDP trains floating-point ones.",
             "name a folder with the weights before quantization",
