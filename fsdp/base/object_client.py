@@ -1,7 +1,7 @@
 """The client of object stores such as s3://bucket/prefix, through fsspec: opening, retries, redaction.
 
 Endpoint and keys come from fsspec's environment variables. Not here: checkpoints in a store
-(fsdp/checkpoint/store.py) and row files in one (fsdp/tokenize/rows.py).
+(fsdp/checkpoint/store.py).
 """
 
 from __future__ import annotations

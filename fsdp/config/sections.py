@@ -237,7 +237,7 @@ class DataSection:
 
     name: str = knob("", common=True)
     """digits, fashion_mnist, text, tokens, documents, folder, synthetic, a FILE, FOLDER or 'PATTERN',
-    hf:NAME, s3://…, or package.module:factory; empty: digits, for --model.name vit and mlp alone
+    hf:NAME, or package.module:factory; empty: digits, for --model.name vit and mlp alone
     """
     dir: str = knob("", common=True)
     """folder of the data; empty: the data set's default"""

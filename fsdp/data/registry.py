@@ -1,7 +1,7 @@
 """Builds the DataSet of --data.name: a built-in, a path, or code of the user, package.module:factory.
 
 A name that is a path selects the built-in reader for its files: tokens, documents, text or folder; hf:NAME
-and s3://… are documents. A data set's module is imported only when it is selected. A factory takes
+is documents. A data set's module is imported only when it is selected. A factory takes
 --data.args as keyword arguments (and seq_len, dir, if it has such parameters) and returns
 
     a torch map-style Dataset         or
@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
 from fsdp.base.errors import ConfigError, OneRankError, one_line
+from fsdp.base.object_client import is_url
 from fsdp.base.text import nearest, quoted
 from fsdp.config import Args, DataSection, ModelSection
 from fsdp.config.fields import expanded, with_home
@@ -89,8 +90,8 @@ def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = 
     if ":" in name:
         return _of_factory(name, where, section.args)
     raise ConfigError(
-        f"--data.name {name} is not {', '.join(BUILT_INS)}, a file or folder here, hf:NAME, "
-        "s3://… or package.module:factory.",
+        f"--data.name {name} is not {', '.join(BUILT_INS)}, a file or folder here, hf:NAME "
+        "or package.module:factory.",
         f"ls {quoted(Path(name).parent)}"
         if os.sep in name or Path(name).suffix
         else f"--data.name {nearest(name, list(BUILT_INS), '{}', 'package.module:factory')}",
@@ -111,10 +112,13 @@ def _selected(section: DataSection, model_facts: Mapping[str, Any]) -> tuple[str
     where = Where(section.dir, section.seq_len, dict(model_facts), tokenizer=section.tokenizer)
     if not name or name in BUILT_INS:
         return name, where
-    from fsdp.tokenize.rows import is_remote, matching
+    from fsdp.tokenize.rows import matching
 
-    if is_remote(name):
+    if name.startswith(PREFIX):
         reader = "documents"
+    elif is_url(name):
+        copy = "aws s3 cp --recursive s3://bucket/prefix FOLDER, and --data.name FOLDER"
+        raise ConfigError("--data.name is a URL, and data are read from a disk.", copy)
     elif Path(name).exists() or matching(name):
         reader = _reader_of(Path(name), bool(section.tokenizer))
     else:
@@ -221,7 +225,7 @@ def with_model_tokenizer(data: DataSection, model: ModelSection) -> DataSection:
         return data
     if not takes_tokenizer(data):
         return data
-    if not any((folder / file).is_file() for file in ("tokenizer_config.json", "tokenizer.json")):
+    if not (folder / "tokenizer_config.json").is_file():
         log.warning(
             "documents: %s has no tokenizer, so a token is a byte of UTF-8. HINT: --data.tokenizer DIR",
             folder,

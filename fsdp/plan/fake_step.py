@@ -49,7 +49,7 @@ from fsdp.plan.cuda import cuda_formulas, fused_entropy
 from fsdp.plan.trace import AFTER, HOST_KINDS, Trace, Tracker
 from fsdp.run.job import meta_model, model_of
 from fsdp.run.step import StepParts, Totals, gradients_of, train_step
-from fsdp.tokenize.rows import is_pattern, is_remote
+from fsdp.tokenize.rows import is_pattern
 
 CPU = torch.device("cpu")
 OTHER_UNITS = 1_000_000
@@ -410,7 +410,7 @@ def _dataset(model: ModelSection, data: DataSection) -> tuple[DataSet, str]:
         # files may lie on the machine that is planned for
         name = data.name
         is_path = ":" not in name and (os.sep in name or is_pattern(name) or bool(Path(name).suffix))
-        if stand_in is None or not (data.dir or data.sources or is_path or is_remote(name)):
+        if stand_in is None or not (data.dir or data.sources or is_path or name.startswith(PREFIX)):
             raise
         words = stand_in.args.get("vocab_size")
         kind = f"a vocabulary of {words:,} (--model.args.vocab_size)" if words else "samples of its kind"

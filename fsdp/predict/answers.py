@@ -25,7 +25,7 @@ from fsdp.dist.mesh import DataRank
 from fsdp.predict.trained import TrainedModel
 from fsdp.rundir.history import trained_classes
 from fsdp.rundir.paths import RunDir
-from fsdp.tokenize.tokenizer import Tokenizer, load_tokenizer
+from fsdp.tokenize.conversations import Tokenizer, load_tokenizer
 
 BATCH = 64
 GREEDY = 1e-30
@@ -203,7 +203,7 @@ def _encoded(trained: TrainedModel, prompt: str) -> list[int]:
     """Tokens of the prompt; without a tokenizer, numbers separated by spaces."""
     tokenizer, numbers = _tokenizer(trained), prompt.replace(",", " ").split()
     if tokenizer is not None:
-        tokens = [int(token) for token in tokenizer.encode(prompt, special=True).tokens]
+        tokens = [int(token) for token in tokenizer.encode_all([prompt])[0]]
         if len(tokens) > 1 and tokens[-1] == tokenizer.end:
             tokens.pop()
     elif not all(number.isdecimal() for number in numbers):

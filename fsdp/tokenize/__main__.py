@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=8 train.py --data.name tokens/
 
 SOURCE is a file of rows (.jsonl, .json, .parquet, .csv, …), or of text (.txt), a folder of them, a pattern in
-quotes, the same in a store (s3://bucket/prefix), or hf:NAME, a data set in Hugging Face's cache here.
+quotes, or hf:NAME, a data set in Hugging Face's cache here.
 Killed and started again, it keeps the finished shards of OUT. OUT's bytes are the same at any number of
 workers. Formats: docs/data.md.
 """
@@ -28,10 +28,10 @@ def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["--job"]:
         return run_job(argv[1:])
     parser = CommandParser("fsdp.tokenize", __doc__)
-    parser.add_argument("source", metavar="SOURCE", help="file, folder, pattern, s3://… or hf:NAME")
+    parser.add_argument("source", metavar="SOURCE", help="file, folder, pattern or hf:NAME")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder of the token files")
     for name, kind, default, text in (
-        ("tokenizer", str, "", "folder, tokenizer.json, or cached id; empty: bytes"),
+        ("tokenizer", str, "", "folder or cached id; empty: bytes"),
         ("text", str, "", "column of the text; empty: messages, prompt and completion, or text"),
         ("config", str, "", "configuration of hf:NAME"),
         ("split", str, "", "split of hf:NAME (default: train)"),

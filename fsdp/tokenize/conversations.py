@@ -1,28 +1,32 @@
-"""A row as a document: its tokens, and which of them are trained on.
+"""A row as a document: its tokens, and which of them are trained on; and the tokenizers that make them.
 
     text                    --data.args.text COLUMN; every token is trained on
     messages                a conversation; the assistant's tokens, or --data.args.loss last or all;
                             without messages of weight 0
-    prompt, completion      the completion's; both are text, or lists of messages
+    prompt, completion      the completion's
 
-The tokenizer's chat template writes a conversation. A template with {% generation %} marks what the assistant
-writes, as transformers' return_assistant_tokens_mask reads it. For others the conversation is rendered up to
-each assistant turn and again with it; what the turn adds is the assistant's. That needs a template in which a
-longer conversation continues the text of a shorter one.
+A tokenizer is a folder or a cached id of transformers, or the bytes of UTF-8. Nothing is downloaded, and code
+that a tokenizer brings (trust_remote_code) is never run. Its chat template writes a conversation. A template
+with {% generation %} marks what the assistant writes, as transformers' return_assistant_tokens_mask reads it.
+For others the conversation is rendered up to each assistant turn and again with it; what the turn adds is the
+assistant's. That needs a template in which a longer conversation continues the text of a shorter one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import logging
+import os
 import re
 import resource
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,13 +34,13 @@ from fsdp.base.errors import ConfigError, message_line
 from fsdp.base.text import byte_size, quoted
 from fsdp.config.fields import expanded
 from fsdp.tokenize.rows import SourceRow
-from fsdp.tokenize.tokenizer import HubTokenizer, Tokenizer, load_tokenizer
 
 Message = dict[str, Any]
 Span = tuple[int, int]
 Loss = Literal["assistant", "all", "last"]
 Form = Literal["text", "messages", "pairs"]
-T = TypeVar("T")
+BYTES = "bytes"
+TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 TRAINED = ("weight", "train")
 """Keys of a message, as files of OpenAI and of axolotl have: 0 or false if it is not trained on."""
 ENCODED_AT_ONCE = 256
@@ -44,8 +48,125 @@ ENCODED_AT_ONCE = 256
 TEMPLATE_S, TEMPLATE_BYTES = 5.0, 256 << 20
 """Processor time and memory of one rendering: a conversation takes some milliseconds and kilobytes."""
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-PROBE = "probe\u2603content"
 EXAMPLE = """messages are [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]"""
+
+
+# ---------------------------------------------------------------- tokenizers
+
+
+class ByteTokenizer:
+    vocab_size, end = 256, 0
+    """`end` is the token that ends a document: UTF-8 text has no zero byte."""
+
+    def encode_all(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        """The tokens of each text, with those that the tokenizer puts around it."""
+        return [text.encode("utf-8", "surrogatepass") for text in texts]
+
+    def encode_with_spans(self, text: str, *, special: bool) -> tuple[Sequence[int], Sequence[Span]]:
+        """Tokens, and the characters [start, end) of the text that each stands for."""
+        spans = [(n, n + 1) for n, sign in enumerate(text) for _ in sign.encode("utf-8", "surrogatepass")]
+        return self.encode_all([text])[0], spans
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+class HubTokenizer:
+    """A tokenizer of transformers."""
+
+    def __init__(self, name: str, *, ends: bool) -> None:
+        """`ends`: whether texts are ended, for which it needs a token."""
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        # A config.json beside it has transformers import its model's packages, torchvision too.
+        from fsdp.base.torch_private.core import prepare_torchvision
+
+        prepare_torchvision()
+        folder, options = find_tokenizer(name), {"local_files_only": True, "trust_remote_code": False}
+        try:
+            import transformers
+
+            logging.getLogger("transformers").setLevel(logging.ERROR)
+            self.made: Any = transformers.AutoTokenizer.from_pretrained(str(folder), **options)
+            if not self.made.is_fast:
+                raise ValueError("no tokenizer.json, so its tokens have no places in the text")
+        except Exception as error:  # the library raises what its classes raise
+            reason = f"--data.tokenizer {name} cannot be loaded: {message_line(error)}."
+            hint = (
+                f"ls {quoted(folder)}, which AutoTokenizer.save_pretrained writes; pip install transformers"
+            )
+            raise ConfigError(reason, hint) from None
+        self.vocab_size = 1 + max(self.made.get_vocab().values(), default=0)
+        self.end: int = self.made.eos_token_id
+        """None where none is needed and it has none."""
+        if self.end is None and ends:
+            hint = f'"eos_token": "TOKEN", one of its tokens, in {folder / "tokenizer_config.json"}'
+            raise ConfigError(f"--data.tokenizer {name} has no token that ends a text.", hint)
+
+    def encode_all(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        tokens: list[list[int]] = self._encoded(list(texts), True, False)["input_ids"]
+        return tokens
+
+    def encode_with_spans(self, text: str, *, special: bool) -> tuple[Sequence[int], Sequence[Span]]:
+        encoded = self._encoded(text, special, True)
+        return encoded["input_ids"], encoded["offset_mapping"]
+
+    def _encoded(self, texts: str | list[str], special: bool, spans: bool) -> Any:
+        try:
+            return self.made(
+                texts,
+                add_special_tokens=special,
+                return_offsets_mapping=spans,
+                return_attention_mask=False,
+                truncation=False,
+                verbose=False,
+            )
+        except Exception as error:  # the library raises Exception itself
+            first = texts if isinstance(texts, str) else texts[0]
+            reason = f"the tokenizer cannot encode the text from {first[:60]!a} on: {message_line(error)}."
+            raise ConfigError(reason, "--data.tokenizer DIR, one that encodes any text") from None
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.made.decode(list(tokens)))
+
+
+Tokenizer = ByteTokenizer | HubTokenizer
+
+
+def load_tokenizer(name: str, *, ends: bool = True) -> Tokenizer:
+    """--data.tokenizer; an empty name is bytes."""
+    return ByteTokenizer() if name in ("", BYTES) else HubTokenizer(name, ends=ends)
+
+
+def find_tokenizer(name: str) -> Path:
+    """Its folder. An id is looked up in Hugging Face's cache of this machine alone."""
+    if (expanded(name) / "tokenizer_config.json").is_file():
+        return expanded(name)
+    with suppress(ImportError, ValueError):  # not the form of an id
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name, "tokenizer_config.json")
+        if isinstance(cached, str):
+            return Path(cached).parent
+    raise ConfigError(
+        f"--data.tokenizer {name} is neither a folder with tokenizer_config.json nor an id in this machine's "
+        "cache of Hugging Face.",
+        f"hf download {quoted(name)} --include '*.json' '*.jinja' '*.model' with a network; of a "
+        "tokenizer.json, PreTrainedTokenizerFast(tokenizer_file=FILE, eos_token=TOKEN).save_pretrained(DIR)",
+    )
+
+
+def digest_of_tokenizer(name: str) -> str:
+    """Of the files that make its tokens; found without loading it."""
+    if name in ("", BYTES):
+        return BYTES
+    folder, digest = find_tokenizer(name), hashlib.sha256()
+    for file in sorted(file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
+        if not file.name.endswith(".index.json"):  # of weights
+            digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:20]
+
+
+# ---------------------------------------------------------------- documents
 
 
 @dataclass(frozen=True)
@@ -73,7 +194,7 @@ def form_of(row: SourceRow, options: DocumentOptions) -> Form:
             return "messages"
         if "prompt" in row.values and "completion" in row.values:
             return "pairs"
-    _column(row, options.text or "text")
+    _string(row, options.text or "text")
     return "text"
 
 
@@ -83,93 +204,49 @@ class DocumentReader:
     def __init__(self, options: DocumentOptions, form: Form) -> None:
         self.tokenizer: Tokenizer = load_tokenizer(options.tokenizer)
         self._options, self._form = options, form
-        self._template = self._chat("the rows are conversations") if form == "messages" else None
+        self._template = ChatTemplate(self.tokenizer, options) if form == "messages" else None
 
     def read_all(self, rows: Iterable[SourceRow]) -> Iterator[Document]:
         """The documents of the rows, in their order. Texts are encoded many at a time."""
-        if self._form != "text":
-            yield from map(self._messages if self._form == "messages" else self._pair, rows)
+        if self._template is not None:
+            yield from (self._conversation(self._template, row) for row in rows)
             return
-        column = self._options.text or "text"
-        texts = (self._string(row, column) for row in rows)
+        if self._form == "pairs":
+            yield from map(self._pair, rows)
+            return
+        texts = (_string(row, self._options.text or "text") for row in rows)
         for group in iter(lambda: list(itertools.islice(texts, ENCODED_AT_ONCE)), []):
-            for tokens in self.tokenizer.encode_all(group, special=True):
+            for tokens in self.tokenizer.encode_all(group):
                 yield Document(self._ended(tokens), None)
-
-    def read(self, row: SourceRow) -> Document:
-        return next(self.read_all([row]))
-
-    def _chat(self, reason: str) -> ChatTemplate:
-        if not isinstance(self.tokenizer, HubTokenizer):
-            raise ConfigError(
-                f"{reason}, and the tokenizer bytes has no chat template.",
-                "--data.tokenizer DIR, a folder with tokenizer_config.json",
-            )
-        return ChatTemplate(self.tokenizer, self._options.chat_template, self._options.tokenizer)
-
-    def _string(self, row: SourceRow, name: str) -> str:
-        value = _column(row, name)
-        if not isinstance(value, str):
-            kind = "null" if value is None else f"a {type(value).__name__}"
-            raise ConfigError(f"{row.place}: {name} is {kind}, not text.", f"text in {name}, or no such row")
-        return value
 
     def _ended(self, tokens: Sequence[int]) -> np.ndarray:
         array, end = _array(tokens), self.tokenizer.end
         return array if array.size and array[-1] == end else np.append(array, end)
 
-    def _messages(self, row: SourceRow) -> Document:
-        assert self._template is not None
-        messages = check_messages(_column(row, "messages"), "messages", row.place)
-        return self._conversation(self._template, row, messages, 0)
-
-    def _conversation(
-        self, template: ChatTemplate, row: SourceRow, messages: list[Message], prompt: int
-    ) -> Document:
-        """The first `prompt` messages are not trained on."""
-        arguments = template_arguments(row)
-        if self._options.loss == "all":
-            if any(map(left_out_by, messages)):
-                raise ConfigError(
-                    f"{row.place}: a message has weight 0, and --data.args.loss all trains on all.",
-                    "leave --data.args.loss out: the assistant's other messages are trained on",
-                )
-            text = template.render(messages, row.place, **arguments)
-            return Document(_array(self.tokenizer.encode(text, special=False).tokens), None)
-        text, spans = template.spans(messages, row.place, **arguments)
-        if prompt:
-            before = len(template.render(messages[:prompt], row.place, **arguments))
-            spans = [span for span in spans if span[0] >= before]
-        if self._options.loss == "last":
-            spans = spans[-1:]
+    def _conversation(self, template: ChatTemplate, row: SourceRow) -> Document:
+        messages = check_messages(_column(row, "messages"), row.place)
+        every = self._options.loss == "all"
+        write = template.render if every else template.spans
+        text, spans = write(messages, row.place, template_arguments(row))
         # The template has written the special tokens already.
-        encoded = self.tokenizer.encode(text, special=False, spans=True)
-        return Document(_array(encoded.tokens), _within(encoded.spans, spans))
+        tokens, token_spans = self.tokenizer.encode_with_spans(text, special=False)
+        if every:
+            return Document(_array(tokens), None)
+        begins, ends = np.asarray(token_spans, np.int64).reshape(-1, 2).T
+        trained = np.zeros(len(begins), np.bool_)
+        for start, end in spans[-1:] if self._options.loss == "last" else spans:
+            trained |= (ends > start) & (begins < end) & (ends > begins)
+        return Document(_array(tokens), trained.astype(np.uint8))
 
     def _pair(self, row: SourceRow) -> Document:
-        prompt, completion = _column(row, "prompt"), _column(row, "completion")
-        if isinstance(prompt, list) and isinstance(completion, list):
-            self._template = self._template or self._chat("prompt and completion are messages")
-            asked = check_messages(prompt, "prompt", row.place)
-            answered = check_messages(completion, "completion", row.place)
-            return self._conversation(self._template, row, asked + answered, len(asked))
-        before = self._string(row, "prompt")
-        encoded = self.tokenizer.encode(before + self._string(row, "completion"), special=True, spans=True)
-        tokens = self._ended(encoded.tokens)
+        before, after = _string(row, "prompt"), _string(row, "completion")
+        tokens, spans = self.tokenizer.encode_with_spans(before + after, special=True)
+        array = self._ended(tokens)
         if self._options.loss == "all":
-            return Document(tokens, None)
+            return Document(array, None)
         # From the token that reaches into the completion. One that a prompt's end and it share is trained on.
-        first = next((n for n, (_, end) in enumerate(encoded.spans) if end > len(before)), len(tokens) - 1)
-        return Document(tokens, (np.arange(len(tokens)) >= first).astype(np.uint8))
-
-
-def _within(token_spans: Any, spans: list[Span]) -> np.ndarray:
-    """1 for each token that has a character in one of the spans."""
-    begins, ends = np.asarray(token_spans, np.int64).reshape(-1, 2).T
-    trained = np.zeros(len(begins), np.bool_)
-    for start, end in spans:
-        trained |= (ends > start) & (begins < end) & (ends > begins)
-    return trained.astype(np.uint8)
+        first = next((n for n, (_, end) in enumerate(spans) if end > len(before)), len(array) - 1)
+        return Document(array, (np.arange(len(array)) >= first).astype(np.uint8))
 
 
 def _array(tokens: Sequence[int]) -> np.ndarray:
@@ -178,16 +255,19 @@ def _array(tokens: Sequence[int]) -> np.ndarray:
 
 def _column(row: SourceRow, name: str) -> Any:
     if name not in row.values:
-        texts = [column for column, value in row.values.items() if isinstance(value, str)]
-        longest = max(texts, key=lambda column: len(row.values[column]), default="")
         columns = ", ".join(map(str, row.values)) or "none"
-        hint = (
-            f"--data.args.text {quoted(longest)}"
-            if longest
-            else f'{{"text": "Once upon a time"}}; or {EXAMPLE}'
-        )
+        texts = [str(column) for column, value in row.values.items() if isinstance(value, str)]
+        hint = f"--data.args.text {quoted(texts[-1])}" if texts else f'{{"text": "Once"}}; or {EXAMPLE}'
         raise ConfigError(f"{row.place} has no column {name}; its columns are {columns}.", hint)
     return row.values[name]
+
+
+def _string(row: SourceRow, name: str) -> str:
+    value = _column(row, name)
+    if not isinstance(value, str):
+        reason = f"{row.place}: {name} is a {type(value).__name__}, not text."
+        raise ConfigError(reason, f"text in {name}, or no such row; {EXAMPLE}")
+    return value
 
 
 # ---------------------------------------------------------------- chat templates
@@ -218,113 +298,83 @@ def limits() -> Iterator[None]:
 
 
 class ChatTemplate:
-    def __init__(self, tokenizer: HubTokenizer, text: str, name: str) -> None:
-        """`text` is that of --data.args.chat_template; empty: the tokenizer's template."""
-        self._tokenizer = tokenizer.made
+    def __init__(self, tokenizer: Tokenizer, options: DocumentOptions) -> None:
+        """The text of --data.args.chat_template; empty: the tokenizer's template."""
         try:
-            self._text = text or str(self._tokenizer.get_chat_template())
+            if not isinstance(tokenizer, HubTokenizer):
+                raise ValueError("a token is a byte")
+            self._tokenizer = tokenizer.made
+            self._text = options.chat_template or str(self._tokenizer.get_chat_template())
         except ValueError:
+            name = options.tokenizer or BYTES
             raise ConfigError(
                 f"--data.tokenizer {name} has no chat template, and the rows are conversations.",
-                "--data.args.chat_template FILE, or the tokenizer of an instruction-tuned model",
+                "--data.tokenizer DIR of an instruction-tuned model, or --data.args.chat_template FILE too",
             ) from None
         tokens = self._tokenizer.added_tokens_decoder.values()
         self._special = tuple(str(token.content) for token in tokens if token.special)
+        self._marked = MARKED.search(self._text) is not None
 
-    def render(self, messages: Sequence[Message], place: str, **arguments: Any) -> str:
-        values = {"tokenize": False, "chat_template": self._text, **arguments}
-        text: str = _limited(
-            messages, place, lambda: str(self._tokenizer.apply_chat_template(list(messages), **values))
-        )
-        if any(isinstance(m.get("content"), list) and str(m["content"]) in text for m in messages):
-            raise ConfigError(
-                f"{place}: the content of a message is a list, which the chat template does not read.",
-                """text as in "content": "Hi"; or --data.args.chat_template FILE that reads lists""",
-            )
-        return text
-
-    def spans(self, messages: Sequence[Message], place: str, **arguments: Any) -> tuple[str, list[Span]]:
+    def spans(
+        self, messages: Sequence[Message], place: str, arguments: dict[str, Any]
+    ) -> tuple[str, list[Span]]:
         """The conversation's text, and the [start, end) that the assistant writes, by turn. A turn that is
-        not trained on is an empty span at the end.
+        not trained on is an empty span.
         """
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        text = self.render(messages, place, **arguments)
-        if MARKED.search(self._text):
-            text, spans = self._marked(messages, place, **arguments)
-        else:
-            spans = [self._turn(messages, turn, text, place, **arguments) for turn in turns]
-        if not any(map(left_out_by, messages)):
-            return text, spans
-        if len(spans) != len(turns):
-            raise _not_found(place, f"marks {len(spans)} of {len(turns)} turns, and a message has weight 0")
-        empty = (len(text), len(text))
-        pairs = zip(turns, spans, strict=True)
-        return text, [empty if left_out_by(messages[turn]) else span for turn, span in pairs]
+        text, spans = self.render(messages, place, arguments, marked=self._marked)
+        if not self._marked:
+            spans = [self._turn(messages, turn, text, place, arguments) for turn in turns]
+        if any(map(left_out_by, messages)):
+            if len(spans) != len(turns):
+                raise _not_found(place, f"marks {len(spans)} of {len(turns)} turns, and one has weight 0")
+            pairs = zip(turns, spans, strict=True)
+            spans = [(0, 0) if left_out_by(messages[turn]) else span for turn, span in pairs]
+        return text, spans
 
-    def _marked(self, messages: Sequence[Message], place: str, **arguments: Any) -> tuple[str, list[Span]]:
+    def render(
+        self, messages: Sequence[Message], place: str, arguments: dict[str, Any], **options: bool
+    ) -> tuple[str, list[Span]]:
+        """`options`: `prompt` of a further assistant turn; `marked`, with the spans of its marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         filled = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        values: Any = {
-            "conversations": [filled],
-            "chat_template": self._text,
-            "return_assistant_tokens_mask": True,
-            "add_generation_prompt": False,
+        values: dict[str, Any] = {
             **self._tokenizer.special_tokens_map,
             **arguments,
+            "conversations": [filled],
+            "chat_template": self._text,
+            "return_assistant_tokens_mask": options.get("marked", False),
+            "add_generation_prompt": options.get("prompt", False),
         }
-        rendered: Any = _limited(messages, place, lambda: render_jinja_template(**values))
+        try:
+            with limits():  # a template is a program of whoever made the tokenizer
+                rendered: Any = render_jinja_template(**values)
+        except Exception as error:  # a template raises what it likes
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise ConfigError(
+                f"{place}: the chat template refuses the conversation: {message_line(error)}.",
+                f"roles here are {roles}; leave it out, or --data.args.chat_template FILE",
+            ) from None
         texts, spans = rendered
-        return str(texts[0]), [(int(start), int(end)) for start, end in spans[0]]
+        return str(texts[0]), [(int(start), int(end)) for start, end in (spans[0] if spans else ())]
 
-    def _turn(self, messages: Sequence[Message], turn: int, whole: str, place: str, **arguments: Any) -> Span:
+    def _turn(
+        self, messages: Sequence[Message], turn: int, whole: str, place: str, arguments: dict[str, Any]
+    ) -> Span:
         """What the turn adds to the text before it, from its content to the special token that ends it."""
-        asked = {**arguments, "add_generation_prompt": True}
-        before = self.render(messages[:turn], place, **asked) if turn else ""
-        after = self._continued(self.render(messages[: turn + 1], place, **arguments), whole)
-        if whole.startswith(after) and not after.startswith(before):
-            # a prompt that no turn begins with, such as an empty thought
-            before = self.render(messages[:turn], place, **arguments)
+        before = self.render(messages[:turn], place, arguments, prompt=True)[0] if turn else ""
+        after = self.render(messages[: turn + 1], place, arguments)[0]
         if not (whole.startswith(after) and after.startswith(before)):
             raise _not_found(place, f"writes message {turn + 1} in another way when more messages follow")
-        start, end = len(before), len(after)
-        content = messages[turn].get("content")
-        if isinstance(content, str) and content.strip() and not messages[turn].get("tool_calls"):
-            # Past the header of a first turn, or of a template without a generation prompt. As it is, or as a
-            # template writes it that removes the space around it.
-            starts = [after.find(text, start) for text in (content, content.strip())]
-            start = next((position for position in starts if position >= 0), start)
-        else:
-            # Tool calls alone: the header ends where text would stand, if the template writes the same.
-            probe = [*messages[:turn], {"role": "assistant", "content": PROBE}]
-            header = self.render(probe, place, **arguments).partition(PROBE)[0]
-            start = max(start, len(header) if after.startswith(header) else 0)
+        start, content = len(before), messages[turn].get("content") or ""
+        if content.strip():
+            # Past the header of a first turn, or of a template without a generation prompt.
+            start = max(start, after.find(content, start))
+        elif not turn or before == self.render(messages[:turn], place, arguments)[0]:
+            raise _not_found(place, f"has no prompt before message {turn + 1}, which has no text")
         bare = after.rstrip()
-        return start, len(bare) if bare.endswith(self._special) and len(bare) > start else end
-
-    def _continued(self, after: str, whole: str) -> str:
-        """`after` without the special tokens that end a conversation but no turn, where `whole` continues."""
-        text = after
-        while not whole.startswith(text):
-            bare = text.rstrip()
-            end = next((token for token in self._special if bare.endswith(token)), "")
-            if not end:
-                return after
-            text = bare.removesuffix(end)
-        return text
-
-
-def _limited(messages: Sequence[Message], place: str, render: Callable[[], T]) -> T:
-    """A template is a program of whoever made the tokenizer."""
-    try:
-        with limits():
-            return render()
-    except Exception as error:  # a template raises what it likes
-        raise ConfigError(
-            f"{place}: the chat template refuses the conversation: {message_line(error)}.",
-            f"roles here are {', '.join(str(message['role']) for message in messages)}; leave it out, or "
-            "--data.args.chat_template FILE",
-        ) from None
+        return start, len(bare) if bare.endswith(self._special) and len(bare) > start else len(after)
 
 
 def _not_found(place: str, what: str) -> ConfigError:
@@ -350,29 +400,25 @@ def left_out_by(message: Message) -> bool:
     return any(message.get(key) == 0 for key in TRAINED)
 
 
-def check_messages(value: Any, field: str, place: str) -> list[Message]:
+def check_messages(value: Any, place: str) -> list[Message]:
     """Raises ConfigError unless it is a list of messages with role and content."""
     if not isinstance(value, list) or not value:
-        raise ConfigError(f"{place}: {field} is not a list of messages.", EXAMPLE)
+        raise ConfigError(f"{place}: messages is not a list of messages.", EXAMPLE)
     for number, message in enumerate(value, 1):
-        if problem := _problem_of(message):
-            raise ConfigError(f"{place}: message {number} of {field} {problem}.", EXAMPLE)
+        if not _is_message(message):
+            reason = (
+                f"{place}: message {number} has no role, no content of text, or a weight that is not 0 or"
+            )
+            raise ConfigError(f"{reason} the assistant's 1: {str(message)[:80]!a}.", EXAMPLE)
     return value
 
 
-def _problem_of(message: Any) -> str:
+def _is_message(message: Any) -> bool:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        return "has no role"
-    content, assistant = message.get("content"), message["role"] == "assistant"
-    if not isinstance(content, (str, list)) and not (content is None and message.get("tool_calls")):
-        return "has no content of text, or a list of parts"
-    trained = {key: message.get(key) for key in TRAINED}
-    wrong = [key for key, value in trained.items() if value not in (None, 0, 1) or (value and not assistant)]
-    return (
-        f"has {wrong[0]} {trained[wrong[0]]!r}: 1 trains on the assistant's, 0 leaves one out"
-        if wrong
-        else ""
-    )
+        return False
+    content, most = message.get("content"), message["role"] == "assistant"
+    weighed = all(message.get(key) in (None, 0, int(most)) for key in TRAINED)
+    return weighed and (isinstance(content, str) or (content is None and bool(message.get("tool_calls"))))
 
 
 def template_arguments(row: SourceRow) -> dict[str, Any]:
@@ -382,10 +428,7 @@ def template_arguments(row: SourceRow) -> dict[str, Any]:
     tools = row.values.get("tools") or None
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
-        arguments = dict(row.values.get("chat_template_kwargs") or {})
+        return {**dict(row.values.get("chat_template_kwargs") or {}), "tools": tools}
     except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            f"{row.place}: tools are not JSON, or chat_template_kwargs no object: {message_line(error)}.",
-            """as in [{"type": "function", "function": {"name": "f"}}] and {"enable_thinking": false}""",
-        ) from None
-    return {**arguments, **({"tools": tools} if tools else {})}
+        reason = f"{row.place}: tools are not JSON, or chat_template_kwargs no object: {message_line(error)}."
+        raise ConfigError(reason, """as in [{"type": "function"}] and {"enable_thinking": false}""") from None

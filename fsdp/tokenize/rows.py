@@ -1,10 +1,9 @@
-"""A source by its name, its files, and their rows; and files that are made from data once.
+"""A source by its name, its files, and their rows; and a folder that is made once.
 
-    .jsonl, .ndjson, .json (.gz too)      the standard library
+    .jsonl, .ndjson (.gz too), .json.gz   the standard library: a line is a row
     .txt                                  a file is a row with the column text
-    .parquet, .csv, .tsv, .arrow, .tar    the package datasets, which keeps an Arrow copy in the cache;
-    (WebDataset), .jsonl.zst, hf:NAME     hf:NAME and folders of save_to_disk too, offline
-    s3://…                                the same files, copied into the cache once a machine
+    .json, .parquet, .csv, .tsv, .arrow   the package datasets, which keeps an Arrow copy in the cache;
+                                          hf:NAME and hf:FOLDER of save_to_disk too, offline
 
 ~/.cache/shardrun/data has what ranks, runs and nodes share. A lock (flock, which ends with its process) lets
 one process make it while others wait. Where a file system has none, two may make it at once: each writes
@@ -14,25 +13,24 @@ aside, and a rename decides. Not here: what a row's columns mean (conversations.
 from __future__ import annotations
 
 import fcntl
+import glob
 import gzip
 import hashlib
 import itertools
 import json
 import os
 import re
-import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 
 from fsdp.base.errors import ConfigError, message_line
-from fsdp.base.object_client import OBJECT_STORES, is_url, open_url, retried, without_secrets
 from fsdp.base.proc import cache_folder
 from fsdp.base.text import byte_size, quoted
 from fsdp.config.fields import expanded
@@ -41,20 +39,14 @@ PREFIX = "hf:"
 """Of a data set of Hugging Face: hf:ORG/NAME, or hf:FOLDER of save_to_disk."""
 MANIFEST = "tokenize.json"
 """In a folder of fsdp.tokenize: what its tokens are made of and, once all are written, what they hold."""
-LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
-JSON = (".json", ".json.gz")
-BUILDERS = {
-    ".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow", ".tar": "webdataset",
-    ".jsonl.zst": "json", ".ndjson.zst": "json", ".json.zst": "json",
-}  # fmt: skip
+LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+BUILDERS = {".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
 """Suffixes that the package datasets reads, each with the name of its builder."""
-ROWS = (*LINES, *JSON, *BUILDERS)
+ROWS = (*LINES, *BUILDERS)
 SETTINGS = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files beside those of rows, as the libraries of Hugging Face write them."""
 ABOUT = ("README", "LICENSE")
 """How the names of files about a folder begin, which are none of its data."""
-LISTED = ".jsonl, .json, .txt, .parquet, .csv, .tsv, .arrow or .tar"
-BLOCK = 1 << 24
 UNPACKED, UNPACKED_TIMES = 1 << 30, 200
 """What a compressed file may unpack to: so many bytes, or so many times its own size if that is more."""
 
@@ -84,21 +76,18 @@ def by_number(ends: Iterable[int], count: int) -> list[RowRange]:
 # ---------------------------------------------------------------- made once
 
 
-def digest(key: Any) -> str:
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
-
-
 def identity(path: Path) -> list[Any]:
     """What a cached file of it is known by. Reading the contents would take as long as tokenizing them."""
     return [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]
 
 
 def made_once(name: str, key: Any, make: Callable[[Path], None]) -> Path:
-    """Returns the file or folder of this key in the cache; `make` writes it where it is absent.
+    """Returns the folder of this key in the cache; `make` writes it where it is absent.
 
     `make` gets the same path again after a killed start, and may continue what is there.
     """
-    cached = cache_folder("data") / f"{name}-{digest(key)}"
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
+    cached = cache_folder("data") / f"{name}-{digest}"
     if cached.exists():
         return cached
     try:
@@ -107,30 +96,15 @@ def made_once(name: str, key: Any, make: Callable[[Path], None]) -> Path:
             if not cached.exists():
                 partial = Path(f"{cached}.partial{'' if alone else os.urandom(4).hex()}")
                 make(partial)
-                _sync(partial)
                 try:
                     partial.rename(cached)
                 except OSError:
                     if not cached.exists():  # another process was first, without a lock between them
                         raise
-                    shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         reason = f"{cached.parent} cannot be written ({error.strerror or error})."
         raise ConfigError(reason, "XDG_CACHE_HOME=FOLDER before the command names another place") from None
     return cached
-
-
-def _sync(made: Path) -> None:
-    """Or a power cut could keep the name and lose the bytes, and each later start would read zeros."""
-    for path in (*(file for file in made.rglob("*") if file.is_file()), made):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        except OSError:
-            if path.is_file():  # some shared file systems cannot sync a folder
-                raise
-        finally:
-            os.close(descriptor)
 
 
 @contextmanager
@@ -145,38 +119,50 @@ def locked(path: Path) -> Iterator[bool]:
         yield True
 
 
-# ---------------------------------------------------------------- JSON and text
+# ---------------------------------------------------------------- readers
 
 
 class LineRows:
-    """Lines of JSON; `plain` is the file that is read, `name` the one that messages name."""
+    """Lines of JSON. A compressed file is unpacked as it is read, up to a limit."""
 
-    def __init__(self, plain: Path, name: str, unit: str = "line") -> None:
-        self._plain, self._name, self._unit = plain, name, unit
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def _open(self) -> IO[bytes]:
+        packed = ends_with(self._path.name, (".gz",))
+        return cast(IO[bytes], gzip.open(self._path)) if packed else self._path.open("rb")
 
     def parts(self, size: int) -> list[RowRange]:
         """Each begins at the first line that starts at a multiple of `size`, or behind it."""
         made: list[RowRange] = []
         first = row = end = lines = 0
-        with self._plain.open("rb") as file:
-            for lines, line in enumerate(file, 1):
-                if end // size > first // size:
-                    made.append(RowRange(first, end, row, lines - 1 - row))
-                    first, row = end, lines - 1
-                end += len(line)
+        most = max(UNPACKED, UNPACKED_TIMES * self._path.stat().st_size)
+        try:
+            with self._open() as file:
+                for lines, line in enumerate(iter(lambda: file.readline(most + 1), b""), 1):
+                    if end // size > first // size:
+                        made.append(RowRange(first, end, row, lines - 1 - row))
+                        first, row = end, lines - 1
+                    end += len(line)
+                    if end > most:
+                        reason = f"{self._path} unpacks to more than {byte_size(most)}."
+                        raise ConfigError(reason, f"gunzip {quoted(self._path)} if that is meant")
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            reason = f"{self._path} is damaged: {error}."
+            raise ConfigError(reason, f"gzip -t {quoted(self._path)}") from None
         return [*made, RowRange(first, end, row, lines - row)]
 
     def read(self, part: RowRange) -> Iterator[SourceRow]:
         """A blank line has no row."""
         end = part.first
-        with self._plain.open("rb") as file:
+        with self._open() as file:
             file.seek(end)
             for number, line in enumerate(file, part.row + 1):
                 if end >= part.last:
                     return
                 end += len(line)
                 if line.strip():
-                    yield SourceRow(f"{self._name} {self._unit} {number}", self._values(number, line))
+                    yield SourceRow(f"{self._path} line {number}", self._values(number, line))
 
     def _values(self, number: int, line: bytes) -> Mapping[str, Any]:
         try:
@@ -184,43 +170,9 @@ class LineRows:
             if not isinstance(values, dict):
                 raise ValueError(f"a {type(values).__name__}, not an object such as {{'text': 'Once'}}")
         except (ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"{self._name} {self._unit} {number} is not an object of JSON: {message_line(error)}.",
-                f"sed -n {number}p {quoted(self._plain)} shows it",
-            ) from None
+            reason = f"{self._path} line {number} is not an object of JSON: {message_line(error)}."
+            raise ConfigError(reason, f"sed -n {number}p {quoted(self._path)} shows it") from None
         return values
-
-
-def _uncompressed(path: Path) -> Path:
-    """The contents of a .gz file, in the cache."""
-    most = max(UNPACKED, UNPACKED_TIMES * path.stat().st_size)
-
-    def write(aside: Path) -> None:
-        try:
-            with gzip.open(path, "rb") as packed, aside.open("wb") as out:
-                while block := packed.read(BLOCK):
-                    if out.write(block) and out.tell() > most:
-                        raise ConfigError(
-                            f"{path} unpacks to more than {byte_size(most)}.",
-                            f"gunzip {quoted(path)} if that is meant",
-                        )
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ConfigError(f"{path} is damaged: {error}.", f"gzip -t {quoted(path)}") from None
-
-    return made_once("plain", identity(path), write)
-
-
-def _json_rows(path: Path, name: str) -> LineRows:
-    """The objects of a .json file, which is read whole: a list of them, one, or lines."""
-
-    def write(aside: Path) -> None:
-        text = path.read_text("utf-8-sig")
-        with suppress(ValueError, RecursionError):  # lines; one that is wrong is named when it is read
-            rows = json.loads(text)
-            text = "".join(json.dumps(row) + "\n" for row in (rows if isinstance(rows, list) else [rows]))
-        aside.write_text(text, encoding="utf-8")
-
-    return LineRows(made_once("elements", identity(path), write), name, "element")
 
 
 class TextFiles:
@@ -246,26 +198,33 @@ def checked_text(raw: bytes, path: Path) -> str:
             raise UnicodeDecodeError("utf-8", raw, zero, zero + 1, "it is zero")
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path} is not text in UTF-8 at byte {error.start}: {error.reason}.",
-            f"file {quoted(path)} names its kind; iconv -f utf-16 {quoted(path)} > NEW converts such text",
-        ) from None
-
-
-# ---------------------------------------------------------------- what the package datasets reads
+        reason = f"{path} is not text in UTF-8 at byte {error.start}: {error.reason}."
+        raise ConfigError(reason, f"iconv -f utf-16 {quoted(path)} > NEW, if it is text") from None
 
 
 class DatasetRows:
-    """Rows of a data set of the package datasets; columns of pictures, sounds and videos are left out."""
+    """Rows of the package datasets, offline: of a file, a folder of save_to_disk, or a cached data set."""
 
-    def __init__(self, dataset: Any, name: str) -> None:
-        from datasets.features.features import require_decoding
+    def __init__(self, name: str, builder: str = "", config: str = "", split: str = "") -> None:
+        self.name = name if builder else PREFIX + " ".join(filter(None, (name, config, split)))
+        os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1")  # read when the library is imported
+        try:
+            import datasets
 
-        media = [column for column, kind in dataset.features.items() if require_decoding(kind)]
+            datasets.config.HF_HUB_OFFLINE = True
+            datasets.disable_progress_bars()
+            datasets.logging.set_verbosity_error()
+            loaded = _loaded(datasets, name, builder, config)
+            if isinstance(loaded, dict):
+                loaded = loaded[split or ("train" if "train" in loaded else next(iter(loaded)))]
+        except Exception as error:  # the library raises what its readers raise
+            reason = message_line(error.__cause__ or error, 300)
+            hint = f'python -c "import datasets; datasets.load_dataset{name, config}" with a network'
+            hint = "pip install datasets; or copy it again" if builder else hint
+            raise ConfigError(f"{self.name} cannot be read from this machine: {reason}.", hint) from None
         # As Arrow, since a dataset's own format would decode what Python has no value for.
-        self._dataset, self.name = dataset.remove_columns(media).with_format("arrow"), name
-        self.files = [Path(file["filename"]) for file in dataset.cache_files]
-        self.count = len(dataset)
+        self._dataset, self.count = loaded.with_format("arrow"), len(loaded)
+        self.files = [Path(file["filename"]) for file in loaded.cache_files]
 
     def parts(self, size: int) -> list[RowRange]:
         """By the mean size of a row."""
@@ -280,6 +239,16 @@ class DatasetRows:
                 yield SourceRow(f"{self.name} row {number}", columns)
 
 
+def _loaded(datasets: Any, name: str, builder: str, config: str) -> Any:
+    if builder:
+        options = {"sep": "\t"} if ends_with(name, (".tsv",)) else {}
+        folder = str(cache_folder("datasets"))
+        return datasets.load_dataset(builder, data_files=glob.escape(name), cache_dir=folder, **options)
+    if expanded(name).is_dir():
+        return datasets.load_from_disk(str(expanded(name)))
+    return datasets.load_dataset(name, config or None)
+
+
 def without_nulls(value: Any) -> Any:
     """A value of a column of Arrow, whose objects all have the keys of each other: a null is a key that the
     row was written without, such as another tool's argument, and a chat template would write it.
@@ -291,35 +260,22 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _table(name: str, builder: str = "", config: str = "", split: str = "") -> DatasetRows:
-    """What the package datasets reads, offline: a file, a folder of save_to_disk, or a cached data set."""
-    os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1")  # read when the library is imported
-    path = expanded(name)
-    shown = name if builder else PREFIX + " ".join(filter(None, (name, config, split)))
-    try:
-        import datasets
-    except ImportError:
-        raise ConfigError(f"{shown} needs the package datasets.", "pip install datasets") from None
-    datasets.config.HF_HUB_OFFLINE = True
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
-    try:
-        if builder:
-            options = {"sep": "\t"} if ends_with(name, (".tsv",)) else {}
-            folder = str(cache_folder("datasets"))
-            loaded = datasets.load_dataset(builder, data_files=name, cache_dir=folder, **options)
-        elif path.is_dir():
-            loaded = datasets.load_from_disk(str(path))
-        else:
-            loaded = datasets.load_dataset(name, config or None)
-        if isinstance(loaded, dict):
-            loaded = loaded[split or ("train" if "train" in loaded else next(iter(loaded)))]
-        return DatasetRows(loaded, shown)
-    except Exception as error:  # the library raises what its readers raise
-        reason = message_line(error.__cause__ or error, 300)
-        hint = f'python -c "import datasets; datasets.load_dataset{name, config}" on a machine with a network'
-        hint = "copy it again" if builder else hint
-        raise ConfigError(f"{shown} cannot be read from this machine: {reason}.", hint) from None
+SourceRows = LineRows | TextFiles | DatasetRows
+"""`parts(size)` are all rows in parts of about `size` bytes, `read` gives those of a part."""
+
+
+def open_rows(files: Sequence[Path]) -> list[SourceRows]:
+    """One reader a row file; the .txt files have one together."""
+    texts = [path for path in files if ends_with(path.name, (".txt",))]
+    opened: list[SourceRows] = []
+    for path in files:
+        if builder := BUILDERS.get(path.suffix.lower()):
+            opened.append(DatasetRows(str(path), builder))
+        elif ends_with(path.name, LINES):
+            opened.append(LineRows(path))
+        elif path not in texts:
+            raise ConfigError(f"{path} is not a file of rows.", f"{', '.join(ROWS)} or .txt")
+    return [*opened, TextFiles(texts)] if texts else opened
 
 
 # ---------------------------------------------------------------- files
@@ -330,59 +286,34 @@ def ends_with(name: str, suffixes: tuple[str, ...]) -> bool:
     return name.lower().endswith(suffixes)
 
 
-SourceRows = LineRows | TextFiles | DatasetRows
-"""`parts(size)` are all rows in parts of about `size` bytes, `read` gives those of a part."""
-
-
-def open_rows(files: Sequence[Path]) -> list[SourceRows]:
-    """One reader a row file; the .txt files have one together."""
-    texts = [path for path in files if ends_with(path.name, (".txt",))]
-    opened = [_opened(path) for path in files if path not in texts]
-    return [*opened, TextFiles(texts)] if texts else opened
-
-
-def _opened(path: Path) -> SourceRows:
-    for suffix, builder in BUILDERS.items():
-        if ends_with(path.name, (suffix,)):
-            return _table(str(path), builder)
-    plain = _uncompressed(path) if path.suffix.lower() == ".gz" else path
-    return LineRows(plain, str(path)) if ends_with(path.name, LINES) else _json_rows(plain, str(path))
-
-
 def find_files(name: str) -> list[Path]:
     """The files of a path or a pattern, in the order of names; of a folder, those of `row_files`."""
     root = expanded(name)
-    if root.is_dir():
-        files = row_files(files_below(root))
-    else:
-        files = [root] if root.exists() else matching(name)
+    files = row_files(files_below(root)) if root.is_dir() else [root] if root.exists() else matching(name)
     if not files:
-        hint = f"a {LISTED} file, a folder of them, or a pattern in quotes"
-        raise ConfigError(f"{name} does not exist, or has no {LISTED} file.", hint)
+        reason = f"{name} does not exist, or has no file of rows ({', '.join(ROWS)}) or .txt."
+        raise ConfigError(reason, "such a file, a folder of them, or a pattern in quotes")
     return files
 
 
 def files_below(root: Path) -> list[Path]:
     """Sorted, without hidden ones. A folder that cannot be listed is an error: its rows would lack."""
     files: list[Path] = []
-    for entry in os.scandir(root):
+    for entry in root.iterdir():
         if not entry.name.startswith(".") and entry.name != "lost+found":
-            if entry.is_dir(follow_symlinks=False):
-                files += files_below(Path(entry))
-            elif not entry.is_dir():
-                files.append(Path(entry))
+            if not entry.is_dir():
+                files.append(entry)
+            elif not entry.is_symlink():
+                files += files_below(entry)
     return sorted(files)
 
 
 def row_files(files: Sequence[Path]) -> list[Path]:
     """Of a folder: its lines of JSON and Parquet, else its .json, else its .txt, else its tables."""
     data = [file for file in files if not (file.name.upper().startswith(ABOUT) or file.name in SETTINGS)]
-    lines, objects = (*LINES, ".parquet", ".jsonl.zst", ".ndjson.zst"), (*JSON, ".json.zst")
-    groups = [
-        [file for file in data if ends_with(file.name, suffixes)]
-        for suffixes in (lines, objects, (".txt",), tuple(BUILDERS))
-    ]
-    return next(filter(None, groups), [])
+    groups = (*LINES, ".parquet"), (".json",), (".txt",), tuple(BUILDERS)
+    rows = ([file for file in data if ends_with(file.name, suffixes)] for suffixes in groups)
+    return next(filter(None, rows), [])
 
 
 def is_pattern(name: str) -> bool:
@@ -391,10 +322,8 @@ def is_pattern(name: str) -> bool:
 
 def matching(name: str) -> list[Path]:
     """The files of a pattern such as 'corpus/**/*.jsonl', hidden ones left out; empty if it is none."""
-    if not is_pattern(name):
-        return []
     pattern = expanded(name)
-    matched = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
+    matched = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))) if is_pattern(name) else ()
     return sorted(path for path in matched if not path.is_dir() and not path.name.startswith("."))
 
 
@@ -435,17 +364,6 @@ def held_out_line(files: Sequence[str]) -> str:
 # ---------------------------------------------------------------- sources
 
 
-def is_saved_dataset(folder: Path) -> bool:
-    """Whether datasets' save_to_disk has written it: one split, or several."""
-    saved = (folder / "state.json").is_file() and any(folder.glob("*.arrow"))
-    return saved or (folder / "dataset_dict.json").is_file()
-
-
-def is_remote(name: str) -> bool:
-    """Whether a client reads it, whose threads a forked process would lose."""
-    return name.startswith(PREFIX) or is_url(name) or is_saved_dataset(Path(name))
-
-
 @dataclass(frozen=True)
 class Source:
     """A source by its name; `config` and `split` select a part of hf:NAME."""
@@ -473,44 +391,13 @@ class Source:
 
     @cached_property
     def _table(self) -> DatasetRows | None:
-        if self.name.startswith(PREFIX) or is_saved_dataset(Path(self.name)):
-            return _table(self.name.removeprefix(PREFIX), config=self.config, split=self.split)
+        if self.name.startswith(PREFIX):
+            return DatasetRows(self.name.removeprefix(PREFIX), "", self.config, self.split)
         if self.config or self.split:
-            raise ConfigError(
-                f"--data.args.config and split have no effect on {self.name}.",
-                f"leave them out, or {PREFIX}NAME",
-            )
+            reason = f"--data.args.config and split have no effect on {self.name}."
+            raise ConfigError(reason, f"leave them out, or {PREFIX}NAME")
         return None
 
     @cached_property
     def _files(self) -> list[str]:
-        return list(map(str, find_files(_copied(self.name) if is_url(self.name) else self.name)))
-
-
-def _copied(url: str) -> str:
-    """The folder in the cache with the row files of an object, a prefix or a pattern."""
-    shown = without_secrets(url)
-    example = "s3://bucket/prefix, one object, or a pattern such as 's3://bucket/prefix/*.jsonl' in quotes"
-    if url.partition("://")[0] not in OBJECT_STORES or "::" in url:
-        raise ConfigError(f"{shown} is not a URL of {', '.join(OBJECT_STORES)}.", example)
-    fs, root = open_url(url, ConfigError, example)
-    find = fs.glob if is_pattern(root) else fs.find
-    try:
-        listed = retried(lambda: find(root, detail=True), f"listing {shown}")
-    except OSError as error:
-        keys = "AWS_ENDPOINT_URL and keys in the environment of s3://"
-        raise ConfigError(f"{shown} cannot be read: {error.strerror or error}.", keys) from None
-    versions = {
-        path: str(sorted(facts.items()))
-        for path, facts in sorted(listed.items())
-        if facts.get("type") == "file" and facts["size"] and ends_with(path, (*ROWS, ".txt"))
-    }
-    if not versions:
-        raise ConfigError(f"{shown} has no {LISTED} object with a byte in it.", example)
-    base = PurePath(os.path.commonpath([PurePath(path).parent for path in versions]))
-
-    def make(aside: Path) -> None:
-        copies = [str(aside / PurePath(path).relative_to(base)) for path in versions]
-        retried(lambda: fs.get(list(versions), copies), f"reading {shown}")
-
-    return str(made_once("objects", [shown, versions], make))
+        return list(map(str, find_files(self.name)))

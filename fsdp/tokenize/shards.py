@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -29,7 +30,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,9 +41,16 @@ import numpy as np
 import fsdp
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.rundir.paths import replace_with, write_atomically
-from fsdp.tokenize.conversations import Document, DocumentOptions, DocumentReader, Form, form_of
+from fsdp.tokenize.conversations import (
+    Document,
+    DocumentOptions,
+    DocumentReader,
+    Form,
+    digest_of_tokenizer,
+    form_of,
+    load_tokenizer,
+)
 from fsdp.tokenize.rows import MANIFEST, RowRange, Source, SourceRows
-from fsdp.tokenize.tokenizer import digest_of_tokenizer, load_tokenizer
 
 VERSION = 4
 """Of the tokens: 2 has the tools of conversations, 3 no nulls of Parquet's in them, 4 weights of messages."""
@@ -105,16 +113,14 @@ def tokenize(job: TokenizeJob, out: Path, workers: int) -> Totals:
     _begin(out, key)
     shards = shards_of(job)
     missing = [shard for shard in shards if not _done(out, shard).is_file()]
-    for count in _write_shards(missing, out, workers):
+    for count, _ in enumerate(_write_shards(missing, out, workers), 1):
         if 20 * count // len(missing) > 20 * (count - 1) // len(missing):  # every twentieth of them
             done = len(shards) - len(missing) + count
             print(f"tokenized {done}/{len(shards)} shards", file=sys.stderr, flush=True)
     total = sum((Totals(json.loads(_done(out, shard).read_text())) for shard in shards), Totals())
     if not total["tokens"]:
-        raise ConfigError(
-            f"{job.source} gives no token to train on in {total['empty']} rows.",
-            "rows with text, or with an assistant's message; or --data.args.loss all",
-        )
+        reason = f"{job.source} gives no token to train on in {total['empty']} rows."
+        raise ConfigError(reason, "rows with text, or with an assistant's message; or --data.args.loss all")
     if json.loads(json.dumps(job.find().identity())) != key["files"]:
         # Lines of a file that changed may be of either content, or be missing.
         hint = "start again when nothing writes to it any more"
@@ -131,18 +137,17 @@ def tokenize(job: TokenizeJob, out: Path, workers: int) -> Totals:
         "vocab_size": tokenizer.vocab_size,
         "end": tokenizer.end,
         "tokenizer": job.options.tokenizer or "bytes",
-        **{name: total[name] for name in ("documents", "tokens", "empty")},
     }
     write_atomically(out / MANIFEST, json.dumps(facts) + "\n")
     return total
 
 
 def shards_of(job: TokenizeJob) -> list[Shard]:
-    source = job.find()
-    trained, held = source.open(), source.open(held=True)
-    parts = [(n, part) for n, rows in enumerate([*trained, *held]) for part in rows.parts(job.shard_bytes)]
+    trained, held = job.find().open(), job.find().open(held=True)
+    sources = [*trained, *held]
+    parts = [(n, part) for n, source in enumerate(sources) for part in source.parts(job.shard_bytes)]
     firsts = np.cumsum([0, *(part.rows for _, part in parts)]).tolist()
-    first_row = next((row for n, part in parts for row in [*trained, *held][n].read(part)), None)
+    first_row = next((row for n, part in parts for row in sources[n].read(part)), None)
     if first_row is None:
         raise ConfigError(f"{job.source} has no rows.", f"ls -l {shlex.quote(job.source)}")
     form, rows = form_of(first_row, job.options), firsts[-1]
@@ -163,7 +168,7 @@ def _begin(out: Path, key: dict[str, Any]) -> None:
         if json.loads(manifest.read_text(encoding="utf-8"))["key"] == key:
             return
         problem = "holds tokens of another source, tokenizer or other flags"
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         problem = f"cannot be used: {error}"
     raise ConfigError(f"{out} {problem}.", "another folder")
 
@@ -176,28 +181,23 @@ def _done(out: Path, shard: Shard) -> Path:
 # ---------------------------------------------------------------- shards
 
 
-def _write_shards(shards: list[Shard], out: Path, workers: int) -> Iterator[int]:
-    """Yields their number as shards are finished: in this process, or by `workers` of them."""
+def _write_shards(shards: list[Shard], out: Path, workers: int) -> Iterator[None]:
+    """Yields as shards are finished: in this process, or by `workers` of them."""
+    write = functools.partial(_write_shard, out)
     if workers < 2 or len(shards) < 2:
-        for count, shard in enumerate(shards, 1):
-            _write_shard(out, shard)
-            yield count
+        yield from map(write, shards)
         return
     # Forked by a server without threads, which imports once what each of them needs.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *(["transformers"] if shards[0].job.options.tokenizer else [])])
-    pool = ProcessPoolExecutor(min(workers, len(shards)), context)
     try:
-        for count, written in enumerate(as_completed([pool.submit(_write_shard, out, s) for s in shards]), 1):
-            written.result()
-            yield count
+        with ProcessPoolExecutor(min(workers, len(shards)), context) as pool:
+            yield from pool.map(write, shards)
     except BrokenProcessPool:
         raise ShardrunError(
             "a worker process died, as when memory runs out.",
             "the same command again keeps the finished shards; --workers 1 needs least memory",
         ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 @functools.lru_cache(1)
@@ -211,35 +211,32 @@ def _write_shard(out: Path, shard: Shard) -> None:
     sources, reader = _opened(shard.job, shard.form)
     vocab_size, every = reader.tokenizer.vocab_size, shard.every
     dtype = np.dtype(np.int32 if vocab_size > 1 << 16 else np.uint16).newbyteorder("<")
-    kept: dict[str, list[Document]] = {split: [] for split in SPLITS}
+    documents: dict[str, list[Document]] = {split: [] for split in SPLITS}
     total = Totals(documents=0, tokens=0, empty=0)
     for row, document in enumerate(reader.read_all(sources[shard.source].read(shard.part)), shard.row):
         trained = document.trained
         if len(document.tokens) < 2 or (trained is not None and not trained[1:].any()):
             total["empty"] += 1
             continue
-        tokens = Document(document.tokens.astype(dtype), trained)
-        kept["val" if every and row % every == every - 1 else "train"].append(tokens)
+        split = "val" if every and row % every == every - 1 else "train"
+        documents[split].append(Document(document.tokens.astype(dtype), trained))
         total.update(documents=1, tokens=len(document.tokens))
     try:
-        for split, documents in kept.items():
-            if documents:
-                _write_files(out / f"{split}-{shard.number:05d}", documents, vocab_size)
+        for split in SPLITS:
+            _write_files(out / f"{split}-{shard.number:05d}", documents[split], dtype, vocab_size)
         write_atomically(_done(out, shard), json.dumps(total) + "\n")
     except OSError as error:
-        raise ConfigError(
-            f"{out} cannot be written ({error.strerror}).", f"df -h {out}; then the same command"
-        ) from None
+        reason = f"{out} cannot be written ({error.strerror})."
+        raise ConfigError(reason, f"df -h {out}; then the same command") from None
 
 
-def _write_files(stem: Path, documents: list[Document], vocab_size: int) -> None:
+def _write_files(stem: Path, documents: list[Document], dtype: np.dtype, vocab_size: int) -> None:
     """The documents of one shard and split."""
-    digest = hashlib.sha256()
-    for document in documents:
-        digest.update(
-            (b"" if document.trained is None else document.trained.tobytes()) + document.tokens.tobytes()
-        )
-    dtype, lengths = documents[0].tokens.dtype, [len(document.tokens) for document in documents]
+    lengths, digest = [len(document.tokens) for document in documents], hashlib.sha256()
+    losses = [b"" if document.trained is None else document.trained.tobytes() for document in documents]
+    tokens = [document.tokens.tobytes() for document in documents]
+    for content in itertools.chain.from_iterable(zip(losses, tokens, strict=True)):
+        digest.update(content)
     facts = {
         "dtype": dtype.name,
         "vocab_size": vocab_size,
@@ -248,14 +245,14 @@ def _write_files(stem: Path, documents: list[Document], vocab_size: int) -> None
         "sha256": digest.hexdigest(),
     }
     contents = {
-        ".bin.json": json.dumps(facts).encode() + b"\n",
-        ".loss": b"".join(d.trained.tobytes() for d in documents if d.trained is not None),
-        ".bin": b"".join(document.tokens.tobytes() for document in documents),
-        ".idx": index_bytes(lengths, dtype),
+        ".bin.json": [json.dumps(facts).encode() + b"\n"],
+        ".loss": losses if any(losses) else [],
+        ".bin": tokens,
+        ".idx": [index_bytes(lengths, dtype)],
     }
-    for suffix, content in contents.items():
-        if content:
-            replace_with(Path(f"{stem}{suffix}"), [content])
+    for suffix, pieces in contents.items():
+        if documents and pieces:
+            replace_with(Path(f"{stem}{suffix}"), pieces)
 
 
 def index_bytes(lengths: list[int], dtype: np.dtype) -> bytes:

@@ -13,7 +13,7 @@ from fsdp.base.errors import CheckpointError, ConfigError
 from fsdp.config import Config, DataSection, MixedSource, config_hash, load, to_toml
 from fsdp.data import build_dataset
 from fsdp.data.mixture import MixCursor, MixSegment, divide, whole_shares
-from fsdp.tokenize.tokenizer import load_tokenizer
+from fsdp.tokenize.conversations import load_tokenizer
 from tests.support.data_cache import own_cache as own_cache
 from tests.tokenize.chat import SPECIAL, save_tokenizer
 from tests.tokenize.rows import in_this_process as in_this_process

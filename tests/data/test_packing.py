@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from fsdp.data import DataSet, documents
-from fsdp.data.documents import PackingPlan, best_fit, pieces_of, write_plan
+from fsdp.data.documents import Pieces, best_fit, in_rows, pieces_of
 from tests.data.test_documents import data
 from tests.support.data_cache import own_cache as own_cache
 from tests.tokenize.rows import write_lines
@@ -99,28 +98,27 @@ def test_best_fit_is_that_of_a_plain_loop() -> None:
         assert sorted(filled) == sorted(map(sum, plain_best_fit(widths.tolist(), room)))
 
 
-def test_a_plan_is_the_same_for_one_file_and_many(tmp_path: Path) -> None:
-    lengths = np.random.default_rng(2).integers(0, 40, 1000)
+def packed_rows(lengths: np.ndarray, part: int) -> tuple[Pieces, list[int]]:
     starts = np.cumsum(lengths) - lengths
-    parts = [(starts[at : at + 64], lengths[at : at + 64]) for at in range(0, 1000, 64)]
-    write_plan(tmp_path / "one", [(starts, lengths)], 16, "split")
-    write_plan(tmp_path / "many", parts, 16, "split")
-    for name in ("first", "width", "ends", "facts.json"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "many" / name).read_bytes()
+    parts = [slice(first, first + part) for first in range(0, len(lengths), part)]
+    pieces, ends = in_rows((pieces_of(starts[cut], lengths[cut], 16, True) for cut in parts), 16)
+    return pieces, ends.tolist()
 
 
-def test_groups_hold_every_piece_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_the_same_for_one_file_and_many() -> None:
+    lengths = np.random.default_rng(2).integers(2, 40, 1000)
+    (one, ends), (many, others) = packed_rows(lengths, 1000), packed_rows(lengths, 64)
+    assert ends == others
+    assert np.array_equal(one.first, many.first)
+    assert np.array_equal(one.width, many.width)
+
+
+def test_groups_hold_every_piece_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "GROUP", 100)
-    lengths = np.random.default_rng(3).integers(0, 40, 1000)
-    starts = np.cumsum(lengths) - lengths
-    parts = [(starts[at : at + 100], lengths[at : at + 100]) for at in range(0, 1000, 100)]
-    write_plan(tmp_path / "plan", parts, 16, "split")
-    plan = PackingPlan(tmp_path / "plan")
-    rows = [list(plan.row(n)) for n in range(len(plan.ends))]
-    assert all(sum(width for _, width in row) <= 16 for row in rows)
-    wanted = pieces_of(starts, lengths, 16, "split")
-    assert sorted(itertools.chain(*rows)) == sorted(
-        zip(wanted.first.tolist(), wanted.width.tolist(), strict=True)
-    )
-    facts = json.loads((tmp_path / "plan" / "facts.json").read_text())
-    assert (facts["rows"], facts["filled"]) == (len(rows), int(np.clip(lengths - 1, 0, None).sum()))
+    lengths = np.random.default_rng(3).integers(2, 40, 1000)
+    pieces, ends = packed_rows(lengths, 100)
+    widths = np.add.reduceat(pieces.width, [0, *ends[:-1]])
+    assert widths.max() <= 16
+    assert widths.sum() == (lengths - 1).sum()
+    wanted = pieces_of(np.cumsum(lengths) - lengths, lengths, 16, True)
+    assert sorted(zip(*map(list, pieces), strict=True)) == sorted(zip(*map(list, wanted), strict=True))

@@ -84,7 +84,7 @@ def test_a_byte_order_mark_is_understood(tmp_path: Path, encoding: str) -> None:
 @pytest.mark.parametrize("wrong", ["é".encode("latin-1"), "é".encode("utf-16-le"), b"\0"])
 def test_bytes_that_are_no_utf_8_are_named(wrong: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"x" * 9000 + wrong + b"y" * 700)
-    with pytest.raises(ConfigError, match=r"a.txt is not text in UTF-8 at byte 900\d.* HINT: file .*a.txt"):
+    with pytest.raises(ConfigError, match=r"a.txt is not text in UTF-8 at byte 900\d.* HINT: iconv .*a.txt"):
         text(dir=str(tmp_path))
 
 
