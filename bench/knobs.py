@@ -56,7 +56,7 @@ OPS = "--memory.activation_checkpointing ops"
 HALF = "--train.micro_batch 2"
 GROUPS: dict[str, tuple[str, ...]] = {
     "recompute": (
-        FULL, f"{FULL} --memory.activation_checkpointing_every 2", OPS, "--memory.activation_budget 0.5",
+        FULL, f"{FULL} --memory.activation_checkpointing_every 2", OPS,
         "--memory.loss_chunk 256", "--memory.activation_offload true",
         f"--memory.activation_offload true {FULL}",
     ),

@@ -250,10 +250,10 @@ BUILT_IN = {
 # ---------------------------------------------------------------- in transformers' format
 
 SIZES = {
-    "vocab_size": "vocab_size", "width": "hidden_size", "layers": "num_hidden_layers",
-    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "ffn": "intermediate_size",
-    "head_dim": "head_dim", "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings",
-}  # fmt: skip
+    **{"vocab_size": "vocab_size", "width": "hidden_size", "layers": "num_hidden_layers"},
+    **{"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "ffn": "intermediate_size"},
+    **{"head_dim": "head_dim", "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings"},
+}
 """Size of the transformer → field of config.json."""
 _BLOCK = {
     **{"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},

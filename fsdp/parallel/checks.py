@@ -17,16 +17,13 @@ no device (fsdp/config/checks_memory.py).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Container, Iterator
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp.base.devices import as_int64, combine, digest_shard
 from fsdp.base.errors import ConfigError, TrainingError
@@ -44,10 +41,7 @@ from fsdp.base.torch_private import (
 from fsdp.config import MemorySection
 from fsdp.dist.collectives import all_gather_objects, cut_of, local_tensor, shard_count
 from fsdp.models.registry import IGNORED
-from fsdp.models.units import clean_name, kept_tensors
-from fsdp.parallel.compute import refused_attention
-
-log = logging.getLogger(__name__)
+from fsdp.models.units import clean_name
 
 GATHERED = "--mesh.reshard_after_forward false"
 PLAIN = (Tensor, str, bytes, int, float, complex, type(None))
@@ -60,9 +54,6 @@ def check_device(memory: MemorySection, device: torch.device) -> None:
             f"--memory.nvme {memory.nvme} keeps the optimizer on the host, parameters are on {device.type}.",
             "--memory.cpu_offload true",
         )
-    for name in ("cpu_offload", "optimizer_offload", "activation_offload"):
-        if getattr(memory, name) and device.type == "cpu":
-            log.warning("--memory.%s true gains nothing on a CPU, whose memory is the host's", name)
 
 
 # ---------------------------------------------------------------- initial values
@@ -94,13 +85,21 @@ def _rare(dtype: torch.dtype) -> int:
 
 
 @torch.no_grad()
-def check_initialised(root: nn.Module, *, loaded: Collection[str] = frozenset()) -> None:
+def check_initialised(root: nn.Module, *, restored: bool = False) -> None:
     """Stops the run by name for a value left uninitialised, a buffer nobody filled, or replicas that differ.
-    `loaded` are the tensors that were read from weights, which may have NaN. Collective.
+    `restored`: a checkpoint fills and checks what it holds. Collective.
     """
-    _refuse_unfilled([*_unfilled(root, known=(), loaded=loaded)], loaded)
-    tables = _digests(root)
-    for row, (name, tensor) in enumerate([*root.named_parameters(), *root.named_buffers()]):
+    known = root.state_dict().keys() if restored else ()
+    everyones = all_gather_objects([*_unfilled(root, known)])
+    for rank, names in enumerate(everyones):
+        if names:
+            raise TrainingError(
+                f"rank {rank}: {names[0]} was never initialised, or is NaN ({len(names)} in all).",
+                FILL,
+                ranks=(rank,),
+            )
+    tables = [] if restored else _digests(root)
+    for row, (name, tensor) in enumerate([*root.named_parameters(), *root.named_buffers()] if tables else ()):
         digests, count = [tuple(table[row].tolist()) for table in tables], shard_count(tensor)
         for rank in range(count, len(digests)):
             if digests[rank] != digests[rank % count]:
@@ -108,40 +107,15 @@ def check_initialised(root: nn.Module, *, loaded: Collection[str] = frozenset())
                 raise TrainingError(f"{fault}.", FILL)
 
 
-def check_unsaved(root: nn.Module) -> None:
-    """The same for values that no checkpoint holds, before one fills the rest. Collective."""
-    _refuse_unfilled([*_unfilled(root, known=root.state_dict().keys())])
+FILL = "the model's initialisation, or its weights, must fill every parameter and buffer on each rank"
 
 
-def _refuse_unfilled(findings: list[str], loaded: Collection[str] = frozenset()) -> None:
-    """Collective: every rank's findings, the first of which is named with its rank."""
-    everyones = list(enumerate(all_gather_objects(findings)))
-    faults = [(rank, text) for rank, texts in everyones for text in texts]
-    if faults:
-        complete = "give weights without NaN, and with everything that the model does not fill"
-        (rank, text), more = faults[0], f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise TrainingError(f"rank {rank}: {text}{more}.", complete if loaded else FILL, ranks=(rank,))
-
-
-FILL = "the model's initialisation must fill every parameter and buffer on each rank"
-
-
-def _unfilled(root: nn.Module, known: Container[str], loaded: Container[str] = frozenset()) -> Iterator[str]:
+def _unfilled(root: nn.Module, known: Container[str]) -> Iterator[str]:
     for kind, named in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
         for name, tensor in named:
             part = local_tensor(tensor)
-            if name in known:
-                continue
-            if part.is_meta:
-                yield f"{kind} {name} is still on the meta device"
-            elif part.numel() and _is_poisoned(part):
-                what = "has NaN in the weights" if name in loaded else "was never initialised"
-                yield f"{kind} {name} {what}"
-    for name, module in root.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, Tensor) and value.is_meta:
-                what = "is a tensor that no register_buffer made, and is still on the meta device"
-                yield f"{name or type(root).__name__}.{key} {what}"
+            if name not in known and (part.is_meta or (part.numel() and _is_poisoned(part))):
+                yield f"{kind} {name}"
 
 
 def _is_poisoned(part: Tensor) -> bool:
@@ -268,83 +242,48 @@ def _check_views(views: list[tuple[str, Tensor, int]], output: object) -> None:
 
 # ---------------------------------------------------------------- errors of a forward
 
+REPEATED = (
+    "torch.utils.checkpoint",
+    "backward but not found in storage",
+    "cached during selective activation checkpoint has been mutated",
+)
+STALE = "keeps parameters as they were before sharding, which replaces them"
+STALE_HINT = (
+    "nn.ParameterList or nn.ParameterDict in its place, or look them up in forward: self.layer.weight"
+)
+GRADIENT_HINT = (
+    "take that gradient inside of the model's forward, with --mesh.wrap root; or --mesh.strategy ddp"
+)
+EXPLAINED: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (REPEATED, "a unit's forward computes something else when backward repeats it: it changes its state",
+     "--memory.activation_checkpointing none"),
+    (("No available kernel",), "--speed.attention: the kernel does not compute this dtype, head size or mask",
+     "--speed.attention auto"),
+    (("out of bounds for storage of size 0",), "backward reads a parameter that FSDP has freed, as after a "
+     "first backward or autograd.grad", GRADIENT_HINT),
+    (("DTensor",), "the forward computes with a parameter of which this rank has a shard alone: outside "
+     "of its unit's forward, or after autograd.grad",
+     "--mesh.wrap root, or --mesh.wrap class:NAME of the class whose forward computes with it"),
+    (("on meta", "device meta"), f"a list or dictionary of a module {STALE}", STALE_HINT),
+    (("index out of range in self",), "an embedding of the model is read beyond its rows",
+     "ids from 0; more rows there, or fewer tokens in the data (--data.seq_len)"),
+    (("is out of bounds.", "scalar type Long"), "a target is not the index of a class",
+     f"whole targets from 0, or {IGNORED}; a model with more classes, or its own loss"),
+)  # fmt: skip
+"""Words of torch's errors, which have no class of their own; what they mean here, and what helps."""
 
-def explained(error: Exception, root: nn.Module) -> Exception:
-    """The ConfigError for a forward that does not fit its data, or cannot be recomputed; others as they
-    are.
+
+def explained(error: Exception) -> Exception:
+    """The ConfigError for a forward that does not fit its data or its sharding, or cannot be recomputed;
+    others as they are.
     """
-    from fsdp.parallel.activations import refused_recomputation
-
-    refused = refused_recomputation(error) or refused_attention(error) or misfit(error, root)
-    return refused or _refused_parameter(error, root) or error
-
-
-def _refused_parameter(error: Exception, root: nn.Module) -> ConfigError | None:
-    """The ConfigError for a forward or backward that reads a parameter where FSDP has not gathered it: in
-    another method of a unit than its forward, in a second backward, or by a list or dictionary of a module,
-    which keeps those of the model before sharding. None for other errors.
-    """
-    if "DTensor" not in str(error):
-        stale = next((name for name, tensor in kept_tensors(root) if tensor.is_meta), None)
-        if stale is not None and "meta" in str(error):
-            return stale_reference(stale)
-        if "out of bounds for storage of size 0" not in str(error):
-            return None
-        return ConfigError(
-            "backward reads a parameter that FSDP has freed, as after autograd.grad or a first backward.",
-            "take that gradient inside of the model's forward, with --mesh.wrap root; or --mesh.strategy ddp",
-        )
-    names = {module: name for name, module in root.named_modules()}
-    owners = [frame.f_locals.get("self") for frame in frames(error)]
-    reads = [
-        f"{names[owner]}.{key}".lstrip(".")
-        for owner in reversed(owners)
-        if isinstance(owner, nn.Module) and owner in names
-        for key, parameter in owner.named_parameters(recurse=False)
-        if isinstance(parameter, DTensor)
-    ]
-    return ConfigError(
-        f"the forward computes with {clean_name(reads[0]) if reads else 'a parameter'} where this rank has a "
-        "shard of it alone: outside of the forward of its unit, or after torch.autograd.grad.",
-        "--mesh.wrap root gathers all parameters at once; --mesh.wrap class:NAME makes a unit of the class "
-        "whose forward computes with it",
-    )
-
-
-def misfit(error: Exception, model: nn.Module) -> ConfigError | None:
-    """Returns a ConfigError if a forward or its loss failed because of indices out of range or targets that
-    are not classes; None for other errors. It concerns one rank: others have other samples.
-    """
-    losses = (torch.nn.functional.cross_entropy.__code__, torch.nn.functional.nll_loss.__code__)
-    for frame in frames(error):
-        owner, values = frame.f_locals.get("self"), frame.f_locals.get("input")
-        if isinstance(owner, nn.Embedding) and isinstance(values, Tensor):
-            name = next((name for name, module in model.named_modules() if module is owner), "an embedding")
-            what, indices, rows = f"{name} of the model is read", values, owner.num_embeddings
-            hint = "ids from 0; more rows there, or fewer tokens in the data (--data.seq_len)"
-        elif frame.f_code in losses:
-            what, indices, rows = "a target is", frame.f_locals["target"], frame.f_locals["input"].shape[-1]
-            hint = f"whole targets from 0, or {IGNORED}; a model with more classes, or its own loss"
-        else:
-            continue
-        counted = indices[indices != IGNORED]
-        if indices.is_floating_point():
-            return ConfigError(f"{what} {indices.dtype}, not the index of a class.", hint, scope="rank")
-        wrong = counted[(counted < 0) | (counted >= rows)]
-        if wrong.numel():
-            return ConfigError(f"{what} at {int(wrong[0])}, beyond 0 to {rows - 1}.", hint, scope="rank")
-    return None
+    text = str(error)
+    for words, fault, hint in EXPLAINED:
+        if any(word in text for word in words):
+            detail = " ".join(text.split("\n")[0].split())
+            return ConfigError(f"{fault} ({detail[:160]}).", hint, scope="rank")
+    return error
 
 
 def stale_reference(name: str) -> ConfigError:
-    return ConfigError(
-        f"{name} keeps parameters as they were before sharding, which replaces them.",
-        "nn.ParameterList or nn.ParameterDict in its place, or look them up in forward: self.layer.weight",
-    )
-
-
-def frames(error: Exception) -> Iterator[FrameType]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
+    return ConfigError(f"{name} {STALE}.", STALE_HINT)

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private import FakeTensor
 from fsdp.config import CommSection
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models import load_attribute
@@ -49,24 +48,18 @@ class Hooks:
 
 def load_hooks(section: CommSection) -> Hooks:
     """The objects that the flags name, or a ConfigError."""
-    return Hooks(*(_loaded(getattr(section, name), name) for name in CALLS))
-
-
-def _loaded(path: str, name: str) -> Any:
-    if not path:
-        return None
-    flag = f"--comm.{name}"
-    function: Any = load_attribute(path, flag)
-    try:
-        if inspect.isclass(function):
-            function = function()
-        inspect.signature(function).bind(*CALLS[name])
-    except Exception as error:
-        raise ConfigError(
-            f"{flag} {path}: {error}.",
-            f"it is called with ({', '.join(CALLS[name])}); a class is created without arguments",
-        ) from error
-    return function if name == "all_reduce_hook" else _Collective(function)
+    loaded: dict[str, Any] = dict.fromkeys(CALLS)
+    for name, arguments in CALLS.items():
+        if path := getattr(section, name):
+            function: Any = load_attribute(path, f"--comm.{name}")
+            try:
+                function = function() if inspect.isclass(function) else function
+                inspect.signature(function).bind(*arguments)
+            except Exception as error:
+                hint = f"it is called with ({', '.join(arguments)}); a class is created without arguments"
+                raise ConfigError(f"--comm.{name} {path}: {error}.", hint) from error
+            loaded[name] = function if name == "all_reduce_hook" else _Collective(function)
+    return Hooks(*loaded.values())
 
 
 class _Collective:
@@ -92,9 +85,7 @@ class _Collective:
 def check_divide(section: CommSection, sizes: MeshSizes) -> None:
     if section.divide_by and sizes.shard == 1:
         raise ConfigError(
-            f"--comm.divide_by {section.divide_by} divides where shards are reduced, and replicate "
-            f"{sizes.replicate} × shard 1 "
-            "has none.",
+            f"--comm.divide_by {section.divide_by} divides where shards are reduced: shard 1 has none.",
             "leave it out, or --mesh.shard 2",
         )
 
@@ -143,19 +134,10 @@ def apply_casts(
     """Lets modules with whole parameters compute in their dtype, `master`; outputs have `param` again."""
     if master == param:
         return
-    for name, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
-        are_whole = [parameter in whole for parameter in own if parameter.dim()]
-        if not any(are_whole):
-            continue
-        if not all(are_whole):
-            raise ConfigError(
-                f"{FLAG} keeps some parameters of {name or 'the model itself'} whole and shards others: "
-                f"they would have two dtypes, {master} and {param}.",
-                f"{FLAG} {name + '.*' if name else 'with names of whole layers'}",
-            )
-        module.register_forward_pre_hook(lambda _, args, to=master: _cast(args, to))
-        module.register_forward_hook(lambda _, args, output, to=param: _cast(output, to))
+    for module in model.modules():
+        if any(parameter in whole for parameter in module.parameters(recurse=False) if parameter.dim()):
+            module.register_forward_pre_hook(lambda _, args: _cast(args, master))
+            module.register_forward_hook(lambda _, args, output: _cast(output, param))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -164,25 +146,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, tuple):
         return tuple(_cast(item, dtype) for item in value)
     return value
-
-
-@torch.no_grad()
-def average_scalars(parameters: Sequence[nn.Parameter], divisor: float) -> None:
-    """As `average_gradients`, one all-reduce a parameter. Collective: the parameters are those of all ranks.
-
-    A rank without a gradient gives -0.0, which changes no sum: only where all do is the sum -0.0.
-    """
-    for parameter in parameters:
-        absent = parameter.grad is None
-        total = torch.full_like(parameter, -0.0) if parameter.grad is None else parameter.grad.add_(0.0)
-        dist.all_reduce(total)
-        if not (absent and _is_negative_zero(total)):
-            parameter.grad = total.div_(divisor)
-
-
-def _is_negative_zero(value: Tensor) -> bool:
-    """True for a planner's fake tensor, which has no value."""
-    return isinstance(value, FakeTensor) or bool(torch.signbit(value) & (value == 0))
 
 
 @torch.no_grad()
@@ -200,10 +163,8 @@ def average_gradients(parameters: Sequence[nn.Parameter], divisor: float) -> Non
     parts = [p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in parameters]
     packed = torch.cat([counts, *parts])
     dist.all_reduce(packed)
-    counts, sums = packed[: len(parameters)], packed[len(parameters) :] / divisor
+    counts, *sums = packed.split([len(parameters), *(p.numel() for p in parameters)])
     used = counts.tolist() if absent else [1.0] * len(parameters)
-    for parameter, part, count in zip(
-        parameters, sums.split([p.numel() for p in parameters]), used, strict=True
-    ):
+    for parameter, part, count in zip(parameters, sums, used, strict=True):
         if count:
-            parameter.grad = part.view_as(parameter).clone()
+            parameter.grad = (part / divisor).view_as(parameter)

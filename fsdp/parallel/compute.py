@@ -238,13 +238,3 @@ def _flash_of_a_package(name: str) -> Iterator[None]:
             yield
     finally:
         restore_flash_attention_impl()
-
-
-def refused_attention(error: Exception) -> ConfigError | None:
-    """The ConfigError for an attention that the named kernel does not compute; None for other errors."""
-    if "No available kernel" not in str(error):
-        return None
-    return ConfigError(
-        "--speed.attention: the kernel does not compute this attention (its dtype, head size or mask).",
-        AUTO,
-    )

@@ -27,7 +27,6 @@ from fsdp.models.init import Init, draw, draw_into, persistent, seeded
 from fsdp.models.units import all_names
 from fsdp.parallel.checks import (
     check_initialised,
-    check_unsaved,
     fill_with_poison,
     poison,
 )
@@ -88,7 +87,7 @@ def materialize(
     if hasattr(root, "init_buffers"):
         methods.init_buffers(sharded.device)
     if restored and _in_checkpoint(root):
-        check_unsaved(root)
+        check_initialised(root, restored=True)
         return
     # No weights contain adapters: each rank draws its own part, whatever the source of the others.
     _draw_shards(root, added, seed, rank)
@@ -98,8 +97,7 @@ def materialize(
         _draw_shards(root, inits, seed, rank)
     else:
         _send_all(sharded, lambda: _source(spec, inits, seed, weights, root), added, rank)
-    from_file = weights is not None or pretrained is not None
-    check_initialised(root, loaded=root.state_dict().keys() - added.keys() if from_file else frozenset())
+    check_initialised(root)
 
 
 def _in_checkpoint(root: nn.Module) -> bool:

@@ -12,10 +12,8 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -48,7 +46,6 @@ from fsdp.parallel.comm import (
     apply_casts,
     apply_comm,
     average_gradients,
-    average_scalars,
     load_hooks,
     whole_parameters,
 )
@@ -113,23 +110,16 @@ class Sharded:
 
     def __post_init__(self) -> None:
         self.runs = self.root
-        self.divisor, self._alone = self.divides_by or self.sizes.ranks, self.sizes.ranks == 1
+        self.divisor = self.divides_by or self.sizes.ranks
 
     @functools.cached_property
     def replicated(self) -> list[nn.Parameter]:
-        """Trained 0-dim parameters: FSDP does not shard them, so each rank keeps a copy and their gradients
-        are averaged here.
+        """Trained parameters that FSDP does not shard, 0-dim ones and those of --mesh.unsharded: each rank
+        keeps a copy, and their gradients are averaged here.
         """
         # Read when the weights are real: leaving meta replaces each parameter.
-        if self.sizes.strategy == "ddp":
-            return []
-        return [p for p in self.root.parameters() if p.dim() == 0 and p.requires_grad]
-
-    @functools.cached_property
-    def named_whole(self) -> list[nn.Parameter]:
-        """The trained parameters of --mesh.unsharded; 0-dim ones are in `replicated`."""
         named = self.root.named_parameters()
-        return [p for name, p in named if name in self.whole and p.dim() and p.requires_grad]
+        return [p for name, p in named if p.requires_grad and (not p.dim() or name in self.whole)]
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -157,17 +147,11 @@ class Sharded:
             else:
                 yield
         except (IndexError, RuntimeError) as error:
-            self._explain(error)
+            raise explained(error) from error.__cause__
         if last:
-            if not (self._alone or ddp):
-                average_scalars(self.replicated, self.divisor)
-                average_gradients(self.named_whole, self.divisor)
+            if self.sizes.ranks > 1 and not ddp:
+                average_gradients(self.replicated, self.divisor)
             self.reduced = True
-
-    def _explain(self, error: Exception) -> NoReturn:
-        if (refused := explained(error, self.root)) is error:
-            raise error
-        raise refused from error
 
     def _check_reduced(self, runs: DistributedDataParallel) -> None:
         """After a backward: a parameter without a gradient leaves its bucket unreduced on this rank, and
@@ -176,13 +160,11 @@ class Sharded:
         try:
             check_buckets_reduced(runs)
         except RuntimeError as error:
-            unused = [name for name, p in self.root.named_parameters() if p.requires_grad and p.grad is None]
-            raise ConfigError(
-                f"the loss of rank {dist.get_rank()} does not depend on "
-                f"{', '.join(unused[:4]) or 'a parameter'}, and --mesh.strategy ddp reduces every gradient.",
-                f"--mesh.strategy fsdp, or --model.frozen {','.join(unused[:4])}",
-                scope="rank",
-            ) from error
+            named = self.root.named_parameters()
+            unused = ",".join(name for name, p in named if p.requires_grad and p.grad is None)
+            fault = f"the loss does not depend on {unused}, and --mesh.strategy ddp reduces every gradient."
+            hint = f"--mesh.strategy fsdp, or --model.frozen {unused}"
+            raise ConfigError(fault, hint, scope="rank") from error
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         """DDP keeps one copy of each parameter: autocast gives its computation the dtype that FSDP's policy
@@ -207,7 +189,7 @@ class Sharded:
                 if isinstance(module, FSDPModule):
                     module.reshard()  # its own group alone
         except (IndexError, RuntimeError) as error:
-            self._explain(error)
+            raise explained(error) from error.__cause__
         finally:
             self.root.train(modes[0][1])  # a module's own train() may do more than set the mode
             for module, training in modes:
@@ -260,7 +242,7 @@ def shard_model(model: nn.Module, job: Sharding, mesh: DeviceMesh) -> Sharded:
     if memory.activation_checkpointing != "none" or memory.activation_budget < 1:
         from fsdp.parallel.activations import apply_activation_checkpointing
 
-        apply_activation_checkpointing(units, memory, compiled=job.compiled, root=model)
+        apply_activation_checkpointing(units, memory, compiled=job.compiled)
     compiled_modules = (blocks_of(units) or [model]) if job.compiled else []
     if job.compiled:
         set_kernel_folders()

@@ -187,7 +187,7 @@ def has_scratch(config: Config) -> bool:
 # ---------------------------------------------------------------- what is left out
 
 COUNTED = (
-    "memory.activation_checkpointing memory.activation_checkpointing_every memory.activation_budget "
+    "memory.activation_checkpointing memory.activation_checkpointing_every "
     "memory.loss_chunk memory.cpu_offload memory.nvme_dir speed.compile speed.prefetch_forward "
     "speed.prefetch_backward comm.divide_by"
 )
@@ -218,7 +218,5 @@ def notes(config: Config) -> Iterator[str]:
             yield f"--{name} {flat[name]}: {REASONS.get(name, 'planned as if it were not given')}"
     if config.plan.gpu == "cpu":
         yield "what the process and its libraries take beside tensors: some 0.3 GiB and more"
-    elif config.speed.compile != "false" and config.memory.activation_budget < 1:
-        yield f"--memory.activation_budget {config.memory.activation_budget:g}: kept as without a compiler"
     if config.train.eval_batch > config.train.micro_batch > 0:
         yield f"--train.eval_batch {config.train.eval_batch}: an evaluation's own peak"

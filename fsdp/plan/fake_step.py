@@ -339,13 +339,7 @@ def _traced(ask: FakeRun) -> Trace:
         tracker = Tracker(ask.device, fake=True, host=ask.host_kinds)
         setup = TracedSetup(parts, tracker, buckets, compiled=ask.compiled)
         setup.hold_state()
-        samples, memory = batches(subject, ask.micro_batch), ask.config.memory
-        if memory.activation_budget < 1 or memory.activation_checkpointing == "ops":
-            # In the first step each unit is run once more, to be measured.
-            setup.step(samples, 1)
-            setup.hold_state()
-            tracker.restart()
-        setup.step(samples, ask.accumulation)
+        setup.step(batches(subject, ask.micro_batch), ask.accumulation)
         return setup.trace()
 
 

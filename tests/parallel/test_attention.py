@@ -14,7 +14,8 @@ from fsdp import config as configuration
 from fsdp.config import SpeedSection
 from fsdp.dist.env import DistEnv
 from fsdp.parallel import compute as attention
-from fsdp.parallel.compute import attention_kernel, refused_attention
+from fsdp.parallel.checks import explained
+from fsdp.parallel.compute import attention_kernel
 from fsdp.run.loop import train
 from tests.support.runs import flags
 from tests.support.world import run_world
@@ -67,7 +68,6 @@ def test_a_kernel_that_does_not_fit_ends_the_run_with_a_hint() -> None:
     mask = torch.ones(4, 4, requires_grad=True)  # torch's flash kernel has no gradient for it
     with attention_kernel(SpeedSection(attention="flash")), pytest.raises(RuntimeError) as failed:
         F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
-    refused = refused_attention(failed.value)
-    assert refused is not None
-    assert "HINT: --speed.attention auto" in str(refused)
-    assert refused_attention(RuntimeError("other")) is None
+    assert "HINT: --speed.attention auto" in str(explained(failed.value))
+    other = RuntimeError("other")
+    assert explained(other) is other

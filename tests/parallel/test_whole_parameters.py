@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp.config import Config, MeshSection, PrecisionSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import build_mesh, resolve
-from fsdp.parallel.comm import average_gradients, average_scalars
+from fsdp.parallel.comm import average_gradients
 from fsdp.parallel.shard import shard_model, sharding_of
 from tests.support import user_code
 from tests.support.marks import quick_are
@@ -88,7 +88,7 @@ def averaged(env: DistEnv, scalars: bool) -> list[list[float] | None]:
     every.grad = torch.full(size, env.rank + 1.0)
     other.grad = torch.full(size, 2.0) if env.rank == 1 else None
     zero.grad = torch.full(size, -0.0) if env.rank == 1 else None
-    (average_scalars if scalars else average_gradients)([every, none, other, zero], 4.0)
+    average_gradients([every, none, other, zero], 4.0)
     return [None if p.grad is None else p.grad.reshape(-1).tolist() for p in (every, none, other, zero)]
 
 

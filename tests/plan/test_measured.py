@@ -30,7 +30,7 @@ CASES = (
     Case(2, (*SMALL, *BATCH, "--mesh.wrap", "every:2", "--memory.activation_checkpointing", "full")),
     Case(2, (*SMALL, *BATCH, "--mesh.unsharded", "*norm.weight,embedding.weight")),
     Case(2, ("--model.name", "tests.plan.own:Words", *SMALL[2:], *BATCH, "--data.args.vocab_size", "257",
-             "--optim.state", "8bit", "--memory.activation_budget", "0.5")),
+             "--optim.state", "8bit")),
     Case(2, (*SMALL, *BATCH, *HALVED, "--precision.param", "bf16")),
     Case(2, (*SMALL, *BATCH, *HALVED, "--memory.activation_checkpointing", "full")),
     Case(3, (*SMALL, *BATCH, *HALVED, "--precision.param", "bf16", "--mesh.reshard_after_forward", "false")),

@@ -59,7 +59,6 @@ KNOBS = {
         "--memory.activation_checkpointing full --memory.activation_checkpointing_every 2"
     ),
     "recompute ops": Knob("--memory.activation_checkpointing ops"),
-    "budget": Knob("--memory.activation_budget 0.5"),
     "activations to the host": Knob("--memory.activation_offload true"),
     "zero-2": Knob("--mesh.reshard_after_forward false"),
     "gathered once a step": Knob("--mesh.reshard_after_forward step"),
@@ -93,10 +92,9 @@ KNOBS = {
 
 FILES = ("states in files", "all in files")
 REFUSED = {
-    *itertools.product(("recompute", "recompute every second", "recompute ops"), ("budget",)),
-    *itertools.product(("recompute ops", "budget"), ("activations to the host",)),
+    *itertools.product(("recompute ops",), ("activations to the host",)),
     *itertools.product(
-        ("recompute", "recompute every second", "recompute ops", "budget", "activations to the host"),
+        ("recompute", "recompute every second", "recompute ops", "activations to the host"),
         ("root only",),
     ),
     *itertools.product(("zero-2", "gathered once a step", "reshard to 2"), ("ddp",)),
@@ -206,7 +204,7 @@ def averages(run: Path) -> dict[str, Tensor]:
 
 
 EAGER = [name for name in KNOBS if name != "float8"]
-ALONE = ("budget", "reshard to 2", "prefetch", "own gather", "sum, not mean")
+ALONE = ("reshard to 2", "prefetch", "own gather", "sum, not mean")
 """What tests/golden has not, in the whole test command."""
 TORCHAO = pytest.mark.needs("torchao")
 LATER = (pytest.mark.slow, pytest.mark.long)
