@@ -267,7 +267,7 @@ EXPLAINED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("on meta", "device meta"), f"a list or dictionary of a module {STALE}", STALE_HINT),
     (("index out of range in self",), "an embedding of the model is read beyond its rows",
      "ids from 0; more rows there, or fewer tokens in the data (--data.seq_len)"),
-    (("is out of bounds.", "scalar type Long"), "a target is not the index of a class",
+    (("is out of bounds.", "scalar type Long", "target dtype"), "a target is not the index of a class",
      f"whole targets from 0, or {IGNORED}; a model with more classes, or its own loss"),
 )  # fmt: skip
 """Words of torch's errors, which have no class of their own; what they mean here, and what helps."""

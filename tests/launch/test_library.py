@@ -282,7 +282,7 @@ BESIDE = {
         "averaged over the ranks. HINT: with model.micro_batch(last=True) around the last forward",
     "other weights": "torch.func.functional_call replaces 0.weight, in whose place FSDP gathers the "
         "model's own",
-    "a penalty": "backward reads a parameter that FSDP has freed, as after autograd.grad or a first backward",
+    "a penalty": "backward reads a parameter that FSDP has freed",
     "adapters": "--lora.rank 2 has no effect in a loop of your own. HINT: leave --lora.rank out",
     "states of a rank": "the optimizer OfARank: state seen of 0.weight is a plain tensor of",
 }  # fmt: skip

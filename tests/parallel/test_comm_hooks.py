@@ -67,7 +67,6 @@ def test_the_divisor_changes_no_result(ranks: int, mesh: str, factor: str, tmp_p
     ("flag", "path", "said"),
     [
         ("all_gather", "nowhere:f", "there is no module nowhere"),
-        ("all_gather", f"{HERE}:gater", f"HINT: --comm.all_gather {HERE}:gather"),
         ("all_reduce_hook", f"{HERE}:NOTHING", "cannot be called"),
         ("all_reduce_hook", f"{HERE}:too_few", "it is called with (gradient)"),
         ("reduce_scatter", f"{HERE}:hook", "it is called with (output, input, group, op)"),
