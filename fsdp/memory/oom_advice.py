@@ -165,9 +165,7 @@ def _estimate(
     model, z_loss, param = context.build(), config.train.z_loss, context.sharded.dtypes.param
     head = maybe_chunked(model, loss_chunk, z_loss=z_loss)
     loss_function = LossFunction(model, context.loss, head, z_loss=z_loss)
-    memory = dataclasses.replace(
-        config.memory, activation_checkpointing=checkpointing, activation_budget=1.0
-    )
+    memory = dataclasses.replace(config.memory, activation_checkpointing=checkpointing, activation_budget=1.0)
 
     def empty(tensor: Tensor) -> Tensor:
         dtype = param if tensor.is_floating_point() else tensor.dtype

@@ -10,7 +10,7 @@ its own). Not here: where kept activations are stored (offload.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ from fsdp.base.torch_private import (
 )
 from fsdp.config import MemorySection
 from fsdp.models.units import WRAP_HINT, blocks_of
-
 
 
 @functools.cache
