@@ -127,9 +127,9 @@ class Monitor:
             self._exchange()
             if self._judges(now):
                 self._judge(now)
-            if self.ranks.all_gone() and self._nothing_left(now):
+            if not self.ranks.running() and self._nothing_left(now):
                 break
-            if self.ranks.all_gone(FAILED) or (self._trouble_at and self.shown is None):
+            if not self.ranks.running(FAILED) or (self._trouble_at and self.shown is None):
                 time.sleep(0.02)
             elif self._first_rank_gone:
                 time.sleep(INTERVAL_S)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import operator
 import os
 import re
 import signal
@@ -49,8 +50,6 @@ class GroupCalls:
     """Number of the first that has not ended; 0 if all have. The fields below are of this call."""
     op: str = ""
     numel: int = 0
-    started: bool = False
-    """Its kernel runs. The recorder knows it only with TORCH_NCCL_ENABLE_TIMING."""
 
     @property
     def shown(self) -> str:
@@ -240,8 +239,8 @@ def waits_for_save(e: Observation) -> bool:
 
 # ---------------------------------------------------------------- PyTorch's flight recorder
 
-UNDESCRIBED = "undefined"
-"""torch's description of a group that was made without one; its name is a number, alike on all ranks."""
+UNDESCRIBED = ("", "undefined")
+"""torch's descriptions of a group that was made without one; its name is a number, alike on all ranks."""
 
 
 def group_calls(entries: Iterable[Mapping[str, Any]]) -> list[GroupCalls]:
@@ -249,39 +248,28 @@ def group_calls(entries: Iterable[Mapping[str, Any]]) -> list[GroupCalls]:
     by_group: dict[str, list[Mapping[str, Any]]] = {}
     for entry in entries:
         if not entry.get("is_p2p"):
-            by_group.setdefault(_group(entry), []).append(entry)
+            name, description = (*entry["process_group"], "", "")[:2]
+            group = f"group {name}" if description in UNDESCRIBED else description
+            by_group.setdefault(f"{group} {entry.get('group_ranks', '')}".strip(), []).append(entry)
     return [_in_brief(group, calls) for group, calls in by_group.items()]
 
 
-def _group(entry: Mapping[str, Any]) -> str:
-    name, description = (*entry["process_group"], "", "")[:2]
-    known = description not in ("", UNDESCRIBED)
-    ranks = entry.get("group_ranks", "")
-    return f"{description if known else f'group {name}'}{f' {ranks}' if ranks else ''}"
-
-
 def _in_brief(group: str, recorded: Sequence[Mapping[str, Any]]) -> GroupCalls:
+    number = operator.itemgetter("collective_seq_id")
     # An earlier run of this process may have had a group of this name.
     entries = [entry for entry in recorded if entry.get("pg_id") == recorded[-1].get("pg_id")]
-    newest = max(entry["collective_seq_id"] for entry in entries)
+    newest = max(map(number, entries))
     # Calls of one group end in their order. Those that went out together as one are marked only as a whole.
-    ended = (
-        entry["collective_seq_id"] for entry in entries if entry["state"] == "completed" or entry["retired"]
-    )
+    ended = (number(entry) for entry in entries if entry["state"] == "completed" or entry["retired"])
     last = max(ended, default=-1)
-    unfinished = [entry for entry in entries if entry["collective_seq_id"] > last]
-    if not unfinished:
+    first = min((entry for entry in entries if number(entry) > last), key=number, default=None)
+    if first is None:
         return GroupCalls(group, newest, 0)
-    first = min(unfinished, key=lambda entry: int(entry["collective_seq_id"]))
     op = first["profiling_name"].rpartition(":")[2].strip("_").removesuffix("_base")
+    # each rank's share of an all-to-all may have a size of its own
+    uneven = "to_all" in op or "toall" in op
     return GroupCalls(
-        group,
-        newest,
-        first["collective_seq_id"],
-        op,
-        # each rank's share of an all-to-all may have a size of its own
-        0 if "to_all" in op or "toall" in op else sum(map(math.prod, first["input_sizes"])),
-        first["state"] == "started",
+        group, newest, number(first), op, 0 if uneven else sum(map(math.prod, first["input_sizes"]))
     )
 
 
@@ -313,8 +301,7 @@ class LocalRank:
         self.stacks = os.fdopen(stacks, encoding="utf-8", errors="replace")
         self.seen = self._unseen = Observation(rank, node, int(self.page.numbers[status_page.PID]))
         process = proc.stat(self.seen.pid)
-        # a process id may be used again
-        self._start_ticks = process.start_ticks if process is not None else ""
+        self._start_ticks = process.start_ticks if process is not None else None
         self._progress: list[float] = []
         self._moved_at = self._counted_at = time.monotonic()
         self._counts = self._counts_at_move = (0.0, 0.0, 0.0, 0.0)
@@ -327,14 +314,18 @@ class LocalRank:
     def state(self) -> int:
         return int(self.page.numbers[status_page.STATE])
 
+    def _process(self) -> proc.ProcessStat | None:
+        """None if it is gone: a process id may be used again."""
+        process = proc.stat(self.seen.pid)
+        return process if process is not None and process.start_ticks == self._start_ticks else None
+
     def observe(self, now: float, lost_s: float = 0.0) -> None:
         """`lost_s`: time in which the monitor itself did not run. It does not count as stillness."""
         numbers, pid = self.page.numbers, self.seen.pid
         thread = int(numbers[status_page.THREAD]) or pid
-        stat, process = proc.stat(pid, thread), proc.stat(pid)
-        alive, state = False, "X"
-        if stat is not None and process is not None and process.start_ticks == self._start_ticks:
-            alive, state = stat.alive, stat.state if stat.alive else "X"
+        stat, process = proc.stat(pid, thread), self._process()
+        alive = stat is not None and process is not None and stat.alive
+        if stat is not None and process is not None:
             run_delay_s, io_bytes = proc.run_delay_s(pid, thread), proc.io_bytes(pid)
             self._counts = stat.cpu_s, process.cpu_s, run_delay_s, float(io_bytes)
         self._moved_at = min(now, self._moved_at + lost_s)
@@ -349,7 +340,7 @@ class LocalRank:
         self.seen = replace(
             self._unseen,
             alive=alive,
-            state=state,
+            state=stat.state if stat is not None and alive else "X",
             still_s=now - self._moved_at,
             failure=self.page.read_failure(),
             **page,
@@ -390,7 +381,7 @@ class LocalRank:
             return None
         return connection
 
-    def add_answer(self, answer: Mapping[str, Any] | None) -> None:
+    def add_answer(self, answer: dict[str, Any] | None) -> None:
         """Complete `seen` with the responder's answer, or with the stack that faulthandler writes."""
         if not self.seen.alive or self.state in (status_page.OVER, status_page.FAILED, status_page.LEFT):
             return
@@ -399,9 +390,8 @@ class LocalRank:
             threads = {f"{UNNAMED} {nth}": frames for nth, frames in enumerate(others)}
             self._answer = {"answered": False, "stack": stack, "threads": threads}
         else:
-            calls = tuple(GroupCalls(**call) for call in answer["groups"])
-            self._answer = {"answered": True, "stack": answer["training"], "threads": answer["threads"]}
-            self._answer |= {"moving": answer["in_python"], "calls": calls}
+            calls = tuple(GroupCalls(**call) for call in answer.pop("calls"))
+            self._answer = {"answered": True, "calls": calls, **answer}
         self.seen = replace(self.seen, **self._answer)
 
     def _stacks_by_signal(self) -> str:
@@ -414,26 +404,19 @@ class LocalRank:
         return self.stacks.read()
 
     def kill(self) -> None:
-        """If process id and start time are this rank's."""
-        process = proc.stat(self.seen.pid)
-        if process is not None and process.alive and process.start_ticks == self._start_ticks:
+        if self._process() is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.seen.pid, signal.SIGKILL)
 
 
 def _received(connection: socket.socket | None, deadline: float) -> dict[str, Any] | None:
     """The responder's answer; None without one."""
-    if connection is None:
-        return None
-    data = b""
-    with connection, contextlib.suppress(OSError):  # time is up, or its process is gone
-        while not data.endswith(b"\n"):
+    if connection is not None:
+        # time is up, or its process is gone: with half of its answer, too
+        with connection, contextlib.suppress(OSError, ValueError):
             connection.settimeout(max(0.01, deadline - time.monotonic()))
-            if not (more := connection.recv(1 << 20)):
-                break
-            data += more
-    answer: dict[str, Any] | None = json.loads(data) if data.endswith(b"\n") else None
-    return answer
+            return dict(json.loads(connection.makefile("rb").readline()))
+    return None
 
 
 def parse_stacks(text: str) -> list[Stack]:
@@ -464,12 +447,10 @@ class NodeRanks:
         for local in self.ranks:
             local.observe(now, lost_s)
 
-    def all_gone(self, *states: int) -> bool:
-        """None of them runs any more; one in these states counts as gone, though its process may exist."""
-        return all(
-            local.state in (status_page.OVER, status_page.LEFT, *states) or not local.seen.alive
-            for local in self.ranks
-        )
+    def running(self, *gone: int) -> list[LocalRank]:
+        """Those that still run; one in these states counts as gone, though its process may exist."""
+        left = (status_page.OVER, status_page.LEFT, *gone)
+        return [local for local in self.ranks if local.seen.alive and local.state not in left]
 
     def ask(self) -> None:
         """Complete `seen` with each responder's answer, or without one with the stack by signal."""
@@ -484,21 +465,15 @@ class NodeRanks:
             local.page.numbers[status_page.PRINTED] = 1
 
     def to_end(self, failed: bool = False) -> list[LocalRank]:
-        """The ranks that still run. Ranks that have failed end by themselves, unless their teardown hangs:
-        `failed` includes them, but not those whose processes live on.
+        """Ranks that have failed end by themselves, unless their teardown hangs: `failed` includes them, but
+        not those whose processes live on.
         """
-        spared = (
-            (status_page.OVER, status_page.LEFT)
-            if failed
-            else (status_page.OVER, status_page.LEFT, status_page.FAILED)
-        )
-        return [local for local in self.ranks if local.seen.alive and local.state not in spared]
+        return self.running() if failed else self.running(status_page.FAILED)
 
     def end(self, failed: bool = False) -> None:
         """End the ranks by the responder's exit command, which gives the exit code, then by SIGKILL."""
         for local in self.to_end(failed):
-            connection = local.request(f"exit {ENDED_BY_THE_WATCH}")
-            if connection is not None:
+            if (connection := local.request(f"exit {ENDED_BY_THE_WATCH}")) is not None:
                 connection.close()
         deadline = time.monotonic() + EXIT_S
         while (ending := self.to_end(failed)) and time.monotonic() < deadline:

@@ -338,7 +338,7 @@ class Responder:
                 connection.sendall(json.dumps(self.snapshot()).encode() + b"\n")
 
     def snapshot(self) -> dict[str, Any]:
-        """Stacks of all threads but this one, and the collectives in the flight recorder."""
+        """Fields of an Observation: stacks of all threads but this one, the flight recorder's collectives."""
         from fsdp.watch.observe import UNNAMED, group_calls
 
         # "Dummy-N" is what Python notes of a thread of C code, as one of autograd's, that asked for its name
@@ -358,7 +358,7 @@ class Responder:
             calls = [vars(call) for call in group_calls(flight_recorder_entries())]
         except Exception:  # of a torch whose recorder has another form: an answer still has the stacks
             calls = []
-        return {"training": training, "in_python": in_python, "threads": stacks, "groups": calls}
+        return {"stack": training, "moving": in_python, "threads": stacks, "calls": calls}
 
 
 def _runs_python(frame: FrameType) -> bool:

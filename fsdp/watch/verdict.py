@@ -5,7 +5,7 @@ decides: a rank's own exception, a dead rank, an unreachable node, a stopped pro
 between ranks, a rank that has not come to the collective where the others wait, and last a network that moves
 nothing. A verdict rests on evidence, not on time alone: a rank that compiles, imports, loads or waits for a
 free processor (the kernel counts that time) is not at fault. What one rank's observation shows by itself is
-in observation.py.
+in observe.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fsdp.base.phases import PHASES, Activity
+from fsdp.base.phases import PHASES
 from fsdp.base.text import byte_size, named_ranks
 from fsdp.dist.env import LauncherHints
 from fsdp.watch.observe import (
@@ -49,7 +49,14 @@ HINTS = {
     "blocked": "the line above waits for something that does not come",
     "device": "nvidia-smi shows whether its GPU computes, dmesg its Xid errors",
     "network": "check the network between the ranks",
+    "died": "dmesg or the scheduler's log shows what killed it; os._exit in code is silent too",
+    "fault": "its stacks are in RUN/watch/",
+    "skipped": "look for a collective under an `if` that is not true on every rank",
+    "collective": "look for a branch that differs between ranks, or two groups called in another order",
+    "shapes": "look for a size that depends on the rank's own data, or a layer that one rank leaves out",
+    "storage": "check the storage of --checkpoint.dir, and of --run.dir for its records",
 }
+LESS_MEMORY = "less on the host: --data.prefetch 1, --checkpoint.mode blocking (docs/oom.md)"
 
 
 @dataclass(frozen=True)
@@ -81,11 +88,11 @@ class _Case:
         return [e for e in self.all if e.runs]
 
     def verdict(
-        self, kind: str, some: Sequence[Observation], does: str, hint: str, others: str = ""
+        self, kind: str, some: Sequence[Observation], does: str, others: str = "", hint: str = ""
     ) -> Verdict:
         """These ranks are at fault: what each does, where the first does it, and what the others wait for."""
-        what = f"{_names(some)} {does}: {_at(some[0])}"
-        return Verdict(kind, _ranks(some), what, others or self.waiting(_ranks(some)), hint)
+        line, culprits = f"{_names(some)} {does}: {_at(some[0])}", _ranks(some)
+        return Verdict(kind, culprits, line, others or self.waiting(culprits), hint or HINTS[kind])
 
     def waiting(self, culprits: Sequence[int]) -> str:
         """One line: what the others wait for."""
@@ -170,8 +177,8 @@ def _failed(case: _Case) -> Verdict | None:
     if len(alike) < len(case.all):
         late = case.ended_after(culprits)
         others = _ended_after([] if alike.issuperset(late) else late) or case.waiting(culprits)
-    what = message if failure["ours"] else f"{_name(first)} failed: {message}"
-    return Verdict(failure["kind"], culprits, what, others, failure["hint"])
+    line = message if failure["ours"] else f"{_name(first)} failed: {message}"
+    return Verdict(failure["kind"], culprits, line, others, failure["hint"])
 
 
 def _dead(case: _Case) -> Verdict | None:
@@ -187,43 +194,32 @@ def _dead(case: _Case) -> Verdict | None:
     others = case.waiting(_ranks(dead)) or _ended_after(case.ended_after(_ranks(first)))
     killed = [e for e in first if e.oom_kills and not e.fatal]
     if killed and len(killed) <= max(e.oom_kills for e in killed):  # else a launcher has killed some of them
-        does = "was killed by the kernel, out of memory"
-        return case.verdict("died", killed, does, _more_memory(killed[0], case.hints), others)
+        limit = killed[0].memory_limit
+        allowed = f"its cgroup allows {byte_size(limit)}" if limit else "the node had no memory left"
+        hint = f"{allowed}: a larger limit ({case.hints.more_memory}), fewer ranks a node, or {LESS_MEMORY}"
+        return case.verdict("died", killed, "was killed by the kernel, out of memory", others, hint)
     if faults := [e for e in first if e.fatal]:
         differing = _differing(case, _called(case)) if faults[0].aborted and not unseen else None
         signal = faults[0].fatal.splitlines()[0].removeprefix("Fatal Python error: ")
-        does = f"died of a fault in C ({signal})"
-        return differing or case.verdict("fault", faults[:1], does, "its stacks are in RUN/watch/", others)
-    does = "died without an error message (killed, or out of memory)"
-    hint = "dmesg or the scheduler's log shows what killed it, such as memory; os._exit in code is silent too"
-    return case.verdict("died", first, does, hint, others)
-
-
-def _more_memory(e: Observation, hints: LauncherHints) -> str:
-    less = "less on the host: --data.prefetch 1, --checkpoint.mode blocking (docs/oom.md)"
-    if not e.memory_limit:
-        return f"the node had no memory left: fewer ranks a node, or {less}"
-    return f"its cgroup allows {byte_size(e.memory_limit)}: a larger limit ({hints.more_memory}), or {less}"
+        return differing or case.verdict("fault", faults[:1], f"died of a fault in C ({signal})", others)
+    return case.verdict("died", first, "died without an error message (killed, or out of memory)", others)
 
 
 def _unseen(case: _Case) -> Verdict | None:
     """Ranks whose node's monitor is silent: the node is out of reach, or only its processes are gone."""
     unseen = [e for e in case.all if e.silent_node_s]
-    gone = [e for e in unseen if e.monitor_ended]
-    some = gone or unseen
+    some = [e for e in unseen if e.monitor_ended] or unseen
     if not some:
         return None
-    who, nodes = _ranks(some), sorted({e.node for e in some})
-    of_them, others = f"{', '.join(nodes)} ({named_ranks(who)})", case.waiting(who)
-    if gone:
-        what = f"the processes of {of_them} are gone, and the node can still be reached: {_at(gone[0])}"
+    culprits, nodes = _ranks(some), sorted({e.node for e in some})
+    named, others = f"{', '.join(nodes)} ({named_ranks(culprits)})", case.waiting(culprits)
+    if some[0].monitor_ended:
+        line = f"the processes of {named} are gone, and the node can still be reached: {_at(some[0])}"
         hint = f"{case.hints.killer(', '.join(nodes))} shows what killed them"
-        return Verdict("died", who, what, others or _ended_after(case.ended_after(who)), hint)
-    here = {e.node for e in case.all} - {e.node for e in unseen}
-    from_here = f" from {here.pop()}" if len(here) == 1 else ""
-    what = f"node {of_them} cannot be reached{from_here} for {unseen[0].silent_node_s:.1f} s"
+        return Verdict("died", culprits, line, others or _ended_after(case.ended_after(culprits)), hint)
+    line = f"node {named} cannot be reached for {some[0].silent_node_s:.1f} s"
     hint = f"check its network and power, or leave it out: {case.hints.without(nodes)}"
-    return Verdict("partition", who, what, others, hint)
+    return Verdict("partition", culprits, line, others, hint)
 
 
 def _stopped(case: _Case) -> Verdict | None:
@@ -231,11 +227,11 @@ def _stopped(case: _Case) -> Verdict | None:
     if not stopped:
         return None
     first = stopped[0]
-    does, hint = "is stopped (SIGSTOP)", f"kill -CONT {first.pid} on {first.node}"
-    if first.state == "t":
-        does = "is stopped (a debugger)"
-        hint = f"detach the debugger from process {first.pid} on {first.node}"
-    return case.verdict("stopped", stopped, does, hint)
+    by, command = (
+        ("SIGSTOP", "kill -CONT") if first.state == "T" else ("a debugger", "detach it from process")
+    )
+    hint = f"{command} {first.pid} on {first.node}"
+    return case.verdict("stopped", stopped, f"is stopped ({by})", hint=hint)
 
 
 # ---------------------------------------------------------------- collectives that differ
@@ -255,14 +251,18 @@ def _echoes(case: _Case) -> Verdict | None:
     return _differing(case, case.all) if all_echo else None
 
 
+def _together(case: _Case) -> list[Observation]:
+    """All that live, if all are in collectives."""
+    alive = [e for e in case.all if e.alive]
+    return alive if len(alive) > 1 and all(e.in_call for e in alive) else []
+
+
 def _apart(case: _Case) -> Verdict | None:
     """All are in collectives, and these differ."""
-    alive = [e for e in case.all if e.alive]
-    if len(alive) < 2 or not all(e.in_call for e in alive):
-        return None
+    together = _together(case)
     # Without an answer its call may have ended: it waits for Python's lock, and the others are in the next.
-    mute = [e for e in alive if e.answered is False]
-    return _not_come(case, mute) if mute else _differing(case, alive)
+    mute = [e for e in together if e.answered is False]
+    return _not_come(case, mute) if mute else _differing(case, together)
 
 
 def _differing(case: _Case, calling: Sequence[Observation]) -> Verdict | None:
@@ -275,10 +275,9 @@ def _differing(case: _Case, calling: Sequence[Observation]) -> Verdict | None:
         if behind.place != ahead.place:
             return _odd(case, [ahead], behind.place, behind.op, behind.numel)
         other = f"{_name(ahead)} in {ahead.op} of {ahead.numel}"
-        what = f"{_name(behind)} is in {behind.op} of {behind.numel} numbers, {other}: {_at(behind)}"
-        hint = "LayerDrop and expert routing must leave out the same layers on every rank"
+        line = f"{_name(behind)} is in {behind.op} of {behind.numel} numbers, {other}: {_at(behind)}"
         kind = "shapes" if behind.op == ahead.op else "collective"
-        return Verdict(kind, (behind.rank, ahead.rank), what, hint=hint)
+        return Verdict(kind, (behind.rank, ahead.rank), line, hint=HINTS[kind])
     usual, count = calls[0]
     odd = [e for e in calling if (e.place, e.op, e.numel) != usual]
     return _odd(case, odd, *usual) if count > calls[1][1] else None
@@ -291,14 +290,12 @@ def _odd(
     first = odd[0]
     if first.place > place:
         does = f"has left out {op} of step {place[0]}, {PHASES[place[1]]}, and is already in {first.op}"
-        hint = "look for a collective under an `if` that is not true on every rank"
-        return case.verdict("skipped", odd, does, hint, others)
+        return case.verdict("skipped", odd, does, others)
     if first.op != op:
         does = f"entered another collective, {first.op}, where the others entered {op}"
-        return case.verdict("collective", odd, does, "look for a branch that differs between ranks", others)
+        return case.verdict("collective", odd, does, others)
     does = f"came to {op} with {first.numel} numbers, the others with {numel}"
-    hint = "look for a size that depends on the rank's own data, or a layer that one rank leaves out"
-    return case.verdict("shapes", odd, does, hint, others)
+    return case.verdict("shapes", odd, does, others)
 
 
 # ---------------------------------------------------------------- ranks that have not come
@@ -318,7 +315,7 @@ def _not_come(case: _Case, absent: Sequence[Observation], others: str = "") -> V
     if ("", "") in reasons:
         return None  # a rank that is at work may be the reason why another waits
     kind, does = reasons[0]
-    return case.verdict(kind, absent, does, HINTS[kind], others)
+    return case.verdict(kind, absent, does, others)
 
 
 def _reason(e: Observation, endless_s: float) -> tuple[str, str]:
@@ -355,23 +352,17 @@ def _storage(case: _Case) -> Verdict | None:
     if any(e.answered is False for e in live) or any(busy) or not slow:
         return None
     first = slow[0]
-    does, hint = "waits for the storage of its records", "check the storage of --run.dir"
-    stack = first.stack
-    if any(e.phase == "save" or Activity.SAVE in e.activity or e.save_activity for e in at_storage):
-        does = "is in a save and its storage is slow"
-        hint = "check its storage, or --checkpoint.dir elsewhere"
-        stack = first.threads.get("checkpoint", ()) or stack
     speed = f"{byte_size(first.io_bytes / max(first.still_s, 1e-3))}/s, {first.still_s:.1f} s by now"
-    what = f"{_names(slow)} {does}, {speed}: step {first.step}, at {own_line(stack)}"
-    return Verdict("storage", _ranks(slow), what, case.waiting(_ranks(slow)), hint)
+    line = own_line(first.threads.get("checkpoint", ()) or first.stack)
+    named = f"{_names(slow)} waits for its storage, {speed}: step {first.step}, at {line}"
+    return Verdict("storage", _ranks(slow), named, case.waiting(_ranks(slow)), HINTS["storage"])
 
 
 def _network(case: _Case) -> Verdict | None:
     """All are in the same collective, and it does not end."""
-    live = [e for e in case.all if e.alive]
-    if len(live) < 2 or not all(e.in_call for e in live) or len({(e.place, e.op, e.numel) for e in live}) > 1:
-        return None
-    return _not_ending(case, live, f"all ranks are in {live[0].op}")
+    together = _together(case)
+    same = len({(e.place, e.op, e.numel) for e in together}) == 1
+    return _not_ending(case, together, f"all ranks are in {together[0].op}") if same else None
 
 
 def _not_ending(case: _Case, ranks: Sequence[Observation], are_in: str) -> Verdict | None:
@@ -379,8 +370,8 @@ def _not_ending(case: _Case, ranks: Sequence[Observation], are_in: str) -> Verdi
     still_s = min(e.still_s for e in alive)
     if still_s < NETWORK_S or any(e.starved_s > 0.3 * e.still_s or e.phase in NOT_YET for e in alive):
         return None
-    what = f"{are_in} and it does not end, {still_s:.1f} s by now: {_at(ranks[0])}"
-    return Verdict("network", _ranks(ranks), what, "", HINTS["network"])
+    line = f"{are_in} and it does not end, {still_s:.1f} s by now: {_at(ranks[0])}"
+    return Verdict("network", _ranks(ranks), line, "", HINTS["network"])
 
 
 # ---------------------------------------------------------------- on CUDA, from the flight recorders
@@ -397,8 +388,6 @@ class StuckCall:
     """Ranks of the group that have not queued it."""
     odd: Mapping[int, GroupCalls]
     """Ranks that have queued something else under this number."""
-    not_started: tuple[int, ...]
-    """Ranks whose kernel does not run yet, where that of others does."""
     crossing: GroupCalls | None = None
     """The call of another group in which the absent ranks wait, and for which these are absent."""
 
@@ -414,18 +403,13 @@ def _recorded(case: _Case) -> Verdict | None:
     if mute := [e for e in case.live if not e.answered]:
         return _not_come(case, mute, others)
     if stuck.crossing is not None:
-        hint = "call the collectives of two groups in the same order on every rank"
-        return case.verdict("collective", absent, f"waits in {stuck.crossing.shown}", hint, others)
+        return case.verdict("collective", absent, f"waits in {stuck.crossing.shown}", others)
     if absent:
         return _not_come(case, absent, others)
     if stuck.odd:
         # Hosts run ahead of their device: of the place only what the call itself has counts.
         odd = [replace(by_rank[rank], op=queued.op, numel=queued.numel) for rank, queued in stuck.odd.items()]
         return _odd(case, odd, odd[0].place, call.op, call.numel, others)
-    if stuck.not_started:
-        busy = [by_rank[rank] for rank in stuck.not_started]
-        what = f"the GPU of {_names(busy)} has not begun {call.shown}, that of the others has: {_at(busy[0])}"
-        return Verdict("device", stuck.not_started, what, others, HINTS["device"])
     waiting = [by_rank[rank] for rank in stuck.waiting]
     return _not_ending(case, waiting, f"{named_ranks(stuck.waiting)} are in {call.shown}")
 
@@ -442,20 +426,20 @@ def find_stuck(recorded: Mapping[int, Sequence[GroupCalls]]) -> StuckCall | None
     for rank, calls in recorded.items():
         for call in calls:
             by_group.setdefault(call.group, {})[rank] = call
-    stuck = [found for calls in by_group.values() if (found := _stuck_in(calls)) is not None]
-    waiting = {rank for found in stuck for rank in found.waiting}
+    open_calls = [stuck for calls in by_group.values() if (stuck := _stuck_in(calls)) is not None]
+    waiting = {rank for stuck in open_calls for rank in stuck.waiting}
     # Who waits elsewhere is not the cause: the chain ends at a rank that waits nowhere, or at a call that all
     # of its ranks have queued.
-    for found in stuck:
-        if absent := tuple(rank for rank in found.absent if rank not in waiting):
-            return replace(found, absent=absent)
-    complete = next((found for found in stuck if not found.absent), None)
-    if complete is not None or not stuck:
+    for stuck in open_calls:
+        if absent := tuple(rank for rank in stuck.absent if rank not in waiting):
+            return replace(stuck, absent=absent)
+    complete = next((stuck for stuck in open_calls if not stuck.absent), None)
+    if complete is not None or not open_calls:
         return complete
     # each stuck call lacks ranks that wait in another one
-    first = stuck[0]
-    other = next((found.call for found in stuck[1:] if set(found.waiting) & set(first.absent)), None)
-    return replace(first, crossing=other)
+    first, *others = open_calls
+    crossing = next((stuck.call for stuck in others if set(stuck.waiting) & set(first.absent)), None)
+    return replace(first, crossing=crossing)
 
 
 def _stuck_in(calls: Mapping[int, GroupCalls]) -> StuckCall | None:
@@ -466,11 +450,9 @@ def _stuck_in(calls: Mapping[int, GroupCalls]) -> StuckCall | None:
     here = {rank: call for rank, call in calls.items() if call.unfinished == number}
     (op, numel), _ = Counter((call.op, call.numel) for call in here.values()).most_common(1)[0]
     usual = {rank: call for rank, call in here.items() if (call.op, call.numel) == (op, numel)}
-    started = [rank for rank, call in here.items() if call.started]
     return StuckCall(
         next(iter(usual.values())),
         waiting=tuple(sorted(usual)),
         absent=tuple(sorted(rank for rank, call in calls.items() if call.newest < number)),
         odd={rank: call for rank, call in here.items() if rank not in usual},
-        not_started=tuple(sorted(here.keys() - started)) if started else (),
     )

@@ -75,7 +75,7 @@ def answer(responder: Responder, command: str = "stacks") -> dict[str, Any]:
 
 
 def stands_in(made: Responder, name: str) -> bool:
-    return any(frame[2] == name for frame in answer(made)["training"])
+    return any(frame[2] == name for frame in answer(made)["stack"])
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_loop_of_python_is_told_from_a_wait_in_c(does: Callable[[], None], in_
     """Though a short loop is always interrupted at the same instruction."""
     with training_in(does) as made:
         eventually("it is in its function", lambda: stands_in(made, does.__name__), 20)
-        assert {answer(made)["in_python"] for _ in range(5)} == {in_python}
+        assert {answer(made)["moving"] for _ in range(5)} == {in_python}
 
 
 def test_a_flight_recorder_that_cannot_be_read_hides_no_stack(
@@ -94,8 +94,8 @@ def test_a_flight_recorder_that_cannot_be_read_hides_no_stack(
     monkeypatch.setattr(watch_rank, "flight_recorder_entries", lambda: [{"of": "another form"}])
     with training_in(waits) as made:
         found = answer(made)
-        assert found["groups"] == []
-        assert any(frame[2] == "waits" for frame in found["training"])
+        assert found["calls"] == []
+        assert any(frame[2] == "waits" for frame in found["stack"])
 
 
 def test_its_thread_sets_the_ranks_device_and_the_page_says_that_it_is_cuda(
@@ -112,7 +112,7 @@ def test_its_thread_sets_the_ranks_device_and_the_page_says_that_it_is_cuda(
         page = watch._observable()
         try:
             assert page.numbers[CUDA] == on_cuda
-            assert answer(watch._responder)["training"]
+            assert answer(watch._responder)["stack"]
         finally:
             watch._responder.close()
             page.close()
