@@ -31,22 +31,18 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base import proc
-from fsdp.base.errors import (
-    OtherRankFailed,
-    ShardrunError,
-    error_number,
-    exception_line,
-    first_line,
-)
+from fsdp.base.errors import OtherRankFailed, ShardrunError, error_number, exception_line, first_line
 from fsdp.base.phases import SIGNALS
 from fsdp.dist.env import DistEnv, without_device
 from fsdp.dist.network import is_peer_failure
 from fsdp.record import STUCK
 from fsdp.watch.status_page import MONITOR, PRINTED, StatusPage
 
-TRACE_LINES = 30
-LINE_MOST = 2000
-"""Characters of one line: an error may hold the text of a whole sample."""
+TRACE_LINES, LINE_MOST = 30, 1000
+MESSAGE_MOST, PRINTED_MOST, RANKS_MOST = 4000, 40_000, 4096
+"""Characters of each text (an error may hold that of a whole sample), and ranks: a status page has room for
+all, at four bytes a character.
+"""
 DISK = "free space in the folder above, or --checkpoint.dir elsewhere; the same command resumes"
 KNOWN = (
     ("out of memory|[Cc]an(not|'t) allocate memory", "memory",
@@ -54,12 +50,6 @@ KNOWN = (
     ("^MemoryError", "memory",
      "less on the host: fewer ranks a node, or smaller pieces in the line above (docs/oom.md)"),
     ("No space left on device|Disk quota exceeded", "full disk", DISK),
-    (r"(insufficient|out of) shared memory|unable to (resize|mmap) .*/torch_", "exception",
-     "a larger /dev/shm (docker run --shm-size 8g), or num_workers=0 in the DataLoader of the line above"),
-    (r"DataLoader worker .* (exited unexpectedly|is killed by signal)", "exception",
-     "dmesg shows whether memory ended the worker; num_workers=0 in its DataLoader shows other causes"),
-    ("can't start new thread|Resource temporarily unavailable", "exception",
-     "ulimit -u and the cgroup's pids.max limit threads and processes: raise them, or fewer --data.workers"),
     ("Input/output error|Stale file handle|Transport endpoint is not connected", "exception",
      "the storage of this file does not answer as it should: dmesg and its server's log show why"),
     ("device-side assert", "exception",
@@ -78,13 +68,12 @@ def failure_report(error: BaseException, env: DistEnv) -> dict[str, Any]:
     return {
         "time": time.time(),
         "kind": kind,
-        "message": str(error) if ours else exception_line(error),
+        "message": (str(error) if ours else exception_line(error))[:MESSAGE_MOST],
         "hint": hint,
-        "ranks": list(getattr(error, "ranks", ())) if ours else [],
+        "ranks": list(getattr(error, "ranks", ()))[:RANKS_MOST] if ours else [],
         "secondary": secondary,
         "ours": ours,
-        "trace": "" if ours or secondary else _trace(error),
-        "print": printed(error, env),
+        "print": printed(error, env)[:PRINTED_MOST],
     }
 
 

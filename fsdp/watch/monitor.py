@@ -299,12 +299,12 @@ class Monitor:
             "still_s": min((e.still_s for e in observations if e.runs), default=0.0),
             "folder": folder,
         }
-        self.files.append("verdicts.jsonl", record)
+        self.files.put("verdicts.jsonl", record)
         if verdict.kind != "config":
             evidence = json.dumps(observations, indent=1, default=vars)
-            self.files.write(f"{folder}/{EVIDENCE}", evidence)
+            self.files.put(f"{folder}/{EVIDENCE}", evidence)
             for e in observations:
-                self.files.write(f"{folder}/rank-{e.rank}.txt", _stacks_text(e))
+                self.files.put(f"{folder}/rank-{e.rank}.txt", _stacks_text(e))
         if not verdict.recoverable:
             # failed ranks wait for this: with the last of them the terminal may be gone
             if self.head is not None:
@@ -321,7 +321,7 @@ class Monitor:
         if self.ranks.to_end(failed):
             # before the ranks end: their launcher reads it when they have
             ended = {"time": time.time(), "kind": ENDED, "ranks": list(self.options.ranks)}
-            self.files.append("verdicts.jsonl", {**ended, "what": "by the watch"})
+            self.files.put("verdicts.jsonl", {**ended, "what": "by the watch"})
             self.ranks.end(failed)
 
 
@@ -335,8 +335,8 @@ def _suspicious_s(observations: Sequence[Observation]) -> float:
 
 
 def _stacks_text(e: Observation) -> str:
-    if e.failure is not None and e.failure["trace"]:
-        return str(e.failure["trace"])
+    if e.failure is not None and not (e.failure["ours"] or e.failure["secondary"]):
+        return str(e.failure["print"])
     stacks = {"training": e.stack, **e.threads} if e.answered is not None else {}
     text = "".join(
         f"{thread}:\n" + "".join(f"  {file}:{line} {function}\n" for file, line, function in stack)

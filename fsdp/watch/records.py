@@ -2,7 +2,7 @@
 
 verdicts.jsonl   one object per verdict: time, by (the node whose monitor judged), kind, ranks, nodes, step,
                  what, others, hint, still_s
-late.jsonl       one object when a rank begins or ceases to be late: rank, node, percent, since_step
+late.jsonl       one object when a rank begins or ceases to be late: node, rank, step, late, percent, since_step
 timing.jsonl     one object per interval: from_step, step, seconds, and by rank the mean seconds a step in
                  data, forward, backward, reduce, optimizer, record, evaluate, save, waiting (in collectives,
                  for others), starved. On CUDA forward, backward, optimizer and waiting are device times
@@ -12,7 +12,6 @@ KIND-STEP/       the evidence of a verdict: rank-N.txt (stacks), evidence.json (
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import queue
@@ -20,8 +19,8 @@ import re
 import shutil
 import threading
 import time
-from array import array
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,11 +63,9 @@ class RecordFiles:
         self._thread = threading.Thread(target=self._serve, name="files", daemon=True)
         self._thread.start()
 
-    def append(self, name: str, record: Mapping[str, Any]) -> None:
-        self._tasks.put((self.folder / name, record))
-
-    def write(self, name: str, text: str) -> None:
-        self._tasks.put((self.folder / name, text))
+    def put(self, name: str, content: str | Mapping[str, Any]) -> None:
+        """A file's text, or a record that is appended to it."""
+        self._tasks.put((self.folder / name, content))
 
     def close(self) -> None:
         """Waits for the storage, CLOSE_S at most."""
@@ -103,10 +100,7 @@ class RecordFiles:
             for evidence in self.folder.glob(f"*/{EVIDENCE}")
             if re.fullmatch(r"[a-z-]+-\d{6,}", evidence.parent.name) and not evidence.parent.is_symlink()
         ]
-        folders.sort(
-            key=lambda folder: ((folder / EVIDENCE).stat().st_mtime_ns, int(folder.name.rpartition("-")[2]))
-        )
-        for old in folders[:-KEPT]:
+        for old in sorted(folders, key=lambda folder: (folder / EVIDENCE).stat().st_mtime_ns)[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
 
 
@@ -117,7 +111,7 @@ class RecordFiles:
 # compared between ranks, step by step. A rank is late if its excess over the others reaches the requested
 # percentage and stands out of the noise, by how much the steps of the window differ.
 
-WINDOW = 28
+WINDOW, HALF = 28, 14
 """Steps that are judged together."""
 TRIM = 3
 """Steps at either extreme of the window that do not count, such as one with a pause."""
@@ -125,8 +119,6 @@ LASTING = 1.25
 """Noise that lasts for some steps makes the mean of a window vary by so much more than that of single steps.
 At 1.0 ranks were named for noise with a correlation of 0.3 between steps, at 1.3 late ranks too late.
 """
-HISTORY = 480
-"""Steps that are kept of each rank, four bytes each."""
 CHANCE = 2e-6
 """Probability that noise alone makes a window of any rank stand out: an hour has 100,000 windows.
 tests/watch/test_stragglers.py checks it with noise of several kinds.
@@ -149,12 +141,6 @@ class Change:
     since_step: int = 0
 
 
-@functools.cache
-def odds(ranks: int) -> float:
-    """Standard errors by which a late rank must stand out: 4.8 for 2 ranks, 5.0 for 8, 5.9 for 1,000."""
-    return NormalDist().inv_cdf(1 - CHANCE / ranks)
-
-
 class Stragglers:
     """Takes each rank's last steps, and returns who begins to be late and who has caught up."""
 
@@ -162,8 +148,8 @@ class Stragglers:
         self._least = math.log1p(least_percent / 100)
         self._work: dict[int, dict[int, float]] = {}
         self._seen = 0
-        self._excess: dict[int, array[float]] = {}
-        """By rank, for each step: the logarithm of its work over the median of the others'."""
+        self._excess: dict[int, deque[float]] = {}
+        """By rank, for each step of the window: the logarithm of its work over the median of the others'."""
         self._typical = 0.0
         self.late: set[int] = set()
 
@@ -180,7 +166,7 @@ class Stragglers:
         changes: list[Change] = []
         for step in sorted(set.intersection(*(set(rows) for rows in self._work.values()))):
             self._note(step)
-            if len(next(iter(self._excess.values()))) >= WINDOW:
+            if len(next(iter(self._excess.values()))) == WINDOW:
                 changes += self._judged(step)
         return changes
 
@@ -195,34 +181,35 @@ class Stragglers:
         ordered = sorted(works.values())
         self._typical = median(ordered)
         for rank, work in works.items():
-            followed = self._excess.setdefault(rank, array("f"))
-            followed.append(math.log(work / _median_without(ordered, work)))
-            if len(followed) >= HISTORY + WINDOW:
-                del followed[:WINDOW]
+            window = self._excess.setdefault(rank, deque(maxlen=WINDOW))
+            window.append(math.log(work / _median_without(ordered, work)))
 
     def _judged(self, step: int) -> list[Change]:
         changes: list[Change] = []
-        for rank, followed in self._excess.items():
-            window = sorted(followed[-WINDOW:])
-            excess = _middle(window)
+        for rank, values in self._excess.items():
+            window = sorted(values)
+            excess = sum(window[TRIM:-TRIM]) / (WINDOW - 2 * TRIM)
             if rank in self.late:
                 # half as late still counts: a rank at the limit is not reported again and again
                 if excess < self._least / 2:
                     self.late.remove(rank)
                     changes.append(Change(rank, step))
-            elif excess >= self._least and self._stands_out(followed, window, excess):
+            elif excess >= self._least and self._stands_out([*values], window, excess):
                 self.late.add(rank)
-                changes.append(_described(rank, followed, step))
+                recent = median([*values][-HALF:])
+                slow_steps = sum(value > recent / 2 for value in window)
+                changes.append(Change(rank, step, True, 100 * math.expm1(recent), step - slow_steps + 1))
         return changes
 
-    def _stands_out(self, followed: array[float], window: Sequence[float], excess: float) -> bool:
-        half = WINDOW // 2
-        if min(median(followed[-WINDOW:-half]), median(followed[-half:])) < self._least / 2:
+    def _stands_out(self, values: Sequence[float], window: Sequence[float], excess: float) -> bool:
+        if min(median(values[:HALF]), median(values[HALF:])) < self._least / 2:
             return False  # a burst
-        return (
-            excess >= odds(len(self._excess)) * LASTING * _error(window)
-            and math.expm1(excess) * self._typical >= LEAST_S
-        )
+        # the trimmed mean's standard error (Yuen, from the winsorized deviation)
+        winsorized = [min(max(value, window[TRIM]), window[-TRIM - 1]) for value in window]
+        error = stdev(winsorized) / math.sqrt(WINDOW) / (1 - 2 * TRIM / WINDOW)
+        # 4.8 standard errors for 2 ranks, 5.0 for 8, 5.9 for 1,000
+        errors = NormalDist().inv_cdf(1 - CHANCE / len(self._excess))
+        return excess >= errors * LASTING * error and math.expm1(excess) * self._typical >= LEAST_S
 
 
 def _median_without(ordered: Sequence[float], value: float) -> float:
@@ -230,29 +217,6 @@ def _median_without(ordered: Sequence[float], value: float) -> float:
     left_out, others = bisect_left(ordered, value), len(ordered) - 1
     low, high = (ordered[place + (place >= left_out)] for place in ((others - 1) // 2, others // 2))
     return (low + high) / 2
-
-
-def _middle(window: Sequence[float]) -> float:
-    """The trimmed mean of a sorted window."""
-    return sum(window[TRIM:-TRIM]) / (len(window) - 2 * TRIM)
-
-
-def _error(window: Sequence[float]) -> float:
-    """The trimmed mean's standard error (Yuen, from the winsorized deviation)."""
-    size = len(window)
-    winsorized = [min(max(excess, window[TRIM]), window[-TRIM - 1]) for excess in window]
-    return stdev(winsorized) / math.sqrt(size) / (1 - 2 * TRIM / size)
-
-
-def _described(rank: int, followed: array[float], step: int) -> Change:
-    """`since_step` is where the sum of the work above half of the excess is largest, counted from the end."""
-    half, total, most, since = _middle(sorted(followed[-WINDOW:])) / 2, 0.0, 0.0, len(followed) - WINDOW
-    for step_index in range(len(followed) - 1, -1, -1):
-        total += followed[step_index] - half
-        if total > most:
-            most, since = total, step_index
-    percent = 100 * math.expm1(median(followed[since:]))
-    return Change(rank, step, True, percent, step - len(followed) + 1 + since)
 
 
 # ---------------------------------------------------------------- times by rank and phase
@@ -293,18 +257,12 @@ class TimingRecorder:
         for e in ranks:
             stragglers.feed(e.rank, {int(step): seconds for step, seconds in e.work})
         for change in stragglers.update():
-            node = nodes[change.rank]
-            record: dict[str, object] = {"time": time.time(), "step": change.step}
+            node, percent = nodes[change.rank], change.percent
+            line = f"rank {change.rank} is no longer late, at step {change.step}"
             if change.late:
-                line = f"rank {change.rank} ({node}) is late by {change.percent:.0f}%"
-                line += f" since step {change.since_step}"
-                record |= {"rank": change.rank, "node": node, "percent": round(change.percent, 1)}
-                record["since_step"] = change.since_step
-            else:
-                line = f"rank {change.rank} is no longer late, at step {change.step}"
-                record |= {"over": line, "of": change.rank}
+                line = f"rank {change.rank} ({node}) is late by {percent:.0f}% since step {change.since_step}"
             self._print([f"watch: {line}"])
-            self._files.append("late.jsonl", record)
+            self._files.put("late.jsonl", {"time": time.time(), "node": node, **vars(change)})
 
     def _write_timing(self, now: float, ranks: Sequence[Observation], last: bool) -> None:
         """One line per interval: means since the line before it."""
@@ -324,5 +282,5 @@ class TimingRecorder:
         }
         step = ranks[0].step
         record = {"time": time.time(), "from_step": step - steps, "step": step}
-        self._files.append("timing.jsonl", {**record, "seconds": round(now - then, 3), "ranks": means})
+        self._files.put("timing.jsonl", {**record, "seconds": round(now - then, 3), "ranks": means})
         self._since = now, ranks

@@ -32,10 +32,6 @@ STACK_SIGNAL = signal.SIGRTMIN + 7
 """Makes faulthandler write a rank's stacks. The C library uses the first real-time signals only."""
 
 PAGE, TEXT_AT = 1 << 18, 8192
-LONGEST_TEXT, MOST_RANKS = 4096, 4096
-"""Characters of one text of a failure, and ranks that it names: JSON needs twelve bytes for a character at
-most, so that four texts have room.
-"""
 
 PID, THREAD, STATE, STEP, PHASE, SINCE, BEGUN, ENDED, OP, NUMEL = range(10)
 WAITED, STEPS, TEXT, STEP_S, CUDA, MONITOR, PRINTED, ACTIVITY, SAVE_ACTIVITY = range(10, 19)
@@ -75,25 +71,15 @@ class StatusPage:
 
     def write_failure(self, failure: dict[str, Any]) -> None:
         """The length is stored last: a reader finds the whole text or none."""
-        data = json.dumps({name: _shortened(value) for name, value in failure.items()}).encode()
-        assert len(data) <= PAGE - TEXT_AT
+        data = json.dumps(failure, ensure_ascii=False).encode(errors="surrogatepass")
+        assert len(data) <= PAGE - TEXT_AT, "failure_report bounds its texts"
         self.page[TEXT_AT : TEXT_AT + len(data)] = data
         self.numbers[TEXT] = len(data)
 
     def read_failure(self) -> dict[str, Any] | None:
         length = int(self.numbers[TEXT])
-        failure: dict[str, Any] | None = json.loads(self.page[TEXT_AT : TEXT_AT + length]) if length else None
-        return failure
-
-
-def _shortened(value: Any) -> Any:
-    """A text's beginning and end; a list's first numbers."""
-    if isinstance(value, list):
-        return value[:MOST_RANKS]
-    if not isinstance(value, str) or len(value) <= LONGEST_TEXT:
-        return value
-    half = LONGEST_TEXT // 2
-    return f"{value[:half]} … {value[-half:]}"
+        text = self.page[TEXT_AT : TEXT_AT + length].decode(errors="surrogatepass")
+        return dict(json.loads(text)) if length else None
 
 
 def create() -> StatusPage:
@@ -208,9 +194,8 @@ def counted_collectives(writer: Writer) -> Iterator[None]:
 
     originals = {name: getattr(dist, name) for name in OPS if hasattr(dist, name)}
     outermost, counter = [True], [0]  # a call that is made of others counts once
-    for number, name in enumerate(OPS):
-        if name in originals:
-            setattr(dist, name, _counted(float(number), originals[name], writer, outermost, counter))
+    for name, original in originals.items():
+        setattr(dist, name, _counted(float(OPS.index(name)), original, writer, outermost, counter))
     try:
         yield
     finally:
@@ -251,12 +236,6 @@ MOST_OPEN = 64
 """Most steps whose events have not passed yet; the host does not run so far ahead."""
 
 
-def cuda_event() -> Any:
-    import torch
-
-    return torch.cuda.Event(enable_timing=True)
-
-
 class DeviceClock:
     """A listener of phases in place of the Writer, whose page it completes on CUDA.
 
@@ -266,12 +245,11 @@ class DeviceClock:
     read once it has passed.
     """
 
-    def __init__(self, writer: Writer, new_event: Callable[[], Any] = cuda_event) -> None:
-        self._writer, self._new_event, self._step = writer, new_event, 0
+    def __init__(self, writer: Writer) -> None:
+        self._writer, self._step = writer, 0
         self._marks: list[tuple[int, Any]] = []
         self._waits: list[tuple[int, Any, Any]] = []
-        self._open: deque[tuple[int, list[tuple[int, Any]], list[tuple[int, Any, Any]]]]
-        self._open = deque(maxlen=MOST_OPEN)
+        self._open: deque[tuple[int, list[Any], list[Any]]] = deque(maxlen=MOST_OPEN)
 
     def phase(self, name: str, step: int) -> None:
         self._writer.phase(name, step)
@@ -286,7 +264,9 @@ class DeviceClock:
                 self._add(*self._open.popleft())
 
     def _recorded(self) -> Any:
-        event = self._new_event()
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 

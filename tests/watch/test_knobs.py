@@ -81,8 +81,8 @@ def test_the_evidence_of_the_newest_verdicts_alone_is_kept(tmp_path: Path) -> No
     (tmp_path / "mine" / EVIDENCE).touch()
     files = RecordFiles(tmp_path)
     for step in range(KEPT + 3):
-        files.write(f"full-disk-{step:06d}/{EVIDENCE}", "[]")
-        files.write(f"full-disk-{step:06d}/rank-0.txt", "training:")
+        files.put(f"full-disk-{step:06d}/{EVIDENCE}", "[]")
+        files.put(f"full-disk-{step:06d}/rank-0.txt", "training:")
     files.close()
     kept = sorted(one.name for one in tmp_path.iterdir())
     assert kept == [*(f"full-disk-{step:06d}" for step in range(3, KEPT + 3)), "mine"]
@@ -94,8 +94,8 @@ def test_a_run_directory_that_is_gone_gets_no_record(tmp_path: Path) -> None:
     run.mkdir()
     files = RecordFiles(run / "watch")
     run.rename(tmp_path / "old")
-    files.append("verdicts.jsonl", {"kind": "checkpoint"})
-    files.write(f"checkpoint-000003/{EVIDENCE}", "[]")
+    files.put("verdicts.jsonl", {"kind": "checkpoint"})
+    files.put(f"checkpoint-000003/{EVIDENCE}", "[]")
     files.close()
     assert [one for one in tmp_path.rglob("*") if one.name not in ("run", "old")] == []
     assert not run.exists()
