@@ -2,7 +2,8 @@
 
 verdicts.jsonl   one object per verdict: time, by (the node whose monitor judged), kind, ranks, nodes, step,
                  what, others, hint, still_s
-late.jsonl       one object when a rank begins or ceases to be late: node, rank, step, late, percent, since_step
+late.jsonl       one object when a rank begins or ceases to be late: node, rank, step, late, percent,
+                 since_step
 timing.jsonl     one object per interval: from_step, step, seconds, and by rank the mean seconds a step in
                  data, forward, backward, reduce, optimizer, record, evaluate, save, waiting (in collectives,
                  for others), starved. On CUDA forward, backward, optimizer and waiting are device times
