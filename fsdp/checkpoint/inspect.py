@@ -39,13 +39,7 @@ def classify_failure(error: Exception, path: str) -> Broken | CheckpointError:
         return error
     if isinstance(error, (EOFError, ValueError, KeyError)):
         return Broken("unreadable", f"{type(error).__name__}: {error}")
-    if isinstance(error, PermissionError):
-        return unreadable(path, error)
-    return CheckpointError(
-        f"{path} cannot be read: {type(error).__name__}: {error}.",
-        "start again when the storage answers; nothing was set aside or changed",
-        error_number=error_number(error),
-    )
+    return unreadable(path, error)
 
 
 @contextmanager
@@ -56,12 +50,17 @@ def reading(place: str) -> Iterator[None]:
         raise unreadable(place, error) from None
 
 
-def unreadable(place: str, error: OSError) -> CheckpointError:
+def unreadable(place: str, error: Exception) -> CheckpointError:
     """The error for a store or a folder that cannot be reached or may not be read."""
-    hint = f"ls -ld {shlex.quote(str(error.filename or place))} shows who may read it"
+    reason, hint = (
+        str(error) or type(error).__name__,
+        "start again when the storage answers; nothing was changed",
+    )
+    if isinstance(error, PermissionError):
+        hint = f"ls -ld {shlex.quote(str(error.filename or place))} shows who may read it"
     if is_url(place):
         hint = "the keys are read from the environment: aws s3 ls shows what they may read"
-    return CheckpointError(f"{place} cannot be read: {error}.", hint, error_number=error_number(error))
+    return CheckpointError(f"{place} cannot be read: {reason}.", hint, error_number=error_number(error))
 
 
 # ---------------------------------------------------------------- listing
@@ -83,15 +82,19 @@ class CheckpointListing:
 def examine(store: Store, folder: str) -> Manifest:
     """The manifest, after the checks that read no data: seal, step, names and sizes. Else Broken."""
     sizes = store.sizes(folder)
-    if (size := sizes.get(MANIFEST)) is None and (size := store.size(folder, MANIFEST)) is None:
+
+    def size_of(file: str) -> int | None:
+        return sizes[file] if file in sizes else store.size(folder, file)
+
+    if (size := size_of(MANIFEST)) is None:
         raise Broken("unsealed", "it has no manifest: it was never finished, or its seal was taken")
     if size > manifests.MOST_BYTES:
         raise Broken("manifest", f"its manifest has {size} bytes")
-    manifest, name = manifests.decode(store.read(folder, MANIFEST)), parse_name(folder)
-    if name is not None and name.step != manifest.step:
+    manifest = manifests.decode(store.read(folder, MANIFEST))
+    if manifests.step_of(folder) not in (-1, manifest.step):
         raise Broken("mixed", f"its manifest is of step {manifest.step}")
     for file, (sealed_size, _) in manifest.files.items():
-        if (size := sizes.get(file)) is None and (size := store.size(folder, file)) is None:
+        if (size := size_of(file)) is None:
             raise Broken("missing-file", f"{file} is missing")
         if size != sealed_size:
             raise Broken("size", f"{file} has {size} bytes and was sealed with {sealed_size}")

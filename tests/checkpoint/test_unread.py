@@ -58,7 +58,7 @@ def run_dir(tmp_path: Path) -> Path:
     ("spoil", "said"),
     [
         (refused(errno.EACCES), "step-00000002 cannot be read: [Errno 13] Permission denied"),
-        (refused(errno.ESTALE), "step-00000002 cannot be read: OSError: [Errno 116] Stale file handle"),
+        (refused(errno.ESTALE), "step-00000002 cannot be read: [Errno 116] Stale file handle"),
         (newer, "a checkpoint of step 2 has format 3; this program reads format 2"),
     ],
 )
@@ -77,7 +77,7 @@ def test_the_others_are_listed_and_pruned(
         assert checkpoints.main([str(run_dir), command]) == 1
         lines = capsys.readouterr().out.splitlines()[1:]
         assert [line.split()[0] for line in lines] == ["4", "3", "2", "1"]
-        assert [line.endswith("verified") for line in lines] == [True, True, False, True]
+        assert ["cannot" in line or "format" in line for line in lines] == [False, False, True, False]
         assert said in lines[2]
     assert checkpoints.main([str(run_dir), "list", "--step", "4"]) == 0
     assert retention.prune(store, CheckpointSection(keep_last=1), "aaaaaaaa", {}) == [
