@@ -25,7 +25,7 @@ from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import replicate, shard_model, sharding_of
 from fsdp.plan.estimate import memory_of
 from fsdp.plan.fake_step import FakeRun, Subject, TracedSetup, batches, stage, subject_of, trace_step
-from fsdp.plan.trace import Tracker
+from fsdp.plan.trace import KINDS, Tracker
 from fsdp.run.job import model_of
 from fsdp.run.step import StepParts, Totals, gradients_of, train_step
 
@@ -169,7 +169,9 @@ def _real_steps(flags: tuple[str, ...], ranks: int, rank: int) -> float:
     for _ in range(LOOKS):
         built.watched.tracker.restart()
         built.watched.step(built.batches("cpu"), built.micro_batches)
-        looks.append(built.watched.trace().peaks())
+        trace = built.watched.trace()
+        starts = np.flatnonzero(np.diff(trace.part_of, prepend=-1))
+        looks.append(np.maximum.reduceat(trace.curve[:, : len(KINDS)].sum(1), starts))
     # Of each part the least: what gloo let go of late is only ever added.
     return float(np.min(looks, axis=0).max())
 

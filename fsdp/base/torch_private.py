@@ -23,17 +23,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule, _common_utils
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -262,9 +256,6 @@ def forget_meshes() -> None:
 
 
 # ---------------------------------------------------------------- fake tensors
-
-READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
-"""Raised by an operation that needs the values of a fake tensor."""
 
 
 @contextlib.contextmanager
@@ -677,10 +668,3 @@ def after_resizes(note: Callable[[torch.UntypedStorage], None]) -> Patch:
         return result
 
     return _wrapped(torch.UntypedStorage, ["resize_"], wrapper)
-
-
-def chunks_by(cut: Callable[[Tensor, int, int], Any]) -> Patch:
-    """FSDP cuts parameters by `cut(tensor, count, dim)`, of whose result it reads two items, in place of a
-    list of all chunks. A torch that cuts in another way is left as it is: a plan for many ranks takes longer.
-    """
-    return _wrapped(_fsdp_param, ["_chunk_with_empty"], lambda _, __, *args, **named: cut(*args, **named))

@@ -636,8 +636,6 @@ class PlanSection:
     """plan the given mesh and flags only, without a search"""
     write: str = knob("")
     """file to write the best plan to, as a recipe"""
-    tokens: float = knob(0.0, low=0)
-    """tokens (or samples) to train on, for hours and GPU-hours; 0: leave them out"""
     predicted_peak_gib: float = knob(0.0, unit="GiB", low=0)
     """peak memory of the plan
 

@@ -146,6 +146,7 @@ REMOVED: dict[str, Removed] = {
     "plan.calibrate": Removed(False, "--plan.tflops and --plan.memory_gb_s, as measured"),
     "plan.rank": Removed(0, "leave it out: rank 0 is counted, which holds most"),
     "plan.rows": Removed(12, "leave it out"),
+    "plan.tokens": Removed(0.0, "divide them by the plan's tok/s/GPU"),
     "plan.store_gb_s": Removed(2.0, "leave it out: python -m bench.save measures a store"),
     "plan.failures_per_gpu_year": Removed(0.19, "leave it out"),
     "speed.compile_cache": Removed("auto", "export TORCHINDUCTOR_CACHE_DIR=FOLDER, if /tmp is not the place"),

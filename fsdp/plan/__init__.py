@@ -4,11 +4,9 @@
         --plan.gpus 64 --plan.gpu h100
 
     fake_step      the step of fsdp/run/step.py on one rank, in a fake process group of any size
-    trace          each allocation, operation and collective of a step, FSDP's own too, as numbers
-    cuda           CUDA's caching allocator, replayed; operators whose formulas differ on CUDA
+    trace          each allocation, operation and collective of a step as numbers; CUDA's caching allocator
     step_time      rates of devices and links; seconds: a roofline, and collectives in FSDP's order
-    estimate       one configuration's plan: memory by kind, step time, throughput
-    search         the meshes and knobs worth trying, ranked
+    estimate       one configuration's plan, and the search: the meshes and knobs worth trying, ranked
     __main__       the command, python -m fsdp.plan: the table, the best line, the recipe
 
 Nothing here runs on a GPU or trains; fsdp/run/summary.py compares a plan with what its run measured.

@@ -38,52 +38,32 @@ def main(argv: list[str]) -> int:
     parser = CommandParser("fsdp.plan", __doc__, epilog=f"{all_fields('plan')}\n\n{RUN_FLAGS}")
     _, flags = parser.parse_with_run_flags(argv)
     config = configuration.load(flags)
-    file = Path(config.plan.write)
-    if config.plan.write and (file.is_dir() or not os.access(file.parent, os.W_OK)):
-        # before a search, which may take minutes
-        raise ConfigError(
-            f"{file} cannot be written: a folder, or in one that is missing or read-only.",
-            "--plan.write plan.toml",
-        )
     print("\n".join(answer(config, fields_set(flags))))
     return 0
 
 
 def fields_set(argv: list[str]) -> frozenset[str]:
     """Fields set in flags or in a recipe that is not a run's full one."""
-    names: set[str] = set()
+    names, fields = set[str](), configuration.FIELDS
     for name, value in configuration.pair_flags(argv):
+        names.add(name)
         if name == "config":
-            fields = configuration.FIELDS
-            names |= {
-                field
-                for field, v in configuration.read_recipe(value).items()
-                if field not in fields or fields[field].default != v
-            }
-        else:
-            names.add(name)
+            recipe = configuration.read_recipe(value).items()
+            names |= {name for name, v in recipe if name not in fields or fields[name].default != v}
     return frozenset(names)
 
 
 def answer(config: Config, fixed: frozenset[str]) -> Iterator[str]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     warnings.filterwarnings("ignore", category=UserWarning)
-    from fsdp.plan.estimate import notes, plan_one
-    from fsdp.plan.search import search
+    from fsdp.plan.estimate import notes, plan_one, search
 
     plans = [plan_one(config)] if config.plan.fix else search(config, fixed)
     best = plans[0]
-    memory = f"{best.rates.memory / GIB:.1f} GiB each, margin {best.margin:.0%}"
-    yield f"{best.sizes.ranks} × {best.rates.name}, {memory}"
+    gib = best.rates.memory / GIB
     unit = "tok" if best.tokens_per_sample else "sample"
-    head = [
-        "mesh",
-        "reshard",
-        "checkpointing",
-        "micro-batch",
-        "peak GiB",
-        f"fits {best.rates.memory / GIB:.0f}",
-    ]
+    yield f"{best.sizes.ranks} × {best.rates.name}, {gib:.1f} GiB each, margin {config.plan.margin:.0%}"
+    head = ["mesh", "reshard", "checkpointing", "micro-batch", "peak GiB", f"fits {gib:.0f}"]
     head += ["step s", f"{unit}/s/GPU", "MFU", "bound by"]
     yield from ("", *(f"  {line}" for line in columns([head, *map(_row, plans[:ROWS])])), "")
     yield from (f"  not modelled: {note}" for note in notes(best.config))
@@ -92,11 +72,11 @@ def answer(config: Config, fixed: frozenset[str]) -> Iterator[str]:
         hint = f"--plan.gpus {gpus}, a --plan.gpu with more memory, or --data.seq_len lower"
         yield f"  nothing fits. HINT: {hint}"
         return
-    yield from (f"  {line}" for line in details(best, config))
-    flags = " ".join(f"--{name} {str(value).lower()}" for name, value in _searched(best).items())
+    yield from (f"  {line}" for line in details(best))
+    flags = " ".join(f"--{name} {str(value).lower()}" for name, value in best.searched.items())
     yield from ("", f"  best: {flags}")
     if config.plan.write:
-        write_atomically(Path(config.plan.write), recipe(best, config))
+        _write(Path(config.plan.write), recipe(best, config))
         yield f"  written: {config.plan.write}; python train.py --config {config.plan.write} --dry-run"
 
 
@@ -119,11 +99,7 @@ def _row(plan: Plan) -> list[str]:
     ]
 
 
-def details(plan: Plan, config: Config) -> Iterator[str]:
-    from fsdp.plan.fake_step import subject_of
-    from fsdp.run.job import model_of
-    from fsdp.run.summary import units_line
-
+def details(plan: Plan) -> Iterator[str]:
     memory, step = plan.memory, plan.step
     kinds = sorted(memory.kinds.items(), key=lambda item: -item[1])
     shown = [f"{n.replace('_', ' ')} {size / GIB:.2f}" for n, size in kinds if size >= 1e-3 * memory.peak]
@@ -131,37 +107,13 @@ def details(plan: Plan, config: Config) -> Iterator[str]:
     if plan.rates.has_allocator:
         yield (
             f"tensors {memory.peak / GIB:.2f} GiB, held by the allocator {memory.reserved / GIB:.2f}, with "
-            f"driver and NCCL {plan.needed / GIB:.2f}; between steps {memory.resting / GIB:.2f}"
+            f"driver and NCCL {plan.needed / GIB:.2f}"
         )
         on_host = f"{(memory.host + plan.staged) / GIB:.2f} GiB, {plan.staged / GIB:.2f} of it a save's copy"
         yield f"on the host, a rank: {on_host}"
-    model = model_of(plan.config, subject_of(plan.config.model, plan.config.data).spec)
-    units = units_line(model, plan.config.mesh.wrap)
-    yield f"units: {units}; python train.py --dry-run lists each with its shards"
     parts = sorted(((seconds, name) for name, seconds in step.parts.items() if name != "host"), reverse=True)
     words = [f"{name} {seconds:.3f}" for seconds, name in parts if seconds >= 0.005 * step.seconds]
     yield f"step {step.seconds:.3f} s: {', '.join(words)}; communication not hidden {step.exposed:.3f}"
-    within, between = step.within / 1e9, step.between / 1e9
-    yield f"a step and GPU sends {within:.2f} GB within its node, {between:.2f} GB between nodes"
-    if config.plan.tokens:
-        unit = "tokens" if plan.tokens_per_sample else "samples"
-        gpu_hours = config.plan.tokens / plan.tokens_s / 3600
-        hours = f"{gpu_hours / plan.sizes.ranks:,.1f} hours, {gpu_hours:,.0f} GPU-hours"
-        yield f"{config.plan.tokens:.3g} {unit}: {hours}"
-
-
-def _searched(plan: Plan) -> dict[str, object]:
-    """The fields that a search sets."""
-    return {
-        "mesh.strategy": plan.sizes.strategy,
-        "mesh.replicate": plan.sizes.replicate,
-        "mesh.shard": 0 if plan.sizes.strategy == "ddp" else plan.sizes.shard,
-        "mesh.reshard_after_forward": plan.config.mesh.reshard_after_forward,
-        "memory.activation_checkpointing": plan.config.memory.activation_checkpointing,
-        "memory.cpu_offload": plan.config.memory.cpu_offload,
-        "train.global_batch": plan.config.train.global_batch,
-        "train.micro_batch": plan.micro_batch,
-    }
 
 
 def recipe(plan: Plan, config: Config) -> str:
@@ -175,8 +127,15 @@ def recipe(plan: Plan, config: Config) -> str:
         "plan.write": "",
         "plan.gpus": plan.sizes.ranks,
     }
-    fields = {name.replace(".", "__"): value for name, value in (_searched(plan) | predicted).items()}
+    fields = {name.replace(".", "__"): value for name, value in (plan.searched | predicted).items()}
     return configuration.to_toml(configuration.replace(config, **fields))
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        write_atomically(file, text)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error}.", "--plan.write plan.toml") from None
 
 
 if __name__ == "__main__":

@@ -1,28 +1,37 @@
-"""One configuration on one number of ranks: its memory, its step, and what they leave out. Used by the
-search and the bench.
+"""One configuration on one number of ranks: its memory, its step, and what they leave out; and the search
+among meshes, micro-batches and memory knobs.
+
+Flags that the user set stay; the product of the rest is tried. Ranked by predicted samples a second among
+those that fit with the margin; ties by less memory, then by name, so that the result is deterministic.
+Candidates that differ in the mesh alone share a trace: the best is planned again for itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from fsdp import config as configuration
 from fsdp.base.devices import NAMES
-from fsdp.config import Config, PlanSection
+from fsdp.base.errors import ConfigError
+from fsdp.config import Config
 from fsdp.dist.mesh import MeshSizes, plan_batch, resolve
+from fsdp.memory.account import resting_bytes
 from fsdp.parallel.shard import resolve_dtypes
 from fsdp.plan.fake_step import FakeRun, subject_of, trace_step
 from fsdp.plan.step_time import UNMEASURED, Rates, Step, rates_for, time_step
-from fsdp.plan.trace import AFTER, COLUMN, KINDS, POOLS, Stretch, Trace
+from fsdp.plan.trace import AFTER, CODE, COLUMN, COLUMNS, HOST_KINDS, KINDS, POOLS, Stretch, Trace
+from fsdp.run.job import model_of
 
-SCRATCH_MARGIN = 0.15
-"""Of models of convolutions and recurrent layers on CUDA: docs/plan.md, "What is not counted"."""
+LARGEST_MICRO_BATCH = 64
+MOST_RANKS = 4096
 
 
 @dataclass(frozen=True)
@@ -35,28 +44,17 @@ class Memory:
     """The peak's parts."""
     moment: str
     """The part of the step that has the peak."""
-    resting: float
-    """Between steps."""
     host: float
     """Offloaded bytes in the host's memory."""
     state: float
     """Parameters and optimizer: what a checkpoint takes from this rank."""
 
 
-def memory_of(trace: Trace, ask: FakeRun, read_ahead: float = 0.0) -> Memory:
-    """`read_ahead`: bytes of inputs that are always present."""
+def memory_of(trace: Trace, ask: FakeRun) -> Memory:
     curve, last = trace.curve[:, : len(KINDS)].astype(float), trace.curve[-1]
-    on_host = np.array([name in ask.host_kinds for name in KINDS])
-    if on_host.any():
-        # Two units' copies at most are back on the device in backward: the one that is used, and the next.
-        # The head's and the last unit's stayed there.
-        copies = curve[:, COLUMN["offloaded"]]
-        unit = copies.max() / max(1, trace.blocks - 1)
-        back = np.array([p.phase == "backward" and p.block not in (0, trace.blocks) for p in trace.parts])
-        curve[:, COLUMN["activations"]] += np.where(back[trace.part_of], np.minimum(copies, 2 * unit), 0)
+    on_host = np.array([ask.offloads and name in HOST_KINDS for name in KINDS])
     host = float(curve[:, on_host].sum(1).max())
     curve[:, on_host] = 0
-    curve[:, COLUMN["buffers"]] += read_ahead
     total, pools = curve.sum(1), trace.curve[:, [COLUMN[name] for name in POOLS]]
     highest = int(total.argmax())
     peak = float(total[highest])
@@ -66,7 +64,6 @@ def memory_of(trace: Trace, ask: FakeRun, read_ahead: float = 0.0) -> Memory:
         reserved=max(peak, pooled * trace.packing),
         kinds=dict(zip(KINDS, curve[highest].tolist(), strict=True)),
         moment=describe(trace.parts[trace.part_of[highest]], trace.blocks),
-        resting=float(total[-1]),
         host=host,
         state=float(last[COLUMN["parameters"]] + last[COLUMN["optimizer"]]),
     )
@@ -76,8 +73,8 @@ def describe(part: Stretch, blocks: int) -> str:
     if part.phase not in ("forward", "backward"):
         return part.phase
     before = "before the blocks" if part.phase == "forward" else "what follows the blocks"
-    places = {0: before, AFTER: "after the blocks"}
-    return f"{part.phase}, {places.get(part.block, f'block {part.block} of {blocks}')}"
+    names = {0: before, AFTER: "after the blocks"}
+    return f"{part.phase}, {names.get(part.block, f'block {part.block} of {blocks}')}"
 
 
 @dataclass(frozen=True)
@@ -94,14 +91,12 @@ class Plan:
     needed: float
     """Bytes of a device: the allocator's reservation and what stands beside it. On CPU, of tensors."""
     tokens_per_sample: int
-    margin: float
-    """Fraction of the memory that it must leave free."""
     staged: float
     """Bytes of host memory that a save's copy takes on this rank."""
 
     @property
     def fits(self) -> bool:
-        return self.needed * (1 + self.margin) <= self.rates.memory
+        return self.needed * (1 + self.config.plan.margin) <= self.rates.memory
 
     @property
     def samples_s(self) -> float:
@@ -120,25 +115,39 @@ class Plan:
         useful = self.step.model_flops * self.config.train.global_batch / rows
         return useful / self.step.seconds / self.rates.peak
 
+    @property
+    def searched(self) -> dict[str, Any]:
+        """The fields that a search sets."""
+        return {
+            "mesh.strategy": self.sizes.strategy,
+            "mesh.replicate": self.sizes.replicate,
+            "mesh.shard": 0 if self.sizes.strategy == "ddp" else self.sizes.shard,
+            "mesh.reshard_after_forward": self.config.mesh.reshard_after_forward,
+            "memory.activation_checkpointing": self.config.memory.activation_checkpointing,
+            "memory.cpu_offload": self.config.memory.cpu_offload,
+            "train.global_batch": self.config.train.global_batch,
+            "train.micro_batch": self.micro_batch,
+        }
+
 
 def plan_one(config: Config) -> Plan:
     """Plans the configuration as it is, without a search."""
     ask, accumulation = ask_for(config)
-    return plan_of(ask, trace_step(ask), accumulation, rates_for(config))
+    return plan_of(ask, trace_step(ask), accumulation)
 
 
 def ask_for(config: Config) -> tuple[FakeRun, int]:
     """The run of rank 0, and its micro-batches per step."""
-    rates = rates_for(config)
     ranks = config.plan.gpus or max(1, config.mesh.replicate) * max(1, config.mesh.shard)
-    sizes = resolve(config.mesh, ranks, -(-ranks // rates.gpus_a_node))
+    config = replace(config, plan=replace(config.plan, gpus=ranks))
+    sizes = resolve(config.mesh, ranks, -(-ranks // rates_for(config).gpus_a_node))
     batch = plan_batch(config.train, ranks)
-    return fake_run(config, sizes, batch.micro_batch, batch.accumulation, rates), batch.accumulation
+    return fake_run(config, sizes, batch.micro_batch, batch.accumulation), batch.accumulation
 
 
-def fake_run(config: Config, sizes: MeshSizes, micro_batch: int, accumulation: int, rates: Rates) -> FakeRun:
+def fake_run(config: Config, sizes: MeshSizes, micro_batch: int, accumulation: int) -> FakeRun:
     """Rank 0 on the planned device. Of many micro-batches three are traced."""
-    device = "cuda" if rates.has_allocator else "cpu"
+    device = "cpu" if config.plan.gpu == "cpu" else "cuda"
     return FakeRun(for_target(config), sizes, 0, micro_batch, min(accumulation, 3), device)
 
 
@@ -152,19 +161,11 @@ def for_target(config: Config) -> Config:
     return dataclasses.replace(config, precision=precision)
 
 
-def plan_of(ask: FakeRun, trace: Trace, accumulation: int, rates: Rates) -> Plan:
+def plan_of(ask: FakeRun, trace: Trace, accumulation: int) -> Plan:
     config, subject = ask.config, subject_of(ask.config.model, ask.config.data)
-    read_ahead = 0.0
-    if rates.has_allocator and config.data.workers:
-        a_sample = sum(math.prod(shape) * dtype.itemsize for shape, dtype in subject.sample.values())
-        ahead = max(config.data.prefetch, config.data.workers)
-        read_ahead = float(a_sample * ask.micro_batch * accumulation * ahead)
-    memory = memory_of(trace, ask, read_ahead)
-    # A save copies the rank's part of the state: into pinned memory of the host, which on CPU is the
-    # process's own.
-    saves = config.checkpoint.every_steps or config.checkpoint.every_minutes or config.checkpoint.every_epochs
-    staged = memory.state * ask.sizes.shard / ask.sizes.ranks if saves else 0.0
-    wider = has_scratch(config) and config.plan.margin == PlanSection().margin
+    rates, memory = rates_for(config), memory_of(trace, ask)
+    # into pinned memory of the host, which on CPU is the process's own
+    staged = memory.state * ask.sizes.shard / ask.sizes.ranks
     return Plan(
         config=config,
         sizes=ask.sizes,
@@ -172,51 +173,182 @@ def plan_of(ask: FakeRun, trace: Trace, accumulation: int, rates: Rates) -> Plan
         accumulation=accumulation,
         memory=memory,
         step=time_step(trace, ask, accumulation, rates),
-        rates=rates.of_each(ask.sizes.ranks),
+        rates=rates,
         needed=memory.reserved + rates.overhead if rates.has_allocator else memory.peak + staged,
         tokens_per_sample=subject.tokens_per_sample,
-        margin=SCRATCH_MARGIN if wider else config.plan.margin,
         staged=staged,
     )
 
 
-def has_scratch(config: Config) -> bool:
-    return config.plan.gpu != "cpu" and subject_of(config.model, config.data).has_scratch
-
-
-# ---------------------------------------------------------------- what is left out
-
-COUNTED = (
-    "memory.activation_checkpointing memory.activation_checkpointing_every "
-    "memory.loss_chunk memory.cpu_offload memory.nvme_dir speed.compile speed.prefetch_forward "
-    "speed.prefetch_backward comm.divide_by"
+NOT_COUNTED = (
+    r"comm\.(all|reduce)\w+|memory\.(\w+r_offload|activation_(offload|budget)|nvme)|speed\.(float8|attention)"
 )
-REASONS = {
-    "memory.activation_offload": "its copies over the bus are counted as hidden",
-    "memory.optimizer_offload": "states are counted on the device, and no copies over the bus",
-    "memory.nvme": "what rests in files is counted as if it rested in memory",
-    "speed.float8": "time counts compiled products as faster; memory and bytes sent are bf16's",
-}
 
 
 def notes(config: Config) -> Iterator[str]:
-    """What no number of the plan follows, each with its reason."""
+    """What no number of the plan follows: docs/plan.md has the reasons."""
     if note := subject_of(config.model, config.data).note:
         yield note
     if config.plan.gpu.lower() in UNMEASURED:
         yield f"{config.plan.gpu}: its rates are unmeasured, those of the vendor's data sheet"
-    if has_scratch(config):
-        yield f"convolutions or recurrent layers: memory of their kernels; a margin of {SCRATCH_MARGIN:.0%}"
     flat = configuration.flatten(config)
     for name, spec in configuration.FIELDS.items():
-        section = name.partition(".")[0]
-        if (
-            section in ("memory", "speed", "comm")
-            and name not in COUNTED.split()
-            and flat[name] != spec.default
-        ):
-            yield f"--{name} {flat[name]}: {REASONS.get(name, 'planned as if it were not given')}"
-    if config.plan.gpu == "cpu":
-        yield "what the process and its libraries take beside tensors: some 0.3 GiB and more"
-    if config.train.eval_batch > config.train.micro_batch > 0:
-        yield f"--train.eval_batch {config.train.eval_batch}: an evaluation's own peak"
+        if re.fullmatch(NOT_COUNTED, name) and flat[name] != spec.default:
+            yield f"--{name} {flat[name]} (docs/plan.md)"
+
+
+# ---------------------------------------------------------------- the search
+
+
+def search(config: Config, fixed: frozenset[str]) -> list[Plan]:
+    """The best plan of each candidate, best first, on --plan.gpus or the fewest ranks that fit, by doubling.
+    `fixed` are the fields set in flags or a recipe.
+    """
+    mesh, searcher = config.mesh, _Search(config, fixed)
+    if ranks := config.plan.gpus or mesh.replicate * mesh.shard:
+        return searcher.plans(ranks)
+    ranks, refusal = max(1, mesh.replicate) * max(1, mesh.shard), None
+    while ranks <= MOST_RANKS:
+        try:
+            if (plans := searcher.plans(ranks))[0].fits:
+                return plans
+        except ConfigError as error:  # a mesh or a flag may need more ranks
+            refusal = refusal or error
+        ranks *= 2
+    raise refusal or ConfigError(
+        f"no number of {searcher.rates.name} up to {MOST_RANKS} holds this model.",
+        "--plan.gpu with more memory, or --data.seq_len lower",
+    )
+
+
+class _Search:
+    def __init__(self, config: Config, fixed: frozenset[str]) -> None:
+        self.config, self.fixed, self.rates = config, fixed, rates_for(config)
+        model = model_of(config, subject_of(config.model, config.data).spec)
+        dtypes = resolve_dtypes(for_target(config).precision, torch.device("cpu"))
+        self.state = float(resting_bytes(config.optim, model, dtypes.master, dtypes.frozen).total)
+        """Bytes of parameters, gradients and optimizer: what shards divide."""
+        self._traces: dict[Any, tuple[MeshSizes, Trace]] = {}
+
+    def plans(self, ranks: int) -> list[Plan]:
+        plans = self.tried(ranks, self.config.memory.cpu_offload)
+        fixed = "memory.cpu_offload" in self.fixed or not self.rates.has_allocator
+        if not fixed and not any(plan.fits for plan in plans):
+            plans += self.tried(ranks, offload=True)
+        plans.sort(key=_order)
+        exact = list[Plan]()
+        while plans[0].fits and plans[0] not in exact:
+            plans[0] = plan_one(plans[0].config)
+            exact.append(plans[0])
+            plans.sort(key=_order)
+        return plans
+
+    def tried(self, ranks: int, offload: bool) -> list[Plan]:
+        """The best plan of each mesh and knob that train.py accepts with the user's flags."""
+        mesh, memory = self.config.mesh, self.config.memory
+        reshards, kinds = ["true", "false"], ["none", "ops", "full"]
+        if "mesh.reshard_after_forward" in self.fixed:
+            reshards = [mesh.reshard_after_forward]
+        if "memory.activation_checkpointing" in self.fixed:
+            kinds = [memory.activation_checkpointing]
+        accepted, refusal = list[tuple[Config, MeshSizes]](), None
+        for shard, reshard, kind in itertools.product(self.shards(ranks), reshards, kinds):
+            strategy = "fsdp" if shard == ranks else "ddp" if shard == 1 else "hsdp"
+            if shard == 1 and ((offload and ranks > 1) or reshard != reshards[0]):
+                continue  # nothing is gathered, and DDP does not offload
+            if (strategy == "ddp" and reshard != "true") or mesh.strategy not in ("auto", strategy):
+                continue
+            try:
+                chosen = configuration.replace(
+                    self.config,
+                    mesh__strategy=strategy,
+                    mesh__replicate=ranks // shard,
+                    mesh__shard=shard,
+                    mesh__reshard_after_forward=reshard,
+                    memory__activation_checkpointing=kind,
+                    memory__cpu_offload=offload,
+                )
+                accepted.append((chosen, resolve(chosen.mesh, ranks)))
+            except ConfigError as error:
+                refusal = refusal or error
+        if not accepted and offload == self.config.memory.cpu_offload:
+            raise refusal or ConfigError(
+                f"--mesh.strategy {mesh.strategy}, replicate {mesh.replicate or 'any'} × shard "
+                f"{mesh.shard or 'any'}: no such mesh has {ranks} ranks.",
+                "--mesh.strategy auto --mesh.replicate 0 --mesh.shard 0",
+            )
+        return [self.best_of(*candidate) for candidate in accepted]
+
+    def shards(self, ranks: int) -> list[int]:
+        """On one node all divisors; on several, whole nodes; one rank a shard for DDP; all ranks."""
+        mesh, a_node = self.config.mesh, self.rates.gpus_a_node
+        within = ranks if ranks <= a_node else 1
+        shards = [mesh.shard] if mesh.shard else [*range(1, within + 1), *range(a_node, ranks, a_node), ranks]
+        shards = sorted({n for n in shards if ranks % n == 0 and mesh.replicate in (0, ranks // n)})
+        if mesh.shard or mesh.replicate or self.config.memory.cpu_offload:
+            return shards
+        return [n for n in shards if self.state / n < self.rates.memory or n == ranks]
+
+    def micro_batches(self, ranks: int) -> list[int]:
+        train, powers = self.config.train, [2**k for k in range(LARGEST_MICRO_BATCH.bit_length())]
+        if "train.global_batch" not in self.fixed:
+            return [train.micro_batch] if train.micro_batch else powers
+        rows = ranks * max(1, train.micro_batch)
+        if train.global_batch % rows:
+            raise ConfigError(
+                f"--train.global_batch {train.global_batch} is no multiple of {rows}, the ranks times the "
+                "micro-batch: a search plans no padded batch.",
+                f"--train.global_batch {max(1, round(train.global_batch / rows)) * rows}, or "
+                f"--plan.gpus {ranks} --plan.fix true",
+            )
+        if train.micro_batch:
+            return [train.micro_batch]
+        share = train.global_batch // ranks
+        return sorted({n for n in (*powers, share) if share % n == 0 and n <= LARGEST_MICRO_BATCH})
+
+    def best_of(self, chosen: Config, sizes: MeshSizes) -> Plan:
+        """The fastest micro-batch that fits, or the smallest if none does."""
+        plans, ranks = list[Plan](), sizes.ranks
+        for micro in self.micro_batches(ranks):
+            accumulation = 1
+            if "train.global_batch" in self.fixed:
+                accumulation = self.config.train.global_batch // ranks // micro
+            train = replace(chosen.train, global_batch=micro * accumulation * ranks, micro_batch=micro)
+            planned = replace(chosen, train=train, plan=replace(chosen.plan, gpus=ranks))
+            ask = fake_run(planned, sizes, micro, accumulation)
+            plans.append(plan_of(ask, self.trace(ask), accumulation))
+            if not plans[-1].fits:
+                break
+        fitting = [plan for plan in plans if plan.fits]
+        return max(fitting, key=lambda plan: (plan.samples_s, -plan.micro_batch)) if fitting else plans[0]
+
+    def trace(self, ask: FakeRun) -> Trace:
+        """From that of the first mesh of its kind, with the size of its shards."""
+        sizes, memory, reshard = ask.sizes, ask.config.memory, ask.config.mesh.reshard_after_forward
+        alone = sizes if sizes.shard == 1 or reshard not in ("true", "false", "step") else sizes.ranks
+        kind = alone, reshard, memory.activation_checkpointing, memory.cpu_offload
+        key = *kind, ask.micro_batch, ask.accumulation
+        if key not in self._traces:
+            self._traces[key] = sizes, trace_step(ask)
+        base, trace = self._traces[key]
+        return resharded(trace, base.shard / sizes.shard)
+
+
+def _order(plan: Plan) -> tuple[Any, ...]:
+    mesh, memory = plan.config.mesh, plan.config.memory
+    names = plan.sizes.shard, mesh.reshard_after_forward, memory.activation_checkpointing, memory.cpu_offload
+    return (not plan.fits, -round(plan.samples_s, 6) if plan.fits else plan.needed, plan.needed, *names)
+
+
+def resharded(trace: Trace, factor: float) -> Trace:
+    """The trace with shards `factor` times as large: resting shards, what replicas reduce, and what is copied
+    into a gather. Buffers of one unit's shard stay as large as in the traced mesh.
+    """
+    sharded = [name in ("parameters", "gradients", "optimizer", "reduce pool") for name in COLUMNS]
+    work = trace.work.copy()
+    on_shards = np.array([part.phase in ("reduce", "optimizer") for part in trace.parts])[work["part"]]
+    copied_in = (work["stream"] == 1) & (work["code"] == CODE["pointwise"])
+    scale = np.where(on_shards | copied_in | (work["code"] == CODE["all_reduce"]), factor, 1.0)
+    work["bytes"] *= scale
+    work["fused_bytes"] *= scale
+    return replace(trace, curve=trace.curve * np.where(sharded, factor, 1.0), work=work)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -42,15 +42,14 @@ from fsdp.plan.trace import AFTER, CODE, OPS, Trace
 
 GIB = 2**30
 NARROW_HEADS = 64
-HOPPER_NARROW = 200
+HOPPER_NARROW = 200e12
 SUSTAINED, STREAMED, BUS = 0.9, 0.85, 0.8
-FLOAT8 = 1402.6 / 794.5
-"""Over bf16, of the same table's H100."""
 UNMEASURED = ("gh200", "gb200", "b300", "mi300x", "mi250x")
-SHORT_NAMES = ("a100", "a100-40gb", "h100", "h100-pcie", "h200", "b200", "l4", "l40s", *UNMEASURED, "cpu")
 CHANNELS = 16
 """Processors that a collective occupies: NCCL's channels on a node of eight."""
 
+TABLED = ("memory", "matmul", "attention", "link", "node_link", "host_link")
+UNITS = (GIB, 1e12 * SUSTAINED, 1e12, 1e9 * BUS, 1e9 * BUS, 1e9 * BUS)
 TABLE = {
     # GiB that a process can have, matmul and attention in TFLOP/s, GB/s one way of a GPU's links in a node,
     # of all adapters of a node, of the bus to the host, and the device's processors
@@ -74,15 +73,13 @@ assert {device.name for device in DEVICES} <= TABLE.keys()
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes and operations a second; memory is the bytes that a process can have. By default a CPU's."""
+    """Bytes and operations a second; memory is the bytes that a rank can have. By default a CPU's."""
 
     name: str = "cpu"
     memory: float = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     matmul: float = 200e9
-    matmul_fp32: float = 100e9
+    """In fp32 half of it."""
     attention: float = 50e9
-    attention_narrow: float = 50e9
-    """With heads of NARROW_HEADS or less."""
     peak: float = 100e9
     """The data sheet's bf16 rate, the base of MFU."""
     bandwidth: float = 20e9
@@ -100,60 +97,50 @@ class Rates:
     """Host time of an operation in eager mode."""
     contention: float = 0.0
     """The share of the device that a collective beside a product takes."""
-    shared: bool = True
-    """Whether `memory` is a machine's, of all its ranks together."""
 
     @property
     def has_allocator(self) -> bool:
         return self.name != "cpu"
 
-    def of_each(self, ranks: int) -> Rates:
-        """With the memory that each of so many ranks can have."""
-        part = min(ranks, self.gpus_a_node) if self.shared else 1
-        return dataclasses.replace(self, memory=self.memory / part, shared=False)
-
 
 def rates_for(config: Config) -> Rates:
-    """The device that --plan.gpu names, with --plan's own figures over the table's."""
-    plan = config.plan
-    figures: dict[str, Any] = {
-        "memory": plan.memory_gib * GIB,
-        "link": plan.link_gb_s * 1e9 * BUS,
-        "node_link": plan.node_link_gb_s * 1e9 * BUS,
-        "gpus_a_node": plan.gpus_per_node,
-        "bandwidth": plan.memory_gb_s * 1e9 * STREAMED,
-        "matmul": plan.tflops * 1e12 * SUSTAINED,
-    }
-    figures = {name: value for name, value in figures.items() if value}
-    base = Rates() if plan.gpu == "cpu" else _from_table(plan.gpu)
-    return dataclasses.replace(base, **figures, shared=base.shared and "memory" not in figures)
+    """The device that --plan.gpu names, with --plan's own figures over the table's. A CPU's ranks share the
+    machine's memory.
+    """
+    plan, base = config.plan, Rates()
+    if plan.gpu != "cpu":
+        base = _from_table(plan.gpu)
+    gpus_a_node = plan.gpus_per_node or base.gpus_a_node
+    sharing = 1 if base.has_allocator else min(max(1, plan.gpus), gpus_a_node)
+    return dataclasses.replace(
+        base,
+        gpus_a_node=gpus_a_node,
+        memory=plan.memory_gib * GIB or base.memory / sharing,
+        link=plan.link_gb_s * 1e9 * BUS or base.link,
+        node_link=plan.node_link_gb_s * 1e9 * BUS or base.node_link,
+        bandwidth=plan.memory_gb_s * 1e9 * STREAMED or base.bandwidth,
+        matmul=plan.tflops * 1e12 * SUSTAINED or base.matmul,
+    )
 
 
 def _from_table(name: str) -> Rates:
     device = find(name, typed=True)
     if device is None:
         raise ConfigError(
-            f"--plan.gpu {name} is not in the table: {', '.join(SHORT_NAMES)}.", "--plan.gpu h100"
+            f"--plan.gpu {name} is not in the table: {', '.join(TABLE)}, cpu.", "--plan.gpu h100"
         )
-    gib, products, attends, link, node_link, host_link, processors = TABLE[device.name]
+    *figures, processors = TABLE[device.name]
+    tabled: dict[str, Any] = {n: v * unit for n, v, unit in zip(TABLED, figures, UNITS, strict=True)}
     return Rates(
         name=device.name,
-        memory=gib * GIB,
-        matmul=products * 1e12 * SUSTAINED,
-        matmul_fp32=products * 1e12 * SUSTAINED / 2,
-        attention=attends * 1e12,
-        attention_narrow=min(attends, HOPPER_NARROW) * 1e12 if device.name[0] == "H" else attends * 1e12,
         peak=device.bf16_tflops * 1e12,
         bandwidth=device.memory_gb_s * 1e9 * STREAMED,
-        link=link * 1e9 * BUS,
-        node_link=node_link * 1e9 * BUS,
         gpus_a_node=8,
-        host_link=host_link * 1e9 * BUS,
         overhead=1.5 * GIB,
         launch_s=3e-6,
         issue_s=7e-6,
         contention=CHANNELS / processors,
-        shared=False,
+        **tabled,
     )
 
 
@@ -166,33 +153,20 @@ HOP_S = 10e-6
 """Seconds of a ring, for each node that it passes."""
 
 
-class Sent(NamedTuple):
-    """A collective: its seconds, and the bytes that a rank sends within its node and between nodes."""
-
-    seconds: float = 0.0
-    within: float = 0.0
-    between: float = 0.0
-    limited_between: bool = False
-    """Whether links between nodes limit it."""
-
-
-def send(operation: str, size: float, sizes: MeshSizes, rates: Rates, *, replicas: bool) -> Sent:
-    """`size` is the gathered whole, or the bytes that an all-reduce reduces. Shards are side by side, first
-    within a node; replicas are a shard apart, each of a node's ranks in a group of its own that shares the
-    node's adapters.
+def send(operation: str, size: float, sizes: MeshSizes, rates: Rates, *, replicas: bool) -> float:
+    """Seconds of a collective. `size` is the gathered whole, or the bytes that an all-reduce reduces. Shards
+    are side by side, first within a node; replicas are a shard apart, each of a node's ranks in a group of
+    its own that shares the node's adapters.
     """
     ranks = sizes.replicate if replicas else sizes.shard
     if ranks == 1:
-        return Sent()
-    a_node = min(sizes.shard, rates.gpus_a_node)
+        return 0.0
+    sharing = min(sizes.shard, rates.gpus_a_node) if replicas else 1
     local = min(ranks, max(1, rates.gpus_a_node // sizes.shard) if replicas else rates.gpus_a_node)
     nodes = -(-ranks // local)
     size *= 2 if operation == "all_reduce" else 1
     within, across = size * (local - 1) / local, size * (nodes - 1) / nodes
-    inside_s = within / rates.link
-    across_s = across / (rates.node_link / a_node if replicas else rates.node_link)
-    seconds = START_S + HOP_S * nodes + max(inside_s, across_s)
-    return Sent(seconds, within, across / (1 if replicas else a_node), across_s > inside_s)
+    return START_S + HOP_S * nodes + max(within / rates.link, across * sharing / rates.node_link)
 
 
 @dataclass
@@ -203,11 +177,6 @@ class Step:
     parts: dict[str, float] = field(default_factory=dict)
     """Seconds of work by kind; communication whole, hidden or not."""
     exposed: float = 0.0
-    within: float = 0.0
-    between: float = 0.0
-    """Bytes that a rank sends."""
-    limited_between: float = 0.0
-    """Seconds of collectives that links between nodes limit."""
     model_flops: float = 0.0
     """Three times forward's: recomputation is no progress."""
 
@@ -215,33 +184,30 @@ class Step:
     def bound_by(self) -> str:
         if self.parts["host"] >= 0.98 * self.seconds:
             return "host"
-        between = self.limited_between > self.parts["communication"] / 2
         named = {
             "matrix products": self.parts["matmul"],
             "attention": self.parts["attention"],
             "memory traffic": self.parts["pointwise"] + self.parts["optimizer"],
-            "links between nodes" if between else "links in a node": self.exposed,
+            "communication": self.exposed,
         }
         return max(named, key=lambda name: named[name])
 
 
 def time_step(trace: Trace, ask: FakeRun, accumulation: int, rates: Rates) -> Step:
     work = _all_micro_batches(trace, accumulation)
-    phases, blocks = (np.array([part[at] for part in trace.parts])[work["part"]] for at in (1, 2))
-    offload = ask.config.memory.cpu_offload and rates.has_allocator
-    fused = (blocks > 0) & ask.compiled
-    seconds = _seconds(work, fused, phases == "optimizer", ask, rates)
+    phases, blocks = (np.array([part[field] for part in trace.parts])[work["part"]] for field in (1, 2))
+    fused, update = (blocks > 0) & ask.compiled, phases == "optimizer"
+    seconds = _seconds(work, fused, update, ask, rates)
     computes = np.isin(work["code"], COMPUTE)
-    update, forward = phases == "optimizer", phases == "forward"
     step = Step(
         parts={name: float(seconds[(work["code"] == CODE[name]) & ~update].sum()) for name in OPS[:3]}
     )
     step.parts["optimizer"] = float(seconds[update].sum())
     step.parts["host"] = float((computes * np.where(fused, 0.3, 1.0)).sum() * rates.issue_s)
     # What follows the blocks of a chunked loss computes its gradients in forward.
-    whole = (blocks == AFTER) & bool(ask.config.memory.loss_chunk)
-    step.model_flops = float((work["flops"] * np.where(whole, 1, 3))[forward].sum())
-    _run_queues(step, work, phases, np.cumsum(seconds), ask.sizes, rates, offload)
+    both = (blocks == AFTER) & bool(ask.config.memory.loss_chunk)
+    step.model_flops = float((work["flops"] * np.where(both, 1, 3))[phases == "forward"].sum())
+    _run_queues(step, work, phases, np.cumsum(seconds), ask, rates)
     step.seconds = max(step.seconds, step.parts["host"])
     return step
 
@@ -262,28 +228,21 @@ def _seconds(
     """Seconds of each operation that computes: its products, its memory traffic or its launch, whichever
     takes longest.
     """
-    config, code, width = ask.config, work["code"], work["width"]
-    pointwise = code == CODE["pointwise"]
-    moved = np.where(pointwise & fused, work["fused_bytes"], work["bytes"])
-    on_host = update & (config.memory.cpu_offload and rates.has_allocator)
-    memory = moved / np.where(on_host, rates.host_link, rates.bandwidth)
-    faster = np.where(fused & (config.speed.float8 != "off"), FLOAT8, 1.0)
-    products = np.where(width >= 4, rates.matmul_fp32, rates.matmul * faster)
-    attention = np.where(width > NARROW_HEADS, rates.attention, rates.attention_narrow)
+    code, width = work["code"], work["width"]
+    fused_pointwise = (code == CODE["pointwise"]) & fused
+    moved = np.where(fused_pointwise, work["fused_bytes"], work["bytes"])
+    memory = moved / np.where(update & ask.offloads, rates.host_link, rates.bandwidth)
+    products = rates.matmul * np.where(width >= 4, 0.5, 1.0)
+    narrow = min(rates.attention, HOPPER_NARROW) if rates.name[0] == "H" else rates.attention
+    attention = np.where(width > NARROW_HEADS, rates.attention, narrow)
     speed = np.where(code == CODE["attention"], attention, products)
-    least = np.where(pointwise & fused, 0.0, rates.launch_s)
+    least = np.where(fused_pointwise, 0.0, rates.launch_s)
     longest = np.maximum(np.maximum(work["flops"] / speed, memory), least)
     return np.where(np.isin(code, COMPUTE), longest, 0.0)
 
 
 def _run_queues(
-    step: Step,
-    work: np.ndarray,
-    phases: np.ndarray,
-    busy: np.ndarray,
-    sizes: MeshSizes,
-    rates: Rates,
-    offload: bool,
+    step: Step, work: np.ndarray, phases: np.ndarray, busy: np.ndarray, ask: FakeRun, rates: Rates
 ) -> None:
     """`busy`: seconds of computation up to each row, its own included."""
     compute = shard = replicate = copied_out = done = communication = 0.0
@@ -301,25 +260,21 @@ def _run_queues(
         else:
             # Gradients are all-reduced over replicas, their norm over shards.
             replicas = operation == "all_reduce" and phases[row] != "reduce"
-            sent = send(operation, size, sizes, rates, replicas=replicas)
-            # shards on the host are kept in fp32, computed in bf16
-            over_bus = (
-                2 * size / sizes.shard / rates.host_link if offload and operation != "all_reduce" else 0.0
-            )
-            seconds = sent.seconds + over_bus
+            seconds = send(operation, size, ask.sizes, rates, replicas=replicas)
+            if ask.offloads and operation != "all_reduce":
+                # shards on the host are kept in fp32, computed in bf16
+                seconds += 2 * size / ask.sizes.shard / rates.host_link
             communication += seconds
-            step.within, step.between = step.within + sent.within, step.between + sent.between
-            step.limited_between += seconds if sent.limited_between else 0.0
             if operation == "all_gather":
                 shard = gathered[group] = max(shard, copied_out) + seconds
             elif operation == "reduce_scatter":
                 shard = max(shard, compute) + seconds
                 reduced.append(shard)
             else:
-                replicate = max(replicate, shard if sizes.shard > 1 else 0.0, compute) + seconds
-    whole = float(busy[-1])
-    elapsed = max(compute + whole - done, shard, replicate)
-    step.exposed = elapsed - whole
+                replicate = max(replicate, shard if ask.sizes.shard > 1 else 0.0, compute) + seconds
+    total = float(busy[-1])
+    elapsed = max(compute + total - done, shard, replicate)
+    step.exposed = elapsed - total
     step.parts["communication"] = communication
     # A collective beside a product takes some of its processors.
     step.seconds = elapsed + max(0.0, communication - step.exposed) * rates.contention

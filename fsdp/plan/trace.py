@@ -3,13 +3,18 @@
 It sees fake tensors and real ones alike: a plan and a real run are counted by the same code. It does for the
 parts of a step what torch's own FSDPMemTracker does for modules, in a tenth of the time, by rank and with the
 order of communication. Not here: what the numbers mean (estimate.py, step_time.py), or the step.
+
+What CUDA's caching allocator reserves follows from a replay by c10's rules with expandable segments. Each
+stream has two pools, for blocks up to 1 MiB and for larger ones, and each pool one segment that grows at its
+end by 2 or 20 MiB: 512-byte grains, best fit, blocks split from 512 bytes on, free neighbours joined.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +27,6 @@ from torch.utils.flop_counter import flop_registry
 from fsdp.base.torch_private import (
     COLLECTIVE_OPS,
     WRITE_ONLY_OPS,
-    FakeTensor,
     TorchDispatchMode,
     accumulated_gradient,
     after_resizes,
@@ -36,27 +40,22 @@ from fsdp.base.torch_private import (
 )
 from fsdp.dist.collectives import local_tensor, tensors_in
 from fsdp.memory.account import LiveStorages
-from fsdp.parallel import offload
-from fsdp.plan.cuda import packing
 
-KINDS = (
-    "parameters", "gathered", "gradients", "whole_gradients", "optimizer", "activations", "offloaded",
-    "buffers", "communication",
-)  # fmt: skip
-"""gathered and whole_gradients are unsharded; offloaded: activations that --memory.activation_offload keeps
-on the host; communication: what collectives read and write; activations: all else.
+KINDS = ("parameters", "gathered", "gradients", "whole_gradients", "optimizer", "activations", "buffers",
+         "communication")  # fmt: skip
+"""gathered and whole_gradients are unsharded; communication: what collectives read and write; activations:
+all else.
 """
 HOST_KINDS = ("parameters", "gradients", "optimizer")
 """Kinds on the host with --memory.cpu_offload."""
 POOLS = ("gather pool", "reduce pool")
 """Of the tensors on a CUDA device, those that FSDP allocates on its streams, in pools of their own."""
+MAIN_POOL = itertools.repeat(0)
 COLUMNS = (*KINDS, *POOLS)
 COLUMN = {name: index for index, name in enumerate(COLUMNS)}
 
-OPS = (
-    "pointwise", "matmul", "attention", "all_gather", "reduce_scatter", "all_reduce", "wait_gather",
-    "wait_reduce", "wait_all",
-)  # fmt: skip
+OPS = ("pointwise", "matmul", "attention", "all_gather", "reduce_scatter", "all_reduce", "wait_gather",
+       "wait_reduce", "wait_all")  # fmt: skip
 CODE = {name: index for index, name in enumerate(OPS)}
 WORK = np.dtype(
     [("part", int), ("code", int), ("stream", int), ("group", int), ("flops", float), ("bytes", float),
@@ -91,11 +90,6 @@ class Trace:
     packing: float
     """What CUDA's allocator reserves, over the sum of its pools' peaks: by a replay of the step."""
 
-    def peaks(self) -> np.ndarray:
-        """Peak bytes of tensors of each part."""
-        starts = np.flatnonzero(np.diff(self.part_of, prepend=-1))
-        return np.maximum.reduceat(self.curve[:, : len(KINDS)].sum(1), starts)
-
 
 @dataclass(slots=True, eq=False)
 class _Memory:
@@ -114,23 +108,21 @@ class _Memory:
 
 class Tracker(TorchDispatchMode):
     """On "cuda" sizes are rounded to the caching allocator's 512 bytes. On "cpu" gloo's reduce-scatter
-    works on a copy of its input: a real run shows it by itself, for a fake one it is added.
+    works on a copy of its input, which fake tensors do not show. "" is a real run.
     """
 
-    def __init__(self, device: str = "", *, fake: bool = False, host: Collection[str] = ()) -> None:
-        """`host`: kinds in the host's memory, which are no event of the device's allocator."""
+    def __init__(self, device: str = "", *, offloads: bool = False) -> None:
+        """`offloads`: HOST_KINDS are in the host's memory, which the device's allocator does not have."""
         super().__init__()
         self.kind, self.stream, self.group = COLUMN["activations"], 0, 0
         self.groups: Callable[[Any], int] = lambda _: 0
         """Maps an FSDP parameter group to its number; set by the step."""
-        self.pools: Iterator[int] = itertools.repeat(0)
+        self.pools: Iterator[int] = MAIN_POOL
         """The pool of each new storage: 0, or 1 + its index in POOLS."""
-        self.fake = fake
-        self.copies = "parameters" in host
-        """Whether parameters are copied to the device before they are gathered."""
-        self._grain = 512 if device == "cuda" else 1
-        self._gloo_copies = fake and device == "cpu"
-        self._host = {COLUMN[name] for name in host}
+        self._offloads = offloads
+        self._grain = GRAIN if device == "cuda" else 1
+        self._gloo_copies = device == "cpu"
+        self._host = {COLUMN[name] for name in HOST_KINDS if offloads}
         self._alive = [0] * len(COLUMNS)
         self._live = LiveStorages(self._gone)
         self._serial = 0
@@ -166,19 +158,20 @@ class Tracker(TorchDispatchMode):
 
     # ------------------------------------------------------------ bytes
 
-    def hold(self, tensor: Tensor, kind: str) -> None:
+    def hold(self, tensor: Tensor | None, kind: str) -> None:
         """Counts a tensor from before the step, or changes the kind of a known one."""
+        if tensor is None:
+            return
         memory, column = self._see(tensor, COLUMN[kind]), COLUMN[kind]
-        if memory is not None and memory.kind != column:
+        if memory.kind != column:
             if column in self._host and memory.kind not in self._host:
                 self._in_allocator(memory, -memory.size)
             self._alive[memory.kind] -= memory.size
             self._alive[column] += memory.size
             memory.kind = column
 
-    def _see(self, tensor: Tensor, kind: int | None = None) -> _Memory | None:
-        tensor = local_tensor(tensor)
-        return self._storage(tensor.untyped_storage(), kind) if tensor.layout is torch.strided else None
+    def _see(self, tensor: Tensor, kind: int | None = None) -> _Memory:
+        return self._storage(local_tensor(tensor).untyped_storage(), kind)
 
     def _storage(self, storage: torch.UntypedStorage, kind: int | None = None) -> _Memory:
         memory = self._live.get(storage)
@@ -226,12 +219,10 @@ class Tracker(TorchDispatchMode):
             return NotImplemented  # its local operation is dispatched by itself
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func.namespace in ("prim", "profiler"):
-            return out
         outputs, new, known = list(tensors_in(out)), 0, self._serial
         for tensor in outputs:
             memory = self._see(tensor)
-            if memory is not None and memory.serial > known:
+            if memory.serial > known:
                 new, known = new + tensor.nbytes, memory.serial
         if func.namespace == "c10d":
             self._collective(func, args)
@@ -245,8 +236,7 @@ class Tracker(TorchDispatchMode):
         attends = any(name in schema(func).name for name in ("scaled_dot_product", "flash_attention"))
         if attends or func.overloadpacket in flop_registry:
             for memory in map(self._see, (*inputs, *outputs)):
-                if memory is not None:
-                    memory.of_product = True
+                memory.of_product = True
         if attends:
             heads = next(tensor.shape[-1] for tensor in inputs if tensor.dim() == 4)
             self._row("attention", heads, _attention_flops(func, args, kwargs), moved)
@@ -261,19 +251,15 @@ class Tracker(TorchDispatchMode):
         """Bytes that a fused kernel still reads of this operation: inputs that the run of pointwise
         operations did not itself make.
         """
-        moved, sources = 0, list[_Memory]()
-        for tensor in inputs:
-            memory = self._see(tensor)
-            if memory is not None:
-                sources.append(memory)
-                if memory.serial not in self._run:
-                    self._run[memory.serial] = (memory, 0)
-                    moved += _extent(tensor)
+        moved, sources = 0, tuple(map(self._see, inputs))
+        for tensor, memory in zip(inputs, sources, strict=True):
+            if memory.serial not in self._run:
+                self._run[memory.serial] = (memory, 0)
+                moved += _extent(tensor)
         for tensor in made:
             memory = self._see(tensor)
-            if memory is not None:
-                memory.sources = tuple(sources)
-                self._run[memory.serial] = (memory, tensor.nbytes)
+            memory.sources = sources
+            self._run[memory.serial] = (memory, tensor.nbytes)
         return moved
 
     def _end_run(self) -> None:
@@ -287,27 +273,23 @@ class Tracker(TorchDispatchMode):
         self._run = {}
 
     def _collective(self, func: Any, args: Any) -> None:
-        name = COLLECTIVE_OPS.get(schema(func).name.partition("::")[2])
-        if name is None:
+        name, tensors = COLLECTIVE_OPS.get(schema(func).name.partition("::")[2]), list(tensors_in(args))
+        if name is None or not tensors:
             return
-        tensors = list(tensors_in(args))
-        size = max(map(_extent, tensors), default=0)
+        size = max(map(_extent, tensors))
         if name == "reduce_scatter" and self._gloo_copies:
             self._alive[self.kind] += size
             self._point()
             self._alive[self.kind] -= size
-        self._row(name, tensors[0].element_size() if tensors else 4, 0, size, stream=1)
+        self._row(name, tensors[0].element_size(), 0, size)
 
-    def _row(
-        self, name: str, width: int, flops: float, moved: float, fused: float = 0, stream: int | None = None
-    ) -> None:
+    def _row(self, name: str, width: int, flops: float, moved: float, fused: float = 0) -> None:
         if name != "pointwise":
             self._end_run()
         if self._parts:
-            stream = self.stream if stream is None else stream
-            self._rows.append(
-                [len(self._parts) - 1, CODE[name], stream, self.group, flops, moved, fused, width]
-            )
+            stream = 1 if name in COLLECTIVE_OPS.values() else self.stream
+            part = len(self._parts) - 1
+            self._rows.append([part, CODE[name], stream, self.group, flops, moved, fused, width])
 
     # ------------------------------------------------------------ compiled blocks
 
@@ -322,13 +304,13 @@ class Tracker(TorchDispatchMode):
             saved.append([tensor])
             return saved[-1]
 
-        def unpack(kept: list[Any]) -> Tensor:
-            return kept[0] if isinstance(kept[0], Tensor) else torch.empty(kept[0], dtype=kept[1])
+        def unpack(holder: list[Any]) -> Tensor:
+            return holder[0] if isinstance(holder[0], Tensor) else torch.empty(holder[0], dtype=holder[1])
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
         available = {COLUMN[name] for name in ("parameters", "gathered", "buffers")}
-        known = {memory: True for x in inputs if (memory := self._see(x)) is not None}
+        known = {self._see(tensor): True for tensor in inputs}
 
         def computed_again(memory: _Memory) -> bool:
             if memory not in known:
@@ -337,30 +319,24 @@ class Tracker(TorchDispatchMode):
                 )
             return known[memory]
 
-        holders = [(kept, memory) for kept in saved if (memory := self._see(kept[0])) is not None]
+        holders = [(holder, self._see(holder[0])) for holder in saved]
         known |= {memory: True for _, memory in holders if memory.of_product}
-        for kept, memory in holders:
+        for holder, memory in holders:
             if known.get(memory) and (memory.of_product or memory.sources is None):
                 continue
             if memory.sources is not None and computed_again(memory):
-                kept[:] = kept[0].shape, kept[0].dtype, inputs
+                holder[:] = holder[0].shape, holder[0].dtype, inputs
             known[memory] = True
 
     # ------------------------------------------------------------ FSDP's own events
 
     @contextlib.contextmanager
     def counted_as(
-        self,
-        kind: str,
-        stream: int | None = None,
-        group: int | None = None,
-        pools: Iterator[int] | None = None,
+        self, kind: str, stream: int = 0, group: int = 0, pools: Iterator[int] = MAIN_POOL
     ) -> Iterator[None]:
         """Context in which new storages are of this kind, and work on this stream, for this group."""
         before = self.kind, self.stream, self.group, self.pools
-        self.kind, self.pools = COLUMN[kind], pools or self.pools
-        self.stream = self.stream if stream is None else stream
-        self.group = self.group if group is None else group
+        self.kind, self.stream, self.group, self.pools = COLUMN[kind], stream, group, pools
         try:
             yield
         finally:
@@ -382,55 +358,36 @@ class Tracker(TorchDispatchMode):
             return run()
 
     def _post_backward(self, group: Any, run: Any) -> Any:
-        self._hold_all(map(gathered_gradient, group.fsdp_params), "whole_gradients")
+        for parameter in group.fsdp_params:
+            self.hold(gathered_gradient(parameter), "whole_gradients")
         if reduces(group):
             self._wait("wait_reduce")
         # the reduction's input is made on the stream of computation, its output on the reductions' own
         pools = itertools.chain((0,), itertools.repeat(2))
         with self.counted_as("communication", 0, self.groups(group), pools):
             result = run()
-        self._hold_all(map(accumulated_gradient, group.fsdp_params), "whole_gradients")
-        self._hold_all(map(sharded_gradient, group.fsdp_params), "gradients")
+        for parameter in group.fsdp_params:
+            self.hold(accumulated_gradient(parameter), "whole_gradients")
+            self.hold(sharded_gradient(parameter), "gradients")
         return result
 
     def _finalize_backward(self, group: Any, run: Any) -> Any:
         self._wait("wait_all")
         return run()
 
-    def _hold_all(self, tensors: Iterator[Tensor | None], kind: str) -> None:
-        for tensor in filter(torch.is_tensor, tensors):
-            self.hold(tensor, kind)
-
     @contextlib.contextmanager
     def of_fsdp(self) -> Iterator[None]:
-        """Context of a step: FSDP's methods, patched, mark gathers, waits, reductions and the owners of
-        gradients, and the offload of activations its copies.
-        """
+        """Context of a step: FSDP's patched methods mark gathers, waits, reductions, owners of gradients."""
         methods = [self._unshard, self._wait_for_unshard, self._post_backward, self._finalize_backward]
-        copies: Any = offload._Kept
-        made, plain = copies.__init__, vars(offload)["Tensor"]
-
-        def marked(copy: Any, *args: Any) -> None:
-            made(copy, *args)
-            self._hold_all(iter([copy.host]), "offloaded")
-
         around = around_methods({method.__name__.removeprefix("_"): method for method in methods})
-        with around, after_resizes(self.resized), copies_of_offloaded(self.copies):
-            copies.__init__ = marked
-            if self.fake:
-                offload.Tensor = FakeTensor  # type: ignore[misc, assignment]  # it asks for the very type
-            try:
-                with self:
-                    yield
-            finally:
-                copies.__init__, offload.Tensor = made, plain  # type: ignore[misc]
+        # parameters on the host are copied to the device before they are gathered
+        with around, after_resizes(self.resized), copies_of_offloaded(self._offloads), self:
+            yield
 
 
 def _extent(tensor: Tensor) -> int:
     """Bytes that are read or written: an expanded tensor is no larger than its storage."""
     tensor = local_tensor(tensor)
-    if tensor.layout is not torch.strided:
-        return tensor.nbytes
     return min(tensor.nbytes, max(tensor.untyped_storage().nbytes(), tensor.element_size()))
 
 
@@ -458,3 +415,59 @@ def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
     scores = float(query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * query.shape[3]) * 2
     named = {a.name: v for a, v in zip(schema(func).arguments, args, strict=False)} | kwargs
     return scores * (5 if backward else 2) * (0.5 if named.get("is_causal") else 1.0)
+
+
+# ---------------------------------------------------------------- CUDA's allocator
+
+MIB = 1 << 20
+GRAIN = 512
+
+
+def packing(events: Iterable[tuple[int, int, int]]) -> float:
+    """What is reserved after all events, over the sum of the streams' peaks. An event: storage, bytes
+    (negative for a free), stream; a storage that shrinks or grows is allocated anew.
+    """
+    pools: dict[tuple[int, bool], Pool] = {}
+    taken: dict[int, tuple[Pool, int, int]] = {}
+    alive, peaks = Counter[int](), Counter[int]()
+    for storage, size, stream in events:
+        if storage in taken:
+            pool, start, before = taken.pop(storage)
+            pool.free(start, before)
+            alive[stream] -= before
+            size += before
+        size = -(-size // GRAIN) * GRAIN
+        if size > 0:
+            pool = pools.setdefault((stream, size <= MIB), Pool(2 * MIB if size <= MIB else 20 * MIB))
+            taken[storage] = (pool, pool.take(size), size)
+            alive[stream] += size
+            peaks[stream] = max(peaks[stream], alive[stream])
+    return sum(pool.reserved for pool in pools.values()) / max(1, sum(peaks.values()))
+
+
+class Pool:
+    """One segment that grows at its end: start → size of each free block."""
+
+    def __init__(self, grows_by: int) -> None:
+        self.reserved = 0
+        self._grows_by = grows_by
+        self._free: dict[int, int] = {}
+
+    def take(self, size: int) -> int:
+        last = next((start for start, free in self._free.items() if start + free == self.reserved), None)
+        # Best fit. The last block can grow, and is taken only if no other fits.
+        fits = [(free, start) for start, free in self._free.items() if free >= size and start != last]
+        start = min(fits)[1] if fits else self.reserved if last is None else last
+        block = self._free.pop(start, 0)
+        if block < size:
+            grown = -(-(size - block) // self._grows_by) * self._grows_by
+            self.reserved, block = self.reserved + grown, block + grown
+        if block > size:
+            self._free[start + size] = block - size
+        return start
+
+    def free(self, start: int, size: int) -> None:
+        """Neighbours that are free become one block."""
+        size += self._free.pop(start + size, 0)
+        before = next((first for first, free in self._free.items() if first + free == start), start)
+        self._free[before] = self._free.pop(before, 0) + size

@@ -279,34 +279,6 @@ def test_collectives_reductions_and_resizes_of_fsdp_are_seen() -> None:
     )
 
 
-class Halves:
-    """Stands in for the list of chunks."""
-
-    used = 0
-
-    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
-        Halves.used += 1
-        self._chunks = torch.chunk(tensor, count, dim)
-        self._empty = tensor.narrow(dim, 0, 0)
-
-    def __getitem__(self, at: int) -> Tensor:
-        return self._chunks[at] if at < len(self._chunks) else self._empty
-
-
-def cut_by_another(env: DistEnv) -> tuple[int, bool]:
-    plain = sharded()
-    with private.chunks_by(Halves):
-        other = sharded()
-    pairs = zip(plain.parameters(), other.parameters(), strict=True)
-    return Halves.used, all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
-
-
-def test_fsdp_cuts_parameters_by_another_function() -> None:
-    used, equal = run_world(2, cut_by_another)[0]
-    holds(used >= 5, "private.chunks_by", f"FSDP calls it {used} times for 5 parameters")
-    holds(equal, "private.chunks_by", "FSDP reads other chunks")
-
-
 def moved_shards(env: DistEnv) -> tuple[bool, bool]:
     model = sharded()
     expected = step(model)

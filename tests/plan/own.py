@@ -31,24 +31,6 @@ class Words(nn.Module):
         return self.head(x)
 
 
-class Recurrent(Words):
-    def __init__(self, vocab_size: int, width: int = 96, layers: int = 2) -> None:
-        super().__init__(vocab_size, width, 0)
-        self.layers = nn.GRU(width, width, layers, batch_first=True)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.layers(self.embedding(inputs))[0])
-
-
-class Convolved(Words):
-    def __init__(self, vocab_size: int, width: int = 96, layers: int = 2) -> None:
-        super().__init__(vocab_size, width, 0)
-        self.layers = nn.Sequential(*(nn.Conv1d(width, width, 3, padding=1) for _ in range(layers)))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.layers(self.embedding(inputs).transpose(1, 2)).transpose(1, 2))
-
-
 class Dropping(Words):
     """Layers dropped at random, as BART's and Whisper's."""
 

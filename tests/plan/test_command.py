@@ -67,7 +67,7 @@ def test_a_recipe_is_written_that_train_py_takes(capsys: pytest.CaptureFixture[s
 
 
 WRONG = [
-    ("--plan.gpu h900", "--plan.gpu h900 is not in the table: a100, .* HINT: --plan.gpu h100"),
+    ("--plan.gpu h900", "--plan.gpu h900 is not in the table: A100 .* HINT: --plan.gpu h100"),
     ("--plan.gpus 4 --train.global_batch 6", "--train.global_batch 6 .* HINT: --train.global_batch 8, or"),
     ("--plan.gpus 4 --train.global_batch 24 --train.micro_batch 4", "--train.global_batch 24 .* HINT: "),
     ("--plan.gpus 6 --mesh.replicate 4", "--mesh.strategy auto, replicate 4 .* HINT: "),
@@ -79,7 +79,7 @@ WRONG = [
     ),
     (
         "--plan.gpus 4 --model.name tests.plan.own:Scaling",
-        r".*cannot make a step on fake tensors of inputs \[\d+, 32\], .*scaled.* HINT: .*register_fake",
+        ".*cannot make a step on fake tensors.*scaled.* HINT: .*register_fake",
     ),
     ("--plan.gpus 4 --model.name tests.plan.own:Masked", ".*'mask', and the data have only .* HINT: "),
     ("--gpus 8", "--gpus is not a flag. HINT: did you mean --plan.gpus?"),

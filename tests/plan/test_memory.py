@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 
 from fsdp.config import load
-from fsdp.plan import cuda
-from fsdp.plan.cuda import MIB, packing
+from fsdp.plan import fake_step
 from fsdp.plan.estimate import Memory, notes
 from fsdp.plan.fake_step import subject_of
+from fsdp.plan.trace import MIB, packing
 from tests.plan.asked import GIB, SMALL, plan
 from tests.support.marks import quick_are
 
@@ -60,7 +60,6 @@ LESS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "--memory.activation_checkpointing ops": (LONG, ()),
     "--train.micro_batch 1": (LONG, ("--train.micro_batch", "2")),
     "--memory.cpu_offload true": (WIDE, ()),
-    "--memory.activation_offload true": ((*LONG, "--model.args.layers", "9"), ()),
     "--optim.state bf16": (WIDE, ()),
     "--optim.state 8bit": (WIDE, ("--optim.state", "bf16")),
     "--precision.master bf16": (WIDE, ()),
@@ -86,51 +85,14 @@ def test_offload_moves_resting_bytes_to_the_host() -> None:
     assert here.host == 0
 
 
-@pytest.mark.slow
-def test_offloaded_activations_count_on_the_host() -> None:
-    many = (*LONG, "--model.args.layers", "9")
-    there, here = plan(*many, "--memory.activation_offload", "true").memory, plan(*many).memory
-    assert there.kinds["offloaded"] == 0
-    assert there.host > 0.5 * here.kinds["activations"]
-
-
-def test_prefetched_batches_count_on_the_device() -> None:
-    here, there = plan(), plan("--data.workers", "0")
-    a_sample = 2 * 64 * 8  # inputs and targets, 64 numbers of 8 bytes
-    assert here.memory.peak - there.memory.peak == 2 * 2 * a_sample
-    assert plan("--data.prefetch", "5").memory.peak - there.memory.peak == 5 * 2 * a_sample
-
-
 def test_a_save_copies_the_state_to_the_host() -> None:
-    assert plan("--checkpoint.every_steps", "0").staged == 0
     saving = plan("--mesh.strategy", "hsdp", "--mesh.replicate", "2", "--mesh.shard", "2")
     assert saving.staged == saving.memory.state / 2
 
 
-NAMED = {
-    "--memory.nvme optimizer --memory.nvme_dir /tmp --plan.gpu cpu": "counted as if it rested in memory",
-    "--memory.activation_offload true": "counted as hidden",
-    "--speed.float8 tensorwise": "compiled products as faster",
-    "--comm.all_reduce_hook math:sqrt": "planned as if it were not given",
-    "--train.micro_batch 1 --train.eval_batch 64": "an evaluation's own peak",
-    "--memory.activation_budget 0.5": "planned as if it were not given",
-    "--plan.gpu cpu": "what the process and its libraries take beside tensors",
-}
-
-
-@pytest.mark.parametrize("flags", NAMED)
-def test_flags_outside_the_model_are_named(flags: str) -> None:
-    assert any(NAMED[flags] in note for note in notes(load([*SMALL, *flags.split()])))
-
-
-@pytest.mark.parametrize(("model", "scratch"), [("Recurrent", True), ("Convolved", True), ("Words", False)])
-def test_kernels_with_memory_of_their_own_have_a_wider_margin(model: str, scratch: bool) -> None:
-    own = ("--model.name", f"tests.plan.own:{model}", "--data.args.vocab_size", "96")
-    planned = plan(*own)
-    assert planned.margin == (0.15 if scratch else 0.03)
-    assert plan(*own, "--plan.margin", "0.05").margin == 0.05
-    assert plan(*own, "--plan.gpu", "cpu").margin == 0.03
-    assert any("memory of their kernels" in note for note in notes(planned.config)) == scratch
+def test_flags_outside_the_model_are_named() -> None:
+    flags = ("--memory.activation_offload", "true", "--speed.float8", "tensorwise")
+    assert [note.split()[0] for note in notes(load([*SMALL, *flags]))] == list(flags[::2])
 
 
 @pytest.mark.parametrize("name", ["/cluster/tokens", "chats.jsonl", "hf:ORG/NAME"])
@@ -138,7 +100,7 @@ def test_data_that_lie_elsewhere_are_not_needed(name: str) -> None:
     config = load(["--model.name", "transformer", "--model.args.vocab_size", "50257", "--data.name", name])
     note = subject_of(config.model, config.data).note
     assert note.startswith(f"{name} is not here (")
-    assert note.endswith("); planned with a vocabulary of 50,257 (--model.args.vocab_size)")
+    assert note.endswith("); planned with kind tokens, vocab_size 50257")
 
 
 @pytest.mark.long
@@ -194,6 +156,6 @@ def test_cudas_formulas_keep_less_than_a_cpus(monkeypatch: pytest.MonkeyPatch) -
     eager, compiled = (
         on_one_gpu("--speed.compile", how, "--data.seq_len", "96") for how in ("false", "true")
     )
-    monkeypatch.setattr(cuda, "STAND_INS", {})
+    monkeypatch.setattr(fake_step, "STAND_INS", {})
     as_on_a_cpu = on_one_gpu("--speed.compile", "false", "--data.seq_len", "96")
     assert compiled.kinds["activations"] < eager.kinds["activations"] < as_on_a_cpu.kinds["activations"]

@@ -4,15 +4,13 @@ it.
 
 from __future__ import annotations
 
-import re
 import time
 
 import pytest
 
 from fsdp.config import load
 from fsdp.dist.mesh import MeshSizes
-from fsdp.plan.__main__ import details
-from fsdp.plan.estimate import Plan, plan_one
+from fsdp.plan.estimate import plan_one
 from fsdp.plan.step_time import rates_for, send
 from tests.plan.asked import plan
 from tests.support.marks import quick_are
@@ -49,10 +47,8 @@ def test_a_faster_device_takes_less_time(fast: str, slow: str) -> None:
 
 def test_a_gather_within_a_node_is_a_ring_of_its_links() -> None:
     rates, sizes = rates_for(load(["--plan.link_gb_s", "100"])), MeshSizes("fsdp", 1, 8)
-    assert send("all_gather", 8e9, sizes, rates, replicas=False).seconds == pytest.approx(
-        7e9 / 80e9, rel=0.01
-    )
-    assert send("all_reduce", 8e9, sizes, rates, replicas=True).seconds == 0
+    assert send("all_gather", 8e9, sizes, rates, replicas=False) == pytest.approx(7e9 / 80e9, rel=0.01)
+    assert send("all_reduce", 8e9, sizes, rates, replicas=True) == 0
 
 
 def test_between_nodes_the_adapters_are_shared() -> None:
@@ -61,7 +57,7 @@ def test_between_nodes_the_adapters_are_shared() -> None:
     """
     rates, shard = rates_for(load(["--plan.node_link_gb_s", "100"])), 1e9
     sent = send("all_reduce", shard, MeshSizes("hsdp", 2, 8), rates, replicas=True)
-    assert sent.seconds == pytest.approx(2 * shard / 2 / (80e9 / 8), rel=0.01)
+    assert sent == pytest.approx(2 * shard / 2 / (80e9 / 8), rel=0.01)
 
 
 def test_communication_is_hidden_behind_computation() -> None:
@@ -69,7 +65,7 @@ def test_communication_is_hidden_behind_computation() -> None:
     slow = plan(*BIG, "--plan.node_link_gb_s", "4", "--train.global_batch", "128", gpus=16).step
     assert fast.exposed < fast.parts["communication"]
     assert slow.exposed > 0.5 * slow.parts["communication"]
-    assert slow.bound_by == "links between nodes"
+    assert slow.bound_by == "communication"
 
 
 def test_an_update_reads_and_writes_its_states() -> None:
@@ -87,21 +83,12 @@ def test_an_update_reads_and_writes_its_states() -> None:
 )
 def test_padding_takes_time_and_is_no_sample(batch: str, micro: str, filled: str) -> None:
     """4 ranks take as long for a batch that a run pads as for one that fills every row."""
-    flags = ("--train.micro_batch", micro, "--plan.tokens", "1e15")
-    padded = plan(*flags, "--train.global_batch", batch)
-    whole = plan(*flags, "--train.global_batch", filled)
+    padded = plan("--train.micro_batch", micro, "--train.global_batch", batch)
+    whole = plan("--train.micro_batch", micro, "--train.global_batch", filled)
     assert padded.step.seconds == whole.step.seconds
     part = int(batch) / int(filled)
     assert padded.tokens_s == pytest.approx(part * whole.tokens_s)
     assert padded.mfu == pytest.approx(part * whole.mfu)
-    assert gpu_hours(padded) == pytest.approx(gpu_hours(whole) / part, rel=1e-3)
-
-
-def gpu_hours(planned: Plan) -> float:
-    goal = list(details(planned, planned.config))[-1]
-    match = re.search(r"hours, ([\d,]+) GPU-hours", goal)
-    assert match, goal
-    return float(match[1].replace(",", ""))
 
 
 @pytest.mark.slow
