@@ -329,7 +329,10 @@ def trace_step(ask: FakeRun) -> Trace:
     """Traces one step: some 25 ms a block and micro-batch."""
     try:
         return _traced(ask)
-    except RuntimeError as error:  # torch's, of an operation that has no form for fake tensors
+    except (
+        RuntimeError,
+        TypeError,
+    ) as error:  # of an operation without a form for fake tensors, or of a call
         name = ask.config.model.name
         raise ConfigError(
             f"--model.name {name} cannot make a step on fake tensors, which have no values: {blame(error)}.",

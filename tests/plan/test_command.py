@@ -81,7 +81,7 @@ WRONG = [
         "--plan.gpus 4 --model.name tests.plan.own:Scaling",
         ".*cannot make a step on fake tensors.*scaled.* HINT: .*register_fake",
     ),
-    ("--plan.gpus 4 --model.name tests.plan.own:Masked", ".*'mask', and the data have only .* HINT: "),
+    ("--plan.gpus 4 --model.name tests.plan.own:Masked", ".*cannot make a step .*'mask'.* HINT: "),
     ("--gpus 8", "--gpus is not a flag. HINT: did you mean --plan.gpus?"),
     ("--plan.write tests", "tests cannot be written: .*HINT: --plan.write plan.toml"),
 ]
