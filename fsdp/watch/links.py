@@ -33,7 +33,7 @@ Shorter than monitor.ECHO_S, after which the failures of other ranks are printed
 STRANGERS, STRANGER_S = 64, 3.0
 """Connections that have not shown the token yet: how many are kept, the newest, and for how long."""
 GREETING = 512
-"""Bytes of the first line on a connection, TOKEN NODE."""
+"""Bytes of the first message on a connection, its token and node."""
 CONNECT_S, RETRY_S = 0.5, 1.0
 MOST_UNSENT = 1 << 22
 """Bytes. With this much unsent, further messages are dropped."""
@@ -42,24 +42,20 @@ LONGEST = 1 << 26
 OUT_OF_REACH = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 
-def read_report(message: Mapping[str, Any]) -> list[Observation]:
-    return [decode(data) for data in message["ranks"]]
-
-
 class Link:
-    """One connection, non-blocking. `read`: what a received message is. `greeting`: what is sent first."""
+    """One connection, non-blocking. `read`: what a received message is; `longest`: bytes of one."""
 
     def __init__(
-        self, connection: socket.socket, read: Callable[[dict[str, Any]], Any], greeting: bytes = b""
+        self, connection: socket.socket, read: Callable[[dict[str, Any]], Any] = dict, longest: int = LONGEST
     ) -> None:
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # closed already, which the first message shows
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SILENT_S))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection, self._read = connection, read
-        self._received, self._unsent = bytearray(), greeting
-        self.heard_at, self._heard = time.monotonic(), False
-        self.closed = self._out_of_reach = False
+        self._connection, self.read, self.longest = connection, read, longest
+        self._received, self._unsent = bytearray(), b""
+        self.began = self.heard_at = time.monotonic()
+        self.closed = self._heard = self._out_of_reach = False
 
     def send(self, message: Mapping[str, Any]) -> None:
         if len(self._unsent) < MOST_UNSENT:
@@ -75,8 +71,8 @@ class Link:
     def receive(self) -> list[Any]:
         """All messages that have arrived."""
         try:
-            while not self.closed:
-                if not (more := self._connection.recv(1 << 20)) or len(self._received) > LONGEST:
+            while not self.closed and (room := self.longest + 1 - len(self._received)) > 0:
+                if not (more := self._connection.recv(min(1 << 20, room))):
                     raise ConnectionError
                 self.heard_at, self._heard = time.monotonic(), True
                 self._received += more
@@ -86,10 +82,11 @@ class Link:
             self._end(error)
         *lines, self._received = self._received.split(b"\n")
         try:
-            return [self._read(json.loads(line)) for line in lines]
+            messages = [self.read(json.loads(line)) for line in lines]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            self.closed = True
-            return []
+            messages, self.closed = [], True
+        self.closed |= len(self._received) > self.longest
+        return messages
 
     def _end(self, error: OSError) -> None:
         self.closed, self._out_of_reach = True, error.errno in OUT_OF_REACH
@@ -108,6 +105,10 @@ class Link:
         self._connection.close()
 
 
+def _observations(report: Mapping[str, Any]) -> list[Observation]:
+    return [decode(data) for data in report["ranks"]]
+
+
 class Head:
     """The head's side: the connections to all other nodes, and the last report of each."""
 
@@ -115,7 +116,7 @@ class Head:
         self._listener = socket.socket(fileno=listener)
         self._listener.setblocking(False)
         self._token = token.encode()
-        self._strangers: list[tuple[socket.socket, float]] = []
+        self._strangers: list[Link] = []
         self.links: dict[str, Link] = {}
         self.reports: dict[str, list[Observation]] = {}
 
@@ -128,42 +129,26 @@ class Head:
         self.broadcast(alive=True)
 
     def _accept(self) -> None:
-        now = time.monotonic()
         # none waits, or it has gone again; without a free descriptor the next round, after some were closed
         with contextlib.suppress(OSError):
             for _ in range(2 * STRANGERS):
-                connection = self._listener.accept()[0]
-                connection.setblocking(False)
-                self._strangers.append((connection, now))
-        waiting = []
-        for connection, since in self._strangers:
-            node = self._node_of(connection)
-            if node is None and now - since < STRANGER_S:
-                waiting.append((connection, since))
-            elif node:
+                self._strangers.append(Link(self._listener.accept()[0], longest=GREETING))
+        waiting: list[Link] = []
+        for link in self._strangers:
+            greeting = next(iter(link.receive()), None)
+            if greeting and hmac.compare_digest(str(greeting.get("token")).encode(), self._token):
+                node = str(greeting.get("node"))
                 if node in self.links:  # its monitor was started again
                     self.links[node].close()
-                self.links[node] = Link(connection, read_report)
+                link.read, link.longest = _observations, LONGEST
+                self.links[node] = link
+            elif link.closed or greeting is not None or time.monotonic() - link.began > STRANGER_S:
+                link.close()
             else:
-                connection.close()
+                waiting.append(link)
         self._strangers = waiting[-STRANGERS:]
-        for connection, _ in waiting[:-STRANGERS]:
-            connection.close()
-
-    def _node_of(self, connection: socket.socket) -> str | None:
-        """Of a greeting; empty for what is none, None while it may still come."""
-        try:
-            greeting = connection.recv(GREETING, socket.MSG_PEEK)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return ""
-        line, end, _ = greeting.partition(b"\n")
-        token, _, node = line.partition(b" ")
-        if end and hmac.compare_digest(token, self._token):
-            connection.recv(len(line) + 1)
-            return node.decode()
-        return None if greeting and not end and len(greeting) < GREETING else ""
+        for link in waiting[:-STRANGERS]:
+            link.close()
 
     def broadcast(self, **order: Any) -> None:
         for link in self.links.values():
@@ -178,17 +163,16 @@ class Head:
         ]
 
     def close(self) -> None:
-        for link in self.links.values():
+        self._listener.close()
+        for link in (*self._strangers, *self.links.values()):
             link.close()
-        for connection in (self._listener, *(stranger for stranger, _ in self._strangers)):
-            connection.close()
 
 
 class Peer:
     """The side of every other node. `link` is None until the head has been reached."""
 
     def __init__(self, head: tuple[str, int], token: str, node: str) -> None:
-        self._head, self._greeting = head, f"{token} {node}\n".encode(errors="backslashreplace")
+        self._head, self._greeting = head, {"token": token, "node": node}
         self.link: Link | None = None
         self.tried_at = 0.0
 
@@ -200,7 +184,8 @@ class Peer:
             with contextlib.suppress(OSError):  # not yet, or gone
                 connection = socket.create_connection(self._head, CONNECT_S)
                 self.close()
-                self.link = Link(connection, dict, self._greeting)
+                self.link = Link(connection)
+                self.link.send(self._greeting)
         if self.link is None:
             return []
         self.link.send({"ranks": ranks})

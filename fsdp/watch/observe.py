@@ -32,8 +32,6 @@ Frame = Sequence[Any]
 Stack = Sequence[Frame]
 """Innermost first."""
 
-UNNAMED = "unnamed"
-"""Prefix of threads that Python did not start: on CUDA a backward runs in such ones."""
 BUSY_S = 2.0
 """Less processor time than this on one line proves nothing."""
 
@@ -387,7 +385,7 @@ class LocalRank:
             return
         if answer is None:
             stack, *others = parse_stacks("" if self.seen.stopped else self._stacks_by_signal())
-            threads = {f"{UNNAMED} {nth}": frames for nth, frames in enumerate(others)}
+            threads = {f"unnamed {nth}": frames for nth, frames in enumerate(others)}
             self._answer = {"answered": False, "stack": stack, "threads": threads}
         else:
             calls = tuple(GroupCalls(**call) for call in answer.pop("calls"))

@@ -89,7 +89,7 @@ class Watch:
         writer = status_page.Writer(page.numbers)
         self.phase = writer.phase
         self._patches.enter_context(status_page.counted_collectives(writer))
-        if page.numbers[status_page.CUDA]:
+        if self._env.device.type == "cuda":
             clock = status_page.DeviceClock(writer)
             self.phase = clock.phase
             self._patches.enter_context(clock.timed_waits())
@@ -106,10 +106,8 @@ class Watch:
         except OSError as error:
             message = f"rank {self._env.rank} cannot be watched ({error})."
             raise LaunchError(message, "--watch.enabled false", scope="rank") from None
-        page.numbers[status_page.PID], page.numbers[status_page.THREAD] = (
-            os.getpid(),
-            threading.get_native_id(),
-        )
+        page.numbers[status_page.PID] = os.getpid()
+        page.numbers[status_page.THREAD] = threading.get_native_id()
         page.numbers[status_page.CUDA] = self._env.device.type == "cuda"
         self._responder = Responder(self._env.device)
         return page
@@ -154,24 +152,22 @@ class Watch:
 
     def _start_monitor(self, page: StatusPage) -> None:
         """Collective. The first rank of a node starts its monitor."""
-        place, host = this_place() or socket.gethostname(), socket.gethostname()
+        host, towards = socket.gethostname(), address_towards(rendezvous_host())
         files = os.getpid(), page.descriptor, self._responder.stacks.fileno(), self._responder.address
-        towards = address_towards(rendezvous_host())
+        place = this_place() or host
         everyone = collectives.all_gather_objects((place, host, towards, files))
-        hosts = {its_place: its_host for its_place, its_host, *_ in everyone}
         names: dict[str, str] = {}
-        for its_place, its_host in hosts.items():
-            # a host's further status_page.PID namespaces have a number behind its name
-            nth = [*hosts.values()][: len(names)].count(its_host) + 1
-            names[its_place] = its_host if nth == 1 else f"{its_host}-{nth}"
+        for its_place, its_host, *_ in everyone:
+            # a host's further PID namespaces have a number behind its name
+            name = f"{its_host}-{len(names) + 1}" if its_host in names.values() else its_host
+            names.setdefault(its_place, name)
         nodes: dict[str, list[int]] = {name: [] for name in names.values()}
         for rank, (its_place, *_) in enumerate(everyone):
             nodes[names[its_place]].append(rank)
         listener, head, token = None, None, ""
         if len(nodes) > 1:
             if self._env.is_main:
-                others = [its_towards for other, _, its_towards, _ in everyone if other != place]
-                listener = _listener(others)
+                listener = _listener([its_towards for other, _, its_towards, _ in everyone if other != place])
                 if listener is not None:
                     self._patches.enter_context(listener)
                     head, token = listener.getsockname()[:2], secrets.token_hex(16)
@@ -339,26 +335,21 @@ class Responder:
 
     def snapshot(self) -> dict[str, Any]:
         """Fields of an Observation: stacks of all threads but this one, the flight recorder's collectives."""
-        from fsdp.watch.observe import UNNAMED, group_calls
+        from fsdp.watch.observe import group_calls
 
         # "Dummy-N" is what Python notes of a thread of C code, as one of autograd's, that asked for its name
-        threads = [thread for thread in threading.enumerate() if not thread.name.startswith("Dummy-")]
-        names = {thread.ident: thread.name for thread in threads}
-        stacks = {}
-        training: list[list[Any]] = []
-        in_python = False
-        for ident, frame in sys._current_frames().items():
-            if ident == self._training:
-                training, in_python = _stack(frame), _runs_python(frame)
-            elif ident != threading.get_ident():
-                # an evaluation's readers have the names of a step's
-                name = names.get(ident, f"{UNNAMED} {ident}")
-                stacks[f"{name} {ident}" if name in stacks else name] = _stack(frame)
+        names = {t.ident: t.name for t in threading.enumerate() if not t.name.startswith("Dummy-")}
+        frames = sys._current_frames()
+        training = frames.pop(self._training, None)
+        frames.pop(threading.get_ident())
+        # with its number: an evaluation's readers have the names of a step's
+        threads = {f"{names.get(ident, 'unnamed')} {ident}": _stack(frame) for ident, frame in frames.items()}
         try:
             calls = [vars(call) for call in group_calls(flight_recorder_entries())]
         except Exception:  # of a torch whose recorder has another form: an answer still has the stacks
             calls = []
-        return {"stack": training, "moving": in_python, "threads": stacks, "calls": calls}
+        moving = training is not None and _runs_python(training)
+        return {"stack": _stack(training), "moving": moving, "threads": threads, "calls": calls}
 
 
 def _runs_python(frame: FrameType) -> bool:

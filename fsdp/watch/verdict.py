@@ -353,7 +353,8 @@ def _storage(case: _Case) -> Verdict | None:
         return None
     first = slow[0]
     speed = f"{byte_size(first.io_bytes / max(first.still_s, 1e-3))}/s, {first.still_s:.1f} s by now"
-    line = own_line(first.threads.get("checkpoint", ()) or first.stack)
+    writers = [stack for name, stack in first.threads.items() if name.startswith("checkpoint ")]
+    line = own_line((*writers, first.stack)[0])
     named = f"{_names(slow)} waits for its storage, {speed}: step {first.step}, at {line}"
     return Verdict("storage", _ranks(slow), named, case.waiting(_ranks(slow)), HINTS["storage"])
 

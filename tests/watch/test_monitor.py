@@ -150,7 +150,7 @@ def test_the_first_step_of_a_start_has_ten_minutes(
 @pytest.fixture
 def pair() -> Iterator[tuple[Link, socket.socket]]:
     ear = socket.create_server(("127.0.0.1", 0))
-    link = Link(socket.create_connection(ear.getsockname()), dict)
+    link = Link(socket.create_connection(ear.getsockname()))
     other, _ = ear.accept()
     yield link, other
     link.close()
@@ -240,11 +240,9 @@ def test_of_many_idle_connections_few_are_kept_and_a_node_connects_beside_them()
     head.close()
 
 
-def test_a_message_without_an_end_is_read_up_to_a_limit(
-    pair: tuple[Link, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(links, "LONGEST", 1 << 21)
+def test_a_message_without_an_end_is_read_up_to_a_limit(pair: tuple[Link, socket.socket]) -> None:
     link, other = pair
+    link.longest = 1 << 21
     sender = threading.Thread(target=endless, args=(other,))
     sender.start()
     eventually("it is closed", lambda: link.receive() == [] and link.closed, 10)

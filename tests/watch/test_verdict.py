@@ -169,7 +169,7 @@ def test_collectives_are_compared_only_if_every_rank_is_seen() -> None:
     assert (verdict.kind, verdict.ranks) == ("partition", (2, 3))
 
 
-WRITING: dict[str, tuple[Frame, ...]] = {"checkpoint": (("/anywhere/place.py", 9, "write"),)}
+WRITING: dict[str, tuple[Frame, ...]] = {"checkpoint 7": (("/anywhere/place.py", 9, "write"),)}
 
 
 def test_in_a_save_the_rank_at_its_storage_is_named() -> None:
