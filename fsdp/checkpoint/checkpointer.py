@@ -25,8 +25,7 @@ from fsdp.checkpoint import inspect, restore, retention
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.restore import Restore, Restored
-from fsdp.checkpoint.save import SaveJob, Saver, StagingMemory
-from fsdp.checkpoint.sealing import SaveOutcome, Sealing
+from fsdp.checkpoint.save import SaveJob, SaveOutcome, Saver, Sealing, StagingMemory
 from fsdp.checkpoint.state import take_snapshot
 from fsdp.checkpoint.store import Store, open_store
 from fsdp.config import CheckpointSection
@@ -125,7 +124,7 @@ class Checkpointer:
         if self._env.device.type == "cuda":
             job.ready = torch.cuda.current_stream(self._env.device).record_event()
         if not self._save_seconds:
-            size = sum(piece.nbytes for piece in job.snapshot.pieces)
+            size = sum(piece.local.nbytes for piece in job.snapshot.pieces)
             self._save_seconds = 1.0 + size / GUESSED_BYTES_PER_S
         self.flight = job
         self._saver.put(job)
@@ -281,7 +280,7 @@ class Checkpointer:
         """
         self.has_checkpoint()
         folders, self._folders = self._folders, None
-        common = self._section, self._sizes, self._config, self.base, weights_only, self._tier
+        common = self._section, self._sizes, self._config, self.base, weights_only
         attempt = Restore(self._store, self._group, self._env, *common)
         if folders:
             restored = attempt.newest(state, folders)

@@ -29,7 +29,7 @@ from torch import Tensor
 from fsdp.base.devices import DTYPES, digest_shard
 from fsdp.base.errors import CheckpointError, ConfigError
 from fsdp.base.proc import TABLE, read_regular
-from fsdp.checkpoint import load
+from fsdp.checkpoint import restore
 from fsdp.checkpoint.inspect import CheckpointSource
 from fsdp.checkpoint.pretrained import INDEX_FILE, SINGLE_FILE, TORCH_FILE, Base, digest_of
 from fsdp.checkpoint.store import sync_folder
@@ -137,7 +137,7 @@ def _model(source: CheckpointSource) -> list[Entry]:
 
 
 def _read(source: CheckpointSource, key: str) -> Tensor:
-    return load.whole(source, key)
+    return restore.whole(source, key)
 
 
 # ---------------------------------------------------------------- adapters

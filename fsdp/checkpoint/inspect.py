@@ -123,7 +123,7 @@ def listing_or_reason(store: Store, folder: str) -> CheckpointListing:
         return CheckpointListing(folder, manifests.step_of(folder), unread=error)
 
 
-def folders_of(store: Store, kind: manifests.Kind) -> list[str]:
+def folders_of(store: Store, kind: str) -> list[str]:
     """The folders with such a name, the newest step first."""
     named = [
         (name.step, folder)

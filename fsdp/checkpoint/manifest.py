@@ -10,8 +10,8 @@ itself, and with the counters, so that from the other files only tensors and opt
 
 `.metadata` is a pickle. The unpickler here knows the names that DCP writes and the few of torch inside them;
 any other name, and so any other call, is refused before it is looked up. A pickle may also set attributes of
-the objects it is given: it is given stand-in classes made for this one read, which are dropped after it. From
-them come the tensors and values with their places in the files, each type, size and path checked.
+the objects it is given: for each name it receives a stand-in class of its own, dropped after the read. From
+these come the tensors and values with their places in the files, each type, size and path checked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, cast
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -37,18 +37,16 @@ from fsdp.base.torch_private import DCP_OLD_PROPERTIES, DCP_OLD_UNREAD, DCP_PLAC
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
-
 _FORM = re.compile(r"step-(\d{8,})(?:-([0-9a-f]{8}))?(?:\.(tmp|broken|gone)-(.+))?", re.ASCII)
-
-Kind = Literal["final", "tmp", "broken", "gone"]
 
 
 @dataclass(frozen=True)
 class FolderName:
+    """`kind`: final, tmp, broken or gone. `attempt`: of tmp and gone; the reason of broken."""
+
     step: int
-    kind: Kind
+    kind: str
     attempt: str
-    """The attempt for tmp and gone, the reason for broken."""
 
 
 def final_name(step: int, attempt: str = "") -> str:
@@ -60,11 +58,10 @@ def staging_name(step: int, attempt: str) -> str:
 
 
 def parse_name(text: str) -> FolderName | None:
-    match = _FORM.fullmatch(text)
-    if match is None:
+    if (match := _FORM.fullmatch(text)) is None:
         return None
     step, attempt, kind, rest = match.groups()
-    return FolderName(int(step), cast(Kind, kind or "final"), rest or attempt or "")
+    return FolderName(int(step), kind or "final", rest or attempt or "")
 
 
 def step_of(text: str) -> int:
@@ -78,23 +75,12 @@ def data_file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def _checked_file(name: str) -> str:
-    """The name may be a stranger's: no path leads out, and the system accepts it."""
-    if name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > 255:
-        raise ValueError(f"{name!a:.40} is no name of a file")
-    return name
-
-
 # ---------------------------------------------------------------- the manifest
 
 FORMAT = 2
 """1: no `head`, which was 1024."""
 MOST_BYTES = 128 << 20
 """A larger one is not read: 16,384 ranks have a megabyte of files, a million tensors 100 MB of digests."""
-LONGEST_TEXT = 4096
-"""A path, at most."""
-LATEST = 2.0**40
-"""Seconds since 1970: 36,000 years."""
 
 
 class Broken(ShardrunError):
@@ -158,9 +144,7 @@ def decode(data: bytes) -> Manifest:
         body = json.loads(rest[:-2])
         form, step = body.pop("format"), body.get("step")
         if form in (1, FORMAT):
-            if unknown := body.keys() - {entry.name for entry in fields(Manifest)}:
-                raise ValueError(f"{min(unknown)!a:.40} is no field of it")
-            return _checked(Manifest(**body))
+            return _typed(Manifest(**body))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise Broken("manifest", f"the manifest cannot be read ({error})") from None
     # It may be whole: it is not set aside.
@@ -170,50 +154,40 @@ def decode(data: bytes) -> Manifest:
     )
 
 
-def _checked(manifest: Manifest) -> Manifest:
-    """The manifest with the type of each field checked: the file may come from anywhere."""
+def _typed(manifest: Manifest) -> Manifest:
+    """The manifest, with the types of its fields: the file may come from anywhere."""
+    kinds: dict[str, Any] = {"int": int, "str": str, "float": (int, float)}
     for entry in fields(Manifest):
-        _check(entry.name, getattr(manifest, entry.name), str(entry.type))
-    for number in (*manifest.counters.values(), *manifest.metrics.values()):
-        _check("a number", number, "float")
-    if not 0 <= manifest.created < LATEST:
-        raise ValueError(f"created {manifest.created!a} is no time of a save")
-    if base := manifest.base:
-        for name, kind in (("digest", "str"), ("origin", "str"), ("alpha", "float"), ("rank", "int")):
-            _check(f"base.{name}", base[name], kind)
-    files = {
-        _checked_file(name): (checked_count(size), checked_count(crc))
-        for name, (size, crc) in manifest.files.items()
-    }
-    digests = {
-        key: (checked_count(numel), f"{int(digest, 16):016x}")
-        for key, (numel, digest) in manifest.digests.items()
-    }
-    return replace(manifest, files=files, digests=digests)
-
-
-def _check(name: str, value: Any, kind: str) -> None:
-    """Raises ValueError if the value is not of this kind: the type of a field."""
-    if kind == "int":
-        checked_count(value)
-    elif kind == "float":  # NaN is allowed, for metrics
-        if type(value) is not float and not (type(value) is int and abs(value) < 2**63):
-            raise ValueError(f"{name}: {value!a:.40} is not a number")
-    elif kind == "str":
-        if not isinstance(value, str) or len(value) > LONGEST_TEXT:
-            raise ValueError(f"{name} is not a string of up to {LONGEST_TEXT} characters")
-        # the log would give a terminal its escape sequences
-        if name not in ("reason", "base.origin") and not value.isprintable():
-            raise ValueError(f"{name} has control characters")
-    elif not isinstance(value, dict):
-        raise TypeError(f"{name} is not an object")
+        if not isinstance(getattr(manifest, entry.name), kinds.get(str(entry.type), dict)):
+            raise TypeError(f"{entry.name} has another type")
+    if outside := [name for name in manifest.files if name in (".", "..") or "/" in name or "\0" in name]:
+        raise ValueError(f"{outside[0]!a:.40} is no name of a file")
+    return replace(
+        manifest,
+        metrics={name: float(value) for name, value in manifest.metrics.items()},
+        files={
+            name: (checked_count(size), checked_count(crc)) for name, (size, crc) in manifest.files.items()
+        },
+        digests={
+            key: (checked_count(numel), f"{int(digest, 16):016x}")
+            for key, (numel, digest) in manifest.digests.items()
+        },
+    )
 
 
 # ---------------------------------------------------------------- .metadata
 
 _DCP = "torch.distributed.checkpoint.metadata"
-_KINDS = ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")
-_DTYPES = {
+_TENSOR = "TensorStorageMetadata"
+_NAMES = {
+    *((_DCP, name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex")),
+    *((_DCP, name) for name in ("StorageMeta", "TensorProperties", _TENSOR)),
+    *(DCP_OLD_PROPERTIES, DCP_OLD_UNREAD, DCP_PLACE, *DCP_UNREAD),
+    # Python 3.11.2 (Debian 12) writes an enum's member, one of the unread fields, as getattr(class, name)
+    ("builtins", "getattr"),
+    *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")),  # where dcp.save wrote to; from Python 3.13
+}
+_REAL: dict[tuple[str, str], Any] = {("torch", "Size"): torch.Size, ("collections", "OrderedDict"): dict} | {
     ("torch", str(value).removeprefix("torch.")): value
     for value in vars(torch).values()
     if isinstance(value, torch.dtype)
@@ -249,65 +223,54 @@ Saved = tuple[dict[str, SavedTensor], dict[str, FileRange]]
 """The tensors of a checkpoint and its other values, by key."""
 
 
-class _Reader(pickle.Unpickler):
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self.tensor_kind = type("TensorStorageMetadata", (), {})
-        set_state = {"__setstate__": lambda self, state: setattr(self, "state", state)}
-        properties = type("TensorProperties", (), set_state)
-        self._known: dict[tuple[str, str], Any] = {
-            **_DTYPES,
-            **{(_DCP, name): type(name, (), {}) for name in _KINDS},
-            (_DCP, "TensorStorageMetadata"): self.tensor_kind,
-            (_DCP, "TensorProperties"): properties,
-            DCP_OLD_PROPERTIES: properties,
-            DCP_PLACE: type(DCP_PLACE[1], (), {}),
-            ("torch", "Size"): torch.Size,
-            ("collections", "OrderedDict"): dict,
-            # fields of a tensor that are not used here, and the path that dcp.save wrote to
-            **dict.fromkeys((*DCP_UNREAD, DCP_OLD_UNREAD), lambda *_: None),
-            # Python 3.11.2 (Debian 12) writes an enum's member, one of these fields, as getattr(class, name)
-            ("builtins", "getattr"): lambda *_: None,
-            ("pathlib", "PosixPath"): lambda *_: None,
-            ("pathlib._local", "PosixPath"): lambda *_: None,  # as Python 3.13 writes it
-        }
+class _Record:
+    """Stands for a class or a function of `_NAMES`: it takes any arguments, and keeps the state."""
 
+    state: Any
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._known:
+        if (module, name) in _NAMES:
+            return type(name, (_Record,), {})
+        if (module, name) not in _REAL:
             raise Broken(
                 "foreign-pickle",
                 f".metadata names {module}.{name}, which is not part of a checkpoint; no code was run",
             )
-        return self._known[module, name]
+        return _REAL[module, name]
 
 
 def read_metadata(data: bytes) -> Saved:
     """Tensors and values; Broken if the file is damaged or unsafe."""
     try:
         with proc.collection_paused():
-            reader = _Reader(data)
-            return _described(vars(reader.load()), reader.tensor_kind)
+            return _described(_Reader(io.BytesIO(data)).load().state)
     except Broken:
         raise
     except Exception as error:  # a damaged pickle can raise any exception
         raise Broken("metadata", f".metadata cannot be read ({type(error).__name__}: {error})") from None
 
 
-def _described(metadata: dict[str, Any], tensor_kind: type[Any]) -> Saved:
-    places = {}
-    for index, info in metadata["storage_data"].items():
-        offset = vars(index).get("offset")
-        places[index.fqn, None if offset is None else _size(offset)] = _place(vars(info))
+def _described(metadata: dict[str, Any]) -> Saved:
+    places = {
+        (index.state["fqn"], index.state.get("offset")): _place(info.state)
+        for index, info in metadata["storage_data"].items()
+    }
     tensors, values = {}, {}
     for key, entry in metadata["state_dict_metadata"].items():
-        if not isinstance(entry, tensor_kind):
+        if type(entry).__name__ != _TENSOR:
             values[checked_text(key)] = places[key, None]
             continue
-        size, chunks, dtype = _size(entry.size), [], entry.properties.state[0]
-        for chunk in entry.chunks:
-            offsets, sizes = _size(chunk.offsets), _size(chunk.sizes)
-            ends = [start + count for start, count in zip(offsets, sizes, strict=True)]
-            if any(end > most for end, most in zip(ends, size, strict=True)):
+        size, chunks, dtype = _size(entry.state["size"]), [], entry.state["properties"].state[0]
+        for chunk in entry.state["chunks"]:
+            offsets, sizes = _size(chunk.state["offsets"]), _size(chunk.state["sizes"])
+            if any(start + count > most for start, count, most in zip(offsets, sizes, size, strict=True)):
                 raise ValueError(f"a chunk of {sizes} at {offsets} leaves its tensor of {size}")
             chunks.append(Chunk(offsets, sizes, places[key, offsets]))
         if sum(math.prod(chunk.sizes) for chunk in chunks) < math.prod(size):

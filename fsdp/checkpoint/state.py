@@ -15,21 +15,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp.base.devices import NAMES, ShardDigest, digest_shard
+from fsdp.base.devices import NAMES, digest_shard
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint.inspect import CheckpointSource
 from fsdp.checkpoint.manifest import SavedTensor
-from fsdp.dist.collectives import first_row, local_tensor
+from fsdp.dist.collectives import first_row, local_tensor, ranks, this_rank
 from fsdp.models.units import clean_name
 from fsdp.optim.state import TrainState, averages
 
@@ -42,42 +41,26 @@ _POSITIONS = np.arange(1, 2 * CHUNK, 2, dtype=np.int64)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True)
-class Replicas:
-    """The ranks that hold the same piece: one reads it and sends it to the others."""
-
-    group: dist.ProcessGroup
-    size: int
-    index: int
-
-
 @dataclass
 class Piece:
     """A tensor's part on this rank. `aliases` are other keys of the same memory (tied weights)."""
 
     key: str
     path: KeyPath
-    size: tuple[int, ...]
-    offsets: tuple[int, ...]
+    size: Sizes
+    offsets: Sizes
     local: torch.Tensor
     aliases: list[tuple[str, KeyPath]] = field(default_factory=list)
-    buffer: bool = False
-    """Each rank's forward passes change it by their own samples: the checkpoint keeps rank 0's."""
-    replicas: Replicas | None = None
-    reader: int | None = None
-    """In a load: the index of the replica that reads it for all; None if each reads it."""
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> Sizes:
         return tuple(self.local.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.local.nbytes
 
 
 @dataclass
 class Snapshot:
+    """`pieces`: those that this rank writes."""
+
     pieces: list[Piece]
     values: dict[str, tuple[KeyPath, Any]]
     """Values other than tensors (hyperparameters and counters), equal on every rank."""
@@ -114,35 +97,60 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def take_snapshot(state: TrainState) -> Snapshot:
-    """References to everything a save writes, in the same order on every rank."""
+    """References to what this rank writes: of what several ranks hold, one writes it, or each some rows."""
     buffers = {_clean(name, state.model) for name, _ in state.model.named_buffers(remove_duplicate=False)}
-    pieces: list[Piece] = []
+    tensors: list[tuple[KeyPath, torch.Tensor]] = []
     for name, tensor in model_tensors(state.model).items():
         # BatchNorm's statistics change in the next forward, long before the optimizer writes.
-        part = piece(("model", name), tensor.clone() if name in buffers else tensor)
-        pieces.append(replace(part, buffer=name in buffers))
+        tensors.append((("model", name), tensor.clone() if name in buffers else tensor))
     values: dict[str, tuple[KeyPath, Any]] = {}
     for path, value in _optimizer(state.optimizer, parameter_names(state.model)):
         if isinstance(value, torch.Tensor):
-            pieces.append(piece(path, value))
+            tensors.append((path, value))
         else:
             values[join(path)] = (path, value)
-    pieces += [piece(("ema", name), tensor) for name, tensor in averages(state.optimizer).items()]
+    tensors += [(("ema", name), tensor) for name, tensor in averages(state.optimizer).items()]
     for name, number in state.counters().items():
         values[f"train.{name}"] = (("train", name), number)
-    merged = _merge_aliases([p for p in pieces if p.local.numel() or not math.prod(p.size)])
-    return Snapshot([_rows_to_write(piece) for piece in merged], values)
+    pieces, first = [], dict[Any, Piece]()
+    for nth, (path, tensor) in enumerate(tensors):  # in the same order on every rank that holds it
+        part = piece(path, tensor)
+        local, box = part.local, (part.size, part.offsets, part.sizes)
+        memory = local.data_ptr() if local.numel() else part.key, local.dtype, local.stride(), box
+        if memory in first:  # tied weights: one piece, the later keys are aliases
+            first[memory].aliases.append((part.key, path))
+            continue
+        first[memory] = part
+        # Each rank's forward passes change its own buffers by its samples: rank 0's are saved.
+        is_buffer = path[0] == "model" and path[1] in buffers
+        if not local.numel():
+            written = this_rank() == 0 and not math.prod(part.size)
+        elif is_buffer:
+            written = this_rank() == 0
+        else:
+            written = _take_share(part, nth, *_replicas(tensor))
+        pieces += [part] * written
+    return Snapshot(pieces, values)
 
 
-def _rows_to_write(piece: Piece) -> Piece:
-    """Of a large piece that several ranks hold, the rows that this one writes: all write equal amounts."""
-    replicas = piece.replicas
-    if replicas is None or piece.buffer or piece.nbytes < SPLIT_BYTES or piece.sizes[0] < replicas.size:
-        return piece
-    first, last = (piece.sizes[0] * nth // replicas.size for nth in (replicas.index, replicas.index + 1))
-    return replace(
-        piece, offsets=(piece.offsets[0] + first, *piece.offsets[1:]), local=piece.local[first:last]
-    )
+def _take_share(part: Piece, nth: int, count: int, index: int) -> bool:
+    """Whether the replica of this index writes the piece. Of a large one all write equal numbers of rows."""
+    if count == 1 or part.local.nbytes < SPLIT_BYTES or part.sizes[0] < count:
+        return nth % count == index
+    begin, end = (part.sizes[0] * share // count for share in (index, index + 1))
+    part.offsets, part.local = (part.offsets[0] + begin, *part.offsets[1:]), part.local[begin:end]
+    return True
+
+
+def _replicas(tensor: torch.Tensor) -> tuple[int, int]:
+    """The number of ranks that hold the same piece, and the index of this one among them."""
+    if not isinstance(tensor, DTensor):
+        return ranks(), this_rank()
+    count, index, mesh = 1, 0, tensor.device_mesh
+    for axis, coordinate in enumerate(mesh.get_coordinate() or ()):
+        if tensor.placements[axis].is_replicate():
+            count, index = count * mesh.size(axis), index * mesh.size(axis) + coordinate
+    return count, index
 
 
 def join(path: KeyPath) -> str:
@@ -151,26 +159,10 @@ def join(path: KeyPath) -> str:
 
 def piece(path: KeyPath, tensor: torch.Tensor) -> Piece:
     """This rank's part of a tensor, under the key of that path."""
-    local, size = _inner(local_tensor(tensor).detach()), tuple(tensor.shape)
+    size = tuple(tensor.shape)
     # DTensor's own function takes a hundred microseconds for each tensor of each save, while the step waits.
     offsets = (first_row(tensor), *(0,) * (len(size) - 1)) if size else ()
-    return Piece(join(path), path, size, offsets, local, replicas=_replicas(tensor))
-
-
-def _replicas(tensor: torch.Tensor) -> Replicas | None:
-    """The ranks that hold the same piece; None if this rank reads its piece itself."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    if not isinstance(tensor, DTensor):
-        assert dist.group.WORLD is not None
-        return Replicas(dist.group.WORLD, dist.get_world_size(), dist.get_rank())
-    mesh = tensor.device_mesh
-    placements = enumerate(tensor.placements)
-    axes = [axis for axis, place in placements if place.is_replicate() and mesh.size(axis) > 1]
-    # Offloaded to the host, which the mesh's groups may not support: each rank reads its piece.
-    if len(axes) != 1 or tensor.device.type != mesh.device_type:
-        return None
-    return Replicas(mesh.get_group(axes[0]), mesh.size(axes[0]), mesh.get_local_rank(axes[0]))
+    return Piece(join(path), path, size, offsets, _inner(local_tensor(tensor).detach()))
 
 
 def _inner(local: torch.Tensor) -> torch.Tensor:
@@ -200,47 +192,25 @@ def _optimizer(
             yield ("optim", "param_groups", index, field_name), value
 
 
-def _merge_aliases(pieces: list[Piece]) -> list[Piece]:
-    """One piece for each memory: the later keys of a tied weight become aliases of the first."""
-    seen: dict[tuple[int, Any], Piece] = {}
-    merged: list[Piece] = []
-    for part in pieces:
-        local = part.local
-        memory = (local.data_ptr(), (local.dtype, local.stride(), part.sizes, part.offsets, part.size))
-        first = seen.get(memory) if part.nbytes else None  # an empty tensor has no address
-        if first is None:
-            merged.append(part)
-            seen[memory] = part
-        else:
-            first.aliases.append((part.key, part.path))
-    return merged
-
-
 # ---------------------------------------------------------------- boxes
 
 
 def digest(rows: torch.Tensor, offsets: Sizes, size: Sizes) -> int:
-    """The share of these rows in the tensor's digest; the sum of all shares modulo 2⁶⁴ is the digest."""
-    return _shard(rows).at(offsets[0] * math.prod(size[1:]) if size else 0)
+    """The share of these rows in the tensor's digest; the sum of all shares modulo 2⁶⁴ is the digest.
 
-
-def _shard(tensor: torch.Tensor) -> ShardDigest:
-    """The two sums of fsdp.base.devices, by numpy on a CPU: torch would wake threads on the step's cores.
-
-    The chunks share an array: where malloc maps large blocks, a new one for each takes four times as long.
+    By numpy on a CPU: torch would wake threads on the step's cores. The chunks share an array: where malloc
+    maps large blocks, a new one for each takes four times as long.
     """
-    if tensor.device.type != "cpu" or tensor.is_complex() or not tensor.numel():
-        return digest_shard(tensor)
-    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()]).numpy()
-    numbers = np.empty(min(bits.size, CHUNK), dtype=np.int64)
-    plain = weighted = 0
+    begin = offsets[0] * math.prod(size[1:]) if size else 0
+    if rows.device.type != "cpu" or rows.is_complex() or not rows.numel():
+        return digest_shard(rows).at(begin)
+    bits = rows.detach().contiguous().view(-1).view(_BITS[rows.element_size()]).numpy()
+    numbers, total = np.empty(min(bits.size, CHUNK), dtype=np.int64), 0
     for start in range(0, bits.size, CHUNK):
         part = numbers[: bits.size - start]
         np.copyto(part, bits[start : start + CHUNK])
-        total = int(part.sum())
-        plain += total
-        weighted += int(np.dot(part, _POSITIONS[: part.size])) + 2 * start * total
-    return ShardDigest(bits.size, plain % 2**64, weighted % 2**64)
+        total += int(np.dot(part, _POSITIONS[: part.size])) + 2 * (begin + start) * int(part.sum())
+    return total % 2**64
 
 
 def overlap(a: tuple[Sizes, Sizes], b: tuple[Sizes, Sizes]) -> tuple[Sizes, Sizes] | None:
@@ -261,21 +231,11 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 # ---------------------------------------------------------------- a load
 
 
-@dataclass(frozen=True)
-class Prefixes:
-    """The prefixes of a checkpoint's keys; the defaults are those of this program's checkpoints."""
-
-    model: str = "model."
-    optim: str | None = "optim."
-
-
 def of_model(model: nn.Module, source: CheckpointSource, prefix: str = "model.") -> list[Piece]:
     """The pieces to fill: every parameter and persistent buffer."""
-    tensors = model_tensors(model)
-    frozen = {clean_name(name) for name, p in model.named_parameters() if not p.requires_grad}
-    stored = {key for key in source.keys if key.startswith(prefix)}
-    unknown = stored - {prefix + name for name in tensors}
-    if source.manifest is not None and unknown:
+    tensors, own = model_tensors(model), source.manifest is not None
+    unknown = {key for key in source.keys if key.startswith(prefix)} - {prefix + name for name in tensors}
+    if own and unknown:
         raise source.misfit(f"it holds {min(unknown)} and {len(unknown) - 1} more that this model lacks")
     for name, tensor in tensors.items():
         key = prefix + name
@@ -283,24 +243,19 @@ def of_model(model: nn.Module, source: CheckpointSource, prefix: str = "model.")
             raise source.misfit(f"it does not hold {key}")
         if saved.size != tuple(tensor.shape):
             raise source.misfit(f"its {key} is {saved.size} and this model's {tuple(tensor.shape)}")
-        if source.manifest is not None and saved.dtype != tensor.dtype:
+        if own and saved.dtype != tensor.dtype:
             raise CheckpointError(
                 f"{source.path} keeps {key} in {saved.dtype} and this run in {tensor.dtype}.",
-                _dtype_hint(tensor, saved.dtype, name in frozen),
+                f"--precision.master {NAMES.get(saved.dtype, saved.dtype)}, or of a frozen parameter "
+                f"--precision.frozen {'auto' if tensor.dtype == torch.bfloat16 else 'bf16'}",
             )
     return [piece((prefix + name,), tensor) for name, tensor in tensors.items()]
 
 
-def _dtype_hint(tensor: torch.Tensor, saved: torch.dtype, frozen: bool) -> str:
-    if frozen and torch.bfloat16 in (tensor.dtype, saved):
-        return f"--precision.frozen {'auto' if tensor.dtype == torch.bfloat16 else 'bf16'}"
-    return f"--precision.master {NAMES.get(saved, str(saved))}"
-
-
-def of_averages(state: TrainState, tensors: Mapping[str, SavedTensor]) -> tuple[list[Piece], list[str]]:
+def of_averages(state: TrainState, source: CheckpointSource) -> tuple[list[Piece], list[str]]:
     """The moving averages that the checkpoint holds, as pieces to fill, and the names of the others."""
     current = averages(state.optimizer)
-    missing = [name for name, tensor in current.items() if not _fits(tensor, tensors.get(f"ema.{name}"))]
+    missing = [name for name in current if not _fits(current[name], source.tensors.get(f"ema.{name}"))]
     return [piece(("ema", name), current[name]) for name in current if name not in missing], missing
 
 
@@ -310,7 +265,7 @@ class PendingState:
     """
 
     def __init__(self, state: TrainState, source: CheckpointSource, prefix: str) -> None:
-        self._optimizer = state.optimizer
+        self._optimizer, names = state.optimizer, parameter_names(state.model)
         self._state: dict[nn.Parameter, dict[str, Any]] = {}
         self.pieces: list[Piece] = []
         self.values: list[tuple[nn.Parameter, str, str]] = []
@@ -319,25 +274,20 @@ class PendingState:
             if key.startswith(f"{prefix}state."):
                 name, _, field_name = key.removeprefix(f"{prefix}state.").rpartition(".")
                 stored.setdefault(name, {})[field_name] = key
-        names = parameter_names(state.model)
         for group in state.optimizer.param_groups:
             for parameter in group["params"]:
-                self._state[parameter] = {}
+                fields = self._state[parameter] = dict[str, Any]()
                 for field_name, key in sorted(stored.pop(names[parameter], {}).items()):
-                    self._prepare(group, parameter, field_name, key, source.tensors.get(key))
+                    if (saved := source.tensors.get(key)) is None:
+                        self.values.append((parameter, field_name, key))
+                        continue
+                    tensor = state.optimizer.state.get(parameter, {}).get(field_name)
+                    if not _fits(tensor, saved):
+                        tensor = _make(group, parameter, field_name, saved)
+                    fields[field_name] = tensor
+                    self.pieces.append(piece((key,), tensor))
         if source.manifest is not None and stored:
             raise source.misfit(f"it holds optimizer state of {min(stored)}, which this run does not train")
-
-    def _prepare(
-        self, group: dict[str, Any], parameter: nn.Parameter, name: str, key: str, saved: SavedTensor | None
-    ) -> None:
-        if saved is None:
-            self.values.append((parameter, name, key))
-            return
-        old = self._optimizer.state.get(parameter, {}).get(name)
-        tensor = old if _fits(old, saved) else _make(group, parameter, name, saved)
-        self._state[parameter][name] = tensor
-        self.pieces.append(piece((key,), tensor))
 
     def commit(self, values: dict[str, Any]) -> None:
         for parameter, name, key in self.values:

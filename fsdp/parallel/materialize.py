@@ -70,8 +70,8 @@ def materialize(
     """Gives every parameter and buffer of a meta model its value, then checks it. Collective.
 
     `rest_device` holds the parameters between steps: the host, if they are offloaded; `nvme_files` may store
-    them in files. `restored`: a checkpoint gives the values and checks them (fsdp/checkpoint/load.py): they
-    are not drawn only to be overwritten, which costs seconds a hundred million parameters.
+    them in files. `restored`: a checkpoint gives the values and checks them (fsdp/checkpoint/restore.py),
+    which are not drawn only to be overwritten, which costs seconds a hundred million parameters.
     """
     root = sharded.root
     methods: Any = root

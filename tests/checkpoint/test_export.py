@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from fsdp.base.errors import ConfigError
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import export as export_module
-from fsdp.checkpoint import inspect, load, manifest
+from fsdp.checkpoint import inspect, manifest, restore
 from fsdp.checkpoint.export import export
 from fsdp.checkpoint.manifest import MANIFEST
 from fsdp.checkpoint.pretrained import TORCH_FILE, open_full_state
@@ -135,7 +135,7 @@ def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytes
     about = manifest.decode(store.read("step-00000003", MANIFEST))
     source = inspect.open_source(store, "step-00000003", about)
     held: list[int] = []
-    whole = load.whole
+    whole = restore.whole
 
     def fetch(source: inspect.CheckpointSource, key: str) -> torch.Tensor:
         import weakref
@@ -146,7 +146,7 @@ def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytes
         assert len(held) == 1
         return tensor
 
-    monkeypatch.setattr(load, "whole", fetch)
+    monkeypatch.setattr(restore, "whole", fetch)
     assert len(export(source, tmp_path / "out", "both", 1.0)) == 3
 
 

@@ -23,7 +23,7 @@ from fsdp.checkpoint import local_tier
 from fsdp.checkpoint.inspect import scan
 from fsdp.checkpoint.local_tier import LocalTier, Offer, whole_over_nodes
 from fsdp.checkpoint.manifest import MANIFEST, data_file
-from fsdp.checkpoint.sealing import Sealing
+from fsdp.checkpoint.save import Sealing
 from fsdp.checkpoint.store import Buffer, LocalStore
 from fsdp.dist.env import DistEnv
 from tests.checkpoint.small import Kind, Run, bits, build, save_once
@@ -132,22 +132,6 @@ def test_a_lost_node_leaves_the_step_before(tmp_path: Path, after: dict[int, dic
     shutil.rmtree(tmp_path / "node1")
     assert run_world(4, train, str(tmp_path), 2) == [(2, after[2])] * 4
     assert shared_steps(tmp_path) == [2]
-
-
-def test_each_rank_reads_its_own_nodes_files_and_the_shared_ones_where_those_are_damaged(
-    tmp_path: Path, after: dict[int, dict[str, int]]
-) -> None:
-    run_world(4, train, str(tmp_path), 2, 2)
-    keep = tmp_path / "keep"
-    shutil.copytree(tmp_path / "checkpoints", keep)
-    for rank in range(4):
-        damage(tmp_path / "checkpoints" / "step-00000002" / data_file(rank))
-    assert run_world(4, train, str(tmp_path), 2) == [(2, after[2])] * 4
-    shutil.rmtree(tmp_path / "checkpoints" / "step-00000002")
-    shutil.copytree(keep / "step-00000002", tmp_path / "checkpoints" / "step-00000002")
-    damage(local_folder(tmp_path, 1) / "step-00000002" / data_file(3))
-    assert run_world(4, train, str(tmp_path), 2) == [(2, after[2])] * 4
-    assert shared_steps(tmp_path) == [2], "the whole shared one keeps its name"
 
 
 @pytest.mark.long

@@ -14,12 +14,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from fsdp.base.devices import digest_shard
-from fsdp.checkpoint import Checkpointer, manifest, save
+from fsdp.checkpoint import Checkpointer, save
 from fsdp.checkpoint import state as states
 from fsdp.checkpoint.save import HEAD
-from fsdp.checkpoint.state import Piece, Snapshot, take_snapshot
+from fsdp.checkpoint.state import take_snapshot
 from fsdp.config import CheckpointSection
-from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
 from fsdp.optim.state import TrainState
 from tests.checkpoint.small import build_state
@@ -76,19 +75,6 @@ def test_a_digest_is_the_same_on_a_cpu_and_on_a_device(dtype: torch.dtype, size:
     assert states.digest(whole, (0,) * len(size), size) == digest_shard(whole).at(0)
 
 
-def test_values_of_another_length_move_those_behind_them() -> None:
-    tensor = torch.arange(6.0)
-    snapshot = Snapshot([Piece("a", ("a",), (6,), (0,), tensor)], {})
-    plan = save.make_plan(snapshot, None, ObjectGroup())
-    assert save.make_plan(snapshot, plan, ObjectGroup()) is plan
-    short = save.metadata_bytes(plan, [("x", ("x",), b"1"), ("y", ("y",), b"22")])
-    long = save.metadata_bytes(plan, [("x", ("x",), b"333"), ("y", ("y",), b"22")])
-    for data, length in ((short, 1), (long, 3)):
-        _, values = manifest.read_metadata(data)
-        places = {key: (place.start - plan.values_begin, place.length) for key, place in values.items()}
-        assert places == {"x": (0, length), "y": (length, 2)}
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -122,9 +108,7 @@ def rows_written(env: DistEnv) -> tuple[list[int], int]:
     state = TrainState(
         nn.parallel.DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
     )
-    snapshot, group = take_snapshot(state), ObjectGroup()
-    plan = save.make_plan(snapshot, None, group)
-    mine = {snapshot.pieces[nth].key: snapshot.pieces[nth] for nth in plan.mine}
+    mine = {piece.key: piece for piece in take_snapshot(state).pieces}
     return list(mine["model.0.weight"].sizes), sum("running" in key for key in mine)
 
 

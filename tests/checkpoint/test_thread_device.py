@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp.checkpoint import load
+from fsdp.checkpoint import restore
 
 ROOT = Path(__file__).parents[2]
 GPU = torch.device("cuda", 1)
@@ -47,11 +47,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 def test_threads_that_read_a_checkpoint_set_their_device(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "_reads_of", lambda _, target: [load._Read(target.key, 0, 1, [], [])])
-    monkeypatch.setattr(load, "_fulfil", calls.noting("copy", lambda *_: None))
+    monkeypatch.setattr(restore, "_read", calls.noting("read", lambda *_: None))
     on_gpu = SimpleNamespace(device=GPU, is_cuda=True)
     targets: Any = [SimpleNamespace(key=f"{nth}", local=on_gpu) for nth in range(20)]
-    load._run(SimpleNamespace(manifest=object()), targets)  # type: ignore[arg-type]
+    restore._read_all(SimpleNamespace(manifest=object()), targets)  # type: ignore[arg-type]
     assert calls.of
     for name, done in calls.of.items():
         assert done[0] == GPU, name
@@ -68,7 +67,7 @@ WITHOUT_TENSORS = {
 """Threads that read files, sockets and signals, and touch no tensor: how many a file starts."""
 WITH_TENSORS = {
     "fsdp/base/devices.py": 1,
-    "fsdp/checkpoint/load.py": 1,
+    "fsdp/checkpoint/restore.py": 1,
     "fsdp/data/loader.py": 1,
     "fsdp/doctor/__main__.py": 1,
     "fsdp/watch/rank.py": 2,  # the one that keeps the monitor has no tensor

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdp.checkpoint import inspect, load
+from fsdp.checkpoint import inspect, restore
 from fsdp.checkpoint.manifest import MANIFEST, METADATA, Manifest
 from fsdp.checkpoint.store import LocalStore, Store, open_store
 from tests.golden.configurations import Configuration
@@ -224,12 +224,12 @@ class Chain:
         for file, (size, crc) in manifest.files.items():
             inspect.check_file(store, folder, file, size, crc)
         source = inspect.open_source(store, folder, manifest)
-        tensors = {key: load.whole(source, key) for key in manifest.digests}
+        tensors = {key: restore.whole(source, key) for key in manifest.digests}
         digests = reference.digests[manifest.step]
         if reference.run is not None:
             other = reference.run.source(manifest.step)
             same = tensors.keys() == digests.keys() and all(
-                _close(tensor, load.whole(other, key)) for key, tensor in tensors.items()
+                _close(tensor, restore.whole(other, key)) for key, tensor in tensors.items()
             )
         else:
             same = dict(manifest.digests) == digests
