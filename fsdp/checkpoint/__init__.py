@@ -5,7 +5,7 @@ manifest: the size and checksum of every file, the digest of every tensor. The m
 folder without one does not count as a checkpoint.
 
     checkpointer                        what the training loop calls: saves beside the steps, restores
-    save                                each rank's file beside the steps; all ranks' files sealed, or nothing
+    save, sealing                       each rank's file beside the steps; all ranks' files sealed, or nothing
     state                               TrainState as named pieces, boxes in a tensor, and what a load fills
     manifest                            names, the seal, and `.metadata`, read without executing its code
     inspect                             a store's checkpoints: listed, opened and verified by one process

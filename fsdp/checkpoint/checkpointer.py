@@ -25,7 +25,8 @@ from fsdp.checkpoint import inspect, restore, retention
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.restore import Restore, Restored
-from fsdp.checkpoint.save import SaveJob, SaveOutcome, Saver, Sealing, StagingMemory
+from fsdp.checkpoint.save import SaveJob, Saver, StagingMemory
+from fsdp.checkpoint.sealing import SaveOutcome, Sealing
 from fsdp.checkpoint.state import take_snapshot
 from fsdp.checkpoint.store import Store, open_store
 from fsdp.config import CheckpointSection

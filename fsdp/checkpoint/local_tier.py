@@ -42,7 +42,7 @@ from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import inspect, manifest, retention
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import MANIFEST, METADATA, Broken, Manifest, data_file, final_name, step_of
-from fsdp.checkpoint.save import SaveOutcome, Sealing
+from fsdp.checkpoint.sealing import SaveOutcome, Sealing
 from fsdp.checkpoint.store import LocalStore, Store
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv

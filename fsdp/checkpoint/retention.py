@@ -14,7 +14,7 @@ from dataclasses import replace
 from fsdp.base.errors import without_hint
 from fsdp.checkpoint.inspect import CheckpointListing, finals, listing_or_reason
 from fsdp.checkpoint.manifest import parse_name, step_of
-from fsdp.checkpoint.save import one_line
+from fsdp.checkpoint.sealing import one_line
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
 

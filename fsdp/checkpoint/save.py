@@ -1,4 +1,4 @@
-"""A save beside the training steps: copied, framed, written by every rank, sealed by the leaders, or nothing.
+"""One rank's part of a save beside the training steps: copied, framed, written.
 
 The main thread hands over a snapshot and waits for the copy, for the end of the save, or reads its outcome.
 At most one save is in flight. All collectives here use a group of their own, from one background thread, in
@@ -8,14 +8,6 @@ DCP stores each tensor as a file of torch.save: here torch writes it without its
 staging buffer, allocated once and pinned for CUDA, holds each tensor at its place in the file between head
 and tail. Each rank reports the places of its tensors, from which rank 0 writes `.metadata`.
 
-    1. rank 0 checks the lock, and whether the step is sealed already
-    2. each leader makes an empty staging folder: rank 0 in a shared store, one rank of each node on its disk
-    3. every rank writes its files; one that cannot reports it, and nothing is sealed
-    4. rank 0 checks the lock again; each leader writes the manifest and gives the folder its name
-
-What a failure has left is deleted, unless the checkpoint exists all the same: an fsync may fail after the
-rename, and a server's response may be lost after it stored the manifest. It counts then, with a warning.
-
 Measured on 2 cores for 708 MiB in 219 tensors, with checksums and fsync, when the frames were composed here
 and not by torch.save (b23405a): 0.12 s of processor time and 0.3 s in all; DCP's FileSystemWriter, which
 copies each tensor through torch.save and the page cache beside the training step, takes 0.46 to 1.5 s and
@@ -24,7 +16,6 @@ copies each tensor through torch.save and the page cache beside the training ste
 
 from __future__ import annotations
 
-import errno
 import io
 import logging
 import math
@@ -53,14 +44,13 @@ from torch.utils.serialization import config
 
 from fsdp.base import proc
 from fsdp.base.devices import WorkerThread
-from fsdp.base.errors import RefusedError, ShardrunError, error_number, without_hint
 from fsdp.base.phases import Activity, announces
 from fsdp.base.torch_private import storage_info
-from fsdp.checkpoint import inspect, manifest
-from fsdp.checkpoint.manifest import MANIFEST, METADATA, Broken, Manifest, data_file
+from fsdp.checkpoint import manifest
+from fsdp.checkpoint.manifest import METADATA, Manifest, data_file
+from fsdp.checkpoint.sealing import SaveOutcome, Sealing, failed
 from fsdp.checkpoint.state import KeyPath, Piece, Snapshot, as_bytes, digest
 from fsdp.checkpoint.store import Store
-from fsdp.dist.collectives import ObjectGroup
 from fsdp.optim.optimizer import PLAIN
 
 log = logging.getLogger(__name__)
@@ -297,205 +287,6 @@ def _copy_quietly(source: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(source)
 
 
-# ---------------------------------------------------------------- sealing
-
-
-@dataclass(frozen=True)
-class SaveOutcome:
-    """How a save ended, the same on every rank."""
-
-    step: int
-    path: str = ""
-    failure: str = ""
-    fatal: bool = False
-    """No later save can succeed: another job has the run directory, or the ranks are disconnected."""
-    unseen: bool = False
-    """Whether the checkpoint exists is unknown: the store did not answer after the failure, or rank 0."""
-    damaged: bool = False
-    """What was to be copied is not what was sealed."""
-    doubt: str = ""
-    """What failed in a save whose checkpoint exists all the same: a power cut may still lose it."""
-    write_s: float = 0.0
-    bytes: int = 0
-    ranks: tuple[int, ...] = ()
-    """The ranks whose part failed."""
-    error_number: int = 0
-    """`errno` of the first failure that has one."""
-    cause: Exception | None = None
-    """The error that ended the save outside of a part, on this rank: as a rule that of a collective."""
-
-    @property
-    def verdict(self) -> str:
-        if self.path:
-            return "is saved, but the run ends"
-        return "may NOT be saved" if self.unseen else "was NOT saved"
-
-
-@dataclass(frozen=True)
-class PartFailure:
-    """Why the part of one rank failed. `sealed`: the checkpoint is there all the same; None: unknown."""
-
-    rank: int
-    line: str
-    error_number: int = 0
-    damaged: bool = False
-    fatal: bool = False
-    sealed: bool | None = False
-
-    def __str__(self) -> str:
-        return self.line if self.fatal else f"rank {self.rank}: {self.line}"
-
-
-class Sealing:
-    """`leads`: this rank makes and seals the folder of `store`. `shared`: the store behind the nodes' own."""
-
-    def __init__(
-        self,
-        store: Store,
-        group: ObjectGroup,
-        attempt: str,
-        lock_lost: Callable[[], str | None],
-        after_seal: Callable[[SaveOutcome], None],
-        *,
-        leads: bool,
-        shared: Store | None = None,
-    ) -> None:
-        self.store, self.group = store, group
-        self.sealed_path = ""
-        """Rank 0: the checkpoint of the last `run` in a shared store, once it is sealed."""
-        self._attempt, self._lock_lost, self._after_seal = attempt, lock_lost, after_seal
-        self._leads, self._shared = leads, shared or store
-
-    def run(
-        self, step: int, write: Callable[[str], Any], finish: Callable[[str, list[Any]], tuple[bytes, int]]
-    ) -> SaveOutcome:
-        """`write` gets the staging folder and returns this rank's report. `finish` gets all reports on
-        rank 0, writes what is left, and returns the manifest and the bytes of all files. Collective.
-        """
-        self.sealed_path, main = "", self.group.rank == 0
-        folder, final = self.store.staging(step, self._attempt), self.store.final(step, self._attempt)
-        existing = self.group.broadcast(self._try(partial(self._existing, step)) if main else None)
-        if existing:
-            return (
-                _failed(step, [existing])
-                if isinstance(existing, PartFailure)
-                else SaveOutcome(step, existing)
-            )
-        failures, sealed, size = self._on_leaders(partial(self.store.begin, folder)), b"", 0
-        if not failures:
-            file = f"{self.store.path(folder)}/{data_file(self.group.rank)}"
-            reports = self.group.gather(self._try(partial(write, folder), file)) or []
-            decided: Any = _failures(reports)
-            if main and not decided:
-                decided = self._try(partial(self._finished, finish, folder, reports))
-            decided = self.group.broadcast([decided] if isinstance(decided, PartFailure) else decided)
-            if isinstance(decided, list):
-                failures = decided
-            else:
-                sealed, size = decided
-        if failures:
-            if not any(failure.fatal for failure in failures):
-                self._on_leaders(partial(self._remove, folder))
-            return _failed(step, failures)
-        failures = self._on_leaders(partial(self._seal, folder, final, sealed))
-        lines = "; ".join(map(str, failures))
-        if any(failure.sealed is None for failure in failures):
-            return SaveOutcome(step, failure=lines, unseen=True)
-        if not all(failure.sealed for failure in failures):
-            return _failed(step, failures)
-        outcome = SaveOutcome(step, self.store.path(final), doubt=lines, bytes=size)
-        self._after_seal(outcome)
-        return outcome
-
-    def _existing(self, step: int) -> str:
-        """Rank 0: the checkpoint of this step, if there is one: a run that resumes and stops at once saves
-        the step that it started from, and that one stays.
-        """
-        listing = inspect.newest_whole(self._shared, step)
-        self._check_lock()
-        return "" if listing is None else self._shared.path(listing.folder)
-
-    def _finished(self, finish: Callable[..., tuple[bytes, int]], *arguments: Any) -> tuple[bytes, int]:
-        finished = finish(*arguments)
-        self._check_lock()
-        return finished
-
-    def _check_lock(self) -> None:
-        """An attempt that lost its connection for a while must not seal where another job took over."""
-        if (why := self._lock_lost()) is not None:
-            raise RefusedError(why)
-
-    def _try(self, act: Callable[[], Any], file: str = "") -> Any:
-        """What it returns, or its failure: the other ranks wait for it, whatever it is."""
-        try:
-            return act()
-        except Exception as error:
-            return self.failure(error, file)
-
-    def _seal(self, folder: str, final: str, sealed: bytes) -> PartFailure | None:
-        try:
-            self.store.write(folder, MANIFEST, [sealed])
-            self.store.seal(folder, final)
-            if self.group.rank == 0 and self._shared is self.store:
-                self.sealed_path = self.store.path(final)
-            return None
-        except Exception as error:  # the other ranks wait for it, whatever it is
-            failure = self.failure(error)
-        try:
-            if self.store.read(final, MANIFEST) == sealed:
-                return replace(failure, sealed=True)
-        except FileNotFoundError:
-            pass  # not sealed: what was staged is deleted below
-        except OSError as error:  # the checkpoint may exist: nothing is deleted
-            return replace(failure, line=f"{failure.line}; then {without_hint(error)}", sealed=None)
-        self._remove(folder)
-        return failure
-
-    def _remove(self, folder: str) -> None:
-        try:
-            self.store.remove(folder, self._attempt)
-        except FileNotFoundError:
-            pass  # the failed write had not made it
-        except OSError as error:
-            log.warning("%s could not be deleted: %s", self.store.path(folder), one_line(error))
-
-    def _on_leaders(self, act: Callable[[], PartFailure | None]) -> list[PartFailure]:
-        """The failures of all leaders, on every rank. Collective."""
-        failures: list[PartFailure]
-        failures = self.group.broadcast(_failures(self.group.gather(self._try(act) if self._leads else None)))
-        return failures
-
-    def failure(self, error: BaseException, file: str = "") -> PartFailure:
-        number, line = error_number(error), one_line(error, file)
-        kinds = {"damaged": isinstance(error, Broken), "fatal": isinstance(error, RefusedError)}
-        return PartFailure(self.group.rank, line, number, **kinds)
-
-
-def _failures(reports: Sequence[Any] | None) -> list[PartFailure]:
-    return [report for report in reports or () if isinstance(report, PartFailure)]
-
-
-def _failed(step: int, failures: Sequence[PartFailure]) -> SaveOutcome:
-    return SaveOutcome(
-        step,
-        failure="; ".join(map(str, failures)),
-        fatal=any(failure.fatal for failure in failures),
-        damaged=all(failure.damaged for failure in failures),
-        ranks=tuple(sorted({failure.rank for failure in failures if not failure.fatal})),
-        error_number=next((failure.error_number for failure in failures if failure.error_number), 0),
-    )
-
-
-def one_line(error: BaseException, file: str = "") -> str:
-    """File, error code and message of a failure, as far as it has them."""
-    if isinstance(error, ShardrunError):
-        return without_hint(error).rstrip(".")
-    if not isinstance(error, OSError) or error.errno is None:
-        return f"{file}: {type(error).__name__}: {str(error).partition(chr(10))[0]}".removeprefix(": ")
-    number = errno.errorcode.get(error.errno, str(error.errno))
-    return f"{error.filename or file}: {number}, {error.strerror}".removeprefix(": ")
-
-
 # ---------------------------------------------------------------- the thread
 
 
@@ -530,7 +321,7 @@ class Saver:
             job.outcome = self._save(job)
         except Exception as error:
             # The ranks are disconnected: a peer has died, or this one cannot even copy.
-            outcome = _failed(job.step, [self._sealing.failure(error)])
+            outcome = failed(job.step, [self._sealing.failure(error)])
             path, unseen = self._sealing.sealed_path, self._sealing.group.rank != 0
             job.outcome = replace(outcome, path=path, fatal=True, cause=error, unseen=unseen)
         finally:

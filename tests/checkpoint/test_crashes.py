@@ -10,7 +10,7 @@ import pytest
 
 from fsdp.checkpoint import inspect
 from fsdp.checkpoint.manifest import MANIFEST, Broken, parse_name, staging_name
-from fsdp.checkpoint.save import Sealing
+from fsdp.checkpoint.sealing import Sealing
 from fsdp.checkpoint.store import LocalStore
 from tests.checkpoint.crashes import Change, Left, Recorder, Tree, states
 from tests.checkpoint.small import build

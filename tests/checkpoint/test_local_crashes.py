@@ -25,7 +25,7 @@ from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import Checkpointer, checkpointer, inspect, local_tier, manifest
 from fsdp.checkpoint.local_tier import LocalTier, Offer, local_folder_name, offers_of, whole_over_nodes
 from fsdp.checkpoint.manifest import MANIFEST, Broken, final_name, parse_name
-from fsdp.checkpoint.save import SaveOutcome, Sealing
+from fsdp.checkpoint.sealing import SaveOutcome, Sealing
 from fsdp.checkpoint.store import LocalStore
 from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv

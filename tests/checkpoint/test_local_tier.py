@@ -23,7 +23,7 @@ from fsdp.checkpoint import local_tier
 from fsdp.checkpoint.inspect import scan
 from fsdp.checkpoint.local_tier import LocalTier, Offer, whole_over_nodes
 from fsdp.checkpoint.manifest import MANIFEST, data_file
-from fsdp.checkpoint.save import Sealing
+from fsdp.checkpoint.sealing import Sealing
 from fsdp.checkpoint.store import Buffer, LocalStore
 from fsdp.dist.env import DistEnv
 from tests.checkpoint.small import Kind, Run, bits, build, save_once

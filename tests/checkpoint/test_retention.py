@@ -20,7 +20,7 @@ from fsdp.checkpoint.__main__ import main
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import MANIFEST, METADATA
 from fsdp.checkpoint.retention import superfluous
-from fsdp.checkpoint.save import Sealing
+from fsdp.checkpoint.sealing import Sealing
 from fsdp.checkpoint.store import LocalStore, ObjectStore, open_store
 from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup

@@ -24,7 +24,7 @@ from fsdp.base.errors import (
     TrainingError,
 )
 from fsdp.checkpoint.checkpointer import not_saved
-from fsdp.checkpoint.save import SaveOutcome
+from fsdp.checkpoint.sealing import SaveOutcome
 from fsdp.config import load
 from fsdp.dist.env import from_environment
 from fsdp.memory.oom import OutOfMemory
