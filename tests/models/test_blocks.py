@@ -4,8 +4,6 @@ same.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.dist.env import DistEnv
 from fsdp.models.transformer import Transformer, TransformerSizes
 from fsdp.models.units import find_units
-from tests.support.world import run_world
 
 
 class Layer(nn.Module):
@@ -128,12 +124,6 @@ def test_tied_units_go_to_the_root() -> None:
     assert flat(model) == ["body.0", "body.2"]
 
 
-def test_a_module_shared_by_two_blocks_keeps_both_out() -> None:
-    body: Any = nn.ModuleList([Layer(), Layer(), Layer()])
-    body[0].linear = body[2].linear
-    assert flat(Net(body)) == ["body.1"]
-
-
 # ---------------------------------------------------------------- class, size, root
 
 
@@ -146,8 +136,6 @@ def test_a_module_shared_by_two_blocks_keeps_both_out() -> None:
         ("class:Blok", "no such class with parameters, only Embedding, Block, RMSNorm", "--mesh.wrap "
             "class:Block"),
         ("class:Block,Dropout", "--mesh.wrap class:Dropout", "--mesh.wrap auto"),
-        ("class:ModuleList", "--mesh.wrap class:ModuleList", "--mesh.wrap auto"),
-        ("class:Transformer", "--mesh.wrap class:Transformer", "--mesh.wrap auto"),
     ],
 )  # fmt: skip
 def test_a_wrong_wrap_is_one_line_with_a_hint(wrap: str, says: str, hint: str) -> None:
@@ -158,57 +146,3 @@ def test_a_wrong_wrap_is_one_line_with_a_hint(wrap: str, says: str, hint: str) -
 
 
 # ---------------------------------------------------------------- FSDP takes each choice
-
-
-def shared_by_two() -> nn.Module:
-    body: Any = nn.ModuleList([Layer(), Layer(), Layer()])
-    body[0].linear = body[2].linear
-    return Net(body)
-
-
-def applied_thrice() -> nn.Module:
-    return Net(nn.ModuleList([Layer()] * 3))
-
-
-CHOICES: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "own": (small, "auto"),
-    "tied": (functools.partial(small, tied=True), "auto"),
-    "tied-by-class": (functools.partial(small, tied=True), "class:Embedding,Block,Linear"),
-    "by-size": (small, "size:300"),
-    "shared": (shared_by_two, "auto"),
-    "applied-thrice": (applied_thrice, "auto"),
-    "root": (small, "root"),
-}
-
-
-def largest_differences(env: DistEnv) -> dict[str, float]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (env.world_size,))
-    found = {}
-    for name, (make, wrap) in CHOICES.items():
-        torch.manual_seed(0)
-        model = make().double()
-        data = (
-            torch.randint(0, 32, (3, 8))
-            if isinstance(model, Transformer)
-            else torch.randn(3, 4, dtype=torch.float64)
-        )
-        model(data).square().sum().backward()
-        expected = {key: p.grad for key, p in model.named_parameters()}
-        model.zero_grad()
-        for unit in find_units(model, wrap):
-            fully_shard(unit if len(unit) > 1 else unit[0], mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        model(data).square().sum().backward()
-        actual: dict[str, Any] = {key: p.grad for key, p in model.named_parameters()}
-        assert actual.keys() == expected.keys()
-        found[name] = max(float((actual[key].full_tensor() - expected[key]).abs().max()) for key in expected)
-    return found
-
-
-def test_fsdp_takes_each_choice_and_its_gradients_are_right() -> None:
-    for found in run_world(2, largest_differences):
-        assert found.keys() == CHOICES.keys()
-        assert max(found.values()) < 1e-10, found

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.torch_private import prepare_torchvision
 from fsdp.models.chunked_loss import ChunkedHead
 from fsdp.models.loss import LossFunction, LossParts
 from fsdp.models.transformer import Transformer, TransformerSizes
@@ -63,15 +62,6 @@ def test_loss_and_gradients_are_those_of_whole_logits(make: Any, chunk: int) -> 
     (expected, theirs), (loss, ours) = gradients(whole, 0), gradients(chunked, chunk)
     assert float(loss) == pytest.approx(float(expected), rel=1e-13)
     assert worst(ours, theirs) < 1e-12
-
-
-def test_evaluation_counts_right_predictions() -> None:
-    model = transformer()
-    with torch.no_grad():
-        expected, found = parts_of(model, 0), parts_of(model, 5)
-    assert float(found.loss_sum) == pytest.approx(float(expected.loss_sum), rel=1e-13)
-    assert found.correct is not None
-    assert torch.equal(found.correct, expected.correct)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -178,33 +168,3 @@ def test_a_model_that_the_loss_does_not_fit_is_refused(model: nn.Module, why: st
 
 
 # ---------------------------------------------------------------- a model of transformers
-
-
-@pytest.mark.slow
-@pytest.mark.needs("transformers")
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_causal_model_of_transformers(tied: bool) -> None:
-    prepare_torchvision()
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=37,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        tie_word_embeddings=tied,
-        use_cache=False,
-    )
-    data = {"inputs": TOKENS, "labels": TOKENS}
-    found = []
-    for chunk in (0, 5):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config).double()
-        function = LossFunction(model, head=ChunkedHead(model, chunk) if chunk else None)
-        loss = function(model, data, VALID, 2).loss_sum
-        loss.backward()
-        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        found.append((loss.detach(), grads))
-    assert float(found[1][0]) == pytest.approx(float(found[0][0]), rel=1e-13)
-    assert worst(found[1][1], found[0][1]) < 1e-12

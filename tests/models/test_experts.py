@@ -4,7 +4,6 @@ and the dtype of computation alone.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +12,6 @@ import torch
 from fsdp.base.torch_private import prepare_torchvision
 from fsdp.models.hf import select_experts_kernel
 from tests.models import foreign
-from tests.models.foreign import plain, words_of
-from tests.support.marks import quick_are
-from tests.support.plain_loop import relative_difference
-from tests.support.runs import run
 
 pytestmark = pytest.mark.needs("transformers")
 
@@ -46,22 +41,3 @@ def test_the_loop_replaces_grouped_products_where_torch_has_none(
     built.to(dtype)
     inputs = torch.arange(12).view(2, 6)
     built(inputs, labels=inputs).loss.backward()
-
-
-LOW = {"fp32": 1e-6, "bf16": 2e-2}
-
-
-@pytest.mark.parametrize(
-    ("model", "ranks", "dtype"),
-    quick_are(
-        [("odd_moe", 3, "fp32")],
-        [(m, r, d) for m in ("odd_moe", "gpt_oss") for r in (1, 2, 3) for d in LOW],
-        [],
-    ),
-)
-def test_odd_widths_train_in_lower_precision_as_a_plain_loop_in_float64(
-    model: str, ranks: int, dtype: str, tmp_path: Path
-) -> None:
-    words = words_of(model).replace("--precision.master fp64", f"--precision.param {dtype}")
-    found = run(ranks, tmp_path, words).parameters
-    assert relative_difference(found, plain(model, ranks, 1)[0]) < LOW[dtype]

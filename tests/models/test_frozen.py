@@ -19,18 +19,6 @@ from tests.support import user_code
 from tests.support.runs import flags, run
 
 
-def trained(text: str) -> list[str]:
-    model = user_code.Uneven()
-    freeze(model, text)
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
-def test_a_tied_parameter_is_known_by_each_of_its_names() -> None:
-    model = user_code.TiedWords()
-    freeze(model, "head.weight")
-    assert not model.words.weight.requires_grad
-
-
 @pytest.mark.parametrize(
     ("text", "hint"),
     [

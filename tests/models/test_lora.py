@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import LoraSection
-from fsdp.models.lora import adapted, apply_lora, base_names, lora_inits
+from fsdp.models.lora import adapted, apply_lora
 from tests.support import user_code
 from tests.support.adapters import draw_adapters, merge
 
@@ -63,15 +63,6 @@ def test_what_cannot_carry_an_adapter_is_refused(model: nn.Module, targets: str,
         made(model, targets=targets)
 
 
-def test_only_adapters_are_trained_and_the_names_of_the_rest_stay() -> None:
-    plain = [name for name, _ in user_code.Uneven().named_parameters()]
-    model = made(user_code.Uneven())
-    assert [name for name, p in model.named_parameters() if "lora" not in name] == plain
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == set(lora_inits(model))
-    assert base_names(model) == set(plain)
-    assert base_names(user_code.Frozen()) == set()
-
-
 def test_at_first_they_change_nothing_and_merged_they_do_the_same() -> None:
     plain = user_code.Uneven().eval()
     x = torch.randn(7, 12)
@@ -86,25 +77,3 @@ def test_at_first_they_change_nothing_and_merged_they_do_the_same() -> None:
     merge(model)
     assert [name for name, _ in model.named_parameters()] == names
     assert torch.allclose(model(x), moved, atol=1e-5)
-
-
-@pytest.mark.needs("transformers")
-def test_a_transposed_layer_is_adapted_and_merged_as_its_linear_layer() -> None:
-    from transformers.pytorch_utils import Conv1D
-
-    plain = nn.Linear(6, 6)
-    transposed: Any = Conv1D(6, 6)
-    with torch.no_grad():
-        transposed.weight.copy_(plain.weight.T)
-        transposed.bias.copy_(plain.bias)
-    models = [made(nn.Sequential(layer)) for layer in (plain, transposed)]
-    for model in models:
-        nn.init.constant_(model.get_submodule("0").lora_b, 0.5)  # type: ignore[arg-type]
-    x = torch.randn(2, 5, 6)
-    outputs = [model(x) for model in models]
-    assert torch.allclose(outputs[0], outputs[1], atol=1e-6)
-    for model in models:
-        merge(model)
-        assert torch.allclose(model(x), outputs[0], atol=1e-6)
-    assert type(models[1][0]) is Conv1D  # type: ignore[index]
-    assert torch.equal(models[0][0].weight.T, models[1][0].weight)  # type: ignore[index]

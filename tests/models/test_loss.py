@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.models.loss import LossFunction, TokenCounts, count_tokens, cross_entropy_parts, read_output
-from fsdp.models.loss import Output as Found
+from fsdp.models.loss import LossFunction, count_tokens, cross_entropy_parts
 
 VALID = torch.tensor([True, True, False])
 INPUTS, TARGETS = torch.randn(3, 4), torch.tensor([1, 0, 2])
@@ -80,21 +79,6 @@ def test_data_without_targets_are_named() -> None:
     model = Gives(lambda logits: logits)
     with pytest.raises(ConfigError, match=r"no targets: they have inputs, labels\. HINT: targets, the"):
         LossFunction(model)(model, {"inputs": INPUTS, "labels": TARGETS}, VALID, 2)
-
-
-def test_masked_tokens_count_nowhere() -> None:
-    logits, targets = torch.randn(2, 3, 7), torch.tensor([[1, -100, 2], [-100, 4, 5]])
-    valid = torch.tensor([True, False])
-    parts = cross_entropy_parts(logits, targets, valid)
-    expected = F.cross_entropy(logits[0, [0, 2]], targets[0, [0, 2]], reduction="sum")
-    assert parts.loss_sum.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert count_tokens({"targets": targets}, valid) == {"targets": TokenCounts(all=2, after_first=1)}
-
-
-def test_logits_before_the_loss_are_read_of_a_model_that_was_given_labels() -> None:
-    logits, loss = torch.ones(2, 3), torch.ones(())
-    assert read_output((logits, loss), labelled=True) == Found(loss, logits)
-    assert read_output((logits, loss)) == read_output((logits, None), labelled=True) == Found(None, logits)
 
 
 # ---------------------------------------------------------------- a loss of its own, and the logits it came

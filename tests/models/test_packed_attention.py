@@ -145,21 +145,3 @@ def test_documents_are_apart_in_transformers(kind: str, attention: str) -> None:
     check(model)
     packed = model(tokens, position_ids=positions).logits
     assert torch.allclose(packed, alone(model, tokens), rtol=0, atol=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.needs("transformers")
-def test_models_of_transformers_whose_documents_see_each_other_are_refused() -> None:
-    prepare_torchvision()
-    from transformers import OPTConfig, OPTForCausalLM
-
-    sizes: dict[str, Any] = {
-        "hidden_size": 24,
-        "word_embed_proj_dim": 24,
-        "ffn_dim": 40,
-        "num_hidden_layers": 2,
-    }
-    opt = OPTForCausalLM(OPTConfig(vocab_size=VOCABULARY, num_attention_heads=2, **sizes)).eval()
-    for model in (opt, small_hf.bert().eval()):
-        with pytest.raises(ConfigError, match="its attention crosses the documents"):
-            check(model)

@@ -42,14 +42,3 @@ def test_evaluation_weighs_as_training_does(tmp_path: Path) -> None:
     with torch.no_grad():
         _, expected = plain_loss(model, batch, "causal", [np.arange(11)])
     assert finished.records[-1]["eval_loss"] == pytest.approx(expected, rel=1e-6)
-
-
-def test_the_names_of_classes_change_no_weight(tmp_path: Path) -> None:
-    """Of texts with a class for each token, some of which are masked."""
-    words = (
-        "--train.steps 3 --model.name tests.support.user_code:TiedWords --data.name tests.support.user_code:"
-    )
-    plain, named = (run(2, tmp_path / name, words + name) for name in ("sentences", "tagged_sentences"))
-    assert [one["loss"] for one in named.records if "loss" in one] == [
-        one["loss"] for one in plain.records if "loss" in one
-    ]

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.base.torch_private import import_torchvision
-
 PREPARE = """
 import sys, torch
 import pytest
@@ -33,29 +31,7 @@ def fake_torchvision(folder: Path) -> Path:
     return package
 
 
-def test_the_installed_torchvision_can_be_imported() -> None:
-    assert import_torchvision().models.VisionTransformer
-
-
 @pytest.mark.slow
 def test_schemas_are_declared_where_the_extension_cannot_load(tmp_path: Path) -> None:
     (fake_torchvision(tmp_path) / "_C.so").write_bytes(b"not a library")
     assert run(PREPARE, tmp_path).stdout.split() == ["True", "True", "False"]
-
-
-@pytest.mark.slow
-def test_a_missing_torchvision_is_the_persons_to_install() -> None:
-    script = """
-import importlib.machinery, sys
-class Without(importlib.machinery.PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        return None if name == "torchvision" else super().find_spec(name, path, target)
-sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Without
-import pytest
-
-from fsdp.base.torch_private import import_torchvision
-import_torchvision()
-"""
-    done = run(script)
-    assert "ConfigError: torchvision is not installed. HINT: pip install -r requirements.txt" in done.stderr

@@ -12,10 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private import prepare_torchvision
 from fsdp.config import ModelSection
-from fsdp.dist.env import DistEnv
 from fsdp.models import build_real, resolve
 from fsdp.models.transformer import (
     Rotary,
@@ -23,17 +21,12 @@ from fsdp.models.transformer import (
     TransformerSizes,
     from_sizes,
 )
-from tests.support.world import run_world
 
 
 def small(**changes: Any) -> Transformer:
     torch.manual_seed(0)
     sizes = {"vocab_size": 50, "width": 32, "layers": 2, "heads": 4, "max_seq_len": 64, **changes}
     return Transformer(TransformerSizes(**sizes))
-
-
-def tokens(length: int = 16, batch: int = 2) -> Tensor:
-    return torch.randint(0, 50, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
 def rotate_by_hand(x: Tensor, theta: float) -> Tensor:
@@ -62,41 +55,13 @@ def test_rotary_tables_keep_float32_under_bf16() -> None:
     torch.testing.assert_close(turned.double(), rotate_by_hand(x.double(), 10_000.0), rtol=2**-8, atol=1e-5)
 
 
-def sharded_bf16(env: DistEnv) -> tuple[str, float]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    model: Any = small()
-    seen: list[Tensor] = []
-    reference = model(tokens())
-    mesh = init_device_mesh("cpu", (env.world_size,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    model.blocks[1].attention.register_forward_pre_hook(lambda module, args: seen.append(args[1].cos))
-    for unit in model.units():
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    with torch.no_grad():
-        error = (model(tokens()).float() - reference).abs().max() / reference.abs().max()
-    return str(seen[0].dtype), error.item()
-
-
-def test_mixed_precision_of_fsdp_leaves_the_tables_alone() -> None:
-    [(dtype, error)] = run_world(1, sharded_bf16)
-    assert dtype == "torch.float32"
-    assert error < 0.03
-
-
 @pytest.mark.parametrize(
     ("preset", "parameters"),
     [
-        ("toy", 459_392),
         ("124m", 123_587_328),
         ("1b", 1_235_814_400),
         ("7b", 6_738_415_616),
-        ("13b", 13_015_864_320),
-        ("8b", 8_030_261_248),
         ("llama-8b", 8_030_261_248),
-        ("70b", 70_553_706_496),
         ("llama-70b", 70_553_706_496),
     ],
 )
@@ -105,11 +70,6 @@ def test_presets_have_their_number_of_parameters(preset: str, parameters: int) -
     with torch.device("meta"):
         model = spec.build()
     assert sum(p.numel() for p in model.parameters()) == parameters
-
-
-def test_a_sequence_that_is_too_long_says_which_size_to_change() -> None:
-    with pytest.raises(ConfigError, match=r"65 tokens .*max_seq_len 64.*HINT: --model.args.max_seq_len 65"):
-        small()(tokens(65))
 
 
 WRITTEN = {"vocab_size": 97, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "max_seq_len": 256}

@@ -4,7 +4,6 @@ of torch's.
 
 from __future__ import annotations
 
-import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,6 @@ from tests.support.world import run_world
 
 HERE = "tests.models.unusual"
 THREE = "--train.steps 3 --checkpoint.every_steps 1000 --optim.warmup_steps 0"
-
-
-@pytest.mark.parametrize("words", ["Orthogonal", "Unused"])
-def test_it_trains(words: str, tmp_path: Path) -> None:
-    """The same at two ranks and at one."""
-    one, two = (run(ranks, tmp_path / str(ranks), THREE, f"--model.name {HERE}:{words}") for ranks in (1, 2))
-    for name, value in one.parameters.items():
-        torch.testing.assert_close(two.parameters[name], value, rtol=1e-4, atol=1e-5)
 
 
 FP64 = "--precision.master fp64 --precision.param fp64"
@@ -62,11 +53,6 @@ def test_a_lone_temperature_is_trained_as_in_one_process(strategy: str, tmp_path
 )  # fmt: skip
 def test_a_hint_trains_what_was_refused(words: str, tmp_path: Path) -> None:
     plainly(tmp_path / "run", f"--model.name {HERE}:{words}", 2)
-
-
-@pytest.mark.parametrize("name", ["TensorList"])
-def test_tensors_beside_parameters_are_as_in_one_process(name: str, tmp_path: Path) -> None:
-    plainly(tmp_path / "run", f"--model.name {HERE}:{name}", 2)
 
 
 def test_experts_of_a_lone_mixture_are_those_of_one_process(tmp_path: Path) -> None:
@@ -106,27 +92,6 @@ def test_a_forward_that_draws_from_python_and_numpy_resumes_to_the_bit(tmp_path:
     assert failures(2, tmp_path / "parts", words, "--train.stop_after 3") == [None, None]
     parts = run(2, tmp_path / "parts", words)
     assert all(torch.equal(parts.parameters[name], value) for name, value in whole.parameters.items())
-
-
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_a_part_in_eval_mode_stays_so_over_an_evaluation(strategy: str, tmp_path: Path) -> None:
-    words = f"{THREE} --data.name tests.support.user_code:vectors_with_heldout --mesh.strategy {strategy}"
-    losses = [
-        [
-            record["loss"]
-            for record in run(2, tmp_path / name, words, model, often).records
-            if "loss" in record
-        ]
-        for name, model, often in (
-            ("seldom", f"--model.name {HERE}:part_in_eval_mode", ""),
-            ("often", f"--model.name {HERE}:part_in_eval_mode", "--train.eval_every_steps 1"),
-            ("dropping", f"--model.name {HERE}:Dropping", ""),
-            ("all", f"--model.name {HERE}:all_in_eval_mode", ""),
-        )
-    ]
-    seldom, often, dropping, whole = losses
-    assert seldom == often != dropping
-    assert whole == dropping  # as from_pretrained returns a model, which then trains with its dropout
 
 
 REFUSED = {
@@ -172,29 +137,3 @@ def refused(words: str, line: str, folder: Path) -> None:
         assert line in said
         assert " HINT: " in said
         assert "\n" not in said
-
-
-def start_from_extra_state(env: DistEnv, words: list[str]) -> tuple[str | None, list[str]]:
-    """The error of a run, and its warnings about a state beside parameters and buffers."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("fsdp.run.job")
-    logger.addHandler(handler)
-    try:
-        return on_a_rank(env, words), [line for line in said if "get_extra_state" in line]
-    finally:
-        logger.removeHandler(handler)
-
-
-def test_a_state_that_no_checkpoint_keeps_is_named(tmp_path: Path) -> None:
-    """A file of the model's whole state dict has it too, and starts a run."""
-    plain: Any = build_real(resolve(settings(f"--model.name {HERE}:Remembering").model, {}), 0)
-    torch.save(plain.state_dict(), tmp_path / "given.pt")
-    words = f"--model.name {HERE}:Remembering --model.weights {tmp_path}/given.pt --train.steps 1"
-    for error, lines in run_world(
-        2, start_from_extra_state, ["--run.dir", str(tmp_path / "run"), *flags(words)]
-    ):
-        assert error is None
-        assert [line.partition(" ")[0] for line in lines] == ["Remembering"]
-        assert "HINT: register_buffer for what is to stay" in lines[0]

@@ -15,12 +15,6 @@ from tests.support.user_code import Block, Sentences, Uneven, Vectors
 # ---------------------------------------------------------------- what trains
 
 
-class Orthogonal(Uneven):
-    def __init__(self) -> None:
-        super().__init__()
-        nn.utils.parametrizations.orthogonal(self.get_submodule("blocks.0.up"))
-
-
 class Shuffled(Uneven):
     """What no state dict holds: an order drawn from Python's stream, and a drawn tensor that is no buffer."""
 
@@ -47,20 +41,6 @@ class Unused(Uneven):
     def __init__(self) -> None:
         super().__init__()
         self.extra = nn.Linear(4, 4)
-
-
-class TensorList(Uneven):
-    """Tensors in a list, which are no buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = [torch.linspace(0.5, 1, 13), torch.linspace(1, 2, 13)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block, scale in zip(self.blocks, self.scales, strict=False):
-            x = block(x) * scale.to(x)
-        return self.head(x)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -190,24 +170,6 @@ class Routed(Uneven):
         for at in chosen.unique().tolist():
             mixed[chosen == at] = self.experts[at](x[chosen == at])
         return self.head(mixed)
-
-
-class Remembering(Uneven):
-    """Keeps a count that is neither a parameter nor a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
-
-    def get_extra_state(self) -> Any:
-        return {"seen": self.seen}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.seen = state["seen"]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen += len(x)
-        return super().forward(x)
 
 
 class Detached(Uneven):
@@ -372,24 +334,6 @@ def many_classes() -> ManyClasses:
 
 def sentences() -> Sentences:
     return Sentences(50)
-
-
-class Dropping(Uneven):
-    """Drops half of the stem's output in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Linear(12, 13), nn.Dropout())  # type: ignore[assignment]
-
-
-def part_in_eval_mode() -> Dropping:
-    model = Dropping()
-    model.stem.eval()
-    return model
-
-
-def all_in_eval_mode() -> Dropping:
-    return Dropping().eval()
 
 
 class Dictionaries(Dataset[dict[str, Tensor]]):

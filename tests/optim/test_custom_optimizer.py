@@ -4,9 +4,7 @@ where a checkpoint of its states could not be resumed on other ranks.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,14 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import OptimSection
-from fsdp.dist.env import DistEnv
 from fsdp.optim.optimizer import build_optimizer
 from tests.support import plain_loop
 from tests.support.marks import quick_are
 from tests.support.plain_loop import Trained, relative_difference, train_plainly
-from tests.support.runs import failures, flags, on_a_rank, run, settings
+from tests.support.runs import failures, run, settings
 from tests.support.user_code import Uneven
-from tests.support.world import run_world
 
 OWN = "tests.optim.test_custom_optimizer:"
 FP64 = "--precision.master fp64 --precision.param fp64 --train.steps 6"
@@ -187,33 +183,3 @@ def test_a_factory_that_returns_something_else_is_one_line(name: str, message: s
 
 
 # ---------------------------------------------------------------- a start with another optimizer
-
-
-def logged(env: DistEnv, words: list[str]) -> str:
-    """What a rank logs in a whole run."""
-    with contextlib.redirect_stderr(io.StringIO()) as stream:
-        assert on_a_rank(env, words) is None
-    return stream.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "fresh"),
-    [
-        ("adamw", "sgd", True),
-        ("sgd", OWN + "lion", True),
-        ("adam", "adamw", False),
-        pytest.param(OWN + "lion", "muon", True, marks=pytest.mark.long),
-        pytest.param("muon", "adamw", True, marks=pytest.mark.long),
-    ],
-)
-def test_another_optimizer_starts_with_fresh_states_and_logs_it(
-    before: str, after: str, fresh: bool, tmp_path: Path
-) -> None:
-    assert (
-        failures(2, tmp_path, "--train.steps 4 --train.stop_after 2", f"--optim.name {before}") == [None] * 2
-    )
-    words = ["--run.dir", str(tmp_path), *flags("--train.steps 4", f"--optim.name {after}")]
-    text = run_world(2, logged, words)[0]
-    line = f"--optim.name {after} starts with fresh states: those of the checkpoint are of {before}"
-    assert (line in text) is fresh
-    assert "resumes from step 2" in text

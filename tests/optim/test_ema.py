@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp.checkpoint.__main__ import main as checkpoint_command
 from tests.support import plain_loop
 from tests.support.plain_loop import relative_difference, train_plainly
 from tests.support.runs import failures, run, settings
@@ -122,23 +121,4 @@ def heldout(weights: dict[str, Tensor]) -> tuple[float, float]:
 # ---------------------------------------------------------------- exported
 
 
-def test_the_command_exports_that_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(2, tmp_path / "with", "--train.steps 2 --optim.ema 0.5")
-    expected = exported(tmp_path / "with")
-    assert (
-        checkpoint_command([str(tmp_path / "with"), "export", "--ema", "--out", str(tmp_path / "out")]) == 0
-    )
-    found = exported(tmp_path, "out")
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    run(1, tmp_path / "without", "--train.steps 1")
-    assert checkpoint_command([str(tmp_path / "without"), "export", "--ema"]) == 2
-    assert "holds no moving average of the weights. HINT: " in capsys.readouterr().err
-
-
 # ---------------------------------------------------------------- with other flags
-
-
-def test_a_skipped_update_leaves_it_as_it_was(tmp_path: Path) -> None:
-    spoilt = "--data.name tests.support.user_code:spoilt_vectors --train.nonfinite skip --train.steps 6"
-    run(2, tmp_path, spoilt, "--optim.ema 0.9")
-    assert all(value.isfinite().all() for value in exported(tmp_path).values())

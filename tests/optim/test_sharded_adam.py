@@ -13,10 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import adam
 
-from fsdp.config import OptimSection
 from fsdp.dist.collectives import local_tensor
 from fsdp.dist.env import DistEnv
-from fsdp.optim.optimizer import ShardedAdam, ShardedAdamW, apply_hyperparameters, build_optimizer
+from fsdp.optim.optimizer import ShardedAdam, ShardedAdamW
 from tests.support.world import run_world
 
 KINDS = {"adamw": (torch.optim.AdamW, ShardedAdamW), "adam": (torch.optim.Adam, ShardedAdam)}
@@ -72,16 +71,3 @@ def beside_torch(env: DistEnv, name: str, fused: bool) -> list[str]:
 @pytest.mark.parametrize("name", KINDS)
 def test_it_is_torchs_update(name: str, fused: bool) -> None:
     assert run_world(3, beside_torch, name, fused) == [[], [], []]
-
-
-@pytest.mark.parametrize(("name", "decay"), [("adamw", 0.3), ("adam", 0.0)])
-def test_after_a_restore_rates_and_decay_follow_the_flags(name: Any, decay: float) -> None:
-    """A checkpoint has the param_groups of the run that wrote it."""
-    model = nn.Linear(3, 2)
-    written = build_optimizer(OptimSection(name=name, weight_decay=0.1, beta1=0.5, eps=1e-3), model)
-    section = OptimSection(name=name, weight_decay=0.3, beta1=0.7, eps=1e-5)
-    resumed = build_optimizer(section, model)
-    resumed.load_state_dict(written.state_dict())
-    apply_hyperparameters(section, resumed)
-    assert [group["weight_decay"] for group in resumed.param_groups] == [decay, 0.0], "matrix, vector"
-    assert [(group["betas"], group["eps"]) for group in resumed.param_groups] == [((0.7, 0.95), 1e-5)] * 2

@@ -19,14 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fsdp.config import OptimSection
 from fsdp.dist.env import DistEnv
 from fsdp.optim import small_states as adam
-from fsdp.optim import small_states as bits
 from fsdp.optim.optimizer import build_optimizer
-from fsdp.optim.small_states import (
-    Table,
-    encode,
-    noise_at,
-    round_at_random,
-)
 from tests.support.marks import quick_are
 from tests.support.plain_loop import relative_difference
 from tests.support.runs import Finished, flags, on_a_rank, run
@@ -38,27 +31,6 @@ HALF = "--optim.state bf16"
 
 
 # ---------------------------------------------------------------- rounding and codes
-
-
-def test_rounding_at_random_is_right_on_average() -> None:
-    value = torch.full((1 << 16,), 1.0 + 1 / 1024)  # an eighth of the way from 1 to the next bf16
-    rounded = round_at_random(value, noise_at(0, value, 7)).float()
-    assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
-    assert float(rounded.mean()) == pytest.approx(1.0 + 1 / 1024, abs=1e-4)
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_codes_are_those_of_a_search_in_the_table(signed: bool) -> None:
-    table = Table.on(torch.device("cpu"), signed=signed)
-    middles = table.middles[:-1]
-    above, below = middles.nextafter(torch.tensor(2.0)), middles.nextafter(torch.tensor(-2.0))
-    small = torch.logspace(0, -45, 100_000) * torch.rand(100_000)
-    numbers = torch.cat([middles, above, below, small, -small if signed else small])
-    rows = torch.ones(-(-len(numbers) // 255), bits.BLOCK)  # the 1 at each row's end makes its scale 1
-    filled = nn.functional.pad(numbers, (0, 255 * len(rows) - len(numbers)))
-    rows[:, :-1] = filled.view(-1, 255)
-    found, _ = encode(rows, table)
-    assert torch.equal(found.int(), torch.bucketize(rows, middles, out_int32=True))
 
 
 # ---------------------------------------------------------------- the optimizer
@@ -116,19 +88,6 @@ def test_a_compiled_update_is_near_the_eager_one_and_knows_no_number_of_ranks(st
     assert apart < 1e-4
     for found in run_world(3, sharded_update, state, True):
         assert all(torch.equal(a, b) for a, b in zip(found, compiled.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(("state", "bound"), [("bf16", 0.02), ("8bit", 0.1)])
-def test_it_moves_nearly_as_torchs_does_and_not_quite(state: Any, bound: float) -> None:
-    start = [p.detach().clone() for p in layers().parameters()]
-    ours, theirs = layers(), layers()
-    stepped(ours, OptimSection(state=state), 20)
-    stepped(theirs, OptimSection(), 20)
-    moved = [
-        {str(at): p.detach() - b for at, (p, b) in enumerate(zip(m.parameters(), start, strict=True))}
-        for m in (ours, theirs)
-    ]
-    assert 0 < relative_difference(*moved) < bound
 
 
 # ---------------------------------------------------------------- runs

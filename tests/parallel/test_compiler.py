@@ -47,21 +47,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("flag", "device", "compiles"),
-    [
-        ("auto", GPU, True),
-        ("auto", CPU, False),
-        ("true", GPU, True),
-        ("true", CPU, True),
-        ("false", GPU, False),
-        ("false", CPU, False),
-    ],
-)
-def test_auto_is_cuda(flag: Any, device: torch.device, compiles: bool, machine: Machine) -> None:
-    assert compiler.compiles(SpeedSection(compile=flag), device) == compiles
-
-
-@pytest.mark.parametrize(
     ("lacks", "named"),
     [
         ("triton", "the package triton"),

@@ -49,23 +49,6 @@ def test_it_trains_nearly_as_bf16_does_and_not_quite(recipe: str, tmp_path: Path
 
 @with_torchao
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_checkpoint_holds_each_layers_own_weights(ranks: int, tmp_path: Path) -> None:
-    """Weights that are gathered in float8 are wrapped, and a wrapper has no address: layers were taken for
-    one tied weight.
-    """
-    words = f"{WIDE} --optim.lr 1e-12 --optim.weight_decay 0"
-    plain, found = (
-        run(ranks, tmp_path / name, words, more)
-        for name, more in (("a", ""), ("b", f"{EMULATED} tensorwise"))
-    )
-    assert all(
-        torch.allclose(found.parameters[name], value, atol=1e-6) for name, value in plain.parameters.items()
-    )
-
-
-@with_torchao
-@pytest.mark.slow
 def test_tensorwise_gathers_weights_in_a_byte_an_element(tmp_path: Path) -> None:
     own = f"{WIDE} --comm.all_gather tests.support.comm_hooks:gather --train.steps 1"
     [bf16, _] = run_world(2, largest_gather, ["--run.dir", str(tmp_path / "a"), *flags(own)])

@@ -70,12 +70,6 @@ def test_a_parameter_that_its_constructor_left_empty(init: str) -> None:
         assert "HINT:" in text
 
 
-@pytest.mark.parametrize("init", ["shard", "broadcast"])
-def test_a_parameter_that_param_inits_misses(init: str) -> None:
-    for text in run_world(2, building, "ForgetsInit", init):
-        assert "parameter head.bias was never initialised" in text
-
-
 @pytest.mark.parametrize("kind", ["float", "int", "bool", "complex"])
 def test_a_buffer_that_init_buffers_forgets(kind: str) -> None:
     for text in run_world(2, building, "ForgetsBuffer", "shard", (kind,)):
@@ -102,23 +96,6 @@ def test_replicas_that_differ_in_one_number() -> None:
 
 
 # ---------------------------------------------------------------- buffers, dtypes
-
-
-def buffers_of(env: DistEnv, master: str) -> dict[str, Tensor]:
-    precision = PrecisionSection(master=master)  # type: ignore[arg-type]
-    sharded = made(env, user_code.Buffers, precision=precision)
-    return {name: buffer.clone() for name, buffer in sharded.root.named_buffers()}
-
-
-@pytest.mark.parametrize("master", ["fp32", "fp64"])
-def test_every_kind_of_buffer_arrives(master: str) -> None:
-    expected = dict(user_code.Buffers().named_buffers())
-    for found in run_world(3, buffers_of, master):
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            assert torch.equal(found[name].to(value.dtype), value), name
-            wanted = torch.float64 if master == "fp64" and value.is_floating_point() else value.dtype
-            assert found[name].dtype == wanted, name
 
 
 # ---------------------------------------------------------------- pretrained weights

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp.dist.env import DistEnv
 from tests.memory import small
-from tests.support.marks import quick_are, sample_are
-from tests.support.runs import check_same_numbers, failures, run
+from tests.support.marks import quick_are
+from tests.support.runs import check_same_numbers, failures
 from tests.support.world import run_world
 
 HSDP = "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2"
@@ -45,30 +44,6 @@ def test_the_numbers_are_those_of_a_run_in_memory(case: str, tmp_path: Path) -> 
     in_files = f"--memory.nvme {what} --memory.nvme_dir {tmp_path / 'disk'}"
     check_same_numbers(ranks, tmp_path, words, in_files)
     assert not any((tmp_path / "disk").iterdir())
-
-
-GOES_ON = [((2, "all"), (4, "optimizer")), ((3, "off"), (2, "all")), ((2, "optimizer"), (3, "off"))]
-
-
-@pytest.mark.parametrize(("first", "then"), sample_are([], GOES_ON))
-def test_a_checkpoint_resumes_elsewhere(
-    first: tuple[int, str], then: tuple[int, str], tmp_path: Path
-) -> None:
-    """Saved by one way and size, resumed by another: as the same two starts in memory."""
-
-    def start(folder: str, ranks: int, what: str, more: str) -> Any:
-        where = f"--memory.nvme {what}" + (f" --memory.nvme_dir {tmp_path / 'disk'}" if what != "off" else "")
-        return run(ranks, tmp_path / folder, where, more)
-
-    cut = "--train.stop_after 9 --checkpoint.every_steps 5"
-    for folder, ways in (("plain", ("off", "off")), ("files", (first[1], then[1]))):
-        small.begin(first[0], tmp_path / folder, cut, ways[0], tmp_path / "disk")
-        start(folder, then[0], ways[1], "--checkpoint.every_steps 5")
-    plain, mapped = (
-        torch.load(tmp_path / f / "full_model/full-model.pt", weights_only=True) for f in ("plain", "files")
-    )
-    assert all(torch.equal(mapped[name], value) for name, value in plain.items())
-    assert small.digests(tmp_path / "plain") == small.digests(tmp_path / "files")
 
 
 def lies_where(env: DistEnv, folder: str, everything: bool) -> dict[str, set[str]]:
@@ -116,13 +91,3 @@ def test_a_full_disk_is_refused_before_training(tmp_path: Path) -> None:
     assert "iB free on" in said[0]
     assert "HINT: --memory.nvme_dir" in said[0]
     assert not any((tmp_path / "disk").iterdir())
-
-
-def test_an_unusable_folder_is_named_with_the_rank(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    said = failures(
-        2, tmp_path / "run", f"--memory.nvme optimizer --memory.nvme_dir {tmp_path / 'file' / 'in'}"
-    )
-    assert said[0] is not None
-    assert "of rank 0 has no room on" in said[0]
-    assert "(Not a directory)" in said[0]

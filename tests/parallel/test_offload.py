@@ -74,22 +74,3 @@ def test_copied_tensors_are_freed_before_backward(offload: bool) -> None:
     out = model(torch.randn(6, 12))
     assert (seen[0]() is None) is offload
     out.square().sum().backward()
-
-
-class Stream:
-    """Records its calls."""
-
-    def __init__(self, name: str, said: list[str]) -> None:
-        self.name, self._said, self._count = name, said, 0
-
-    def record_event(self) -> str:
-        self._count += 1
-        self._said.append(f"{self.name} records {self.name}{self._count}")
-        return f"{self.name}{self._count}"
-
-    def wait_event(self, event: str) -> None:
-        assert event
-        self._said.append(f"{self.name} waits for {event}")
-
-    def wait_stream(self, other: Stream) -> None:
-        self._said.append(f"{self.name} waits for all of {other.name}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +15,6 @@ from tests.parallel.test_materialize import made
 from tests.support import user_code
 from tests.support.world import run_world
 
-LAYERS = ["", "stem", *(f"blocks.{n}.{m}" for n in range(3) for m in ("norm", "up", "down")), "head"]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -27,28 +25,6 @@ def sharded_of(env: DistEnv, name: str, section: MeshSection) -> Sharded:
         sharding_of(Config(mesh=section), sizes, env.device),
         build_mesh(sizes, env.device),
     )
-
-
-def unit_names(env: DistEnv, name: str, wrap: str) -> list[str]:
-    root = sharded_of(env, name, MeshSection(wrap=wrap)).root
-    return [path for path, module in root.named_modules() if isinstance(module, FSDPModule)]
-
-
-@pytest.mark.parametrize(
-    ("name", "wrap", "expected"),
-    [
-        ("Uneven", "auto", ["", "blocks.0", "blocks.1", "blocks.2"]),
-        ("Uneven", "root", [""]),
-        ("Uneven", "class:Linear,LayerNorm", LAYERS),
-        ("Uneven", "size:400", ["", "blocks.0", "blocks.1", "blocks.2"]),
-        ("Grouped", "auto", ["", "blocks.0", "blocks.1", "blocks.2"]),
-        ("TiedWords", "auto", ["", "blocks.0", "blocks.1"]),
-        ("Tiny", "auto", [""]),
-    ],
-)  # fmt: skip
-def test_units(name: str, wrap: str, expected: list[str]) -> None:
-    for found in run_world(2, unit_names, name, wrap):
-        assert sorted(found) == sorted(expected)
 
 
 def look(env: DistEnv, name: str) -> dict[str, object]:

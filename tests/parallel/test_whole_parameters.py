@@ -10,12 +10,10 @@ from typing import Literal
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp.config import Config, MeshSection, PrecisionSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import build_mesh, resolve
-from fsdp.parallel.comm import average_gradients
 from fsdp.parallel.shard import shard_model, sharding_of
 from tests.support import user_code
 from tests.support.marks import quick_are
@@ -55,46 +53,7 @@ def test_trains_as_one_process(way: str, tmp_path: Path) -> None:
     assert norms == pytest.approx(plain.norms, rel=1e-10)
 
 
-def dtypes_of(env: DistEnv) -> tuple[list[str], list[str]]:
-    section = MeshSection(unsharded="blocks.*.norm.*,head.*")
-    sizes = resolve(section, env.world_size)
-    root = shard_model(
-        user_code.Uneven(),
-        sharding_of(Config(mesh=section, precision=PrecisionSection(param="bf16")), sizes, env.device),
-        build_mesh(sizes, env.device),
-    ).root
-    whole = [name for name, p in root.named_parameters() if not isinstance(p, DTensor)]
-    out = root(torch.ones(2, 12))
-    out.float().sum().backward()
-    grads = {str(p.grad.dtype) for p in root.parameters() if p.grad is not None}
-    return whole, [str(out.dtype), *sorted(grads)]
-
-
-def test_whole_layers_compute_in_the_master_dtype() -> None:
-    plain = user_code.Uneven()
-    names = [n for n, _ in plain.named_parameters() if ".norm." in n or n.startswith("head")]
-    for whole, dtypes in run_world(2, dtypes_of):
-        assert whole == names
-        assert dtypes == ["torch.bfloat16", "torch.float32"]
-
-
 # ---------------------------------------------------------------- units
-
-
-def averaged(env: DistEnv, scalars: bool) -> list[list[float] | None]:
-    """The gradients after the average: one that every rank has, one of no rank, and one of rank 1 alone."""
-    size = () if scalars else (2,)
-    every, none, other, zero = (nn.Parameter(torch.zeros(size)) for _ in range(4))
-    every.grad = torch.full(size, env.rank + 1.0)
-    other.grad = torch.full(size, 2.0) if env.rank == 1 else None
-    zero.grad = torch.full(size, -0.0) if env.rank == 1 else None
-    average_gradients([every, none, other, zero], 4.0)
-    return [None if p.grad is None else p.grad.reshape(-1).tolist() for p in (every, none, other, zero)]
-
-
-def test_a_parameter_without_a_gradient_keeps_none_and_one_rank_s_reaches_all() -> None:
-    assert run_world(2, averaged, False) == [[[0.75, 0.75], None, [0.5, 0.5], [0.0, 0.0]]] * 2
-    assert run_world(2, averaged, True) == [[[0.75], None, [0.5], [0.0]]] * 2
 
 
 class Seldom(user_code.Uneven):
