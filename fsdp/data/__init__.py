@@ -6,9 +6,8 @@
     mixture                 several data sets as one; MixCursor, the order of their samples
     stream                  data without a length; StreamCursor, their order and states
     loader                  Loader: a step's micro-batches for one rank, read ahead and copied to its device
-    images                  digits, fashion_mnist, folder: images, as arrays in memory or as files
-    text                    text as bytes; random samples
-    tokens                  files of tokens, as one row cut into windows
+    images                  digits, fashion_mnist, folder: images in memory or as files; random samples
+    tokens                  files of tokens, as one row cut into windows; text as bytes
     documents               rows of text and conversations, tokenized once; several documents a sample
 
 Not here: how a batch becomes a loss (fsdp/models/loss.py).

@@ -1,13 +1,15 @@
-"""Data sets of images: digits, fashion_mnist and folder; and one image converted to a tensor.
+"""Data sets of images: digits, fashion_mnist, folder and synthetic; and one image converted to a tensor.
 
     digits          1,797 real handwritten digits, stored beside this file and scaled to 28×28
                     (digits.LICENSE.md); the default. Their writers also wrote training digits: the held-out
                     accuracy does not measure reading the hand of a new writer.
     fashion_mnist   60,000 and 10,000 images of clothes, by torchvision, downloaded once per node
     folder          DIR/CLASS/…, or DIR/train/CLASS/… and DIR/val/CLASS/…, by torchvision's ImageFolder
+    synthetic       random images or tokens, for measurements, of which a model can only memorise the labels
 
-Without held-out images of its own, the middle one of each ten of a class is held out, for every seed.
-prepare() converts an image as in training; fsdp/predict/answers.py calls it.
+Without held-out images of its own, the middle one of each ten of a class is held out, for every seed. A
+synthetic sample is a slice of one table of noise, at a position derived from its index: producing one costs a
+copy. prepare() converts an image as in training; fsdp/predict calls it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -26,7 +28,9 @@ from torch import Tensor
 from fsdp.base.errors import ConfigError, message_line
 from fsdp.base.proc import cache_folder
 from fsdp.base.text import quoted
-from fsdp.data.types import DataInfo, DataSet, Where, check_range
+from fsdp.base.torch_private import import_torchvision
+from fsdp.data.cursor import mix, stream_key
+from fsdp.data.types import DataInfo, DataSet, Where, check_range, shifted
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,6 +42,9 @@ DIGITS = Path(__file__).with_name("digits.npz")
 SIZE, DIGIT_SIZE, INK, TOTAL = 28, 8, 16, 14
 HALF = (0.5,)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+NOISE_OFFSETS = 1 << 16
+"""Different slices of the noise."""
+NOISE_SIZES = {"image_size": SIZE, "channels": 1, "num_classes": 10}
 
 
 # ---------------------------------------------------------------- in memory
@@ -83,17 +90,15 @@ def every_tenth(labels: np.ndarray) -> np.ndarray:
 def _info(class_names: Sequence[str], epochs: int, **more: Any) -> DataInfo:
     """Of grey images of 28×28."""
     sizes = {"image_size": SIZE, "channels": 1}
-    facts = {"num_classes": len(class_names), **sizes}
+    facts, names = {"num_classes": len(class_names), **sizes}, tuple(class_names)
     preprocess = {**sizes, "mean": HALF, "std": HALF, **more}
-    names = tuple(class_names)
     return DataInfo(
         kind="images", facts=facts, class_names=names, default_epochs=epochs, preprocess=preprocess
     )
 
 
 def digits(where: Where) -> DataSet:
-    if where.dir:
-        raise ConfigError(f"--data.dir {where.dir} has no effect on digits.", "leave it out")
+    where.refuse_dir("digits")
     with np.load(DIGITS, allow_pickle=False) as file:
         images, labels = file["images"], file["labels"].astype(np.int64)
     pixels, held = draw(images)[:, None], every_tenth(labels)
@@ -114,16 +119,13 @@ def draw(images: np.ndarray) -> np.ndarray:
     return (weights @ images.astype(np.float32) @ weights.T).astype(np.int16)
 
 
-def fashion_mnist(where: Where, *, mirror: str = "") -> DataSet:
+def fashion_mnist(where: Where) -> DataSet:
     """The files are in DIR/FashionMNIST/raw, as torchvision leaves them."""
-    from fsdp.base.torch_private import import_torchvision
     from fsdp.tokenize.rows import locked
 
     import_torchvision()
     from torchvision.datasets import FashionMNIST
 
-    if mirror:
-        FashionMNIST.mirrors = [f"{mirror.rstrip('/')}/"]
     root = Path(where.dir) if where.dir else cache_folder()
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -152,30 +154,33 @@ def folder(
     mean: list | None = None,
     std: list | None = None,
 ) -> DataSet:
-    from fsdp.tokenize.rows import is_other
+    from fsdp.tokenize.rows import held_out_line, is_other, is_train
 
     check_range("image_size", image_size, 1)
-    sizes = {"image_size": image_size, "channels": channels}
-    preprocess = {**sizes, **_normalisation(channels, mean, std)}
     root = Path(where.dir or ".")
     if not where.dir or not root.is_dir():
         raise ConfigError(
             f"--data.name folder needs a folder of images in --data.dir, not {where.dir or 'none'}.",
             "--data.dir FOLDER with FOLDER/CLASS/image.png, or FOLDER/train and FOLDER/val of those",
         )
-    split = (root / "train").is_dir()
-    classes, images = _images(root / "train" if split else root)
-    if split and (root / "val").is_dir():
-        names, held = _images(root / "val")
-        if unknown := [name for name in names if name not in classes]:
-            reason = f"{root / 'val'} has class {unknown[0]}, which train does not have."
-            raise ConfigError(reason, f"add {unknown[0]} to train, or remove it")
-        held = [(path, classes.index(names[label])) for path, label in held]
+    means, stds = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else (HALF, HALF)
+    sizes: dict[str, Any] = {"image_size": image_size, "channels": channels}
+    preprocess = {**sizes, "mean": tuple(mean or means), "std": tuple(std or stds)}
+    if channels not in (1, 3) or not len(preprocess["mean"]) == len(preprocess["std"]) == channels:
+        reason = f"channels {channels}, mean {preprocess['mean']} and std {preprocess['std']} do not agree."
+        raise ConfigError(f"--data.args: {reason}", "--data.args.channels 3 (colour) or 1 (grey)")
+    names = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
+    train, others = next(filter(is_train, names), ""), list(filter(is_other, names))
+    train = train if others or train == "train" else ""  # a class
+    classes, images = _images(root / train)
+    if train and others:
+        log.info("folder: %s", held_out_line([str(root / others[-1])]))
+        held_names, held = _images(root / others[-1])
+        if unknown := [name for name in held_names if name not in classes]:
+            reason = f"{root / others[-1]} has class {unknown[0]}, which {train} does not have."
+            raise ConfigError(reason, f"add {unknown[0]} to {train}, or remove it")
+        held = [(path, classes.index(held_names[label])) for path, label in held]
     else:
-        others = sorted(entry.name for entry in root.iterdir() if is_other(entry.name)) if split else []
-        if others:
-            hint = f"HINT: ln -s {quoted(others[-1])} {quoted(root / 'val')} reads it as held-out images"
-            log.warning("folder: %s has no val: a tenth of train is held out. %s", root, hint)
         mask = every_tenth(np.array([label for _, label in images], np.int64))
         held = [images[number] for number in np.flatnonzero(mask)]
         images = [images[number] for number in np.flatnonzero(~mask)]
@@ -193,54 +198,24 @@ def folder(
     return DataSet(train=ImageFiles(images, preprocess), heldout=heldout, info=info)
 
 
-def _normalisation(channels: int, mean: list | None, std: list | None) -> dict[str, tuple[float, ...]]:
-    if channels not in (1, 3):
-        reason = f"--data.args.channels {channels} is not 1 (grey) or 3 (colour)."
-        raise ConfigError(reason, "--data.args.channels 3")
-    defaults = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD} if channels == 3 else {"mean": HALF, "std": HALF}
-    numbers = {"mean": mean or defaults["mean"], "std": std or defaults["std"]}
-    for name, values in numbers.items():
-        of_numbers = len(values) == channels and all(isinstance(n, (int, float)) for n in values)
-        if not of_numbers or (name == "std" and min(values) <= 0):
-            reason = f"--data.args.{name} {values} is not {channels} numbers, those of std above 0."
-            raise ConfigError(reason, f"--data.args.{name} '{list(defaults[name])}'")
-    return {name: tuple(map(float, values)) for name, values in numbers.items()}
-
-
 def _images(root: Path) -> tuple[list[str], list[tuple[str, int]]]:
     """The classes, and the path and class of each image."""
-    from fsdp.base.torch_private import import_torchvision
-
     import_torchvision()
-    from torchvision.datasets import ImageFolder
-
-    from fsdp.tokenize.rows import is_other, is_train
+    from torchvision.datasets.folder import find_classes, make_dataset
 
     def is_image(path: str) -> bool:
         hidden = any(part.startswith(".") for part in Path(path).relative_to(root).parts)
         return path.lower().endswith(SUFFIXES) and not hidden  # macOS writes ._NAME.jpg beside NAME.jpg
 
-    class Images(ImageFolder):
-        def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-            names, _ = super().find_classes(directory)
-            visible = [name for name in names if not name.startswith(".")]
-            return visible, {name: label for label, name in enumerate(visible)}
-
     try:
-        images = Images(str(root), is_valid_file=is_image)
+        classes = [name for name in find_classes(str(root))[0] if not name.startswith(".")]
+        labels = {name: label for label, name in enumerate(classes)}
+        images = make_dataset(str(root), labels, is_valid_file=is_image)
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"{root}: {message_line(error)}.", f"images in {quoted(root)}/CLASS/ ({', '.join(SUFFIXES)})"
-        ) from None
-    splits = {is_train(name) for name in images.classes if is_train(name) or is_other(name)}
-    if len(splits) == 2:
-        raise ConfigError(
-            f"the folders of {root} are {', '.join(images.classes)}: splits, not classes.",
-            f"move their images into {quoted(root)}/train and {quoted(root)}/val",
-        )
+        hint = f"images in {quoted(root)}/CLASS/ ({', '.join(SUFFIXES)})"
+        raise ConfigError(f"{root}: {message_line(error)}.", hint) from None
     # In the order of a walk: a folder's own images before those of the folders in it.
-    samples = sorted(images.samples, key=lambda image: (image[1], Path(image[0]).parent.parts, image[0]))
-    return images.classes, samples
+    return classes, sorted(images, key=lambda image: (image[1], Path(image[0]).parent.parts, image[0]))
 
 
 class ImageFiles:
@@ -290,17 +265,93 @@ def prepare(image: Image, preprocess: Mapping[str, Any]) -> np.ndarray:
 
 
 def upright(image: Image) -> Image:
-    """The image as it is shown: turned as its EXIF data say, with 8 bits for each of 16."""
-    from PIL import Image as Pillow
+    """The image as it is shown: turned as its EXIF data say. Its values have 8 bits."""
     from PIL import ImageOps
 
-    turned = ImageOps.exif_transpose(image)
-    # 16 bits are I;16, and I in a PGM or PPM file. convert() would clip each value at 255.
-    if turned.mode.startswith("I;16") or (turned.mode == "I" and image.format == "PPM"):
-        return Pillow.fromarray((np.asarray(turned) >> 8).astype(np.uint8))
-    if turned.mode in ("I", "F"):
-        extrema: Any = turned.getextrema()
-        low, high = extrema
-        if not (low >= 0 and high <= 255) or (turned.mode == "F" and 0 < high <= 1):
-            raise ValueError(f"pixels of 32 bits from {low:g} to {high:g}, not 0 to 255: save 8 or 16 bits")
-    return turned
+    if image.mode[0] in "IF":  # convert() would clip each value at 255
+        raise ValueError(f"pixels of mode {image.mode}, not of 8 bits: save 8 bits")
+    return ImageOps.exif_transpose(image)
+
+
+# ---------------------------------------------------------------- synthetic
+
+
+def synthetic(
+    where: Where,
+    *,
+    kind: Literal["auto", "images", "tokens"] = "auto",
+    samples: int = 100_000,
+    heldout: int = 1000,
+    image_size: int = 0,
+    channels: int = 0,
+    num_classes: int = 0,
+    vocab_size: int = 0,
+) -> DataSet:
+    """Sizes that are not given are the model's."""
+    where.refuse_dir("synthetic")
+    sizes = {"image_size": image_size, "channels": channels, "num_classes": num_classes}
+    sizes["vocab_size"] = vocab_size
+    check_range("samples", samples, 1)
+    for name, value in {**sizes, "heldout": heldout}.items():
+        check_range(name, value, 0)
+    if kind == "auto":
+        kind = "tokens" if vocab_size or "vocab_size" in where.model_facts else "images"
+    known = {name: value or where.model_facts.get(name, 0) for name, value in sizes.items()}
+    known = {name: value for name, value in known.items() if value}
+    if wrong := [name for name in known if (name == "vocab_size") != (kind == "tokens")]:
+        other = "tokens" if kind == "images" else "images"
+        raise ConfigError(
+            f"--data.args.{wrong[0]} {known[wrong[0]]} has no effect on {kind}.", f"--data.args.kind {other}"
+        )
+    if kind == "tokens":
+        facts = {"vocab_size": 256, "seq_len": where.seq_len, **known}
+        info = DataInfo(
+            kind="text", facts=facts, default_steps=20, tokens_per_sample=where.seq_len, masks_targets=False
+        )
+    else:
+        facts = {**NOISE_SIZES, **known}
+        half = (0.5,) * facts["channels"]
+        preprocess = {
+            "image_size": facts["image_size"],
+            "channels": facts["channels"],
+            "mean": half,
+            "std": half,
+        }
+        names = tuple(f"class {n}" for n in range(facts["num_classes"]))
+        info = DataInfo(
+            kind="images", facts=facts, default_steps=20, class_names=names, preprocess=preprocess
+        )
+    train, held = (Noise(facts, name, count) for name, count in (("train", samples), ("heldout", heldout)))
+    return DataSet(train=train, heldout=held if heldout else None, info=info)
+
+
+class Noise:
+    """Images if `facts` have their size, else tokens."""
+
+    def __init__(self, facts: dict[str, int], name: str, count: int) -> None:
+        self.count, self._classes = count, facts.get("num_classes")
+        self._offset_key, self._label_key = stream_key(name, "place"), stream_key(name, "label")
+        generator = np.random.Generator(np.random.Philox(key=stream_key("synthetic")))
+        self._shape: tuple[int, ...]
+        self._noise: np.ndarray
+        if self._classes is None:
+            self._shape = (facts["seq_len"] + 1,)
+            self._noise = generator.integers(0, facts["vocab_size"], facts["seq_len"] + 1 + NOISE_OFFSETS)
+        else:
+            self._shape = facts["channels"], facts["image_size"], facts["image_size"]
+            count = int(np.prod(self._shape)) + NOISE_OFFSETS
+            self._noise = generator.standard_normal(count, dtype=np.float32)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        numbers = indices.astype(np.uint64)
+        slices = np.empty((len(indices), *self._shape), self._noise.dtype)
+        offsets = (mix(numbers, self._offset_key) % np.uint64(NOISE_OFFSETS)).astype(np.int64)
+        for out, offset in zip(slices, offsets, strict=True):
+            out.reshape(-1)[:] = self._noise[offset : offset + out.size]
+        if self._classes is None:
+            return shifted(slices)
+        labels = mix(numbers, self._label_key) % np.uint64(self._classes)
+        return {"inputs": torch.from_numpy(slices), "targets": torch.from_numpy(labels.astype(np.int64))}

@@ -1,8 +1,8 @@
 """Builds the DataSet of --data.name: a built-in, a path, or code of the user, package.module:factory.
 
 A name that is a path selects the built-in reader for its files: tokens, documents, text or folder; hf:NAME
-is documents. A data set's module is imported only when it is selected. A factory takes
---data.args as keyword arguments (and seq_len, dir, if it has such parameters) and returns
+is documents. A data set's module is imported only when it is selected. A factory takes --data.args as keyword
+arguments (and seq_len, dir, if it has such parameters) and returns
 
     a torch map-style Dataset         or
     a pair (train, heldout) of them   or
@@ -23,7 +23,6 @@ import inspect
 import itertools
 import logging
 import os
-import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -46,11 +45,11 @@ log = logging.getLogger(__name__)
 BUILT_INS = {
     "digits": "images:digits",
     "fashion_mnist": "images:fashion_mnist",
-    "text": "text:text",
+    "text": "tokens:text",
     "tokens": "tokens:build",
     "documents": "documents:build",
     "folder": "images:folder",
-    "synthetic": "text:synthetic",
+    "synthetic": "images:synthetic",
 }
 """Name → module of fsdp.data, and its function (where, *, …) -> DataSet, whose keywords are --data.args."""
 LOOKED_AT = 1000
@@ -69,7 +68,6 @@ def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = 
             "--data.name is not given: only --model.name vit and mlp train without it, on digits.",
             "--data.name text for a language model, digits for images; your own data: docs/data.md",
         )
-    section = _at_home(section)
     try:
         name, where = _selected(section, model_facts or {})
         if section.tokenizer and name in BUILT_INS and name != "documents":
@@ -89,18 +87,13 @@ def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = 
         ) from None
     if ":" in name:
         return _of_factory(name, where, section.args)
+    is_path = os.sep in name or Path(name).suffix
+    hint = f"--data.name {nearest(name, list(BUILT_INS), '{}', 'package.module:factory')}"
     raise ConfigError(
         f"--data.name {name} is not {', '.join(BUILT_INS)}, a file or folder here, hf:NAME "
         "or package.module:factory.",
-        f"ls {quoted(Path(name).parent)}"
-        if os.sep in name or Path(name).suffix
-        else f"--data.name {nearest(name, list(BUILT_INS), '{}', 'package.module:factory')}",
+        f"ls {quoted(Path(name).parent)}" if is_path else hint,
     )
-
-
-def _at_home(section: DataSection) -> DataSection:
-    """With ~ replaced, which a shell does not do in a recipe or after --data.name=."""
-    return dataclasses.replace(section, name=with_home(section.name), dir=with_home(section.dir))
 
 
 # ---------------------------------------------------------------- a path as the name
@@ -108,24 +101,25 @@ def _at_home(section: DataSection) -> DataSection:
 
 def _selected(section: DataSection, model_facts: Mapping[str, Any]) -> tuple[str, Where]:
     """The data set of --data.name, which may be a path, and its arguments."""
-    name = section.name
-    where = Where(section.dir, section.seq_len, dict(model_facts), tokenizer=section.tokenizer)
+    # A shell replaces ~ neither in a recipe nor after --data.name=.
+    name, folder = with_home(section.name), with_home(section.dir)
+    where = Where(folder, section.seq_len, dict(model_facts), tokenizer=section.tokenizer)
     if not name or name in BUILT_INS:
         return name, where
     from fsdp.tokenize.rows import matching
 
-    if name.startswith(PREFIX):
-        reader = "documents"
-    elif is_url(name):
+    if is_url(name):
         copy = "aws s3 cp --recursive s3://bucket/prefix FOLDER, and --data.name FOLDER"
         raise ConfigError("--data.name is a URL, and data are read from a disk.", copy)
+    if name.startswith(PREFIX):
+        reader = "documents"
     elif Path(name).exists() or matching(name):
         reader = _reader_of(Path(name), bool(section.tokenizer))
     else:
         return name, where
-    if section.dir:
+    if folder:
         raise ConfigError(
-            f"--data.name {name} is a path, and --data.dir {section.dir} is another.",
+            f"--data.name {name} is a path, and --data.dir {folder} is another.",
             "leave one of them out, or --data.name text, tokens, documents or folder beside --data.dir",
         )
     return reader, dataclasses.replace(where, dir=name, flag="--data.name")
@@ -140,20 +134,21 @@ def _reader_of(path: Path, with_tokenizer: bool) -> str:
         return "documents"
     here, folders = [path.name], list[str]()
     if path.is_dir():
-        visible = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
+        visible = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith((".", "_")))
         folders = [name for name in visible if (path / name).is_dir()]
         here = [name for name in visible if name not in folders]
     walk = (names for folder in folders for _, _, names in os.walk(path / folder))
     below = list(itertools.islice(itertools.chain.from_iterable(walk), LOOKED_AT))
-    if any(ends_with(name, (".bin", ".npy")) for name in here):
+
+    def count(names: list[str], suffixes: tuple[str, ...]) -> int:
+        return sum(ends_with(name, suffixes) for name in names)
+
+    if count(here, (".bin", ".npy")):
         return "tokens"
-    pictures = [name for name in below or here if ends_with(name, SUFFIXES)]
-    are_pictures = path.is_dir() and 2 * len(pictures) > len(below or here)
+    are_pictures = path.is_dir() and 2 * count(below or here, SUFFIXES) > len(below or here)
     data = [name for name in here or below if name not in SETTINGS and not name.upper().startswith(ABOUT)]
-    rows = [name for name in data if ends_with(name, ROWS)]
-    marks = [name for name in data if name.startswith(("_", ".")) and name not in rows]  # Spark's _SUCCESS
-    about_pictures = are_pictures and len(rows) < len(folders)
-    if with_tokenizer or (2 * len(rows) > len(data) - len(marks) and not about_pictures):
+    rows = count(data, ROWS)
+    if with_tokenizer or (2 * rows > len(data) and not (are_pictures and rows < len(folders))):
         return "documents"
     return "folder" if are_pictures else "text"
 
@@ -170,21 +165,15 @@ def check_args(function: Callable[..., Any], args: Args, owner: str) -> dict[str
     for name, value in args.items():
         if name not in known:
             raise unknown_argument(name, list(known), "--data.args", owner)
-        kinds = typing.get_args(hints[name]) if isinstance(hints[name], types.UnionType) else (hints[name],)
-        fitting = [kind for kind in kinds if _is(value, kind)]
-        if not fitting:
-            words = " or ".join(map(str, typing.get_args(hints[name]))) or hints[name].__name__
-            default = known[name] if known[name] not in ("", None) else words
-            raise ConfigError(f"--data.args.{name} {value} is not {words}.", f"--data.args.{name} {default}")
-        checked[name] = float(value) if fitting[0] is float else value
+        kind = list if known[name] is None else type(known[name])
+        words = typing.get_args(hints[name]) if kind is str else ()
+        number = kind is float and isinstance(value, int)
+        fits = value in words if words else isinstance(value, kind) or number
+        if not fits or isinstance(value, bool):
+            reason = f"--data.args.{name} {value} is not {' or '.join(words) or kind.__name__}."
+            raise ConfigError(reason, f"--data.args.{name} {known[name] or kind.__name__}")
+        checked[name] = float(value) if kind is float else value
     return checked
-
-
-def _is(value: Any, kind: Any) -> bool:
-    if typing.get_origin(kind) is typing.Literal:
-        return value in typing.get_args(kind)
-    number = isinstance(value, int) and kind is float
-    return (isinstance(value, kind) or number) and isinstance(value, bool) == (kind is bool)
 
 
 # ---------------------------------------------------------------- the tokenizer of the model's folder
@@ -192,24 +181,21 @@ def _is(value: Any, kind: Any) -> bool:
 
 def _with_tokenizer(source: DataSection, shared: str) -> DataSection:
     """The source with the tokenizer of [data], if it has none of its own and its data set takes one."""
-    if source.tokenizer or not shared:
-        return source
-    tokenized = dataclasses.replace(source, tokenizer=shared)
-    return tokenized if _selected(_at_home(tokenized), {})[0] == "documents" else source
+    tokenized = dataclasses.replace(source, tokenizer=source.tokenizer or shared)
+    return tokenized if shared and _selected(tokenized, {})[0] == "documents" else source
 
 
 def takes_tokenizer(section: DataSection) -> bool:
     """Whether it reads rows or .txt files that are not tokenized yet; of a mixture, whether each does."""
     from fsdp.tokenize.rows import MANIFEST
 
-    sources = [source_section(section, source) for source in section.sources]
-    if sources:
+    if section.sources:
+        sources = [source_section(section, source) for source in section.sources]
         return all(not source.tokenizer and takes_tokenizer(source) for source in sources)
-    section = _at_home(section)
-    if (Path(section.dir or section.name) / MANIFEST).is_file():
-        return False
     name, where = _selected(section, {})
-    return name == "documents" or (name == "text" != section.name and where.dir.endswith(".txt"))
+    if name == "documents":
+        return not (Path(where.dir) / MANIFEST).is_file()
+    return name == "text" != section.name and where.dir.endswith(".txt")
 
 
 def with_model_tokenizer(data: DataSection, model: ModelSection) -> DataSection:
@@ -226,10 +212,8 @@ def with_model_tokenizer(data: DataSection, model: ModelSection) -> DataSection:
     if not takes_tokenizer(data):
         return data
     if not (folder / "tokenizer_config.json").is_file():
-        log.warning(
-            "documents: %s has no tokenizer, so a token is a byte of UTF-8. HINT: --data.tokenizer DIR",
-            folder,
-        )
+        hint = "HINT: --data.tokenizer DIR"
+        log.warning("documents: %s has no tokenizer, so a token is a byte of UTF-8. %s", folder, hint)
         return data
     log.info("documents: the tokenizer of --data.tokenizer %s, the model's", named.removeprefix(PREFIX))
     return dataclasses.replace(data, tokenizer=named.removeprefix(PREFIX))
@@ -240,7 +224,16 @@ def with_model_tokenizer(data: DataSection, model: ModelSection) -> DataSection:
 
 def _of_factory(name: str, where: Where, args: Args) -> DataSet:
     factory = load_attribute(name, "--data.name")
-    arguments = _arguments(name, factory, where, args)
+    arguments, takes = dict(args), parameters_of(factory)
+    if takes is not None:
+        takes.check(args, "--data.args", name)
+        if where.dir and not takes.accepts("dir"):
+            raise ConfigError(f"--data.dir {where.dir}: {name} has no parameter dir.", "leave it out")
+        arguments = {**({"seq_len": where.seq_len} if "seq_len" in takes.named else {}), **arguments}
+        arguments = {**({"dir": where.dir} if where.dir else {}), **arguments}
+        if missing := takes.missing(arguments):
+            flag = "--data.dir FOLDER" if missing[0] == "dir" else f"--data.args.{missing[0]} VALUE"
+            raise ConfigError(f"{name} needs {', '.join(missing)}.", flag)
 
     def make() -> Any:
         try:
@@ -248,29 +241,10 @@ def _of_factory(name: str, where: Where, args: Args) -> DataSet:
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(
-                f"--data.name {name} failed: {blame(error)}.", "the error is on that line of the factory"
-            ) from error
+            hint = "the error is on that line of the factory"
+            raise ConfigError(f"--data.name {name} failed: {blame(error)}.", hint) from error
 
     return as_dataset(name, make)
-
-
-def _arguments(name: str, factory: Callable[..., Any], where: Where, args: Args) -> dict[str, Any]:
-    takes = parameters_of(factory)
-    if takes is None:
-        return dict(args)
-    takes.check(args, "--data.args", name)
-    arguments = dict(args)
-    if "seq_len" in takes.named:
-        arguments.setdefault("seq_len", where.seq_len)
-    if where.dir and not takes.accepts("dir"):
-        raise ConfigError(f"--data.dir {where.dir}: {name} has no parameter dir.", "leave it out")
-    if where.dir:
-        arguments.setdefault("dir", where.dir)
-    if missing := takes.missing(arguments):
-        flag = "--data.dir FOLDER" if missing[0] == "dir" else f"--data.args.{missing[0]} VALUE"
-        raise ConfigError(f"{name} needs {', '.join(missing)}.", flag)
-    return arguments
 
 
 def as_dataset(name: str, make: Callable[[], Any]) -> DataSet:
@@ -279,10 +253,15 @@ def as_dataset(name: str, make: Callable[[], Any]) -> DataSet:
     made = make()
     if isinstance(made, DataSet):
         return made
-    pair = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    pair: Any = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     streams = is_stream(pair[0])
     for part in pair[streams : 2 if pair[1] is not None else 1]:
-        _check_map_style(name, part)
+        by_index = hasattr(part, "__len__") and hasattr(part, "__getitem__")
+        if not by_index or isinstance(part, (Mapping, tuple)) or not len(part):
+            raise ConfigError(
+                f"--data.name {name} returned a {type(part).__name__}, not a Dataset with items by index.",
+                "return a Dataset with __len__ and __getitem__, the pair (train, heldout), or a stream",
+            )
     heldout = ItemSamples(pair[1]) if pair[1] is not None else None
     if not streams:
         train = ItemSamples(pair[0])
@@ -296,17 +275,6 @@ def as_dataset(name: str, make: Callable[[], Any]) -> DataSet:
     samples: Any = StreamSamples(items, ItemSamples(items).batch)
     # `train` has no length, which only code that has seen that there is no stream reads
     return DataSet(train=samples, heldout=heldout, info=_info(name, samples, pair[0]), stream=items)
-
-
-def _check_map_style(name: str, part: Any) -> None:
-    by_index = (
-        hasattr(part, "__len__") and hasattr(part, "__getitem__") and not isinstance(part, (Mapping, tuple))
-    )
-    if not by_index or not len(part):
-        raise ConfigError(
-            f"--data.name {name} returned a {type(part).__name__}, not a Dataset with items by index.",
-            "return a Dataset with __len__ and __getitem__, the pair (train, heldout), or a stream",
-        )
 
 
 def attribute_of(items: Any, name: str) -> Any:
@@ -341,10 +309,13 @@ class ItemSamples:
         return _widened(collated)
 
 
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+_NARROW = (torch.uint8, torch.int8, torch.int16, torch.int32, *_UNSIGNED)
+
+
 def _widened(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Targets and labels of whole numbers as int64, which cross entropy reads; arrays often have less."""
-    narrow = (torch.uint8, torch.int8, torch.int16, torch.int32, *_UNSIGNED)
-    long = [name for name in ("targets", "labels") if getattr(batch.get(name), "dtype", None) in narrow]
+    long = [name for name in ("targets", "labels") if getattr(batch.get(name), "dtype", None) in _NARROW]
     return {name: value.long() if name in long else value for name, value in batch.items()}
 
 
@@ -355,8 +326,9 @@ def _as_dict(item: Any, name: str = "an item") -> dict[str, Any]:
         first = "inputs" if "inputs" in item else "input_ids"
         return {"inputs": _value(item[first])} | {k: _value(v) for k, v in item.items() if k != first}
     keys = f" with {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
-    kind = f"{type(item).__name__}{keys}"
-    raise TypeError(f"{name} is a {kind}, neither (inputs, targets) nor a dict with inputs")
+    raise TypeError(
+        f"{name} is a {type(item).__name__}{keys}, neither (inputs, targets) nor a dict with inputs"
+    )
 
 
 def _value(value: Any) -> Any:
@@ -368,9 +340,6 @@ def _value(value: Any) -> Any:
     if isinstance(value, (list, tuple, np.ndarray)):
         value = torch.as_tensor(value)
     return value.long() if isinstance(value, Tensor) and value.dtype in _UNSIGNED else value
-
-
-_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def _info(name: str, samples: Samples, items: Any) -> DataInfo:

@@ -1,8 +1,8 @@
-"""tokens: token files, DIR/*.bin (raw) or DIR/*.npy, or one such file.
+"""tokens: token files, DIR/*.bin (raw) or DIR/*.npy, or one such file. text: text files as bytes.
 
-The files, in the order of their names, form one long row of tokens, split into windows of seq_len. val* files
-and those named after another split are held out; without any, the last part of the row is. The width of a raw
-file's tokens is read from, in this order:
+The token files, in the order of their names, form one long row of tokens, split into windows of seq_len. val*
+files and those named after another split are held out; without any, the last part of the row is. The width of
+a raw file's tokens is read from, in this order:
 
     FILE.json or DIR/tokens.json    {"dtype": "uint32", "vocab_size": 128256, "tokens": 1000000};
                                     the last two are optional
@@ -11,11 +11,18 @@ file's tokens is read from, in this order:
     FILE.idx beside FILE.bin        Megatron's index, whose 18th byte is a dtype code (its indexed_dataset.py)
 
 Then --data.args.dtype; else uint16, or uint32 if the vocabulary does not fit in it. nanoGPT's files have no
-such source; its meta.pkl is not read: unpickling runs code. Not here: a tokenizer.
+such source; its meta.pkl is not read: unpickling runs code.
+
+text has a vocabulary of 256: the bytes of a file, of every text file of a folder in the order of names, up to
+max_mb, or of Python's standard library, whose bytes differ between its versions. In a folder hidden files and
+binary ones (a zero byte near the beginning) are skipped, and counted in the log. Files named after another
+split are held out, up to a bound; without any every tenth file is, or, if those are too short, the last tenth
+of the text. Not here: a tokenizer.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import hashlib
 import json
@@ -23,11 +30,11 @@ import logging
 import math
 import os
 import struct
-import weakref
+import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import IO, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -36,7 +43,7 @@ from torch import Tensor
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.base.text import quoted
 from fsdp.data.types import MASKED, DataSet, Where, check_range, shifted, text_info
-from fsdp.tokenize.rows import ends_with, held_out_line, is_other
+from fsdp.tokenize.rows import checked_text, ends_with, files_below, held_out, held_out_line, is_other
 
 log = logging.getLogger(__name__)
 Dtype = Literal["auto", "uint16", "uint32", "int32", "int64", "uint64", "uint8"]
@@ -51,6 +58,21 @@ LLM_C = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 LLM_C_BYTES = 256 * 4
 MEGATRON = b"MMIDIDX\x00\x00"
 MEGATRON_DTYPES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
+# Tests are long lists of data; site-packages depends on what is installed.
+SKIPPED = {
+    "__pycache__",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",
+}
+SOURCES = "*.py"
+HELD_OUT = 1 << 18
+"""Bytes of held-out text at most, to keep an evaluation shorter than the training."""
+PROBED = 1 << 13
 
 
 @dataclass(frozen=True)
@@ -68,17 +90,24 @@ class TokenFile:
 
 def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: float = 0.01) -> DataSet:
     check_range("heldout", heldout, 0, 0.5)
-    paths = _paths(where)
+    root = Path(where.dir)
+    paths = sorted(root.iterdir()) if where.dir and root.is_dir() else [root]
+    paths = [p for p in paths if ends_with(p.name, SUFFIXES) and p.name[0] != "." and p.is_file()]
+    if not paths:
+        reason = f"--data.name tokens needs a folder of token files, not {where}."
+        raise ConfigError(reason, "--data.dir FOLDER with *.bin or *.npy in it")
+    for loss in (path.with_suffix(".loss") for path in paths):
+        if loss.is_file():
+            raise ConfigError(f"{loss} masks targets, which tokens does not read.", f"--data.name {root}")
     formats = {path: format_of(path) for path in paths if not ends_with(path.name, (".npy",))}
     vocab_size = vocab_size or max((known.vocab_size for known in formats.values()), default=0)
     vocab_size = vocab_size or int(where.model_facts.get("vocab_size", 0))
     if vocab_size < 1:
-        raise ConfigError(
-            "the token files do not give the size of their vocabulary.", "--data.args.vocab_size 50257"
-        )
+        reason = "the token files do not give the size of their vocabulary."
+        raise ConfigError(reason, "--data.args.vocab_size 50257")
     named = {path for path in paths if path.name.startswith("val")}
     others = {path for path in paths if path in named or is_other(path.name)}
-    held_out = set() if paths == [Path(where.dir)] else others if len(others) < len(paths) else named
+    held_out = set() if paths == [root] else others if len(others) < len(paths) else named
     if held_out:
         log.info("tokens: %s", held_out_line(sorted(map(str, held_out))))
     files, fingerprint = [], hashlib.sha256()
@@ -124,23 +153,6 @@ def split_windows(
     return train, Windows(row, count - spared, spared, seq_len, train.loss)
 
 
-def _paths(where: Where) -> list[Path]:
-    root = Path(where.dir)
-    if where.dir and root.is_file() and ends_with(root.name, SUFFIXES):
-        return [root]
-    paths = sorted(root.iterdir()) if where.dir and root.is_dir() else []
-    paths = [p for p in paths if ends_with(p.name, SUFFIXES) and p.name[0] != "." and not p.is_dir()]
-    if not paths:
-        raise ConfigError(
-            f"--data.name tokens needs a folder of token files, not {where}.",
-            "--data.dir FOLDER with *.bin or *.npy in it",
-        )
-    for loss in (path.with_suffix(".loss") for path in paths):
-        if loss.is_file():
-            raise ConfigError(f"{loss} masks targets, which tokens does not read.", f"--data.name {root}")
-    return paths
-
-
 # ---------------------------------------------------------------- the format of a file
 
 
@@ -172,19 +184,16 @@ def format_of(path: Path) -> Format:
     if len(code) < 18 or not code.startswith(MEGATRON):
         return Format()
     if code[17] not in MEGATRON_DTYPES:
-        raise ConfigError(
-            f"{index} gives its tokens dtype code {code[17]}, which is none of {MEGATRON_DTYPES}.",
-            f"write {path} again with whole numbers from 0",
-        )
+        reason = f"{index} gives its tokens dtype code {code[17]}, which is none of {MEGATRON_DTYPES}."
+        raise ConfigError(reason, f"write {path} again with whole numbers from 0")
     return Format(str(index), MEGATRON_DTYPES[code[17]])
 
 
 def _of_sidecar(sidecar: Path, *, counted: bool) -> Format:
-    known = get_args(Dtype)[1:]
     try:
         fields: Any = json.loads(sidecar.read_text(encoding="utf-8"))
         dtype, numbers = fields["dtype"], (fields.get("tokens", -1), fields.get("vocab_size", 0))
-        if dtype not in known or not all(type(number) is int for number in numbers):
+        if dtype not in get_args(Dtype)[1:] or not all(type(number) is int for number in numbers):
             raise ValueError(f"dtype {dtype}, tokens and vocab_size {numbers}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         example = """as in {"dtype": "uint32", "vocab_size": 128256}"""
@@ -243,49 +252,18 @@ def _beyond(file: TokenFile, position: int, token: int, vocab_size: int) -> tupl
 # ---------------------------------------------------------------- reading
 
 
-class TokenReader:
-    """An open token file; closed with this object.
-
-    Read by system calls, not by a map: where the file has become shorter since the start, a read ends early
-    and is an error with the position. In a mapped file the access would end the process with SIGBUS.
-    """
-
-    def __init__(self, file: TokenFile) -> None:
-        self._file = file
-        try:
-            self._descriptor = os.open(file.path, os.O_RDONLY)
-        except OSError as error:
-            raise self._changed(f"cannot be read ({error.strerror})") from None
-        weakref.finalize(self, os.close, self._descriptor)
-
-    def read(self, first: int, count: int) -> np.ndarray:
-        """`count` tokens from the position `first`."""
-        file, size = self._file, self._file.dtype.itemsize
-        content = b""
-        while len(content) < count * size:  # a read of more than 2 GiB returns less than there is
-            offset = file.offset + first * size + len(content)
-            more = os.pread(self._descriptor, count * size - len(content), offset)
-            if not more:
-                raise self._changed(f"ends at token {first + len(content) // size}")
-            content += more
-        return np.frombuffer(content, file.dtype)
-
-    def _changed(self, what: str) -> TrainingError:
-        file = self._file
-        return TrainingError(
-            f"{file.path} {what}; it had {file.tokens} tokens at the start.",
-            f"copy it again and start the run again: it resumes; ls -l {quoted(file.path)}",
-        )
-
-
 class TokenRow:
-    """Several files as one row of tokens, read across their boundaries."""
+    """Several files as one row of tokens, read across their boundaries.
+
+    Read by system calls, not by a map: where a file has become shorter since the start, a read ends early and
+    is an error with the position. In a mapped file the access would end the process with SIGBUS.
+    """
 
     def __init__(self, files: Sequence[TokenFile], vocab_size: int) -> None:
         self.files, self.vocab_size = files, vocab_size
         self.ends = np.cumsum([file.tokens for file in files], dtype=np.int64)
-        self._open: Callable[[int], TokenReader] = functools.lru_cache(OPEN_AT_ONCE)(
-            lambda number: TokenReader(files[number])
+        self._open: Callable[[int], IO[bytes]] = functools.lru_cache(OPEN_AT_ONCE)(
+            lambda number: files[number].path.open("rb", buffering=0)
         )
 
     def __len__(self) -> int:
@@ -301,8 +279,24 @@ class TokenRow:
         filled = 0
         while filled < len(out):
             count = min(len(out) - filled, self.files[number].tokens - within)
-            out[filled : filled + count] = self._open(number).read(within, count)
+            out[filled : filled + count] = self._read(number, within, count)
             filled, number, within = filled + count, number + 1, 0
+
+    def _read(self, number: int, first: int, count: int) -> np.ndarray:
+        """`count` tokens of a file from the position `first`."""
+        file = self.files[number]
+        size = file.dtype.itemsize
+        try:
+            content = os.pread(self._open(number).fileno(), count * size, file.offset + first * size)
+            problem = f"ends at token {first + len(content) // size}"
+        except OSError as error:
+            content, problem = b"", f"cannot be read ({error.strerror})"
+        if len(content) < count * size:
+            raise TrainingError(
+                f"{file.path} {problem}; it had {file.tokens} tokens at the start.",
+                f"copy it again and start the run again: it resumes; ls -l {quoted(file.path)}",
+            )
+        return np.frombuffer(content, file.dtype)
 
     def check(self, tokens: np.ndarray, start: Callable[[int], int]) -> None:
         """TrainingError for a token outside the vocabulary; `start(n)` is where line n of `tokens` begins.
@@ -342,3 +336,85 @@ class Windows:
             row.read_into(out, start)
         row.check(windows, lambda line: int(starts[line]))
         return windows
+
+
+# ---------------------------------------------------------------- text
+
+
+def text(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
+    check_range("max_mb", max_mb, 0.001, 1000)
+    root, limit = Path(where.dir or sysconfig.get_paths()["stdlib"]), int(max_mb * 1e6)
+    # A folder's sources are read as bytes, as the library's are: existing runs on them can resume.
+    sources = not where.dir or files == SOURCES
+    paths = _text_files(where, root, SOURCES if sources else files)
+    if sources:
+        paths = [path for path in paths if not SKIPPED & {*path.relative_to(root).parts} and path.exists()]
+    named = [] if sources else held_out(list(map(str, paths)))
+    if named:
+        log.info("text: %s", held_out_line(named))
+        train = b"".join(_texts(root, [path for path in paths if str(path) not in named], limit))
+        heldout = b"".join(_texts(root, [Path(path) for path in named], HELD_OUT))
+    else:
+        contents = _texts(root, paths, limit, sources)
+        train = b"".join(content for number, content in enumerate(contents) if number % 10 != 9)
+        heldout = b"".join(contents[9::10])[:HELD_OUT]
+        if len(heldout) <= where.seq_len:  # the last tenth, which is at least one sample
+            joined = b"".join(contents)
+            cut = max(0, len(joined) - min(max(len(joined) // 10, where.seq_len + 1), HELD_OUT))
+            train, heldout = joined[:cut], joined[cut:]
+    if min(len(train), len(heldout)) <= where.seq_len:
+        raise ConfigError(
+            f"text under {root} has {len(train)} bytes to train on, {len(heldout)} to hold out: no sample of "
+            f"--data.seq_len {where.seq_len}.",
+            "a folder with more text as --data.dir, or a shorter --data.seq_len",
+        )
+    fingerprint = hashlib.sha256(train + heldout).hexdigest()[:16]
+    facts: dict[str, Any] = {"default_steps": 300, "preprocess": {"tokenizer": "bytes"}}
+    info = text_info(where, 256, fingerprint, masks_targets=False, **facts)
+    samples = [ByteSamples(part, where.seq_len) for part in (train, heldout)]
+    return DataSet(train=samples[0], heldout=samples[1], info=info)
+
+
+def _text_files(where: Where, root: Path, pattern: str) -> list[Path]:
+    if not root.exists():
+        raise ConfigError(f"{where} is neither a file nor a folder.", f"ls {quoted(root.parent)}")
+    # In the order of a walk: a folder's own files before those of the folders in it.
+    paths = (
+        sorted(files_below(root), key=lambda path: (path.parent.parts, path.name)) if root.is_dir() else []
+    )
+    return [path for path in paths if fnmatch.fnmatch(path.name, pattern)] if root.is_dir() else [root]
+
+
+def _texts(root: Path, paths: Sequence[Path], limit: int, sources: bool = False) -> list[bytes]:
+    """At most `limit` bytes of the files, of UTF-8 unless they are sources."""
+    texts, left = list[bytes](), limit
+    for path in paths:
+        with path.open("rb") as file:
+            raw = file.read(left) + (b"" if sources else file.readline())  # no character is cut in two
+        if sources or path == root or b"\0" not in raw[:PROBED]:
+            texts.append(raw if sources else checked_text(raw, path).encode()[:left])
+            left -= len(texts[-1])
+        if not left:
+            log.info("text: %g MB of %s are read; --data.args.max_mb 1000 reads more", limit / 1e6, root)
+            break
+    else:
+        binary = len(paths) - len(texts)
+        if not texts:
+            raise ConfigError(f"{root} has no text file; {binary} are binary.", f"ls -a {quoted(root)}")
+        log.info("text: %d files of %s are read; %d binary ones are left out", len(texts), root, binary)
+    return texts
+
+
+class ByteSamples:
+    """Adjacent windows: the last target of one is the first input of the next."""
+
+    def __init__(self, text: bytes, seq_len: int) -> None:
+        self._bytes = np.frombuffer(text, np.uint8)
+        self._offsets = np.arange(seq_len + 1)
+        self.seq_len = seq_len
+
+    def __len__(self) -> int:
+        return (len(self._bytes) - 1) // self.seq_len
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        return shifted(self._bytes[indices[:, None] * self.seq_len + self._offsets])

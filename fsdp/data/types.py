@@ -139,6 +139,10 @@ class Where:
     def __str__(self) -> str:
         return f"{self.flag} {self.dir}"
 
+    def refuse_dir(self, name: str) -> None:
+        if self.dir:
+            raise ConfigError(f"--data.dir {self.dir} has no effect on {name}.", "leave it out")
+
 
 def text_info(
     where: Where, vocab_size: int, fingerprint: str, more: Mapping[str, Any] | None = None, **fields: Any

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.torch_private import import_torchvision
 from fsdp.config import DataSection
 from fsdp.data import build_dataset
 
@@ -33,8 +34,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_samples_are_those_of_torchvision(folder: Path) -> None:
-    from fsdp.base.torch_private import import_torchvision
-
     data = build_dataset(DataSection(name="fashion_mnist", dir=str(folder)))
     assert data.heldout is not None
     assert (len(data.train), len(data.heldout)) == (20, 10)
@@ -49,7 +48,12 @@ def test_samples_are_those_of_torchvision(folder: Path) -> None:
     assert ours["targets"].tolist() == [label for _, label in theirs]
 
 
-def test_files_that_cannot_be_downloaded_are_one_line(tmp_path: Path) -> None:
-    args = {"mirror": "http://127.0.0.1:1/"}
+def test_files_that_cannot_be_downloaded_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_torchvision()
+    from torchvision.datasets import FashionMNIST
+
+    monkeypatch.setattr(FashionMNIST, "mirrors", ["http://127.0.0.1:1/"])
     with pytest.raises(ConfigError, match=r"FashionMNIST is not in .* downloaded: .* HINT: --data.dir"):
-        build_dataset(DataSection(name="fashion_mnist", dir=str(tmp_path), args=args))
+        build_dataset(DataSection(name="fashion_mnist", dir=str(tmp_path)))

@@ -72,13 +72,12 @@ def test_any_text_file_is_read_in_unicode_and_empty_ones_too(tmp_path: Path) -> 
     assert whole(text(dir=str(tmp_path), seq_len=1)) == 2 * PROSE.encode()
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_a_byte_order_mark_is_understood(tmp_path: Path, encoding: str) -> None:
-    (tmp_path / "a.txt").write_text(PROSE, encoding=encoding)
+def test_a_byte_order_mark_is_understood(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(PROSE, encoding="utf-8-sig")
     assert whole(text(dir=str(tmp_path), seq_len=1))[:1000] == PROSE.encode()[:1000]
     most = len(PROSE.encode()) - 100
     cut = whole(text(dir=str(tmp_path), seq_len=1, args={"max_mb": most / 1e6}))
-    assert most - 3 <= len(cut) <= most
+    assert len(cut) == most
 
 
 @pytest.mark.parametrize("wrong", ["é".encode("latin-1"), "é".encode("utf-16-le"), b"\0"])
