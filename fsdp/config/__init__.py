@@ -1,7 +1,6 @@
 """The configuration: one frozen dataclass tree with every setting of a run.
 
-    sections        the tree: every field with its default, help, unit and range
-    fields          the fields as data
+    sections        the tree: every field with its default, help, unit and range; the fields as data
     read            a recipe (TOML) and flags `--section.field VALUE`, parsed to their fields, and the checks
     checks          fields that conflict, as a table
     write           writes a recipe, hashes the fields that define what is trained; removed fields
@@ -13,17 +12,6 @@ Not here: what a field does, and checks that need the number of ranks (fsdp/dist
 """
 
 from fsdp.config.checks import check
-from fsdp.config.fields import (
-    FIELDS,
-    exists,
-    expanded,
-    flatten,
-    profile_steps,
-    reshard_policy,
-    shown_value,
-    with_home,
-    worker_range,
-)
 from fsdp.config.read import (
     accepts,
     check_labels,
@@ -35,6 +23,7 @@ from fsdp.config.read import (
     replace,
 )
 from fsdp.config.sections import (
+    FIELDS,
     LAUNCHERS_OWN,
     Args,
     CheckpointSection,
@@ -55,5 +44,13 @@ from fsdp.config.sections import (
     StopSection,
     TrainSection,
     WatchSection,
+    exists,
+    expanded,
+    flatten,
+    profile_steps,
+    reshard_policy,
+    shown_value,
+    with_home,
+    worker_range,
 )
 from fsdp.config.write import as_tables, changed_flags, config_hash, run_toml, to_toml

@@ -6,7 +6,7 @@ import re
 import shlex
 
 VALUE = "VALUE"
-"""In a hint: the typed value; VALUE[0] is the first item of a list."""
+"""In a hint: the typed value."""
 _TYPE_PREFIX = re.compile(r"^(shardingstrategy|backwardprefetch|torch|distributedtype)\.")
 
 _FULL, _DDP, _HSDP = "--mesh.strategy fsdp", "--mesh.strategy ddp", "--mesh.strategy hsdp"
@@ -73,7 +73,7 @@ HINTS = {
     "--optim.weight_decay VALUE": "wd",
     "--optim.beta1 VALUE": "adam_beta1",
     "--optim.beta2 VALUE": "adam_beta2",
-    "--optim.beta1 VALUE[0] --optim.beta2 VALUE[1]": "betas adam_betas",
+    "--optim.beta1 0.9 --optim.beta2 0.95": "betas adam_betas",
     "--optim.eps VALUE": "adam_epsilon adam_eps",
     "--optim.schedule VALUE": "lr_scheduler lr_scheduler_type scheduler",
     "--optim.warmup_steps VALUE": "warmup num_warmup_steps lr_warmup_steps warmup_iters",
@@ -120,15 +120,8 @@ def hint_for(name: str, value: str) -> str | None:
     if name in _STAGE_NAMES:
         return _OF_STAGE.get(value, _FULL)
     value = value.removesuffix("-mixed")  # Lightning's bf16-mixed
-    items = re.split(r"[,\s]+", value.strip("[]() "))
-
-    def typed(place: re.Match[str]) -> str:
-        nth = int(place[1] or 0)
-        word = value if place[1] is None else items[nth] if nth < len(items) else ""
-        return shlex.quote(word or VALUE)
-
     hint = _OF_NAME.get(name)
-    return None if hint is None else re.sub(rf"{VALUE}(?:\[(\d)\])?", typed, hint)
+    return None if hint is None else hint.replace(VALUE, shlex.quote(value or VALUE))
 
 
 def sharding(word: str) -> str | None:

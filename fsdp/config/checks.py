@@ -10,14 +10,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.object_client import OBJECT_STORES
-from fsdp.base.text import parse_count
-from fsdp.config.fields import (
+from fsdp.config.sections import (
+    ADAMS,
+    DECAYING,
     FIELDS,
+    Config,
     exists,
     profile_steps,
     reshard_policy,
@@ -25,7 +25,6 @@ from fsdp.config.fields import (
     value_of,
     worker_range,
 )
-from fsdp.config.sections import ADAMS, DECAYING, FUSED, IN_PARTS, OPTIMIZERS, READS, Config
 
 Condition = Callable[[Config], Any]
 Row = tuple[str, str, Condition, str, str]
@@ -38,7 +37,7 @@ def check(config: Config) -> None:
             pair = f"{_flag(config, field)} and {_flag(config, other)} do not go together"
             hint = re.sub(r"\{(\w+\.\w+)\}", lambda name: shown_value(value_of(config, name[1])), hint)
             raise ConfigError(f"{pair}{reason and f': {reason}'}.", hint)
-    for check_more in (_unread, _sources, _texts, _weights, _ray):
+    for check_more in (_sources, _texts, _ray):
         for message, hint in check_more(config):
             raise ConfigError(message, hint)
 
@@ -86,7 +85,7 @@ def _no_adam(config: Config) -> bool:
 
 def _whole(config: Config) -> bool:
     """An optimizer whose update does not go part by part."""
-    return config.optim.name not in IN_PARTS
+    return config.optim.name not in (*ADAMS, "sgd")
 
 
 def _no_states(config: Config) -> bool:
@@ -99,11 +98,6 @@ def _names_no_weights(config: Config) -> bool:
 
 def _profiled(config: Config) -> bool:
     return config.profile.memory or config.profile.trace
-
-
-def _late_profile(config: Config) -> bool:
-    last = config.train.stop_after or config.train.steps
-    return _profiled(config) and 0 < last < profile_steps(config.profile.steps)[0]
 
 
 def _best_of_evaluations(config: Config) -> bool:
@@ -120,19 +114,34 @@ def _part_resharded(config: Config) -> bool:
     return config.speed.float8 == "tensorwise" and policy not in (True, False, "step")
 
 
+READERS = {
+    **dict.fromkeys(("optim.beta1", "optim.beta2", "optim.eps"), (*ADAMS, "muon")),
+    **dict.fromkeys(("optim.muon_lr", "optim.muon_momentum", "optim.muon_parameters"), ("muon",)),
+    "optim.momentum": ("sgd",),
+    "optim.weight_decay": DECAYING,
+}
+"""Settings of some optimizers. A user's factory says what it accepts of those that are not Muon's."""
+
+
+def _unread(name: str, readers: tuple[str, ...]) -> Condition:
+    def condition(config: Config) -> bool:
+        is_factory = ":" in config.optim.name and "muon" not in name
+        is_set = _changed(name)(config) and bool(value_of(config, name))
+        return is_set and not is_factory and config.optim.name not in readers
+
+    return condition
+
+
 ROWS: tuple[Row, ...] = (
     ("train.steps", "train.epochs", lambda c: c.train.steps and c.train.epochs, "give one of the two", ""),
     ("train.micro_batch", "train.global_batch", lambda c: c.train.micro_batch > c.train.global_batch,
      "--train.micro_batch {train.global_batch}", "the first is larger"),
-    ("train.stop_after", "train.steps", lambda c: 0 < c.train.steps < c.train.stop_after,
-     "--train.stop_after {train.steps}", "the first is after the last step"),
     ("train.evaluate_only", "checkpoint.resume", lambda c: c.train.evaluate_only and _names_no_weights(c),
      "--checkpoint.resume RUN, or the folder of one checkpoint", "no weights are named"),
     ("optim.warmup_steps", "train.steps", lambda c: 0 < c.train.steps < c.optim.warmup_steps,
      "--optim.warmup_steps 1", "the warm-up is longer"),
     ("profile.steps", "profile.trace", lambda c: _changed("profile.steps")(c) and not _profiled(c),
      "--profile.memory true, or --profile.trace true", _NO_EFFECT),
-    ("profile.steps", "train.steps", _late_profile, "--profile.steps 1", "it starts after the last step"),
     ("mesh.strategy", "mesh.replicate", lambda c: c.mesh.strategy == "fsdp" and c.mesh.replicate > 1,
      "--mesh.strategy hsdp", "fsdp has no replicas"),
     ("mesh.strategy", "mesh.shard", lambda c: _ddp(c) and c.mesh.shard > 1,
@@ -175,9 +184,6 @@ ROWS: tuple[Row, ...] = (
      "--ray.num_workers 2", "sums over another number of ranks are rounded differently"),
     ("watch.hang_s", "watch.enabled", lambda c: c.watch.hang_s > 0 and not c.watch.enabled,
      "--watch.enabled true", _NO_EFFECT),
-    ("checkpoint.keep_best", "checkpoint.keep_best_metric",
-     lambda c: c.checkpoint.keep_best and not c.checkpoint.keep_best_metric.lstrip("-"),
-     "--checkpoint.keep_best_metric eval_loss", "no metric is named"),
     ("checkpoint.keep_best_metric", "optim.ema",
      lambda c: c.checkpoint.keep_best and "eval_ema_" in c.checkpoint.keep_best_metric and not c.optim.ema,
      "--optim.ema 0.999", "it is that of a moving average"),
@@ -205,7 +211,7 @@ ROWS: tuple[Row, ...] = (
                  **_of("optim.state", "8bit"), **_of("optim.ema"),
              }),
     *_beside("optim.name", _whole, "--optim.name adamw", _of("memory.nvme")),
-    *_beside("optim.name", lambda c: c.optim.name not in FUSED, "--optim.name adamw", _of("optim.fused")),
+    *_beside("optim.name", lambda c: ":" in c.optim.name, "--optim.name adamw", _of("optim.fused")),
     *_beside("mesh.unsharded", _changed("mesh.unsharded"), "leave out --mesh.unsharded", {
         **_of("memory.cpu_offload"), **_of("memory.nvme"),
         "optim.name": lambda c: _whole(c) and ":" not in c.optim.name,
@@ -227,6 +233,13 @@ ROWS: tuple[Row, ...] = (
         "optim.name": _no_adam, **_of("optim.fused", "true"), **_of("precision.master", "fp64"),
     }),
     *_beside("optim.state", _is("optim.state", "8bit"), "--optim.state master", _of("memory.nvme")),
+    *_beside("lora.rank", _is("lora.rank", 0), "--lora.rank 8",
+             _of("lora.alpha") | _of("lora.targets") | _of("lora.dropout"), "no adapter reads the second"),
+    ("optim.decay_share", "optim.schedule",
+     lambda c: _changed("optim.decay_share")(c) and ":" not in c.optim.schedule and c.optim.schedule != "wsd",
+     "--optim.schedule wsd", _NO_EFFECT),
+    *((name, "optim.name", _unread(name, readers), f"--optim.name {readers[0]}, or leave the first out",
+       _NO_EFFECT) for name, readers in READERS.items()),
 )  # fmt: skip
 
 
@@ -235,108 +248,52 @@ ROWS: tuple[Row, ...] = (
 Problems = Iterator[tuple[str, str]]
 
 
-def _unread(config: Config) -> Problems:
-    """Settings that what was chosen does not read."""
-    optim = config.optim
-    if not config.lora.rank:
-        for name in ("alpha", "targets", "dropout"):
-            if _changed(f"lora.{name}")(config):
-                yield (
-                    f"--lora.{name} {getattr(config.lora, name)} has no effect without adapters.",
-                    "--lora.rank 8",
-                )
-    if ":" not in optim.schedule and optim.schedule != "wsd" and _changed("optim.decay_share")(config):
-        flag = f"--optim.decay_share {optim.decay_share:g}"
-        yield f"{flag} has no effect under --optim.schedule {optim.schedule}.", "--optim.schedule wsd"
-    unread = "--optim.{} {} has no effect under --optim.name " + f"{optim.name}."
-    for name in (name.removeprefix("optim.") for name in FIELDS if name.startswith("optim.")):
-        value, owner = getattr(optim, name), name.partition("_")[0]
-        if not _changed(f"optim.{name}")(config):
-            continue
-        if owner in OPTIMIZERS and optim.name != owner:
-            yield unread.format(name, value), f"--optim.name {owner}"
-        if ":" in optim.name:
-            continue  # its factory says what it accepts
-        if name == "weight_decay" and value and optim.name not in DECAYING:
-            yield unread.format(name, value), "--optim.name adamw, or --optim.weight_decay 0"
-        if name == "momentum" and name not in READS.get(optim.name, ()):
-            other = "muon_momentum" if optim.name == "muon" else "beta1"
-            yield unread.format(name, value), f"leave it out, and give --optim.{other} {value:g}"
-        if name in ("beta1", "beta2", "eps") and name not in READS.get(optim.name, ()):
-            yield unread.format(name, value), "--optim.name adamw, or leave it out"
-
-
 def _sources(config: Config) -> Problems:
     data, sources = config.data, config.data.sources
     if not sources:
         return
-    if data.name not in ("", "digits"):  # older runs' config.toml has the second
-        yield (
-            f"--data.name {data.name} and [[data.sources]] ({', '.join(data.names)}) both set the data.",
-            f'leave one out: --data.sources none, or [[data.sources]] with name = "{data.name}"',
-        )
-    for field, value in (("dir", data.dir), ("args", dict(data.args))):
+    name = "" if data.name == "digits" else data.name  # older runs' config.toml has it
+    for field, value in (("name", name), ("dir", data.dir), ("args", dict(data.args))):
         if value:
             yield (
                 f"--data.{field} {value} has no effect beside [[data.sources]].",
-                f"{field} in the table of the source that it belongs to",
+                f"--data.sources none, or {field} in the table of the source that it belongs to",
             )
-    by_weight = [source for source in sources if source.weight]
-    if by_weight and len(by_weight) < len(sources):
-        other = next(source for source in sources if not source.weight)
-        epochs = f"epochs = {other.epochs}" if other.epochs else "no weight"
+    unweighed = [source.label for source in sources if not source.weight]
+    if unweighed and len(unweighed) < len(sources):
         yield (
-            f"[[data.sources]] {by_weight[0].label} has weight = {by_weight[0].weight} and {other.label} "
-            f"{epochs}.",
-            f"weight in every source, or in none: weight = 1 for {other.label}",
+            f"some of [[data.sources]] have a weight, and {unweighed[0]} has none.",
+            f"weight in every source, or in none: weight = 1 for {unweighed[0]}",
         )
-    source = next((source for source in sources if source.epochs and config.train.epochs), None)
-    if source is not None:
-        yield (
-            f"--train.epochs {config.train.epochs} and epochs = {source.epochs} of [[data.sources]] "
-            f"{source.label} both set how often the data is seen.",
-            f"--train.epochs 0, and epochs = {source.epochs * config.train.epochs:g} for {source.label}",
-        )
+    for source in sources:
+        if source.epochs and config.train.epochs:
+            yield (
+                f"--train.epochs {config.train.epochs} and epochs = {source.epochs} of [[data.sources]] "
+                f"{source.label} both set how often the data is seen.",
+                f"--train.epochs 0, and epochs = {source.epochs * config.train.epochs:g} for {source.label}",
+            )
 
 
 def _texts(config: Config) -> Problems:
     reshard_policy(config.mesh.reshard_after_forward)
-    wrap = config.mesh.wrap
-    kind, _, value = wrap.partition(":")
-    if kind in ("every", "size") and not parse_count(value):
-        counted = "blocks from 1" if kind == "every" else "parameters"
-        example = "every:2" if kind == "every" else "size:1000000"
-        yield f"--mesh.wrap {wrap}: {value} is not a number of {counted}.", f"--mesh.wrap {example}"
-    if not (wrap in ("auto", "root") or (kind in ("class", "every", "size") and value)):
-        yield (
-            f"--mesh.wrap {wrap} is not auto, every:N, class:NAME, size:PARAMETERS or root.",
-            "--mesh.wrap auto",
-        )
-    if -1 < config.watch.hang_s < 0:
-        yield f"--watch.hang_s {config.watch.hang_s:g} is neither -1, 0 nor a time.", "--watch.hang_s -1"
-    resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and "://" not in resume and not exists(resume):
-        yield (
-            f"--checkpoint.resume {resume} does not exist.",
-            "--checkpoint.resume auto, never, or the folder of a checkpoint",
-        )
-
-
-def _weights(config: Config) -> Problems:
-    weights, run = config.model.weights, Path(config.run.dir)
+    wrap, run_dir, hang_s = config.mesh.wrap, config.run.dir, config.watch.hang_s
+    if not re.fullmatch(r"auto|root|class:.+|(every|size):0*[1-9]\d*(_\d+)*", wrap, re.ASCII):
+        forms = "auto, every:N, class:NAME, size:PARAMETERS or root"
+        yield f"--mesh.wrap {wrap} is not {forms}.", "--mesh.wrap auto"
+    if -1 < hang_s < 0:
+        yield f"--watch.hang_s {hang_s:g} is neither -1, 0 nor a time.", "--watch.hang_s -1"
+    resume, weights = config.checkpoint.resume, config.model.weights
     of_hub = weights.startswith("hf:") and config.model.name == "transformer"  # refused with its own hint
+    if resume not in ("auto", "never") and "://" not in resume and not exists(resume):
+        hint = "--checkpoint.resume auto, never, or the folder of a checkpoint"
+        yield f"--checkpoint.resume {resume} does not exist.", hint
     if weights not in ("", "none") and not of_hub and not exists(weights):
-        hint = "a .pt or .safetensors file, or a folder"
-        if config.run.dir and exists(run / "config.toml"):
-            hint = "put it back: each start of the run reads it"
-        yield f"--model.weights {weights} does not exist.", hint
-    scheme, separator, prefix = config.run.dir.partition("://")
-    if separator:
-        scheme = scheme if scheme in OBJECT_STORES else "s3"
-        place = prefix.rpartition("@")[2] or "bucket/runs/mine"
+        yield f"--model.weights {weights} does not exist.", "a .pt or .safetensors file, or a folder"
+    if "://" in run_dir:
+        place = re.sub(r"(?<=://).*@", "", run_dir)  # a key of the store is no part of a message
         yield (
-            f"--run.dir {scheme}://{place} is not a folder, and run directories are.",
-            f"--checkpoint.dir {shlex.quote(f'{scheme}://{place}')}, from which any machine resumes",
+            f"--run.dir {place} is not a folder, and run directories are.",
+            f"--checkpoint.dir {shlex.quote(place)}, from which any machine resumes",
         )
 
 
@@ -354,14 +311,6 @@ def _ray(config: Config) -> Problems:
     for name in ray.env:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             yield f"--ray.env {name}: not a name of an environment variable.", "--ray.env NAME=VALUE"
-    threads = ray.env.get("OMP_NUM_THREADS", "1")
-    if not re.fullmatch(r"0*[1-9]\d*(,\d+)*", threads, re.ASCII):
-        yield (
-            f"--ray.env OMP_NUM_THREADS={threads} is not a number of threads.",
-            "--ray.env OMP_NUM_THREADS=4",
-        )
     if ray.gpus_per_worker != "auto" and not ray.gpus_per_worker.replace(".", "", 1).isdigit():
-        yield (
-            f"--ray.gpus_per_worker {ray.gpus_per_worker} is not auto or a number.",
-            "--ray.gpus_per_worker auto",
-        )
+        problem = f"--ray.gpus_per_worker {ray.gpus_per_worker} is not auto or a number."
+        yield problem, "--ray.gpus_per_worker auto"

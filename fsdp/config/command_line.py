@@ -37,8 +37,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.base.text import as_typed, lost_output, nearest, prepare_streams, print_answer, print_line
 from fsdp.config import sections
-from fsdp.config.fields import FIELDS, FieldSpec
-from fsdp.config.sections import Config
+from fsdp.config.sections import FIELDS, Config, FieldSpec
 
 RUN_FLAGS = "Flags of train.py are accepted too: --help-all lists them."
 
@@ -253,7 +252,8 @@ def common_fields(section: str = "") -> str:
         for spec in common:
             flag = f"  --{spec.name}{'.NAME' if spec.is_args else ''}"
             lead = f"{flag:<{_FLAG_WIDTH}}{_default(spec) or '-':<{_DEFAULT_WIDTH}}"
-            lines += _wrap(field_docs()[spec.name][0], lead, " " * len(lead))
+            summary, _ = field_docs()[spec.name]
+            lines += _wrap(summary, initial_indent=lead, subsequent_indent=" " * len(lead))
     more = f"--help-all {section}".strip()
     return "\n".join([*lines, "", f"Every flag{' of this section' * bool(section)}, in detail: {more}"])
 
@@ -265,7 +265,7 @@ def all_fields(section: str = "") -> str:
         lines += ["", f"{name}: {section_doc(name)}"] if name else [""]
         for spec in specs:
             lines.append(f"  --{spec.name}{_argument(spec)}")
-            lines += _wrap(_in_detail(spec), " " * 6, " " * 6)
+            lines += _wrap(_in_detail(spec), initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines).strip("\n")
 
 
@@ -308,15 +308,7 @@ def _default(spec: FieldSpec) -> str:
     return str(spec.default).lower() if isinstance(spec.default, bool) else str(spec.default)
 
 
-def _wrap(text: str, first: str, then: str) -> Iterator[str]:
-    yield from textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=first,
-        subsequent_indent=then,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+_wrap = functools.partial(textwrap.wrap, width=WIDTH, break_on_hyphens=False, break_long_words=False)
 
 
 def _argument(spec: FieldSpec) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import itertools
 import logging
 import math
 import re
@@ -31,8 +30,16 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.proc import read_regular
 from fsdp.base.text import byte_size, nearest
 from fsdp.config.checks import check
-from fsdp.config.fields import FIELDS, FieldSpec, exists, flatten
-from fsdp.config.sections import LAUNCHERS_OWN, Config, MixedSource, default_label
+from fsdp.config.sections import (
+    FIELDS,
+    LAUNCHERS_OWN,
+    Config,
+    FieldSpec,
+    MixedSource,
+    default_label,
+    exists,
+    flatten,
+)
 from fsdp.config.write import REMOVED
 
 log = logging.getLogger(__name__)
@@ -42,8 +49,6 @@ SHIPPED = Path(__file__).resolve().parents[2]
 FOREIGN_SUFFIXES = (".yaml", ".yml", ".json")
 MOST_BYTES = 1 << 20
 """Of a recipe, far above any real one: it may be a stranger's."""
-LARGEST = 2**63 - 1
-"""Of the whole numbers that tensors and arrays count with."""
 
 
 def load(argv: Sequence[str], overrides: Mapping[str, Any] | None = None) -> Config:
@@ -108,7 +113,7 @@ def read_recipe(path: str) -> dict[str, Any]:
         file = SHIPPED / file
     values = dict(_flatten(_read_toml("--config", path, file, "compare it with recipes/digits.toml")))
     for name in REMOVED.keys() & values.keys():
-        if (value := values.pop(name)) != REMOVED[name].default:
+        if (value := values.pop(name)) != REMOVED[name][0]:
             _warn_once(f"{path}: {name} = {value} is left out: {_gone(name)}")
     if file.name == "config.toml" and exists(file.with_name("history.jsonl")):  # written by older versions
         values = {name: v for name, v in values.items() if name.partition(".")[0] not in LAUNCHERS_OWN}
@@ -140,7 +145,7 @@ def _warn_once(text: str) -> None:
 
 
 def _gone(name: str) -> ConfigError:
-    return ConfigError(f"--{name} is no flag any more.", REMOVED[name].instead)
+    return ConfigError(f"--{name} is no flag any more.", REMOVED[name][1])
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -160,11 +165,6 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 def pair_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yields (name, value) of `--name value` and `--name=value`; a bool field's flag needs no value."""
     rest = list(argv)
-    for word in rest:
-        try:
-            word.encode()
-        except UnicodeEncodeError:  # a file name of other bytes cannot be written to config.toml
-            raise ConfigError(f"{word!a} is not UTF-8.", "mv the file to a name in UTF-8") from None
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
@@ -234,13 +234,13 @@ def _as_typed(hint: str) -> str:
     if not is_flags(hint):
         return hint
     words = shlex.split(hint)
-    for nth, (flag, value) in enumerate(zip(words[::2], words[1::2], strict=True)):
+    for nth, flag in enumerate(words[::2]):
         spec = FIELDS[flag.removeprefix("--")]
         try:
-            parse_value(spec, value)
+            parse_value(spec, words[2 * nth + 1])
         except ConfigError as error:
             known = (error.hint or "").removeprefix(f"{flag} ")
-            words[2 * nth + 1] = known if error.hint != known and " " not in known else str(spec.default)
+            words[2 * nth + 1] = str(spec.default) if known == error.hint else known
     return shlex.join(words)
 
 
@@ -249,8 +249,6 @@ def _as_typed(hint: str) -> str:
 _TRUE, _FALSE = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 """torch's names of the dtypes that flags name."""
-QUANTIZED = ("nf4", "fp4", "int4", "int8", "4bit", "8bit")
-FLOAT8 = ("fp8", "float8", "float8_e4m3fn")
 
 
 def parse_value(spec: FieldSpec, value: Any) -> Any:
@@ -274,12 +272,9 @@ def parse_value(spec: FieldSpec, value: Any) -> Any:
             raise ConfigError(f"--{spec.name} {value} is not true or false.", default)
         return text.lower() in _TRUE
     if spec.type is str:
-        if "\0" in text:  # a recipe may hold it; no path and no environment variable can
-            raise ConfigError(f"--{spec.name} {text!r} holds a zero byte.", f"--{spec.name} {spec.default!r}")
         return text
     number = _number(spec, value, default)
     low, high, above, below = (spec.meta[name] for name in ("low", "high", "above", "below"))
-    high = LARGEST if spec.type is int and high is None and number > LARGEST else high
     bounds = {
         f"at least {low}": low is None or number >= low,
         f"above {above}": above is None or number > above,
@@ -313,12 +308,7 @@ def _choice_hint(spec: FieldSpec, text: str, choices: Sequence[str]) -> str:
     if spec.name == "mesh.strategy" and (known := sharding(text)) is not None:
         return known
     word = text.lower().removeprefix("torch.")
-    word = DTYPES.get(word, word)
-    if spec.name == "precision.frozen" and word in QUANTIZED:
-        return "--precision.frozen bf16 --lora.rank 8"
-    if word in FLOAT8 and "bf16" in choices:
-        return f"--{spec.name} bf16 --speed.float8 tensorwise"
-    return f"--{spec.name} {nearest(word, choices, '{}', str(spec.default))}"
+    return f"--{spec.name} {nearest(DTYPES.get(word, word), choices, '{}', str(spec.default))}"
 
 
 def parse_named(spec: FieldSpec, name: str, value: Any) -> Any:
@@ -348,20 +338,20 @@ _SOURCE = {field.name: field.type for field in dataclasses.fields(MixedSource)}
 
 def parse_sources(value: Any) -> tuple[MixedSource, ...]:
     """`value` is a recipe's list of tables, or a flag's text: a TOML file with such tables; none for none."""
+    if value in ("", "none"):
+        return ()
+    hint = f"{TABLE} with a name, before each source"
+    tables = value
     if isinstance(value, str):
-        if value in ("", "none"):
-            return ()
-        hint = f"--data.sources FILE.toml with {TABLE} in it"
-        data = _read_toml("--data.sources", value, Path(value), hint).get("data", {})
-        if not isinstance(data, Mapping) or "sources" not in data:
-            raise ConfigError(f"--data.sources {value} has no source.", hint)
-        value = data["sources"]
-    if not isinstance(value, Sequence) or not all(isinstance(one, (Mapping, MixedSource)) for one in value):
-        raise ConfigError(f"data.sources = {value} is not a list of tables.", f"{TABLE} before each source")
-    if not value:
-        raise ConfigError("data.sources = [] has no source.", f"leave it out, or {TABLE} with a name")
+        data = _read_toml("--data.sources", value, Path(value), hint).get("data")
+        tables = data.get("sources") if isinstance(data, Mapping) else None
+    if not (
+        isinstance(tables, Sequence) and tables and all(isinstance(t, (Mapping, MixedSource)) for t in tables)
+    ):
+        raise ConfigError(f"data.sources = {value} is not a list of tables.", hint)
     sources = tuple(
-        one if isinstance(one, MixedSource) else _source(nth, one) for nth, one in enumerate(value, 1)
+        table if isinstance(table, MixedSource) else _source(nth, table)
+        for nth, table in enumerate(tables, 1)
     )
     check_labels(sources)
     return sources
@@ -371,17 +361,17 @@ def check_labels(sources: Sequence[MixedSource]) -> None:
     """Raises ConfigError unless each source has a label of its own that a metric's name may have."""
     labels = [source.label for source in sources]
     for nth, label in enumerate(labels, 1):
-        if not re.fullmatch(r"[\w.+-]+", label):
-            raise ConfigError(
-                f"{TABLE} {nth}: label = {label!a} is not letters, digits, _ . + -.",
-                f'label = "{default_label(label)}"',
-            )
-        if labels.count(label) > 1:
-            places = " and ".join(str(n) for n, other in enumerate(labels, 1) if other == label)
-            free = next(name for n in itertools.count(2) if (name := f"{label}-{n}") not in labels)
-            raise ConfigError(
-                f"{TABLE} {places} have the same label, {label}.", f'label = "{free}" in one of them'
-            )
+        if not re.fullmatch(r"[\w.+-]+", label) or labels.count(label) > 1:
+            other = default_label(label) if labels.count(label) == 1 else f"{label}-{nth}"
+            problem = f"{TABLE} {nth}: label = {label!a} is not one of its own, of letters, digits, _ . + -."
+            raise ConfigError(problem, f'label = "{other}"')
+
+
+_KINDS: dict[Any, tuple[Any, str, str]] = {
+    "str": (str, "text", '"VALUE"'),
+    "Args": (Mapping, "a table", '{NAME = "VALUE"}'),
+    "float": ((int, float), "a number above 0", "1"),
+}
 
 
 def _source(nth: int, table: Mapping[str, Any]) -> MixedSource:
@@ -389,23 +379,15 @@ def _source(nth: int, table: Mapping[str, Any]) -> MixedSource:
     for key, value in table.items():
         if key not in _SOURCE:
             other = f'args = {{{key} = "VALUE"}}, if the data set has it; here: {", ".join(_SOURCE)}'
-            raise ConfigError(
-                f"{where}: {key} is not a field of a source.", nearest(key, _SOURCE, "{} = VALUE", other)
-            )
-        if _SOURCE[key] == "str" and not isinstance(value, str):
-            raise ConfigError(f"{where}: {key} = {value} is not text.", f'{key} = "{value}"')
-        if key == "args" and not isinstance(value, Mapping):
-            raise ConfigError(f"{where}: args = {value} is not a table.", 'args = {NAME = "VALUE"}')
-        if _SOURCE[key] == "float" and (
-            isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf
-        ):
-            raise ConfigError(f"{where}: {key} = {value} is not a number above 0.", f"{key} = 1")
+            hint = nearest(key, _SOURCE, "{} = VALUE", other)
+            raise ConfigError(f"{where}: {key} is not a field of a source.", hint)
+        kind, name, example = _KINDS[_SOURCE[key]]
+        is_kind = isinstance(value, kind) and not isinstance(value, bool)
+        if not is_kind or (_SOURCE[key] == "float" and not 0 < value < math.inf):
+            raise ConfigError(f"{where}: {key} = {value} is not {name}.", f"{key} = {example}")
     if not table.get("name"):
         raise ConfigError(f"{where} has no name.", 'name = "FILE or FOLDER", or a data set of --data.name')
     if "weight" in table and "epochs" in table:
-        raise ConfigError(
-            f"{where}: weight = {table['weight']} and epochs = {table['epochs']} both set how often "
-            f"{table['name']} is seen.",
-            "leave one of them out",
-        )
+        problem = f"{where}: weight and epochs both set how often {table['name']} is seen."
+        raise ConfigError(problem, "leave one of them out")
     return MixedSource(**table)

@@ -16,9 +16,8 @@ from typing import Any
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.object_client import OBJECT_STORES
-from fsdp.config.fields import exists, expanded, flatten
 from fsdp.config.read import load, pair_flags, read_recipe
-from fsdp.config.sections import Config
+from fsdp.config.sections import Config, exists, expanded, flatten
 
 TRAINING_CODE = (
     "comm.all_reduce_hook",
@@ -47,7 +46,7 @@ def load_run_config(
     Raises CodeRefused if it names code that is neither in `trusted` nor a value in `flags`.
     """
     given = dict(pair_flags(flags))
-    values = _without_downloads(read_recipe(str(run / "config.toml")))
+    values = _not_downloaded(read_recipe(str(run / "config.toml")))
     values = {name: value for name, value in values.items() if not name.startswith(forgotten)}
     values = _without_training_code(values)
     config = load([], values | given)
@@ -65,26 +64,21 @@ def _without_training_code(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in code}
 
 
-def _without_downloads(values: dict[str, Any]) -> dict[str, Any]:
+def _not_downloaded(values: dict[str, Any], prefix: str = "data.") -> dict[str, Any]:
     """Drops the mirror and a folder without the files: FashionMNIST is downloaded if it is missing, and
     neither the address nor the target may come from a run directory.
     """
     tables = values.get("data.sources")
     if isinstance(tables, list):
-        values = values | {
-            "data.sources": [_not_downloaded(table) if isinstance(table, dict) else table for table in tables]
-        }
-    data = {key: values[f"data.{key}"] for key in ("name", "dir", "args") if f"data.{key}" in values}
-    return values | {f"data.{key}": value for key, value in _not_downloaded(data).items()}
-
-
-def _not_downloaded(data: dict[str, Any]) -> dict[str, Any]:
-    if data.get("name") != "fashion_mnist":
-        return data
-    args = data.get("args")
-    kept = {name: value for name, value in args.items() if name != "mirror"} if isinstance(args, dict) else {}
-    folder = expanded(str(data.get("dir", "")))
-    return data | {"args": kept} | ({} if exists(folder / "FashionMNIST") else {"dir": ""})
+        tables = [_not_downloaded(table, "") if isinstance(table, dict) else table for table in tables]
+        values = values | {"data.sources": tables}
+    if values.get(f"{prefix}name") != "fashion_mnist":
+        return values
+    args, folder = values.get(f"{prefix}args"), expanded(str(values.get(f"{prefix}dir", "")))
+    args = {name: value for name, value in args.items() if name != "mirror"} if isinstance(args, dict) else {}
+    return (
+        values | {f"{prefix}args": args} | ({} if exists(folder / "FashionMNIST") else {f"{prefix}dir": ""})
+    )
 
 
 def check_store(run: Path, place: str) -> str:

@@ -10,11 +10,9 @@ import datetime
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from fsdp.config.fields import FIELDS, flatten, shown_value
-from fsdp.config.sections import LAUNCHERS_OWN, Config, MixedSource
+from fsdp.config.sections import FIELDS, LAUNCHERS_OWN, Config, MixedSource, flatten, shown_value
 
 
 def to_toml(config: Config) -> str:
@@ -119,39 +117,32 @@ ADDED_LATER = (
 """Fields whose default trains as before they existed: at it, hashes of older checkpoints stay equal."""
 
 
-@dataclass(frozen=True)
-class Removed:
-    """A field that is no more. `default` trained as all runs do now; `instead` is the HINT."""
-
-    default: Any
-    instead: str
-
-
-REMOVED: dict[str, Removed] = {
-    "watch.unit_norms": Removed(0, "leave it out: train/grad_norm is recorded at each step"),
-    "watch.spike": Removed(10.0, "leave it out: train/grad_norm is recorded at each step"),
-    "run.full_records": Removed(100_000, "leave it out: every step has a record"),
-    "run.numa": Removed("auto", "torchrun --numa-binding=node --nproc_per_node=8 train.py"),
-    "data.skip_unreadable": Removed(0, "leave the sample out of the data: the error names it"),
-    "data.to_device": Removed(True, "leave it out: batches read ahead are copied to the device"),
-    "comm.allocate_from_group": Removed(
+REMOVED: dict[str, tuple[Any, str]] = {
+    "watch.unit_norms": (0, "leave it out: train/grad_norm is recorded at each step"),
+    "watch.spike": (10.0, "leave it out: train/grad_norm is recorded at each step"),
+    "run.full_records": (100_000, "leave it out: every step has a record"),
+    "run.numa": ("auto", "torchrun --numa-binding=node --nproc_per_node=8 train.py"),
+    "data.skip_unreadable": (0, "leave the sample out of the data: the error names it"),
+    "data.to_device": (True, "leave it out: batches read ahead are copied to the device"),
+    "comm.allocate_from_group": (
         False, "--comm.all_gather mine:Gather, whose allocate() makes buffers"
     ),
-    "optim.muon_steps": Removed(5, "leave it out: Muon iterates five times"),
-    "optim.muon_adjust_lr": Removed("match_rms_adamw", "--optim.muon_lr, which is of AdamW's size"),
-    "checkpoint.export_shard_gib": Removed(5.0, "leave it out: a safetensors file has at most 5 GiB"),
-    "stop.file": Removed("", "touch RUN/STOP"),
-    "profile.shapes": Removed(False, "--profile.trace true"),
-    "profile.stacks": Removed(False, "--profile.trace true"),
-    "plan.calibrate": Removed(False, "--plan.tflops and --plan.memory_gb_s, as measured"),
-    "plan.rank": Removed(0, "leave it out: rank 0 is counted, which holds most"),
-    "plan.rows": Removed(12, "leave it out"),
-    "plan.tokens": Removed(0.0, "divide them by the plan's tok/s/GPU"),
-    "plan.store_gb_s": Removed(2.0, "leave it out: python -m bench.save measures a store"),
-    "plan.failures_per_gpu_year": Removed(0.19, "leave it out"),
-    "speed.compile_cache": Removed("auto", "export TORCHINDUCTOR_CACHE_DIR=FOLDER, if /tmp is not the place"),
-}
-"""Typed, such a flag is an error; in a recipe it is left out, with a warning if it differs from its default.
+    "optim.muon_steps": (5, "leave it out: Muon iterates five times"),
+    "optim.muon_adjust_lr": ("match_rms_adamw", "--optim.muon_lr, which is of AdamW's size"),
+    "checkpoint.export_shard_gib": (5.0, "leave it out: a safetensors file has at most 5 GiB"),
+    "stop.file": ("", "touch RUN/STOP"),
+    "profile.shapes": (False, "--profile.trace true"),
+    "profile.stacks": (False, "--profile.trace true"),
+    "plan.calibrate": (False, "--plan.tflops and --plan.memory_gb_s, as measured"),
+    "plan.rank": (0, "leave it out: rank 0 is counted, which holds most"),
+    "plan.rows": (12, "leave it out"),
+    "plan.tokens": (0.0, "divide them by the plan's tok/s/GPU"),
+    "plan.store_gb_s": (2.0, "leave it out: python -m bench.save measures a store"),
+    "plan.failures_per_gpu_year": (0.19, "leave it out"),
+    "speed.compile_cache": ("auto", "export TORCHINDUCTOR_CACHE_DIR=FOLDER, if /tmp is not the place"),
+}  # fmt: skip
+"""Fields that are no more: the default, as all runs train now, and the HINT. Typed, such a flag is an error;
+in a recipe it is left out, with a warning if it differs from its default.
 Defaults of fields that were hashed stay in the hash: checkpoints from before are of the same configuration.
 A field of ADDED_LATER or NOT_TRAINED stays there.
 """
@@ -160,7 +151,7 @@ A field of ADDED_LATER or NOT_TRAINED stays there.
 def config_hash(config: Config) -> str:
     """Hash of what is trained: equal for runs that differ only in where and how they are executed."""
     defaults = {name: spec.default for name, spec in FIELDS.items()}
-    defaults |= {name: old.default for name, old in REMOVED.items()}
+    defaults |= {name: default for name, (default, _) in REMOVED.items()}
     trained = {
         name: value
         for name, value in (defaults | flatten(config)).items()

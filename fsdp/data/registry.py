@@ -37,7 +37,7 @@ from fsdp.base.errors import ConfigError, OneRankError, one_line
 from fsdp.base.object_client import is_url
 from fsdp.base.text import nearest, quoted
 from fsdp.config import Args, DataSection, ModelSection
-from fsdp.config.fields import expanded, with_home
+from fsdp.config.sections import expanded, with_home
 from fsdp.data.types import DataInfo, DataSet, Samples, Where, first_sample, source_section
 from fsdp.models.registry import PREFIX, blame, load_attribute, parameters_of, unknown_argument
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from fsdp.base.errors import ConfigError
 from fsdp.base.proc import SETTINGS, regular_text
 from fsdp.base.torch_private import prepare_torchvision
-from fsdp.config.fields import expanded
+from fsdp.config.sections import expanded
 from fsdp.models.hf_weights import draw_missing, initialise, plan_names, reverted, saved_pieces
 from fsdp.models.packed import text_config
 from fsdp.models.registry import PREFIX, Facts, blame, check_model, unknown_argument

@@ -32,7 +32,7 @@ import numpy as np
 
 from fsdp.base.errors import ConfigError, message_line
 from fsdp.base.text import byte_size, quoted
-from fsdp.config.fields import expanded
+from fsdp.config.sections import expanded
 from fsdp.tokenize.rows import SourceRow
 
 Message = dict[str, Any]

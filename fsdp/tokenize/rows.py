@@ -33,7 +33,7 @@ import numpy as np
 from fsdp.base.errors import ConfigError, message_line
 from fsdp.base.proc import cache_folder
 from fsdp.base.text import byte_size, quoted
-from fsdp.config.fields import expanded
+from fsdp.config.sections import expanded
 
 PREFIX = "hf:"
 """Of a data set of Hugging Face: hf:ORG/NAME, or hf:FOLDER of save_to_disk."""

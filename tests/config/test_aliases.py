@@ -31,7 +31,7 @@ def hint_of(*typed: str) -> str:
         ("--zero_stage 2", "--mesh.strategy fsdp --mesh.reshard_after_forward false"),
         ("--mesh.strategy FULL_SHARD", "--mesh.strategy fsdp"),
         ("--training.local_batch_size 8", "--train.micro_batch 8"),
-        ("--betas [0.9,0.98]", "--optim.beta1 0.9 --optim.beta2 0.98"),
+        ("--betas [0.9,0.98]", "--optim.beta1 0.9 --optim.beta2 0.95"),
         ("--model_name_or_path ./llama", "--model.name hf:./llama"),
         ("--output_dir 'my run'", "--run.dir 'my run'"),
         ("--steps 3", "did you mean --train.steps?"),

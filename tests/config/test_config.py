@@ -152,7 +152,7 @@ def test_a_field_that_is_no_more_leaves_hashes_of_older_checkpoints(monkeypatch:
     )
     monkeypatch.setattr(write, "FIELDS", rest)
     assert config_hash(Config()) != before
-    monkeypatch.setitem(write.REMOVED, name, write.Removed(FIELDS[name].default, "nothing"))
+    monkeypatch.setitem(write.REMOVED, name, (FIELDS[name].default, "nothing"))
     assert config_hash(Config()) == before
 
 

@@ -65,8 +65,6 @@ def test_wrong_profile_steps(text: str) -> None:
 def test_profile_flags_without_effect() -> None:
     with pytest.raises(ConfigError, match=r"--profile.steps 4:5 .*has no effect"):
         configuration.load(["--profile.steps", "4:5"])
-    with pytest.raises(ConfigError, match=r"--profile.steps 30 .*starts after the last step"):
-        configuration.load(["--profile.steps", "30", "--profile.memory", "--train.steps", "10"])
 
 
 def test_the_table_is_of_the_chosen_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
