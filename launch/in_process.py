@@ -107,7 +107,7 @@ class ReportedTraining(own_loop.Training):
     ) -> None:
         super().__exit__(kind, error, trace)
         if self._ray is not None and error is None:
-            self._ray.close(self._config, self._run.path)
+            self._ray.close(self.config, self.run.path)
 
 
 Training = ReportedTraining

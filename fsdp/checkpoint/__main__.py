@@ -37,8 +37,8 @@ from fsdp.config import CheckpointSection, trust
 from fsdp.config.command_line import CommandParser, one_of, prints_errors, whole_number
 from fsdp.models.hf import SourceFolder, resolve_folder
 from fsdp.models.registry import PREFIX
+from fsdp.run.build import frozen_base
 from fsdp.run.job import prepare
-from fsdp.run.weights import base_of, saved_as
 from fsdp.rundir.lock import Folder, hold
 from fsdp.rundir.paths import FULL, storage_advice
 
@@ -233,11 +233,11 @@ def _formats(
     run = dataclasses.replace(run, checkpoint=options.section)
     job = prepare(run, world_size=1, num_nodes=1, device=None)
     if exported == "hf" and pretrained is None:
-        pretrained = saved_as(run, job.spec)
+        pretrained = job.exported
     if not saved:
         return None, pretrained
     lora = dataclasses.replace(run.lora, rank=saved["rank"], alpha=saved["alpha"])
-    return dataclasses.replace(base_of(run, job.spec, job.dtypes, saved["digest"]), lora=lora), pretrained
+    return dataclasses.replace(frozen_base(run, job.spec, job.dtypes, saved["digest"]), lora=lora), pretrained
 
 
 if __name__ == "__main__":

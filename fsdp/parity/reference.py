@@ -25,7 +25,7 @@ from fsdp.models.lora import freeze
 from fsdp.models.loss import class_dimension, read_output
 from fsdp.optim.muon import hidden_matrices
 from fsdp.optim.optimizer import Schedule, build_custom
-from fsdp.run import weights
+from fsdp.run.build import maybe_folder, maybe_state
 
 if TYPE_CHECKING:
     from fsdp.run.job import Job
@@ -51,10 +51,8 @@ class PlainLoop:
     def __init__(self, config: Config, job: Job, device: torch.device) -> None:
         self._job, self._device = job, device
         self.model = build_real(job.spec, config.run.seed, device)
-        if weights.reads_folder(config, job.spec):
-            self.model.load_state_dict(dict(weights.open_folder(config, job.spec)))
-        elif weights.names_state(config):
-            self.model.load_state_dict(dict(weights.open_state(config)))
+        if (weights := maybe_folder(config, job.spec) or maybe_state(config)) is not None:
+            self.model.load_state_dict(dict(weights()))
         if config.model.frozen:
             freeze(self.model, config.model.frozen)
         computed = COMPUTED[config.precision.param]

@@ -2,8 +2,7 @@
 
     loop            train(): the run on one page
     job             what follows from flags and ranks alone
-    build           the parts of a run, one function a noun
-    weights         initial weights by the flags; the frozen weights under adapters
+    build           the parts of a run, one function a noun; initial weights by the flags
     training_loop   batch, step, record, vote, evaluation, save
     step            one training step
     evaluate        evaluation on held-out data

@@ -7,17 +7,16 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fsdp.base.errors import CheckpointError, ConfigError, RefusedError, exception_line
+from fsdp.base.errors import CheckpointError, ConfigError, RefusedError
 from fsdp.base.object_client import impatient, is_url, without_secrets
-from fsdp.base.phases import Ending, Phases
+from fsdp.base.phases import Phases
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.checkpointer import Restored
 from fsdp.checkpoint.store import lock_place, open_store
@@ -26,46 +25,65 @@ from fsdp.data import Loader
 from fsdp.data.cursor import stream_key
 from fsdp.dist import collectives, preflight
 from fsdp.dist.env import DistEnv, check_torch, end_time, set_allocator, unused_allocation
-from fsdp.dist.mesh import MeshSizes, build_mesh, data_rank
+from fsdp.dist.mesh import build_mesh, data_rank
 from fsdp.dist.process_group import process_group
 from fsdp.dist.stop import Stopper
-from fsdp.memory.account import OomContext
+from fsdp.models import ModelSpec, build_real
 from fsdp.models.loss import LossFunction, summed_entropy
+from fsdp.models.units import names_in_state
 from fsdp.optim.optimizer import StateStore, apply_hyperparameters, build_optimizer
-from fsdp.optim.state import TrainState
-from fsdp.parallel.checks import check_first_forward
+from fsdp.optim.state import Ema, TrainState
+from fsdp.parallel.checks import check_first_forward, state_digest
 from fsdp.parallel.compute import attention_kernel
-from fsdp.parallel.materialize import materialize
-from fsdp.parallel.shard import Sharded, replicate, shard_model
+from fsdp.parallel.materialize import build_on_host, materialize
+from fsdp.parallel.shard import Dtypes, Sharded, Sharding, replicate, shard_model
 from fsdp.record.recorder import Console, Recorder, Reporter, set_up_logging
-from fsdp.run import weights
-from fsdp.run.job import Job, flops_per_sample, peak_flops, trained_model
-from fsdp.run.summary import Planned, steps_line
+from fsdp.run.job import Job, flops_per_sample, peak_flops
 from fsdp.rundir import history, paths
-from fsdp.rundir.history import open_lines
 from fsdp.rundir.lock import TWO_RUNS, Folder, Lock, hold
 from fsdp.rundir.paths import RunDir, writing
 
 if TYPE_CHECKING:
-    from fsdp.checkpoint.pretrained import PretrainedWeights
-    from fsdp.models import ModelSpec
+    from fsdp.checkpoint.pretrained import Base, PretrainedWeights
     from fsdp.parallel.nvme import NvmeFiles
-    from fsdp.parallel.offload import HostStates
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RunStart:
-    """What a rank has before its model: the run's directory, locked, and the job."""
+class RunParts:
+    """What a loop works with, its own or one of the user's; set in the order in which it is built."""
 
     config: Config
     env: DistEnv
     reporter: Reporter
-    job: Job
     run: RunDir
     locks: Lock | None
     process_ends: bool
+    job: Job
+    loss_function: LossFunction
+    sharded: Sharded
+    files: NvmeFiles | None
+    store: StateStore | None
+    checkpointer: Checkpointer
+    state: TrainState
+    ema: Ema | None
+    stopper: Stopper
+    loader: Loader
+    recorder: Recorder
+    phases: Phases
+
+    def record_sealed(self) -> None:
+        for sealed in self.checkpointer.sealed():
+            self.recorder.saved(
+                sealed.step, sealed.path, stall_s=sealed.stall_s, write_s=sealed.write_s, size=sealed.bytes
+            )
+
+    def end_saves(self) -> None:
+        self.phases.enter("end")
+        try:
+            self.checkpointer.close()
+        finally:
+            self.record_sealed()
 
 
 # ---------------------------------------------------------------- the process and the run directory
@@ -112,102 +130,101 @@ def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Lock | No
         store.fetch_records(run.path)
         return str(run.path)
 
+    ending: AbstractContextManager[None] = impatient()
     try:
         run = paths.open_run(collectives.on_main(env.rank, lock_run))
         if in_store := is_url(config.checkpoint.dir):
             run.path.mkdir(parents=True, exist_ok=True)  # each node may have one
         preflight.check(env, None if in_store else run.path)
         yield run, held[0] if held else None
-    except BaseException:
-        with impatient():
-            _release(held)
-        raise
-    else:
-        _release(held)
+        ending = nullcontext()
+    finally:
+        with ending:
+            for locks in held:
+                locks.release()
 
 
-def _release(held: list[Lock]) -> None:
-    for locks in held:
-        locks.release()
+# ---------------------------------------------------------------- model, weights, optimizer, data
 
 
-def record_failure(start: RunStart, step: int, error: BaseException) -> None:
-    """In the history, while this start still has the run directory."""
-    if start.env.is_main and (start.locks is None or start.locks.lost is None):
-        history.record_end(start.run, step=step, why=exception_line(error), how=Ending.FAILED)
-
-
-# ---------------------------------------------------------------- model, optimizer, data
-
-
-def loss_function(start: RunStart, model: nn.Module) -> LossFunction:
-    config, job = start.config, start.job
-    z_loss = config.train.z_loss
-    if "transformers" in sys.modules and start.env.is_main and job.loss is None:
+def loss_function(parts: RunParts, model: nn.Module) -> LossFunction:
+    train, memory, job = parts.config.train, parts.config.memory, parts.job
+    if "transformers" in sys.modules and job.loss is None and parts.env.is_main:
         from fsdp.models.hf import remarks
 
         for line in remarks(model):
             log.warning("%s", line)
     head = None
-    if config.memory.loss_chunk:
+    if memory.loss_chunk:
         from fsdp.models.chunked_loss import maybe_chunked
 
-        head = maybe_chunked(model, config.memory.loss_chunk, compiled=job.sharding.compiled, z_loss=z_loss)
+        compiled = job.sharding.compiled
+        head = maybe_chunked(model, memory.loss_chunk, compiled=compiled, z_loss=train.z_loss)
     summed = torch.compile(summed_entropy) if job.sharding.compiled else summed_entropy
-    return LossFunction(model, job.loss, head, summed=summed, z_loss=z_loss)
+    return LossFunction(model, job.loss, head, summed=summed, z_loss=train.z_loss)
 
 
-def sharded(start: RunStart, model: nn.Module) -> Sharded:
+def sharded(config: Config, env: DistEnv, sharding: Sharding, model: nn.Module) -> Sharded:
     """Collective."""
-    config, job, env = start.config, start.job, start.env
-    mesh = build_mesh(job.sizes, env.device, config.run.process_group_timeout_s)
-    return shard_model(model, job.sharding, mesh)
+    mesh = build_mesh(sharding.sizes, env.device, config.run.process_group_timeout_s)
+    return shard_model(model, sharding, mesh)
 
 
-def nvme_files(start: RunStart, model: Sharded) -> NvmeFiles | None:
-    """The files of --memory.nvme. Collective if there are any."""
-    memory = start.config.memory
-    if memory.nvme == "off":
-        return None
-    from fsdp.parallel.nvme import NvmeFiles
+def stores(parts: RunParts) -> tuple[NvmeFiles | None, StateStore | None]:
+    """The files of --memory.nvme, and what holds the optimizer's states beside the device. Collective."""
+    memory, optim, model = parts.config.memory, parts.config.optim, parts.sharded
+    if memory.nvme != "off":
+        from fsdp.parallel.nvme import NvmeFiles
 
-    return NvmeFiles(memory, start.config.optim, model.root, model.units, state_dtype=model.dtypes.master)
+        files = NvmeFiles(memory, optim, model.root, model.units, state_dtype=model.dtypes.master)
+        return files, files
+    if memory.optimizer_offload:
+        from fsdp.parallel.offload import HostStates
 
-
-def host_states(start: RunStart, model: Sharded) -> HostStates | None:
-    if not start.config.memory.optimizer_offload:
-        return None
-    from fsdp.parallel.offload import HostStates
-
-    return HostStates(start.config.optim, model.dtypes.master, start.env.device)
+        return None, HostStates(optim, model.dtypes.master, parts.env.device)
+    return None, None
 
 
-def checkpointer(
-    config: Config,
-    env: DistEnv,
-    run: RunDir,
-    sizes: MeshSizes,
-    locks: Lock | None,
-    files: NvmeFiles | None = None,
-) -> Checkpointer:
+def checkpointer(parts: RunParts) -> Checkpointer:
+    """Collective."""
+    config, run = parts.config, parts.run.path
     return Checkpointer(
         config.checkpoint,
-        run.path,
-        env,
-        sizes,
+        run,
+        parts.env,
+        parts.sharded.sizes,
         config_hash=config_hash(config),
-        locks=locks,
-        staging_memory=files,
+        locks=parts.locks,
+        staging_memory=parts.files,
     )
+
+
+def maybe_state(config: Config) -> Callable[[], dict[str, Tensor]] | None:
+    """Opens the state dict of --model.weights; `none` is random weights where --model.name has its own."""
+    if config.model.weights in ("", "none"):
+        return None
+    from fsdp.checkpoint.pretrained import open_full_state
+
+    return partial(open_full_state, config.model.weights)
+
+
+def maybe_folder(
+    config: Config, spec: ModelSpec, *, quiet: bool = True
+) -> Callable[[], PretrainedWeights] | None:
+    """Opens the model's folder of transformers, unless --model.weights names other weights."""
+    if spec.pretrained is None or config.model.weights:
+        return None
+    from fsdp.checkpoint.pretrained import PretrainedWeights
+
+    return partial(PretrainedWeights, spec.pretrained, config.run.seed, quiet)
 
 
 def real_weights(
     config: Config,
+    env: DistEnv,
     model: Sharded,
     spec: ModelSpec,
-    rank: int,
     *,
-    pretrained: Callable[[], PretrainedWeights] | None = None,
     files: NvmeFiles | None = None,
     restored: bool = False,
     later_too: bool = False,
@@ -220,9 +237,9 @@ def real_weights(
         spec=spec,
         seed=config.run.seed,
         init=config.model.init,
-        rank=rank,
-        weights=partial(weights.open_state, config) if weights.names_state(config) else None,
-        pretrained=pretrained,
+        rank=env.rank,
+        weights=maybe_state(config),
+        pretrained=maybe_folder(config, spec, quiet=not env.is_main),
         rest_device=torch.device("cpu") if config.memory.cpu_offload else None,
         nvme_files=files,
         restored=restored,
@@ -234,24 +251,24 @@ def real_weights(
     replicate(model)
 
 
-def fill_weights(start: RunStart, model: Sharded, saves: Checkpointer, files: NvmeFiles | None) -> None:
+def fill_weights(parts: RunParts) -> None:
     """The run's initial weights, or memory for those of its checkpoint. Collective."""
-    config, spec = start.config, start.job.spec
-    folder = partial(weights.open_folder, config, spec, quiet=not start.env.is_main)
-    real_weights(
-        config,
-        model,
-        spec,
-        start.env.rank,
-        pretrained=folder if weights.reads_folder(config, spec) else None,
-        files=files,
-        # A checkpoint of adapters alone has no frozen weights.
-        restored=not config.lora.rank and saves.has_checkpoint(),
-    )
-    saves.base = weights.maybe_base(config, spec, start.job.dtypes, model.root)
-    saves.pretrained = weights.saved_as(config, spec)
-    if config.train.evaluate_only and saves.has_checkpoint():
-        run = start.run.path
+    config, job, saves = parts.config, parts.job, parts.checkpointer
+    has_checkpoint = saves.has_checkpoint()
+    # A checkpoint of adapters alone has no frozen weights.
+    restored = has_checkpoint and not config.lora.rank
+    real_weights(config, parts.env, parts.sharded, job.spec, files=parts.files, restored=restored)
+    saves.pretrained = job.exported
+    if config.lora.rank:
+        from fsdp.checkpoint.pretrained import digest_of
+        from fsdp.models.lora import base_names
+
+        root = parts.sharded.root
+        frozen = base_names(root)
+        digests = {name: value for name, value in state_digest(root).items() if name in frozen}
+        saves.base = frozen_base(config, job.spec, job.dtypes, digest_of(digests))
+    if config.train.evaluate_only and has_checkpoint:
+        run = parts.run.path
         raise ConfigError(
             f"--train.evaluate_only true in --run.dir {run}, which has checkpoints of its own: "
             "its configuration and records would be replaced.",
@@ -259,53 +276,76 @@ def fill_weights(start: RunStart, model: Sharded, saves: Checkpointer, files: Nv
         )
 
 
-def optimizer(start: RunStart, model: Sharded) -> torch.optim.Optimizer:
-    memory, on_cuda = start.config.memory, start.env.device.type == "cuda"
+def frozen_base(config: Config, spec: ModelSpec, dtypes: Dtypes, digest: str) -> Base:
+    """The frozen weights under adapters by the flags, whatever their digest."""
+    from fsdp.checkpoint.pretrained import Base
+
+    folder, state = maybe_folder(config, spec), maybe_state(config)
+    origin = f"--model.weights {config.model.weights}" if state else f"--run.seed {config.run.seed}"
+    if folder is not None and spec.pretrained is not None:
+        origin = spec.pretrained.flag
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return spec.build()
+
+    def read() -> Mapping[str, Tensor]:
+        if folder is not None:
+            return folder()
+        if state is not None:  # a tied weight may have any of its names
+            tensors, names = state(), names_in_state(build()).items()
+            return {name: tensors[a] for name, aliases in names for a in aliases[::-1] if a in tensors}
+        if spec.knows_inits:
+            return build_real(spec, config.run.seed).state_dict()
+        whole = partial(build_on_host, spec, config.run.seed)
+        draws = spec.draws(config.run.seed, whole)
+        return whole().state_dict() if draws is None else draws
+
+    stored = dtypes.frozen or dtypes.master
+    return Base(digest, origin, config.lora, dtypes.master, stored, build, read)
+
+
+def optimizer(parts: RunParts) -> torch.optim.Optimizer:
+    memory, on_cuda = parts.config.memory, parts.env.device.type == "cuda"
     on_host = (memory.cpu_offload or memory.nvme != "off") and on_cuda
     # The update of small states is compiled where blocks are, and states rest on the device.
-    return build_optimizer(
-        start.config.optim, model.root, compiled=start.job.sharding.compiled and not on_host
-    )
+    compiled = parts.job.sharding.compiled and not on_host
+    return build_optimizer(parts.config.optim, parts.sharded.root, compiled=compiled)
 
 
-def restore(
-    start: RunStart, saves: Checkpointer, state: TrainState, store: StateStore | None
-) -> Restored | None:
-    """Fills `state` from the newest checkpoint; None without one. Collective."""
-    config = start.config
+def restore(parts: RunParts) -> Restored | None:
+    """Fills the state from the newest checkpoint; None without one. Collective."""
+    config, state, store = parts.config, parts.state, parts.store
     with store.preallocated(state.optimizer) if store is not None else nullcontext():
-        restored = saves.restore(state, weights_only=config.train.evaluate_only)
+        restored = parts.checkpointer.restore(state, weights_only=config.train.evaluate_only)
     apply_hyperparameters(config.optim, state.optimizer)
     return restored
 
 
-def check_saves_are_there(config: Config, env: DistEnv, run: RunDir, saves: Checkpointer, step: int) -> None:
+def check_saves_are_there(parts: RunParts) -> None:
     """CheckpointError if the run has saved a later step than the one it starts from, and its store is empty:
     a disk is not mounted, or the checkpoints were deleted. Collective.
     """
-    if saves.resumed_step >= 0 or config.checkpoint.resume == "never":
-        return
+    section, run, step = parts.config.checkpoint, parts.run, parts.state.step
 
     def check() -> None:
-        saved = history.last_step(run.saves)
-        if saved <= step:
+        if (saved := history.last_step(run.saves)) <= step:
             return
-        place = config.checkpoint.dir or f"{run.path}/checkpoints"
-        place = without_secrets(place) if is_url(place) else str(Path(place).absolute())
-        over = "--checkpoint.resume never starts over at step 0"
-        if config.checkpoint.resume != "auto":
-            over = f"another --run.dir starts from {config.checkpoint.resume}"
+        store = section.dir or f"{run.path}/checkpoints"
+        store = without_secrets(store) if is_url(store) else str(Path(store).absolute())
         raise CheckpointError(
-            f"{run.path} has saved step {saved}, but {place} holds no checkpoint: "
+            f"{run.path} has saved step {saved}, but {store} holds no checkpoint: "
             f"this start would go back to step {step} and delete the records after it.",
-            f"mount or copy the checkpoints to {place} and start the same command; {over}",
+            f"mount or copy the checkpoints to {store} and start the same command; "
+            "--checkpoint.resume never starts over at step 0",
         )
 
-    collectives.on_main(env.rank, check)
+    if parts.checkpointer.resumed_step < 0 and section.resume != "never":
+        collectives.on_main(parts.env.rank, check)
 
 
-def loader(start: RunStart, job: Job) -> Loader:
-    section, env, seed = start.config.data, start.env, start.config.run.seed
+def loader(parts: RunParts) -> Loader:
+    section, env, job, seed = parts.config.data, parts.env, parts.job, parts.config.run.seed
 
     def about(step: int) -> tuple[int, float | None]:
         return stream_key(seed, step + 1, env.rank) % 2**63, job.epoch_at(step + 1)
@@ -325,105 +365,74 @@ def loader(start: RunStart, job: Job) -> Loader:
     )
 
 
-# ---------------------------------------------------------------- stop requests, records, memory
+# ---------------------------------------------------------------- stop requests, records
 
 
-def stopper(start: RunStart, saves: Checkpointer) -> Stopper:
+def stopper(parts: RunParts) -> Stopper:
+    """Collective."""
+    config, reporter, saves = parts.config, parts.reporter, parts.checkpointer
     return Stopper(
-        start.config.stop,
-        start.env,
-        start.run.path,
-        None if type(start.reporter) is Reporter else start.reporter.should_stop,
+        config.stop,
+        parts.env,
+        parts.run.path,
+        None if type(reporter) is Reporter else reporter.should_stop,
         end_time=end_time(),
-        every_minutes=start.config.checkpoint.every_minutes,
+        every_minutes=config.checkpoint.every_minutes,
         save_seconds=lambda: saves.save_seconds,
-        process_ends=start.process_ends,
+        process_ends=parts.process_ends,
     )
 
 
-def oom_context(start: RunStart, model: Sharded) -> OomContext:
-    job, build = start.job, partial(trained_model, start.config, start.job)
-    return OomContext(sharded=model, batch=job.batch, build=build, samples=job.data.train, loss=job.loss)
-
-
-def records(start: RunStart, step: int) -> None:
+def records(parts: RunParts) -> None:
     """What a start cannot do without: where it cannot be written no rank trains. Collective."""
-    run, data = start.run, start.job.data_identity
+    run, data, step, env = parts.run, parts.job.data_identity, parts.state.step, parts.env
     nodes = list(dict.fromkeys(collectives.all_gather_objects(socket.gethostname())))
 
     def write() -> None:
-        if start.locks is not None and (reason := start.locks.lost_now()) is not None:
+        if parts.locks is not None and (reason := parts.locks.lost_now()) is not None:
             raise RefusedError(f"{reason}.", TWO_RUNS)
         with writing(run.history):  # another user's: before config.toml is replaced
-            open_lines(run.history).close()
-        for file in (run.metrics, run.saves):
-            with writing(file):
-                history.truncate(file, step)
+            history.open_lines(run.history).close()
+        truncate(run, step)
         with writing(run.config):
-            changed = paths.write_config(run, start.config) + history.data_changes(run, data)
+            changed = paths.write_config(run, parts.config) + history.data_changes(run, data)
         with writing(run.history):
-            history.record_start(run, start.env, from_step=step, changed=changed, nodes=nodes, data=data)
+            history.record_start(run, env, from_step=step, changed=changed, nodes=nodes, data=data)
         for line in changed:
             log.warning("changed since the last start: %s", line)
 
-    collectives.on_main(start.env.rank, write)
+    collectives.on_main(env.rank, write)
 
 
-def recorder(start: RunStart, job: Job, step: int, *, flops: float, planned: Planned | None) -> Recorder:
-    """With its sinks on rank 0. Collective: every rank raises what rank 0 does. `flops` are those of a
-    sample."""
-    config, env, run = start.config, start.env, start.run
-    every = config.run.log_every_steps or (10 if env.device.type == "cuda" else max(1, job.total_steps // 40))
-    peak = peak_flops(env.device, env.world_size)
-    made = Recorder(
-        run,
-        env,
-        start.reporter,
-        Console(total_steps=job.total_steps, every=every, unit=job.unit),
-        from_step=step,
-        mfu_of=flops / peak if peak else 0.0,
-    )
+def truncate(run: RunDir, step: int) -> None:
+    for file in (run.metrics, run.saves):
+        with writing(file):
+            history.truncate(file, step)
 
-    def add_sinks() -> None:
-        if planned is not None:
-            made.add(planned)
-        if config.run.sinks or config.run.wandb or config.run.mlflow:
-            from fsdp.record.sinks import build_sinks
 
+def recorder(parts: RunParts, console: Console, mfu_of: float = 0.0) -> Recorder:
+    """With its sinks on rank 0. Collective: every rank raises what rank 0 does."""
+    config, env, run, step = parts.config, parts.env, parts.run, parts.state.step
+    made = Recorder(run, env, parts.reporter, console, from_step=step, mfu_of=mfu_of)
+    if config.run.sinks or config.run.wandb or config.run.mlflow:
+        from fsdp.record.sinks import build_sinks
+
+        def add_sinks() -> None:
             for sink, label in build_sinks(config, run.path, step):
                 made.add(sink, label)
 
-    collectives.on_main(env.rank, add_sinks)
+        collectives.on_main(env.rank, add_sinks)
     return made
 
 
-def log_start(start: RunStart, job: Job, facts: Mapping[str, str], restored: Restored | None) -> None:
-    if not start.env.is_main:
-        return
-    log.info("run %s", start.run.path)
-    if restored is not None:
-        for line in (*restored.notes, f"resumes from step {restored.step}", job.cursor.note()):
-            if line:
-                log.info("%s", line)
-    shown = {**facts, "steps": steps_line(job)}
-    log.info("%s", "; ".join(f"{name} {text}" for name, text in shown.items()))
+def console(parts: RunParts) -> Console:
+    total, info = parts.job.total_steps, parts.job.data.info
+    every = 10 if parts.env.device.type == "cuda" else max(1, total // 40)
+    unit = "tok" if info.tokens_per_sample else "sample"
+    return Console(total_steps=total, every=parts.config.run.log_every_steps or every, unit=unit)
 
 
-def maybe_profile(
-    start: RunStart, model: nn.Module, adam: torch.optim.Optimizer, phases: Phases
-) -> AbstractContextManager[object]:
-    """Context of the steps, whose memory or trace is recorded if a flag asks for it."""
-    if not (start.config.profile.memory or start.config.profile.trace):
-        return nullcontext()
-    from fsdp.memory.profile import Profile
-
-    return Profile(start.config.profile, start.run.path / "profile", start.env, model, adam, phases)
-
-
-# ---------------------------------------------------------------- operations of a sample
-
-
-def maybe_flops(start: RunStart, model: nn.Module) -> float:
-    """Counted where the device's peak is known, which makes them an MFU."""
-    known = peak_flops(start.env.device, start.env.world_size) > 0
-    return flops_per_sample(model, start.job.data, start.job.loss) if known else 0.0
+def maybe_mfu(parts: RunParts, model: nn.Module) -> float:
+    """That of one sample a second, counted where the device's peak is known; else 0."""
+    peak = peak_flops(parts.env.device, parts.env.world_size)
+    return flops_per_sample(model, parts.job.data, parts.job.loss) / peak if peak else 0.0

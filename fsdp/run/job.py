@@ -39,16 +39,14 @@ from fsdp.parallel.checks import check_device, stale_reference
 from fsdp.parallel.comm import check_divide
 from fsdp.parallel.compute import check_attention, check_float8, check_float8_tokens
 from fsdp.parallel.shard import Dtypes, Sharding, resolve_dtypes, sharding_of
-from fsdp.run.weights import saved_as
 from fsdp.rundir import history
 
 if TYPE_CHECKING:
     from fsdp.data.mixture import MixCursor
     from fsdp.data.stream import StreamCursor
+    from fsdp.models.hf import SourceFolder
 
 log = logging.getLogger(__name__)
-
-DEFAULT_EPOCHS = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +61,8 @@ class Job:
     total_steps: int
     schedule: Schedule
     loss: CustomLoss | None
+    exported: SourceFolder | None
+    """The format of transformers in which the run is exported; None for a state dict."""
 
     @property
     def sizes(self) -> MeshSizes:
@@ -126,7 +126,6 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
     total_steps = _total_steps(config, data, cursor)
     spec = resolve_model(config.model, data.info.facts)
     sharding = sharding_of(config, sizes, device)
-    saved_as(config, spec)  # its errors come before the ranks meet
     return Job(
         data=data,
         spec=spec,
@@ -136,28 +135,39 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
         total_steps=total_steps,
         schedule=Schedule(config.optim, total_steps),
         loss=load_loss(config.train.loss),
+        exported=exported_as(config, spec),
     )
+
+
+def exported_as(config: Config, spec: ModelSpec) -> SourceFolder | None:
+    if spec.pretrained is not None or config.checkpoint.export_format != "hf":
+        return spec.pretrained
+    if spec.name != "transformer":
+        raise ConfigError(
+            f"--checkpoint.export_format hf: {spec.name} is no model of transformers.",
+            "--checkpoint.export_format safetensors",
+        )
+    from fsdp.models.transformer import from_sizes
+
+    return from_sizes(spec.sizes, spec.build)
 
 
 def _check_intervals(config: Config, data: DataSet) -> None:
     """Refuses intervals in epochs for data without a length, and evaluations that have no data. That at the
     end of a run is made only where there is some.
     """
-    train, name = config.train, config.data.name
+    train, name = config.train, f"--data.name {config.data.name}"
     for flag, value in (
         ("checkpoint.every_epochs", config.checkpoint.every_epochs),
         ("train.eval_every_epochs", train.eval_every_epochs),
     ):
         if value and data.stream is not None:
-            raise ConfigError(
-                f"--{flag} {value:g}: --data.name {name} is a stream, which has no epochs.",
-                f"--{flag} 0 --{flag.replace('epochs', 'steps')} 100",
-            )
+            steps = f"--{flag} 0 --{flag.replace('epochs', 'steps')} 100"
+            raise ConfigError(f"--{flag} {value:g}: {name} is a stream, which has no epochs.", steps)
     for flag, off in (("evaluate_only", "false"), ("eval_every_steps", "0"), ("eval_every_epochs", "0")):
         if (value := getattr(train, flag)) and data.heldout is None:
-            shown = "true" if value is True else f"{value:g}"
             raise ConfigError(
-                f"--train.{flag} {shown}, but --data.name {name} has no held-out data.",
+                f"--train.{flag} {value:g}, but {name} has no held-out data.",
                 f"--train.{flag} {off}, or a data set that has some: docs/data.md",
             )
 
@@ -201,15 +211,13 @@ def _total_steps(config: Config, data: DataSet, cursor: Cursor | MixCursor | Str
     if config.train.steps:
         return config.train.steps
     if data.stream is not None:
-        given = f"--train.epochs {config.train.epochs}: " if config.train.epochs else ""
-        raise ConfigError(
-            f"{given}--data.name {config.data.name} is a stream, which has no length.", "--train.steps 1000"
-        )
+        name = f"--data.name {config.data.name}"
+        raise ConfigError(f"{name} is a stream, which has no length in epochs.", "--train.steps 1000")
     if cursor.end is not None:
         return cursor.end
     if not config.train.epochs and data.info.default_steps:
         return data.info.default_steps
-    epochs = config.train.epochs or data.info.default_epochs or DEFAULT_EPOCHS
+    epochs = config.train.epochs or data.info.default_epochs or 1
     return cursor.steps_of(epochs) if isinstance(cursor, Cursor) else epochs * cursor.steps_per_epoch
 
 
@@ -246,7 +254,6 @@ def meta_model(spec: ModelSpec, seed: int = 0) -> nn.Module:
 
 def trained_model(config: Config, job: Job) -> nn.Module:
     model = model_of(config, job.spec, job.dtypes)
-    warn_of_extra_states(model)
     if job.sizes.ranks > 1 and (norms := batch_norms(model)):
         log.warning(
             "%s (%d in all): BatchNorm over the rows that a rank has, so the result depends on the number of "
@@ -254,22 +261,12 @@ def trained_model(config: Config, job: Job) -> nn.Module:
             norms[0],
             len(norms),
         )
+    # autocast leaves the operands of grouped products in the master's dtype
     if job.sizes.strategy == "ddp" and "transformers" in sys.modules:
         from fsdp.models.hf import select_experts_kernel
 
-        # Autocast leaves the operands of grouped products in the master's dtype.
         select_experts_kernel(model, job.dtypes.master)
     return model
-
-
-def warn_of_extra_states(model: nn.Module) -> None:
-    if owners := extra_states(model):
-        log.warning(
-            "%s (%d in all): get_extra_state is in no checkpoint and no export: a resumed run starts with "
-            "that of the constructor. HINT: register_buffer for what is to stay",
-            owners[0],
-            len(owners),
-        )
 
 
 def model_of(config: Config, spec: ModelSpec, dtypes: Dtypes | None = None) -> nn.Module:
@@ -297,15 +294,23 @@ def trainable_model(spec: ModelSpec, seed: int, computed: torch.dtype) -> nn.Mod
     """
     model = meta_model(spec, seed)
     check_parameters(model, spec.name)
+    if owners := extra_states(model):
+        log.warning(
+            "%s (%d in all): get_extra_state is in no checkpoint and no export: a resumed run starts with "
+            "that of the constructor. HINT: register_buffer for what is to stay",
+            owners[0],
+            len(owners),
+        )
     if not model.training:
         model.train()
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():  # as FSDP needs them; values and names stay the same
+            parameter.data = parameter.data.contiguous()
     if "transformers" in sys.modules:
         from fsdp.models.hf import select_experts_kernel, turn_caches_off
 
         turn_caches_off(model)
         select_experts_kernel(model, computed)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.contiguous()  # as FSDP needs them
     return model
 
 
@@ -313,38 +318,29 @@ def trainable_model(spec: ModelSpec, seed: int, computed: torch.dtype) -> nn.Mod
 
 
 def flops_per_sample(model: nn.Module, data: DataSet, loss: CustomLoss | None = None) -> float:
-    """Forward and backward of one sample by the model's own arithmetic, counted on fake tensors; `model` is
-    on meta. Recomputation is not counted: MFU is the share of the device that the model uses. Of a model that
-    reads values 6 a parameter and token.
+    """Forward and backward of one sample by the model's own arithmetic, counted on fake tensors, of which
+    models of transformers read no values; `model` is on meta. Recomputation is not counted: MFU is the share
+    of the device that the model uses. Of a model that reads values 6 a parameter and token.
     """
+    counter, flops, meta = FlopCounterMode(display=False), 0.0, model
     try:
-        # The backward of a matrix product is two products of its size.
-        return 3 * _forward_flops(model, data, loss)
+        sample = data.train.batch(np.zeros(1, np.int64))
+        model = copy.deepcopy(model)
+        if "transformers" in sys.modules:
+            from fsdp.models.hf import group_experts
+
+            group_experts(model)
+        with fake_forward() as mode, torch.no_grad():
+            to_empty(model, "cpu")
+            # transformers reads the values of positions: a packed row counts as one document.
+            first = {name: mode.from_tensor(value) for name, value in sample.items() if name != POSITIONS}
+            # attention as its products: not every fused kernel is in the counter's table
+            with counter, sdpa_kernel(SDPBackend.MATH):
+                LossFunction(model, loss)(model, first, torch.ones(1, dtype=torch.bool), 1)
+        flops = 3.0 * counter.get_total_flops()  # a product's backward is two products of its size
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError, KeyError) as error:
         log.info("MFU by 6 × parameters × tokens: products cannot be counted (%s)", first_line(error, 80))
-        return 6.0 * sum(p.numel() for p in model.parameters()) * max(1, data.info.tokens_per_sample)
-
-
-def _forward_flops(model: nn.Module, data: DataSet, loss: CustomLoss | None) -> float:
-    """On fake tensors, of which models of transformers read no values; on meta they do."""
-    sample = data.train.batch(np.zeros(1, np.int64))
-    model = copy.deepcopy(model)
-    if "transformers" in sys.modules:
-        from fsdp.models.hf import group_experts
-
-        group_experts(model)
-    counter = FlopCounterMode(display=False)
-    with fake_forward() as mode, torch.no_grad():
-        to_empty(model, "cpu")
-        # transformers reads the values of positions: a packed row counts as one document.
-        first = {name: mode.from_tensor(value) for name, value in sample.items() if name != POSITIONS}
-        valid = torch.ones(1, dtype=torch.bool)
-        # attention as its products: not every fused kernel is in the counter's table
-        with counter, sdpa_kernel(SDPBackend.MATH):
-            LossFunction(model, loss)(model, first, valid, 1)
-    if not (total := float(counter.get_total_flops())):
-        raise ValueError("nothing in it was counted")
-    return total
+    return flops or 6.0 * sum(p.numel() for p in meta.parameters()) * max(1, data.info.tokens_per_sample)
 
 
 def peak_flops(device: torch.device, ranks: int) -> float:

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import linecache
 import logging
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 
-from fsdp.base.phases import Phases
+from fsdp.base.errors import exception_line
+from fsdp.base.phases import Ending, Phases
 from fsdp.base.proc import collection_paused
-from fsdp.config import Config
+from fsdp.config import Config, replace
 from fsdp.dist.env import DistEnv
+from fsdp.memory.account import OomContext
 from fsdp.memory.oom import OutOfMemoryHandler
-from fsdp.optim.optimizer import update_of
 from fsdp.optim.state import TrainState, maybe_ema
 from fsdp.record.recorder import Reporter
 from fsdp.run import build
-from fsdp.run.evaluate import Outcome, as_evaluated
+from fsdp.run.evaluate import Outcome
 from fsdp.run.job import prepare, resumed, trained_model
-from fsdp.run.summary import describe, maybe_planned
+from fsdp.run.summary import describe, log_start
 from fsdp.run.training_loop import TrainingLoop
+from fsdp.rundir import history
 from fsdp.watch.rank import Watch
 
 log = logging.getLogger(__name__)
@@ -36,80 +38,77 @@ def train(
     `process_ends`: the caller ends the process after a failure, unlike a notebook. The watch then ends one
     whose teardown hangs.
     """
-    config = as_evaluated(config) if config.train.evaluate_only else config
+    if config.train.evaluate_only:  # the run that it may come from keeps its checkpoints
+        config = replace(config, checkpoint__dir="", checkpoint__local_dir="", checkpoint__export=False)
     build.set_up_process(config, env)
     job = prepare(config, world_size=env.world_size, num_nodes=env.num_nodes, device=env.device)
     if env.local_rank == 0:
         log.info("%s", env)
+    loop = TrainingLoop()
+    loop.config, loop.env, loop.reporter, loop.job = config, env, reporter or Reporter(), job
+    loop.process_ends, loop.phases = process_ends, Phases()
     with (
         build.process(config, env),
-        build.locked_run(config, env) as (run, locks),
-        Watch(config.watch, env, run.path, process_ends=process_ends) as watch,
-        OutOfMemoryHandler(config, env, run.path) as oom,
+        build.locked_run(config, env) as (loop.run, loop.locks),
+        Watch(config.watch, env, loop.run.path, process_ends=process_ends) as watch,
+        OutOfMemoryHandler(config, env, loop.run.path) as oom,
         ExitStack() as parts,  # a start that fails too closes what it has: a notebook's signals and threads
     ):
-        start = build.RunStart(config, env, reporter or Reporter(), job, run, locks, process_ends)
         with collection_paused():
-            loop = _set_up(start, oom, parts)
+            _set_up(loop, oom, parts)
         # 1.5 MiB of source, read for traces of the fake tensors from which FSDP2 infers shapes
         linecache.clearcache()
         loop.phases.listen(watch.phase)
-        profile = build.maybe_profile(start, loop.sharded.root, loop.state.optimizer, loop.phases)
+        profile: AbstractContextManager[object] = nullcontext()
+        if config.profile.memory or config.profile.trace:
+            from fsdp.memory.profile import Profile
+
+            root, optimizer = loop.sharded.root, loop.state.optimizer
+            profile = Profile(config.profile, loop.run.path / "profile", env, root, optimizer, loop.phases)
         try:
             with profile, oom:
                 return loop.run_to_end()
         except BaseException as error:
-            build.record_failure(start, loop.state.step, error)
+            if env.is_main and (loop.locks is None or loop.locks.lost is None):
+                step, line = loop.state.step, exception_line(error)
+                history.record_end(loop.run, step=step, why=line, how=Ending.FAILED)
             raise
 
 
-def _set_up(start: build.RunStart, oom: OutOfMemoryHandler, parts: ExitStack) -> TrainingLoop:
+def _set_up(loop: TrainingLoop, oom: OutOfMemoryHandler, parts: ExitStack) -> None:
     """Builds everything before the first step and restores the newest checkpoint. Collective.
 
     `parts` receives what is to be closed.
     """
-    config, env, job = start.config, start.env, start.job
-    planned = maybe_planned(config.plan, env.device.type)
+    config, env, job = loop.config, loop.env, loop.job
     model = trained_model(config, job)
-    facts, flops = describe(config, job, model), build.maybe_flops(start, model)
-    loss_function = build.loss_function(start, model)
-    sharded = build.sharded(start, model)
-    files = build.nvme_files(start, sharded)
-    checkpointer = build.checkpointer(config, env, start.run, job.sizes, start.locks, files)
-    build.fill_weights(start, sharded, checkpointer, files)
-    store = files or build.host_states(start, sharded)
-    context = build.oom_context(start, sharded)
+    facts, mfu = describe(config, job, model), build.maybe_mfu(loop, model)
+    loop.loss_function = build.loss_function(loop, model)
+    loop.sharded = build.sharded(config, env, job.sharding, model)
+    loop.files, loop.store = build.stores(loop)
+    loop.checkpointer = build.checkpointer(loop)
+    build.fill_weights(loop)
+    context = OomContext(
+        sharded=loop.sharded,
+        batch=job.batch,
+        build=lambda: trained_model(config, job),
+        samples=job.data.train,
+        loss=job.loss,
+        phases=loop.phases,
+    )
     oom.set_context(context)
-    optimizer = build.optimizer(start, sharded)
-    scale = config.precision.loss_scale
-    state = TrainState(sharded.root, optimizer, loss_scale=scale, optimizer_name=config.optim.name)
-    ema = maybe_ema(config.optim, sharded.root, optimizer)
-    restored = build.restore(start, checkpointer, state, store)
+    context.optimizer = optimizer = build.optimizer(loop)
+    scale, name = config.precision.loss_scale, config.optim.name
+    loop.state = TrainState(loop.sharded.root, optimizer, loss_scale=scale, optimizer_name=name)
+    loop.ema = maybe_ema(config.optim, loop.sharded.root, optimizer)
+    restored = build.restore(loop)
     if not config.train.evaluate_only:
-        job = resumed(job, config, state)
-    build.check_saves_are_there(config, env, start.run, checkpointer, state.step)
-    stopper = parts.enter_context(closing(build.stopper(start, checkpointer)))
-    loader = parts.enter_context(closing(build.loader(start, job)))
-    build.records(start, state.step)
-    recorder = parts.enter_context(
-        closing(build.recorder(start, job, state.step, flops=flops, planned=planned))
-    )
-    build.log_start(start, job, facts, restored)
-    context.optimizer, context.phases = optimizer, Phases()
-    return TrainingLoop(
-        start,
-        job,
-        sharded=sharded,
-        state=state,
-        loss_function=loss_function,
-        loader=loader,
-        checkpointer=checkpointer,
-        stopper=stopper,
-        recorder=recorder,
-        phases=context.phases,
-        update=update_of(optimizer, store),
-        whole_update=store is None,
-        in_turn=None if files is None else files.in_turn,
-        planned=planned,
-        ema=ema,
-    )
+        loop.job = resumed(job, config, loop.state)
+    build.check_saves_are_there(loop)
+    loop.stopper = parts.enter_context(closing(build.stopper(loop)))
+    loop.loader = parts.enter_context(closing(build.loader(loop)))
+    build.records(loop)
+    recorder = build.recorder(loop, build.console(loop), mfu)
+    loop.recorder = parts.enter_context(closing(recorder))
+    log_start(loop, facts, restored)
+    loop.set_up_steps()

@@ -78,9 +78,18 @@ def train_step(
     parts: StepParts, batches: Iterator[Batch], count: int, *, step: int, lr: float, totals: Totals
 ) -> Tensor:
     """A step of `count` micro-batches; returns the gradient norm, of all ranks. Collective."""
-    numbers: Tensor | None = None
-    for nth in range(count):
-        numbers = _micro_batch(parts, next(batches), numbers, last=nth == count - 1, totals=totals)
+    assert parts.loss_function is not None
+    sharded, numbers, scale = parts.sharded, None, 1.0 if parts.scaler is None else parts.scaler.scale
+    for left in reversed(range(count)):
+        with sharded.micro_batch(not left):
+            scaled, numbers = _forward(parts, next(batches), numbers, scale, totals)
+            if not left:
+                if parts.verdicts is not None:
+                    parts.verdicts.own_loss = numbers.view(-1)[0].clone()
+                totals.reduce(numbers, scaled)
+            parts.enter("backward")
+            scaled.backward()
+            del scaled  # its graph holds the micro-batch
     norm = reduced_norm(parts, totals.factor)
     if parts.scaler is not None:
         norm = parts.scaler.unscale(parts.gradients, norm)
@@ -91,39 +100,26 @@ def train_step(
     return norm
 
 
-def _micro_batch(
-    parts: StepParts, batch: Batch, numbers: Tensor | None, *, last: bool, totals: Totals
-) -> Tensor:
-    """Forward and backward of one micro-batch: gradients of the global batch's mean loss. Returns `numbers`
-    with its own added.
-    """
+def _forward(
+    parts: StepParts, batch: Batch, numbers: Tensor | None, scale: float, totals: Totals
+) -> tuple[Tensor, Tensor]:
+    """Of one micro-batch: its part of the global batch's mean loss, scaled, and `numbers` with its own."""
     assert parts.loss_function is not None
-    sharded, scale = parts.sharded, 1.0 if parts.scaler is None else parts.scaler.scale
-    with sharded.micro_batch(last):
-        model = sharded.called
-        parts.enter("forward")
-        loss = parts.loss_function(model, batch.data, batch.valid, batch.valid_rows, totals.weight)
-        if not loss.loss_sum.requires_grad:
-            raise ConfigError(
-                "the loss does not depend on a trained parameter, so that it has no gradient.",
-                "compute it without .detach(), .item() and torch.no_grad(), from parameters that are not "
-                "frozen",
-                scope="rank",  # it may be one rank's alone
-            )
-        weight = totals.weight()
-        own = numbers_of(loss, batch, totals.sources)
-        numbers = own if numbers is None else numbers + own
-        # A reduction averages over the ranks: each multiplies by their number.
-        scaled = loss.loss_sum * (sharded.divisor * scale / weight)
-        if loss.auxiliary is not None:
-            scaled = scaled + loss.auxiliary * (sharded.divisor * scale / totals.rows)
-        if last:
-            if parts.verdicts is not None:
-                parts.verdicts.own_loss = numbers.view(-1)[0].clone()
-            totals.reduce(numbers, scaled)
-        parts.enter("backward")
-        scaled.backward()
-    return numbers
+    parts.enter("forward")
+    sharded = parts.sharded
+    loss = parts.loss_function(sharded.called, batch.data, batch.valid, batch.valid_rows, totals.weight)
+    if not loss.loss_sum.requires_grad:
+        raise ConfigError(
+            "the loss does not depend on a trained parameter, so that it has no gradient.",
+            "compute it without .detach(), .item() and torch.no_grad(), from parameters that are not frozen",
+            scope="rank",  # it may be one rank's alone
+        )
+    # A reduction averages over the ranks: each multiplies by their number.
+    scaled = loss.loss_sum * (sharded.divisor * scale / totals.weight())
+    if loss.auxiliary is not None:
+        scaled = scaled + loss.auxiliary * (sharded.divisor * scale / totals.rows)
+    own = numbers_of(loss, batch, totals.sources)
+    return scaled, own if numbers is None else numbers + own
 
 
 def reduced_norm(parts: StepParts, factor: Callable[[], Tensor] | None = None) -> Tensor:
@@ -218,23 +214,19 @@ class BatchTotals(Totals):
         data = batch.micro[0].data
         classes = bool(info.class_names) and all(data[name].dim() < 2 for name in LABELS if name in data)
         if not loss_function.shifts(data) and (classes or not info.masks_targets):
-            self._tokens: Sum | int = batch.samples * info.tokens_per_sample
+            self._summed: Sum | None = None
+            self.tokens = batch.samples * info.tokens_per_sample
+            """The global batch's unmasked tokens, after the first `weight`."""
         else:
             count = sum(loss_function.tokens(micro.counted) for micro in batch.micro)
-            self._tokens = Sum(torch.tensor(count, dtype=torch.int64))
-
-    @property
-    def tokens(self) -> int:
-        """The global batch's unmasked tokens."""
-        if not isinstance(self._tokens, int):
-            self._tokens = int(self._tokens.wait())
-        return self._tokens
+            self._summed, self.tokens = Sum(torch.tensor(count, dtype=torch.int64)), 0
 
     def weight(self) -> float:
-        tokens = self.tokens
-        counted = tokens if self._loss_function.counts_tokens else self.rows
+        if self._summed is not None:
+            self.tokens, self._summed = int(self._summed.wait()), None
+        counted = self.tokens if self._loss_function.counts_tokens else self.rows
         if self._loss_function.custom is not None:
-            counted = max(tokens, self.rows)  # until all weights are known: see factor
+            counted = max(self.tokens, self.rows)  # until all weights are known: see factor
         self._weight = float(max(1, counted))
         return self._weight
 

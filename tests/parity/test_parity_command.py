@@ -199,7 +199,8 @@ def test_the_plain_loop_shares_no_code_that_computes() -> None:
         module for module in modules if module.startswith(("fsdp.run", "fsdp.optim", "fsdp.parallel"))
     } == {
         "fsdp.run.job.Job",
-        "fsdp.run.weights",
+        "fsdp.run.build.maybe_folder",
+        "fsdp.run.build.maybe_state",
         "fsdp.optim.muon.hidden_matrices",
         "fsdp.optim.optimizer.build_custom",
         "fsdp.optim.optimizer.Schedule",

@@ -16,7 +16,7 @@ from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import build_mesh
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import shard_model
-from fsdp.run import weights
+from fsdp.run.build import maybe_folder
 from fsdp.run.job import prepare, trained_model
 from tests.models import small_hf
 
@@ -110,7 +110,9 @@ def _load(env: DistEnv, name: str, folder: str, words: str) -> LoadedRank:
     job = prepare(config, world_size=env.world_size, num_nodes=1, device=env.device)
     mesh = build_mesh(job.sizes, env.device, 60.0)
     sharded = shard_model(trained_model(config, job), job.sharding, mesh)
-    opened = weights.open_folder(config, job.spec)
+    opening = maybe_folder(config, job.spec)
+    assert opening is not None
+    opened = opening()
     materialize(sharded, spec=job.spec, seed=0, init="shard", rank=env.rank, pretrained=lambda: opened)
     parts = [local_tensor(p) for p in sharded.root.parameters()]
     return LoadedRank(

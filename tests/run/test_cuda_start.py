@@ -72,13 +72,10 @@ def test_on_cuda_the_cross_entropy_and_the_update_are_compiled_by_default(
     job: Any = SimpleNamespace(
         loss=None, sharding=SimpleNamespace(compiled=compiler.compiles(config.speed, device))
     )
-    start = started(config, device, job)
-    build.optimizer(start, SimpleNamespace(root=None))  # type: ignore[arg-type]
+    parts, root = build.RunParts(), SimpleNamespace(root=None)
+    parts.config, parts.env, parts.job = config, replace(env_of(), device=device), job
+    parts.sharded = root  # type: ignore[assignment]
+    build.optimizer(parts)
     assert built == [update]
-    build.loss_function(start, nn.Linear(2, 2))
+    build.loss_function(parts, nn.Linear(2, 2))
     assert compiled == [loss.summed_entropy] * entropy
-
-
-def started(config: Config, device: torch.device, job: Any) -> build.RunStart:
-    absent: Any = None
-    return build.RunStart(config, replace(env_of(), device=device), absent, job, absent, None, False)

@@ -28,9 +28,9 @@ from tests.support.world import run_world
 
 ROOT = str(Path(configuration.__file__).parents[1])
 PRINTED = 3
-ON_THE_HOST = {"dist/stop.py:_decision", "run/step.py:tokens"}
+ON_THE_HOST = {"dist/stop.py:_decision", "run/step.py:weight"}
 """Sums over ranks of numbers that each rank made on the host, over gloo: stop requests, counts of tokens."""
-AT_A_LINE = {"record/recorder.py:_read", "optim/gradients.py:settle"}
+AT_A_LINE = {"record/recorder.py:flush", "optim/gradients.py:settle"}
 
 SENTENCES = (
     "--data.name tests.support.user_code:sentences --model.name transformer --model.args.vocab_size 31 "
