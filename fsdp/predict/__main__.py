@@ -27,8 +27,7 @@ from fsdp.base.text import is_of_output, print_line
 from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
 from fsdp.config.trust import TRUST_HELP
 from fsdp.dist.env import DistEnv, from_environment, prints_shared_errors, wait_for_rank_0_to_print
-from fsdp.predict.answers import Classes, Text, classify, continued, is_text
-from fsdp.predict.trained import TrainedModel, open_run
+from fsdp.predict.trained import Classes, Text, TrainedModel, classify, continued, is_text, open_run
 from fsdp.rundir import paths
 from fsdp.watch.failure import ProcessExit
 

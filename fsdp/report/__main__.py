@@ -72,8 +72,7 @@ def _sample(run: RunData, trusted: Sequence[str]) -> Sample:
         return Sample(reason=f"the export has {size / 2**30:.1f} GiB: python -m fsdp.predict {run.path}")
     try:
         from fsdp.dist.env import from_environment
-        from fsdp.predict.answers import Text, continued, default_prompt
-        from fsdp.predict.trained import open_run
+        from fsdp.predict.trained import Text, continued, default_prompt, open_run
 
         with open_run(run.path, from_environment({}), (), trusted) as trained:
             if trained.data.info.kind != "text":
