@@ -1,4 +1,4 @@
-"""A run directory's model on one rank or sharded over several, and its answers: classes with the accuracy, or text.
+"""A run directory's model on one rank or sharded over several, and its answers: classes, or generated text.
 A sample or an image file has a class; a prompt has its continuation.
 
 The model has training's dtypes. Its tensors are those of RUN/full_model, of which each rank reads its own
