@@ -2,11 +2,12 @@
 
 Position p of the stream is item p // S of shard p % S. A shard that ends begins its next epoch. A stream
 without a state, or whose state does not lead to the same items, is refused. A step takes global_batch / S
-items from each of the S shards. Not here: the factory, and how items become a batch (custom.py).
+items from each of the S shards. Not here: the factory, and how items become a batch (registry.py).
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +21,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from fsdp.base.errors import CheckpointError, ConfigError, OneRankError, ShardrunError, one_line
+from fsdp.base.torch_private import tree_leaves
 from fsdp.dist import collectives
 
 PAGE = "docs/data.md#streams"
+END = object()
 
 
 def is_stream(made: Any) -> bool:
@@ -41,42 +44,40 @@ class ShardReader:
     def __init__(self, index: int, make: Callable[[], Any]) -> None:
         self.index, self._make = index, make
         self._lock = threading.Lock()
-        self.begin(None, 0, rows=1, kept=1)
+        self.begin(None, 0, rows=1, held=1)
 
-    def begin(self, state: str | None, first: int, *, rows: int, kept: int) -> None:
-        """Continues with item `first`, at which `state` was noted. A step takes `rows` items; those of `kept`
-        steps are held for threads that are behind.
+    def begin(self, state: Any, first: int, *, rows: int, held: int) -> None:
+        """Continues with item `first`, at which `state` was noted. A step takes `rows` items; those of `held`
+        steps are kept for threads that are behind.
         """
         self._iterator: Iterator[Any] | None = None
         self._reader: Any = None
         self._epoch, self._gave_item = 0, False
         self._failed: Exception | None = None
-        self._first = self._next = first
-        self._rows, self._kept, self._start = rows, kept, state
+        self._first = self.read = first
+        """`read`: items, over all epochs and starts of the run."""
+        self._rows, self._held, self._start = rows, held, state
         self._items: dict[int, Any] = {}
-        self._states: dict[int, str | None] = {first: state}
-
-    @property
-    def read(self) -> int:
-        """Items read, over all epochs and starts of the run."""
-        return self._next
+        self._states: dict[int, Any] = {first: state}
 
     def item(self, number: int) -> Any:
         with self._lock:
-            if number not in self._items and number < self._next:
-                return self._from_the_start(number)
+            if number not in self._items and number < self.read:
+                # before those held, as for a look at the first sample of a resumed run
+                again = ShardReader(self.index, self._make)
+                for earlier in range(number):
+                    again.item(earlier)
+                return again.item(number)
             # To the end of the step's items: another rank may have the rest of them, and a save their state.
             end = self._first + ((number - self._first) // self._rows + 1) * self._rows
-            while self._next < end:
+            while self.read < end:
                 self._read_one()
-            item = self._items[number]
-            oldest = self._next - self._kept * self._rows
-            for held in (self._items, self._states):
-                for old in [key for key in held if key < oldest]:
-                    del held[old]  # type: ignore[attr-defined]
+            item, oldest = self._items[number], self.read - self._held * self._rows
+            self._items = {key: value for key, value in self._items.items() if key >= oldest}
+            self._states = {key: value for key, value in self._states.items() if key >= oldest}
             return item
 
-    def state(self, number: int) -> str | None:
+    def state(self, number: int) -> Any:
         """The state before item `number`, where a step begins; KeyError if this rank does not read it."""
         with self._lock:
             return self._states[number]
@@ -89,47 +90,35 @@ class ShardReader:
         except Exception as error:
             self._failed = error  # a generator that has raised is at its end
             raise
-        self._items[self._next] = item
-        self._next += 1
-        if (self._next - self._first) % self._rows == 0:
-            # As text at once: a reader may change the object that it has returned.
+        self._items[self.read] = item
+        self.read += 1
+        if (self.read - self._first) % self._rows == 0:
+            # A copy, as JSON has it: a reader may change the object that it has returned.
             state = {"epoch": self._epoch, "reader": self._reader.state_dict()}
-            self._states[self._next] = json.dumps(state)
+            self._states[self.read] = json.loads(json.dumps(state))
 
     def _following(self) -> Any:
         if self._iterator is None:
             self._iterator = self._open(self._start)
-        while True:
-            try:
-                item = next(self._iterator)
-            except StopIteration:
-                if not self._gave_item:
-                    raise OneRankError(f"shard {self.index} of the stream has no item.") from None
-                self._epoch += 1
-                self._iterator = self._open(None)
-                continue
-            self._gave_item = True
-            return item
+        while (item := next(self._iterator, END)) is END:
+            if not self._gave_item:
+                raise OneRankError(f"shard {self.index} of the stream has no item.")
+            self._epoch += 1
+            self._iterator = self._open(None)
+        self._gave_item = True
+        return item
 
-    def _open(self, state: str | None) -> Iterator[Any]:
+    def _open(self, state: Any) -> Iterator[Any]:
         """A new reader, at a state, or at the beginning of the epoch."""
-        self._reader, noted = self._make(), None if state is None else json.loads(state)
-        if noted is not None:
-            self._epoch = int(noted["epoch"])
+        self._reader = self._make()
+        if state is not None:
+            self._epoch = int(state["epoch"])
         if hasattr(self._reader, "set_epoch"):
             self._reader.set_epoch(self._epoch)
-        if noted is not None:
-            self._reader.load_state_dict(noted["reader"])
-        self._gave_item = noted is not None  # a state may be that of a shard's end
+        if state is not None:
+            self._reader.load_state_dict(copy.deepcopy(state["reader"]))
+        self._gave_item = state is not None  # a state may be that of a shard's end
         return iter(self._reader)
-
-    def _from_the_start(self, number: int) -> Any:
-        """An item before those held, as for a look at the first sample of a resumed run."""
-        again = ShardReader(self.index, self._make)
-        for _ in range(number):
-            again._read_one()
-            again._items.clear()
-        return again.item(number)
 
 
 class StreamItems:
@@ -186,9 +175,9 @@ def check_state(name: str, make: Callable[[], Any]) -> None:
         state = json.dumps(reader.state_dict())
         expected, other = next(items, None), make()
         other.load_state_dict(json.loads(state))
-        problem = (
-            "" if _same(expected, next(iter(other), None)) else "leads to another item in another reader"
-        )
+        leaves = zip(tree_leaves(expected), tree_leaves(next(iter(other), None)), strict=True)
+        same = all(torch.equal(a, b) if isinstance(a, Tensor) else np.array_equal(a, b) for a, b in leaves)
+        problem = "" if same else "leads to another item in another reader"
     except Exception as error:
         problem = f"or its first items, cannot be read: {one_line(error)}"
     if problem:
@@ -196,16 +185,6 @@ def check_state(name: str, make: Callable[[], Any]) -> None:
             f"--data.name {name}: the state of {kind}, {problem}: a resumed run would repeat samples.",
             f"change the state before each yield, and draw nothing that it does not hold: {PAGE}",
         )
-
-
-def _same(first: Any, second: Any) -> bool:
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
-    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
-        return len(first) == len(second) and all(map(_same, first, second))
-    if isinstance(first, (Tensor, np.ndarray)):
-        return bool(torch.equal(torch.as_tensor(first), torch.as_tensor(second)))
-    return bool(first == second)
 
 
 class StreamCursor:
@@ -231,11 +210,10 @@ class StreamCursor:
         self.shards = len(items.shards)
         self._rows, rest = divmod(global_batch, self.shards)
         if rest:
-            below = max(1, self._rows) * self.shards
             raise ConfigError(
                 f"--train.global_batch {global_batch} is not a multiple of the {self.shards} shards of "
                 f"--data.name {items.name}: a step takes as many items from each.",
-                f"--train.global_batch {below}",
+                f"--train.global_batch {max(1, self._rows) * self.shards}",
             )
 
     def indices(self, step: int) -> np.ndarray:
@@ -252,50 +230,36 @@ class StreamCursor:
         """None: a stream has no length, and so no epochs."""
         return None
 
-    def begin(self, states: list[str | None]) -> None:
+    def begin(self, states: list[Any]) -> None:
         for shard, state in zip(self.items.shards, states, strict=True):
-            shard.begin(state, self._drawn, rows=self._rows, kept=self._ahead)
+            shard.begin(state, self._drawn, rows=self._rows, held=self._ahead)
 
     def saved(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps: each shard's state before `step`, from the ranks' readers. Collective."""
-        number, ours = self._number(step), {}
+        number, ours, known = self._number(step), dict[int, Any](), dict[int, Any]()
         for shard in self.items.shards:
             with suppress(KeyError):
                 ours[shard.index] = shard.state(number)
-        known: dict[int, str | None] = {}
         for states in collectives.all_gather_objects(ours):
             known |= states
-        missing = [shard.index for shard in self.items.shards if shard.index not in known]
-        if missing:
+        if missing := sorted(set(range(self.shards)) - set(known)):
             raise CheckpointError(f"no rank knows the state of shard {missing[0]} before step {step + 1}.")
-        noted = [known[shard.index] for shard in self.items.shards]
-        return {"stream": {"drawn": number, "states": [json.loads(s) if s else None for s in noted]}}
+        return {"stream": {"drawn": number, "states": [known[index] for index in range(self.shards)]}}
 
     def resumed(self, saved: Mapping[str, Any], step: int) -> StreamCursor:
         """The cursor of a run that resumes at `step`; the readers continue at the saved states."""
-        drawn, states = _read(saved.get("stream"), self.shards)
+        stream = saved.get("stream") or {"drawn": 0, "states": [None] * self.shards}
+        states = stream["states"]
+        if len(states) != self.shards:
+            raise CheckpointError(
+                f"the checkpoint is of a stream of {len(states)} shards, this one has {self.shards}.",
+                f"return a stream with shards = {len(states)}, or start a new --run.dir",
+            )
         after = StreamCursor(
-            self.items, global_batch=self.global_batch, ahead=self._ahead, step=step, drawn=drawn
+            self.items, global_batch=self.global_batch, ahead=self._ahead, step=step, drawn=stream["drawn"]
         )
         after.begin(states)
         return after
 
     def note(self) -> str:
         return ""
-
-
-def _read(saved: Any, shards: int) -> tuple[int, list[str | None]]:
-    if saved is None:
-        return 0, [None] * shards
-    try:
-        drawn, states = int(saved["drawn"]), list(saved["states"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the checkpoint's record of the stream cannot be read ({error}).", "--checkpoint.resume never"
-        ) from None
-    if len(states) != shards:
-        raise CheckpointError(
-            f"the checkpoint is of a stream of {len(states)} shards, this one has {shards}.",
-            f"return a stream with shards = {len(states)}, or start a new --run.dir",
-        )
-    return drawn, [None if state is None else json.dumps(state) for state in states]
