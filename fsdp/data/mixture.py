@@ -27,13 +27,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp.base.errors import CheckpointError, ConfigError
+from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection, MixedSource, check_labels
 from fsdp.data.cursor import EpochWalk, mix, stream_key
 from fsdp.data.types import DataInfo, DataSet, MixedRows, Samples, first_sample, source_section
@@ -43,8 +43,6 @@ MOST = 2**40
 """The sum of shares: a batch of 2**20 samples is then split in int64. Greater sums are scaled down."""
 Amount = tuple[str, float]
 """("weight", 2.0), or ("epochs", 1.0) of a source."""
-
-
 OWN_FACTS = ("fingerprint", "tokenizer")
 """Facts that may differ between sources: the vocabulary is what has to agree."""
 
@@ -56,7 +54,16 @@ def build(section: DataSection, build_source: Callable[[DataSection], DataSet]) 
     """
     check_labels(section.sources)  # of a Config that is made in code
     made = {source.label: _built(section, source, build_source) for source in section.sources}
-    _check_alike(made)
+    (first, ours), *others = ((label, _described(label, data)) for label, data in made.items())
+    for label, theirs in others:
+        if wrong := [name for name in ours if ours[name] != theirs.get(name, ours[name])]:
+            raise ConfigError(
+                f"[[data.sources]] {first} and {label} differ in {wrong[0]}: {ours[wrong[0]]} and "
+                f"{theirs[wrong[0]]}.",
+                "one --data.tokenizer DIR for all; for token files args = {vocab_size = N}"
+                if wrong[0] == "vocab_size"
+                else "make their samples alike, or leave one of the sources out",
+            )
     held = {label: data.heldout for label, data in made.items() if data.heldout is not None}
     sizes = [0 if data.heldout is None else len(data.heldout) for data in made.values()]
     train = MixedSamples({label: data.train for label, data in made.items()})
@@ -99,35 +106,16 @@ def _built(
     return data
 
 
-# ---------------------------------------------------------------- what sources have in common
-
-
-def _check_alike(made: Mapping[str, DataSet]) -> None:
-    (first, ours), *others = ((label, _described(label, data)) for label, data in made.items())
-    for label, theirs in others:
-        for name in dict.fromkeys([*ours, *theirs]):
-            compared = name.endswith(" of a sample") or (name in ours and name in theirs)
-            if compared and ours.get(name) != theirs.get(name):
-                raise ConfigError(
-                    f"[[data.sources]] {first} and {label} differ in {name}: {ours.get(name, 'none')} and "
-                    f"{theirs.get(name, 'none')}.",
-                    "one --data.tokenizer DIR for all; for token files args = {vocab_size = N}"
-                    if name == "vocab_size"
-                    else "make their samples alike, or leave one of the sources out",
-                )
-
-
 def _described(label: str, data: DataSet) -> dict[str, Any]:
-    """What has to be the same in all sources: facts that both have, and the fields of a sample."""
-    sample = first_sample(f"[[data.sources]] {label}", data.train, "repair it")
-    fields = {
-        f"{name} of a sample": f"{str(value.dtype).removeprefix('torch.')} {list(value.shape[1:])}"
-        for name, value in sample.items()
+    """What has to be the same in all sources that have it: facts, and the fields of a sample."""
+    info, sample = data.info, first_sample(f"[[data.sources]] {label}", data.train, "repair it")
+    fields = sorted((name, f"{value.dtype} {list(value.shape[1:])}") for name, value in sample.items())
+    return {
+        "kind": info.kind,
+        "class_names": info.class_names,
+        **{name: value for name, value in info.facts.items() if name not in (*OWN_FACTS, PACKED)},
+        "samples": ", ".join(f"{name} {form}" for name, form in fields),
     }
-    facts = {name: value for name, value in data.info.facts.items() if name not in OWN_FACTS}
-    rows = "packed" if data.info.facts.get(PACKED) else "not packed"
-    names = {"kind": data.info.kind, "class_names": data.info.class_names, "rows": rows}
-    return {**names, **facts, **fields}
 
 
 def _joined(made: Mapping[str, DataSet]) -> DataInfo:
@@ -147,32 +135,25 @@ def _joined(made: Mapping[str, DataSet]) -> DataInfo:
     )
 
 
-# ---------------------------------------------------------------- reading
-
-
 class MixedSamples:
     """The samples of several sources, one source after the other."""
 
     def __init__(self, parts: Mapping[str, Samples]) -> None:
-        self.parts = dict(parts)
-        self.ends = np.cumsum([len(part) for part in self.parts.values()], dtype=np.int64)
+        self.parts = list(parts.values())
+        self.ends = np.cumsum([len(part) for part in self.parts], dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
         """Each source reads its rows at once; they are put into the order of `indices`."""
-        sources = np.searchsorted(self.ends, indices, side="right")
+        sources, starts = np.searchsorted(self.ends, indices, side="right"), [0, *self.ends.tolist()]
         rows = {int(source): np.flatnonzero(sources == source) for source in np.unique(sources)}
-        batches = [self._read(source, indices[numbers]) for source, numbers in rows.items()]
+        batches = [self.parts[n].batch(indices[numbers] - starts[n]) for n, numbers in rows.items()]
         if len(batches) == 1:
             return batches[0]
         order = torch.from_numpy(np.argsort(np.concatenate(list(rows.values())), kind="stable"))
         return {name: torch.cat([batch[name] for batch in batches])[order] for name in batches[0]}
-
-    def _read(self, source: int, indices: np.ndarray) -> dict[str, Tensor]:
-        start = int(self.ends[source - 1]) if source else 0
-        return list(self.parts.values())[source].batch(indices - start)
 
 
 # ---------------------------------------------------------------- the order
@@ -196,40 +177,32 @@ class MixSegment:
     @functools.cached_property
     def shares(self) -> tuple[int, ...]:
         """Whole numbers in the proportions of the sources; by epochs, the samples that each gives in all."""
-        if self.by_epochs:
-            return tuple(
-                max(1, round(self.samples[label] * Fraction(str(value))))
-                for label, (_, value) in self.amounts.items()
-            )
-        return whole_shares([value for _, value in self.amounts.values()])
+        if not self.by_epochs:
+            return whole_shares([value for _, value in self.amounts.values()])
+        exact = (self.samples[label] * Fraction(str(value)) for label, (_, value) in self.amounts.items())
+        return tuple(max(1, round(share)) for share in exact)
 
     @functools.cached_property
     def rest(self) -> tuple[int, ...]:
         """By epochs, the samples that each source still gives; all 0 if the epochs were complete before."""
-        return tuple(
-            max(0, share - self.drawn.get(label, 0))
-            for share, label in zip(self.shares, self.amounts, strict=True)
-        )
+        pairs = zip(self.shares, self.amounts, strict=True)
+        return tuple(max(0, share - self.drawn.get(label, 0)) for share, label in pairs)
 
     def as_json(self) -> dict[str, Any]:
         """The order of sources is part of the order of samples: a list, since JSON's keys may be sorted."""
         sources = [[label, samples, *self.amounts[label]] for label, samples in self.samples.items()]
-        place = {"step": self.step, "global_batch": self.global_batch}
-        return {**place, "sources": sources, "drawn": dict(self.drawn)}
+        return {
+            "step": self.step,
+            "global_batch": self.global_batch,
+            "sources": sources,
+            "drawn": dict(self.drawn),
+        }
 
     @staticmethod
-    def from_json(value: Any) -> MixSegment:
-        try:
-            return MixSegment(
-                step=int(value["step"]),
-                global_batch=int(value["global_batch"]),
-                samples={str(label): int(samples) for label, samples, _, _ in value["sources"]},
-                amounts={str(label): (str(kind), float(v)) for label, _, kind, v in value["sources"]},
-                drawn={str(label): int(n) for label, n in value["drawn"].items()},
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            reason = f"the checkpoint's record of the mixture cannot be read ({error})."
-            raise CheckpointError(reason, "--checkpoint.resume never") from None
+    def from_json(value: Mapping[str, Any]) -> MixSegment:
+        samples = {label: samples for label, samples, _, _ in value["sources"]}
+        amounts = {label: (kind, float(amount)) for label, _, kind, amount in value["sources"]}
+        return MixSegment(value["step"], value["global_batch"], samples, amounts, value["drawn"])
 
 
 def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
@@ -274,13 +247,12 @@ def divide(shares: Sequence[int], first: int, count: int) -> tuple[np.ndarray, l
     return owner, before
 
 
-@dataclass(frozen=True)
-class _Stretch:
+class _Stretch(NamedTuple):
     """The positions of one step, in a pass over the sources."""
 
     shares: tuple[int, ...]
     first: int
-    count: int
+    size: int
     before: tuple[int, ...]
     """Samples of each source in the segment's passes before this one."""
 
@@ -318,10 +290,6 @@ class MixCursor:
         return self.segments[-1]
 
     @property
-    def global_batch(self) -> int:
-        return self.now.global_batch
-
-    @property
     def samples(self) -> int:
         """Samples of an epoch: those until all epochs are complete, or one pass of every source."""
         now = self.now
@@ -329,7 +297,7 @@ class MixCursor:
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-self.samples // self.global_batch)
+        return -(-self.samples // self.now.global_batch)
 
     @property
     def end(self) -> int | None:
@@ -346,22 +314,17 @@ class MixCursor:
         for number, (segment, end) in enumerate(zip(self.segments, ends, strict=True)):
             begin = segment.step if number else 0
             if begin < step:
-                seen = self._seen(segment, min(end, step)) - self._seen(segment, begin)
+                last, first = _stretch(segment, min(end, step)), _stretch(segment, begin)
+                seen = sum(last.before) + last.first - sum(first.before) - first.first
                 epochs += Fraction(seen, sum(segment.samples.values()))
         return epochs
-
-    @staticmethod
-    def _seen(segment: MixSegment, step: int) -> int:
-        """Samples of a segment before `step`."""
-        stretch = _stretch(segment, step)
-        return sum(stretch.before) + stretch.first
 
     def indices(self, step: int) -> np.ndarray:
         """Returns 1 … global_batch sample indices, int64, in the order in which ranks slice them."""
         segment = self._segment(step)
         stretch = _stretch(segment, step)
-        owner, _ = divide(stretch.shares, stretch.first, stretch.count)
-        drawn, indices = self.drawn(step), np.empty(stretch.count, np.int64)
+        owner, _ = divide(stretch.shares, stretch.first, stretch.size)
+        drawn, indices = self.drawn(step), np.empty(stretch.size, np.int64)
         offset = 0
         for source, (label, samples) in enumerate(segment.samples.items()):
             rows = np.flatnonzero(owner == source)
@@ -407,8 +370,5 @@ class MixCursor:
 
     def note(self) -> str:
         """One line about the segment that a resume has started; empty for the first."""
-        now = self.now
-        if len(self.segments) < 2 and not now.step:
-            return ""
-        sources = ", ".join(f"{label} {kind} {value:g}" for label, (kind, value) in now.amounts.items())
-        return f"mixture from step {now.step} on: {sources}"
+        sources = ", ".join(f"{label} {kind} {value:g}" for label, (kind, value) in self.now.amounts.items())
+        return f"mixture from step {self.now.step} on: {sources}" if self.now.step else ""
