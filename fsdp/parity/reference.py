@@ -223,21 +223,17 @@ def build_optimizers(section: OptimSection, model: nn.Module) -> list[torch.opti
     """torch's own. Which matrices Muon updates is the run's rule, and not a matter of parity."""
     if ":" in section.name:
         return [build_custom(section, model)]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizers: list[torch.optim.Optimizer] = []
-    if section.name == "muon":
-        matrices = hidden_matrices(model, section.muon_parameters)
-        muon: dict[str, Any] = {"momentum": section.muon_momentum, "adjust_lr_fn": "match_rms_adamw"}
-        lr, decay = section.muon_lr or section.lr, section.weight_decay
-        optimizers.append(torch.optim.Muon(matrices, lr=lr, weight_decay=decay, **muon))
-        trained = [p for p in trained if all(p is not matrix for matrix in matrices)]
+    matrices = hidden_matrices(model, section.muon_parameters) if section.name == "muon" else []
+    rest = [p for p in model.parameters() if p.requires_grad and all(p is not m for m in matrices)]
     decay = section.weight_decay if section.name in ("adamw", "muon") else 0.0
     groups: Any = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": decay},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
     ]
     if section.name == "sgd":
         return [torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum)]
-    kinds = {"adamw": torch.optim.AdamW, "muon": torch.optim.AdamW, "adam": torch.optim.Adam}
-    adam = kinds[section.name](groups, lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps)
-    return [*optimizers, adam]
+    kind = torch.optim.Adam if section.name == "adam" else torch.optim.AdamW
+    adam = kind(groups, lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps)
+    muon: dict[str, Any] = {"momentum": section.muon_momentum, "adjust_lr_fn": "match_rms_adamw"}
+    lr = section.muon_lr or section.lr
+    return [*([torch.optim.Muon(matrices, lr=lr, weight_decay=decay, **muon)] if matrices else []), adam]

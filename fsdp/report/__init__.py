@@ -8,6 +8,5 @@ Runs nothing from a run directory. templates/ holds the page's HTML.
     __main__    the command
     run_data    reads the files: configuration, numbers, starts, checkpoints, the watch's records
     page        the sections of the page, differences of two runs
-    chart       one line chart as SVG
-    html        templates, stacked bars, colours
+    chart       templates, one line chart as SVG, stacked bars
 """

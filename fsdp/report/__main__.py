@@ -36,30 +36,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--no-samples", action="store_true", help="leave out the language model's samples")
     parser.add_argument("--trust-code", action="append", default=[], metavar="NAME", help=TRUST_HELP)
     options = parser.parse(argv)
-    if not 1 <= len(options.runs) <= 2:
-        count = len(options.runs) or "no"
-        raise ConfigError(
-            f"{count} runs were named; a page shows one or two.", "python -m fsdp.report runs/NAME"
-        )
-    if len(options.runs) == 2 and not options.out:
-        raise ConfigError("two runs were named without --out.", "--out both.html")
+    if len(options.runs) != 1 and not (len(options.runs) == 2 and options.out):
+        wanted = "one run, or two with --out both.html"
+        raise ConfigError(f"{len(options.runs)} runs: a page shows {wanted}.", "python -m fsdp.report RUN")
     runs = [read_run(paths.open_run(name).path) for name in options.runs]
     samples = [] if options.no_samples else [_sample(run, options.trust_code) for run in runs]
     file = options.out or runs[0].path / "report.html"
-    _write(file, page(runs, samples), replaces=not options.out)
-    return print_answer(str(file), "fsdp.report")
-
-
-def _write(file: Path, text: str, *, replaces: bool) -> None:
-    """`replaces`: a link in the file's place is replaced; else it is followed."""
-    text = text.encode("utf-8", "replace").decode()  # a lone surrogate, which JSON can hold
+    text = page(runs, samples).encode("utf-8", "replace").decode()  # a lone surrogate, which JSON can hold
     try:
-        if replaces:
-            write_atomically(file, text)
-        else:
-            file.write_text(text, encoding="utf-8")
+        write_atomically(file, text)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written ({error.strerror}).", "--out report.html") from None
+    return print_answer(str(file), "fsdp.report")
 
 
 def _sample(run: RunData, trusted: Sequence[str]) -> Sample:

@@ -1,24 +1,86 @@
-"""Line charts as inline SVG. The SVG stretches; its labels are HTML and do not, so a phone can show them.
+"""Pages from Jinja templates, which lie in templates/; line charts as inline SVG, and stacked bars.
 
-Each chart carries its numbers as JSON for the readout under the pointer; without scripts the chart is
-complete.
+Values are escaped; Markup is not. A page is one file that works offline: style and script are inside, its
+Content-Security-Policy forbids any request. Colours are class names of page.css, for light and for dark. The
+SVG stretches; its labels are HTML and do not, so a phone can show them. Each chart carries its numbers as
+JSON for the readout under the pointer; without scripts the chart is complete.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from markupsafe import Markup
 
-from fsdp.report.html import colour, render
 from fsdp.report.run_data import Series
 
-SPIKE = 3.0
-"""Values this many frame heights above the 99th percentile are left out; a note names the highest."""
-SMOOTH_FROM = 80
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+TEMPLATES = Path(__file__).parent / "templates"
+COLOURS = 9
+
+
+@cache
+def _environment() -> Environment:
+    import jinja2  # a dependency of torch; imported when the first page is made
+
+    loader, strict = jinja2.FileSystemLoader(TEMPLATES), jinja2.StrictUndefined
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return environment
+
+
+def render(template: str, **values: Any) -> Markup:
+    return Markup(_environment().get_template(template).render(values))
+
+
+def part(name: str, *values: object, **options: object) -> Markup:
+    """A macro of parts.html."""
+    macro: Callable[..., Markup] = getattr(_environment().get_template("parts.html").module, name)
+    return macro(*values, **options)
+
+
+def section(title: str, body: str, about: str = "") -> Markup:
+    """Empty if the body is."""
+    return part("section", title, body, about) if body else Markup("")
+
+
+def document(title: str, body: str) -> str:
+    style, script = (Markup((TEMPLATES / name).read_text("utf-8")) for name in ("page.css", "page.js"))
+    return f"{render('document.html', title=title, body=body, style=style, script=script)}\n"
+
+
+def colour(nth: int) -> str:
+    return f"c{nth % COLOURS}"
+
+
+def bars(rows: Mapping[str, Mapping[str, float]], unit: Callable[[float], str]) -> Markup:
+    """`rows`: name of a bar → kind → amount, all on one scale."""
+    kinds = dict.fromkeys(kind for amounts in rows.values() for kind in amounts if amounts[kind])
+    colours = {kind: colour(nth) for nth, kind in enumerate(kinds)}
+    longest = max((sum(amounts.values()) for amounts in rows.values()), default=0.0) or 1.0
+    drawn = [
+        (
+            name,
+            [(colours[k], f"{v / longest * 100:.2f}", f"{k} {unit(v)}") for k, v in amounts.items() if v],
+            unit(sum(amounts.values())),
+        )
+        for name, amounts in rows.items()
+    ]
+    return render("bars.html", key=[(colours[kind], kind) for kind in kinds], rows=drawn)
+
+
+# ---------------------------------------------------------------- line charts
+
 BUCKETS = 360
 
 
@@ -41,13 +103,8 @@ def thin(series: Series) -> Band:
         return Band(finite.steps, finite.values, finite.values, finite.values, thinned=False)
     starts = np.linspace(0, len(finite.steps), BUCKETS, endpoint=False).astype(np.int64)
     sizes = np.diff(np.append(starts, len(finite.steps)))
-    return Band(
-        finite.steps[starts + sizes // 2],
-        np.minimum.reduceat(finite.values, starts),
-        np.maximum.reduceat(finite.values, starts),
-        np.add.reduceat(finite.values, starts) / sizes,
-        thinned=True,
-    )
+    low, high, total = (f.reduceat(finite.values, starts) for f in (np.minimum, np.maximum, np.add))
+    return Band(finite.steps[starts + sizes // 2], low, high, total / sizes, thinned=True)
 
 
 @dataclass(frozen=True)
@@ -66,14 +123,7 @@ class Frame:
         return np.clip((self.high - values) / (self.high - self.low) * 1000, 0, 1000)
 
 
-def chart(
-    title: str,
-    lines: Mapping[str, Series],
-    unit: str = "",
-    *,
-    restarts: Sequence[int] = (),
-    smooth: bool = False,
-) -> Markup:
+def chart(title: str, lines: Mapping[str, Series], unit: str, restarts: Sequence[int]) -> Markup:
     """One chart, with a dashed line at each restart; empty without a value."""
     bands = {name: thin(series) for name, series in lines.items() if len(series.finite.steps)}
     notes = [note for name, series in lines.items() for note in _not_finite(name, series, len(lines) > 1)]
@@ -81,38 +131,24 @@ def chart(
     if not bands:
         return render("chart.html", **values) if notes else Markup("")
     frame = _frame(list(bands.values()))
-    high = {name: band.high.max() for name, band in bands.items() if band.high.max() > frame.high}
-    notes += [(f"▲ {name}: up to {label(top)}", "", "") for name, top in high.items()]
     marks = frame.x(np.array(restarts, dtype=float)).tolist()
     return render(
         "chart.html",
-        **values
-        | {
-            "curves": [_curve(name, band, frame, n, smooth) for n, (name, band) in enumerate(bands.items())],
-            "grid": [f"{y:.1f}" for y in frame.y(np.array(ticks(frame.low, frame.high))).tolist()],
-            "restarts": [f"{x:.1f}" for x in marks if 0 < x < 1000],
-            "ys": [(f"{frame.y(np.array(v)) / 10:.1f}", label(v)) for v in ticks(frame.low, frame.high)],
-            "xs": [
-                (f"{frame.x(np.array(step)) / 10:.1f}", label(step))
-                for step in ticks(frame.first, frame.last, 6)
-                if step == int(step)
-            ],
-            "data": {
-                "first": frame.first,
-                "last": frame.last,
-                "lines": list(map(_numbers, bands, bands.values())),
-            },
-        },
+        **values | {"curves": [_curve(name, bands[name], frame, n) for n, name in enumerate(bands)]},
+        grid=[f"{y:.1f}" for y in frame.y(np.array(ticks(frame.low, frame.high))).tolist()],
+        restarts=[f"{x:.1f}" for x in marks if 0 < x < 1000],
+        ys=[(f"{frame.y(np.array(v)) / 10:.1f}", label(v)) for v in ticks(frame.low, frame.high)],
+        xs=[
+            (f"{frame.x(np.array(step)) / 10:.1f}", label(step))
+            for step in ticks(frame.first, frame.last, 6)
+            if step == int(step)
+        ],
+        data={"first": frame.first, "last": frame.last, "lines": list(map(_numbers, bands, bands.values()))},
     )
 
 
 def _frame(bands: list[Band]) -> Frame:
     low, high = min(float(b.low.min()) for b in bands), max(float(b.high.max()) for b in bands)
-    highs = np.concatenate([b.high for b in bands])
-    if len(highs) >= 50:
-        usual = float(np.quantile(highs, 0.99))
-        if high - usual > SPIKE * (usual - low) > 0:
-            high = usual + 0.15 * (usual - low)
     pad = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     bottom = low - pad
     if 0 <= low < 0.6 * high:
@@ -127,28 +163,17 @@ def _points(x: np.ndarray, y: np.ndarray) -> str:
     return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
 
 
-def _curve(name: str, band: Band, frame: Frame, nth: int, smooth: bool) -> dict[str, str]:
-    """Points of SVG: the line, the values behind a smoothed line, the band between lowest and highest."""
+def _curve(name: str, band: Band, frame: Frame, nth: int) -> dict[str, str]:
+    """Points of SVG: the line, and the band between lowest and highest."""
     x, mean = frame.x(band.steps), frame.y(band.mean)
-    curve = {"name": name, "colour": colour(nth), "line": "", "raw": "", "band": "", "dot": ""}
+    curve = {"name": name, "colour": colour(nth), "line": _points(x, mean), "band": "", "dot": ""}
     if len(x) == 1:
         # a line of length 0 with round caps is a dot that stretching does not deform
-        return curve | {"dot": f"M{x[0]:.1f},{mean[0]:.1f}h0"}
+        return curve | {"line": "", "dot": f"M{x[0]:.1f},{mean[0]:.1f}h0"}
     if band.thinned:
         low, high = frame.y(band.low), frame.y(band.high)
         curve["band"] = _points(np.append(x, x[::-1]), np.append(high, low[::-1]))
-    elif smooth and len(x) >= SMOOTH_FROM:
-        curve["raw"] = _points(x, mean)
-    if smooth and (band.thinned or curve["raw"]):
-        mean = frame.y(running_median(band.mean, 4 if band.thinned else max(3, len(x) // 40)))
-    return curve | {"line": _points(x, mean)}
-
-
-def running_median(values: np.ndarray, around: int) -> np.ndarray:
-    """The median of up to `around` values on each side, fewer at the ends: it ignores a single spike."""
-    last = len(values) - 1
-    reaches = [min(around, nth, last - nth) for nth in range(len(values))]
-    return np.array([np.median(values[nth - reach : nth + reach + 1]) for nth, reach in enumerate(reaches)])
+    return curve
 
 
 def _not_finite(name: str, series: Series, several: bool) -> list[tuple[str, str, str]]:

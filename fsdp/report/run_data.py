@@ -38,10 +38,11 @@ LARGEST = 1e100
 """Larger values are treated as not finite: sums of smaller ones stay finite."""
 UNREADABLE = (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError, OSError)
 """Raised when a file is not of the form that a run writes."""
-WAITING = "waiting"
-"""In collectives, not overlapped by computation."""
-TIMED_PHASES = ("forward", "backward", WAITING, "optimizer", "data", "reduce", "record", "evaluate", "save")
-MOST_STACKS, STACK_CHARACTERS = 4, 6000
+EXPOSED = "exposed communication"
+"""Waiting in collectives, not overlapped by computation."""
+TIMED_PHASES = ("forward", "backward", "waiting", "optimizer", "data", "reduce", "record", "evaluate", "save")
+LABELS = tuple(EXPOSED if phase == "waiting" else phase for phase in TIMED_PHASES)
+MOST_OF_A_STACK = 6000
 
 
 @dataclass(frozen=True)
@@ -69,25 +70,10 @@ class Series:
     def finite(self) -> Series:
         return Series(self.steps[self.shown], self.values[self.shown])
 
-    @property
-    def last(self) -> float:
-        return float(self.values[-1])
-
-    @property
-    def lowest(self) -> float:
-        return float(min(self.finite.values, default=math.nan))
-
-    @property
-    def highest(self) -> float:
-        return float(max(self.finite.values, default=math.nan))
-
-    @property
-    def median(self) -> float:
-        finite = self.finite.values
-        return float(np.median(finite)) if len(finite) else math.nan
-
-    def scaled(self, factor: float) -> Series:
-        return Series(self.steps, self.values * factor)
+    def figure(self, name: str) -> float:
+        """ "last", or of the finite values "min", "max" or "median"; NaN of none."""
+        values = self.values[-1:] if name == "last" else self.finite.values
+        return float(getattr(np, name.replace("last", "max"))(values)) if len(values) else math.nan
 
 
 @dataclass(frozen=True)
@@ -135,10 +121,9 @@ class RunData:
     last_step: int
     starts: Sequence[Start]
     checkpoints: Sequence[CheckpointListing]
-    saves: Mapping[int, Record]
     faults: Sequence[Fault]
     phases: Mapping[int, Mapping[str, float]]
-    """Rank → phase → mean seconds of a step."""
+    """Rank → label of a phase → mean seconds of a step."""
     peaks: Mapping[int, Mapping[str, float]]
     """Rank → bytes by kind at the peak of its tensors, if the run was profiled."""
     notes: Sequence[str]
@@ -166,7 +151,7 @@ def read_run(path: Path) -> RunData:
 
     config, watch = _config(run, notes), path / "watch"
     series = read(run.metrics, _series)
-    last_step = int(max((one.steps[-1] for one in series.values()), default=0))
+    last_step = int(max((line.steps[-1] for line in series.values()), default=0))
     faults = read(watch / "verdicts.jsonl", lambda records: _faults(watch, records))
     starts = _with_state(run, read(run.history, _starts), last_step)
     return RunData(
@@ -177,7 +162,6 @@ def read_run(path: Path) -> RunData:
         last_step=last_step,
         starts=list(_with_causes(starts, faults)),
         checkpoints=_checkpoints(path, str(config.get("checkpoint.dir", "")), notes),
-        saves=read(path / "saves.jsonl", lambda saves: {int(save["step"]): save for save in saves}),
         faults=faults,
         phases=read(watch / "timing.jsonl", _timing),
         peaks=dict(_peaks(path / "profile", notes)),
@@ -241,17 +225,14 @@ def _starts(records: Iterable[Record]) -> list[Start]:
 
 
 def _ended(start: Start, event: Record) -> Start:
-    kind, why = event["event"], str(event.get("why") or "")
-    outcome: Outcome = "killed"
-    if kind == "crash":
-        why, outcome = f"its ranks exited with code {event.get('code', '?')}", "failed"
-    elif kind == "unmet":
-        why, outcome = "the rendezvous of its nodes failed", "failed"
-    elif kind == "end" and event.get("how") in list(Ending):
+    kind, why = event["event"], str(event.get("why") or start.why)
+    outcome: Outcome = {"crash": "failed", "unmet": "failed", "end": "stopped"}.get(kind, "killed")  # type: ignore[assignment]
+    if kind == "end" and event.get("how") in list(Ending):
         outcome = event["how"]
-    elif kind == "end":  # of the first format
-        outcome = "finished" if why == "the last step" else "stopped"
-    return replace(start, to_step=event.get("step"), ended=True, why=why or start.why, outcome=outcome)
+    if outcome == "failed":
+        code = f"its ranks exited with code {event.get('code', '?')}"
+        why = code if kind == "crash" else "the rendezvous of its nodes failed"
+    return replace(start, to_step=event.get("step"), ended=True, why=why, outcome=outcome)
 
 
 def _with_state(run: RunDir, starts: list[Start], last_step: int) -> list[Start]:
@@ -265,22 +246,16 @@ def _with_state(run: RunDir, starts: list[Start], last_step: int) -> list[Start]
 
 
 def _with_causes(starts: Sequence[Start], faults: Sequence[Fault]) -> Iterator[Start]:
-    """A start that failed or has no end gets the fault that it did not survive: the first of a kind from
-    which no rank recovers, or the one for which the watch ended it. What follows it is a consequence.
+    """A start that failed or has no end gets the fault of its time that it did not survive: the first one for
+    which the watch ended it, or from which no rank recovers.
     """
     begins = [*(_timestamp(start.time) for start in starts), math.inf]
     for nth, start in enumerate(starts):
         within = [fault for fault in faults if begins[nth] <= fault.time < begins[nth + 1]]
-        last = next((n for n, fault in enumerate(within) if fault.ended), len(within) - 1)
-        causes = [fault for fault in within[: last + 1] if fault.kind not in RECOVERABLE]
-        causes += [fault for fault in within[last:] if fault.ended]
-        if not causes or start.outcome not in ("failed", "killed") or causes[0].what in start.why:
-            yield start
-        elif within[last].ended and not start.ended:
-            step, why = max(start.from_step, causes[0].step - 1), f"ended by the watch: {causes[0].what}"
-            yield replace(start, why=why, outcome="failed", to_step=step)
-        else:
-            yield replace(start, why=f"{start.why}; {causes[0].what}")
+        cause = next((fault.what for fault in within if fault.ended or fault.kind not in RECOVERABLE), "")
+        if cause and start.outcome in ("failed", "killed") and cause not in start.why:
+            start = replace(start, why=f"{start.why}; {cause}")
+        yield start
 
 
 def _timestamp(text: str) -> float:
@@ -324,7 +299,7 @@ def _timing(records: Iterable[Record]) -> dict[int, dict[str, float]]:
             row = np.array([*(times.get(phase, 0.0) for phase in TIMED_PHASES), 1.0])
             sums[int(rank)] = sums.get(int(rank), 0.0) + row * count
     means = {rank: (sums[rank][:-1] / sums[rank][-1]).tolist() for rank in sorted(sums)}
-    return {rank: dict(zip(TIMED_PHASES, mean, strict=True)) for rank, mean in means.items()}
+    return {rank: dict(zip(LABELS, mean, strict=True)) for rank, mean in means.items()}
 
 
 def _faults(folder: Path, records: Iterable[Record]) -> list[Fault]:
@@ -335,32 +310,20 @@ def _faults(folder: Path, records: Iterable[Record]) -> list[Fault]:
         elif verdicts:
             verdicts[-1]["ended"] = True
     faults = []
-    for nth, record in enumerate(verdicts):
+    for record in verdicts:
         texts = {name: str(record.get(name) or "") for name in ("kind", "what", "others", "hint", "folder")}
         ranks, nodes = (record.get(name) or [] for name in ("ranks", "nodes"))
-        step, ended = int(record.get("step") or 0), bool(record.get("ended"))
-        recent = nth >= len(verdicts) - MOST_STACKS and texts["folder"]
-        stacks = _stacks(folder / Path(texts["folder"]).name, ranks) if recent else ""
-        moment = float(record.get("time") or 0.0)
-        faults.append(
-            Fault(**texts, ranks=ranks, nodes=nodes, step=step, ended=ended, stacks=stacks, time=moment)
-        )
+        step, ended, moment = int(record.get("step") or 0), bool(record.get("ended")), float(record["time"])
+        stacks = _stacks(folder / Path(texts["folder"]).name, ranks)
+        faults.append(Fault(moment, ranks=ranks, nodes=nodes, step=step, ended=ended, stacks=stacks, **texts))
     return faults
 
 
 def _stacks(folder: Path, ranks: Sequence[int]) -> str:
     """Stacks of the first rank at fault; if it did not answer, also of one that waits for it."""
-    stacks = _stack(folder / f"rank-{ranks[0]}.txt") if ranks else ""
-    if "\n" in stacks:
-        return stacks
     blamed = {f"rank-{rank}.txt" for rank in ranks}
-    waiting = next((file for file in sorted(folder.glob("rank-*.txt")) if file.name not in blamed), None)
-    return f"{stacks}\n\n{waiting.stem}:\n{_stack(waiting)}".lstrip() if waiting else stacks
-
-
-def _stack(file: Path) -> str:
-    """Empty if the rank left none. A link is not followed: it could show a file of this machine."""
-    if file.parent.is_symlink() or file.is_symlink() or not file.is_file():
-        return ""
-    with file.open(encoding="utf-8", errors="replace") as stream:
-        return stream.read(STACK_CHARACTERS).rstrip()
+    files = sorted(folder.glob("rank-*.txt"), key=lambda file: file.name not in blamed)
+    texts = [
+        f"{f.stem}:\n{f.read_text('utf-8', errors='replace')[:MOST_OF_A_STACK]}".rstrip() for f in files[:2]
+    ]
+    return "\n\n".join(texts[:1] if texts and texts[0].count("\n") > 1 else texts)

@@ -19,9 +19,8 @@ import fsdp.run.step
 from fsdp.dist.env import DistEnv
 from fsdp.models.loss import LossFunction, LossParts
 from fsdp.optim.gradients import Gradients
-from fsdp.optim.optimizer import Schedule
 from fsdp.parallel.shard import Sharded
-from fsdp.parity.compare import ParityOptions, Row, train_rows
+from fsdp.parity.__main__ import ParityOptions, Row, train_row
 from fsdp.run.training_loop import TrainingLoop
 
 Break = Callable[[DistEnv], contextlib.AbstractContextManager[Any]]
@@ -87,13 +86,6 @@ class Scatter:
         own_part(output_tensor, input_tensor, group, op)
 
 
-class Rounded(Scatter):
-    """The gradients are rounded to float32 on their way."""
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, *_: Any) -> None:
-        dist.reduce_scatter_tensor(output_tensor, input_tensor.float().to(input_tensor.dtype), op, group)
-
-
 def one_unit_by(scatter: Callable[[], Scatter]) -> Break:
     """One unit's gradients are reduced in another way."""
 
@@ -108,29 +100,6 @@ def one_unit_by(scatter: Callable[[], Scatter]) -> Break:
         return broken
 
     return lambda env: instead(fsdp.run.build, "shard_model", make)
-
-
-def loss_alone(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
-    """The loss that is reported has one rank's part twice; its gradient is right."""
-
-    def make(call: Any) -> Any:
-        def broken(self: LossFunction, *args: Any) -> LossParts:
-            parts: LossParts = call(self, *args)
-            more = parts.loss_sum.detach() if env.rank == 1 else 0.0
-            return replace(parts, loss_sum=parts.loss_sum + more)
-
-        return broken
-
-    return instead(LossFunction, "__call__", make)
-
-
-def own_rate(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
-    """One rank updates its part with a rate of its own."""
-
-    def make(lr: Any) -> Any:
-        return lambda schedule, step: lr(schedule, step) * (2 if env.rank == 1 else 1)
-
-    return instead(Schedule, "lr", make)
 
 
 def sum_for_mean(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -222,9 +191,6 @@ BREAKS: dict[str, Break] = {
     "a rank left out": rank_left_out,
     "mean over tokens": mean_over_tokens,
     "a unit not reduced": one_unit_by(Scatter),
-    "reduced in float32": one_unit_by(Rounded),
-    "loss alone": loss_alone,
-    "a rank's own rate": own_rate,
     "a sum for a mean": sum_for_mean,
     "replicas not averaged": replicas_not_averaged,
     "first micro-batch dropped": first_micro_batch_dropped,
@@ -236,5 +202,6 @@ BREAKS: dict[str, Break] = {
 def train_broken(env: DistEnv, name: str, asked: ParityOptions, tried: list[Row], folder: str) -> None:
     """The work of one rank of the command, with one of BREAKS."""
     with BREAKS[name](env):
-        train_rows(env, asked, tried, folder)
+        for number, row in enumerate(tried):
+            train_row(env, asked, row, f"{folder}/{number}")
     assert dist.is_initialized()

@@ -11,21 +11,9 @@ import pytest
 import torch
 
 from fsdp.base.errors import ConfigError
-from fsdp.parity.__main__ import _show, main
-from fsdp.parity.compare import (
-    Comparison,
-    ParityDifference,
-    ParityOptions,
-    Row,
-    compare,
-    difference_of,
-    jobs_of,
-    refuse_random,
-    rows,
-    runs_on_cuda,
-)
+from fsdp.parity.__main__ import ParityOptions, Row, compare, difference_of, job_of, main, rows
 from fsdp.parity.reference import TrainingRecord
-from fsdp.run.job import Job, prepare, trained_model
+from fsdp.run.job import prepare, trained_model
 from tests.models.small_hf import SIZES
 from tests.run.hf_folders import DATA, write_folder
 from tests.support.runs import settings
@@ -33,17 +21,8 @@ from tests.test_house import imports
 
 ROOT = Path(__file__).parents[2]
 OWN = "tests.support.user_code"
+CPU = torch.device("cpu")
 SMALL = f"--model.name {OWN}:Uneven --data.name {OWN}:vectors --train.global_batch 12".split()
-
-
-def test_a_gpu_for_each_rank_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    options = ParityOptions(["--run.device", "cuda"], 2, "fp64", 2)
-    with pytest.raises(
-        ConfigError, match=r"1 GPUs are visible, and --parity.ranks 2 .* HINT: --parity.ranks 1"
-    ):
-        runs_on_cuda(options)
 
 
 @pytest.mark.slow
@@ -60,16 +39,6 @@ def test_a_folder_of_transformers_with_default_flags(name: str, tmp_path: Path) 
     assert len(table) == 1 + len(rows(2))
     assert all(line.endswith("same") for line in table[1:])
     assert verdict == "parity holds: every mesh trains as one process does, 20 steps on 2 ranks in fp64"
-    assert "fsdp.parity: plain loop: gradients" in done.stderr.splitlines()
-
-
-def test_meshes_that_the_flags_do_not_allow_are_not_possible() -> None:
-    asked = ParityOptions([*SMALL, "--mesh.unsharded", "head.weight"], 2, "fp64", 2)
-    jobs, refused = jobs_of(asked, torch.device("cpu"))
-    assert {row.strategy for row in jobs} == {"fsdp", "hsdp"}
-    assert {row.strategy for row in refused} == {"ddp"}
-    assert all("--mesh.unsharded" in reason for reason in refused.values())
-    assert [*jobs, *refused] == sorted(rows(2), key=lambda row: row.strategy == "ddp")
 
 
 @pytest.mark.slow
@@ -79,11 +48,13 @@ def test_meshes_that_the_flags_do_not_allow_are_not_possible() -> None:
         # DDP reduces the gradient of every parameter, and one has none.
         ([Row("ddp", 2, 1, "true", 1), Row("fsdp", 1, 2, "true", 1)],
          ["--model.name", "tests.models.unusual:Unused"], 0, "extra.weight", "1 of 2 meshes are not"),
+        ([Row("ddp", 2, 1, "true", 1), Row("hsdp", 2, 1, "true", 1)],
+         ["--mesh.unsharded", "head.weight"], 0, "--mesh.unsharded", "1 of 2 meshes are not"),
         # The plain loop had KeyError: 'targets'.
         ([Row("fsdp", 1, 2, "true", 1)],
          ["--data.name", "tests.models.unusual:numbers"], 2, "no targets", "no mesh was compared"),
     ],
-    ids=["unused parameter", "logits without targets"],
+    ids=["unused parameter", "refused flag", "logits without targets"],
 )  # fmt: skip
 def test_a_mesh_on_which_a_rank_fails_is_not_possible_and_the_next_is_compared(
     tried: list[Row],
@@ -94,26 +65,14 @@ def test_a_mesh_on_which_a_rank_fails_is_not_possible_and_the_next_is_compared(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("fsdp.parity.compare.rows", lambda ranks: tried)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
-    asked = ParityOptions([*SMALL, *words], 2, "fp64", 2)
-    assert _show(asked, compare(asked, lambda _: None)) == code
+    assert compare(ParityOptions([*SMALL, *words], 2, "fp64", 2), tried) == code
     _, impossible, *compared, last = capsys.readouterr().out.splitlines()
     assert "not possible: " in impossible
     assert reason in impossible
     assert all(line.endswith("same") for line in compared)
     assert verdict in last
     assert ("holds" in last) is bool(compared)
-
-
-def test_nothing_holds_if_no_mesh_was_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ParityOptions([], 2, "fp64", 20)
-    same = [ParityDifference(training, "the loss of step 1", 1e-16, 1e-10) for training in Comparison]
-    possible, impossible = Row("fsdp", 1, 2, "true", 1), Row("ddp", 2, 1, "true", 1)
-    assert _show(asked, iter([(impossible, "no gradient")])) == 2
-    assert "holds" not in capsys.readouterr().out
-    assert _show(asked, iter([(impossible, "no gradient"), (possible, same)])) == 0
-    assert "every possible mesh" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -136,15 +95,11 @@ def test_the_hint_for_dropout_turns_it_off(tmp_path: Path) -> None:
     from transformers import BertConfig
 
     BertConfig(**SIZES, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path)
-    words = f"--model.name hf:{tmp_path} {DATA['bert']}"
-
-    def job(*more: str) -> Job:
-        return prepare(settings(words, *more), world_size=2, num_nodes=1, device=torch.device("cpu"))
-
+    words = ["--model.name", f"hf:{tmp_path}", *DATA["bert"].split()]
     with pytest.raises(ConfigError, match=r"dropout drops values at random: .* HINT: --model") as caught:
-        refuse_random(job())
+        job_of(ParityOptions(words, 2, "fp64", 2), CPU)
     assert caught.value.hint is not None
-    refuse_random(job(caught.value.hint))
+    job_of(ParityOptions([*words, *caught.value.hint.split()], 2, "fp64", 2), CPU)
 
 
 def test_batch_norm_is_refused_and_named_at_the_start_of_a_run(caplog: pytest.LogCaptureFixture) -> None:
@@ -155,7 +110,7 @@ def test_batch_norm_is_refused_and_named_at_the_start_of_a_run(caplog: pytest.Lo
         trained_model(config, job)
         assert sum("BatchNorm over the rows that a rank has" in said for said in caplog.messages) == warnings
     with pytest.raises(ConfigError, match=r"norm normalises over the rows that a rank has"):
-        refuse_random(job)
+        job_of(ParityOptions([*SMALL, "--model.name", f"{OWN}:Buffers"], 2, "fp64", 2), CPU)
 
 
 def test_a_difference_is_relative_to_the_change_of_the_model() -> None:
@@ -163,31 +118,13 @@ def test_a_difference_is_relative_to_the_change_of_the_model() -> None:
     start = {"large": torch.ones(4), "small": torch.ones(1)}
     plain = {"large": torch.full((4,), 11.0), "small": torch.full((1,), 2.0)}
 
-    def difference(small: float) -> tuple[float, str, float]:
+    def difference(small: float) -> tuple[float, str]:
         ours = plain | {"small": torch.tensor([small])}
-        records = [TrainingRecord(start, parameters) for parameters in (ours, plain)]
-        return difference_of(records[0], records[1], plain, changes=True)
+        return difference_of(ours, TrainingRecord(start, plain), plain, changes=True)
 
     assert difference(2.0)[0] == 0
-    assert difference(2.5)[:2] == (pytest.approx(0.5 / 401**0.5), "small")
-    assert difference(math.nan)[:2] == (math.inf, "small")
-
-
-def test_differences_are_printed_below_their_mesh(capsys: pytest.CaptureFixture[str]) -> None:
-    row = Row("hsdp", 2, 1, "true", 1)
-    same = [ParityDifference(training, "the loss of step 1", 1e-16, 1e-10) for training in Comparison]
-    wrong = ParityDifference(Comparison.GRADIENT, "the gradient of head.bias", 1.0, 1e-10, factor=2.0)
-    later = ParityDifference(Comparison.SGD, "the parameter head.bias", 1.0, 1e-10)
-    asked = ParityOptions([], 2, "fp64", 20)
-    assert _show(asked, iter([(row, same)])) == 0
-    assert _show(asked, iter([(row, [*same, wrong, later])])) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-3].endswith("DIFFERS")
-    assert lines[-2] == (
-        "  gradients: the gradient of head.bias differs by 1.0e+00, bound 1e-10: "
-        "it is 2 times the plain loop's"
-    )
-    assert lines[-1] == "PARITY FAILS: 1 of 1 meshes differ, 20 steps on 2 ranks in fp64"
+    assert difference(2.5) == (pytest.approx(0.5 / 401**0.5), "small")
+    assert difference(math.nan) == (math.inf, "small")
 
 
 def test_the_plain_loop_shares_no_code_that_computes() -> None:

