@@ -70,25 +70,6 @@ def test_flags_of_the_run_are_handed_on_as_typed() -> None:
         load(["--batch_size", "2"])
 
 
-@pytest.mark.parametrize(
-    ("word", "hint"),
-    [("--rank", "--tool.ranks"), ("--ranks", "--tool.ranks"), ("--quik", "--quick"), ("--shares", "--share")],
-)
-def test_a_misspelt_flag_of_the_tool_is_not_taken_for_the_runs(word: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match=f"{word} is not a flag. HINT: did you mean {hint}?"):
-        parser().parse_with_run_flags(["RUN", word, "2", "--config", "c.toml", "--backend", "ray"])
-
-
-def test_help_is_the_docstring_and_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parser().parse(["--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    assert text.startswith("Do it:\n\n    python -m fsdp.tool RUN\n")
-    assert "--tool.ranks" in text
-    assert "how many" in text
-
-
 @prints_errors("fsdp.tool")
 def much(argv: Sequence[str]) -> int:
     print("a line\n" * int(argv[0]))
@@ -120,16 +101,3 @@ def ends_quietly(program: str, *words: str) -> None:
 def test_a_reader_that_has_ended_and_a_full_disk_are_no_traceback(lines: str) -> None:
     code = f"from {__name__} import much; raise SystemExit(much(['{lines}']))"
     ends_quietly("fsdp.tool", "-c", code)
-
-
-@pytest.mark.parametrize(
-    ("program", "typed"),
-    [
-        ("train.py", "train.py --help"),
-        ("launch.submit", "-m launch.submit --help"),
-        ("shardrun", "-m shardrun --help"),
-        pytest.param("train.py", "train.py --dry-run", marks=pytest.mark.slow),
-    ],
-)
-def test_help_and_a_dry_run_that_cannot_be_written_are_no_traceback(program: str, typed: str) -> None:
-    ends_quietly(program, *typed.split())

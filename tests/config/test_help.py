@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 import train
-from fsdp.base.errors import ConfigError
 from fsdp.config import FIELDS
 from fsdp.config.command_line import SECTIONS, field_docs, help_asked
 from tests.config.test_bad_inputs import train_py
@@ -50,16 +49,6 @@ def test_help_all_lists_every_field_with_type_default_unit_and_detail() -> None:
         assert all(text in joined for text in field_docs()[name]), name
         if spec.meta["unit"] and spec.default != "":
             assert f" {spec.meta['unit']})" in joined, name
-
-
-@pytest.mark.parametrize(
-    ("wrong", "hint"), [("nonsense", "--help-all"), ("chekpoint", "--help-all checkpoint")]
-)
-def test_a_section_that_does_not_exist_is_one_line_with_a_hint(wrong: str, hint: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        text_of("--help-all", wrong)
-    assert str(refused.value).startswith(f"--help-all {wrong}: {wrong} is not one of run, train, ")
-    assert refused.value.hint == hint
 
 
 def test_the_command_prints_help_and_refuses_an_unknown_section() -> None:

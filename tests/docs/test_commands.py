@@ -108,7 +108,6 @@ NOT_RUN = {
     r"python -m fsdp\.report RUN --trust-code": "names a person's package; tests/security/test_named_code.py",
     r"python -m fsdp\.(plan|parity|predict|report)$": "names the tool; other commands run it",
     r"python -m torch\.cuda\._memory_viz trace_plot": "needs a snapshot that a GPU wrote",
-    r"python -m tests\.memory\.bound$": "minutes; .ci/run runs it",
     r"python -m tests\.golden": "minutes; tests/golden/test_golden.py runs its parts",
 }
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from fsdp.doctor import measure
-from fsdp.doctor.__main__ import main
 from fsdp.doctor.findings import Diagnosis, judge
 from tests.doctor.faulty_ranks import examined
 from tests.support.world import run_world
@@ -98,15 +97,3 @@ def test_a_probe_is_written_or_the_folder_is_named(tmp_path: Path) -> None:
     no_folder = tmp_path / ("x" * 300)  # as one above which this user may not look: Path.is_dir raises there
     for folder in (tmp_path / "file" / "below", no_folder):
         assert "cannot be written" in measure.write_probe(folder / "x", 1 << 20)["storage_error"]
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["--limit-s", "soon"], "--limit-s soon is not a number from 5 to 86400. HINT: --limit-s 120"),
-        (["folder"], "folder is not a flag"),
-    ],
-)
-def test_a_wrong_flag_is_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(argv) == 2
-    assert says in capsys.readouterr().err

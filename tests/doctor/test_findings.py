@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -143,17 +141,3 @@ def test_the_table_has_a_row_a_rank_and_the_verdict_last() -> None:
     assert lines[-1] == "verdict: 1 node not fit, n1: srun --exclude=n1"
     nth = next(n for n, line in enumerate(lines) if line.startswith("OUT  n1 (rank 3): matrix product"))
     assert lines[nth + 1].startswith("     HINT: ")
-
-
-def test_a_rank_that_measured_nothing_is_in_the_table() -> None:
-    """One did not start, and the GPU of another does not answer."""
-    stage = "the first calls of its device"
-    examined = reports(missing=2, stages={0: stage})
-    by_rank = {**examined.by_rank, 0: {"failure": "CUDA error: unknown error"}}
-    examined = dataclasses.replace(examined, by_rank=by_rank)
-    verdict = judge(examined)
-    assert not verdict.fit
-    shown = text(examined, verdict, 1.0)
-    assert all(re.search(rf"^{row} +-", shown, re.MULTILINE) for row in ("n0 +0", "n1 +2")), shown
-    assert "rank 2 did not start" in shown
-    assert f"failed in: {stage} (CUDA error: unknown error)" in shown

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.base.text import from_here
 from fsdp.config import load
 from fsdp.dist.env import DistEnv
 from launch.command import rank_command, ray_command
@@ -68,22 +67,3 @@ def test_under_ray_the_drivers_own_flags_are_in_it() -> None:
     assert (
         ray_command(config, {"SHARDRUN_RAY_NODES": "2"}) == "LAUNCHER=ray sbatch --nodes=2 slurm/fsdp.sbatch"
     )
-
-
-LINES = (
-    "next:\n  torchrun --nproc_per_node=2 train.py\n  sbatch slurm/fsdp.sbatch\n  python -m fsdp.report RUN"
-)
-
-
-def test_commands_name_the_clone_where_they_are_typed_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/mine")
-    monkeypatch.chdir(ROOT)
-    assert from_here(LINES) == LINES
-    monkeypatch.chdir(tmp_path)
-    assert from_here(LINES).splitlines()[1:] == [
-        f"  torchrun --nproc_per_node=2 {ROOT}/train.py",
-        f"  sbatch {ROOT}/slurm/fsdp.sbatch",
-        f"  PYTHONPATH={ROOT}:$PYTHONPATH python -m fsdp.report RUN",
-    ]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from asyncio import CancelledError
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,16 +24,13 @@ from fsdp.base.errors import (
 from fsdp.checkpoint.checkpointer import not_saved
 from fsdp.checkpoint.sealing import SaveOutcome
 from fsdp.config import load
-from fsdp.dist.env import from_environment
 from fsdp.memory.oom import OutOfMemory
-from fsdp.run import loop
 from fsdp.rundir.paths import RunDir
 from launch import local
-from launch.guard import Failure, Marker, failure_of, marker_of, report, run_rank
+from launch.guard import Failure, Marker, failure_of, marker_of
 from launch.policy import Kind
 from tests.launch.ends import flags_of
 from tests.launch.test_local import ROOT
-from tests.support.env import env_of
 
 
 def caused(error: Exception) -> Exception:
@@ -70,20 +65,6 @@ def test_an_exception_has_a_kind_and_a_code(error: BaseException, kind: Kind, co
     assert (failure.kind, failure.code, failure.echo) == (kind, code, echo)
 
 
-@pytest.mark.parametrize("error", [SystemExit(0), CancelledError()])
-def test_what_is_no_exception_fails_the_rank_too(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """sys.exit(0) in a user's model would end the rank as a success, and its peers as failed."""
-
-    def raises(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(loop, "train", raises)
-    assert run_rank(load([]), env_of(0, 1)) == (1, None)
-    assert "[rank 0] failed on cpu:\nTraceback" in capsys.readouterr().err
-
-
 def test_a_marker_is_read_by_its_own_start_alone_and_not_every_failure_leaves_one(tmp_path: Path) -> None:
     """Under a torchrun by hand nobody asks for the lock before the ranks do: the directory may be another
     job's.
@@ -116,22 +97,6 @@ def test_torchruns_own_restarts_do_not_meet_an_error_that_repeats_twice(tmp_path
     assert done.returncode == 1, "torchrun's own code"
     assert done.stderr.count("train.py: not tried again, it would fail the same way: ") == 2
     assert "not finite" in done.stderr.partition("Root Cause")[2], "torchrun's own summary"
-
-
-@pytest.mark.parametrize("launcher", ["torchrun", "none"])
-def test_a_rank_whose_peer_failed_ends_after_rank_0_has_printed(
-    launcher: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Under torchrun alone, which ends rank 0 as soon as this rank has ended."""
-    waited: list[float] = []
-    monkeypatch.setattr(time, "sleep", waited.append)
-    if launcher == "torchrun":
-        monkeypatch.setenv("RANK", "1")
-        monkeypatch.setenv("WORLD_SIZE", "2")
-    env = from_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
-    assert report(OtherRankFailed(0, "no whole checkpoint", 4), env, "train.py", None) == 4
-    assert len(waited) == (launcher == "torchrun")
-    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("main", [train.main, local.main])

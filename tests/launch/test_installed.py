@@ -82,27 +82,6 @@ def test_names_and_mistakes(installed: Path, tmp_path: Path) -> None:
     assert "shardrun plan | doctor | submit" in typed("shardrun --help", installed, tmp_path).stdout
 
 
-@pytest.mark.parametrize(
-    ("command", "code", "said"),
-    [
-        ("submit --cluster local", 3, "launch.submit needs submitit, which is not installed. HINT: pip"),
-        ("train --backend ray", 3, "--backend ray needs Ray, which is not installed. HINT: pip install"),
-    ],
-)
-def test_an_extra_that_is_not_installed_is_one_line(
-    installed: Path, tmp_path: Path, command: str, code: int, said: str
-) -> None:
-    """`pip install .` installs neither Ray nor submitit."""
-    hidden = "import sys; sys.modules.update(dict.fromkeys(('ray', 'submitit')))"
-    finder = "import importlib.util as u; found = u.find_spec; "
-    finder += "u.find_spec = lambda name, *rest: None if name in ('ray', 'submitit') else found(name, *rest)"
-    (tmp_path / "sitecustomize.py").write_text(f"{hidden}\n{finder}\n")
-    done = typed(f"PYTHONPATH={tmp_path} shardrun {command}", installed, tmp_path)
-    assert done.returncode == code, done.stderr
-    assert said in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def blocks(page: str) -> list[str]:
     """The indented Python of a page: blocks that import."""
     found = re.findall(r"(?:^    .*\n|^\n(?=    ))+", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)

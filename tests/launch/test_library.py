@@ -6,7 +6,6 @@ import contextlib
 import gc
 import json
 import math
-import os
 import pickle
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import shardrun
-from fsdp.base import proc
 from fsdp.base.errors import ConfigError, NotFiniteError
 from fsdp.dist.env import DistEnv
 from fsdp.optim import gradients as nonfinite
@@ -43,24 +41,6 @@ def test_train_in_this_process(tmp_path: Path) -> None:
     assert record["step"] == 6
 
 
-def trained_tensors(env: DistEnv, run_dir: str, more: str) -> int:
-    """Tensors that are alive after a second run of train() and were not before, garbage or not."""
-    flags = [*QUIET, "--train.steps", "2", *more.format(run_dir).split()]
-    shardrun.train([*flags, "--run.dir", f"{run_dir}/first"])
-    gc.disable()
-    before = {id(one) for one in gc.get_objects() if issubclass(type(one), torch.Tensor)}
-    shardrun.train([*flags, "--run.dir", f"{run_dir}/second"])
-    after = {id(one) for one in gc.get_objects() if issubclass(type(one), torch.Tensor)}
-    gc.enable()
-    return len(after - before)
-
-
-@pytest.mark.parametrize("more", ["", "--memory.nvme all --memory.nvme_dir {}", "--optim.ema 0.9"])
-def test_a_finished_run_frees_its_tensors(more: str, tmp_path: Path) -> None:
-    """A notebook's next run has the memory of the one before: FSDP2's modules are reference cycles."""
-    assert run_world(1, trained_tensors, str(tmp_path), more) == [0]
-
-
 def tasks() -> set[int]:
     return {int(one.name) for one in Path("/proc/self/task").iterdir()}
 
@@ -76,37 +56,6 @@ def run_thrice(env: DistEnv, run_dir: str, more: str) -> None:
         known = known or tasks()
     # a thread that is joined leaves the system a moment later
     eventually("their threads have ended", lambda: tasks() <= known, 20, lambda: str(threading.enumerate()))
-
-
-def monitors() -> list[int]:
-    return [child for child in proc.children(os.getpid()) if proc.is_alive(child)]
-
-
-def open_files() -> list[str]:
-    found = []
-    for one in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            found.append(str(one.readlink()))
-    return found
-
-
-def fail_thrice(env: DistEnv, run_dir: str) -> None:
-    """The second and third run leave no open file in the process, once their monitors have ended."""
-    first = 0
-    for number in range(3):
-        words = [*QUIET, "--train.steps", "3", "--run.dir", f"{run_dir}/{number}", "--watch.enabled", "true"]
-        with pytest.raises(NotFiniteError):
-            shardrun.train([*words, "--optim.lr", "1e30"])
-        gc.collect()
-        # A monitor that waited for this process to end would end it, as one whose teardown hangs.
-        eventually("the monitor has ended", lambda: not monitors(), 60, lambda: str(monitors()))
-        first = first or len(open_files())
-    # fewer, where the groups of an earlier test close theirs meanwhile
-    eventually("their files are closed", lambda: len(open_files()) <= first, 20, lambda: str(open_files()))
-
-
-def test_a_run_that_fails_leaves_no_monitor_and_no_open_files(tmp_path: Path) -> None:
-    assert run_world(1, fail_thrice, str(tmp_path)) == [None]
 
 
 @pytest.mark.parametrize("more", ["", "--optim.lr 1e30 --checkpoint.local_dir {}/own"])
@@ -218,23 +167,6 @@ def test_a_loop_of_ones_own_skips_it_if_asked(tmp_path: Path) -> None:
     assert run_world(2, loop_with_a_bad_step, str(tmp_path), False, *asked) == [("", True, 6)] * 2
 
 
-def weights_of(env: DistEnv, folder: str, words: list[str]) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The parameters of a loop of one's own at its start, and the names of those that are trained."""
-    config = shardrun.load_config([*SHORT, *words], run__dir=folder)
-    named = dict(shardrun.shard(build, config, env).root.named_parameters())
-    whole = {name: cast(DTensor, p.detach()).full_tensor() for name, p in named.items()}
-    return whole, [name for name, p in named.items() if p.requires_grad]
-
-
-def test_a_loop_of_ones_own_starts_from_weights_and_freezes(tmp_path: Path) -> None:
-    given = {name: torch.full_like(p, 0.5) for name, p in build().named_parameters()}
-    torch.save(given, tmp_path / "given.pt")
-    words = ["--model.weights", str(tmp_path / "given.pt"), "--model.frozen", "0.*"]
-    whole, trained = run_world(2, weights_of, str(tmp_path / "run"), words)[0]
-    assert all(torch.equal(whole[name], value) for name, value in given.items())
-    assert trained == ["2.weight", "2.bias"]
-
-
 class OfARank(torch.optim.SGD):
     """Keeps a tensor of its rank's part, which no other number of ranks could load."""
 
@@ -292,23 +224,6 @@ BESIDE = {
 def test_a_loop_of_ones_own_that_would_train_something_else_is_refused(kind: str, tmp_path: Path) -> None:
     for said in run_world(2, beside, str(tmp_path / "run"), kind):
         assert said.startswith(BESIDE[kind]), said
-
-
-def refused_loop(env: DistEnv, folder: str) -> str:
-    try:
-        own_loop(env, folder, 6)
-    except shardrun.ShardrunError as error:
-        return str(error)
-    return ""
-
-
-def test_a_loop_of_ones_own_does_not_start_over_where_its_checkpoints_are_missing(tmp_path: Path) -> None:
-    """As on a node where their disk is not mounted: its records would be deleted."""
-    run_world(2, own_loop, str(tmp_path / "run"), 4)
-    (tmp_path / "run/checkpoints").rename(tmp_path / "unmounted")
-    for said in run_world(2, refused_loop, str(tmp_path / "run")):
-        assert f"{tmp_path}/run has saved step 4, but {tmp_path}/run/checkpoints holds no checkpoint" in said
-    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 4
 
 
 @pytest.mark.long

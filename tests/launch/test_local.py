@@ -7,13 +7,11 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from fsdp.base import proc
 from fsdp.rundir import history
@@ -29,7 +27,6 @@ MODEL = [
     "--model.name", "mlp", "--train.global_batch", "8", "--checkpoint.export", "false",
     "--checkpoint.every_steps", str(EVERY),
 ]  # fmt: skip
-SMALL = [*MODEL, *SYNTHETIC]
 
 
 def start(run: Path, *flags: str, data: list[str] = SYNTHETIC) -> subprocess.Popen[str]:
@@ -100,60 +97,6 @@ def test_a_wrong_flag_is_one_line(words: list[str], said: str) -> None:
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
-
-
-GPUS = """
-import sys, torch
-
-mine = __import__("os").getpid()
-asked = {asked}  # by an import, of CUDA itself, as for a MIG slice: no fork sees a GPU then
-torch.cuda.is_available = lambda: not asked
-torch.cuda.device_count = lambda: 2
-torch.cuda.is_initialized = lambda: False
-from launch import local
-
-here = local.pick_device
-def pick_device(*words):
-    assert __import__("os").getpid() != mine, "asked in the process that forks"
-    return here(*words)
-local.pick_device = pick_device
-imports = local.warm_up
-def warm_up(*words, **flags):
-    global asked
-    asked = asked or {asks}
-    imports(*words, **flags)
-local.warm_up = warm_up
-local._RankProcesses = lambda *words: sys.exit("the ranks start")
-sys.exit(local.main(sys.argv[1:]))
-"""
-"""A machine with two GPUs, for a torch without CUDA."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "about", "code", "said"),
-    [
-        (2, {}, 1, "the ranks start"),
-        (3, {}, 3, "3 ranks need a GPU each, and 2 are visible on HOST. HINT: --ranks 2"),
-        (
-            2,
-            {"asks": True},
-            3,
-            "CUDA was started by an import (--model.name, --data.name), and the ranks of ",
-        ),
-        (2, {"asked": True}, 3, "--run.device cuda, but torch VERSION sees no GPU on HOST"),
-    ],
-)
-def test_gpus_are_asked_for_in_a_fork_before_the_ranks_start(
-    ranks: int, about: dict[str, bool], code: int, said: str, tmp_path: Path
-) -> None:
-    words = ["--ranks", str(ranks), "--run.dir", str(tmp_path / "run"), "--run.device", "cuda", *SMALL]
-    program = GPUS.format(**{"asked": False, "asks": False, **about})
-    done = subprocess.run([sys.executable, "-c", program, *words], cwd=ROOT, text=True, capture_output=True)
-    assert said.replace("HOST", socket.gethostname()).replace("VERSION", torch.__version__) in done.stderr
-    assert done.returncode == code
-    assert len(done.stderr.splitlines()) == 1
-    assert (tmp_path / "run").exists() == (said == "the ranks start")
 
 
 @pytest.mark.needs("fuse")

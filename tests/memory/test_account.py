@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from torch import nn
 
 from tests.support import runs, user_code
@@ -65,18 +64,6 @@ def test_parameters_gradients_and_adam_match_the_arithmetic(tmp_path: Path) -> N
         assert account["peak"]["bytes"] == sum(account["peak"]["kinds"].values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["true", "false"])
-def test_parameters_that_stay_gathered_after_forward(tmp_path: Path, policy: str) -> None:
-    model = user_code.Uneven()
-    # Backward begins with the root's own parameters and with the last block.
-    begun = [*model.stem.parameters(), *model.head.parameters(), *model.blocks[-1].parameters()]
-    expected = RANKS * shard_bytes(begun if policy == "true" else list(model.parameters()))
-    for account in accounts(tmp_path, f"--mesh.reshard_after_forward {policy}"):
-        assert end_of(account, "forward")["gathered"] == expected
-        assert end_of(account, "backward")["gathered"] == 0
-
-
 def test_unsharded_gradients_of_accumulation_are_gradients(tmp_path: Path) -> None:
     """Micro-batches without reduction keep whole gradients, those with reduction shards."""
     everything = list(user_code.Uneven().parameters())
@@ -86,17 +73,3 @@ def test_unsharded_gradients_of_accumulation_are_gradients(tmp_path: Path) -> No
     account = accounts(tmp_path / "every", "--train.micro_batch 3 --mesh.accumulate every")[0]
     first = next(end["kinds"] for end in account["ends"] if end["phase"] == "backward")
     assert first["gradients"] == shard_bytes(everything)
-
-
-@pytest.mark.slow
-def test_profiling_does_not_change_losses(tmp_path: Path) -> None:
-    words = "--train.steps 4 --checkpoint.export true"
-    plain = runs.run(RANKS, tmp_path / "plain", words)
-    seen = runs.run(
-        RANKS, tmp_path / "seen", words, "--profile.memory true --profile.trace true --profile.steps 2:3"
-    )
-    assert [r["loss"] for r in plain.records] == [r["loss"] for r in seen.records]
-    assert not (tmp_path / "plain" / "profile").exists()
-    names = {path.name for path in (tmp_path / "seen" / "profile").iterdir()}
-    each = ("memory.json", "trace.json.gz", "operators.txt")
-    assert names == {f"rank{rank}_{name}" for rank in range(RANKS) for name in each}

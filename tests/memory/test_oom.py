@@ -19,13 +19,11 @@ import torch
 from fsdp import config as configuration
 from fsdp.base.errors import OneRankError
 from fsdp.config import Config
-from fsdp.memory.account import KINDS
 from fsdp.memory.oom import (
     OomFacts,
     OutOfMemory,
     OutOfMemoryHandler,
     is_out_of_memory,
-    page_text,
     requested_bytes,
 )
 from fsdp.memory.oom_advice import Advice, Footprint, advise, changes, comes_first
@@ -248,16 +246,3 @@ def test_the_requested_bytes_are_read_from_the_error() -> None:
     assert requested_bytes("you tried to allocate 67108864 bytes. Error code 12") == 64 * MIB
     assert requested_bytes("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0") == 2.5 * 2**30
     assert requested_bytes("std::bad_alloc") == 0
-
-
-def test_the_page_has_facts_limits_and_advice() -> None:
-    measured = facts(
-        device="cuda",
-        kinds={**dict.fromkeys(KINDS, 0), "parameters": 5 * MIB, "activations": 80 * MIB},
-        held=85 * MIB,
-        around=[("reserved by the allocator, unused", "15 MiB"), ("limit: the cgroup", "1 GiB")],
-    )
-    page = page_text(measured, advised(NOW, 10_000, "cuda"), ["a note"])
-    assert page.startswith("rank 3 of 8 (n1, cuda:3) ran out of memory in backward of step 12.")
-    for words in ("80 MiB", "allocator, unused", "limit: the cgroup", "Change this first", "a note"):
-        assert words in page

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp import config as configuration
-from fsdp.base.errors import ConfigError
 from fsdp.base.phases import Phases
-from fsdp.config import ProfileSection, profile_steps
+from fsdp.config import ProfileSection
 from fsdp.memory import profile
 from tests.support import runs
 from tests.support.env import env_of
@@ -45,26 +43,6 @@ def test_the_trace_has_the_chosen_steps_and_fsdp_in_them(profiled: Path) -> None
         assert not [name for name in names if name.endswith(("of step 1", "of step 4"))]
         assert any(name.startswith("FSDP::all_gather (blocks.0") for name in names)
         assert "FSDP::post_backward_reduce (blocks.2)" in names
-
-
-def test_the_longest_operations_are_a_table(profiled: Path) -> None:
-    text = (profiled / "rank1_operators.txt").read_text()
-    assert "Self CPU" in text
-    assert "# of Calls" in text
-    rows = [line.split()[0] for line in text.splitlines() if "%" in line and "::" in line]
-    assert any(row.startswith("aten::") for row in rows)
-    assert len(rows) <= 30
-
-
-@pytest.mark.parametrize("text", ["0:3", "5:3", "a", "3:", "-1", ":4"])
-def test_wrong_profile_steps(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--profile.steps .* is not first:last.*HINT: --profile.steps 3:5"):
-        profile_steps(text)
-
-
-def test_profile_flags_without_effect() -> None:
-    with pytest.raises(ConfigError, match=r"--profile.steps 4:5 .*has no effect"):
-        configuration.load(["--profile.steps", "4:5"])
 
 
 def test_the_table_is_of_the_chosen_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

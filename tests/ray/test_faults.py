@@ -7,17 +7,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from fsdp.rundir import paths
 from fsdp.rundir.paths import RunDir
-from tests.ray.cluster import REPOSITORY, Cluster, clean_environment
-from tests.ray.runs import EVERY, SLOWLY, Driver, Run, check_whole, rank_pid, torchrun
-from tests.support.locks import acquire
+from tests.ray.cluster import Cluster
+from tests.ray.runs import SLOWLY, Driver, Run, check_whole, rank_pid, torchrun
 from tests.support.processes import command_line, eventually, pids_with
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -33,21 +29,6 @@ def test_a_ray_of_its_own_trains_to_the_same_bits_and_is_gone(tmp_path: Path, un
     eventually(
         "no process left", lambda: not pids_with(driver.marker), 60, lambda: str(pids_with(driver.marker))
     )
-
-
-@pytest.mark.long
-def test_the_driver_is_killed_and_started_again_with_the_same_command(
-    tmp_path: Path, undisturbed: Run
-) -> None:
-    first = Driver(tmp_path / "run", *SLOWLY)
-    reached = first.until_resumable(6)
-    # at Ray's nice 15 ranks are starved by other work on the machine, where torchrun's are not
-    assert os.getpriority(os.PRIO_PROCESS, rank_pid(first.run, 0)) == os.getpriority(os.PRIO_PROCESS, 0)
-    first.process.kill()
-    first.process.wait()
-    second = Driver(tmp_path / "run", *SLOWLY)
-    check_whole(second.finish(), undisturbed)
-    assert second.run.starts[-1]["from_step"] >= reached - EVERY
 
 
 @pytest.mark.long
@@ -119,34 +100,6 @@ def test_a_node_is_lost_and_one_will_be_taken_away(tmp_path: Path, undisturbed: 
     assert "before nodes are preempted; continuing on the others" in taken.err
     assert taken.run.starts[1]["from_step"] >= 6, "nothing was lost"
     assert "restarting the workers" not in taken.err
-
-
-def test_ray_asked_for_under_torchrun_is_refused_in_one_line(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*torchrun, "train.py", "--backend", "ray", "--run.dir", str(tmp_path / "run")]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 1, "torchrun's own code"
-    said = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
-    assert len(said) == 1
-    assert "--backend ray starts the ranks, but torchrun has started them already. HINT: " in said[0]
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.long
-def test_a_driver_on_a_live_run_directory_is_refused_and_writes_nothing(tmp_path: Path) -> None:
-    place = paths.create(tmp_path / "run").path
-    lock = acquire(place, "torchrun")
-    before = sorted(path for path in place.rglob("*") if path.name != "CLAIM")
-    try:
-        driver = Driver(place)
-        assert driver.wait(120) == 4, driver.said()
-        (line,) = driver.err.splitlines()
-        assert line.startswith(f"train.py: {place} is being written by process ")
-        assert sorted(path for path in place.rglob("*") if path.name != "CLAIM") == before
-    finally:
-        lock.release()
 
 
 @pytest.mark.long

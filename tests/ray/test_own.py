@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,21 +23,6 @@ def run(*command: str, open_files: int = 4096) -> subprocess.CompletedProcess[st
     return subprocess.run(
         words, cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True, timeout=300
     )
-
-
-@pytest.mark.long  # Ray waits half a minute, twice, for a process of its own that has ended
-def test_one_that_fails_twice_is_told_in_a_line_with_its_logs_kept(tmp_path: Path) -> None:
-    done = run("train.py", "--backend", "ray", "--run.dir", str(tmp_path / "run"), open_files=30)
-    assert done.returncode == 3
-    assert "Traceback" not in done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert "Starting it again." in done.stderr
-    line = r"train\.py: Ray did not start here, 2 times: .* HINT: .*ulimit -n.*"
-    found = re.fullmatch(line + r"its logs are in (\S+)", last)
-    assert found is not None, done.stderr
-    folder = Path(found[1])
-    assert any(folder.glob("session_latest/logs/gcs_server.*"))
-    shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize(

@@ -21,24 +21,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp.base import proc
 from tests.slurm.host import NAMESPACES, Host
-from tests.support.processes import dies_with_us, eventually, pids_with, process_space, program
+from tests.support.processes import dies_with_us, eventually, pids_with, process_space
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "unshare", "ip")
 NETWORK, LOGIN = "10.77.0", "login"
-DEAD_STATES = {
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "PREEMPTED",
-    "BOOT_FAIL",
-    "OUT_OF_MEMORY",
-}
+DEAD_STATES = (
+    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY",
+)  # fmt: skip
 FOREIGN = ("SLURM_", "SBATCH_", "SRUN_", "MASTER_", "TORCHELASTIC_", "SHARDRUN_")
 
 
@@ -57,8 +49,6 @@ class Shape:
     """10 is Slurm's own default. On a busy machine the controller repeats the kill of a step after it, and
     ends the step of that number in the requeued job.
     """
-    controller: str = ""
-    """SlurmctldParameters, e.g. preempt_send_user_signal."""
 
 
 def missing() -> str | None:
@@ -156,7 +146,7 @@ class Cluster:
             "folder": self.folder,
             "kill_wait": self.shape.kill_wait_s, "slurmd_timeout": self.shape.slurmd_timeout_s,
             "message_timeout": self.shape.message_timeout_s,
-            "controller": self.shape.controller or "requeue_on_resume_failure",
+            "controller": "requeue_on_resume_failure",
         }  # fmt: skip
         lines = (HERE / "slurm.conf.in").read_text().format(**facts)
         for i, (node, port) in enumerate(zip(self.nodes, ports[1:], strict=True), start=1):
@@ -208,13 +198,6 @@ class Cluster:
 
     def start_slurmd(self, node: str) -> None:
         self.hosts[node].say(f"SLURM_CONF='{self.conf}' slurmd -D -N {node} &")
-
-    def kill_slurmd(self, node: str) -> None:
-        """The daemon alone: what it started lives on."""
-        daemons = [pid for pid in proc.children(self.hosts[node].shell) if program(pid) == "slurmd"]
-        for pid in daemons:
-            os.kill(pid, signal.SIGKILL)
-        assert daemons, f"no slurmd on {node}"
 
     def on_node(self, node: str, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command inside a node."""

@@ -60,13 +60,6 @@ def both_modes(folder: Path) -> dict[str, Left]:
 # ---------------------------------------------------------------- stopped by the scheduler
 
 
-def time_limit(folder: Path) -> Left:
-    """Too slow for its limit in the first start."""
-    with Cluster(folder / "slurm") as cluster:
-        env = {"SLOW_S": "3", "SLOW_STARTS": "1"}
-        return left(sbatch(cluster, folder, "--time=2", "--signal=B:USR1@60", env=env))
-
-
 def told(folder: Path) -> dict[str, Left]:
     """A deadline with no signal before it, and signals to the batch shell alone, of one job that scontrol
     does not requeue. The names of the nodes have addresses of a second network, each its interface's second.
@@ -146,29 +139,10 @@ def suspended(folder: Path) -> Suspended:
         return Suspended(second, left(first), _seconds(job), before, after)
 
 
-def preempted(folder: Path, shape: Shape, launcher: str, slowness: Mapping[str, str] = SLOWLY) -> Left:
-    with Cluster(folder / "slurm", shape) as cluster:
-        job = sbatch(cluster, folder, env={**slowness, "SLOW_STARTS": "1", "LAUNCHER": launcher})
-        job.until_resumable(13)
-        other = preempt(cluster)
-        reached = max(job.run.steps)
-        cluster.wait(other)
-        return left(job, reached)
-
-
 def preempt(cluster: Cluster) -> str:
     """A job of the higher partition takes all nodes for a moment."""
     command = ["-p", "high", f"-N{len(cluster.nodes)}", "--exclusive", "--output=/dev/null", "--wrap", "true"]
     return cluster.sbatch(*command)
-
-
-def preempted_with_users_signal(folder: Path) -> Left:
-    return preempted(folder, Shape(grace_s=30, controller="preempt_send_user_signal"), "srun")
-
-
-def preempted_without_time(folder: Path) -> Left:
-    """KILL comes a few seconds after TERM, while a step takes ten: nothing can be saved."""
-    return preempted(folder, Shape(grace_s=0, kill_wait_s=1), "srun", {"SLOW_S": "10", "SLOW_FROM": "14"})
 
 
 # ---------------------------------------------------------------- failures
@@ -238,26 +212,12 @@ def rank_pid(job: Job, node: str, rank: int) -> int:
     return found[0]
 
 
-def node_lost(folder: Path, node: str = "n2", launcher: str = "srun") -> Left:
+def node_lost(folder: Path) -> Left:
     """Its power is cut; a third node stands by."""
     with Cluster(folder / "slurm", Shape(nodes=3, kill_wait_s=3, slurmd_timeout_s=6)) as cluster:
-        job = sbatch(cluster, folder, env={**SLOWLY, "SLOW_STARTS": "1", "LAUNCHER": launcher})
+        job = sbatch(cluster, folder, env={**SLOWLY, "SLOW_STARTS": "1", "LAUNCHER": "srun"})
         reached = job.until_resumable(13)
-        cluster.power_off(node)
-        return left(job, reached)
-
-
-def first_node_lost(folder: Path) -> Left:
-    """The one with the batch shell, the rendezvous and rank 0."""
-    return node_lost(folder, "n1", "torchrun")
-
-
-def orphans(folder: Path) -> Left:
-    """slurmd dies and its two ranks train on, while Slurm gives the job to another node."""
-    with Cluster(folder / "slurm", Shape(kill_wait_s=3, slurmd_timeout_s=6)) as cluster:
-        job = sbatch(cluster, folder, "--nodes=1", ranks=2, env={"SLOW_S": "2", "SLOW_FROM": "14"})
-        reached = job.until_resumable(13)
-        cluster.kill_slurmd("n1")
+        cluster.power_off("n2")
         return left(job, reached)
 
 
@@ -268,25 +228,17 @@ def orphans(folder: Path) -> Left:
 class Network:
     nameless: Left
     checked: Left
-    unreachable: Left
-    unreachable_after_s: float
 
 
 def network(folder: Path) -> Network:
-    """Node names that do not resolve, one job in a container; then an address of the first that the second
-    cannot reach.
-    """
+    """Node names that do not resolve, one job in a container."""
     with Cluster(folder / "slurm") as cluster:
         cluster.names(False)
         facts = folder / "container.env"
         facts.write_text("CONTAINER=(env INSIDE=1)\n")
         nameless = sbatch(cluster, folder / "nameless", env={"CLUSTER_ENV": str(facts)})
         checked = sbatch(cluster, folder / "checked", flags=[*FLAGS, "--dry-run"])
-        cluster.on_node("n1", "ip", "addr", "add", "10.99.0.1/32", "dev", "lo")
-        # by way of the login host, which passes nothing on: no answer at all
-        cluster.on_node("n2", "ip", "route", "add", "10.99.0.1/32", "via", "10.77.0.254")
-        cut = sbatch(cluster, folder / "cut", env={"RDZV_HOST": "10.99.0.1", "RDZV_TIMEOUT_S": "3"})
-        return Network(left(nameless), left(checked), left(cut), _seconds(cut))
+        return Network(left(nameless), left(checked))
 
 
 def preflight(folder: Path) -> dict[str, Left]:

@@ -37,12 +37,6 @@ def test_torchrun_inside_a_slurm_step_comes_first() -> None:
     assert (made.rank, made.world_size, made.launcher) == (1, 2, "torchrun under Slurm")
 
 
-def test_python_in_the_batch_shell_is_a_single_process() -> None:
-    assert (
-        env.from_environment({"SLURM_PROCID": "0", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}).world_size == 1
-    )
-
-
 @pytest.mark.parametrize(
     "missing", ["SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE"]
 )
@@ -63,13 +57,6 @@ def test_the_meeting_place_of_a_bare_srun_is_new_at_each_requeue_and_step() -> N
     ports = {first[1], *(env.slurm_rendezvous(other)[1] for other in others)}
     assert len(ports) == 4
     assert all(20000 <= port < 32000 for port in ports)
-
-
-def test_each_start_of_a_job_has_a_name() -> None:
-    assert env.job_start({}) == ""
-    assert env.job_start(TASK) == "Slurm job 4711, start 1"
-    assert env.job_start({**TASK, "SLURM_RESTART_COUNT": "2"}) == "Slurm job 4711, start 3"
-    assert env.job_start({**TASK, "SHARDRUN_TRY": "1"}) == "Slurm job 4711, start 1, try 2"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs to be seen")

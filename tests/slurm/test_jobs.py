@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.job import EVERY, FLAGS, STEPS, Run, Undisturbed, sbatch
+from tests.slurm.job import EVERY, FLAGS, STEPS, Run, Undisturbed
 from tests.slurm.scenarios import Left, Network, Suspended
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -96,42 +96,6 @@ def test_a_job_that_scontrol_does_not_requeue_goes_on_as_a_new_one(outcome: dict
     assert len(second.run.starts) == 2
 
 
-@pytest.mark.long
-@pytest.mark.scenario("time_limit")
-def test_a_time_limit_loses_nothing(outcome: Left, undisturbed: Undisturbed) -> None:
-    check_finished(outcome, undisturbed.losses(1, 2))
-    assert outcome.restarts >= 1
-    assert len(outcome.run.starts) == outcome.restarts + 1
-    assert set(outcome.run.ends[:-1]) <= {"SIGUSR1", "the deadline"}
-    assert [start["from_step"] for start in outcome.run.starts] == sorted(
-        start["from_step"] for start in outcome.run.starts
-    )
-
-
-def check_preempted(left: Left, undisturbed: Undisturbed, reason: str) -> None:
-    check_finished(left, undisturbed.losses(1, 2))
-    assert left.restarts == 1
-    assert left.run.ends[0] == reason
-    assert left.run.starts[1]["from_step"] >= left.reached
-
-
-@pytest.mark.long
-@pytest.mark.scenario("preempted_with_users_signal")
-def test_preempted_with_the_users_signal(outcome: Left, undisturbed: Undisturbed) -> None:
-    check_preempted(outcome, undisturbed, "SIGUSR1")
-
-
-@pytest.mark.long
-@pytest.mark.scenario("preempted_without_time")
-def test_preempted_without_time_to_save_loses_at_most_one_interval(
-    outcome: Left, undisturbed: Undisturbed
-) -> None:
-    check_finished(outcome, undisturbed.losses(1, 2))
-    assert outcome.restarts == 1
-    assert outcome.run.history[1]["event"] == "lost"
-    assert outcome.reached - outcome.run.starts[1]["from_step"] <= EVERY
-
-
 # ---------------------------------------------------------------- failures
 
 
@@ -172,24 +136,6 @@ def test_a_lost_node_is_left_out_of_the_next_start(outcome: Left, undisturbed: U
     assert outcome.reached - outcome.run.starts[1]["from_step"] <= EVERY
 
 
-@pytest.mark.long
-@pytest.mark.scenario("first_node_lost")
-def test_the_first_node_too_can_be_lost(outcome: Left, undisturbed: Undisturbed) -> None:
-    check_finished(outcome, undisturbed.losses(1, 2))
-    assert outcome.run.starts[1]["nodes"] == ["n2", "n3"]
-
-
-@pytest.mark.long
-@pytest.mark.scenario("orphans")
-def test_orphans_of_a_dead_slurmd_cannot_spoil_the_requeued_run(
-    outcome: Left, undisturbed: Undisturbed
-) -> None:
-    """The later start of the job takes over; the orphans train on for a while, and may not save."""
-    check_finished(outcome, undisturbed.losses(1, 2))
-    assert [start["nodes"] for start in outcome.run.starts] == [["n1"], ["n2"]]
-    assert "took over from" in outcome.log
-
-
 # ---------------------------------------------------------------- names and networks
 
 
@@ -200,15 +146,6 @@ def test_where_node_names_do_not_resolve_the_nodes_meet_by_address(
 ) -> None:
     """With a command in front of everything, as a container has it."""
     check_finished(outcome.nameless, undisturbed.losses(1, 2))
-
-
-@pytest.mark.long
-@pytest.mark.scenario("network")
-def test_a_node_that_cannot_reach_the_first_is_named_within_the_time_out(outcome: Network) -> None:
-    assert outcome.unreachable.state == "FAILED"
-    assert re.search(r"n2 cannot reach n1 within 3 s: 10\.99\.0\.1:\d+ no answer\.", outcome.unreachable.log)
-    assert outcome.unreachable_after_s < 60
-    assert not outcome.unreachable.run.starts
 
 
 @pytest.mark.long
@@ -264,26 +201,6 @@ def test_a_bare_srun_needs_no_script(tmp_path: Path, undisturbed: Undisturbed) -
         cluster.run(*command, timeout_s=240)
     assert run.losses == undisturbed.losses(1, 2)
     assert run.starts[0]["launcher"] == "srun"
-
-
-@pytest.mark.long
-def test_ranks_follow_the_gpus_that_slurm_gave_and_a_node_with_fewer_is_named(
-    slurm: Cluster, tmp_path: Path
-) -> None:
-    """The nodes say they have two each; torch sees none of them, and a dry run says so instead of training on
-    the CPU. So does a job that does not ask for the GPUs of its nodes.
-    """
-    jobs = [
-        sbatch(slurm, tmp_path, asked, flags=["--dry-run"], ranks=1)
-        for asked in ("--gpus-per-node=2", "--exclusive", "--gpus=3", "--gpus=0")
-    ]
-    assert [job.wait() for job in jobs] == ["FAILED"] * 4
-    even, whole, uneven, idle = (job.log() for job in jobs)
-    for log in (even, whole):
-        assert "2 nodes × 2 ranks" in log
-        assert re.search(r"^n1: Slurm gave 2 GPUs on n1, but torch \S+ sees none\. HINT: ", log, re.MULTILINE)
-    assert "the job has no GPU, and its first node has 2. HINT: --gpus-per-node=2" in idle
-    assert "2 nodes × 2 ranks need 2 GPUs a node, but n2 has 1. HINT: NPROC_PER_NODE=1" in uneven
 
 
 # ---------------------------------------------------------------- submitit, and through several launchers

@@ -4,8 +4,6 @@ requeue onto fewer nodes, an array of a moved and renamed job script. All on one
 
 from __future__ import annotations
 
-import shlex
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,33 +70,3 @@ def test_a_cancel_while_the_ranks_start_ends_the_job(place: Place) -> None:
     assert place.cluster.job(job.id)["Restarts"] == "0"
     assert "Traceback" not in job.log()
     assert [event for event in job.run.history if event["event"] == "crash"] == [], job.log()
-
-
-def test_a_job_that_a_task_of_an_array_submits_has_its_own_number_and_processors(place: Place) -> None:
-    """sbatch gives it the variables of that task, and the user's shell may set one of srun."""
-    run, number = place.folder / "submitted run", place.folder / "submitted"
-    flags = shlex.join(["--run.dir", str(run), *SHORT])
-    words = "--parsable --nodes=1 --ntasks-per-node=2 slurm/fsdp.sbatch"
-    script = place.folder / "submits.sh"
-    script.write_text(f"#!/bin/bash\nsbatch {words} {flags} >{shlex.quote(str(number))}\n")
-    env = {"LAUNCHER": "srun", "SRUN_CPUS_PER_TASK": "8", "SLURM_LABELIO": "1"}
-    outer = place.cluster.sbatch("--array=7", "--nodes=1", str(script), env=env, cwd=place.home)
-    assert place.cluster.wait(f"{outer}_7", END_S) == "COMPLETED"
-    job = Job(place.cluster, number.read_text().strip(), Run(run))
-    assert job.wait(END_S) == "COMPLETED", job.log()
-    assert job.run.steps == [1, 2, 3]
-    assert f"slurm: job {job.id} (" in job.log()
-
-
-def test_each_task_of_an_array_of_a_moved_and_renamed_script_trains(place: Place) -> None:
-    script = place.folder / "my jobs" / "train my model.sh"
-    script.parent.mkdir()
-    shutil.copy(place.home / "slurm/fsdp.sbatch", script)
-    words = ["--array=3,5", "--nodes=1", str(script), *SHORT]
-    env = {"SHARDRUN_HOME": str(place.home)}
-    job = place.cluster.sbatch(*words, env=env, cwd=script.parent)
-    for task in (3, 5):
-        run = Run(script.parent / "runs" / f"shardrun-{job}_{task}")
-        state = place.cluster.wait(f"{job}_{task}", END_S)
-        assert state == "COMPLETED", place.cluster.log(f"{job}_{task}")
-        assert run.steps == [1, 2, 3]

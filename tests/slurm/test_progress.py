@@ -119,25 +119,6 @@ def test_nothing_is_written_where_another_job_holds_the_directory(
         held.release()
 
 
-@pytest.mark.parametrize("reason", ["SIGINT", "the stop file", "--train.stop_after 10"])
-def test_stopped_by_a_person_stays_stopped(run: RunDir, reason: str) -> None:
-    reach(run, 10)
-    stopped(run, 10, reason)
-    decision = judge(run)
-    assert (decision.act, decision.code) == (Act.END, 0)
-    assert reason in decision.why
-    assert f"--run.dir {run.path}" in slurm_job.message(run, decision)
-
-
-def test_a_limit_too_short_for_one_step_is_not_requeued_for_ever(run: RunDir) -> None:
-    acts = []
-    for _ in range(policy.STOPS_WITHOUT_A_STEP):
-        reach(run, 10, from_step=10)
-        stopped(run, 10, "the deadline")
-        acts.append(judge(run).act)
-    assert acts == [Act.REQUEUE] * (policy.STOPS_WITHOUT_A_STEP - 1) + [Act.END]
-
-
 def test_an_error_is_tried_again_and_at_the_same_step_not_twice(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,22 +146,6 @@ def test_begin_clears_the_marks_and_explains_a_start_without_an_end(run: RunDir,
     last = json.loads(run.history.read_text().splitlines()[-1])
     assert (last["event"], last["step"]) == ("lost", 30)
     assert (run.path / "logs" / "job-7.log").exists()
-
-
-def test_begin_takes_the_default_and_a_dry_run_touches_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SLURM_JOB_NAME", "job")
-    monkeypatch.setenv("SHARDRUN_JOB", "7")
-    assert slurm_job.main(["begin", "--", "--dry-run", "--train.steps", "3"]) == 0
-    assert f"export SHARDRUN_RUN={tmp_path}/runs/job-7\n" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
-
-
-def test_begin_says_a_wrong_flag_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert slurm_job.main(["begin", "--", "--train.stepps", "3"]) == 2
-    assert "did you mean --train.steps" in capsys.readouterr().err
 
 
 def test_the_job_s_own_history_is_what_counts(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

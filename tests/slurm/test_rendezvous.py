@@ -80,21 +80,10 @@ def test_a_node_that_does_not_come_is_named_within_the_time(
     assert (said.out, said.err.count("\n")) == ("", 1), "b is not to blame"
 
 
-def test_a_node_says_what_it_could_not_reach_and_why(port: int) -> None:
-    node = start("b", port, "no-such-host.invalid,127.0.0.1", "a,b", timeout="1")
-    reasons = f"no-such-host.invalid:{port} the name does not resolve, 127.0.0.1:{port} connection refused"
-    assert node.communicate(timeout=60)[1] == f"b cannot reach a within 1 s: {reasons}.\n"
-    assert node.returncode == 1
-
-
 def test_here_names_the_interface_on_the_way() -> None:
     environ = {**os.environ, "MASTER_ADDR": "127.0.0.1"}
     words = [*COMMAND, "here"]
     assert subprocess.check_output(words, cwd=REPOSITORY, env=environ, text=True) == "127.0.0.1 lo\n"
-
-
-def test_a_single_node_meets_nobody(port: int) -> None:
-    assert meet("a", port, "no-such-host.invalid") == {"a": ("127.0.0.1\n", "", 0)}
 
 
 def test_the_preferred_address_is_used_though_another_answers_too(port: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, commands
+from tests.docs.pages import ROOT
 from tests.slurm.cluster import Cluster, Shape
 from tests.slurm.conftest import need_slurm
 from tests.slurm.job import FLAGS
@@ -99,40 +99,6 @@ def test_sbatch_in_a_shell_with_one_gpu_requests_what_it_says(ended: dict[str, E
 
 
 # ---------------------------------------------------------------- the README's commands, 32 ranks
-
-
-def training(page: str) -> str:
-    """The page's first sbatch with GPUs that trains a recipe."""
-    lines = [line for line in commands(ROOT / page) if line.startswith("sbatch --nodes=4 --gpus-per-node=8")]
-    return next(line for line in lines if "--config recipes/" in line)
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """The README's job as printed, and that of docs/first-slurm.md, on four nodes
-    with eight GPUs each.
-    """
-    need_slurm()
-    folder = tmp_path_factory.mktemp("large")
-    home = clone(folder / "clone")
-    lines = {"printed": training("README.md"), "page": training("docs/first-slurm.md")}
-    with Cluster(folder / "slurm", Shape(nodes=4, cpus=32, gpus=8)) as cluster:
-        jobs = {
-            name: cluster.sbatch(*line.split()[1:], env={"RANKS": "printed"}, cwd=home)
-            for name, line in lines.items()
-        }
-        return {name: Ended(cluster.wait(job, 200), cluster.log(job)) for name, job in jobs.items()}
-
-
-def test_a_printed_sbatch_starts_a_rank_for_each_gpu(large: dict[str, Ended]) -> None:
-    for name, flags in (("printed", ""), ("page", " --train.global_batch 32")):
-        job = large[name]
-        assert job.state == "COMPLETED", job.log
-        assert "4 nodes × 8 ranks on n1 n2 n3 n4" in job.log
-        command = r"^ranks: -m launch\.node ranks --nnodes=4 --nproc-per-node=8 .*"
-        started = re.findall(command, job.log, re.MULTILINE)
-        assert len(started) == 4
-        assert all(f"--config recipes/text.toml{flags}" in line for line in started)
 
 
 # ---------------------------------------------------------------- by hand, and from a tutorial

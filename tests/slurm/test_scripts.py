@@ -16,8 +16,6 @@ from launch import slurm_job
 from tests.slurm.cluster import REPOSITORY
 from tests.support.needs import skip_or_fail
 
-FSDP = REPOSITORY / "slurm" / "fsdp.sbatch"
-
 
 def bash(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     environ = {"PATH": os.environ["PATH"], **environ}
@@ -42,18 +40,6 @@ def test_a_job_script_outside_a_job_says_how_it_is_used() -> None:
     said = bash("slurm/fsdp.sbatch")
     assert said.returncode != 0
     assert "HINT: sbatch slurm/fsdp.sbatch" in said.stderr
-
-
-def test_a_copied_job_script_names_what_it_misses(tmp_path: Path) -> None:
-    copied = shutil.copy(FSDP, tmp_path / "mine.sbatch")
-    environ = {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    said = bash(str(copied), **environ)
-    assert said.returncode == 2
-    assert said.stderr == (
-        f"no lib.sh in {tmp_path}/slurm. HINT: export SHARDRUN_HOME=/path/to/shardrun before sbatch\n"
-    )
-    home = {"SHARDRUN_HOME": str(REPOSITORY), "PATH": program(tmp_path / "sleep", "true")}
-    assert "no lib.sh" not in bash(str(copied), **{**environ, **home}).stderr
 
 
 # ---------------------------------------------------------------- the job's words
@@ -133,28 +119,6 @@ def test_a_job_s_own_facts_are_not_those_of_the_job_that_submitted_it(
     assert (f"{job} {deadline}", leaked) == (expected, "")
 
 
-@pytest.mark.parametrize("venv", ["", "other"])
-def test_the_python_beside_train_py_comes_before_an_active_one(venv: str, tmp_path: Path) -> None:
-    """As slurm/cluster.env promises; VENV comes before both. That file need not export what Python reads."""
-    home = tmp_path / "home/.venv"
-    for folder in (home, tmp_path / "other"):
-        (folder / "bin").mkdir(parents=True)
-        (folder / "bin/python").symlink_to("/bin/true")
-    shutil.copytree(REPOSITORY / "slurm", tmp_path / "home/slurm")
-    variables = {"VENV": str(tmp_path / venv)} if venv else {}
-    (tmp_path / "home/slurm/cluster.env").write_text("NPROC_PER_NODE=3\n")
-    script = tmp_path / "home/slurm/lib.sh"
-    path = program(tmp_path / "scontrol", "echo JobId=20 Restarts=0")
-    said = bash(
-        *(
-            "-euc",
-            f"source {script}; on_head() {{ command -v python; printenv NPROC_PER_NODE; }} >&2; job_begin",
-        ),
-        **{"PATH": path, "SLURM_JOB_ID": "20", "SLURM_JOB_NODELIST": "n1", **variables},
-    )
-    assert f"{tmp_path / venv if venv else home}/bin/python\n3\n" in said.stderr
-
-
 GRES = "JobId=20 JOB_GRES=gpu:a100:{} Nodes={} CPU_IDs=0-7 Mem=0 GRES=gpu:a100:{}(IDX:0-1)"
 NODE = "NodeName=n1 Arch=x86_64 CPUTot=8 Gres={} NodeAddr=10.0.0.1"
 
@@ -186,40 +150,7 @@ def test_ranks_follow_the_gpus_of_the_job(
         assert slurm_job.ranks_and_gpus(variables, on_cpu=False) == expected
 
 
-def test_a_new_job_in_place_of_one_that_is_not_requeued_asks_for_the_same(tmp_path: Path) -> None:
-    record = (
-        f"{GRES.format(4, 'n[1-2]', 2)} Partition=main Account=(null) TimeLimit=00:09:00 Command=/bin/true"
-    )
-    environ = {"SHARDRUN_RECORD": record, "SHARDRUN_JOB": "20", "SLURM_JOB_NUM_NODES": "2"}
-    again = slurm_job.begin(["--dry-run", "--run.dir", str(tmp_path), "--train.steps", "3"], environ)["again"]
-    assert again == [
-        *("sbatch", "--dependency=afterany:20", "--nodes=2", "--ntasks-per-node=1", "--gres=gpu:2"),
-        *("--partition=main", "--time=00:09:00", "/bin/true", "--run.dir", str(tmp_path)),
-        *("--run.dir", str(tmp_path), "--train.steps", "3"),
-    ]
-
-
 # ---------------------------------------------------------------- the meeting and the end
-
-
-@pytest.mark.parametrize(
-    ("said", "address"),
-    [
-        ("Welcome to the cluster: 2 nodes\n10.0.0.1\nWelcome to the cluster: 2 nodes", "10.0.0.1"),
-        ("fe80::1%ib0", "fe80::1%ib0"),
-        ("Welcome", ""),
-    ],
-)
-def test_the_address_is_found_beside_lines_of_a_site_s_prolog(said: str, address: str) -> None:
-    script = (
-        'source slurm/lib.sh; say() { :; }; on_head() { echo 20000; }; srun() { echo "$SAID"; }\n'
-        "nodes=(n1 n2) node_gpus=() SRUN_ARGS=() CONTAINER=() address=n1\n"
-        "SHARDRUN_RANKS_PER_NODE=1 SHARDRUN_JOB=1 SLURM_RESTART_COUNT=0 SLURM_JOB_ID=1\n"
-        'meet_or_leave 0; echo "$MASTER_ADDR"'
-    )
-    found = bash("-euc", script, SAID=said)
-    assert found.stdout.strip() == address, found.stderr
-    assert found.returncode == (0 if address else 3)
 
 
 RECORD = "JobId=5 JobState={state} Requeue=1 BatchFlag=1 Command={home}/slurm/fsdp.sbatch"
@@ -254,20 +185,6 @@ def test_a_job_is_judged_by_its_record_and_without_one_as_if_it_runs(
     assert said in found.stdout + found.stderr
     if code == 3:
         assert found.stdout.splitlines()[-1].endswith("--code 9")
-
-
-def test_the_last_task_of_a_large_array_finds_its_scripts(tmp_path: Path) -> None:
-    """Its id is the array's: scontrol writes a record for each, more than a pipe or an argument holds."""
-    record = RECORD.format(state="RUNNING", home=REPOSITORY) + " ArrayJobId=1 " + "x" * 1500
-    path = program(
-        tmp_path / "scontrol",
-        f"[[ $* == *-o\\ 1 ]] || n=1; for i in $(seq ${{n-200}}); do echo '{record}'; done",
-    )
-    copied = shutil.copy(FSDP, tmp_path / "mine.sbatch")
-    environ = {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "n1", **ARRAY}
-    said = bash(str(copied), **environ, PATH=path)
-    assert "no lib.sh" not in said.stderr
-    assert "too long" not in said.stderr
 
 
 @pytest.mark.parametrize("submits", ["true", "false"])

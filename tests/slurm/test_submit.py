@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import getpass
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from launch import submit
-from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import need_slurm
 from tests.slurm.job import FLAGS
-from tests.slurm.scenarios import submit as submitted
 
 
 @pytest.mark.parametrize(
@@ -84,31 +80,3 @@ def test_a_dry_run_prints_the_sbatch_file_and_submits_nothing(
         assert re.search(rf"^#SBATCH {line}$", printed, re.MULTILINE), line
     assert "--signal=USR2@120" in printed
     assert not list(tmp_path.glob("runs/*/code"))
-
-
-@pytest.mark.long
-@pytest.mark.slurm
-@pytest.mark.slow
-def test_any_option_of_sbatch_passes_through(slurm: Cluster, tmp_path: Path) -> None:
-    """A dependency, a reservation, mail, GPUs a task, no requeue, a comment of two words; no environment."""
-    before = slurm.sbatch("--hold", "--output=/dev/null", "--wrap", "true")
-    user = getpass.getuser()
-    kept = f"StartTime=now Duration=60 Users={user} Nodes=n3 ReservationName=kept Flags=OVERLAP".split()
-    slurm.run("scontrol", "create", "reservation", *kept)
-    options = [f"--dependency=afterok:{before}", "--reservation", "kept", "--mail-type=END", "--no-requeue"]
-    options += ["--gpus-per-task=1", "--tasks-per-node", "2", "--comment=two words", "--export=NONE"]
-    flags = [*FLAGS, "--train.steps", "2", "--run.device", "cpu", "--data.name", "digits"]
-    job = submitted(slurm, tmp_path, *options, flags=flags)
-    facts = slurm.job(job.id)
-    slurm.run("scontrol", "release", before)
-    assert facts["JobState"] == "PENDING"
-    assert facts["Dependency"] == f"afterok:{before}(unfulfilled)"
-    assert (facts["Reservation"], facts["Requeue"]) == ("kept", "0")
-    assert job.wait() == "COMPLETED", job.log()
-    assert job.run.steps == [1, 2]
-    assert job.run.starts[0]["ranks"] == 2
-    wrong = slurm.run(sys.executable, "-m", "launch.submit", "--typo=3", "--", *flags, check=False)
-    assert wrong.returncode == 3
-    last = wrong.stderr.splitlines()[-1]
-    assert last.startswith("launch.submit: nothing was submitted: sbatch: ")
-    assert "--typo" in last
