@@ -1,8 +1,8 @@
 """Data sets, and the one global cursor that every rank slices.
 
-    types                   DataSet (train and held-out samples, DataInfo), Samples, Batch; Where
+    types                   DataSet (train and held-out samples, DataInfo), Samples, Batch; Where; and Cursor:
+                            (seed, step, global batch) → samples; knows no world size
     registry                the DataSet of --data.name: a name, a path, or code; the model's tokenizer for it
-    cursor                  Cursor: (seed, step, global batch) → samples; knows no world size
     mixture                 several data sets as one; MixCursor, the order of their samples
     stream                  data without a length; StreamCursor, their order and states
     loader                  Loader: a step's micro-batches for one rank, read ahead and copied to its device
@@ -13,10 +13,9 @@
 Not here: how a batch becomes a loss (fsdp/models/loss.py).
 """
 
-from fsdp.data.cursor import Cursor
 from fsdp.data.loader import Loader, heldout_batches
 from fsdp.data.registry import BUILT_INS, build_dataset
-from fsdp.data.types import Batch, DataInfo, DataSet, Samples, StepBatch
+from fsdp.data.types import Batch, Cursor, DataInfo, DataSet, Samples, StepBatch
 
 __all__ = [
     "BUILT_INS", "Batch", "Cursor", "DataInfo", "DataSet", "Loader", "Samples", "StepBatch",

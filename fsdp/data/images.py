@@ -29,8 +29,7 @@ from fsdp.base.errors import ConfigError, message_line
 from fsdp.base.proc import cache_folder
 from fsdp.base.text import quoted
 from fsdp.base.torch_private import import_torchvision
-from fsdp.data.cursor import mix, stream_key
-from fsdp.data.types import DataInfo, DataSet, Where, check_range, shifted
+from fsdp.data.types import DataInfo, DataSet, Where, check_range, mix, shifted, stream_key
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -3,7 +3,7 @@
 A global batch is split into contiguous near-equal parts, one per rank, and a part into near-equal
 micro-batches, which spreads the padding. Padding repeats a sample and is marked; all ranks always get the
 same number of micro-batches. On CUDA a step's batch is copied on a separate stream while the previous step
-computes. Not here: the order (fsdp/data/cursor.py).
+computes. Not here: the order (fsdp/data/types.py).
 """
 
 from __future__ import annotations

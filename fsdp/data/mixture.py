@@ -35,8 +35,17 @@ from torch import Tensor
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection, MixedSource, check_labels
-from fsdp.data.cursor import EpochWalk, mix, stream_key
-from fsdp.data.types import DataInfo, DataSet, MixedRows, Samples, first_sample, source_section
+from fsdp.data.types import (
+    DataInfo,
+    DataSet,
+    EpochWalk,
+    MixedRows,
+    Samples,
+    first_sample,
+    mix,
+    source_section,
+    stream_key,
+)
 from fsdp.models.registry import PACKED
 
 MOST = 2**40

@@ -1,13 +1,22 @@
-"""The data types: Samples, DataInfo, DataSet, Batch, StepBatch, and the arguments of a data set (Where)."""
+"""The data types: Samples, DataInfo, DataSet, Batch, StepBatch, the arguments of a data set (Where); and the one
+global cursor: (seed, step, global batch) → sample indices, independent of the world size.
+
+An epoch's order is a keyed permutation of 0…n-1 that is computed on demand: a generalised Feistel network on
+a grid of a × b ≥ n cells, applied repeatedly until a number falls inside 0…n-1 (cycle walking: Black and
+Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It needs no array of n and no saved state, and any
+step takes the same time. Not here: how ranks share a batch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -24,6 +33,11 @@ if TYPE_CHECKING:
 
 MASKED = -100
 """A target that is not trained on."""
+ROUNDS = 8
+AT_ONCE = 512
+"""Positions computed together if batches are smaller: a permutation of 8 costs as much as one of hundreds."""
+_M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_S1, _S2, _S3 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 class Samples(Protocol):
@@ -180,3 +194,147 @@ def first_sample(name: str, samples: Samples, hint: str) -> dict[str, Tensor]:
         return samples.batch(np.array([0], np.int64))
     except Exception as error:
         raise ConfigError(f"{name}: sample 0 cannot be read: {one_line(error)}.", hint) from error
+
+
+# ---------------------------------------------------------------- the cursor
+
+
+def mix(values: np.ndarray, key: int) -> np.ndarray:
+    """Mixes each uint64 with a key: splitmix64's finisher. Random access, without a generator's state."""
+    x = values + np.uint64(key)
+    x ^= x >> _S1
+    x *= _M1
+    x ^= x >> _S2
+    x *= _M2
+    x ^= x >> _S3
+    return x
+
+
+def stream_key(*parts: int | str) -> int:
+    """Returns a 64-bit key for a named stream, the same on every machine."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+class Permutation:
+    """A keyed bijection of 0…n-1, evaluated at the given positions."""
+
+    def __init__(self, n: int, key: tuple[int | str, ...]) -> None:
+        self.n = n
+        rows = max(1, math.isqrt(n - 1) + 1)
+        self._sides = np.uint64(rows), np.uint64(-(-n // rows))
+        self._keys = [stream_key("order", *key, n, r) for r in range(ROUNDS)]
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        values = self._shuffle(positions.astype(np.uint64))
+        # The grid has fewer than √n cells too many: a second pass is rare, and never many follow.
+        while (outside := np.flatnonzero(values >= self.n)).size:
+            values[outside] = self._shuffle(values[outside])
+        return values.astype(np.int64)
+
+    def _shuffle(self, cells: np.ndarray) -> np.ndarray:
+        rows, columns = self._sides
+        left, right = np.divmod(cells, columns)
+        for r in range(0, ROUNDS, 2):
+            left = (left + mix(right, self._keys[r])) % rows
+            right = (right + mix(left, self._keys[r + 1])) % columns
+        return left * columns + right
+
+
+class EpochWalk:
+    """All samples of a data set, epoch after epoch, each epoch by a permutation of its own."""
+
+    def __init__(self, samples: int, key: tuple[int | str, ...]) -> None:
+        self.samples = samples
+        self._order = functools.lru_cache(maxsize=4)(lambda epoch: Permutation(samples, (*key, epoch)))
+        self._block = functools.lru_cache(maxsize=4)(self._look_up)
+
+    def draws(self, first: int, count: int) -> np.ndarray:
+        """The samples of the draws `first` … `first + count - 1`, of as many epochs as they take."""
+        parts = []
+        while count:
+            epoch, place = divmod(first, self.samples)
+            here = min(count, self.samples - place)
+            parts.append(self.within(epoch, place, place + here))
+            first, count = first + here, count - here
+        return np.concatenate(parts)
+
+    def within(self, epoch: int, first: int, last: int) -> np.ndarray:
+        """The samples at the positions first … last-1 of an epoch's order."""
+        if last - first >= AT_ONCE:
+            return self._order(epoch)(np.arange(first, last))
+        start = first // AT_ONCE
+        blocks = [self._block(epoch, nth) for nth in range(start, (last - 1) // AT_ONCE + 1)]
+        return np.concatenate(blocks)[first - start * AT_ONCE : last - start * AT_ONCE]
+
+    def _look_up(self, epoch: int, nth: int) -> np.ndarray:
+        """The nth block of an epoch's order."""
+        return self._order(epoch)(np.arange(nth * AT_ONCE, min((nth + 1) * AT_ONCE, self.samples)))
+
+
+class Cursor:
+    """The samples of optimizer step 0, 1, 2 …: every sample once per epoch; its last batch is shorter.
+
+    A run that changed its global batch counts from the step of that start, and the samples trained on before.
+    """
+
+    def __init__(self, *, seed: int, samples: int, global_batch: int, step: int = 0, drawn: int = 0) -> None:
+        """`drawn`: samples of the steps before `step`, the first that this cursor gives."""
+        if samples < 1:
+            raise ConfigError("the data has no sample to train on.", "look into --data.dir")
+        self.seed, self.samples, self.global_batch = seed, samples, global_batch
+        self.steps_per_epoch = -(-samples // global_batch)
+        self._walk = EpochWalk(samples, (seed,))
+        self._step = step
+        self._epoch, self._first = divmod(drawn, samples)
+        self._rest = -(-(samples - self._first) // global_batch) if self._first else 0
+        """Steps that complete the epoch in which it begins."""
+
+    @property
+    def end(self) -> int | None:
+        """The step at which the data are complete; None for data that may be walked any number of times."""
+        return None
+
+    def steps_of(self, epochs: int) -> int:
+        """The step at which so many epochs are complete; one before the first if they were already."""
+        begun = self._epoch + (self._rest > 0)
+        return max(1, self._step + self._rest + (epochs - begun) * self.steps_per_epoch)
+
+    def epoch(self, step: int) -> Fraction:
+        """Epochs complete after `step` steps: an epoch's samples seen, over all its samples."""
+        epoch, first = self._place(step)
+        return epoch + Fraction(first, self.samples)
+
+    def saved(self, step: int) -> dict[str, Any]:
+        """What a checkpoint keeps: nothing, since it has the step and the number of samples trained on."""
+        return {}
+
+    def resumed(self, step: int, drawn: int) -> Cursor:
+        """The cursor of a run that resumes at `step`, after `drawn` samples: the next one comes first, also
+        where another global batch drew those before.
+        """
+        if self._place(step) == divmod(drawn, self.samples):
+            return self
+        return Cursor(
+            seed=self.seed, samples=self.samples, global_batch=self.global_batch, step=step, drawn=drawn
+        )
+
+    def note(self) -> str:
+        """One line for the log of a resumed run, or ""."""
+        if not self._step:
+            return ""
+        done = self._epoch + self._first / self.samples
+        return f"the data continue at epoch {done:.2f}, with the sample after those that were trained on"
+
+    def indices(self, step: int) -> np.ndarray:
+        """Returns 1 … global_batch sample indices, int64, in the order in which ranks slice them."""
+        epoch, first = self._place(step)
+        return self._walk.within(epoch, first, min(first + self.global_batch, self.samples))
+
+    def _place(self, step: int) -> tuple[int, int]:
+        """The epoch of a step, and the position of its first sample in the epoch's order."""
+        place = step - self._step
+        if place < self._rest:
+            return self._epoch, self._first + place * self.global_batch
+        epochs, place = divmod(place - self._rest, self.steps_per_epoch)
+        return self._epoch + (self._rest > 0) + epochs, place * self.global_batch

@@ -22,7 +22,7 @@ from fsdp.checkpoint.checkpointer import Restored
 from fsdp.checkpoint.store import lock_place, open_store
 from fsdp.config import Config, config_hash
 from fsdp.data import Loader
-from fsdp.data.cursor import stream_key
+from fsdp.data.types import stream_key
 from fsdp.dist import collectives, preflight
 from fsdp.dist.env import DistEnv, check_torch, end_time, set_allocator, unused_allocation
 from fsdp.dist.mesh import build_mesh, data_rank

@@ -173,8 +173,8 @@ def test_a_stream_that_cannot_be_resumed_is_refused(name: str, message: str) -> 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", r"sharded is a stream, which has no length. HINT: --train.steps 1000"),
-        ("--train.epochs 2", r"--train.epochs 2: --data.name .*has no length. HINT: --train.steps 1000"),
+        ("", r"sharded is a stream, which has no length in epochs. HINT: --train.steps 1000"),
+        ("--train.epochs 2", r"--data.name .*has no length in epochs. HINT: --train.steps 1000"),
         (
             "--train.steps 3 --train.global_batch 8",
             r"--train.global_batch 8 is not a multiple of the 6 shards .*HINT: --train.global_batch 6",
