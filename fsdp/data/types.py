@@ -1,5 +1,5 @@
-"""The data types: Samples, DataInfo, DataSet, Batch, StepBatch, the arguments of a data set (Where); and the one
-global cursor: (seed, step, global batch) → sample indices, independent of the world size.
+"""The data types: Samples, DataInfo, DataSet, Batch, StepBatch, the arguments of a data set (Where); and the
+one global cursor: (seed, step, global batch) → sample indices, independent of the world size.
 
 An epoch's order is a keyed permutation of 0…n-1 that is computed on demand: a generalised Feistel network on
 a grid of a × b ≥ n cells, applied repeatedly until a number falls inside 0…n-1 (cycle walking: Black and
