@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fsdp.base.devices import digest_shard
 from fsdp.base.errors import ConfigError, TrainingError
-from fsdp.base.text import counted, named_ranks
+from fsdp.base.text import listed, named_ranks
 from fsdp.base.torch_private import (
     before_reductions,
     forward_order,
@@ -176,20 +176,16 @@ def _difference(step: int, ran: Sequence[_Ran]) -> TrainingError:
     """The error for rank 0 and the first rank that differs from it."""
     other = next(rank for rank, parts in enumerate(ran) if parts != ran[0])
     (units, reduced), (other_units, other_reduced) = ran[0], ran[other]
-    here = list(Counter(reduced) - Counter(other_reduced))
-    there = list(Counter(other_reduced) - Counter(reduced))
-    if here or there:
-        name, with_it, without = (here[0], 0, other) if here else (there[0], other, 0)
-        more = len(here) + len(there) - 1
-        some = f"{name} (and {counted(more, 'more parameter')})" if more else name
-        what = f"{some} has a gradient on rank {with_it} and none on rank {without}"
-    else:
-        pairs = zip((*units, *reduced), (*other_units, *other_reduced), strict=False)
-        mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("more", "less"))
-        what = f"rank 0 runs {mine} where rank {other} runs {theirs}"
+    pairs = zip((*units, *reduced), (*other_units, *other_reduced), strict=False)
+    mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("more", "less"))
+    line = f"rank 0 runs {mine} where rank {other} runs {theirs}"
+    here, there = Counter(reduced) - Counter(other_reduced), Counter(other_reduced) - Counter(reduced)
+    for rank, without, extra in ((other, 0, there), (0, other, here)):
+        if extra:
+            line = f"rank {rank} has gradients of {listed([*extra], 1)}, rank {without} has none"
     return TrainingError(
         f"step {step}: ranks run different parts of the model, "
-        f"so reductions mix gradients of different parameters: {what}.",
+        f"so reductions mix gradients of different parameters: {line}.",
         "draw what is left out from a generator with the same seed on every rank, "
         "or add 0 * part(x).sum() to the loss for a part that a rank does not use",
         ranks=(0, other),
