@@ -30,8 +30,13 @@ from fsdp.base.errors import (
 )
 from fsdp.base.text import print_line
 from fsdp.config import Config
-from fsdp.dist.env import DistEnv, prints_errors_of_node, prints_shared_errors, wait_for_rank_0_to_print
-from fsdp.dist.network import is_lost_peer
+from fsdp.dist.env import (
+    DistEnv,
+    is_lost_peer,
+    prints_errors_of_node,
+    prints_shared_errors,
+    wait_for_rank_0_to_print,
+)
 from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir, open_run, write_atomically
 from fsdp.watch.failure import write_torchrun_error_file

@@ -30,7 +30,7 @@ from typing import cast
 
 from fsdp.base.errors import ShardrunError
 from fsdp.dist import env
-from fsdp.dist.network import address_towards, interface_of, is_loopback, listen
+from fsdp.dist.env import address_towards, interface_of, is_loopback, listen
 
 FIRST_PORT, PORTS = 20000, 12000  # the kernel's own outgoing connections start at 32768
 RETRY_S = 0.2
@@ -231,7 +231,6 @@ def check(node: str, run: Path, count: int) -> int:
     problems = [] if os.access(folder, os.W_OK) else [f"{folder} cannot be written"]
     devices = "no device for a rank"
     try:
-        env.check_torch()
         env.check_gpus_are_seen()
         kinds = sorted({str(env.pick_device(rank)) for rank in range(count)})
         devices = f"{count} ranks on {', '.join(kinds)}"

@@ -28,8 +28,7 @@ from fsdp.checkpoint.inspect import scan
 from fsdp.checkpoint.store import open_store
 from fsdp.config import Config
 from fsdp.dist import collectives
-from fsdp.dist.env import DistEnv
-from fsdp.dist.network import is_peer_failure
+from fsdp.dist.env import DistEnv, is_peer_failure
 from fsdp.record.recorder import Reporter
 from fsdp.run.evaluate import Outcome
 from fsdp.run.loop import train

@@ -31,9 +31,8 @@ from fsdp.checkpoint.state import take_snapshot
 from fsdp.checkpoint.store import Store, open_store
 from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
-from fsdp.dist.env import DistEnv
+from fsdp.dist.env import DistEnv, is_lost_peer
 from fsdp.dist.mesh import MeshSizes
-from fsdp.dist.network import is_lost_peer
 from fsdp.optim.state import TrainState
 from fsdp.rundir.lock import TWO_RUNS, Lock
 from fsdp.rundir.paths import storage_advice

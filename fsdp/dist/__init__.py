@@ -1,7 +1,7 @@
 """Ranks and what they exchange, from DistEnv to the decision to stop.
 
-    env                           DistEnv from the launcher's variables; what a person types under a launcher
-    process_group, network        the default process group; this host's addresses, a peer that is gone
+    env                           DistEnv from the launcher's variables; hints; addresses; a peer that is gone
+    process_group                 the default process group
     mesh                          the DeviceMesh, the batch of a rank
     collectives                   sums, and objects from rank 0 or of all ranks; a DTensor's local part
     preflight                     checks before training

@@ -1,5 +1,6 @@
-"""The rank, the sizes and the device of this process: the only reader of rank variables. And what a person
-types under the launcher of a run, for hints.
+"""The rank, the sizes and the device of this process: the only reader of rank variables. Also what a person
+types under the launcher of a run, for hints; this host's addresses; errors of collectives that another rank's
+end has caused.
 
 `from_environment()` reads torchrun's variables, Slurm's own (`srun python train.py`, one task per rank) or
 none, and returns a `DistEnv`; Ray's adapter builds a `DistEnv` itself. MPI's variables are read to refuse
@@ -9,13 +10,16 @@ process group (fsdp/dist/process_group.py) and the mesh (fsdp/dist/mesh.py).
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
+import ipaddress
 import logging
 import os
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -28,8 +32,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-
-OLDEST_TORCH = (2, 11)
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 """--run.device: auto is a GPU if torch sees one."""
@@ -64,17 +66,6 @@ class DistEnv:
         )
 
 
-def check_torch(version: str = "") -> None:
-    """LaunchError for a torch older than the one that FSDP2 and DCP are tested with here."""
-    import torch
-
-    version = version or torch.__version__
-    major, minor = (int(part) for part in version.split("+")[0].split(".")[:2])
-    if (major, minor) < OLDEST_TORCH:
-        oldest = ".".join(map(str, OLDEST_TORCH))
-        raise LaunchError(f"torch {version} is older than {oldest}.", "pip install torch==2.13.0")
-
-
 # ---------------------------------------------------------------- before a DistEnv exists
 
 
@@ -94,10 +85,10 @@ def _first_of(environ: Mapping[str, str], *names: str) -> str:
     return next((environ[name] for name in names if name in environ), "0")
 
 
-_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-"""Of mpirun: Open MPI's, that of MPICH and Intel MPI, which `srun --mpi=pmi2` sets too, and MVAPICH's."""
-_MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
-_MPI_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Of mpirun: Open MPI's, and that of MPICH and Intel MPI, which `srun --mpi=pmi2` sets too."""
+_MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_MPI_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
 
 RANK_0_PRINTS_S = 5.0
@@ -151,45 +142,37 @@ def from_environment(environ: Mapping[str, str] = os.environ, device: DeviceChoi
     return DistEnv(0, 1, 0, 1, 0, 1, pick_device(0, device), "a single process")
 
 
+HINT = "start with torchrun, srun, or neither and no RANK set"
+IN_A_CONTAINER = "docker run --env-file <(env | grep ^SLURM_) gives a container all of Slurm's variables"
+
+
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environ.get(name, "" if default is None else str(default))
     try:
         return int(text)
     except ValueError:
-        raise LaunchError(
-            f"{name} is {text!r} and not a number." if name in environ else f"{name} is not set.",
-            _hint_for(name),
-        ) from None
+        hint = IN_A_CONTAINER if name.startswith("SLURM_") else HINT
+        raise LaunchError(f"{name} is {text!r} and not a number.", hint) from None
 
 
-def _hint_for(name: str) -> str:
-    if name.startswith("SLURM_"):
-        return "docker run --env-file <(env | grep ^SLURM_) gives a container all of Slurm's variables"
-    if name.startswith("MASTER_"):
-        return f"export {name} in each process, or start with torchrun"
-    return "start with torchrun, srun, or neither and no RANK set"
-
-
-def _place(
-    environ: Mapping[str, str], rank: str, size: str, default: tuple[int, int] | None = None
+def _rank_of(
+    environ: Mapping[str, str], rank: str, size: str, default: tuple[int | None, int | None] = (None, None)
 ) -> tuple[int, int]:
     """The rank and the size in these variables, which must agree."""
-    place = _integer(environ, rank, default and default[0]), _integer(environ, size, default and default[1])
-    if not 0 <= place[0] < place[1]:
-        unset = "" if size in environ else " as it is not set"
-        export = f"export {rank} and {size}, or start with torchrun, which sets them"
+    numbers = _integer(environ, rank, default[0]), _integer(environ, size, default[1])
+    if not 0 <= numbers[0] < numbers[1]:
         raise LaunchError(
-            f"{rank} is {place[0]}, and {size} is {place[1]}{unset}: ranks count from 0 to one below it.",
-            _hint_for(rank) if rank.startswith("SLURM_") else export,
+            f"{rank} is {numbers[0]}, and {size} is {numbers[1]}: ranks count from 0 to one below it.",
+            f"export {rank} and {size}, or start with torchrun or srun, which set them",
             scope="rank",
         )
-    return place
+    return numbers
 
 
 def _from_torchrun(environ: Mapping[str, str], device: DeviceChoice) -> DistEnv:
     """The variables of torchrun, or of any launcher that sets RANK and WORLD_SIZE."""
-    rank, world = _place(environ, "RANK", "WORLD_SIZE")
-    local = _place(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", (0, 1))
+    rank, world = _rank_of(environ, "RANK", "WORLD_SIZE")
+    local = _rank_of(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", (0, 1))
     node = _integer(environ, "GROUP_RANK", rank // local[1])
     nodes = _integer(environ, "GROUP_WORLD_SIZE", max(1, world // local[1]))
     launcher = "torchrun under Slurm" if "SLURM_JOB_ID" in environ else "torchrun"
@@ -197,7 +180,7 @@ def _from_torchrun(environ: Mapping[str, str], device: DeviceChoice) -> DistEnv:
 
 
 def _from_slurm(environ: Mapping[str, str], device: DeviceChoice) -> DistEnv:
-    ranks = _place(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", (0, 1))
+    ranks = _rank_of(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", (0, 1))
     local_rank = _integer(environ, "SLURM_LOCALID")
     nodes = _integer(environ, "SLURM_NODEID"), _integer(environ, "SLURM_STEP_NUM_NODES", 1)
     device_of_rank = pick_device(local_rank, device, "srun")
@@ -218,7 +201,7 @@ def _tasks_on_node(environ: Mapping[str, str]) -> int:
         return counts[node]
     except (ValueError, IndexError):
         problem = f"{name} is {text!r}, without a number of tasks for node {node} of {nodes}."
-        raise LaunchError(problem, _hint_for(name)) from None
+        raise LaunchError(problem, IN_A_CONTAINER) from None
 
 
 # ---------------------------------------------------------------- what a person types under a launcher
@@ -238,7 +221,7 @@ WITHOUT_NODES = {
     "torchrun": "torchrun --nnodes={left} on the others",
 }
 SLURM = {"sbatch": "sbatch --mem", "srun": "srun --mem", "submitit": "python -m launch.submit --mem"}
-"""The flag for a job's memory under Slurm, where sacct shows how a process ended too."""
+"""The flag for a job's memory under Slurm."""
 
 
 def fewer_ranks(launcher: str, count: int) -> str:
@@ -247,15 +230,10 @@ def fewer_ranks(launcher: str, count: int) -> str:
 
 @dataclass(frozen=True)
 class LauncherHints:
-    launcher: str = "torchrun"
-    """A key of WITHOUT_NODES, or a launcher of one machine alone."""
-    nodes: int = 1
-    reads_cluster_env: bool = False
-    """Whether the job's script reads slurm/cluster.env."""
+    """`launcher`: a key of WITHOUT_NODES, or a launcher of one machine alone."""
 
-    @property
-    def is_slurm(self) -> bool:
-        return self.launcher in SLURM
+    launcher: str = "torchrun"
+    nodes: int = 1
 
     def without(self, hosts: Sequence[str]) -> str:
         """Leaves out these hosts; empty under a launcher of one machine alone."""
@@ -268,37 +246,14 @@ class LauncherHints:
         flag = as_typed(SLURM.get(self.launcher, ""))
         return f"{flag}, the container's" if flag else "the container's, such as docker run --memory"
 
-    @property
-    def other_address(self) -> str:
-        """What sets another address of rank 0."""
-        if self.reads_cluster_env:
-            return "RDZV_HOST in slurm/cluster.env sets another address"
-        return "for another address export MASTER_ADDR and MASTER_PORT in each process"
-
-    def killer(self, nodes: str) -> str:
-        """What shows what has killed processes of these nodes."""
-        return f"sacct, or dmesg on {nodes}" if self.is_slurm else f"dmesg on {nodes}"
-
 
 def launcher_hints(launcher: str, nodes: int, environ: Mapping[str, str] = os.environ) -> LauncherHints:
     """`launcher` as in DistEnv."""
     name = launcher.split(" ")[0]
-    if launcher == "submitit (slurm)":
-        return LauncherHints(name, nodes, reads_cluster_env=True)
-    if not environ.keys().isdisjoint(("SHARDRUN_LAUNCHER", "SHARDRUN_RAY_NODES")):
-        return LauncherHints("sbatch", nodes, reads_cluster_env=True)
-    if launcher == "torchrun under Slurm":
-        return LauncherHints("sbatch", nodes)
-    return LauncherHints("one machine" if name == "submitit" else name, nodes)
-
-
-def without_device(env: DistEnv, host: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Leaves out this rank's node, where others can take its place, or its device."""
-    hints = launcher_hints(env.launcher, env.num_nodes, environ)
-    if hints.is_slurm or env.num_nodes > 1:
-        return f"leave its node out: {hints.without([host])}"
-    fewer = fewer_ranks(env.launcher, max(1, env.local_world_size - 1))
-    return f"CUDA_VISIBLE_DEVICES without number {env.local_rank} leaves it out, with {fewer}"
+    scripts = not environ.keys().isdisjoint(("SHARDRUN_LAUNCHER", "SHARDRUN_RAY_NODES"))
+    if launcher == "torchrun under Slurm" or (scripts and launcher != "submitit (slurm)"):
+        name = "sbatch"
+    return LauncherHints("one machine" if launcher == "submitit (local)" else name, nodes)
 
 
 # ---------------------------------------------------------------- the device
@@ -382,27 +337,22 @@ def unused_allocation(env: DistEnv, environ: Mapping[str, str] = os.environ) -> 
     several torchruns that do not form one run; else empty.
     """
     job, under_pty = environ.get("SLURM_JOB_ID"), "SLURM_PTY_PORT" in environ
-    if env.launcher == "torchrun under Slurm":
-        tasks = _integer(environ, "SLURM_STEP_NUM_TASKS", 1)
-        if tasks <= env.num_nodes or under_pty:  # of `srun --pty` the first task alone is left
-            return ""
-        step = f"{job}.{environ.get('SLURM_STEP_ID', '0')}"
-        nodes = _integer(environ, "SLURM_STEP_NUM_NODES", 1)
-        return (
-            f"{tasks} torchruns in Slurm step {step}, and this one has --nnodes={env.num_nodes}: they do not "
-            f"train together. HINT: sbatch --nodes={nodes} slurm/fsdp.sbatch starts one torchrun a node"
-        )
-    if env.launcher != "a single process":
-        return ""
     if job is None:
         return ""
-    nodes = _integer(environ, "SLURM_JOB_NUM_NODES", 1)
-    tasks = _integer(environ, "SLURM_NTASKS", nodes)
+    if env.launcher == "torchrun under Slurm":
+        tasks, nodes = _integer(environ, "SLURM_STEP_NUM_TASKS", 1), environ.get("SLURM_STEP_NUM_NODES", "1")
+        if tasks <= env.num_nodes or under_pty:  # of `srun --pty` the first task alone is left
+            return ""
+        alone = f"{tasks} torchruns in a step of Slurm job {job}, and this one has --nnodes={env.num_nodes}"
+        return f"{alone}: they train apart. HINT: sbatch --nodes={nodes} slurm/fsdp.sbatch"
+    count = _integer(environ, "SLURM_JOB_NUM_NODES", 1)
+    tasks = _integer(environ, "SLURM_NTASKS", count)
+    if env.launcher != "a single process" or max(count, tasks) == 1:
+        return ""
     # the step of a shell that `srun --pty` has started holds the job's processors
     srun = f"srun {'--overlap ' if under_pty else ''}python train.py"
-    alone = f"one process alone in Slurm job {job} of {nodes} nodes and {tasks} tasks"
-    hint = f"{srun}, or sbatch --nodes={nodes} slurm/fsdp.sbatch"
-    return f"{alone}. HINT: {hint}" if max(nodes, tasks) > 1 else ""
+    alone = f"one process alone in Slurm job {job} of {count} nodes and {tasks} tasks"
+    return f"{alone}. HINT: {srun}, or sbatch --nodes={count} slurm/fsdp.sbatch"
 
 
 def job_start(environ: Mapping[str, str] = os.environ) -> str:
@@ -470,14 +420,113 @@ def agent_serves_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def gloo_interface_is_set() -> bool:
-    """Whether gloo's network interface is set, so that gloo does not resolve its own host's name."""
-    return bool(os.environ.get("GLOO_SOCKET_IFNAME"))
-
-
 def set_variable(name: str, value: str) -> None:
     """Change one environment variable, and log the change."""
     old = os.environ.get(name)
     if old != value:
         os.environ[name] = value
         log.info("environment %s: %s → %s", name, old, value)
+
+
+# ---------------------------------------------------------------- this host's addresses
+
+
+def resolves(name: str) -> str:
+    """The address of a name; empty if it does not resolve."""
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return ""
+
+
+def address_towards(host: str) -> str:
+    """This host's own address on the route to another; empty if there is no route. Nothing is sent."""
+    with contextlib.suppress(OSError):  # the name does not resolve
+        for family, kind, protocol, _, where in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(where)
+                return str(probe.getsockname()[0])
+    return ""
+
+
+def interface_of(address: str) -> str:
+    """The name of the network interface with this address; empty if there is none."""
+    bare = address.partition("%")[0]  # a link's own address has its interface behind it
+    return next((name for name, own in _interfaces() if own == bare), "")
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def listen(port: int, backlog: int) -> socket.socket:
+    """A socket that accepts connections on all of this host's addresses; port 0 is any free one."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # turned off in this network namespace; or the port is taken
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
+            )
+    return socket.create_server(("", port), backlog=backlog)
+
+
+class _Entry(ctypes.Structure):
+    """The first fields of `struct ifaddrs`."""
+
+    _fields_ = (
+        ("next", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("flags", ctypes.c_uint),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Each interface's name with each of its addresses, the secondary ones too, as gloo looks them up."""
+    libc, first = ctypes.CDLL(None, use_errno=True), ctypes.c_void_p()
+    if libc.getifaddrs(ctypes.byref(first)):
+        raise OSError(ctypes.get_errno(), "the network interfaces cannot be listed")
+    try:
+        place = first.value
+        while place:
+            entry = _Entry.from_address(place)
+            name, where = entry.name.decode(), entry.address
+            family = ctypes.c_ushort.from_address(where).value if where else socket.AF_UNSPEC
+            if family == socket.AF_INET:
+                yield name, socket.inet_ntop(family, ctypes.string_at(where + 4, 4))
+            elif family == socket.AF_INET6:
+                yield name, socket.inet_ntop(family, ctypes.string_at(where + 8, 16))
+            place = entry.next
+    finally:
+        libc.freeifaddrs(first)
+
+
+# ---------------------------------------------------------------- a peer that is gone
+
+PEER_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "NCCL communicator was aborted",
+)
+"""Texts of gloo, NCCL and c10d, which raise a plain RuntimeError or torch.distributed.DistError."""
+TRANSPORT = ("gloo/transport", "Watchdog caught collective operation timeout")
+"""gloo names the source file of its transport in all its errors, time-outs too."""
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another rank has ended: that rank's error is the first one."""
+    return _has_text(error, PEER_GONE)
+
+
+def is_peer_failure(error: BaseException) -> bool:
+    """Whether a collective failed because of another rank, which has ended or did not come in time; or
+    whether such a failure is the cause of this error.
+    """
+    return any(
+        _has_text(one, (*PEER_GONE, *TRANSPORT)) for one in (error, error.__cause__) if one is not None
+    )
+
+
+def _has_text(error: BaseException, texts: tuple[str, ...]) -> bool:
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)

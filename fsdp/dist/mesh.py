@@ -70,7 +70,7 @@ def resolve(mesh: MeshSection, world_size: int, num_nodes: int = 1) -> MeshSizes
         raise ConfigError(
             f"replicate {replicate} × shard {shard} = {replicate * shard} ranks, "
             f"but {world_size} were started.",
-            f"{_fitting_flags(strategy, world_size, shard)}, or start {replicate * shard}",
+            f"--mesh.replicate 0 --mesh.shard 0, which fit any number, or start {replicate * shard}",
         )
     _check_reshard(mesh, shard)
     return MeshSizes(strategy, replicate, shard)
@@ -96,15 +96,6 @@ def _fill(mesh: MeshSection, strategy: Strategy, world_size: int, num_nodes: int
         even = num_nodes > 1 and world_size % num_nodes == 0
         replicate = num_nodes if even else 2 if num_nodes == 1 and world_size % 2 == 0 else 1
     return (replicate or max(1, world_size // shard)), (shard or max(1, world_size // replicate))
-
-
-def _fitting_flags(strategy: Strategy, world_size: int, shard: int) -> str:
-    if strategy == "ddp":
-        return f"--mesh.replicate {world_size}"
-    if strategy == "fsdp":
-        return f"--mesh.shard {world_size}"
-    fitting = shard if world_size % shard == 0 else world_size
-    return f"--mesh.replicate {world_size // fitting} --mesh.shard {fitting}"
 
 
 def _check_reshard(mesh: MeshSection, shard: int) -> None:

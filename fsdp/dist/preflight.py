@@ -7,7 +7,6 @@ storage) are in fsdp/doctor, which starts with these facts too.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
 import os
 import platform
@@ -16,19 +15,19 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsdp.base.errors import LaunchError
+from fsdp.base.text import listed
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv
 
 log = logging.getLogger(__name__)
 
-PACKAGES = ("numpy", "triton", "torchvision", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 MUST_BE_EQUAL = ("torch", "cuda", "nccl")
 TAKEN = 0.1
 """The share of a device's memory that other processes may hold without a warning."""
@@ -49,7 +48,6 @@ class RankFacts:
     nccl: str
     driver: str
     device: str
-    packages: Mapping[str, str] = field(default_factory=dict)
     taken: float = 0.0
     """The share of its device's memory that is not free before the run allocates any."""
 
@@ -69,7 +67,6 @@ def facts_of(env: DistEnv) -> RankFacts:
         nccl=".".join(map(str, torch.cuda.nccl.version())) if on_cuda else "",
         driver=_driver(),
         device=torch.cuda.get_device_name(env.device) if on_cuda else "cpu",
-        packages={name: version for name in PACKAGES if (version := _version(name))},
         taken=_taken(env.device) if on_cuda else 0.0,
     )
 
@@ -84,13 +81,6 @@ def _driver() -> str:
     try:
         return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split("  ")[1].strip()
     except (OSError, IndexError):
-        return ""
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
         return ""
 
 
@@ -109,18 +99,16 @@ class NodeDifference:
 
     def describe(self, everyone: Sequence[RankFacts]) -> str:
         hosts = {facts.rank: facts.host for facts in everyone}
-        first = list(self.others.items())[:4]
-        shown = [f"rank {rank} on {hosts[rank]} has {value or 'none'}" for rank, value in first]
-        more = f", and {len(self.others) - 4} more" if len(self.others) > 4 else ""
-        return f"{self.what} is {self.usual or 'none'} on most ranks, but {', '.join(shown)}{more}"
+        odd = [f"rank {rank} on {hosts[rank]} has {value or 'none'}" for rank, value in self.others.items()]
+        return f"{self.what} is {self.usual or 'none'} on most ranks, but {listed(odd, 4)}"
 
 
 def differences(everyone: Sequence[RankFacts]) -> list[NodeDifference]:
     """The facts that differ. The most common value is the expected one; at a tie, rank 0's."""
-    names = [*MUST_BE_EQUAL, "python", "driver", "device", *PACKAGES]
+    names = [*MUST_BE_EQUAL, "python", "driver", "device"]
     found = []
     for name in names:
-        values = {f.rank: str(getattr(f, name, f.packages.get(name, ""))) for f in everyone}
+        values = {f.rank: str(getattr(f, name)) for f in everyone}
         usual = Counter(values.values()).most_common(1)[0][0]  # at a tie the first, which is rank 0's
         others = {rank: value for rank, value in values.items() if value != usual}
         if others:

@@ -23,16 +23,17 @@ from fsdp.base.text import counted, named_ranks
 from fsdp.base.torch_private import abort_all_groups, all_groups
 from fsdp.dist.env import (
     DistEnv,
+    address_towards,
     agent_serves_store,
     fewer_ranks,
-    gloo_interface_is_set,
-    launcher_hints,
+    interface_of,
+    is_loopback,
     rendezvous_host,
     rendezvous_port,
+    resolves,
     set_variable,
 )
 from fsdp.dist.mesh import CUDA_BACKENDS
-from fsdp.dist.network import address_towards, interface_of, is_loopback, resolves
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ ABORT_S = 5.0
 _ended: list[dist.ProcessGroup] = []
 """Groups that have been destroyed or aborted, until the modules that used them are freed."""
 MEETING_POLL_S = 0.02
+OTHER_ADDRESS = "export another MASTER_ADDR and MASTER_PORT in each process (slurm/cluster.env: RDZV_HOST)"
 WAITING_S = 10.0
 """A rank that has not reached the rendezvous by then logs why."""
 
@@ -126,17 +128,12 @@ def _abort_groups(env: DistEnv) -> None:
 
 def _check_existing(env: DistEnv) -> None:
     """LaunchError for a default group of the caller that a run cannot use."""
-    if (dist.get_rank(), dist.get_world_size()) != (env.rank, env.world_size):
+    backends, rank, ranks = dist.get_backend_config(), dist.get_rank(), dist.get_world_size()
+    if (rank, ranks) != (env.rank, env.world_size) or (env.device.type == "cuda" and "cpu:" not in backends):
         raise LaunchError(
-            f"the launcher's variables give rank {env.rank} of {env.world_size}, "
-            f"the process group has rank {dist.get_rank()} of {dist.get_world_size()}."
-        )
-    backends = dist.get_backend_config()
-    if env.device.type == "cuda" and "cpu:" not in backends:
-        raise LaunchError(
-            f"the process group that this process has made has the backends {backends}, and none for the "
-            "host's numbers.",
-            f'init_process_group("{CUDA_BACKENDS}")',
+            f"the process group that this process has made is of rank {rank} of {ranks} with the backends "
+            f"{backends}, and the launcher's variables give rank {env.rank} of {env.world_size}.",
+            f'init_process_group("{CUDA_BACKENDS if env.device.type == "cuda" else "gloo"}")',
         )
 
 
@@ -173,7 +170,7 @@ def set_gloo_interface(env: DistEnv, store: dist.Store) -> None:
     if env.local_rank == 0:
         store.set(str(env.node_rank), address)
     own = resolves(host)
-    if gloo_interface_is_set() or (own and not is_loopback(own)):
+    if os.environ.get("GLOO_SOCKET_IFNAME") or (own and not is_loopback(own)):
         return
     if not address or is_loopback(address):
         address = address_towards(store.get("1" if env.node_rank == 0 else "0").decode())
@@ -261,18 +258,15 @@ def _explained(env: DistEnv, address: str, port: int) -> Iterator[None]:
     WAITING_S, as torch tries again for minutes.
     """
     host = socket.gethostname()
-    other = launcher_hints(env.launcher, env.num_nodes).other_address
-    hint = f"check there that {address} resolves and that the port is open; {other}"
+    hint = f"check there that {address} resolves and that the port is open; {OTHER_ADDRESS}"
 
     def warn_of_waiting() -> None:
-        """None where this rank waits for others there."""
+        """Silent where this rank waits for others there."""
         try:
             socket.create_connection((address, port), WAITING_S).close()
         except OSError as error:
-            unknown = isinstance(error, socket.gaierror)
-            problem = "the name does not resolve" if unknown else (error.strerror or str(error)).lower()
             message = "%s cannot reach %s:%d, where rank 0 listens, for %g s (%s), and tries again. HINT: %s"
-            log.warning(message, host, address, port, WAITING_S, problem, hint)
+            log.warning(message, host, address, port, WAITING_S, (error.strerror or str(error)).lower(), hint)
 
     waiting = threading.Timer(WAITING_S, warn_of_waiting)
     waiting.daemon = True
@@ -282,8 +276,7 @@ def _explained(env: DistEnv, address: str, port: int) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         problem = f"reach {address}:{port} ({first_line(error, 120).rstrip('.')})."
         if "EADDRINUSE" in str(error):
-            problem = f"listen at port {port}: it is in use."
-            hint = f"export MASTER_PORT={port + 1} in each process, or start with torchrun --standalone"
+            problem, hint = f"listen at port {port}: it is in use.", OTHER_ADDRESS
         raise LaunchError(f"rank {env.rank} on {host} cannot {problem}", hint, scope="rank") from None
     finally:
         waiting.cancel()

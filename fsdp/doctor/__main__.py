@@ -36,8 +36,14 @@ from fsdp.base.devices import set_thread_device
 from fsdp.base.errors import LaunchError, first_line
 from fsdp.base.text import print_answer, print_line
 from fsdp.config.command_line import CommandParser, number, prints_errors, whole_number
-from fsdp.dist.env import DistEnv, from_environment, gloo_interface_is_set, rendezvous_host
-from fsdp.dist.network import address_towards, listen, resolves
+from fsdp.dist.env import (
+    DistEnv,
+    address_towards,
+    from_environment,
+    listen,
+    rendezvous_host,
+    resolves,
+)
 from fsdp.dist.preflight import appears, facts_of
 from fsdp.dist.process_group import process_group, rendezvous_store
 from fsdp.doctor import measure
@@ -172,7 +178,7 @@ def nodes_of(node_of_rank: Mapping[int, int]) -> Nodes:
 
 def _check_network(exam: RankExam, host: str) -> None:
     exam.stage("names and ports")
-    named = resolves(host) or gloo_interface_is_set()
+    named = resolves(host) or os.environ.get("GLOO_SOCKET_IFNAME")
     exam.publish(unnamed="" if named else f"its own name {host} does not resolve")
     with listen(0, 256) as server:  # the kernel accepts connections up to the backlog
         address = [address_towards(rendezvous_host()) or resolves(host), server.getsockname()[1]]

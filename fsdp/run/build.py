@@ -24,7 +24,7 @@ from fsdp.config import Config, config_hash
 from fsdp.data import Loader
 from fsdp.data.types import stream_key
 from fsdp.dist import collectives, preflight
-from fsdp.dist.env import DistEnv, check_torch, end_time, set_allocator, unused_allocation
+from fsdp.dist.env import DistEnv, end_time, set_allocator, unused_allocation
 from fsdp.dist.mesh import build_mesh, data_rank
 from fsdp.dist.process_group import process_group
 from fsdp.dist.stop import Stopper
@@ -92,7 +92,6 @@ class RunParts:
 def set_up_process(config: Config, env: DistEnv) -> None:
     """The settings of this process, before a process group exists. ConfigError if a tracker cannot be
     used."""
-    check_torch()
     set_up_logging(env)
     if config.run.sinks or config.run.wandb or config.run.mlflow:
         from fsdp.record.sinks import check_sinks

@@ -22,7 +22,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -33,8 +32,7 @@ from typing import Any
 from fsdp.base import proc
 from fsdp.base.errors import OtherRankFailed, ShardrunError, error_number, exception_line, first_line
 from fsdp.base.phases import SIGNALS
-from fsdp.dist.env import DistEnv, without_device
-from fsdp.dist.network import is_peer_failure
+from fsdp.dist.env import DistEnv, is_peer_failure
 from fsdp.record import STUCK
 from fsdp.watch.status_page import MONITOR, PRINTED, StatusPage
 
@@ -55,7 +53,8 @@ KNOWN = (
     ("device-side assert", "exception",
      "CUDA_LAUNCH_BLOCKING=1 names the line; an index beyond a table is the usual cause"),
     ("No module named '", "exception", "pip install it on every node, or set PYTHONPATH"),
-    ("ECC error|illegal memory access|Xid", "exception", "the device may be broken: {without_device}"),
+    ("ECC error|illegal memory access|Xid", "exception",
+     "the device may be broken: nvidia-smi -q shows its errors; leave its node out"),
 )  # fmt: skip
 """Text in an error of torch, CUDA or user code, which carries no value to decide by → kind and hint."""
 
@@ -86,7 +85,7 @@ def kind_and_hint(error: BaseException, env: DistEnv) -> tuple[str, str]:
     text = f"{type(error).__name__}: {error}"
     for pattern, kind, hint in KNOWN:
         if re.search(pattern, text):
-            return kind, hint.format(without_device=without_device(env, socket.gethostname()))
+            return kind, hint
     return "exception", ""
 
 

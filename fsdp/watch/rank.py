@@ -49,8 +49,7 @@ from fsdp.base.phases import ACTIVITIES, SIGNALS, delayed
 from fsdp.base.torch_private import flight_recorder_entries
 from fsdp.config import WatchSection
 from fsdp.dist import collectives
-from fsdp.dist.env import DistEnv, rendezvous_host
-from fsdp.dist.network import address_towards, is_loopback
+from fsdp.dist.env import DistEnv, address_towards, is_loopback, rendezvous_host
 from fsdp.dist.stop import LAST_ACTS
 from fsdp.rundir.lock import this_place
 from fsdp.watch import status_page

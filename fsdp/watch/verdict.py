@@ -215,7 +215,7 @@ def _unseen(case: _Case) -> Verdict | None:
     named, others = f"{', '.join(nodes)} ({named_ranks(culprits)})", case.waiting(culprits)
     if some[0].monitor_ended:
         line = f"the processes of {named} are gone, and the node can still be reached: {_at(some[0])}"
-        hint = f"{case.hints.killer(', '.join(nodes))} shows what killed them"
+        hint = f"dmesg on {', '.join(nodes)} shows what killed them, under Slurm sacct too"
         return Verdict("died", culprits, line, others or _ended_after(case.ended_after(culprits)), hint)
     line = f"node {named} cannot be reached for {some[0].silent_node_s:.1f} s"
     hint = f"check its network and power, or leave it out: {case.hints.without(nodes)}"

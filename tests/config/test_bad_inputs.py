@@ -77,7 +77,7 @@ OF_THE_JOB = {
     "--data.name digit": "HINT: --data.name digits",
     "--model.name transformer": "--data.name is not given",
     "--model.name transformer --data.name digits": "reads tokens, but the data holds images",
-    "--mesh.shard 3": "replicate 1 × shard 3 = 3 ranks, but 4 were started. HINT: --mesh.shard 4, or start 3",
+    "--mesh.shard 3": "replicate 1 × shard 3 = 3 ranks, but 4 were started. HINT: --mesh.replicate 0",
     "--mesh.reshard_after_forward 3": "does not divide shard 4. HINT: --mesh.reshard_after_forward 2",
 }
 

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from fsdp.base.errors import LaunchError
 from fsdp.dist import preflight, process_group
-from fsdp.dist.env import DistEnv
-from fsdp.dist.network import address_towards, interface_of
+from fsdp.dist.env import DistEnv, address_towards, interface_of
 from fsdp.dist.preflight import RankFacts, check, differences
 from tests.doctor.faulty_ranks import FAULTS
 from tests.support.env import env_of
