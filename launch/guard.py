@@ -30,13 +30,7 @@ from fsdp.base.errors import (
 )
 from fsdp.base.text import print_line
 from fsdp.config import Config
-from fsdp.dist.env import (
-    DistEnv,
-    is_lost_peer,
-    prints_errors_of_node,
-    prints_shared_errors,
-    wait_for_rank_0_to_print,
-)
+from fsdp.dist.env import DistEnv, is_lost_peer, prints_errors_of_node, prints_shared_errors, wait_for_rank_0
 from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir, open_run, write_atomically
 from fsdp.watch.failure import write_torchrun_error_file
@@ -202,7 +196,7 @@ def report(error: BaseException, env: DistEnv, program: str, marker: Marker | No
         return failure.code
     is_first = env.is_main or scope == "rank" or (scope == "node" and env.local_rank == 0)
     if isinstance(error, OtherRankFailed) or not is_first:
-        wait_for_rank_0_to_print()
+        wait_for_rank_0()
     else:
         print_line(printed(error, env, program))
     if isinstance(error, ShardrunError) and not isinstance(error, OtherRankFailed):
@@ -234,7 +228,7 @@ def _print_once(line: str, scope: str = "all") -> None:
     if {"all": prints_shared_errors, "node": prints_errors_of_node}.get(scope, lambda: True)():
         print_line(line)
     else:
-        wait_for_rank_0_to_print()
+        wait_for_rank_0()
 
 
 def interrupted(program: str) -> int:

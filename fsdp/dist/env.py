@@ -95,7 +95,7 @@ RANK_0_PRINTS_S = 5.0
 """torchrun and mpirun end all ranks once one has ended: the others wait this long for rank 0 to print."""
 
 
-def wait_for_rank_0_to_print() -> None:
+def wait_for_rank_0() -> None:
     """Wait on a rank that does not print an error itself, and whose end would end rank 0 too early."""
     if started_by() in ("torchrun", "mpirun"):
         time.sleep(RANK_0_PRINTS_S)

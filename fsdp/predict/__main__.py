@@ -26,7 +26,7 @@ from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.base.text import is_of_output, print_line
 from fsdp.config.command_line import CommandParser, number, one_of, prints_errors, whole_number
 from fsdp.config.trust import TRUST_HELP
-from fsdp.dist.env import DistEnv, from_environment, prints_shared_errors, wait_for_rank_0_to_print
+from fsdp.dist.env import DistEnv, from_environment, prints_shared_errors, wait_for_rank_0
 from fsdp.predict.trained import Classes, Text, TrainedModel, classify, continued, is_text, open_run
 from fsdp.rundir import paths
 from fsdp.watch.failure import ProcessExit
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         if prints_shared_errors() or error.scope != "all":
             print_line(f"fsdp.predict: {error}")
         else:
-            wait_for_rank_0_to_print()
+            wait_for_rank_0()
         return error.exit_code
     except OSError as error:  # of the run directory or of its data, on this rank
         if is_of_output(error):

@@ -21,7 +21,6 @@ def facts(rank: int, **changes: Any) -> dict[str, Any]:
     known: dict[str, Any] = {
         "rank": rank, "node": rank // 2, "host": HOSTS[rank // 2], "python": "3.11.7", "torch": "2.13.0",
         "cuda": "13.0", "nccl": "2.28", "driver": "580.1", "device": "NVIDIA H100",
-        "packages": {"numpy": "2.1"},
     }  # fmt: skip
     return RankFacts(**(known | changes)).as_json()
 
@@ -92,7 +91,6 @@ def test_only_the_node_with_the_fault_is_excluded(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({5: {"facts": facts(5, packages={"numpy": "1.9"})}}, "numpy 1.9"),
         ({5: {"facts": facts(5, driver="570.2")}}, "driver 570.2"),
         ({6: {"write_mb_s": 30.0}}, "writes 30 MB/s, 6% of the median"),
         ({2: {"between": {"0": LINK, "2": SLOW_LINK}}}, "3 GB/s to n2, where 38 is usual"),
