@@ -34,9 +34,9 @@ LABELS = {
     "local": "shardrun, python -m launch.local",
     "tutorial": "PyTorch's FSDP2 tutorial", "accelerate": "Accelerate, FSDP2",
     "fabric": "Lightning Fabric, ModelParallel",
-    "zero3": "DeepSpeed ZeRO-3", "ddp": "DDP",
+    "ddp": "DDP",
 }  # fmt: skip
-FRAMEWORKS = ("accelerate", "fabric", "zero3")
+FRAMEWORKS = ("accelerate", "fabric")
 SHORT = ("bare", "ours", "local", "accelerate")
 
 
@@ -57,7 +57,6 @@ def run_once(name: str, ranks: int, folder: Path) -> Started:
         return _watch([command], [{}])
     words = ["train.py", *ours(folder, 1, 0)] if name == "ours" else alone(name, folder, 1, 0)
     meet = {
-        **setup.environment_of(ROSTER[name].peer),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",

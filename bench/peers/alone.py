@@ -28,7 +28,6 @@ CLASSES = {
     "tutorial": "bench.peers.tutorial:Tutorial",
     "accelerate": "bench.peers.hf_accelerate:Accelerate",
     "fabric": "bench.peers.fabric:Fabric",
-    "zero3": "bench.peers.zero3:Zero3",
     "ddp": "bench.peers.ddp:Ddp",
 }
 BATCH = 64

@@ -3,7 +3,7 @@ and clipping and AdamW work on the local shards.
 
 The bare loop (bench/peers/bare.py) dispatches DTensors for each parameter in its clip and its update.
 Here the norm is one foreach call and one all_reduce, and the optimizer's parameters share the
-memory of the shards. A contender of bench.train and bench.overhead, which save nothing.
+memory of the shards. A contender of bench.train, which saves nothing.
 """
 
 from __future__ import annotations

@@ -43,7 +43,6 @@ ROSTER = {
     "tutorial": Entry("PyTorch's FSDP2 tutorial", "bench.peers.tutorial:Tutorial"),
     "accelerate": Entry("Accelerate, FSDP2", "bench.peers.hf_accelerate:Accelerate", "accelerate"),
     "fabric": Entry("Lightning Fabric, ModelParallel", "bench.peers.fabric:Fabric", "lightning"),
-    "zero3": Entry("DeepSpeed ZeRO-3", "bench.peers.zero3:Zero3", "deepspeed"),
     "ddp": Entry("DDP", "bench.peers.ddp:Ddp", shards=False),
     "ours-ddp": Entry("shardrun --mesh.strategy ddp", flags=("--mesh.strategy", "ddp"), shards=False),
     "torchtitan": Entry("torchtitan", peer="torchtitan"),
@@ -52,8 +51,7 @@ ROSTER = {
 
 
 def ready(names: list[str]) -> list[str]:
-    """Those of `names` that can run here; sets up peers that were never set up."""
-    setup.set_up_all(ROSTER[name].peer for name in names if ROSTER[name].peer)
+    """Those of `names` that can run here."""
     return [name for name in names if not ROSTER[name].missing]
 
 

@@ -55,7 +55,7 @@ class Team:
         self.name, self.ranks, self._flags = name, ranks, flags
         self._folder = tempfile.TemporaryDirectory(prefix=f"bench-{name}-")
         common = {
-            **os.environ, **setup.environment_of(ROSTER[name].peer), "WORLD_SIZE": str(ranks),
+            **os.environ, "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": str(threads),
             "PYTHONPATH": str(setup.ROOT), **(HONEST if honest_memory else {}),
