@@ -2,7 +2,7 @@
 
     python -m bench.faults [--times N] [--kinds SIGKILL,"slow storage"]
                                               each kind N times at a random step and rank
-    python -m bench.faults --times N --keep [--minutes M]
+    python -m bench.faults --times N --keep
                                               the same, added to bench/results/faults.{json,md}
 
 Each case is a real run of four rank processes, forked from this one to avoid import time. The partitioned
@@ -24,7 +24,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -236,16 +235,12 @@ def table(cases: Sequence[Case]) -> str:
 
 def faults(options: argparse.Namespace) -> int:
     import_once()
-    cases = kept() if options.keep and not options.anew else []
+    cases = kept() if options.keep else []
     chosen = [kind for kind in KINDS if not options.kinds or kind.name in options.kinds.split(",")]
-    until = time.monotonic() + 60 * options.minutes
     for number in range(options.times):
         for kind in chosen:
             if sum(case.kind == kind.name for case in cases) > number:
                 continue
-            if time.monotonic() > until:
-                print(f"{options.minutes:g} minutes are over; the same command continues")
-                return summed_up(cases, options)
             dice = random.Random(f"{options.seed} {kind.name} {number}")
             case = tried(kind, dice.randrange(RANKS), dice.randrange(10, options.steps))
             cases.append(case)
@@ -292,12 +287,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--kinds", default="", help="names, with commas between; empty is all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", action="store_true", help="add to what bench/results/faults.json holds")
-    parser.add_argument("--anew", action="store_true", help="with --keep: begin with nothing")
     parser.add_argument(
         "--steps", type=int, default=40, help="the fault comes between the 10th step and this one"
     )
     parser.add_argument("--json", type=Path, help="write the cases there")
-    parser.add_argument("--minutes", type=float, default=1e6, help="begin no case after so many minutes")
     return faults(parser.parse_args(argv))
 
 

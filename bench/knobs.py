@@ -8,8 +8,7 @@ Within a group all runs are alive at once and take turns of some steps, the defa
 taken round by round. The loss difference is the largest over the first steps, relative to the defaults' on
 the same samples. Peak memory is the account of --profile.memory on a step before timing starts: bytes of
 tensors, those in files too, and on CUDA of the allocator's blocks. It is blank where compiled code allocates
-by itself, which the CPU's account cannot see. On a CUDA device one rank trains 124M and 1B
-parameters, with MFU against the device's dense bf16 peak. Figures that were not measured are blank.
+by itself, which the CPU's account cannot see.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,15 +40,6 @@ WORKS["knobs"] = Work(
      "--train.global_batch", "8"),
     "tokens",
 )  # fmt: skip
-for preset, batch in (("124m", 16), ("1b", 4)):
-    WORKS[f"cuda-{preset}"] = Work(
-        f"cuda-{preset}", f"{preset}, 1024 tokens × {batch}",
-        ("--model.name", "transformer", "--model.preset", preset, "--data.args.kind", "tokens",
-         "--data.seq_len", "1024",
-         "--train.global_batch", str(batch), "--precision.param", "auto", "--speed.compile", "auto"),
-        "tokens",
-    )  # fmt: skip
-
 FULL = "--memory.activation_checkpointing full"
 OPS = "--memory.activation_checkpointing ops"
 HALF = "--train.micro_batch 2"
@@ -90,29 +79,10 @@ class Ranks(Team):
     """The ranks of one shardrun run with some flags."""
 
     def __init__(self, flags: str, work: str, ranks: int, threads: int) -> None:
-        self._knob = flags
-        super().__init__("ours", work, ranks, threads=threads)
-
-    def _start(self, rank: int, work: str, common: dict[str, str]) -> Any:
-        from bench.peers.team import _Rank
-
-        ear, mouth = os.pipe()
-        log = Path(self._folder.name, f"{rank}.log")
-        environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "BENCH_ANSWERS": str(mouth)}
-        flags = self._knob.replace("DIR", self._folder.name).split()
-        with log.open("w") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "bench.knobs", "--as-a-rank", work, *PROFILED, *flags],
-                cwd=self._folder.name,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=out,
-                text=True,
-                pass_fds=(mouth,),
-            )
-        os.close(mouth)
-        return _Rank(process, os.fdopen(ear), log)
+        program = ("bench.knobs", "--as-a-rank")
+        super().__init__(
+            "ours", work, ranks, threads=threads, flags=[*PROFILED, *flags.split()], program=program
+        )
 
     def peak_bytes(self) -> int:
         """The account's peak, of the rank with most memory."""
@@ -197,29 +167,12 @@ def rows(seen: Mapping[str, Seen], work: str) -> list[dict[str, Any]]:
             step_s = statistics.median(one.wall_s)
             row |= {
                 "step_ms": [1e3 * s for s in one.wall_s], "per_s": place.samples_a_step / step_s,
-                "time": tables.ratio(one.wall_s, base.wall_s), "mfu": mfu(place, step_s),
+                "time": tables.ratio(one.wall_s, base.wall_s),
                 "loss_difference": max(abs(a - b) / abs(b) for a,
                 b in zip(one.losses, base.losses, strict=True)),
             }  # fmt: skip
         found.append(row)
     return found
-
-
-def mfu(place: Any, step_s: float) -> float | None:
-    """On CUDA, from the whole model's arithmetic; recomputation is not counted."""
-    import torch
-
-    from fsdp.run.job import flops_per_sample, meta_model, peak_flops
-
-    peak = peak_flops(torch.device("cuda", 0), 1) if torch.cuda.is_available() else 0.0
-    if not peak:
-        return None
-    return (
-        flops_per_sample(meta_model(place.job.spec), place.job.data)
-        * place.config.train.global_batch
-        / step_s
-        / peak
-    )
 
 
 def shown(found: Sequence[Mapping[str, Any]]) -> str:
@@ -243,12 +196,9 @@ def shown(found: Sequence[Mapping[str, Any]]) -> str:
                 f"{peak / 2**20:.0f}" if peak else "",
                 share,
                 f"{row['loss_difference']:.1e}" if row["knob"] else "",
-                "" if row["mfu"] is None else f"{row['mfu']:.1%}",
             ]
         )
-    heads = ["", "step ms", "time/defaults", "tokens/s", "peak MiB", "peak/defaults", "loss differs", "MFU"]
-    if all(row.get("mfu") is None for row in found):
-        heads, lines = heads[:-1], [line[:7] for line in lines]
+    heads = ["", "step ms", "time/defaults", "tokens/s", "peak MiB", "peak/defaults", "loss differs"]
     return tables.table(heads, lines)
 
 
@@ -284,7 +234,7 @@ def piece(group: str, work: str, ranks: int, rounds: int, short: bool) -> None:
 
 def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["--as-a-rank"]:
-        as_a_rank(argv[1], argv[2:])
+        as_a_rank(argv[2], argv[3:])
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -292,15 +242,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
-    import torch
-
-    cuda = torch.cuda.is_available()
-    works = [name for name in WORKS if name.startswith("cuda-")] if cuda else ["knobs"]
     groups = [options.group] if options.group else [SHORT_GROUP] if options.short else list(GROUPS)
-    for work in works[: 1 if options.short else None]:
-        for group in groups:
-            rounds = options.rounds or (SHORT_ROUNDS if options.short else ROUNDS)
-            piece(group, work, 1 if cuda else CPU_RANKS, rounds, options.short)
+    for group in groups:
+        rounds = options.rounds or (SHORT_ROUNDS if options.short else ROUNDS)
+        piece(group, "knobs", CPU_RANKS, rounds, options.short)
     return 0
 
 

@@ -1,10 +1,10 @@
 """Time from the kill of a rank to the next new step, and the number of repeated steps.
 
-    python -m bench.restart [--rounds 6] [--ranks 2] [--every 10] [--add]
+    python -m bench.restart [--rounds 6] [--ranks 2] [--every 10]
 
 The vision transformer on some ranks, a checkpoint each 10 steps, SIGKILL to a random rank at a random step.
 shardrun under its own launcher and under torchrun; a bare script and the frameworks under
-`torchrun --max-restarts`. Contenders alternate. --add adds rounds to those in bench/results.
+`torchrun --max-restarts`. Contenders alternate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from bench.launched import Ended, Launched, alone, ours, that_run, torchrun, wit
 from bench.peers.roster import ROSTER
 
 STEPS = 100_000
-BAR = 1 / 3
 LABELS = {
     "local": "shardrun, python -m launch.local", "ours": "shardrun, torchrun --max-restarts",
     "bare": "bare script with dcp.save, torchrun --max-restarts",
@@ -122,21 +121,6 @@ def shown(seen: dict[str, list[Back]]) -> str:
     )
 
 
-def verdict(seen: dict[str, list[Back]], every: int) -> str:
-    """Whether shardrun reaches the bar: a third of the bare script's time, at most one interval lost."""
-    said = []
-    for name in ("local", "ours"):
-        if name in seen:
-            over = tables.ratio([b.new_s for b in seen[name]], [b.new_s for b in seen["bare"]])
-            lost = max(b.lost for b in seen[name])
-            reached = "reached" if over.value <= BAR and lost <= every else "not reached"
-            said.append(
-                f"{LABELS[name]}: {over.value:.2f} of the bare script's time, {lost} steps lost at most: "
-                f"{reached}."
-            )
-    return f"The bar is {BAR:.2f} of the bare script's time and {every} steps. " + " ".join(said)
-
-
 def write(
     seen: dict[str, list[Back]], left_out: dict[str, str], about: str, options: argparse.Namespace
 ) -> str:
@@ -148,7 +132,7 @@ def write(
         short=options.short,
         command=f"python -m bench.restart --ranks {options.ranks} --every {options.every} --rounds {kills}",
         about=f"{about}; {options.ranks} ranks, a checkpoint each {options.every} steps, {kills} kills each",
-        text="\n\n".join([shown(seen), verdict(seen, options.every), *missing]),
+        text="\n\n".join([shown(seen), *missing]),
         numbers={"machine": about, "kills": seen, "left_out": left_out},
     )
 
@@ -161,18 +145,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
     parser.add_argument("--only", default="", help="these contenders: local,ours,bare")
-    parser.add_argument("--add", action="store_true", help="to the rounds that were taken before")
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
     wanted = tables.chosen(parser, options.only, list(LABELS), SHORT if options.short else list(LABELS))
     names = that_run(wanted)
     about = tables.machine()
-    before = tables.standing("restart", short=options.short) if options.add else {}
-    tables.check_add(parser, before.get("kills"), names)
-    seen = {name: [Back(**one) for one in before["kills"][name]] if before else [] for name in names}
-    about = tables.joined(before.get("machine", ""), about)
-    done, page, left_out = len(seen["bare"]), "", dict[str, str]()
-    for nth in range(done, done + (options.rounds or (1 if options.short else 6))):
+    seen: dict[str, list[Back]] = {name: [] for name in names}
+    page, left_out = "", dict[str, str]()
+    for nth in range(options.rounds or (1 if options.short else 6)):
         backs = one_round(list(seen), nth, options.ranks, options.every, left_out)
         seen = {name: [*known, backs[name]] for name, known in seen.items() if name in backs}
         if "bare" not in seen:

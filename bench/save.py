@@ -2,8 +2,8 @@
 run.
 
     python -m bench.save            124M parameters, Adam, 2 ranks; about half an hour
-    python -m bench.save --size 500m    457M parameters, four ways, six rounds; 16 GiB of memory
-    python -m bench.save --size second  20M parameters, four ways: steps of about a second
+    python -m bench.save --size 500m    457M parameters, six rounds; 16 GiB of memory
+    python -m bench.save --size second  20M parameters: steps of about a second
     python -m bench.save --short    6M parameters, some minutes: the same table
     python -m bench.save --ways none,ours --rounds 20 --saves 1
                                     only what a save adds to the mean step, with its interval
@@ -60,15 +60,14 @@ def main(argv: Sequence[str]) -> int:
         help="saves whose memory is measured; 0 is 10 of 124m, 1 of 500m, 5 of the others",
     )
     parser.add_argument(
-        "--ways", default="", help="which ways, none among them; fewer than the size's own write save-part.*"
+        "--ways", default="", help="which ways, none among them; fewer than all write save-part.*"
     )
     parser.add_argument("--threads", type=int, default=0, help="threads a rank; 0 shares the cores out")
     parser.add_argument("--place", default="", help="folder for checkpoints; empty makes one and removes it")
     parser.add_argument("--out", default=str(ROOT / "bench" / "results"))
     options = parser.parse_args(argv)
     size = SIZES[options.size]
-    own_ways = [*(size.ways or WAYS)]
-    options.ways = options.ways.split(",") if options.ways else own_ways
+    options.ways = options.ways.split(",") if options.ways else [*WAYS]
     if unknown := {"none", *options.ways} - {*WAYS} or {"none"} - {*options.ways}:
         parser.error(
             f"--ways: {unknown.pop()} HINT: {','.join(WAYS)}; none is what the others are compared with"
@@ -87,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     stem = "save" if options.size == "124m" else f"save-{options.size}"
-    stem = stem if options.ways == own_ways else "save-part"
+    stem = stem if options.ways == [*WAYS] else "save-part"
     (out / f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n")
     (out / f"{stem}.md").write_text(table)
     return 0

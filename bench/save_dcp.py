@@ -15,16 +15,14 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 
 class AsyncSaver:
-    """One mode of dcp.async_save, "thread" or "process", with its stager."""
+    """dcp.async_save in a thread, with its stager."""
 
-    def __init__(self, kind: str, group: dist.ProcessGroup) -> None:
-        self.kind, self.group = AsyncCheckpointerType(kind), group
-        shared = self.kind is AsyncCheckpointerType.PROCESS
-        self.stager = DefaultStager(StagingOptions(False, shared, True, False))
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.stager = DefaultStager(StagingOptions(False, False, True, False))
         self._staged: Future[None] | None = None
         self._written: Future[Any] | None = None
 
@@ -35,7 +33,6 @@ class AsyncSaver:
             state,
             checkpoint_id=folder,
             process_group=self.group,
-            async_checkpointer_type=self.kind,
             async_stager=self.stager,
         )
         self._staged, self._written = response.staging_completion, response.upload_completion

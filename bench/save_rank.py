@@ -46,7 +46,6 @@ class Size:
     every: int = 10
     rounds: int = 10
     saves: int = 50
-    ways: tuple[str, ...] = ()
 
 
 SIZES = {
@@ -57,7 +56,6 @@ SIZES = {
         every=3,
         rounds=6,
         saves=1,
-        ways=("none", "ours", "dcp.save", "dcp.async_save thread"),
     ),
     # a step of about a second on two cores
     "second": Size(
@@ -65,18 +63,16 @@ SIZES = {
         tokens=128,
         rounds=12,
         saves=5,
-        ways=("none", "ours", "dcp.save", "dcp.async_save thread"),
     ),
     "short": Size(
         {"vocab_size": 4096, "width": 256, "layers": 4, "heads": 4, "tied": True},
         tokens=128,
         rounds=2,
         saves=5,
-        ways=("none", "ours", "dcp.save", "dcp.async_save thread"),
     ),
 }
 LOADS = 6
-WAYS = ("none", "ours", "ours-blocking", "dcp.save", "dcp.async_save thread", "dcp.async_save process")
+WAYS = ("none", "ours", "dcp.save", "dcp.async_save thread")
 
 
 @dataclass
@@ -101,16 +97,14 @@ class Bench:
         self.sizes = MeshSizes("fsdp", 1, env.world_size)
         self.state = self._build(size, seed=0)
         self.gloo = dist.new_group(backend="gloo")
-        self.ours = self._checkpointer("async")
-        self.blocking = self._checkpointer("blocking")
+        self.ours = self._checkpointer()
         self.theirs: dict[str, AsyncSaver] = {}
         """By their way, from its first save on: a stager's buffers are as large as the state."""
         self.held_s = 0.0
         self.saved = 0
 
-    def _checkpointer(self, mode: str) -> Checkpointer:
-        folder = str(self.place / mode)
-        section = CheckpointSection(dir=folder, keep_last=1, mode=mode)  # type: ignore[arg-type]
+    def _checkpointer(self) -> Checkpointer:
+        section = CheckpointSection(dir=str(self.place / "ours"), keep_last=1)
         return Checkpointer(section, self.place, self.env, self.sizes, config_hash="bench")
 
     def _build(self, size: Size, seed: int) -> TrainState:
@@ -149,13 +143,11 @@ class Bench:
     def save(self, way: str) -> None:
         if way == "ours":
             self.ours.save(self.state, metrics={}, reason="bench")
-        elif way == "ours-blocking":
-            self.blocking.save(self.state, metrics={}, reason="bench")
         elif way == "dcp.save":
             dcp.save(self.their_state(), checkpoint_id=self.their_folder(), process_group=self.gloo)
         elif way != "none":
             if way not in self.theirs:
-                self.theirs[way] = AsyncSaver(way.split()[-1], self.gloo)
+                self.theirs[way] = AsyncSaver(self.gloo)
             self.theirs[way].save(self.their_state(), self.their_folder())
 
     def their_state(self) -> dict[str, Any]:
@@ -234,7 +226,7 @@ class Bench:
         # what was saved makes room: at 500M parameters two states, buffers for saves and dcp's copies are
         # more than 24 GiB
         self.close()
-        del self.state, self.ours, self.blocking
+        del self.state, self.ours
         gc.collect()
         fresh = self.state = self._build(size, seed=1)
         loads = {"ours": partial(self._load_ours, fresh), "dcp": partial(self._load_theirs, fresh, theirs)}
@@ -249,13 +241,12 @@ class Bench:
 
     def close(self) -> None:
         self.ours.close()
-        self.blocking.close()
         for saver in self.theirs.values():
             saver.close()
         self.theirs.clear()
 
     def _load_ours(self, state: TrainState) -> None:
-        again = self._checkpointer("async")
+        again = self._checkpointer()
         assert again.restore(state) is not None
         again.close()
 

@@ -105,11 +105,8 @@ def markdown(report: dict[str, Any]) -> str:
         "",
         tables.table(COLUMNS, [_cells(way, report) for way in rows]),
     ]
-    if "dcp.async_save process" in rows:
-        lines += ["", "The process of dcp.async_save's process mode is not in the last column."]
     lines += [*_against_others(rows), "", ALLOCATOR]
     lines += ["", _load_text(report["load"]), "", _memory_text(report["memory_mib"], report["load"])]
-    lines += ["", report["remark"]] if report.get("remark") else []
     return "\n".join([*lines, ""])
 
 
@@ -131,9 +128,7 @@ def _cells(way: str, report: dict[str, Any]) -> list[str]:
 
 
 def _round_over_round(row: dict[str, Any], none: dict[str, Any]) -> str:
-    """The mean step of a round over that of the same round without a save. Earlier reports have no rounds."""
-    if "rounds_s" not in row:
-        return f"{1 + row['inflation']:.3f} (rounds not kept: no interval)"
+    """The mean step of a round over that of the same round without a save."""
     return against_none(row, none).judged(more_is_better=False)
 
 

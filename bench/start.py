@@ -1,13 +1,11 @@
 """Start-up time from the command to the first optimizer step: shardrun beside a bare script and every
 framework.
 
-    python -m bench.start [--rounds 6] [--ranks 2] [--cold] [--add]
+    python -m bench.start [--rounds 6] [--ranks 2]
 
 Each contender is a script with its necessary imports alone, which builds the same vision transformer, shards
 it and takes one step (bench/peers/alone.py). shardrun is train.py, and launch.local, with everything they
-write. Rounds are interleaved; the result is the extra time over the bare script. --cold removes the files of
-all packages, shardrun's among them, from the page cache before each start. --add adds rounds to those in
-bench/results.
+write. Rounds are interleaved; the result is the extra time over the bare script.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ LABELS = {
     "fabric": "Lightning Fabric, ModelParallel",
     "ddp": "DDP",
 }  # fmt: skip
-FRAMEWORKS = ("accelerate", "fabric")
 SHORT = ("bare", "ours", "local", "accelerate")
 
 
@@ -95,43 +92,24 @@ def _watch(commands: Sequence[Sequence[str]], places: Sequence[dict[str, str]]) 
     return Started(first, sum(u.ru_utime + u.ru_stime for u in usage), max(u.ru_maxrss for u in usage) / 1024)
 
 
-def forget(*places: Path) -> None:
-    """Removes files, and those of folders, from the page cache; what a running process has mapped stays."""
-    for place in places:
-        for file in [place, *place.rglob("*")]:
-            if file.is_file() and not file.is_symlink():
-                descriptor = os.open(file, os.O_RDONLY)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                os.close(descriptor)
-
-
-def packages() -> list[Path]:
-    import sysconfig
-
-    own = [setup.ROOT / name for name in ("fsdp", "launch", "bench", "train.py")]
-    return [Path(sysconfig.get_path("purelib")), setup.HOME, *own]
-
-
-def measure(names: Sequence[str], rounds: int, ranks: int, cold: bool) -> dict[str, list[Started]]:
+def measure(names: Sequence[str], rounds: int, ranks: int) -> dict[str, list[Started]]:
     seen: dict[str, list[Started]] = {name: [] for name in names}
-    for nth in range(rounds + (not cold)):
+    for nth in range(rounds + 1):
         for name in tables.turned(list(names), nth):
-            if cold:
-                forget(*packages())
             with tempfile.TemporaryDirectory(prefix="bench-start-") as place:
                 took = run_once(name, ranks, Path(place, "run"))
-            if cold or nth:  # the first round of a warm one fills the page cache
+            if nth:  # the first round fills the page cache
                 seen[name].append(took)
     return seen
 
 
-def shown(seen: dict[str, list[Started]]) -> tuple[str, list[str]]:
+def shown(seen: dict[str, list[Started]]) -> str:
     bare = [one.wall_s for one in seen["bare"]]
-    rows, extras = [], {}
+    rows = []
     for name, starts in seen.items():
         walls = [one.wall_s for one in starts]
-        extras[name] = tables.difference(walls, bare)
-        over = "" if name == "bare" else extras[name].judged("+.2f", more_is_better=False, same=0.0)
+        extra = tables.difference(walls, bare)
+        over = "" if name == "bare" else extra.judged("+.2f", more_is_better=False, same=0.0)
         cpu, peak = (
             statistics.median(getattr(one, what) for one in starts) for what in ("cpu_s", "peak_mib")
         )
@@ -143,23 +121,7 @@ def shown(seen: dict[str, list[Started]]) -> tuple[str, list[str]]:
         "processor s",
         "peak of a rank, MiB",
     ]
-    return tables.table(columns, rows), _verdict(extras)
-
-
-def _verdict(extras: dict[str, tables.Interval]) -> list[str]:
-    frameworks = {name: extras[name].value for name in FRAMEWORKS if name in extras}
-    if not frameworks:
-        return []
-    fastest = min(frameworks, key=lambda name: frameworks[name])
-    said = [
-        f"The fastest framework, {LABELS[fastest]}, takes {frameworks[fastest]:+.2f} s over the bare "
-        f"script; the bar is half."
-    ]
-    for name in ("ours", "local"):
-        if name in extras:
-            word = "within" if extras[name].value <= max(0.0, frameworks[fastest] / 2) else "not within"
-            said.append(f"{LABELS[name]}: {extras[name].value:+.2f} s, {word} it.")
-    return said
+    return tables.table(columns, rows)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -168,38 +130,25 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--rounds", type=int, default=0, help="0 is 6, or 2 with --short")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--cold", action="store_true")
-    parser.add_argument("--add", action="store_true", help="to the rounds that were taken before")
     parser.add_argument("--only", default="", help="these contenders: bare,ours,fabric")
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
     wanted = tables.chosen(parser, options.only, list(LABELS), SHORT if options.short else list(LABELS))
     names = that_run(wanted)
     rounds, about = options.rounds or (2 if options.short else 6), tables.machine()
-    temperature = "cold" if options.cold else "warm"
-    piece = f"{temperature}@{options.ranks}"
-    before = tables.standing("start", piece=piece, short=options.short) if options.add else {}
-    tables.check_add(parser, before.get("rounds"), names)
-    seen = measure(names, rounds, options.ranks, options.cold)
-    if before:
-        seen = {
-            name: [Started(**one) for one in before["rounds"][name]] + more for name, more in seen.items()
-        }
-        about, rounds = tables.joined(before["about"], about), len(seen["bare"])
-    text, said = shown(seen)
-    command = (
-        f"python -m bench.start --ranks {options.ranks} --rounds {rounds}{' --cold' if options.cold else ''}"
-    )
-    print(f"{about}\n\n{text}\n\n" + "\n".join(said))
+    seen = measure(names, rounds, options.ranks)
+    text = shown(seen)
+    command = f"python -m bench.start --ranks {options.ranks} --rounds {rounds}"
+    print(f"{about}\n\n{text}")
     tables.write_piece(
         "start",
-        piece,
+        f"warm@{options.ranks}",
         short=options.short,
         title="Start to first step",
-        piece_title=f"{temperature}, {options.ranks} ranks, {rounds} rounds",
+        piece_title=f"{options.ranks} ranks, {rounds} rounds",
         command=command,
         about=about,
-        text="\n\n".join([text, *said]),
+        text=text,
         notes="\n".join(f"- {one}" for one in absent(list(ROSTER))),
         numbers={"rounds": seen},
     )

@@ -176,13 +176,6 @@ def write(
     return page
 
 
-def standing(stem: str, *, piece: str = "", short: bool = False) -> dict[str, Any]:
-    """Earlier results, of one piece or of all; empty without any. --add starts from them."""
-    path = RESULTS / f"{stem}{'-short' if short else ''}.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return found.get("pieces", {}).get(piece, {}) if piece else found
-
-
 def chosen(
     parser: argparse.ArgumentParser,
     only: str,
@@ -204,22 +197,6 @@ def chosen(
     return names
 
 
-def check_add(
-    parser: argparse.ArgumentParser, before: Mapping[str, Any] | None, names: Sequence[str]
-) -> None:
-    """Rounds are added for all contenders alike: otherwise ratios would come from different rounds."""
-    if before and set(before) != set(names):
-        parser.error(
-            f"--add: what stands has {','.join(before)}, these are {','.join(names)}. HINT: --only "
-            f"{','.join(before)}"
-        )
-
-
-def joined(before: str, now: str) -> str:
-    """Machine and load of rounds taken in several calls."""
-    return f"{before}; then {now.rpartition('load ')[1]}{now.rpartition('load ')[2]}" if before else now
-
-
 def write_piece(
     stem: str,
     key: str,
@@ -233,25 +210,18 @@ def write_piece(
     numbers: Mapping[str, Any],
     short: bool = False,
 ) -> None:
-    """Replaces one section of a bench that runs in parts; the others stay as they were measured."""
+    """Replaces one section of a bench that runs in parts; the others stay as they were measured. A piece's
+    `remark`, of what to keep in mind with older figures, ends its section.
+    """
     path = RESULTS / f"{stem}{'-short' if short else ''}.json"
     kept = json.loads(path.read_text())["pieces"] if path.exists() else {}
     kept[key] = {"title": piece_title, "command": command, "about": about, "text": text, **numbers}
-    write_pieces(stem, kept, title=title, notes=notes, short=short)
-
-
-def write_pieces(
-    stem: str, pieces: Mapping[str, Mapping[str, Any]], *, title: str, notes: str, short: bool = False
-) -> None:
-    """All sections. A piece's `remark`, of what to keep in mind with older figures, ends its section."""
-    path = RESULTS / f"{stem}{'-short' if short else ''}.json"
-    kept = dict(sorted(pieces.items()))
     sections = [
         "\n\n".join(
             [f"## {one['title']}", f"`{one['command']}`", one["about"], one["text"]]
             + ([one["remark"]] if one.get("remark") else [])
         )
-        for one in kept.values()
+        for _, one in sorted(kept.items())
     ]
     RESULTS.mkdir(exist_ok=True)
     page = "\n\n".join([f"# {title}", *sections, *([notes] if notes else [])]) + "\n"

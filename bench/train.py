@@ -17,8 +17,7 @@ import argparse
 import os
 import statistics
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,24 +63,17 @@ def measure(
     names: Sequence[str],
     rounds: int,
     threads: int,
-    within_s: float = float("inf"),
-    flags: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
     left_out: list[str] | None = None,
 ) -> dict[str, Seen]:
-    """No round starts after `within_s`, if that is less than all of them take; none at all unless the first
-    steps of all are the same work. With `left_out` a contender that cannot start, or does other work, is
-    named there and the others go on; bare and ours never are.
+    """No round starts unless the first steps of all are the same work. With `left_out` a contender that
+    cannot start, or does other work, is named there and the others go on; bare and ours never are.
     """
     teams: dict[str, Team] = {}
     try:
         for name in names:
-            teams[name] = Team(name, work, ranks, threads=threads, flags=flags, environment=environment)
+            teams[name] = Team(name, work, ranks, threads=threads)
         seen = started(teams, BF16_SAME if WORKS[work].cuda else SAME, left_out)
-        began = time.monotonic()
         for nth in range(rounds):
-            if time.monotonic() - began > within_s:
-                break
             for name in tables.turned(list(seen), nth):
                 turn = teams[name].steps(TURN[work], UNTIMED if WORKS[work].cuda else 0)
                 seen[name].wall_s.append(turn["wall_s"])
@@ -206,15 +198,14 @@ def piece(work: str, ranks: int, names: list[str], options: argparse.Namespace) 
     print(f"\n{WORKS[work].what}; {ranks} ranks", flush=True)
     about = tables.machine()
     left_out: list[str] = []
-    seen = measure(work, ranks, names, options.rounds, threads, 60 * options.minutes, left_out=left_out)
+    seen = measure(work, ranks, names, options.rounds, threads, left_out=left_out)
     for line in left_out:
         print(line, flush=True)
     write(work, ranks, threads, seen, about, options, left_out)
     if not options.no_memory and work != "tiny":
         weigh(work, ranks, seen, threads)
         write(work, ranks, threads, seen, about, options, left_out)
-    lines = tables.standing("train", piece=_key(work, ranks, options), short=options.short)
-    print(f"{lines['title']}\n{about}\n\n{lines['text']}", flush=True)
+    print(f"{about}\n\n{shown(rows(seen, Place(WORKS[work], 0, ranks).samples_a_step), work)}", flush=True)
 
 
 def _key(work: str, ranks: int, options: argparse.Namespace) -> str:
@@ -280,9 +271,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--work", choices=list(WORKS), help="one work alone, with --ranks")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=0, help="0 is 20, or 4 with --short")
-    parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="begin no round after so many, of each piece"
-    )
     parser.add_argument("--only", default="", help="these contenders: bare,ours,fabric")
     parser.add_argument(
         "--no-memory", action="store_true", help="leave out the second start of each, for memory"

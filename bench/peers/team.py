@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -49,17 +49,17 @@ class Team:
         threads: int = 1,
         honest_memory: bool = False,
         flags: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("bench.peers.worker",),
     ) -> None:
-        """`flags` are added to shardrun's alone."""
-        self.name, self.ranks, self._flags = name, ranks, flags
+        """`flags` are added to shardrun's alone; DIR in one is the team's folder."""
+        self.name, self.ranks, self._program = name, ranks, program
         self._folder = tempfile.TemporaryDirectory(prefix=f"bench-{name}-")
+        self._flags = [word.replace("DIR", self._folder.name) for word in flags]
         common = {
             **os.environ, "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": str(threads),
             "PYTHONPATH": str(setup.ROOT), **(HONEST if honest_memory else {}),
-            **(environment or {}),
         }  # fmt: skip
         common["BENCH_RUN"] = str(Path(self._folder.name, "run"))
         self._members = [self._start(rank, work, common) for rank in range(ranks)]
@@ -72,7 +72,7 @@ class Team:
         environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "BENCH_ANSWERS": str(mouth)}
         with log.open("w") as out:
             process = subprocess.Popen(
-                [str(ROSTER[self.name].python), "-m", "bench.peers.worker", self.name, work, *self._flags],
+                [str(ROSTER[self.name].python), "-m", *self._program, self.name, work, *self._flags],
                 cwd=self._folder.name,
                 env=environment,
                 stdin=subprocess.PIPE,
