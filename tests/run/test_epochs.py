@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from fsdp.checkpoint.store import open_store
 from fsdp.report.page import page as report_of
 from fsdp.report.run_data import read_run
 from fsdp.run.job import Job
-from tests.support.data_ids import train_and_note
 from tests.support.runs import Finished, failures, run
 
 HELD = "--data.name tests.support.user_code:vectors_with_heldout --precision.master fp64"
@@ -52,30 +50,6 @@ def test_a_resumed_run_on_other_ranks_keeps_the_epochs(tmp_path: Path) -> None:
     assert "the interval, epoch 1.00" in page
 
 
-def test_another_global_batch_and_other_ranks_within_an_epoch_repeat_and_lose_nothing(tmp_path: Path) -> None:
-    words = [
-        "--data.name",
-        "tests.support.data_ids:numbered",
-        "--data.args.count",
-        "40",
-        "--train.epochs",
-        "2",
-    ]
-    one, said = train_and_note(
-        1, tmp_path, "a", *words, "--train.global_batch", "4", "--train.stop_after", "6"
-    )
-    assert said == [None]
-    more = [*words, "--train.global_batch", "7", "--train.micro_batch", "2"]
-    two, said = train_and_note(2, tmp_path, "b", *more)
-    assert said == [None, None]
-    assert sorted(one) == list(range(1, 7))
-    assert [len(ids) for _, ids in sorted(two.items())] == [7, 7, 2, 7, 7, 7, 7, 7, 5]
-    seen = [n for step in sorted({**one, **two}) for n in {**one, **two}[step]]
-    assert sorted(seen[:40]) == list(range(40)) == sorted(seen[40:])
-    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert (last["step"], last["epoch"]) == (15, 2.0)
-
-
 def test_a_fraction_of_an_epoch_is_due_at_exact_steps() -> None:
     from fsdp.data import Cursor
 
@@ -83,19 +57,3 @@ def test_a_fraction_of_an_epoch_is_due_at_exact_steps() -> None:
     assert [step for step in range(1, 1001) if Job.epoch_ends(job, step, 0.1)] == list(range(100, 1001, 100))
     assert [step for step in range(1, 2501) if Job.epoch_ends(job, step, 1.5)] == [1500]
     assert not Job.epoch_ends(job, 100, 0)
-
-
-def test_a_stream_has_no_epochs(tmp_path: Path) -> None:
-    words = "--data.name tests.support.data_ids:sharded --train.global_batch 12 --train.steps 4"
-    for flag in ("checkpoint.every_epochs", "train.eval_every_epochs"):
-        _, said = train_and_note(1, tmp_path, flag, *words.split(), f"--{flag}", "0.5")
-        assert said[0] is not None
-        assert (
-            f"--{flag} 0.5: --data.name tests.support.data_ids:sharded is a stream, which has no epochs."
-            in said[0]
-        )
-        assert f"HINT: --{flag} 0 --{flag.replace('epochs', 'steps')} 100" in said[0]
-    _, said = train_and_note(1, tmp_path, "none", *words.split())
-    assert said == [None]
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert all("epoch" not in json.loads(line) for line in lines)

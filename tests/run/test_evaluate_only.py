@@ -47,12 +47,6 @@ def test_the_loss_is_the_recorded_one(ranks: int, trained: Path, tmp_path: Path)
         assert (tmp_path / str(at) / "DONE").exists()
 
 
-def test_no_optimizer_state_is_read(trained: Path, tmp_path: Path) -> None:
-    """SGD has other states than the checkpoint's AdamW."""
-    words = ("--checkpoint.resume", str(trained), "--optim.name sgd")
-    assert evaluated(1, tmp_path, *words)[0]["step"] == 20
-
-
 def test_what_cannot_be_evaluated_is_refused(trained: Path, tmp_path: Path) -> None:
     only = "--train.evaluate_only true"
     before = (trained / "config.toml").read_text()

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp.checkpoint import __main__ as checkpoints
-from tests.support.runs import Finished, failures, run
+from tests.support.runs import Finished, run
 
 LORA = "--lora.rank 3 --train.steps 6"
 FROZEN = "--precision.frozen bf16"
@@ -39,25 +38,3 @@ def losses(finished: Finished) -> list[float]:
 def plain_start(folder: Path) -> dict[str, torch.Tensor]:
     """The initial weights of the seed, from a run that trains with a rate of nothing."""
     return run(1, folder / "start", "--train.steps 1 --optim.lr 1e-30 --optim.weight_decay 0").parameters
-
-
-@pytest.mark.slow
-def test_a_run_resumes_and_is_exported(tmp_path: Path) -> None:
-    whole = run(2, tmp_path / "whole", LORA, FROZEN)
-    run_world_ok = failures(2, tmp_path / "parts", LORA, FROZEN, "--train.stop_after 3")
-    assert run_world_ok == [None, None]
-    [said, _] = failures(2, tmp_path / "parts", LORA)
-    assert said is not None
-    assert "--precision.frozen as that run had it" in said
-    found = run(2, tmp_path / "parts", LORA, FROZEN)
-    assert all(torch.equal(found.parameters[n], value) for n, value in whole.parameters.items())
-    out = tmp_path / "again"
-    assert checkpoints.main([str(tmp_path / "parts"), "export", "--out", str(out), *trusted()]) == 0
-    again = torch.load(out / "full-model.pt", weights_only=True)
-    assert all(torch.equal(again[n], value) for n, value in whole.parameters.items())
-
-
-def trusted() -> list[str]:
-    return [
-        "--trust-code", "tests.support.user_code:vectors", "--trust-code", "tests.support.user_code:Uneven",
-    ]  # fmt: skip

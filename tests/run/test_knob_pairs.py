@@ -242,14 +242,6 @@ def test_with_each_knob_after_it(first: str, share: int, tmp_path: Path) -> None
             check(some, ranks, tmp_path)
 
 
-@TORCHAO
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("share", sample_are([], range(4)))
-def test_float8_with_each_other_knob(share: int, ranks: int, tmp_path: Path) -> None:
-    check([pair for pair in FLOAT8_PAIRS[share::4] if ranks_of(pair) == ranks], ranks, tmp_path)
-
-
 def test_the_shares_are_all_the_pairs() -> None:
     shared = [pair for one in shares() for pair in pairs_of(*one)]
     assert sorted([*shared, *FLOAT8_PAIRS]) == sorted(set(PAIRS) - REFUSED)
@@ -304,15 +296,3 @@ def refused_at_start(env: DistEnv, words: list[str]) -> str:
     except ConfigError as error:
         return str(error)
     return ""
-
-
-def test_there_is_a_row_for_every_knob_of_memory_and_speed() -> None:
-    """A new field cannot be forgotten here: it stands in a knob, or below with why not."""
-    elsewhere = {
-        "speed.compile": "two pairs, above",
-        "memory.nvme_dir": "with memory.nvme", "speed.float8_emulate": "with speed.float8",
-        "speed.attention": "this model has none: tests/parallel/test_attention.py",
-    }  # fmt: skip
-    turned = {name[2:] for knob in KNOBS.values() for name in knob.names}
-    fields = {name for name in configuration.FIELDS if name.startswith(("memory.", "speed."))}
-    assert fields - turned - set(elsewhere) == set()

@@ -49,18 +49,3 @@ def test_a_model_from_scratch_is_exported_as_llama(tmp_path: Path) -> None:
         out = tmp_path / form
         assert checkpoint([str(tmp_path / "run"), "export", "--format", form, "--out", str(out)]) == 0
         assert (out / "config.json").exists() is folders, form
-
-
-@pytest.mark.long
-def test_adapters_have_the_names_of_transformers(tmp_path: Path) -> None:
-    words = "--train.steps 2 --lora.rank 2 --lora.targets q,down --checkpoint.export_format hf"
-    train(2, tmp_path / "run", words)
-    about = json.loads((tmp_path / "run" / "full_model" / "adapter" / "adapter_config.json").read_text())
-    assert about["target_modules"][0] == "model.layers.0.mlp.down_proj"
-
-
-def test_a_format_that_the_model_has_not_is_refused(tmp_path: Path) -> None:
-    flags = f"--run.dir {tmp_path} {QUIET} --checkpoint.export_format hf --model.name"
-    [said] = run_world(1, on_a_rank, f"{flags} mlp".split())
-    assert said is not None
-    assert "--checkpoint.export_format hf: mlp is no model of transformers." in said

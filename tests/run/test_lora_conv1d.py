@@ -112,21 +112,3 @@ def test_peft_reads_and_merges_the_adapters_to_the_same_weights(folder: Path, fi
         assert torch.allclose(beside(inputs).logits, whole(inputs).logits, rtol=0, atol=1e-12)
     merged = beside.merge_and_unload().state_dict()
     assert relative_difference(merged, finished.parameters) < 1e-14
-
-
-@pytest.mark.needs("peft")
-def test_peft_trains_the_same_adapters(folder: Path, finished: Finished) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    config = settings(f"--model.name hf:{folder}", WORDS)
-    about = LoraConfig(r=3, lora_alpha=6, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
-    model: Any = get_peft_model(base_of(folder), about).double().eval()  # type: ignore[arg-type]
-    for name, value in first_adapters(folder, config).items():
-        model.get_submodule(f"base_model.model.{name}").lora_A["default"].weight.data.copy_(value)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert len(trained) == 4 * len(LAYERS)
-    for batch in batches(config):
-        output = model(batch["inputs"], attention_mask=batch["attention_mask"])
-        step(loss_of(output, batch), trained)
-    merged = model.merge_and_unload().state_dict()
-    assert relative_difference(finished.parameters, {n: merged[n] for n in finished.parameters}) < 1e-12

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp import config as configuration
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint.pretrained import open_file, open_full_state
 from fsdp.config import Config
@@ -22,7 +21,7 @@ from fsdp.models.lora import apply_lora
 from tests.support.adapters import draw_adapters, merge
 from tests.support.marks import sample_are
 from tests.support.plain_loop import relative_difference
-from tests.support.runs import failures, flags, run, settings
+from tests.support.runs import failures, run, settings
 
 LORA = (
     "--lora.rank 3 --lora.alpha 6 --train.steps 6 --train.clip_grad_norm 0 "
@@ -99,17 +98,6 @@ def test_checkpoints_hold_adapters_and_their_optimizer_alone(tmp_path: Path) -> 
     assert {key.split(".")[0] for key in keys} == {"model", "optim"}
 
 
-@pytest.mark.slow
-def test_a_resume_continues_at_another_size(tmp_path: Path) -> None:
-    whole = run(2, tmp_path / "whole", "--lora.rank 2 --train.steps 8 --optim.warmup_steps 0").parameters
-    half = "--lora.rank 2 --train.steps 8 --optim.warmup_steps 0"
-    run_dir = tmp_path / "half"
-    said = failures(2, run_dir, half, "--train.stop_after 4")
-    assert said == [None, None]
-    resumed = run(1, run_dir, half).parameters
-    assert relative_difference(resumed, whole) < 1e-5
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
@@ -127,11 +115,6 @@ def test_base_weights_come_from_a_file_and_others_are_refused(base: Path, tmp_pa
     for text in failures(2, tmp_path, "--train.steps 6"):
         assert "holds adapters over" in str(text)
     assert failures(2, tmp_path, words) == [None, None]
-
-
-def test_adapters_refuse_a_whole_checkpoint(base: Path, tmp_path: Path) -> None:
-    for text in failures(2, tmp_path, f"--lora.rank 2 --checkpoint.resume {base}/checkpoints"):
-        assert "holds a whole model, and this run trains adapters" in str(text)
 
 
 def test_the_command_exports_as_the_run_and_refuses_a_changed_base(base: Path, tmp_path: Path) -> None:
@@ -171,23 +154,3 @@ def test_the_adapters_alone_are_written_as_peft_reads_them(base: Path, tmp_path:
     for layer in about["target_modules"]:
         a, b = (adapters[f"base_model.model.{layer}.lora_{part}.weight"] for part in "AB")
         assert torch.allclose(full[f"{layer}.weight"], plain[f"{layer}.weight"] + 2 * b @ a, atol=1e-6)
-
-
-def test_their_first_bits_are_the_same_at_any_number_of_ranks(tmp_path: Path) -> None:
-    """A step with a tiny rate saves the initial values."""
-    found = []
-    for ranks in (1, 3):
-        folder = tmp_path / str(ranks)
-        run(ranks, folder, "--lora.rank 2 --train.steps 1 --optim.lr 1e-30 --optim.warmup_steps 0")
-        found.append(adapters_of(folder))
-    config = configuration.load(flags("--lora.rank 2"))
-    model = plain_model(config).float()
-    apply_lora(model, config.lora)
-    draw_adapters(model, config.run.seed)
-    for name, value in found[0].items():
-        layer, _, part = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
-        if part == "lora_A":
-            assert torch.equal(value, found[1][name])
-            assert torch.equal(value, dict(model.named_parameters())[f"{layer}.lora_a"])
-        else:
-            assert float(value.abs().max()) < 1e-29

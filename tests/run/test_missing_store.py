@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import runs
 from tests.support.runs import failures
 
 SAVES = "--train.steps 6 --checkpoint.every_steps 2 --checkpoint.keep_last 1 --checkpoint.export false"
@@ -49,23 +48,3 @@ def test_it_does_not_start_over_and_the_same_command_continues_once_the_store_is
     (run.parent / "elsewhere").rename(store)
     assert failures(ranks, run, words) == [None] * ranks
     assert steps(run) == [1, 2, 3, 4, 5, 6]
-
-
-def test_the_hint_starts_over_and_the_usual_command_works_after_it(unmounted: tuple[Path, str]) -> None:
-    """Also where the start over has failed before its first save."""
-    run, words = unmounted
-    fails = "--train.nonfinite stop --optim.lr 1e30 --train.clip_grad_norm 0 --checkpoint.every_steps 0"
-    [said] = failures(1, run, f"{words} --checkpoint.resume never {fails}")
-    assert said is not None
-    assert "NotFiniteError" in said
-    assert failures(1, run, words) == [None]
-    assert steps(run) == [1, 2, 3, 4, 5, 6]
-
-
-def test_runs_without_a_lost_save_start(tmp_path: Path) -> None:
-    """One that never saved, and one that failed before its first save."""
-    assert runs.run(1, tmp_path / "a", "--train.steps 2").records
-    quiet = "--train.steps 2 --checkpoint.every_steps 0 --checkpoint.export false"
-    for _ in range(2):
-        assert failures(1, tmp_path / "b", quiet) == [None]
-    assert steps(tmp_path / "b") == [1, 2]

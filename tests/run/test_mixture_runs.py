@@ -107,13 +107,6 @@ def test_losses_of_sources_equal_an_independent_computation_in_float64(
         assert record["loss"] == pytest.approx(total / weight, rel=1e-12)
 
 
-def test_a_model_with_a_loss_of_its_own_has_no_losses_of_sources(tmp_path: Path) -> None:
-    words = [*recipe(tmp_path, few="", many=""), "--train.steps", "2", "--train.global_batch", "4"]
-    _, said = train_and_note(2, tmp_path, "a", *words, "--model.name", "tests.support.data_ids:OwnLoss")
-    assert said == [None, None]
-    assert all("/" not in name for record in metrics(tmp_path) for name in record)
-
-
 def test_held_out_samples_of_each_source_are_evaluated_together_and_alone(tmp_path: Path) -> None:
     file = tmp_path / "mix.toml"
     file.write_text(

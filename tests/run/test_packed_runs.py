@@ -21,7 +21,7 @@ from fsdp.models.transformer import Transformer, TransformerSizes
 from tests.data.test_documents import on_a_rank
 from tests.support.data_cache import own_cache as own_cache
 from tests.support.marks import quick_are
-from tests.support.runs import Finished, finished
+from tests.support.runs import finished
 from tests.support.world import run_world
 from tests.tokenize.rows import write_lines
 
@@ -189,26 +189,6 @@ def test_packed_is_as_each_document_alone(
     for name, expected in gradients.items():
         found = (before[name] - done.parameters[name]) / RATE
         assert torch.allclose(found, expected, rtol=0, atol=1e-12), name
-
-
-def test_a_run_on_packed_rows_resumes_exactly(tmp_path: Path, own_cache: Path) -> None:
-    path = write("texts", tmp_path)
-    made = [*MODELS["transformer"], "--train.steps", "6", "--train.global_batch", "4"]
-
-    def parts(name: str, *ranks: int) -> Finished:
-        for stop, count in zip((3, 6), ranks, strict=True):
-            train(count, tmp_path / name, path, own_cache, *made, "--train.stop_after", str(stop))
-        return finished(tmp_path / name)
-
-    train(2, tmp_path / "whole", path, own_cache, *made)
-    whole = finished(tmp_path / "whole")
-    same, other = parts("same", 2, 2), parts("other", 2, 3)
-    losses = [[one["loss"] for one in done.records if "grad_norm" in one] for done in (whole, same, other)]
-    assert losses[0] == losses[1]
-    assert losses[0] == pytest.approx(losses[2], rel=1e-12)
-    for name, tensor in whole.parameters.items():
-        assert torch.equal(tensor, same.parameters[name]), name
-        assert torch.allclose(tensor, other.parameters[name], rtol=0, atol=1e-12), name
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
-from fsdp.checkpoint.export import COPIED
 from fsdp.checkpoint.pretrained import PretrainedWeights
-from fsdp.models.hf import find_folder, resolve_folder
+from fsdp.models.hf import resolve_folder
 from fsdp.predict.__main__ import main as predict
 from fsdp.run.build import maybe_folder
 from fsdp.run.job import prepare
@@ -137,18 +135,6 @@ def test_adapters_are_trained_over_it_and_merged(
     assert about["task_type"] == "CAUSAL_LM"  # without it peft's Auto classes refuse the folder
 
 
-def test_weights_none_draws_from_the_seed(folders: dict[str, tuple[str, str, str]], tmp_path: Path) -> None:
-    case = folders["llama"]
-    found = []
-    for ranks in (2, 3):
-        still = "--train.steps 1 --optim.lr 1e-30 --optim.weight_decay 0 --model.weights none"
-        train(ranks, case, tmp_path / f"{ranks}", still)
-        found.append(reference(tmp_path / f"{ranks}" / "full_model", case[2]))
-    assert torch.equal(found[0].model.norm.weight, torch.ones(24))
-    pairs = zip(found[0].parameters(), found[1].parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
-
-
 def test_a_prompt_is_read_by_the_tokenizer_of_the_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,16 +203,6 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert "has no model_type ['bert']" in refusal(folder)
 
 
-@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
-def test_a_dtype_with_the_prefix_of_torch_is_read(field: str, tmp_path: Path) -> None:
-    """As older exports have it. An export of a trained model is of this dtype."""
-    folder = write_folder("llama", tmp_path / "llama")
-    edit(folder, **{"dtype": None, "torch_dtype": None, field: "torch.bfloat16"})
-    found = resolve_folder(f"hf:{folder}", {}, {})
-    assert found.dtype == torch.bfloat16
-    assert json.loads(found.config_json(torch.bfloat16))["dtype"] == "bfloat16"
-
-
 def test_code_of_a_folder_is_not_run(tmp_path: Path) -> None:
     folder = write_folder("bert", tmp_path / "bert")
     (folder / "own.py").write_text("raise SystemExit('run')")
@@ -234,25 +210,6 @@ def test_code_of_a_folder_is_not_run(tmp_path: Path) -> None:
     assert resolve_folder(f"hf:{folder}", {}, {}).cls.__name__ == "BertForMaskedLM"
     edit(folder, model_type="own")
     assert "which is not run" in refusal(folder)
-
-
-def test_a_hub_id_is_read_from_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    place = tmp_path / "models--somebody--small"
-    with pytest.raises(ConfigError, match="HINT: hf download somebody/small"):
-        find_folder("hf:somebody/small")
-    snapshot = write_folder("bert", place / "snapshots" / ("0" * 40))
-    (place / "refs").mkdir()
-    (place / "refs" / "main").write_text("0" * 40)
-    assert find_folder("hf:somebody/small") == snapshot
-    assert resolve_folder("hf:somebody/small", {}, {}).cls.__name__ == "BertForMaskedLM"
-
-
-def test_a_pickle_is_not_read(tmp_path: Path) -> None:
-    folder = write_folder("bert", tmp_path / "bert")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    assert "holds neither" in refusal(folder)
-    assert "--model.weights none" in refusal(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
@@ -269,18 +226,6 @@ def test_quantized_weights_whose_configuration_does_not_say_so_are_refused(
     assert f"its weights are quantized ({what}); FSDP trains floating-point ones. HINT: " in refusal(folder)
 
 
-def test_an_export_has_the_files_of_every_tokenizer_of_transformers() -> None:
-    """Marian's source.spm was left out, and from_pretrained could not read the export's tokenizer."""
-    import transformers
-
-    found: set[str] = set()
-    for file in Path(transformers.__file__).parent.glob("models/*/tokenization_*.py"):
-        for names in re.findall(r"VOCAB_FILES_NAMES = \{([^}]*)\}", file.read_text(encoding="utf-8")):
-            found |= set(re.findall(r':\s*"([^"]+)"', names))
-    assert {"tokenizer.json", "source.spm"} <= found
-    assert {Path(name).suffix for name in found} <= set(COPIED)
-
-
 def test_a_new_head_is_drawn_the_same_everywhere(tmp_path: Path) -> None:
     folder = write_folder("bert", tmp_path / "bert")
     words = "--model.args.head classification --model.args.num_labels 5 --data.args.kind classes"
@@ -295,18 +240,6 @@ def test_a_new_head_is_drawn_the_same_everywhere(tmp_path: Path) -> None:
     assert 0 < float(head.std()) < 0.1
     assert torch.equal(head[2:4], again.rows("classifier.weight", 2, 4))
     assert torch.equal(first["classifier.bias"], torch.zeros(5))
-
-
-def test_a_factory_with_a_pretrained_model_is_answered_with_what_works(tmp_path: Path) -> None:
-    folder = write_folder("llama", tmp_path / "llama")
-    words = f"{QUIET} --model.args.folder {folder} {DATA['llama']} --train.steps 1 --optim.lr 1e-30"
-    flags = f"{words} --optim.weight_decay 0 --run.dir {tmp_path}/run --model.name tests.run.hf_folders:"
-    [said] = run_world(1, on_a_rank, f"{flags}pretrained".split())
-    assert "with torch.device('cpu'): around from_pretrained, or --model.name hf:FOLDER" in said
-    assert run_world(2, on_a_rank, f"{flags}pretrained_on_cpu".split()) == [None, None]
-    found = torch.load(tmp_path / "run" / "full_model" / "full-model.pt", weights_only=True)
-    wanted = reference(folder, "LlamaForCausalLM").state_dict()
-    assert all(torch.allclose(found[name], value) for name, value in wanted.items())
 
 
 def test_a_tied_model_whose_configuration_lost_it_is_answered_with_the_argument(tmp_path: Path) -> None:

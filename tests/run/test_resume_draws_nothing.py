@@ -40,10 +40,3 @@ def test_weights_come_from_the_checkpoint_alone(how: str, tmp_path: Path) -> Non
     assert all(said is None and count > 0 for said, count in first), first
     again = run_world(2, drawn_on_a_rank, [*words, "--train.stop_after", "3"])
     assert again == [(None, 0), (None, 0)]
-
-
-def test_base_weights_are_drawn_beside_an_adapters_checkpoint(tmp_path: Path) -> None:
-    words = ["--run.dir", str(tmp_path / "run"), *flags("--lora.rank 2", SAVES)]
-    run_world(2, drawn_on_a_rank, words)
-    again = run_world(2, drawn_on_a_rank, [*words, "--train.stop_after", "3"])
-    assert all(said is None and count > 0 for said, count in again), again

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.checkpoint.__main__ import main as checkpoint_tool
 from fsdp.dist.env import DistEnv
 from tests.support.runs import flags, on_a_rank
 from tests.support.world import run_world
@@ -45,17 +44,3 @@ def test_its_configuration_continues_the_run_in_another_working_directory(run: P
     assert starts[1]["changed"] == ["train.stop_after: 2 → 0"]
     assert not list((run.parent / "two").iterdir())
     assert [path.name for path in (run.parent / "one" / "ck").glob("step-*")] != []
-
-
-def test_prune_deletes_this_runs_checkpoints_and_not_those_of_the_working_directory(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = run.parent / "two"
-    words = ["--run.dir", str(run.parent / "other"), *flags(RELATIVE, "--train.steps 4")]
-    assert run_world(1, typed_in, str(other), [*words, "--checkpoint.every_steps", "1"]) == [None]
-    before = sorted(path.name for path in (other / "ck").glob("step-*"))
-    monkeypatch.chdir(other)
-    assert checkpoint_tool([str(run), "prune", "--keep-last", "1"]) == 0
-    assert "nothing to delete" in capsys.readouterr().out
-    assert sorted(path.name for path in (other / "ck").glob("step-*")) == before
-    assert len(before) > 1
