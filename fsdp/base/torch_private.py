@@ -182,7 +182,9 @@ class LocalShardAdam(torch.optim.Adam):
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)
         for tensors in lists:
-            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+            for index, tensor in enumerate(tensors):
+                if isinstance(tensor, DTensor):
+                    tensors[index] = tensor.to_local()
         return has_complex
 
 

@@ -165,7 +165,8 @@ def mask_padding(targets: Tensor, valid: Tensor) -> Tensor:
 
 
 def flat_logits(logits: Tensor) -> Tensor:
-    return _widened(logits.reshape(-1, logits.shape[-1]))
+    flat = logits.reshape(-1, logits.shape[-1])
+    return flat if flat.dtype == torch.float64 else flat.float()
 
 
 def _widened(values: Tensor) -> Tensor:
@@ -447,12 +448,17 @@ class LossFunction:
 
     def gives_labels(self, data: Mapping[str, object]) -> str:
         """Returns the name under which the model receives its labels; empty if it receives none."""
-        return next((name for name in LABELS if name in data and self._passes(name)), "")
+        if "labels" in data and (self._accepts_all or "labels" in self._accepts):
+            return "labels"
+        return "targets" if "targets" in data and "targets" in self._accepts else ""
 
     def _label_name(self, data: Mapping[str, object]) -> str:
         """The data that a loss is weighed by."""
         order = LABELS if self._entropy is not None else (self.gives_labels(data), "targets", "labels")
-        return next((name for name in order if name in data), "")
+        for name in order:
+            if name in data:
+                return name
+        return ""
 
     def shifts(self, data: Mapping[str, object]) -> bool:
         """Whether the first label of each row is unused."""
@@ -463,19 +469,17 @@ class LossFunction:
         counts = counted.get(self._label_name(counted), TokenCounts(0, 0))
         return counts.after_first if self.shifts(counted) else counts.all
 
-    def _passes(self, name: str) -> bool:
-        return name in self._accepts or (self._accepts_all and name != "targets")
-
     def _call(self, model: nn.Module, data: Mapping[str, Tensor], total: Tensor | None = None) -> Any:
         if self._dtype is None:
             # At the first call, before any group is gathered in the dtype of computation. FSDP casts inputs
             # only if it computes in another dtype than is stored; of frozen parameters in bf16 the widest is.
             self._dtype = widest_floating(p.dtype for p in model.parameters())
-        passed = {n: x for n, x in data.items() if n == "inputs" or self._passes(n)}
-        cast = {n: x.to(self._dtype) if x.is_floating_point() else x for n, x in passed.items()}
-        extra = {} if total is None else {ITEMS: total}
-        inputs = cast.pop("inputs")
-        return model(inputs, **{n: x for n, x in cast.items() if n not in self._withheld}, **extra)
+        passed = {} if total is None else {ITEMS: total}
+        for name, value in data.items():
+            accepted = name in self._accepts or (self._accepts_all and name != "targets")
+            if name == "inputs" or (accepted and name not in self._withheld):
+                passed[name] = value.to(self._dtype) if value.is_floating_point() else value
+        return model(passed.pop("inputs"), **passed)
 
 
 def _targets(data: Mapping[str, Tensor]) -> Tensor:

@@ -51,8 +51,10 @@ class Gradients:
         self._frozen = [p for p in listed if not p.requires_grad]
         self._sharded: list[nn.Parameter] = [p for p in trained if isinstance(p, DTensor)]
         self._plain = [p for p in trained if not isinstance(p, DTensor)]
-        self._group, self._in_turn = shard_group, in_turn or (lambda all_of_them: [all_of_them])
-        self._norms: list[Tensor] = []
+        self._group, self._in_turn = shard_group, in_turn
+        self.norms: list[Tensor] = []
+        """Of the last `norm`: that of this rank's part of each of `held`."""
+        self.held: list[nn.Parameter] = []
 
     def changed(self) -> nn.Parameter | None:
         """A parameter whose requires_grad is no longer what it was when they were collected."""
@@ -65,21 +67,22 @@ class Gradients:
     @torch.no_grad()
     def norm(self) -> Tensor:
         """The global 2-norm, the same on every rank. Collective."""
-        self._norms = []
-        sharded, plain = self._locals(self._sharded), self._locals(self._plain)
-        square = self._square_sum(sharded)
+        self.norms, self.held = [], []
+        square = self._square_sum(self._sharded)
         # Without a trained shard on any rank, as of a lone temperature, there is nothing to sum.
         if self._sharded and self._group is not None and self._group.size() > 1:
             if square is None:
                 first = self._sharded[0]
                 square = torch.zeros((), dtype=_summed(first.dtype), device=first.device)
             dist.all_reduce(square, group=self._group)
-        squares = [part for part in (square, self._square_sum(plain)) if part is not None]
-        return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+        plain = self._square_sum(self._plain)
+        total = plain if square is None else square if plain is None else square + plain
+        return torch.zeros(()) if total is None else total.sqrt()
 
     @torch.no_grad()
     def scale(self, factor: Tensor | float) -> None:
-        for some in self._in_turn(self._locals(self._sharded) + self._locals(self._plain)):
+        grads = self._locals(self._sharded) + self._locals(self._plain)
+        for some in [grads] if self._in_turn is None else self._in_turn(grads):
             if some:  # gradients may be offloaded to the host, where no factor of a device is taken
                 here = factor.to(some[0].device) if isinstance(factor, Tensor) else factor
                 foreach_multiply_(some, here)
@@ -88,21 +91,24 @@ class Gradients:
         """Always multiplies: a branch would wait for the device."""
         self.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
 
-    def parts(self) -> tuple[list[nn.Parameter], Tensor]:
-        """The parameters of the last `norm`, and the norm of this rank's part of each."""
-        holders = [p for p in (*self._sharded, *self._plain) if p.grad is not None]
-        return holders, torch.cat(self._norms) if self._norms else torch.zeros(0)
+    def _locals(self, parameters: list[nn.Parameter]) -> list[Tensor]:
+        local = []
+        for parameter in parameters:
+            if parameter.grad is not None:
+                local.append(local_tensor(parameter.grad))
+        return local
 
-    @staticmethod
-    def _locals(parameters: list[nn.Parameter]) -> list[Tensor]:
-        return [local_tensor(p.grad) for p in parameters if p.grad is not None]
-
-    def _square_sum(self, grads: list[Tensor]) -> Tensor | None:
+    def _square_sum(self, parameters: list[nn.Parameter]) -> Tensor | None:
+        grads, norms = self._locals(parameters), list[Tensor]()
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self.held.append(parameter)
         if not grads:
             return None
-        norms = torch.stack([norm for some in self._in_turn(grads) for norm in foreach_norm(some)])
-        self._norms.append(norms)
-        return torch.linalg.vector_norm(norms).square()
+        for some in [grads] if self._in_turn is None else self._in_turn(grads):
+            norms += foreach_norm(some)
+        self.norms += norms
+        return torch.linalg.vector_norm(torch.stack(norms)).square()
 
 
 def _summed(dtype: torch.dtype) -> torch.dtype:
@@ -148,7 +154,7 @@ class _Numbers:
     norm: Tensor
     finite: Tensor
     holders: list[nn.Parameter]
-    norms: Tensor
+    norms: list[Tensor]
     own_loss: Tensor
 
     def __str__(self) -> str:
@@ -189,7 +195,9 @@ class Verdicts:
     def may_update(self, step: int, loss: Tensor | None, norm: Tensor) -> bool:
         """Whether to call the optimizer. Always true where the device decides: its kernel skips updates."""
         finite = torch.isfinite(norm) if loss is None else torch.isfinite(norm) & torch.isfinite(loss)
-        numbers = _Numbers(step, loss, norm, finite, *self._gradients.parts(), self.own_loss)
+        numbers = _Numbers(
+            step, loss, norm, finite, self._gradients.held, self._gradients.norms, self.own_loss
+        )
         if self.device_decides:
             self._pending.append(numbers)
             self._optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
@@ -223,7 +231,7 @@ class Verdicts:
 
     def _error(self, numbers: _Numbers) -> TrainingError:
         """Names the first parameter, of any rank, and the ranks whose loss is not finite. Collective."""
-        bad = {numbers.holders[at] for at in (~numbers.norms.isfinite()).nonzero().flatten().tolist()}
+        bad = {p for p, norm in zip(numbers.holders, numbers.norms, strict=True) if not norm.isfinite()}
         first = next((name for name, p in self._root.named_parameters() if p in bad), None)
         gathered = collectives.all_gather_objects((first, bool(numbers.own_loss.isfinite())))
         ranks = [(rank, name) for rank, (name, _) in enumerate(gathered) if name]

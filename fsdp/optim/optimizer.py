@@ -332,19 +332,15 @@ def _rate(section: OptimSection, step: int, total_steps: int) -> float:
     if section.schedule == "constant":
         return section.lr
     floor = section.min_lr_ratio
-    done = _passed(warmup, step, total_steps)
+    start = warmup
+    if section.schedule == "wsd":
+        start = max(warmup, total_steps - round(section.decay_share * total_steps))
+    done = min(1.0, max(0.0, (step - start) / max(1, total_steps - start)))
     if section.schedule == "cosine":
         return section.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
-    if section.schedule == "wsd":
-        done = _passed(max(warmup, total_steps - round(section.decay_share * total_steps)), step, total_steps)
     if section.schedule in ("linear", "wsd"):
         return section.lr * (floor + (1 - floor) * (1 - done))
     raise KeyError(section.schedule)
-
-
-def _passed(start: int, step: int, end: int) -> float:
-    """The part of start … end that lies before `step`, from 0 to 1."""
-    return min(1.0, max(0.0, (step - start) / max(1, end - start)))
 
 
 # ---------------------------------------------------------------- an update

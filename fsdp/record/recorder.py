@@ -225,12 +225,15 @@ class Console:
 
 def fit(fields: Mapping[str, str], columns: int) -> str:
     """As many fields as `columns` hold, in their fixed order: the least important ones are left out."""
-    shown: list[str] = []
+    line = ""
     for count in range(len(IMPORTANCE), 0, -1):
-        shown = [text for name, text in fields.items() if text and name in IMPORTANCE[:count]]
-        if len("  ".join(shown)) <= columns:
+        line = ""
+        for name, text in fields.items():
+            if text and name in IMPORTANCE[:count]:
+                line += f"  {text}" if line else text
+        if len(line) <= columns:
             break
-    return "  ".join(shown)[: max(0, columns)]
+    return line[: max(0, columns)]
 
 
 # ---------------------------------------------------------------- records
@@ -311,7 +314,7 @@ class Recorder:
         if self._asynchronous and pending[0].began:
             mean_s = (time.perf_counter() - pending[0].began) / len(pending)
         for step, norm in zip(pending, fetched_norms, strict=True):
-            loss, *more = [fetched.pop(0) for _ in range(step.numbers.numel())]
+            (loss, *more), fetched = fetched[: step.numbers.numel()], fetched[step.numbers.numel() :]
             record = {"step": step.record["step"], "loss": loss, "grad_norm": norm, **step.record}
             if mean_s is not None:
                 record["step_time_s"] = mean_s

@@ -98,13 +98,6 @@ class Job:
         own = {"fingerprint": info.facts.get("fingerprint"), history.CLASSES: info.classes}
         return {"samples": len(self.data.train)} | {name: value for name, value in own.items() if value}
 
-    @property
-    def unit(self) -> str:
-        """The unit of throughput: tokens if the data has them, else images or samples."""
-        if self.data.info.tokens_per_sample:
-            return "tok"
-        return "img" if self.data.info.kind == "images" else "sample"
-
 
 def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.device | None) -> Job:
     """Raises ConfigError, on every rank the same.
@@ -156,20 +149,19 @@ def _check_intervals(config: Config, data: DataSet) -> None:
     """Refuses intervals in epochs for data without a length, and evaluations that have no data. That at the
     end of a run is made only where there is some.
     """
-    train, name = config.train, f"--data.name {config.data.name}"
-    for flag, value in (
-        ("checkpoint.every_epochs", config.checkpoint.every_epochs),
-        ("train.eval_every_epochs", train.eval_every_epochs),
+    epochs = ("checkpoint.every_epochs", "train.eval_every_epochs")
+    evaluations = ("train.evaluate_only", "train.eval_every_steps", "train.eval_every_epochs")
+    for flags, lacks, reason in (
+        (epochs, data.stream is not None, "is a stream, which has no epochs"),
+        (evaluations, data.heldout is None, "has no held-out data"),
     ):
-        if value and data.stream is not None:
-            steps = f"--{flag} 0 --{flag.replace('epochs', 'steps')} 100"
-            raise ConfigError(f"--{flag} {value:g}: {name} is a stream, which has no epochs.", steps)
-    for flag, off in (("evaluate_only", "false"), ("eval_every_steps", "0"), ("eval_every_epochs", "0")):
-        if (value := getattr(train, flag)) and data.heldout is None:
-            raise ConfigError(
-                f"--train.{flag} {value:g}, but {name} has no held-out data.",
-                f"--train.{flag} {off}, or a data set that has some: docs/data.md",
-            )
+        for flag in flags if lacks else ():
+            section, _, field = flag.partition(".")
+            if value := getattr(getattr(config, section), field):
+                raise ConfigError(
+                    f"--{flag} {value:g}, but --data.name {config.data.name} {reason}.",
+                    f"--{flag} 0, or other data: docs/data.md",
+                )
 
 
 def _data_of_this_node(config: Config) -> DataSet:

@@ -40,7 +40,7 @@ from fsdp.parallel.compute import check_attention
 from fsdp.parallel.shard import Sharded, sharding_of
 from fsdp.record.recorder import Console, Reporter
 from fsdp.run import build
-from fsdp.run.job import trainable_model
+from fsdp.run.job import model_of
 from fsdp.run.step import StepParts, apply_update, gradients_of, reduced_norm
 from fsdp.watch.rank import Watch
 
@@ -86,13 +86,10 @@ def shard(builder: Callable[[], nn.Module], config: Config, env: DistEnv) -> Sha
     name = getattr(builder, "__name__", "model")
     spec = ModelSpec(name=name, build=built, sizes={}, knows_inits=False)
     sharding = sharding_of(config, resolve(config.mesh, env.world_size, env.num_nodes), env.device)
-    dtypes, ddp = sharding.dtypes, sharding.sizes.strategy == "ddp"
-    model = trainable_model(spec, config.run.seed, dtypes.master if ddp else dtypes.param)
-    if config.model.frozen:
-        from fsdp.models.lora import freeze
-
-        freeze(model, config.model.frozen)
-    sharded = build.sharded(config, env, sharding, model)
+    dtypes = sharding.dtypes
+    if sharding.sizes.strategy == "ddp":  # autocast leaves the operands of grouped products in the master's
+        dtypes = replace(dtypes, param=dtypes.master)
+    sharded = build.sharded(config, env, sharding, model_of(config, spec, dtypes))
     build.real_weights(config, env, sharded, spec, later_too=True)
     return sharded
 

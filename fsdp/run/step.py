@@ -118,7 +118,9 @@ def _forward(
     scaled = loss.loss_sum * (sharded.divisor * scale / totals.weight())
     if loss.auxiliary is not None:
         scaled = scaled + loss.auxiliary * (sharded.divisor * scale / totals.rows)
-    own = numbers_of(loss, batch, totals.sources)
+    own = loss.loss_sum.detach().double()
+    if loss.weight is not None or loss.auxiliary is not None or totals.sources:
+        own = numbers_of(own, loss, batch, totals.sources)
     return scaled, own if numbers is None else numbers + own
 
 
@@ -165,13 +167,10 @@ def gradients_of(sharded: Sharded, in_turn: InTurn | None = None) -> Gradients:
 # ---------------------------------------------------------------- sums over the global batch
 
 
-def numbers_of(loss: LossParts, batch: Batch, sources: int) -> Tensor:
-    """A micro-batch's numbers in float64, 0-d for a loss alone: the loss, the weight of a user's loss or what
-    a model adds to its cross entropy, then the sources' losses and weights.
+def numbers_of(total: Tensor, loss: LossParts, batch: Batch, sources: int) -> Tensor:
+    """A micro-batch's numbers in float64: the loss, the weight of a user's loss or what a model adds to its
+    cross entropy, then the sources' losses and weights.
     """
-    total = loss.loss_sum.detach().double()
-    if loss.weight is None and loss.auxiliary is None and not sources:
-        return total
     own = [part.detach().view(1).double() for part in (loss.weight, loss.auxiliary) if part is not None]
     return torch.cat([total.view(1), *own, *sums_by_source(loss, batch, sources)])
 

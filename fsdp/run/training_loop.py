@@ -10,7 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -49,14 +49,6 @@ def seed_streams(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
-
-
-class StepResult(NamedTuple):
-    """Tensors may still be computing on the device."""
-
-    loss: Tensor
-    grad_norm: Tensor
-    totals: BatchTotals
 
 
 class TrainingLoop(RunParts):
@@ -168,12 +160,8 @@ class TrainingLoop(RunParts):
             check_documents_apart(logits_of, data["inputs"].to(sharded.device), sharded.root, name)
 
     def _one_step(self) -> None:
-        state, step, train, section = (
-            self.state,
-            self.state.step + 1,
-            self.config.train,
-            self.config.checkpoint,
-        )
+        state, step = self.state, self.state.step + 1
+        train, section = self.config.train, self.config.checkpoint
         self.phases.enter("data", step)
         began = time.perf_counter()
         batch = self.loader.step(state.step)
@@ -184,11 +172,9 @@ class TrainingLoop(RunParts):
         self.stopper.begin(step, 0 if self.branches is None else self.branches.signature)
         lr = self.job.schedule.lr(step)
         loss, norm, totals = self.train_step(batch, lr)
-        state.step, state.samples, state.tokens = (
-            step,
-            state.samples + batch.samples,
-            state.tokens + totals.tokens,
-        )
+        state.step = step
+        state.samples += batch.samples
+        state.tokens += totals.tokens
         if self.replicas is not None:
             self.replicas.compare(step)
         self.phases.enter("record")
@@ -218,8 +204,10 @@ class TrainingLoop(RunParts):
             every_epochs > 0 and self.job.epoch_ends(step, every_epochs)
         )
 
-    def train_step(self, batch: StepBatch, lr: float) -> StepResult:
-        """Forward and backward over the micro-batches, one verdict of all ranks, one update."""
+    def train_step(self, batch: StepBatch, lr: float) -> tuple[Tensor, Tensor, BatchTotals]:
+        """Forward and backward over the micro-batches, one verdict of all ranks, one update. Returns loss and
+        gradient norm, which may still be computing on the device, and the sums.
+        """
         signed = None if self.branches is None else self.branches.sign
         totals = BatchTotals(self.loss_function, self.job.data.info, batch, self.labels, signed)
         micro = iter(batch.micro)
@@ -233,7 +221,7 @@ class TrainingLoop(RunParts):
             )
         self.sources_missing |= totals.lacks_sources
         assert totals.loss is not None
-        return StepResult(totals.loss, norm, totals)
+        return totals.loss, norm, totals
 
     # ------------------------------------------------------------ between steps
 

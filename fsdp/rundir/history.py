@@ -226,7 +226,7 @@ class Appender:
         self._fails = False
 
     def append(self, record: Mapping[str, Any]) -> None:
-        self.write(_line(record))
+        self.write(json.dumps(record).encode() + b"\n")
 
     def write(self, data: bytes) -> None:
         """One record, already encoded."""
