@@ -75,13 +75,13 @@ class Gradients:
                 first = self._sharded[0]
                 square = torch.zeros((), dtype=_summed(first.dtype), device=first.device)
             dist.all_reduce(square, group=self._group)
-        plain = self._square_sum(self._plain)
+        plain = self._square_sum(self._plain) if self._plain else None
         total = plain if square is None else square if plain is None else square + plain
         return torch.zeros(()) if total is None else total.sqrt()
 
     @torch.no_grad()
     def scale(self, factor: Tensor | float) -> None:
-        grads = self._locals(self._sharded) + self._locals(self._plain)
+        grads = self._locals(self._sharded + self._plain)
         for some in [grads] if self._in_turn is None else self._in_turn(grads):
             if some:  # gradients may be offloaded to the host, where no factor of a device is taken
                 here = factor.to(some[0].device) if isinstance(factor, Tensor) else factor
@@ -100,11 +100,11 @@ class Gradients:
 
     def _square_sum(self, parameters: list[nn.Parameter]) -> Tensor | None:
         grads, norms = self._locals(parameters), list[Tensor]()
+        if not grads:
+            return None
         for parameter in parameters:
             if parameter.grad is not None:
                 self.held.append(parameter)
-        if not grads:
-            return None
         for some in [grads] if self._in_turn is None else self._in_turn(grads):
             norms += foreach_norm(some)
         self.norms += norms

@@ -107,7 +107,7 @@ def _forward(
     assert parts.loss_function is not None
     parts.enter("forward")
     sharded = parts.sharded
-    loss = parts.loss_function(sharded.called, batch.data, batch.valid, batch.valid_rows, totals.weight)
+    loss = parts.loss_function(sharded.runs, batch.data, batch.valid, batch.valid_rows, totals.weight)
     if not loss.loss_sum.requires_grad:
         raise ConfigError(
             "the loss does not depend on a trained parameter, so that it has no gradient.",

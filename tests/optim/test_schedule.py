@@ -65,7 +65,7 @@ def test_a_function_s_factor_is_of_the_peak_rate_and_a_resumed_run_continues_it(
         (f"--optim.schedule {OWN}negative", "returned -1.0 at step 2 of 20, which is not a finite number"),
         (f"--optim.schedule {OWN}words", "returned 'much' at step 1 of 20, which is not a finite number"),
         (f"--optim.schedule {OWN}two_arguments", "failed at step 1: TypeError: two_arguments() takes 2"),
-        (f"--optim.schedule {OWN}absent", "has no absent"),
+        (f"--optim.schedule {OWN}absent", "has no attribute 'absent'"),
     ],
 )
 def test_a_wrong_function_is_one_line_before_any_process_group(flags: str, message: str) -> None:

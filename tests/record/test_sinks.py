@@ -87,7 +87,7 @@ def test_an_exception_in_a_sink_is_logged_once_and_ends_nothing(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (OWN + "Liness", f"has no Liness. HINT: --run.sinks {OWN}Lines"),
+        (OWN + "Liness", "has no attribute 'Liness'"),
         ("nothing", "--run.sinks nothing is not package.module:factory."),
         (f"{OWN}Lines,absent_module:X", "there is no module absent_module"),
     ],

@@ -68,6 +68,6 @@ def test_evaluations_without_held_out_data_are_refused_at_the_start(flag: str, t
     said = failures(1, tmp_path, f"--train.{flag} 1")
     assert said == [
         f"ConfigError: --train.{flag} 1, but --data.name tests.support.user_code:vectors has no held-out "
-        f"data. HINT: --train.{flag} 0, or a data set that has some: docs/data.md"
+        f"data. HINT: --train.{flag} 0, or other data: docs/data.md"
     ]
     assert not (tmp_path / "metrics.jsonl").exists()

@@ -14,8 +14,8 @@ from bench.plan_real import build
 from fsdp.config import load
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
+from fsdp.models.loss import LossFunction, LossParts
 from fsdp.plan.fake_step import FakeRun, trace_step
-from fsdp.run import step
 from fsdp.run.step import Totals, train_step
 from tests.support.world import run_world
 
@@ -67,17 +67,18 @@ def totals(env: DistEnv) -> list[Tensor]:
     """The losses of two micro-batches, and what is reduced of them."""
     built = build(tuple(WORDS.split()), 1, 0, env.device)
     parts, sums, losses = built.watched.parts, Recorded(), list[Tensor]()
-    numbers_of = step.numbers_of
+    call = LossFunction.__call__
 
-    def recorded(*given: Any) -> Tensor:
-        losses.append(numbers_of(*given))
-        return losses[-1]
+    def recorded(*given: Any) -> LossParts:
+        loss = call(*given)
+        losses.append(loss.loss_sum.detach().double())
+        return loss
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "numbers_of", recorded)
+        patch.setattr(LossFunction, "__call__", recorded)
         train_step(parts, built.batches("cpu"), 2, step=1, lr=0.1, totals=sums)
     assert sums.total is not None
-    return [*(loss.detach() for loss in losses), sums.total]
+    return [*losses, sums.total]
 
 
 def test_the_losses_of_all_micro_batches_are_reduced() -> None:
