@@ -6,13 +6,12 @@ restores, retention.py selects the checkpoints to keep.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GUESSED_BYTES_PER_S = 200e6  # until a save has been measured
-TOLD_AFTER_S = 10.0
-"""The time that training waits for an earlier save before a line says so."""
 
 
 @dataclass(frozen=True)
@@ -85,31 +82,25 @@ class Checkpointer:
         self._group = ObjectGroup()
         self._attempt: str = self._group.broadcast(secrets.token_hex(4))
         self._store: Store = open_store(section.dir or f"{self._run_dir}/checkpoints")
-        self._place = section.local_dir or self._store.where
-        self._shared_checked = False
+        restore.check_shared(self._store, self._group, self._attempt)
         self._tier: LocalTier | None = None
-        self._saver = Saver(self._build_sealing(), env.device, staging_memory)
+        common = self._attempt, self._before_seal, self._after_seal
+        if section.local_dir:
+            from fsdp.checkpoint.local_tier import LocalTier
+
+            self._tier = LocalTier(Path(section.local_dir), self._store, env, self._group, *common)
+            sealing = self._tier.sealing
+        else:
+            sealing = Sealing(self._store, self._group, *common, leads=env.is_main)
+        self._saver = Saver(sealing, env.device, staging_memory)
         self.flight: SaveJob | None = None
         """The last save, from its call; `before_update` and `sealed` do nothing without one."""
         self.ended: list[Sealed] = []
-        self._failed_before = False
+        self._failed_before = self._closed = False
         self._save_seconds = 0.0
         self._folders: list[str] | None = None
         self._pruned_before: dict[str, CheckpointListing] = {}
         self._undeleted: set[int] = set()
-        self._closed = False
-
-    def _build_sealing(self) -> Sealing:
-        """Collective."""
-        store, group, env, folder = self._store, self._group, self._env, self._section.local_dir
-        common = self._attempt, self._before_seal, self._after_seal
-        if not folder:
-            return Sealing(store, group, *common, leads=env.is_main)
-        from fsdp.checkpoint.local_tier import LocalTier
-
-        self._check_shared()
-        self._tier = LocalTier(Path(folder), store, env, group, *common)
-        return self._tier.sealing
 
     # ------------------------------------------------------------ saving
 
@@ -119,7 +110,6 @@ class Checkpointer:
         """Starts a save of this step; it is sealed during the next steps, or before this returns (`wait`)."""
         started = time.perf_counter()
         self._finish()
-        self._check_shared()
         job = SaveJob(state.step, take_snapshot(state), self._about(state, metrics, reason))
         if self._env.device.type == "cuda":
             job.ready = torch.cuda.current_stream(self._env.device).record_event()
@@ -171,35 +161,23 @@ class Checkpointer:
         self._closed = True
         try:
             self._finish(must=True)
-        except CheckpointError:
-            with contextlib.suppress(CheckpointError):  # a copy that failed too is in the log
-                self._end_copies()
-            raise
         finally:
             self._saver.stop()
-        self._end_copies()
-
-    def _end_copies(self) -> None:
-        if self._tier is not None:
-            self._tier.close()
+            if self._tier is not None:
+                self._tier.close()
 
     def _finish(self, must: bool = False) -> None:
         """Waits for the save in flight. All ranks are at the same step, so all of them raise or none does."""
         job, self.flight = self.flight, None
         if job is None:
             return
-        if not job.done.wait(TOLD_AFTER_S):
-            if self._env.is_main:
-                age = time.perf_counter() - job.began
-                message = "training waits for the save of step %d to %s, begun %.0f s ago"
-                log.warning(message, job.step, self._place, age)
-            job.done.wait()
-        outcome = self._settle(job)
+        job.done.wait()
+        outcome, place = self._settle(job), self._section.local_dir or self._store.where
         if outcome.fatal or (must and outcome.failure):
-            raise not_saved(outcome, f"step {outcome.step} {outcome.verdict.lower()}", self._place)
+            raise not_saved(outcome, f"step {outcome.step} {outcome.verdict.lower()}", place)
         if outcome.failure and self._failed_before:
-            what = f"the save of step {outcome.step} failed, as did the one before"
-            raise not_saved(outcome, what, self._place)
+            reason = f"the save of step {outcome.step} failed, as did the one before"
+            raise not_saved(outcome, reason, place)
         self._failed_before = bool(outcome.failure)
 
     def _settle(self, job: SaveJob) -> SaveOutcome:
@@ -209,16 +187,12 @@ class Checkpointer:
         if job.settled:
             return outcome
         job.settled = True
-        step, path, failure, doubt = outcome.step, outcome.path, outcome.failure, outcome.doubt
-        if not failure:
-            self.ended.append(Sealed(step, path, job.stall_s, outcome.write_s, outcome.bytes))
+        if not outcome.failure:
+            self.ended.append(Sealed(outcome.step, outcome.path, job.stall_s, outcome.write_s, outcome.bytes))
             self._save_seconds = job.stall_s + outcome.write_s
-        if self._env.is_main and failure:
+        elif self._env.is_main:
             then = "" if outcome.fatal else " The run continues."
-            log.error("CHECKPOINT of step %d %s: %s.%s", step, outcome.verdict, failure, then)
-        elif self._env.is_main and doubt:
-            message = "checkpoint of step %d is whole in %s, but %s: a power cut may still lose it. %s"
-            log.warning(message, step, path, doubt, "Older checkpoints are kept until a later save succeeds.")
+            log.error("CHECKPOINT of step %d %s: %s.%s", outcome.step, outcome.verdict, outcome.failure, then)
         return outcome
 
     def _about(self, state: TrainState, metrics: Mapping[str, float], reason: str) -> Manifest:
@@ -228,9 +202,7 @@ class Checkpointer:
             attempt=self._attempt,
             created=0.0,
             torch=torch.__version__,
-            strategy=self._sizes.strategy,
-            replicate=self._sizes.replicate,
-            shard=self._sizes.shard,
+            **asdict(self._sizes),
             ranks=self._env.world_size,
             config=self._config,
             reason=reason,
@@ -248,7 +220,7 @@ class Checkpointer:
 
     def _after_seal(self, outcome: SaveOutcome) -> None:
         """Rank 0 prunes the shared store, in the background. What cannot be deleted is logged, once."""
-        if outcome.doubt or not self._env.is_main:
+        if not self._env.is_main:
             return
         left: dict[int, str] = {}
         try:
@@ -266,7 +238,6 @@ class Checkpointer:
     def has_checkpoint(self) -> bool:
         """Whether this run has checkpoints: `restore` then fills the whole model, or raises. Collective."""
         if self._folders is None:
-            self._check_shared()
             if self._tier is not None:
                 self._tier.catch_up()
             self._folders = self._group.on_main(
@@ -290,12 +261,6 @@ class Checkpointer:
             return attempt.from_path(state, self._section.resume)
         return None
 
-    def _check_shared(self) -> None:
-        """Once, before the store is first read or written."""
-        if not self._shared_checked:
-            self._shared_checked = True
-            restore.check_shared(self._store, self._group, self._attempt)
-
     # ------------------------------------------------------------ export
 
     def export(self, folder: Path, *, averaged: bool = False) -> list[Path]:
@@ -316,36 +281,25 @@ class Checkpointer:
             source = inspect.open_source(self._store, newest.folder, newest.manifest)
             if averaged:
                 source = of_averages(source) or source
-            return export(
-                source,
-                folder,
-                section.export_format,
-                base=self.base,
-                pretrained=self.pretrained,
-                dtype=section.export_dtype,
-            )
+            weights = self.base, self.pretrained, section.export_dtype
+            return export(source, folder, section.export_format, None, *weights)
         except (Broken, OSError) as error:
             command = "verify" if isinstance(error, Broken) else "export"
             hint = f"python -m fsdp.checkpoint {self._run_dir} {command}"
-            what = f"{newest.folder} was not exported to {folder}: {error}."
-            raise CheckpointError(what, hint, error_number=error_number(error)) from None
+            reason = f"{newest.folder} was not exported to {folder}: {error}."
+            raise CheckpointError(reason, hint, error_number=error_number(error)) from None
 
 
-def not_saved(outcome: SaveOutcome, what: str, place: str) -> CheckpointError:
-    """`what`, then why; with the ranks and the error number of the failed save. `place`: where it writes."""
-    # The lock alone ends a run without an exception: another start would be refused, or begin anew.
-    lock_lost = outcome.fatal and outcome.cause is None
-    then = "start the same command: it resumes from the newest whole checkpoint"
-    if outcome.cause is not None and is_lost_peer(outcome.cause):
+def not_saved(outcome: SaveOutcome, reason: str, place: str) -> CheckpointError:
+    """`reason`, then why; with the ranks and the error number of the save. `place`: where it writes."""
+    hint, why, kind = storage_advice(outcome.error_number, place), outcome.failure, CheckpointError
+    if outcome.fatal and outcome.cause is None:
+        # The lock alone ends a run without an exception: another start would be refused, or begin anew.
+        hint, kind = TWO_RUNS, RefusedError
+    elif outcome.cause is not None and is_lost_peer(outcome.cause):
         # The cause tells the watch that another rank is at fault.
-        error = CheckpointError(f"{what}: another rank ended during the save.", then)
-    else:
-        advice = storage_advice(outcome.error_number, place)
-        error = (RefusedError if lock_lost else CheckpointError)(
-            f"{what}: {outcome.failure}.",
-            f"{TWO_RUNS if lock_lost else advice}, then {then}",
-            ranks=outcome.ranks,
-            error_number=outcome.error_number,
-        )
+        hint, why = "see the rank that ended first", "another rank ended during the save"
+    hint += ", then start the same command: it resumes from the newest whole checkpoint"
+    error = kind(f"{reason}: {why}.", hint, ranks=outcome.ranks, error_number=outcome.error_number)
     error.__cause__ = outcome.cause
     return error

@@ -166,13 +166,13 @@ class LocalTier:
 
     def _after_seal(self, outcome: SaveOutcome) -> None:
         """Every node has sealed the newest: it is copied next, in place of one that still waits, and the
-        others are deleted, unless a power cut may still lose the newest.
+        others are deleted.
         """
         with self._lock:
             self._waiting = outcome.step
             keep = {self._waiting, self._copying}
         keep = self._group.broadcast(keep)
-        if self._leads and not outcome.doubt:
+        if self._leads:
             others = [folder for folder in inspect.finals(self.store) if step_of(folder) not in keep]
             left: dict[int, str] = {}
             retention.delete(self.store, others, self._attempt, left)
@@ -219,9 +219,6 @@ class LocalTier:
         sealing = Sealing(self._shared, group, self._attempt, self._lock_lost, self._after_copy, leads=leads)
         write = partial(self._copy_files, folder, files, sends)
         outcome = sealing.run(step, write, lambda _, sent: (next(filter(None, sent)), 0))
-        if leads and outcome.doubt:
-            message = "%s is whole in %s, but %s: a power cut may still lose it. Older checkpoints are kept."
-            log.warning(message, folder, self._shared.where, outcome.doubt)
         if leads and outcome.failure:
             log.error("%s was NOT copied to %s: %s.", folder, self._shared.where, outcome.failure)
         return outcome

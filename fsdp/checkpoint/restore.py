@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -70,13 +69,11 @@ def list_checkpoints(store: Store, section: CheckpointSection, attempt: str) -> 
             "--checkpoint.resume auto to resume, or another --run.dir for a new run",
         )
     if broken and not folders:
-        refuse(store)
+        refuse(store, {}, [])
     return folders
 
 
-def refuse(
-    store: Store, damaged: Mapping[str, Broken] = MappingProxyType({}), older: Sequence[str] = ()
-) -> NoReturn:
+def refuse(store: Store, damaged: Mapping[str, Broken], older: Sequence[str]) -> NoReturn:
     """CheckpointError: the newest checkpoints are damaged, or all that there are were set aside."""
     reasons = [f"{folder}: {broken.detail}" for folder, broken in damaged.items()]
     path = shlex.quote(store.path(older[0])) if older else "PATH of another checkpoint"
@@ -335,9 +332,7 @@ def fill(
 ) -> None:
     """Fills and verifies every piece; Broken on every rank if that fails, and the state is unusable then."""
     targets = [*targets, *(pending.pieces if pending is not None else ())]
-    # One for each memory: tied weights have two keys.
-    memories = {(p.local.data_ptr(), p.sizes) if p.local.nbytes else p.key: p for p in reversed(targets)}
-    targets, values, failure = list(memories.values()), dict[str, Any](), None
+    values, failure = dict[str, Any](), None
     try:
         _read_all(source, targets)
         for _, _, key in pending.values if pending is not None else ():

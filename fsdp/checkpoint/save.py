@@ -48,7 +48,7 @@ from fsdp.base.phases import Activity, announces
 from fsdp.base.torch_private import storage_info
 from fsdp.checkpoint import manifest
 from fsdp.checkpoint.manifest import METADATA, Manifest, data_file
-from fsdp.checkpoint.sealing import SaveOutcome, Sealing, failed
+from fsdp.checkpoint.sealing import SaveOutcome, Sealing
 from fsdp.checkpoint.state import KeyPath, Piece, Snapshot, as_bytes, digest
 from fsdp.checkpoint.store import Store
 from fsdp.optim.optimizer import PLAIN
@@ -321,9 +321,9 @@ class Saver:
             job.outcome = self._save(job)
         except Exception as error:
             # The ranks are disconnected: a peer has died, or this one cannot even copy.
-            outcome = failed(job.step, [self._sealing.failure(error)])
-            path, unseen = self._sealing.sealed_path, self._sealing.group.rank != 0
-            job.outcome = replace(outcome, path=path, fatal=True, cause=error, unseen=unseen)
+            failure, path = self._sealing.failure(error), self._sealing.sealed_path
+            unseen = self._sealing.group.rank != 0
+            job.outcome = replace(failure, step=job.step, path=path, fatal=True, cause=error, unseen=unseen)
         finally:
             job.copied.set()
             job.done.set()

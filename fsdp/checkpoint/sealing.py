@@ -5,8 +5,8 @@
     3. every rank writes its files; one that cannot reports it, and nothing is sealed
     4. rank 0 checks the lock again; each leader writes the manifest and gives the folder its name
 
-What a failure has left is deleted, unless the checkpoint exists all the same: an fsync may fail after the
-rename, and a server's response may be lost after it stored the manifest. It counts then, with a warning.
+What a failure has left is deleted. Where it cannot be (an fsync failed after the rename, or the server does
+not answer), the checkpoint may exist: the save counts as failed, and the message says so.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended, the same on every rank."""
+    """How a save ended, the same on every rank; or why the part of one rank failed."""
 
     step: int
     path: str = ""
@@ -37,11 +37,9 @@ class SaveOutcome:
     fatal: bool = False
     """No later save can succeed: another job has the run directory, or the ranks are disconnected."""
     unseen: bool = False
-    """Whether the checkpoint exists is unknown: the store did not answer after the failure, or rank 0."""
+    """Whether the checkpoint exists is unknown."""
     damaged: bool = False
     """What was to be copied is not what was sealed."""
-    doubt: str = ""
-    """What failed in a save whose checkpoint exists all the same: a power cut may still lose it."""
     write_s: float = 0.0
     bytes: int = 0
     ranks: tuple[int, ...] = ()
@@ -56,21 +54,6 @@ class SaveOutcome:
         if self.path:
             return "is saved, but the run ends"
         return "may NOT be saved" if self.unseen else "was NOT saved"
-
-
-@dataclass(frozen=True)
-class PartFailure:
-    """Why the part of one rank failed. `sealed`: the checkpoint is there all the same; None: unknown."""
-
-    rank: int
-    line: str
-    error_number: int = 0
-    damaged: bool = False
-    fatal: bool = False
-    sealed: bool | None = False
-
-    def __str__(self) -> str:
-        return self.line if self.fatal else f"rank {self.rank}: {self.line}"
 
 
 class Sealing:
@@ -102,33 +85,30 @@ class Sealing:
         self.sealed_path, main = "", self.group.rank == 0
         folder, final = self.store.staging(step, self._attempt), self.store.final(step, self._attempt)
         existing = self.group.broadcast(self._try(partial(self._existing, step)) if main else None)
+        if isinstance(existing, SaveOutcome):
+            return replace(existing, step=step)
         if existing:
-            return (
-                failed(step, [existing]) if isinstance(existing, PartFailure) else SaveOutcome(step, existing)
-            )
-        failures, sealed, size = self._on_leaders(partial(self.store.begin, folder)), b"", 0
-        if not failures:
+            return SaveOutcome(step, existing)
+        failed, sealed, size = self._on_leaders(partial(self.store.begin, folder)), b"", 0
+        if failed is None:
             file = f"{self.store.path(folder)}/{data_file(self.group.rank)}"
             reports = self.group.gather(self._try(partial(write, folder), file)) or []
-            decided: Any = _failures(reports)
-            if main and not decided:
+            decided = _merged(reports)
+            if main and decided is None:
                 decided = self._try(partial(self._finished, finish, folder, reports))
-            decided = self.group.broadcast([decided] if isinstance(decided, PartFailure) else decided)
-            if isinstance(decided, list):
-                failures = decided
+            decided = self.group.broadcast(decided)
+            if isinstance(decided, SaveOutcome):
+                failed = decided
             else:
                 sealed, size = decided
-        if failures:
-            if not any(failure.fatal for failure in failures):
+        if failed is not None:
+            if not failed.fatal:
                 self._on_leaders(partial(self._remove, folder))
-            return failed(step, failures)
-        failures = self._on_leaders(partial(self._seal, folder, final, sealed))
-        lines = "; ".join(map(str, failures))
-        if any(failure.sealed is None for failure in failures):
-            return SaveOutcome(step, failure=lines, unseen=True)
-        if not all(failure.sealed for failure in failures):
-            return failed(step, failures)
-        outcome = SaveOutcome(step, self.store.path(final), doubt=lines, bytes=size)
+            return replace(failed, step=step)
+        failed = self._on_leaders(partial(self._seal, folder, final, sealed))
+        if failed is not None:
+            return replace(failed, step=step)
+        outcome = SaveOutcome(step, self.store.path(final), bytes=size)
         self._after_seal(outcome)
         return outcome
 
@@ -157,7 +137,7 @@ class Sealing:
         except Exception as error:
             return self.failure(error, file)
 
-    def _seal(self, folder: str, final: str, sealed: bytes) -> PartFailure | None:
+    def _seal(self, folder: str, final: str, sealed: bytes) -> SaveOutcome | None:
         try:
             self.store.write(folder, MANIFEST, [sealed])
             self.store.seal(folder, final)
@@ -165,48 +145,49 @@ class Sealing:
                 self.sealed_path = self.store.path(final)
             return None
         except Exception as error:  # the other ranks wait for it, whatever it is
-            failure = self.failure(error)
-        try:
-            if self.store.read(final, MANIFEST) == sealed:
-                return replace(failure, sealed=True)
-        except FileNotFoundError:
-            pass  # not sealed: what was staged is deleted below
-        except OSError as error:  # the checkpoint may exist: nothing is deleted
-            return replace(failure, line=f"{failure.line}; then {without_hint(error)}", sealed=None)
-        self._remove(folder)
-        return failure
+            return replace(self.failure(error), unseen=not self._remove(folder))
 
-    def _remove(self, folder: str) -> None:
+    def _remove(self, folder: str) -> bool:
+        """Whether the staged folder was there and is deleted."""
         try:
             self.store.remove(folder, self._attempt)
-        except FileNotFoundError:
-            pass  # the failed write had not made it
+            return True
+        except FileNotFoundError:  # it was not made, or has its final name
+            return False
         except OSError as error:
             log.warning("%s could not be deleted: %s", self.store.path(folder), one_line(error))
+            return False
 
-    def _on_leaders(self, act: Callable[[], PartFailure | None]) -> list[PartFailure]:
+    def _on_leaders(self, act: Callable[[], Any]) -> SaveOutcome | None:
         """The failures of all leaders, on every rank. Collective."""
-        failures: list[PartFailure]
-        failures = self.group.broadcast(_failures(self.group.gather(self._try(act) if self._leads else None)))
-        return failures
+        failed: SaveOutcome | None
+        failed = self.group.broadcast(_merged(self.group.gather(self._try(act) if self._leads else None)))
+        return failed
 
-    def failure(self, error: BaseException, file: str = "") -> PartFailure:
-        number, line = error_number(error), one_line(error, file)
-        kinds = {"damaged": isinstance(error, Broken), "fatal": isinstance(error, RefusedError)}
-        return PartFailure(self.group.rank, line, number, **kinds)
+    def failure(self, error: BaseException, file: str = "") -> SaveOutcome:
+        """Of this rank's part."""
+        line, fatal, rank = one_line(error, file), isinstance(error, RefusedError), self.group.rank
+        return SaveOutcome(
+            -1,
+            failure=line if fatal else f"rank {rank}: {line}",
+            fatal=fatal,
+            damaged=isinstance(error, Broken),
+            ranks=() if fatal else (rank,),
+            error_number=error_number(error),
+        )
 
 
-def _failures(reports: Sequence[Any] | None) -> list[PartFailure]:
-    return [report for report in reports or () if isinstance(report, PartFailure)]
-
-
-def failed(step: int, failures: Sequence[PartFailure]) -> SaveOutcome:
+def _merged(reports: Sequence[Any] | None) -> SaveOutcome | None:
+    failures = [report for report in reports or () if isinstance(report, SaveOutcome)]
+    if not failures:
+        return None
     return SaveOutcome(
-        step,
-        failure="; ".join(map(str, failures)),
+        -1,
+        failure="; ".join(failure.failure for failure in failures),
         fatal=any(failure.fatal for failure in failures),
+        unseen=any(failure.unseen for failure in failures),
         damaged=all(failure.damaged for failure in failures),
-        ranks=tuple(sorted({failure.rank for failure in failures if not failure.fatal})),
+        ranks=tuple(rank for failure in failures for rank in failure.ranks),
         error_number=next((failure.error_number for failure in failures if failure.error_number), 0),
     )
 
