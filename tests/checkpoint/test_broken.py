@@ -12,13 +12,11 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import __main__ as checkpoints
@@ -250,62 +248,12 @@ class Evil:
         return os.system, (f"touch {self.file}",)
 
 
-def lead_out(stored: Metadata) -> None:
-    """Points a tensor to a file of another checkpoint."""
-    key = next(iter(stored.storage_data))
-    stored.storage_data[key] = replace(
-        stored.storage_data[key], relative_path="../step-00000002/__0_0.distcp"
-    )
-
-
-def leave_a_gap(stored: Metadata) -> None:
-    """Removes the place of some rows of a tensor."""
-    tensors = [one for one in stored.state_dict_metadata.values() if isinstance(one, TensorStorageMetadata)]
-    del next(one for one in tensors if len(one.chunks) > 1).chunks[-1]
-
-
-@pytest.mark.parametrize(("alter", "why"), [(lead_out, "foreign-path"), (leave_a_gap, "metadata")])
-def test_metadata_with_an_outside_path_or_a_gap_is_broken(
-    run_dir: Path, alter: Callable[[Metadata], None], why: str
-) -> None:
-    """Sealed again after the change, with matching checksums."""
-    folder = run_dir / "checkpoints" / "step-00000004"
-    stored = pickle.loads((folder / METADATA).read_bytes())
-    alter(stored)
-    reseal(folder, pickle.dumps(stored))
-    results = run_world(RANKS, restore, str(run_dir), {})
-    assert [step for step, *_ in results] == [2, 2]
-    assert f"set aside as step-00000004.broken-{why}." in results[0][1][0]
-
-
 def reseal(folder: Path, metadata: bytes) -> None:
     """Writes this `.metadata`, and a manifest with its checksum."""
     (folder / METADATA).write_bytes(metadata)
     about = manifest.decode((folder / MANIFEST).read_bytes())
     files = {**about.files, METADATA: (len(metadata), manifest.crc32(metadata))}
     (folder / MANIFEST).write_bytes(manifest.encode(manifest.Manifest(**{**vars(about), "files": files})))
-
-
-def test_a_manifest_without_the_places_is_not_whole(run_dir: Path) -> None:
-    """A KeyError at each start, before."""
-    folder = run_dir / "checkpoints" / "step-00000004"
-    about = manifest.decode((folder / MANIFEST).read_bytes())
-    files = {file: about.files[file] for file in about.files if file != METADATA}
-    (folder / MANIFEST).write_bytes(manifest.encode(replace(about, files=files)))
-    results = run_world(RANKS, restore, str(run_dir), {})
-    assert [step for step, *_ in results] == [2, 2]
-    assert "its manifest lacks .metadata" in results[0][1][0]
-
-
-@pytest.mark.parametrize("counters", [{}, {"step": 4, "samples": float("nan"), "tokens": 0}], ids=str)
-def test_a_manifest_with_odd_counters_is_not_whole(run_dir: Path, counters: dict[str, float]) -> None:
-    folder = run_dir / "checkpoints" / "step-00000004"
-    about = manifest.decode((folder / MANIFEST).read_bytes())
-    changed = {**about.counters, **counters} if counters else {}
-    (folder / MANIFEST).write_bytes(manifest.encode(replace(about, counters=changed)))
-    results = run_world(RANKS, restore, str(run_dir), {})
-    assert [step for step, *_ in results] == [2, 2]
-    assert "set aside as step-00000004.broken-manifest" in results[0][1][0]
 
 
 @pytest.mark.parametrize("sealed", [True, False])
@@ -355,18 +303,3 @@ def test_a_checkpoint_of_another_model_is_not_set_aside(run_dir: Path) -> None:
 def restore_wider(env: DistEnv, run_dir: str) -> None:
     run = build(env, "ddp", run_dir, width=41)
     run.checkpointer.restore(run.state)
-
-
-def restore_read_only(env: DistEnv, run_dir: str, path: str) -> tuple[int, list[str]]:
-    run = build(env, "fsdp", run_dir, section={"resume": path})
-    found = run.checkpointer.restore(run.state)
-    run.checkpointer.close()
-    assert found is not None
-    return found.step, [file.name for file in Path(path).iterdir()]
-
-
-def test_resume_from_a_path_leaves_the_checkpoint_unchanged(run_dir: Path, tmp_path: Path) -> None:
-    folder = run_dir / "checkpoints" / "step-00000002"
-    before = sorted(file.name for file in folder.iterdir())
-    for step, files in run_world(RANKS, restore_read_only, str(tmp_path / "new"), str(folder)):
-        assert (step, sorted(files)) == (2, before)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import store as local_store
 from fsdp.checkpoint.store import LocalStore
 from tests.checkpoint.small import Run, build
 from tests.checkpoint.test_crashes import ENV
@@ -55,18 +54,6 @@ def failing_seal(of: str) -> Callable[[LocalStore, str, str], None]:
     return fails
 
 
-def failing_fsync(of: str, step: str) -> Callable[[Path], None]:
-    """An fsync of a store's folder that fails once the step has its name there."""
-    sync = local_store.sync_folder
-
-    def fails(folder: Path) -> None:
-        if of in str(folder) and (folder / step).exists():
-            raise OSError(errno.EIO, "Input/output error", str(folder))
-        sync(folder)
-
-    return fails
-
-
 def test_a_node_whose_seal_fails_keeps_nothing_of_that_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,23 +68,6 @@ def test_a_node_whose_seal_fails_keeps_nothing_of_that_save(
     save(run)
     run.checkpointer.close()
     assert local(tmp_path) == ["step-00000003"]
-
-
-def test_a_node_whose_fsync_fails_after_the_rename_has_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = a_run(tmp_path)
-    save(run)
-    with monkeypatch.context() as patch:
-        patch.setattr(local_store, "sync_folder", failing_fsync("/node/", "step-00000002"))
-        save(run)
-    assert [one.step for one in run.checkpointer.sealed()] == [1, 2]
-    assert "checkpoint of step 2 is whole in" in caplog.text
-    assert local(tmp_path) == ["step-00000001", "step-00000002"], "it may not outlive a power cut"
-    save(run)
-    run.checkpointer.close()
-    assert local(tmp_path) == ["step-00000003"]
-    assert folders(tmp_path / "checkpoints") == ["step-00000003"], "2 was copied, and then pruned"
 
 
 def test_a_copy_whose_seal_fails_leaves_nothing_in_the_shared_store(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
-import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +11,10 @@ from typing import Any
 import pytest
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import checkpointer, restore
+from fsdp.checkpoint import restore
 from fsdp.checkpoint.store import LocalStore, ObjectStore
 from fsdp.dist.collectives import ObjectGroup
-from tests.checkpoint.small import Run, build
+from tests.checkpoint.small import build
 from tests.checkpoint.test_crashes import ENV
 
 URL = "memory://no-access/run"
@@ -29,10 +26,6 @@ def denied(*_: object) -> None:
 
 def gone(*_: object) -> None:
     raise OSError(errno.ETIMEDOUT, f"listing {URL}: EndpointConnectionError: Could not connect")
-
-
-def a_run(folder: Path, **section: object) -> Run:
-    return build(ENV, "ddp", str(folder), section={"dir": URL, **section})
 
 
 @pytest.fixture(autouse=True)
@@ -50,37 +43,6 @@ def test_a_checkpoint_to_resume_that_cannot_be_reached_is_one_line(
     monkeypatch.setattr(ObjectStore, "folders", fails)
     with pytest.raises(CheckpointError, match=rf"^{URL} cannot be read: .*listing {URL}.*HINT: the keys are"):
         restore.find_checkpoint(URL)
-
-
-def test_a_save_that_waits_for_the_one_before_names_its_store_and_its_age(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A server that does not answer is asked again for two minutes, and training waits at its next save."""
-    answers, write = threading.Event(), ObjectStore.write
-
-    def stalled(self: ObjectStore, folder: str, file: str, buffers: Any) -> None:
-        assert answers.wait(60)
-        write(self, folder, file, buffers)
-
-    def told(record: logging.LogRecord) -> bool:
-        if "training waits" in record.getMessage():
-            answers.set()
-        return True
-
-    monkeypatch.setattr(checkpointer, "TOLD_AFTER_S", 0.0)
-    monkeypatch.setattr(ObjectStore, "write", stalled)
-    caplog.handler.addFilter(told)
-    run = a_run(tmp_path)
-    run.checkpointer.restore(run.state)
-    run.step()
-    run.save()
-    run.step()  # does not wait
-    assert not answers.is_set()
-    run.save()
-    run.checkpointer.close()
-    [line] = [line for line in caplog.messages if f"save of step 1 to {URL}" in line]
-    assert re.fullmatch(rf"training waits for the save of step 1 to {URL}, begun \d+ s ago", line)
-    assert [one.step for one in run.checkpointer.sealed()] == [1, 2]
 
 
 def test_a_sealed_checkpoint_whose_ranks_are_disconnected_is_not_called_unsaved(

@@ -58,31 +58,6 @@ def test_dcp_load_reads_a_sealed_checkpoint_without_this_project(
         assert len(loaded) == len(saved) - 5  # the counters
 
 
-def save_both_ways(env: DistEnv, run_dir: str) -> None:
-    run = build(env, "fsdp", run_dir)
-    for parameter in run.state.model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    run.state.optimizer.step()
-    run.state.optimizer.zero_grad()
-    run.save(wait=True)
-    run.checkpointer.close()
-    dcp.save({**their_state(run), "train": run.state.counters()}, checkpoint_id=f"{run_dir}/theirs")
-
-
-def test_the_keys_are_those_that_dcp_itself_would_write(tmp_path: Path) -> None:
-    run_world(2, save_both_ways, str(tmp_path))
-    ours, theirs = (
-        dcp.FileSystemReader(tmp_path / folder).read_metadata()
-        for folder in ("checkpoints/step-00000000", "theirs")
-    )
-    assert ours.planner_data == theirs.planner_data
-    sizes = [
-        {key: getattr(entry, "size", None) for key, entry in one.state_dict_metadata.items()}
-        for one in (ours, theirs)
-    ]
-    assert sizes[0] == sizes[1]
-
-
 class App(Stateful):
     """The state of Ray's FSDP2 tutorial."""
 
@@ -165,24 +140,6 @@ def test_a_path_that_is_no_checkpoint_of_this_model_is_refused(tmp_path: Path) -
     assert "is no checkpoint: it has no .metadata" in said["empty"]
     assert "does not hold this model" in said["stranger"]
     assert "model.other.weight" in said["stranger"]
-
-
-def restart(env: DistEnv, place: str, run_dir: str) -> int:
-    run = build(env, "fsdp", run_dir, section={"resume": place})
-    found = run.checkpointer.restore(run.state)
-    assert found is not None
-    run.step()
-    run.save(wait=True)
-    run.checkpointer.close()
-    return found.step
-
-
-@pytest.mark.slow
-def test_the_same_command_resumes_from_the_runs_own_checkpoint(tmp_path: Path) -> None:
-    """Not from the PATH that it started from."""
-    run_world(2, save_once, "fsdp", str(tmp_path / "first"))
-    path = str(tmp_path / "first/checkpoints/step-00000003")
-    assert [run_world(2, restart, path, str(tmp_path / "run"))[0] for _ in range(3)] == [3, 4, 5]
 
 
 def convert(env: DistEnv, sealed: str, place: str) -> None:

@@ -97,20 +97,3 @@ def test_a_newest_one_that_cannot_be_read_is_not_replaced_by_an_older_one(
     assert capsys.readouterr().err.endswith(f"HINT: ls -ld {folder} shows who may read it\n")
     with pytest.raises(CheckpointError, match="cannot be read"):
         inspect.newest_whole(LocalStore(run_dir / "checkpoints"))
-
-
-def test_a_file_that_may_not_be_read_is_not_called_damaged(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = run_dir / "checkpoints/step-00000004/__0_0.distcp"
-
-    def denied(*_: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", str(file))
-
-    monkeypatch.setattr(LocalStore, "read_into", denied)
-    assert checkpoints.main([str(run_dir), "verify", "--step", "4"]) == 1
-    said = capsys.readouterr().out
-    assert f"cannot be read: [Errno 13] Permission denied: '{file}'" in said
-    assert "NOT whole" not in said
-    assert checkpoints.main([str(run_dir), "export", "--step", "4"]) == 4
-    assert capsys.readouterr().err.endswith(f"HINT: ls -ld {file} shows who may read it\n")
