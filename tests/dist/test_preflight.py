@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fsdp.base.errors import LaunchError
 from fsdp.dist import preflight, process_group
-from fsdp.dist.env import DistEnv, address_towards, interface_of
+from fsdp.dist.env import DistEnv, interface_of
 from fsdp.dist.preflight import RankFacts, check, differences
 from tests.doctor.faulty_ranks import FAULTS
 from tests.support.env import env_of
@@ -105,15 +105,6 @@ def test_gloo_gets_an_interface_where_the_host_name_is_of_no_use_to_others(
 def test_the_interface_of_an_address_is_found() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.1") == ""
-
-
-def test_the_address_towards_another_host_is_that_of_its_family() -> None:
-    """A host with IPv6 alone has an address towards others too."""
-    assert address_towards("127.0.0.1") == "127.0.0.1"
-    assert address_towards("no-such-host.invalid") == ""
-    if interface_of("::1"):  # this machine has IPv6
-        assert address_towards("::1") == "::1"
-        assert interface_of("::1") == "lo"
 
 
 # ---------------------------------------------------------------- comparing

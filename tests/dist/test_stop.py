@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
@@ -61,19 +57,6 @@ def test_a_signal_to_one_rank_stops_all_behind_one_step(tmp_path: Path, name: st
     assert results == [(3, name), (3, name)]
 
 
-def under_nohup(env: DistEnv, run_dir: str) -> tuple[int, str | None]:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    stopper = Stopper(StopSection(), env, Path(run_dir), lambda: None)
-    try:
-        return steps_until_stop(stopper, {2: lambda: os.kill(os.getpid(), signal.SIGHUP)})
-    finally:
-        stopper.close()
-
-
-def test_under_nohup_a_closed_terminal_does_not_stop_the_run(tmp_path: Path) -> None:
-    assert run_world(2, under_nohup, str(tmp_path)) == [(6, None), (6, None)]
-
-
 def stopped_by_file(env: DistEnv, run_dir: str) -> tuple[int, str | None]:
     file = Path(run_dir, "STOP")
     with pytest.MonkeyPatch.context() as patched:
@@ -90,52 +73,6 @@ def test_the_stop_file_stops_this_run_and_not_the_next(tmp_path: Path) -> None:
     first = run_world(2, stopped_by_file, str(tmp_path))
     assert first in ([(1, "the stop file")] * 2, [(2, "the stop file")] * 2)
     assert not (tmp_path / "STOP").exists()
-
-
-def fails_with(number: int) -> Callable[..., NoReturn]:
-    def fail(*words: object, **more: object) -> NoReturn:
-        raise OSError(number, os.strerror(number))
-
-    return fail
-
-
-class StopLines(logging.Handler):
-    """The log lines of fsdp/dist/stop.py."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-        stop.log.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
-def looked_for_in_vain(env: DistEnv, run_dir: str, number: int) -> tuple[list[str], str | None]:
-    """Six steps whose checks fail, then a stop file that is seen: the lines, and the reason of the stop."""
-    lines, file = StopLines(), Path(run_dir, "STOP")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(stop, "FILE_CHECK_S", 0.0)
-        with pytest.MonkeyPatch.context() as away:
-            away.setattr(Path, "stat", fails_with(number))
-            stopper = Stopper(StopSection(), env, Path(run_dir), lambda: None)
-            assert steps_until_stop(stopper, {}) == (6, None)
-        file.touch()
-        _, reason = steps_until_stop(stopper, {})
-    stopper.close()
-    stop.log.removeHandler(lines)
-    assert not file.exists()
-    return lines.said, reason
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
-def test_a_stop_file_that_cannot_be_looked_for_is_one_line_and_training_continues(
-    number: int, tmp_path: Path
-) -> None:
-    [(said, reason)] = run_world(1, looked_for_in_vain, str(tmp_path), number)
-    what = f"the stop file {tmp_path / 'STOP'} cannot be looked for ({os.strerror(number)})"
-    assert said == [f"{what}: training continues, a signal stops it"]
-    assert reason == StopReason.STOP_FILE
 
 
 def stopped_by_deadline(

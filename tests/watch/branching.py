@@ -4,7 +4,6 @@ seeded by rank.
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -16,25 +15,17 @@ class Dropped(Uneven):
     all alike.
     """
 
-    def __init__(self, same: bool = False, order: bool = False) -> None:
+    def __init__(self, same: bool = False) -> None:
         super().__init__()
-        self.same, self.order, self.steps = same, order, 0
+        self.same, self.steps = same, 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.steps += self.training
         x = self.stem(x)
-        rank = 0 if self.same else dist.get_rank() % 3
-        blocks = list(self.blocks)
-        if self.training and self.steps >= 3:
-            blocks = (
-                blocks[::-1]
-                if self.order and rank
-                else blocks
-                if self.order
-                else blocks[:rank] + blocks[rank + 1 :]
-            )
-        for block in blocks:
-            x = block(x)
+        left_out = 0 if self.same else dist.get_rank() % 3
+        for number, block in enumerate(self.blocks):
+            if not (self.training and self.steps >= 3 and number == left_out):
+                x = block(x)
         return self.head(x)
 
 
@@ -58,22 +49,3 @@ class OwnBranch(Uneven):
 
     def units(self) -> list[nn.Module]:
         return list(self.blocks)
-
-
-class InTurn(Uneven):
-    """The branches of one unit, in turn by micro-batch, in another order on each rank: after all, each has a
-    gradient.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.ModuleDict({"a": Block(13), "b": Block(13)})])
-        self.calls = 0
-
-    def units(self) -> list[nn.Module]:
-        return []
-
-    def forward(self, x: Tensor) -> Tensor:
-        turn = torch.tensor((self.calls + dist.get_rank()) % 2)
-        self.calls += 1
-        return self.head(self.blocks[0]["ab"[int(turn)]](self.stem(x)))  # type: ignore[index]

@@ -204,22 +204,6 @@ def test_a_killed_monitor_is_announced_and_started_again(tmp_path: Path) -> None
     assert observed
 
 
-def test_a_stopped_monitor_ends_though_its_rank_was_killed(page: StatusPage, tmp_path: Path) -> None:
-    rank = os.fork()
-    if not rank:
-        page.numbers[PID] = os.getpid()
-        spawn(options_of(page, tmp_path))
-        time.sleep(3600)
-    try:
-        monitor = int(eventually("the monitor observes", lambda: page.numbers[MONITOR], 30))
-        os.kill(monitor, signal.SIGSTOP)
-        eventually("it is stopped", lambda: state(monitor) == "T", 10)
-    finally:
-        os.kill(rank, signal.SIGKILL)
-        os.waitpid(rank, 0)
-    eventually("the monitor ends", lambda: state(monitor) in "ZX", 15)
-
-
 def test_what_starts_with_the_monitor_is_for_others_neither_ctrl_c_nor_its_token(
     page: StatusPage, tmp_path: Path
 ) -> None:

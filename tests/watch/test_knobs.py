@@ -11,7 +11,7 @@ from fsdp import config as configuration
 from fsdp.config import config_hash
 from fsdp.watch.observe import Observation
 from fsdp.watch.records import EVIDENCE, KEPT, RecordFiles, TimingRecorder
-from tests.support.runs import failures, run
+from tests.support.runs import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,15 +28,6 @@ def test_flags_of_the_watch_do_not_change_the_config_hash() -> None:
         name, value = flag.split()
         assert config_hash(configuration.load([f"--watch.{name}", value])) == config_hash(plain)
     assert config_hash(configuration.load(["--watch.deterministic"])) != config_hash(plain)
-
-
-NO_REPEAT = "--model.name tests.watch.models:histogram --watch.deterministic true --train.steps 2"
-
-
-def test_an_operation_that_cannot_repeat_is_refused(tmp_path: Path) -> None:
-    said = failures(1, tmp_path, NO_REPEAT)
-    assert said[0] is not None
-    assert "does not have a deterministic implementation" in said[0]
 
 
 def told(step: int, slow: float) -> list[Observation]:

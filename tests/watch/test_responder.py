@@ -9,18 +9,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fsdp.config import WatchSection
 from fsdp.watch import rank as watch_rank
-from fsdp.watch.rank import Responder, Watch
-from fsdp.watch.status_page import CUDA
-from tests.support.env import env_of
+from fsdp.watch.rank import Responder
 from tests.support.processes import eventually
 
 OVER = threading.Event()
@@ -96,24 +91,3 @@ def test_a_flight_recorder_that_cannot_be_read_hides_no_stack(
         found = answer(made)
         assert found["calls"] == []
         assert any(frame[2] == "waits" for frame in found["stack"])
-
-
-def test_its_thread_sets_the_ranks_device_and_the_page_says_that_it_is_cuda(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """NCCL's recorder asks events whether they have passed; verdicts differ by the page's flag. A stand-in
-    for torch.cuda records the call.
-    """
-    chosen: list[tuple[str, torch.device]] = []
-    thread = threading.current_thread
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((thread().name, device)))
-    for device, on_cuda in ((torch.device("cuda", 1), 1), (torch.device("cpu"), 0)):
-        watch = Watch(WatchSection(), replace(env_of(), device=device), tmp_path)
-        page = watch._observable()
-        try:
-            assert page.numbers[CUDA] == on_cuda
-            assert answer(watch._responder)["stack"]
-        finally:
-            watch._responder.close()
-            page.close()
-    assert chosen == [("responder", torch.device("cuda", 1))]
