@@ -2,9 +2,7 @@
 folder that `from_pretrained` reads; adapters merged into the weights under them, and alone as peft has them.
 
 One process reads the checkpoint, saved by any number of ranks, compares each tensor with its digest and holds
-one tensor in memory at a time. `safetensors.torch.save_file` and `torch.save` need all tensors of a file at
-once: measured for a file of 2 GiB in tensors of 64 MiB, save_file takes 2,050 MiB of memory and 7.3 s, the
-writer here 67 MiB and 4.5 s.
+one tensor in memory at a time, of safetensors those of one file: at most SHARD_GIB, or one larger tensor.
 
 All files are whole before the first one gets its name, and the index gets its name last: a reader sees the
 old export, the new one, or, in the moment between them, one without an index, which it refuses.
@@ -21,14 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fsdp.base.devices import DTYPES, digest_shard
-from fsdp.base.errors import CheckpointError, ConfigError
-from fsdp.base.proc import TABLE, read_regular
+from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import restore
 from fsdp.checkpoint.inspect import CheckpointSource
 from fsdp.checkpoint.pretrained import INDEX_FILE, SINGLE_FILE, TORCH_FILE, Base, digest_of
@@ -40,14 +38,14 @@ if TYPE_CHECKING:
     from fsdp.models.hf import SourceFolder
 
 SHARD_GIB = 5.0
-"""Maximum size of a safetensors file, without --shard-gib."""
+"""Maximum size of a safetensors file."""
 COPIED = (".json", ".txt", ".model", ".spm", ".codes", ".tokenizer", ".jinja")
 """The ends of names of a tokenizer's and a processor's files: no code and no weights."""
 PEFT = "adapter"
 TASKS = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ForConditionalGeneration": "SEQ_2_SEQ_LM"}
 """The end of a class's name in transformers, and peft's task, by which its Auto classes load the adapters."""
 Format = Literal["auto", "torch", "safetensors", "both", "hf"]
-Write = Callable[[BinaryIO], object]
+Write = Callable[[Path], object]
 
 
 @dataclass(frozen=True)
@@ -131,13 +129,9 @@ def _model(source: CheckpointSource) -> list[Entry]:
         if key.startswith("model."):
             name = key.removeprefix("model.")
             owner = owners.setdefault(saved.chunks[:1] or key, name)
-            fetch = partial(_read, source, key)
+            fetch = partial(restore.whole, source, key)
             entries.append(Entry(name, saved.dtype, saved.size, fetch, owner if owner != name else ""))
     return entries
-
-
-def _read(source: CheckpointSource, key: str) -> Tensor:
-    return restore.whole(source, key)
 
 
 # ---------------------------------------------------------------- adapters
@@ -158,11 +152,11 @@ def _merged_model(source: CheckpointSource, base: Base) -> list[Entry]:
 
     def fetch(name: str, dtype: torch.dtype) -> Tensor:
         if name in stored:
-            return _read(source, f"model.{name}")
+            return restore.whole(source, f"model.{name}")
         plain, layer = frozen(name).to(dtype), name.removesuffix(".weight")
         if f"{layer}.{A}" not in stored:
             return plain
-        a, b = (_read(source, f"model.{layer}.{part}") for part in (A, B))
+        a, b = (restore.whole(source, f"model.{layer}.{part}") for part in (A, B))
         return merged(plain, a, b, base.lora.scale, transposed=is_transposed(model.get_submodule(layer)))
 
     entries, digests = [], {}
@@ -196,7 +190,7 @@ def _peft_files(
         if key.startswith("model.") and part in (A, B):
             layers.add(layer)
             name = f"base_model.model.{saved_layer(layer)}.{'lora_A' if part == A else 'lora_B'}.weight"
-            entries.append(Entry(name, saved.dtype, saved.size, partial(_read, source, key)))
+            entries.append(Entry(name, saved.dtype, saved.size, partial(restore.whole, source, key)))
     model = base.build()
     origin = base.origin.removeprefix("--model.weights ").removeprefix("--model.name ").removeprefix("hf:")
     config = {
@@ -237,9 +231,6 @@ def _as_saved(source: SourceFolder, entries: Sequence[Entry]) -> list[Entry]:
 
     saved: list[Entry] = []
     for owner, pieces in source.saved_pieces(model).items():
-        if owner not in stored:
-            reason = f"the checkpoint has no {owner} of {source.class_name}."
-            raise CheckpointError(reason, "export with the --model flags of the run")
         for name, meta in pieces.items():
             saved.append(Entry(name, stored[owner].dtype, tuple(meta.shape), partial(piece, owner, name)))
     return saved
@@ -250,12 +241,8 @@ def _side_files(source: SourceFolder, folder: Path, dtype: torch.dtype) -> dict[
     texts = {"config.json": source.config_json(dtype).encode()}
     for file in sorted(source.folder.iterdir()) if source.folder is not None else ():
         if file.suffix in COPIED and file.name not in texts and not file.name.endswith(".index.json"):
-            try:
-                texts[file.name] = read_regular(file, TABLE)
-            except ValueError as error:
-                hint = "a folder that save_pretrained wrote"
-                raise ConfigError(f"{file} is not copied: {error}.", hint) from None
-    return {folder / name: partial(_write_bytes, text) for name, text in texts.items()}
+            texts[file.name] = file.read_bytes()
+    return {folder / name: _text(text) for name, text in texts.items()}
 
 
 # ---------------------------------------------------------------- files
@@ -282,7 +269,7 @@ def _safetensors(
     return {**writers, folder / INDEX_FILE: _json({"metadata": {"total_size": total}, "weight_map": names})}
 
 
-def write_torch(stream: BinaryIO, entries: Sequence[Entry]) -> None:
+def write_torch(file: Path, entries: Sequence[Entry]) -> None:
     """Writes what `torch.save(state_dict)` writes: the file without data, then each tensor into its mapping.
     Tied weights share one storage.
     """
@@ -291,78 +278,60 @@ def write_torch(stream: BinaryIO, entries: Sequence[Entry]) -> None:
         tied = tensors.get(entry.same_as)
         tensors[entry.name] = torch.empty(entry.size, dtype=entry.dtype) if tied is None else tied
     with torch.serialization.skip_data():
-        torch.save(tensors, stream)
-    stream.flush()
-    # A full disk is an error here, and a SIGBUS below. Without fallocate (FUSE, NFS) glibc reads the file.
-    os.posix_fallocate(stream.fileno(), 0, stream.tell())
+        torch.save(tensors, file)
+    with file.open("r+b") as stream:
+        # A full disk is an error here, and a SIGBUS below. Without fallocate (FUSE) glibc reads the file.
+        os.posix_fallocate(stream.fileno(), 0, file.stat().st_size)
     del tensors
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-        mapped = torch.load(stream.name, mmap=True, weights_only=True)
+        mapped = torch.load(file, mmap=True, weights_only=True)
     for entry in entries:
         if not entry.same_as:
             mapped[entry.name].copy_(entry.fetch())
 
 
-def write_safetensors(stream: BinaryIO, entries: Sequence[Entry]) -> None:
-    """Writes the header with all offsets, then the tensors; tied weights twice, as the format shares none."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for entry in entries:
-        if entry.dtype.is_complex:
-            reason = f"{entry.name} is {entry.dtype}, which safetensors does not support."
-            raise ConfigError(reason, "--checkpoint.export_format torch")
-        span = [offset, offset := offset + entry.nbytes]
-        header[entry.name] = {"dtype": _dtype_name(entry.dtype), "shape": entry.size, "data_offsets": span}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    stream.write(len(text).to_bytes(8, "little") + text)
-    for entry in entries:
-        stream.write(entry.fetch().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    """F32, BF16, I64, U8, BOOL, F8_E4M3: the names of the format."""
-    name = str(dtype).removeprefix("torch.").removesuffix("fn")
-    for torch_name, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i")):
-        name = name.replace(torch_name, short)
-    return name.upper()
+def write_safetensors(file: Path, entries: Sequence[Entry]) -> None:
+    """Tied weights are written twice, and views copied: the format shares no memory."""
+    save_file(
+        {entry.name: entry.fetch().clone(memory_format=torch.contiguous_format) for entry in entries},
+        file,
+        {"format": "pt"},
+    )
 
 
 def _json(value: object) -> Write:
-    return partial(_write_bytes, json.dumps(value, indent=1).encode())
+    return _text(json.dumps(value, indent=1).encode())
 
 
-def _write_bytes(data: bytes, stream: BinaryIO) -> None:
-    stream.write(data)
+def _text(data: bytes) -> Write:
+    return lambda file: file.write_bytes(data)
 
 
 def _write_all(folder: Path, writers: Mapping[Path, Write]) -> list[Path]:
     """Writes and syncs all files under temporary names, then gives them their names, the index last, in place
     of an earlier export in this format.
     """
-    staged: dict[Path, Path] = {}
+    staged = {file: file.with_name(f".{file.name}.tmp") for file in writers}
     index, single = folder / INDEX_FILE, folder / SINGLE_FILE
     try:
         for file, write in writers.items():
             file.parent.mkdir(parents=True, exist_ok=True)
-            staged[file] = file.with_name(f".{file.name}.tmp")
             staged[file].unlink(missing_ok=True)  # of a killed export; a link is not written through
-            with staged[file].open("x+b") as stream:
-                write(stream)
-                stream.flush()
+            write(staged[file])
+            with staged[file].open("rb") as stream:
                 os.fsync(stream.fileno())
-        parts = set[Path]()
-        if index in writers or single in writers:
-            parts = {*folder.glob("model-*-of-*.safetensors")} - writers.keys()
+        old = set[Path]()
+        if heads := {index, single} & writers.keys():
+            old = {*folder.glob("model-*-of-*.safetensors")} - writers.keys()
             # A reader begins with one of these. A single file is itself replaced by one rename.
-            for file in {index} if single in writers else {index, single}:
+            for file in {index} if single in heads else {index, single}:
                 file.unlink(missing_ok=True)
         sync_folder(folder)  # or a power cut could keep the old index beside new parts
         for file in sorted(writers, key=lambda file: file == index):
             if file == index:
                 sync_folder(folder)
-            staged.pop(file).rename(file)
-        for file in parts:
+            staged[file].rename(file)
+        for file in old:
             file.unlink()
         for parent in {file.parent for file in writers}:
             sync_folder(parent)

@@ -11,8 +11,7 @@ A start, in this order:
 
     1. rank 0 receives what each node's folders hold, and chooses the newest step whose files are all there
     2. if the shared store does not have that step, the nodes finish its copy, checked byte for byte
-    3. all ranks restore the newest whole checkpoint of the shared store, as without local copies; each file
-       that lies on a rank's node is read there
+    3. all ranks restore the newest whole checkpoint of the shared store, as without local copies
 
 So the shared store alone decides which step all ranks resume: a node that was lost takes its part of newer
 local steps with it, and the step before them is whole.
@@ -35,12 +34,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 from fsdp.base.devices import WorkerThread
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import inspect, manifest, retention
-from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import MANIFEST, METADATA, Broken, Manifest, data_file, final_name, step_of
 from fsdp.checkpoint.sealing import SaveOutcome, Sealing
 from fsdp.checkpoint.store import LocalStore, Store
@@ -77,8 +74,8 @@ class Offer:
 
 
 class LocalTier:
-    """This node's folder of checkpoints, and the thread that copies. Constructor, `catch_up`, `near` and
-    `close` are collective.
+    """This node's folder of checkpoints, and the thread that copies. Constructor, `catch_up` and `close` are
+    collective.
     """
 
     def __init__(
@@ -151,16 +148,6 @@ class LocalTier:
                     f"{self._shared.where}: {outcome.failure}.",
                     "start again when the storage answers; nothing local was changed",
                 )
-
-    def near(self, found: CheckpointListing) -> Store:
-        """The shared store, with the files of this node's copy of the checkpoint read here."""
-        return cast(Store, NearStore(self._shared, self.store, found))
-
-    def drop(self, step: int) -> None:
-        """Deletes this node's copy of a step, which is damaged."""
-        folder = final_name(step)
-        if self._leads and folder in self.store.folders():
-            self.store.remove(folder, self._attempt)
 
     # ------------------------------------------------------------ after a save
 
@@ -281,31 +268,6 @@ def whole_over_nodes(gathered: Sequence[Sequence[Offer]]) -> Iterator[tuple[int,
         }
         if holders.keys() == total:
             yield step, holders
-
-
-class NearStore:
-    """A Store for reading a checkpoint; what is not on this node's disk comes from the shared store."""
-
-    def __init__(self, shared: Store, local: LocalStore, listing: CheckpointListing) -> None:
-        self._shared, self._local = shared, local
-        self._folder, self._near = final_name(listing.step), frozenset[str]()
-        with contextlib.suppress(OSError, Broken, CheckpointError):  # this checkpoint's, if it is here
-            _, sealed, held = _held(local, self._folder)
-            if listing.manifest is not None and sealed.files == listing.manifest.files:
-                self._near = held
-
-    def read(self, folder: str, file: str) -> bytes:
-        near = file in self._near
-        return self._local.read(self._folder, file) if near else self._shared.read(folder, file)
-
-    def read_into(self, folder: str, file: str, offset: int, buffers: list[memoryview]) -> None:
-        near = file in self._near
-        store, folder = (self._local, self._folder) if near else (self._shared, folder)
-        store.read_into(folder, file, offset, buffers)
-
-    def __getattr__(self, name: str) -> object:
-        """Whatever else a Store has is the shared one's."""
-        return getattr(self._shared, name)
 
 
 def local_folder_name(shared: Store) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,40 +38,37 @@ TORCH_FILE = "full-model.pt"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 FLAG = "--model.weights"
-PACKED = (".qweight", ".weight_packed")
-"""The ends of names of packed weights in folders of GPTQ, AWQ and compressed-tensors."""
 
 
 # ---------------------------------------------------------------- one state dict
 
 
 def open_full_state(path: str | Path) -> dict[str, Tensor]:
-    """A whole model's state dict: safetensors with or without an index, or a file of torch.save."""
+    """A whole model's state dict: safetensors with or without an index, or a file of torch.save. Of a folder
+    the newest format: the others may be of an earlier step.
+    """
     location = Path(path)
-    files = _files(location) if location.is_dir() else [location]
-    return {clean_name(name, ddp=True): tensor for file in files for name, tensor in open_file(file).items()}
+    folders = (location, location / "full_model") if location.is_dir() else ()
+    newest = next(filter(None, map(newest_export, folders)), None)
+    if folders and newest is None:
+        raise ConfigError(
+            f"{FLAG} {path} holds no {TORCH_FILE}, {INDEX_FILE} or {SINGLE_FILE}.",
+            f"--checkpoint.resume {path} if it is a checkpoint, or export one: "
+            "python -m fsdp.checkpoint RUN export",
+        )
+    return {clean_name(name, ddp=True): tensor for name, tensor in open_files(newest or location).items()}
 
 
-def newest_export(folder: Path) -> Path | None:
+def newest_export(folder: Path, names: Sequence[str] = (INDEX_FILE, TORCH_FILE, SINGLE_FILE)) -> Path | None:
     """The file with which a reader of the folder's newest export begins."""
-    files = [file for name in (INDEX_FILE, TORCH_FILE, SINGLE_FILE) if (file := folder / name).is_file()]
+    files = [file for name in names if (file := folder / name).is_file()]
     return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
 
 
-def _files(folder: Path) -> list[Path]:
-    """The files of a run directory's export, of an export folder, or with names that other tools use. Of
-    exports in several formats the newest counts: the others may be of an earlier step.
-    """
-    for parent in (folder, folder / "full_model"):
-        if (newest := newest_export(parent)) is not None:
-            return files_of_index(newest) if newest.name == INDEX_FILE else [newest]
-        if (parent / "pytorch_model.bin").is_file():
-            return [parent / "pytorch_model.bin"]
-    raise ConfigError(
-        f"{FLAG} {folder} holds no {TORCH_FILE}, {INDEX_FILE} or {SINGLE_FILE}.",
-        f"--checkpoint.resume {folder} if it is a checkpoint, or export one: "
-        "python -m fsdp.checkpoint RUN export",
-    )
+def open_files(file: Path, flag: str = FLAG) -> dict[str, Tensor]:
+    """The tensors of a file, or of those that an index names."""
+    files = files_of_index(file, flag) if file.name == INDEX_FILE else [file]
+    return {name: tensor for part in files for name, tensor in open_file(part, flag).items()}
 
 
 def files_of_index(index: Path, flag: str = FLAG) -> list[Path]:
@@ -202,13 +199,9 @@ class PretrainedWeights(Mapping[str, Tensor]):
 
 def _open_stored(source: PretrainedFolder) -> dict[str, Tensor]:
     """The tensors of the folder's safetensors, in one file or in those of an index."""
-    folder = source.folder
-    single, index, flag = folder / SINGLE_FILE, folder / INDEX_FILE, f"{source.flag}:"
-    if single.is_file():
-        return open_file(single, flag)
-    if index.is_file():
-        parts = [open_file(file, flag) for file in files_of_index(index, flag)]
-        return {name: tensor for part in parts for name, tensor in part.items()}
+    folder, flag = source.folder, f"{source.flag}:"
+    if (file := newest_export(folder, (SINGLE_FILE, INDEX_FILE))) is not None:
+        return open_files(file, flag)
     raise ConfigError(
         f"{flag} {folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}.",
         f"in Python, {source.class_name}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER); or "
@@ -219,25 +212,20 @@ def _open_stored(source: PretrainedFolder) -> dict[str, Tensor]:
 
 def _check(source: PretrainedFolder, model: Any, plan: NamePlan, stored: Mapping[str, Tensor]) -> list[str]:
     """Names to draw: those of a new head. ConfigError for others that are missing or have another shape, and
-    for quantized weights: whole numbers, or numbers of 8 bits beside their scales.
+    for whole numbers or numbers of 8 bits.
     """
     tensors = model.state_dict()
     drawn = [
         name for name in [*plan.missing, *plan.misshapen] if source.new_head and _is_new(name, model, plan)
     ]
     missing = [name for name in plan.missing if name not in drawn]
-    quantized = [name for name in plan.unexpected if missing and name.endswith(PACKED)]
-    scaled = any("scale" in name.rpartition(".")[2] for name in plan.unexpected)
     read = [key for name, keys in plan.plain.items() if tensors[name].is_floating_point() for key in keys]
     read += [key for group in plan.converted.values() for keys in group.sources.values() for key in keys]
-    for key in read:
-        dtype = stored[key].dtype
-        if not dtype.is_floating_point or (dtype.itemsize == 1 and scaled):
-            quantized.append(f"{key} is {str(dtype).removeprefix('torch.')}")
-    if quantized:
+    dtypes = {key: stored[key].dtype for key in read}
+    if small := [key for key in read if not dtypes[key].is_floating_point or dtypes[key].itemsize == 1]:
         raise ConfigError(
-            f"{source.flag}: its weights are quantized ({quantized[0]}); FSDP trains floating-point ones.",
-            "name a folder with the weights before quantization",
+            f"{source.flag}: its weights are quantized ({small[0]} is {dtypes[small[0]]}).",
+            "name a folder with the weights before quantization: FSDP trains floating-point ones",
         )
     shapes = [(name, shape) for name, shape in plan.misshapen.items() if name not in drawn]
     misshapen = [f"{name} {shape} for {tuple(tensors[name].shape)}" for name, shape in shapes]

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from fsdp.base.errors import ConfigError
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import export as export_module
-from fsdp.checkpoint import inspect, manifest, restore
+from fsdp.checkpoint import inspect, manifest
 from fsdp.checkpoint.export import export
 from fsdp.checkpoint.manifest import MANIFEST
 from fsdp.checkpoint.pretrained import TORCH_FILE, open_full_state
@@ -127,27 +127,6 @@ def test_a_file_that_is_no_state_dict_is_named(tmp_path: Path, content: object, 
         torch.save(content, file)
     with pytest.raises(ConfigError, match=said):
         open_full_state(file)
-
-
-def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_world(2, save_once, "fsdp", str(tmp_path))
-    store = checkpoints.open_store(str(tmp_path / "checkpoints"))
-    about = manifest.decode(store.read("step-00000003", MANIFEST))
-    source = inspect.open_source(store, "step-00000003", about)
-    held: list[int] = []
-    whole = restore.whole
-
-    def fetch(source: inspect.CheckpointSource, key: str) -> torch.Tensor:
-        import weakref
-
-        tensor = whole(source, key)
-        held.append(1)
-        weakref.finalize(tensor, held.pop)
-        assert len(held) == 1
-        return tensor
-
-    monkeypatch.setattr(restore, "whole", fetch)
-    assert len(export(source, tmp_path / "out", "both", 1.0)) == 3
 
 
 def sources(folder: Path) -> list[inspect.CheckpointSource]:
