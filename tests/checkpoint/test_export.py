@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import torch
@@ -207,8 +207,8 @@ def test_a_full_disk_leaves_the_old_export(tmp_path: Path, monkeypatch: pytest.M
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     write, written = export_module.write_safetensors, list[object]()
 
-    def full(stream: BinaryIO, **more: Any) -> None:
-        written.append(write(stream, **more))
+    def full(file: Path, **more: Any) -> None:
+        written.append(write(file, **more))
         if len(written) == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -285,7 +285,7 @@ def test_export_by_command_takes_the_step_asked_for(
 def test_an_export_to_a_full_disk_names_the_folder(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(stream: BinaryIO, **_: Any) -> None:
+    def full(file: Path, **_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(export_module, "write_torch", full)
@@ -338,5 +338,5 @@ def test_one_checkpoint_as_run_and_a_file_as_folder_are_named(
     file = tmp_path / "weights.pt"
     file.write_bytes(b"mine")
     assert checkpoints.main([str(run_dir), "export", "--out", str(file)]) == 4
-    assert f"{file} cannot be written (File exists). HINT: " in capsys.readouterr().err
+    assert f"{file} cannot be written (Not a directory). HINT: " in capsys.readouterr().err
     assert file.read_bytes() == b"mine"
