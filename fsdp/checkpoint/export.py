@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from fsdp.base.devices import DTYPES, digest_shard
@@ -292,6 +291,8 @@ def write_torch(file: Path, entries: Sequence[Entry]) -> None:
 
 def write_safetensors(file: Path, entries: Sequence[Entry]) -> None:
     """Tied weights are written twice, and views copied: the format shares no memory."""
+    from safetensors.torch import save_file
+
     save_file(
         {entry.name: entry.fetch().clone(memory_format=torch.contiguous_format) for entry in entries},
         file,
