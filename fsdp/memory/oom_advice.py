@@ -21,7 +21,7 @@ from fsdp.base.errors import ConfigError, one_line
 from fsdp.base.torch_private import FakeTensorMode, convert_tensors
 from fsdp.config import Config, reshard_policy
 from fsdp.memory.account import OomContext, OomFacts, StorageTracker, resting_bytes
-from fsdp.models.chunked_loss import maybe_chunked, output_layer
+from fsdp.models.chunked_loss import ChunkedHead, output_layer
 from fsdp.models.loss import LossFunction
 from fsdp.models.units import blocks_of, find_units
 from fsdp.parallel.activations import apply_activation_checkpointing
@@ -163,7 +163,7 @@ def _estimate(
     count = len(context.samples) if hasattr(context.samples, "__len__") else micro
     batch = context.samples.batch(np.arange(micro, dtype=np.int64) % count)
     model, z_loss, param = context.build(), config.train.z_loss, context.sharded.dtypes.param
-    head = maybe_chunked(model, loss_chunk, z_loss=z_loss)
+    head = ChunkedHead(model, loss_chunk, z_loss=z_loss) if loss_chunk else None
     loss_function = LossFunction(model, context.loss, head, z_loss=z_loss)
     memory = dataclasses.replace(config.memory, activation_checkpointing=checkpointing, activation_budget=1.0)
 

@@ -131,13 +131,6 @@ def _autocast(tensor: Any, device: str) -> Any:
     return tensor.to(torch.get_autocast_dtype(device))
 
 
-def maybe_chunked(
-    model: nn.Module, chunk: int, *, compiled: bool = False, z_loss: float = 0.0
-) -> ChunkedHead | None:
-    """Replaces the forward of the model's output layer, before sharding; None for a chunk of 0."""
-    return ChunkedHead(model, chunk, compiled=compiled, z_loss=z_loss) if chunk else None
-
-
 def _chunk_sizes(tokens: int, chunk: int) -> list[int]:
     """Nearly equal sizes of at most `chunk`: at most two shapes, so compiled code has at most two."""
     number = max(1, -(-tokens // chunk))

@@ -143,12 +143,6 @@ def resolve_folder(name: str, args: Mapping[str, Any], facts: Facts) -> Pretrain
     head = rest.pop("head", None)
     config = _configuration(name, fields, rest)
     cls = _class_for(name, config, fields, head)
-    classes = facts.get("num_classes", 0)
-    if "Classification" in cls.__name__ and config.num_labels < classes:
-        raise ConfigError(
-            f"--model.name {name} has {config.num_labels} classes, the data {classes}.",
-            f"--model.args.head {head or 'classification'} --model.args.num_labels {classes}",
-        )
     source = PretrainedFolder(name=name, folder=folder, cls=cls, config=config, new_head=head is not None)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         trial = source.build()

@@ -74,7 +74,12 @@ class NamePlan:
 def plan_names(model: Any, files: Mapping[str, Shape]) -> NamePlan:
     """Maps the state dict of a meta model to tensors of the files, by name and shape."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -85,7 +90,9 @@ def plan_names(model: Any, files: Mapping[str, Shape]) -> NamePlan:
     groups: dict[str, Conversion] = {}
     shapes: dict[str, Shape] = {}
     for key in sorted(files, key=dot_natural_key):  # expert 2 before expert 10
-        name, pattern = _renamed(key, renamings, converters, model, state)
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if name not in state and key in state:
+            name, pattern = key, None
         if name not in state:
             plan.unexpected.append(key)
         elif pattern is None:
@@ -105,18 +112,6 @@ def plan_names(model: Any, files: Mapping[str, Shape]) -> NamePlan:
             shapes[first.get(name, name)] = tuple(tensor.shape)
     _compare(plan, model, shapes)
     return plan
-
-
-def _renamed(
-    key: str, renamings: list[Any], converters: list[Any], model: Any, state: dict[str, Tensor]
-) -> tuple[str, str | None]:
-    from transformers.core_model_loading import rename_source_key
-
-    prefix = model.base_model_prefix
-    name, pattern = rename_source_key(key, renamings, converters, prefix, state)
-    if name not in state and key in state:
-        name, pattern = rename_source_key(key, [], [], prefix, state)
-    return name, pattern
 
 
 def _compare(plan: NamePlan, model: Any, shapes: Mapping[str, Shape]) -> None:
@@ -245,9 +240,6 @@ class ModuleDraws(Mapping[str, Tensor]):
         self._first = first_names(self._model)
         self._last: tuple[str | None, dict[str, Tensor]] = (None, {})
         self._whole: dict[str, Tensor] = {}
-
-    def take(self, name: str) -> Tensor | None:
-        return self[name] if name in self._first else None
 
     def __getitem__(self, name: str) -> Tensor:
         path, _, key = self._first[name].rpartition(".")

@@ -47,13 +47,6 @@ class LoraLayer(nn.Module):
         whole: Tensor = super().forward(input)  # type: ignore[misc]
         return whole + F.linear(thin, self.lora_b) * self.lora_scale
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, rank={len(self.lora_a)}"
-
-
-class LoraLinear(LoraLayer, nn.Linear):
-    lora_over = nn.Linear
-
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a layer may have an adapter: nn.Linear itself, or Conv1D. A subclass may never be called
@@ -70,10 +63,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 @functools.cache
 def _with_adapter(kind: Any) -> Any:
-    """The class of a layer with adapters."""
-    if kind is nn.Linear:
-        return LoraLinear
-    # The name and the base stay, by which transformers recognises its layer.
+    """The class of a layer with adapters: its base stays, by which transformers recognises its layer."""
     return type(f"Lora{kind.__name__}", (LoraLayer, kind), {"lora_over": kind})
 
 
@@ -125,10 +115,8 @@ def _targets(model: nn.Module, section: LoraSection) -> dict[str, nn.Module]:
     inside = {module for block in blocks_of(find_units(model)) for module in block.modules()}
     chosen = {name: layer for name, layer in layers.items() if layer in inside} or layers
     if not chosen:
-        raise ConfigError(
-            f"--lora.rank {section.rank}: this model has no linear layer (nn.Linear, Conv1D) for an adapter.",
-            "--lora.rank 0, or --model.frozen",
-        )
+        fault = f"--lora.rank {section.rank}: this model has no linear layer (nn.Linear, Conv1D)."
+        raise ConfigError(fault, "--lora.rank 0, or --model.frozen")
     return chosen
 
 
@@ -176,9 +164,7 @@ def matching(wanted: Sequence[str], names: Sequence[str], flag: str, kind: str) 
     """
     for pattern in wanted:
         if not fnmatch.filter(names, pattern):
-            wider = next((f for f in (f"{pattern}.*", f"*.{pattern}") if fnmatch.filter(names, f)), "")
-            otherwise = f"{flag} {wider or names[0]}" if names else f"leave {flag} out"
-            hint = otherwise if wider else nearest(pattern, names, f"{flag} {{}}", otherwise, cutoff=0.3)
+            hint = nearest(pattern, names, f"{flag} {{}}", f"{flag} '*{pattern}*'", cutoff=0.3)
             raise ConfigError(f"{flag} {pattern} matches no {kind} of this model (of {len(names)}).", hint)
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)]
 
@@ -191,8 +177,4 @@ def freeze(model: nn.Module, text: str) -> list[str]:
     frozen = matching(patterns(text), list(named), FROZEN, "parameter")
     for name in frozen:
         named[name].requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            f"{FROZEN} {text} leaves nothing to train.", f"a narrower pattern: {FROZEN} {frozen[0]}"
-        )
     return frozen

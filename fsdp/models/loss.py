@@ -102,13 +102,7 @@ def squared_normalizers(logits: Tensor, scores: Tensor, targets: Tensor) -> Tens
 
 
 def cross_entropy_parts(
-    logits: Tensor,
-    targets: Tensor,
-    valid: Tensor,
-    *,
-    per_row: bool = False,
-    summed: SummedEntropy = summed_entropy,
-    z_loss: float = 0.0,
+    logits: Tensor, targets: Tensor, valid: Tensor, summed: SummedEntropy, per_row: bool, z_loss: float
 ) -> LossParts:
     """Sums in at least fp32 over valid rows and unmasked targets. `summed` is `summed_entropy`, compiled.
     `z_loss` is added in training alone, and is in no row.
@@ -412,8 +406,7 @@ class LossFunction:
     def _parts(self, output: Output, targets: Tensor, valid: Tensor) -> LossParts:
         assert output.logits is not None
         self.counts_tokens, self.classifies = targets.dim() > 1, True
-        more: Any = {"per_row": self.per_row, "summed": self._summed, "z_loss": self._z_loss}
-        return cross_entropy_parts(output.logits, targets, valid, **more)
+        return cross_entropy_parts(output.logits, targets, valid, self._summed, self.per_row, self._z_loss)
 
     def _own(
         self, output: Output, loss: Tensor, labels: Tensor | None, valid: Tensor, total: Tensor | None

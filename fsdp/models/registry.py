@@ -270,8 +270,7 @@ def _faults(model: nn.Module) -> Iterator[tuple[str, str]]:
             yield fault, "max_norm=None, and scale the rows after the lookup"
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
-            fault = f"{key} has no shape before the first forward, but sharding comes before it"
-            yield fault, "nn.Linear(IN, OUT) in place of nn.LazyLinear(OUT), and so for every lazy module"
+            yield f"{key} has no shape before the first forward", "nn.Linear in place of nn.LazyLinear"
     for key, parameter in model.named_parameters():
         kind = type(parameter)
         if parameter.is_complex():

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private import ConvertedModule
 from fsdp.models.init import Constant, Init, Normal, draw_parameters
 from fsdp.models.packed import Documents, documents_of
@@ -52,12 +51,6 @@ class TransformerSizes:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "ffn", self.ffn or 64 * math.ceil(self.width * 8 / 3 / 64))
         check_multiple(self, "heads", "kv_heads")
-        if self.head_dim % 2:
-            raise ConfigError(
-                f"--model.args.head_dim {self.head_dim}, by default width {self.width} over heads "
-                f"{self.heads}, is odd: rotary positions turn pairs.",
-                f"--model.args.head_dim {self.head_dim + 1}",
-            )
 
 
 # ---------------------------------------------------------------- modules
@@ -159,14 +152,7 @@ class Transformer(ConvertedModule):
             self.init_buffers(self.embedding.weight.device)
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        length = tokens.shape[1]
-        if length > self.sizes.max_seq_len:
-            raise ConfigError(
-                f"a sequence of {length} tokens is longer than --model.args.max_seq_len "
-                f"{self.sizes.max_seq_len}.",
-                f"--model.args.max_seq_len {length}",
-            )
-        rotary = self._rotary(length, position_ids)
+        rotary = self._rotary(tokens.shape[1], position_ids)
         x = self.dropout(self.embedding(tokens))
         head_dim = 2 * self.rotary_cos.shape[1]
         documents = None if position_ids is None else documents_of(position_ids, x, head_dim)

@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.base.text import nearest
 from fsdp.base.torch_private import WRAPPER_NAMES, tree_leaves
 
 Unit = list[nn.Module]
@@ -74,16 +73,7 @@ def _joined(units: Sequence[Unit], count: int) -> list[Unit]:
 
 def _own_units(model: nn.Module) -> list[Unit]:
     declared: Any = model.units()  # type: ignore[operator]
-    units: list[Unit] = [list(unit) if isinstance(unit, (list, tuple)) else [unit] for unit in declared]
-    members = set(model.modules())
-    for module in (module for unit in units for module in unit):
-        if module not in members or isinstance(module, _HOLDERS):
-            raise ConfigError(
-                f"units() of {type(model).__name__} gave a {type(module).__name__}, which is no module "
-                "inside it with a forward.",
-                "return modules of the model: [*self.blocks]",
-            )
-    return units
+    return [list(unit) if isinstance(unit, (list, tuple)) else [unit] for unit in declared]
 
 
 # ---------------------------------------------------------------- repeated blocks
@@ -145,7 +135,7 @@ def _of_class(model: nn.Module, names: Sequence[str]) -> list[Unit]:
             raise ConfigError(
                 f"--mesh.wrap class:{name}: {type(model).__name__} has no such class with parameters, "
                 f"only {', '.join(usable[:20]) or 'itself'}.",
-                nearest(name, usable, "--mesh.wrap class:{}", "--mesh.wrap auto", cutoff=0.5),
+                "--mesh.wrap auto",
             )
     return [[module] for module in model.modules() if type(module).__name__ in names]
 
@@ -300,13 +290,3 @@ def batch_norms(model: nn.Module) -> list[str]:
     transformers and timm have classes of their own with BatchNorm as a base.
     """
     return [name for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)]
-
-
-def extra_states(model: nn.Module) -> list[str]:
-    """The names of modules with a state beside parameters and buffers, which no checkpoint restores."""
-    plain = nn.Module.get_extra_state
-    return [
-        name or type(module).__name__
-        for name, module in model.named_modules()
-        if type(module).get_extra_state is not plain
-    ]

@@ -180,7 +180,7 @@ def _source(
         return lambda name: _drawn_whole(inits, seed, name, shapes[name]) if name in inits else None
     draws = spec.draws(seed, functools.partial(build_on_host, spec, seed)) if weights is None else None
     if draws is not None:
-        return draws.take
+        return draws.get
     if weights is None:
         return _built(spec, seed)
     state, names = weights(), all_names(root)

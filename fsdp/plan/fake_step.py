@@ -38,7 +38,7 @@ from fsdp.dist.collectives import tensors_in
 from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.models import ModelSpec, to_empty, transformer, vision
 from fsdp.models import resolve as resolve_model
-from fsdp.models.chunked_loss import maybe_chunked
+from fsdp.models.chunked_loss import ChunkedHead
 from fsdp.models.hf import group_experts, resolve_folder
 from fsdp.models.loss import LossFunction, load_loss, summed_entropy
 from fsdp.models.registry import PREFIX, blame
@@ -276,7 +276,8 @@ def stage(ask: FakeRun) -> Iterator[tuple[StepParts, Buckets | None, Subject]]:
     model = model_of(config, subject.spec)
     group_experts(model)
     z_loss = config.train.z_loss
-    head = maybe_chunked(model, config.memory.loss_chunk, z_loss=z_loss)
+    chunk = config.memory.loss_chunk
+    head = ChunkedHead(model, chunk, z_loss=z_loss) if chunk else None
     summed = _fused_entropy if ask.compiled else summed_entropy
     loss_function = LossFunction(model, load_loss(config.train.loss), head, summed=summed, z_loss=z_loss)
     # Compiled and float8 kernels cannot run on fake tensors; estimate.py names what that leaves out. Hooks of

@@ -155,10 +155,10 @@ def loss_function(parts: RunParts, model: nn.Module) -> LossFunction:
             log.warning("%s", line)
     head = None
     if memory.loss_chunk:
-        from fsdp.models.chunked_loss import maybe_chunked
+        from fsdp.models.chunked_loss import ChunkedHead
 
         compiled = job.sharding.compiled
-        head = maybe_chunked(model, memory.loss_chunk, compiled=compiled, z_loss=train.z_loss)
+        head = ChunkedHead(model, memory.loss_chunk, compiled=compiled, z_loss=train.z_loss)
     summed = torch.compile(summed_entropy) if job.sharding.compiled else summed_entropy
     return LossFunction(model, job.loss, head, summed=summed, z_loss=train.z_loss)
 

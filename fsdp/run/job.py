@@ -32,7 +32,7 @@ from fsdp.models import resolve as resolve_model
 from fsdp.models.init import seeded, to_empty
 from fsdp.models.loss import CustomLoss, LossFunction, load_loss
 from fsdp.models.registry import POSITIONS, check_parameters
-from fsdp.models.units import batch_norms, extra_states, kept_tensors
+from fsdp.models.units import batch_norms, kept_tensors
 from fsdp.optim.optimizer import Schedule, load_factory
 from fsdp.optim.state import TrainState
 from fsdp.parallel.checks import check_device, stale_reference

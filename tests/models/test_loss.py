@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
-from fsdp.models.loss import LossFunction, count_tokens, cross_entropy_parts
+from fsdp.models.loss import LossFunction, count_tokens, cross_entropy_parts, summed_entropy
 
 VALID = torch.tensor([True, True, False])
 INPUTS, TARGETS = torch.randn(3, 4), torch.tensor([1, 0, 2])
@@ -157,7 +157,8 @@ def test_pictures_have_their_classes_in_dimension_1_as_in_torch(sizes: tuple[int
     logits = torch.randn(2, classes, height, width)
     targets = torch.randint(0, classes, (2, height, width))
     targets[0, 0, 0] = -100
-    parts = cross_entropy_parts(logits, targets, torch.ones(2, dtype=torch.bool))
+    valid = torch.ones(2, dtype=torch.bool)
+    parts = cross_entropy_parts(logits, targets, valid, summed_entropy, False, 0.0)
     expected = F.cross_entropy(logits, targets, reduction="sum")
     assert parts.loss_sum.item() == pytest.approx(expected.item(), rel=1e-6)
 

@@ -61,8 +61,8 @@ def mean_over_tokens(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
     """The mean over the tokens of each micro-batch, weighted by its rows."""
 
     def make(parts_of: Any) -> Any:
-        def broken(logits: Tensor, targets: Tensor, valid: Tensor, **more: Any) -> LossParts:
-            parts = parts_of(logits, targets, valid, **more)
+        def broken(logits: Tensor, targets: Tensor, valid: Tensor, *more: Any) -> LossParts:
+            parts = parts_of(logits, targets, valid, *more)
             counted = (targets[valid] != -100).sum().clamp(min=1)
             return replace(parts, loss_sum=parts.loss_sum / counted * valid.sum() * targets.shape[-1])
 
