@@ -124,18 +124,12 @@ def check_float8(speed: SpeedSection, device: torch.device) -> None:
         )
     if speed.float8_emulate:
         return
-    if device.type != "cuda":
+    has = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if has < (needed := NEEDED[speed.float8]):
         raise ConfigError(
-            f"--speed.float8 {speed.float8} needs a GPU that multiplies in float8, and this is "
-            f"{device.type}.",
+            f"--speed.float8 {speed.float8} needs a GPU of compute capability {needed[0]}.{needed[1]}, and this "
+            f"{device.type} has {has[0]}.{has[1]}.",
             "--speed.float8 off, or --speed.float8_emulate true to try the rounding",
-        )
-    has, needed = torch.cuda.get_device_capability(device), NEEDED[speed.float8]
-    if has < needed:
-        raise ConfigError(
-            f"--speed.float8 {speed.float8} needs compute capability {needed[0]}.{needed[1]}, and "
-            f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}.",
-            "--speed.float8 off",
         )
 
 
@@ -153,24 +147,19 @@ def check_float8_tokens(speed: SpeedSection, samples: int, seq_len: int) -> None
     )
 
 
-def convertible(units: Sequence[Sequence[nn.Module]]) -> list[nn.Linear]:
-    """The layers that a float8 product takes: the hardware requires sizes that are multiples of 16."""
-    blocks = blocks_of([list(unit) for unit in units])
-    layers = dict.fromkeys(m for block in blocks for m in block.modules() if type(m) is nn.Linear)
-    return [m for m in layers if m.in_features % 16 == 0 and m.out_features % 16 == 0]
-
-
 def apply_float8(units: Sequence[Sequence[nn.Module]], speed: SpeedSection, *, sharded: bool) -> None:
     """Applied before checkpointing, compile and sharding."""
     if speed.float8 == "off":
         return
-    chosen = {id(layer) for layer in convertible(units)}
+    blocks = blocks_of([list(unit) for unit in units])
+    layers = [module for block in blocks for module in block.modules() if type(module) is nn.Linear]
+    # The hardware requires sizes that are multiples of 16.
+    chosen = {id(layer) for layer in layers if layer.in_features % 16 == layer.out_features % 16 == 0}
     if not chosen:
-        raise ConfigError(
-            f"--speed.float8 {speed.float8}: no nn.Linear within the model's blocks has sizes that are "
-            "multiples of 16.",
-            "--speed.float8 off, or --model.args with such widths",
+        fault = (
+            f"--speed.float8 {speed.float8}: no nn.Linear of the blocks has sizes that are multiples of 16."
         )
+        raise ConfigError(fault, "--speed.float8 off, or --model.args with such widths")
     torchao: Any = importlib.import_module("torchao.float8")
     recipe = dataclasses.replace(
         torchao.Float8LinearConfig.from_recipe_name(speed.float8),
@@ -180,7 +169,7 @@ def apply_float8(units: Sequence[Sequence[nn.Module]], speed: SpeedSection, *, s
         # the products that sum over them. Others are computed as they are.
         pad_inner_dim=True,
     )
-    for block in blocks_of([list(unit) for unit in units]):
+    for block in blocks:
         torchao.convert_to_float8_training(
             block, config=recipe, module_filter_fn=lambda layer, _: id(layer) in chosen
         )

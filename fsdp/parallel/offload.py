@@ -1,10 +1,9 @@
 """Host memory in place of the device's: activations between forward and backward, optimizer states between
 updates.
 
-Activations: everything that a unit keeps is copied to pinned host memory behind the next unit, and back ahead
-of its use; with recomputation its inputs, which are all that checkpointing keeps. The last unit's stay:
-backward begins with them. At most two units' are on the device, on their way out or back. Parameters and
-buffers are never copied: gathered ones are gathered again.
+Activations: everything that a unit keeps is copied to pinned host memory beside the computation, and back at
+its use; with recomputation its inputs, which are all that checkpointing keeps. The last unit's stay:
+backward begins with them. Parameters and buffers are never copied: gathered ones are gathered again.
 
 Optimizer states: the update goes part by part. A part's states are copied to the device, updated there by the
 optimizer's own kernel, and copied back. The numbers are those of an update on the device, to the bit: it is
@@ -18,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -195,180 +193,84 @@ def apply_activation_offload(
     """
     blocks = blocks_of(units)
     if not blocks:
-        raise ConfigError(
-            "--memory.activation_offload true works on units, and this model has none.", WRAP_HINT
-        )
-    carrier = OffloadStreams(device)
+        fault = "--memory.activation_offload true works on units, and this model has none."
+        raise ConfigError(fault, WRAP_HINT)
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     for block in blocks[:-1] or blocks:
         if compiled and (call := compiled_call(block)) is not None:
-            set_compiled_call(block, _Offloaded(block, call, carrier))
+            set_compiled_call(block, Offloaded(block, call, device, stream))
         else:
-            block.forward = _Offloaded(block, block.forward, carrier)  # type: ignore[method-assign]
+            block.forward = Offloaded(block, block.forward, device, stream)  # type: ignore[method-assign]
 
 
-class OffloadStreams:
-    """The two streams over the bus, and the copies in progress. On a CPU there is no stream and nothing
-    waits.
-    """
+class Offloaded:
+    """A unit's forward under hooks that copy the tensors it keeps to the host, on a stream of their own."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.smallest = SMALLEST if device.type == "cuda" else 0
+    def __init__(
+        self, block: nn.Module, forward: Callable[..., Any], device: torch.device, stream: Any
+    ) -> None:
+        self._block, self._forward, self._device, self._stream = block, forward, device, stream
         self.copied = 0
         """Bytes copied out so far."""
-        self._out: Any = None
-        self._back: Any = None
-        self._leaving: Passage | None = None
-        self._latest: weakref.ref[Passage] | None = None
 
-    def streams(self) -> tuple[Any, Any]:
-        if self._out is None and self.device.type == "cuda":
-            self._out, self._back = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
-        return self._out, self._back
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        # The sources live until the end: the address of a freed storage may be another's later.
+        kept: dict[tuple[Any, ...], tuple[Tensor, _Kept]] = {}
+        own: set[int] = set()
 
-    def begin(self, module: nn.Module) -> Passage:
-        """The previous one is held by a weak reference: a graph that is dropped frees its copies."""
-        before = self._latest() if self._latest is not None else None
-        passage = Passage(self, module, before)
-        self._latest = weakref.ref(passage)
-        return passage
+        def pack(tensor: Tensor) -> Any:
+            if not own:  # at the first kept tensor: a unit is gathered only within its forward
+                held = [*self._block.parameters(), *self._block.buffers()]
+                own.update(id(t.untyped_storage()) for t in held if type(t) in (Tensor, nn.Parameter))
+            storage = id(tensor.untyped_storage()) if type(tensor) is Tensor else 0
+            least = SMALLEST if self._stream is not None else 1
+            elsewhere = tensor.device.type != self._device.type or isinstance(viewed(tensor), nn.Parameter)
+            if not storage or storage in own or elsewhere or tensor.nbytes < least:
+                return tensor
+            key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+            if key not in kept:
+                pinned = self._stream is not None
+                host = torch.empty_like(tensor, device="cpu", pin_memory=pinned, requires_grad=False)
+                if host.stride() != tensor.stride():
+                    return tensor  # compiled backwards rely on strides
+                self._copy_out(tensor.detach(), host)
+                kept[key] = tensor.detach(), _Kept(host)
+            kept[key][1].uses += 1
+            return kept[key][1]
 
-    def left(self, passage: Passage) -> None:
-        """Called after a unit's forward. The previous unit's tensors may be freed once they are copied."""
-        passage.record_copy()
-        if self._leaving is not None:
-            self._leaving.release()
-        self._leaving = passage
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+            return self._forward(*args, **kwargs)
 
-
-class Passage:
-    """One forward of one unit: the tensors that it keeps, out and back. The graph holds them: one that is
-    dropped frees its copies.
-    """
-
-    def __init__(self, carrier: OffloadStreams, module: nn.Module, before: Passage | None) -> None:
-        self._carrier, self._module = carrier, module
-        self._before = weakref.ref(before) if before is not None else None
-        self._kept: weakref.WeakValueDictionary[tuple[Any, ...], _Kept] = weakref.WeakValueDictionary()
-        self._own: set[int] | None = None
-        self._out_done: Any = None
-        self._back_done: Any = None
-        self._fetched = False
-
-    def pack(self, tensor: Tensor) -> Any:
-        if not self._is_copied(tensor):
-            return tensor
-        place = (id(tensor.untyped_storage()), tensor.storage_offset())
-        key = (*place, tensor.shape, tensor.stride(), tensor.dtype)
-        kept = self._kept.get(key)
-        if kept is None:
-            out, _ = self._carrier.streams()
-            host = torch.empty_like(tensor, device="cpu", pin_memory=out is not None, requires_grad=False)
-            if host.stride() != tensor.stride():
-                return tensor  # compiled backwards rely on strides
-            self._copy_out(tensor.detach(), host, out)
-            kept = self._kept[key] = _Kept(self, tensor.detach(), host)
-        kept.uses += 1
-        return kept
-
-    def _copy_out(self, source: Tensor, host: Tensor, out: Any) -> None:
-        self._carrier.copied += source.nbytes
-        if out is None:
+    def _copy_out(self, source: Tensor, host: Tensor) -> None:
+        self.copied += source.nbytes
+        if self._stream is None:
             host.copy_(source)
             return
-        out.wait_stream(torch.cuda.current_stream(self._carrier.device))
-        with torch.cuda.stream(out):
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
             host.copy_(source, non_blocking=True)
+        source.record_stream(self._stream)  # its memory is another's only when it is copied
 
-    def _is_copied(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.device.type != self._carrier.device.type:
-            return False
-        if tensor.nbytes < max(1, self._carrier.smallest) or isinstance(viewed(tensor), nn.Parameter):
-            return False
-        if self._own is None:
-            # Read at the first kept tensor: a unit is gathered only within its forward.
-            own = [*self._module.parameters(), *self._module.buffers()]
-            self._own = {id(t.untyped_storage()) for t in own if type(t) in (Tensor, nn.Parameter)}
-        return id(tensor.untyped_storage()) not in self._own
-
-    def record_copy(self) -> None:
-        out, _ = self._carrier.streams()
-        self._out_done = out.record_event() if out is not None else None
-
-    def release(self) -> None:
-        """Frees the device's copies: the stream that reuses their memory waits for the copy, the host
-        does not.
-        """
-        if self._out_done is not None:
-            torch.cuda.current_stream(self._carrier.device).wait_event(self._out_done)
-        for kept in self._kept.values():
-            kept.source = None
-
-    def fetch(self) -> None:
-        """At the first use in backward: copies this unit's back at once, unless they are on their way,
-        and the previous unit's behind them.
-        """
-        self._begin_fetch()
-        done, self._back_done = self._back_done, None
-        if done is not None:
-            # An event and not the stream: the next unit's copies are behind it there, and need not be waited
-            # for.
-            torch.cuda.current_stream(self._carrier.device).wait_event(done)
-        before = self._before() if self._before is not None else None
-        if before is not None:
-            before._begin_fetch()
-
-    def _begin_fetch(self) -> None:
-        if self._fetched:
-            return
-        self._fetched = True
-        _, back = self._carrier.streams()
-        for kept in self._kept.values():
-            kept.back = kept.source  # None if it has left
-            if kept.back is None and back is not None:
-                back.wait_event(self._out_done)
-                with torch.cuda.stream(back):
-                    kept.back = kept.host.to(self._carrier.device, non_blocking=True)
-            kept.source = None
-        self._back_done = back.record_event() if back is not None else None
+    def _unpack(self, kept: Any) -> Tensor:
+        if not isinstance(kept, _Kept):
+            return kept  # type: ignore[no-any-return]
+        if kept.back is None:
+            if self._stream is not None:
+                torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            kept.back = kept.host.to(self._device, non_blocking=True)
+        value = kept.back
+        kept.uses -= 1
+        if kept.uses <= 0:
+            kept.back = None
+        return value
 
 
 class _Kept:
     """One tensor that autograd keeps: its host copy, and the device's while it is used."""
 
-    def __init__(self, passage: Passage, source: Tensor, host: Tensor) -> None:
-        self.passage, self.host = passage, host
-        self.source: Tensor | None = source
+    def __init__(self, host: Tensor) -> None:
+        self.host = host
         self.back: Tensor | None = None
         self.uses = 0
-
-    def take(self, device: torch.device) -> Tensor:
-        self.passage.fetch()
-        if self.back is None:  # on a CPU, or a second backward over the same graph
-            self.back = self.host.to(device)
-        value = self.back
-        if device.type == "cuda":
-            value.record_stream(torch.cuda.current_stream(device))
-        self.uses -= 1
-        if self.uses <= 0:
-            self.back = None
-        return value
-
-
-class _Offloaded:
-    """A unit's forward under hooks that receive the tensors it keeps."""
-
-    def __init__(self, block: nn.Module, forward: Callable[..., Any], carrier: OffloadStreams) -> None:
-        self._block, self._forward, self.carrier = block, forward, carrier
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
-        passage = self.carrier.begin(self._block)
-        with torch.autograd.graph.saved_tensors_hooks(passage.pack, self._unpack):
-            output = self._forward(*args, **kwargs)
-        self.carrier.left(passage)
-        return output
-
-    def _unpack(self, kept: Any) -> Tensor:
-        return kept.take(self.carrier.device) if isinstance(kept, _Kept) else kept
