@@ -127,8 +127,8 @@ def check_float8(speed: SpeedSection, device: torch.device) -> None:
     has = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if has < (needed := NEEDED[speed.float8]):
         raise ConfigError(
-            f"--speed.float8 {speed.float8} needs a GPU of compute capability {needed[0]}.{needed[1]}, and this "
-            f"{device.type} has {has[0]}.{has[1]}.",
+            f"--speed.float8 {speed.float8} needs a GPU of compute capability {needed[0]}.{needed[1]}, and "
+            f"this {device.type} has {has[0]}.{has[1]}.",
             "--speed.float8 off, or --speed.float8_emulate true to try the rounding",
         )
 
