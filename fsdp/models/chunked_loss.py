@@ -107,8 +107,7 @@ class ChunkedHead:
         if self._sums is not None:
             raise self.refusal(f"{self.name} is called twice in a forward")
         if hidden.shape[:-1] != targets.shape:
-            shapes = f"{tuple(hidden.shape[:-1])} positions for targets of {tuple(targets.shape)}"
-            raise self.refusal(f"{self.name} receives {shapes}")
+            raise self.refusal(f"{self.name} receives other positions than the targets'")
         operands = (hidden.reshape(-1, hidden.shape[-1]), self._layer.weight, self._layer.bias)
         rows, weight, bias = (_autocast(operand, hidden.device.type) for operand in operands)
         sizes, flat = _chunk_sizes(targets.numel(), self._chunk), targets.reshape(-1)

@@ -9,7 +9,6 @@ files (fsdp/checkpoint/pretrained.py), or who receives them (fsdp/parallel/mater
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp.base.errors import ConfigError
 from fsdp.models.init import name_seed
 from fsdp.models.units import all_names, first_names
-
-log = logging.getLogger(__name__)
 
 _FLAG = "_is_hf_initialized"
 """transformers' mark on a tensor that its init functions leave unchanged."""
@@ -225,21 +223,14 @@ def _real(model: nn.Module, path: str, make: Callable[..., Tensor]) -> Iterator[
 
 
 class ModuleDraws(Mapping[str, Tensor]):
-    """The state dict of a model that `build` makes; a tied tensor is drawn under the first of its names.
+    """The state dict of a model that `build` makes; a tied tensor is drawn under the first of its names."""
 
-    Where transformers' initialisation leaves a value to the constructor, `build_whole` makes the model on the
-    host, once.
-    """
-
-    def __init__(
-        self, build: Callable[[], nn.Module], seed: int, build_whole: Callable[[], nn.Module]
-    ) -> None:
+    def __init__(self, build: Callable[[], nn.Module], seed: int) -> None:
         with torch.device("meta"):
             self._model: Any = build()
-        self._seed, self._build_whole = seed, build_whole
+        self._seed = seed
         self._first = first_names(self._model)
         self._last: tuple[str | None, dict[str, Tensor]] = (None, {})
-        self._whole: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         path, _, key = self._first[name].rpartition(".")
@@ -247,7 +238,12 @@ class ModuleDraws(Mapping[str, Tensor]):
             self._last = (None, {})  # freed before the next is drawn
             self._last = (path, self._drawn(path))
         tensor = self._last[1][key]
-        return tensor if _is_filled(tensor) else self._of_constructor(self._first[name])
+        if not _is_filled(tensor):
+            raise ConfigError(
+                f"transformers does not initialise {name} of {type(self._model).__name__}.",
+                "--model.weights FILE, or a factory of your own that builds it: --model.name my_module:build",
+            )
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._model.state_dict())
@@ -265,15 +261,6 @@ class ModuleDraws(Mapping[str, Tensor]):
                 initialise(self._model, ".".join(parts[:depth]), ())
             module = self._model.get_submodule(path)
             return {key: getattr(module, key).detach() for key in keys}
-
-    def _of_constructor(self, name: str) -> Tensor:
-        if not self._whole:
-            log.warning(
-                "transformers does not initialise %s: the model is built whole on the host once", name
-            )
-            model = self._build_whole()
-            self._whole = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        return self._whole[name].detach()
 
 
 def _unfilled(tensor: Tensor, *, device: str) -> Tensor:

@@ -38,10 +38,9 @@ HOST_BLOCKS, DEVICE_BLOCKS = 4, 64
 
 @dataclass(frozen=True)
 class Normal:
-    """Mean 0; `clip=k` clamps at ±k·std."""
+    """Mean 0."""
 
     std: float
-    clip: float | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def name_seed(seed: int, name: str, nbytes: int) -> int:
 @functools.cache
 def draws_as_the_host(device: torch.device) -> bool:
     """Compares a block of each distribution. The host waits for the device."""
-    for init in (Normal(0.02, clip=3.0), Uniform(0.1)):
+    for init in (Normal(0.02), Uniform(0.1)):
         key = name_seed(0, "compared", 16)
         drawn = _fill(torch.empty(BLOCK, device=device), init, key, 0, _device_words, 1).cpu()
         if not torch.equal(drawn, draw(init, 0, "compared", 0, BLOCK)):
@@ -162,11 +161,7 @@ _SQRT_HALF_BITS = 0x3F3504F3
 def _values(words: Tensor, init: Normal | Uniform) -> Tensor:
     if isinstance(init, Uniform):
         return words.float().mul_(2.0**-31).mul_(init.bound)
-    values = _normal(words).mul_(init.std)
-    if init.clip is not None:
-        limit = torch.tensor(init.clip * init.std, dtype=torch.float32).item()
-        values.clamp_(-limit, limit)
-    return values
+    return _normal(words).mul_(init.std)
 
 
 def _normal(words: Tensor) -> Tensor:

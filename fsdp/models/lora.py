@@ -164,7 +164,8 @@ def matching(wanted: Sequence[str], names: Sequence[str], flag: str, kind: str) 
     """
     for pattern in wanted:
         if not fnmatch.filter(names, pattern):
-            hint = nearest(pattern, names, f"{flag} {{}}", f"{flag} '*{pattern}*'", cutoff=0.3)
+            wider = [wide for wide in (f"{pattern}.*", f"*.{pattern}") if fnmatch.filter(names, wide)]
+            hint = nearest(pattern, wider or names, f"{flag} {{}}", f"leave {flag} out", cutoff=0.3)
             raise ConfigError(f"{flag} {pattern} matches no {kind} of this model (of {len(names)}).", hint)
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)]
 

@@ -95,13 +95,15 @@ def uses_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
     """Its kernel is FlashAttention: half precision, compute capability 8.0, head_dim a multiple of 8.
     Not used where --speed.attention names another one.
     """
-    if device.type != "cuda" or dtype not in VARLEN_DTYPES or varlen_kernel() is None:
-        return False
-    if not torch.backends.cuda.flash_sdp_enabled():
-        return False
-    if head_dim % 8 or head_dim > VARLEN_HEAD_DIM:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return (
+        device.type == "cuda"
+        and dtype in VARLEN_DTYPES
+        and varlen_kernel() is not None
+        and torch.backends.cuda.flash_sdp_enabled()
+        and head_dim % 8 == 0
+        and head_dim <= VARLEN_HEAD_DIM
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:

@@ -60,13 +60,13 @@ class ModelSpec:
     pretrained: Any = None
     """The hf.PretrainedFolder of a model of transformers."""
 
-    def draws(self, seed: int, build_whole: Callable[[], nn.Module]) -> ModuleDraws | None:
+    def draws(self, seed: int) -> ModuleDraws | None:
         """Random weights module by module, for a model of transformers that --model.name names."""
         if self.pretrained is None:
             return None
         from fsdp.models.hf_weights import ModuleDraws
 
-        return ModuleDraws(self.build, seed, build_whole)
+        return ModuleDraws(self.build, seed)
 
 
 def resolve(section: ModelSection, facts: Facts) -> ModelSpec:
@@ -105,7 +105,7 @@ def build_real(spec: ModelSpec, seed: int, device: str | torch.device = "cpu") -
         return model
     with seeded(seed), torch.device("cpu"):
         model = spec.build()
-    draws = spec.draws(seed, lambda: model)
+    draws = spec.draws(seed)
     if draws is not None:
         model.load_state_dict(draws)
     return model.to(device)
@@ -344,12 +344,11 @@ def make_sizes(cls: type[Sizes], args: Mapping[str, Any], owner: str) -> Sizes:
         if name not in defaults:
             raise unknown_argument(name, list(defaults), "--model.args", owner)
         default, kind = defaults[name], type(defaults[name])
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        fits = type(value) is kind or (kind is float and type(value) is int)
         least = 1 if kind is int and default else 0
-        if not (isinstance(value, bool) if kind is bool else number and kind(value) == value >= least):
-            wanted = {bool: "true or false", int: f"a whole number from {least}", float: "a number from 0"}
-            hint = f"--model.args.{name} {str(default).lower()}"
-            raise ConfigError(f"--model.args.{name} {value} is not {wanted[kind]}.", hint)
+        if not fits or value < least:
+            fault = f"--model.args.{name} {value} is no {kind.__name__} from {least}."
+            raise ConfigError(fault, f"--model.args.{name} {str(default).lower()}")
     return cls(**{name: type(defaults[name])(value) for name, value in args.items()})
 
 

@@ -152,19 +152,17 @@ class Transformer(ConvertedModule):
             self.init_buffers(self.embedding.weight.device)
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        rotary = self._rotary(tokens.shape[1], position_ids)
+        tables = (self.rotary_cos, self.rotary_sin)
+        if position_ids is None:
+            rotary = Rotary(*(table[: tokens.shape[1]] for table in tables))
+        else:
+            rotary = Rotary(*(table[position_ids].unsqueeze(1) for table in tables))
         x = self.dropout(self.embedding(tokens))
         head_dim = 2 * self.rotary_cos.shape[1]
         documents = None if position_ids is None else documents_of(position_ids, x, head_dim)
         for block in self.blocks:
             x = block(x, rotary, documents)
         return self.head(self.norm(x))
-
-    def _rotary(self, length: int, position_ids: Tensor | None) -> Rotary:
-        if position_ids is None:
-            return Rotary(self.rotary_cos[:length], self.rotary_sin[:length])
-        cos, sin = (table[position_ids].unsqueeze(1) for table in (self.rotary_cos, self.rotary_sin))
-        return Rotary(cos, sin)
 
     def units(self) -> list[nn.Module | list[nn.Module]]:
         """A tied embedding and head are one parameter, in the root's group with the norm. So are small ones:

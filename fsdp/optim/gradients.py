@@ -73,7 +73,8 @@ class Gradients:
         if self._sharded and self._group is not None and self._group.size() > 1:
             if square is None:
                 first = self._sharded[0]
-                square = torch.zeros((), dtype=_summed(first.dtype), device=first.device)
+                wide = torch.float32 if first.dtype == torch.bfloat16 else first.dtype
+                square = torch.zeros((), dtype=wide, device=first.device)
             dist.all_reduce(square, group=self._group)
         plain = self._square_sum(self._plain) if self._plain else None
         total = plain if square is None else square if plain is None else square + plain
@@ -109,11 +110,6 @@ class Gradients:
             norms += foreach_norm(some)
         self.norms += norms
         return torch.linalg.vector_norm(torch.stack(norms)).square()
-
-
-def _summed(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a norm of gradients in `dtype`."""
-    return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 class LossScaler:

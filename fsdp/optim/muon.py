@@ -50,7 +50,7 @@ def hidden_matrices(model: nn.Module, wanted: str = "") -> list[nn.Parameter]:
     if not matrices:
         raise ConfigError(
             "--optim.name muon finds no matrix inside repeated blocks of this model.",
-            f"{FLAG} '{_example(named)}' names them, or --optim.name adamw",
+            f"{FLAG} '*.weight' names them, or --optim.name adamw",
         )
     return list(dict.fromkeys(matrices))
 
@@ -71,10 +71,6 @@ def _repeated(named: dict[str, nn.Parameter]) -> Iterator[Place]:
     for places in alike.values():
         if len(places) > 1:
             yield from places
-
-
-def _example(named: dict[str, nn.Parameter]) -> str:
-    return next((n for n, p in named.items() if p.dim() == 2 and p.requires_grad), "*.weight")
 
 
 OWNED = 1 << 26

@@ -49,15 +49,7 @@ def is_custom(section: OptimSection) -> bool:
 
 def load_factory(section: OptimSection) -> Callable[..., Any] | None:
     """The user's factory, imported; None for a built-in name. Raises ConfigError."""
-    if not is_custom(section):
-        return None
-    factory = load_attribute(section.name, FLAG)
-    if factory is getattr(torch.optim, "Muon", None):
-        raise ConfigError(
-            f"{FLAG} {section.name} updates whole matrices alone: no shards, vectors or embeddings.",
-            f"{FLAG} muon",
-        )
-    return factory
+    return load_attribute(section.name, FLAG) if is_custom(section) else None
 
 
 def build_custom(section: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
@@ -305,23 +297,15 @@ class Schedule:
         if self._factor is None:
             return _rate(self._section, step, self._total)
         try:
-            factor = self._factor(step, self._total, self._section)
+            factor = float(self._factor(step, self._total, self._section))
+            if not 0 <= factor < math.inf:
+                raise ValueError(f"it returned {factor}, which is not a finite number from 0")
         except Exception as error:
             raise ConfigError(
                 f"--optim.schedule {self._section.schedule} failed at step {step}: {blame(error)}.",
-                "it is called with (step, total_steps, settings)",
+                "it is called with (step, total_steps, settings), and returns the factor of --optim.lr",
             ) from error
-        try:
-            number = float(factor)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not 0 <= number < math.inf:
-            raise ConfigError(
-                f"--optim.schedule {self._section.schedule} returned {factor!r} at step {step} of "
-                f"{self._total}, which is not a finite number from 0.",
-                "return the factor of --optim.lr, such as step / total_steps",
-            )
-        return self._section.lr * number
+        return self._section.lr * factor
 
 
 def _rate(section: OptimSection, step: int, total_steps: int) -> float:

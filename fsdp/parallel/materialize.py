@@ -177,8 +177,12 @@ def _source(
     """
     if weights is None and inits:
         shapes = {name: parameter.shape for name, parameter in root.named_parameters()}
-        return lambda name: _drawn_whole(inits, seed, name, shapes[name]) if name in inits else None
-    draws = spec.draws(seed, functools.partial(build_on_host, spec, seed)) if weights is None else None
+        return lambda name: (
+            draw(inits[name], seed, name, 0, shapes[name].numel()).view(shapes[name])
+            if name in inits
+            else None
+        )
+    draws = spec.draws(seed) if weights is None else None
     if draws is not None:
         return draws.get
     if weights is None:
@@ -200,10 +204,6 @@ def _built(spec: ModelSpec, seed: int) -> Take:
     model = build_on_host(spec, seed)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return lambda name: tensors.pop(name).detach() if name in tensors else None
-
-
-def _drawn_whole(inits: Mapping[str, Init], seed: int, name: str, shape: torch.Size) -> Tensor:
-    return draw(inits[name], seed, name, 0, shape.numel()).view(shape)
 
 
 def check_state_fits(

@@ -296,9 +296,8 @@ def frozen_base(config: Config, spec: ModelSpec, dtypes: Dtypes, digest: str) ->
             return {name: tensors[a] for name, aliases in names for a in aliases[::-1] if a in tensors}
         if spec.knows_inits:
             return build_real(spec, config.run.seed).state_dict()
-        whole = partial(build_on_host, spec, config.run.seed)
-        draws = spec.draws(config.run.seed, whole)
-        return whole().state_dict() if draws is None else draws
+        draws = spec.draws(config.run.seed)
+        return build_on_host(spec, config.run.seed).state_dict() if draws is None else draws
 
     stored = dtypes.frozen or dtypes.master
     return Base(digest, origin, config.lora, dtypes.master, stored, build, read)

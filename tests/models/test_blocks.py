@@ -133,8 +133,7 @@ def test_tied_units_go_to_the_root() -> None:
 @pytest.mark.parametrize(
     ("wrap", "says", "hint"),
     [
-        ("class:Blok", "no such class with parameters, only Embedding, Block, RMSNorm", "--mesh.wrap "
-            "class:Block"),
+        ("class:Blok", "no such class with parameters, only Embedding, Block, RMSNorm", "--mesh.wrap auto"),
         ("class:Block,Dropout", "--mesh.wrap class:Dropout", "--mesh.wrap auto"),
     ],
 )  # fmt: skip

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp.base.torch_private import prepare_torchvision
 from fsdp.models.hf_weights import ModuleDraws
@@ -22,16 +20,12 @@ def build(name: str) -> nn.Module:
     return small_hf.gemma3() if name == "gemma3" else _model(name)
 
 
-def refuse() -> nn.Module:
-    raise AssertionError("the model is built whole")
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_each_tensor_is_distributed_as_in_a_whole_model(name: str) -> None:
     prepare_torchvision()
     torch.manual_seed(0)
     whole = build(name).state_dict()
-    draws = ModuleDraws(lambda: build(name), 0, refuse)
+    draws = ModuleDraws(lambda: build(name), 0)
     assert draws.keys() == whole.keys()
     for key, expected in whole.items():
         found = draws[key]
@@ -42,26 +36,5 @@ def test_each_tensor_is_distributed_as_in_a_whole_model(name: str) -> None:
             assert float(found.std()) == pytest.approx(float(expected.std()), rel=0.3), key
         assert found.shape == expected.shape
         assert torch.equal(draws[key], found)
-    other = ModuleDraws(lambda: build(name), 1, refuse)
+    other = ModuleDraws(lambda: build(name), 1)
     assert any(not torch.equal(draws[key], other[key]) for key in whole)
-
-
-class OwnScale(nn.Module):
-    """A module whose constructor sets a value that no initialisation knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((3,), 5.0))
-
-
-def with_a_scale() -> nn.Module:
-    model: Any = small_hf.llama()
-    model.own = OwnScale()
-    return model
-
-
-def test_a_value_of_the_constructor_is_read_from_a_whole_model() -> None:
-    prepare_torchvision()
-    draws = ModuleDraws(with_a_scale, 0, with_a_scale)
-    found: Tensor = draws["own.scale"]
-    assert torch.equal(found, torch.full((3,), 5.0))

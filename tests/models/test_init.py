@@ -18,7 +18,7 @@ NAME = "blocks.0.attention.q.weight"
 LENGTH = 3 * BLOCK + 777
 
 
-@pytest.mark.parametrize("kind", [Normal(0.02), Normal(1.0, clip=2.0), Uniform(0.5), Constant(1.5)])
+@pytest.mark.parametrize("kind", [Normal(0.02), Normal(1.0), Uniform(0.5), Constant(1.5)])
 @pytest.mark.parametrize("parts", [2, 3, 7])
 def test_same_bits_however_cut(kind: Init, parts: int) -> None:
     whole = draw(kind, 3, NAME, 0, LENGTH)
@@ -47,7 +47,7 @@ def test_bits_do_not_depend_on_the_vector_instructions() -> None:
     assert int(done.stdout) == CHECKSUM, done.stderr
 
 
-@pytest.mark.parametrize("kind", [Normal(0.5, clip=1.0), Uniform(0.1)], ids=str)
+@pytest.mark.parametrize("kind", [Normal(0.5), Uniform(0.1)], ids=str)
 @pytest.mark.parametrize(("start", "numel"), [(0, BLOCK), (5, 10), (BLOCK - 3, 2 * BLOCK + 9)])
 def test_words_drawn_on_a_device_are_the_hosts(kind: Normal | Uniform, start: int, numel: int) -> None:
     key = init.name_seed(7, NAME, 16)

@@ -93,7 +93,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"name": "transfomer"}, "transfomer is not vit, transformer, mlp", "--model.name transformer"),
     ({"name": "vit", "preset": "smal"}, "smal is not one of vit's: small, wide", "--model.preset small"),
     ({"name": "transformer", "layer": 3}, "layer is not an argument", "--model.args.layers"),
-    ({"name": "transformer", "layers": 0}, "0 is not a whole number from 1", "--model.args.layers 2"),
+    ({"name": "transformer", "layers": 0}, "0 is no int from 1", "--model.args.layers 2"),
     ({"name": "transformer", "width": 100, "heads": 8}, "not a multiple", "--model.args.width 104"),
     ({"name": "vit", "image_size": 30}, "image_size 30 is not a multiple", "image_size 35"),
     ({"name": "transformer", "facts": DIGITS}, "reads tokens, but the data holds images", "--data.name text"),

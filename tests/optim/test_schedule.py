@@ -61,9 +61,15 @@ def test_a_function_s_factor_is_of_the_peak_rate_and_a_resumed_run_continues_it(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (f"--optim.schedule {OWN}nan_at_seven", "returned nan at step 7 of 20, which is not a finite number"),
-        (f"--optim.schedule {OWN}negative", "returned -1.0 at step 2 of 20, which is not a finite number"),
-        (f"--optim.schedule {OWN}words", "returned 'much' at step 1 of 20, which is not a finite number"),
+        (
+            f"--optim.schedule {OWN}nan_at_seven",
+            "failed at step 7: ValueError: it returned nan, which is not a finite number",
+        ),
+        (
+            f"--optim.schedule {OWN}negative",
+            "failed at step 2: ValueError: it returned -1.0, which is not a finite number",
+        ),
+        (f"--optim.schedule {OWN}words", "failed at step 1: ValueError: could not convert string to float"),
         (f"--optim.schedule {OWN}two_arguments", "failed at step 1: TypeError: two_arguments() takes 2"),
         (f"--optim.schedule {OWN}absent", "has no attribute 'absent'"),
     ],
