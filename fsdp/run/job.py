@@ -286,13 +286,6 @@ def trainable_model(spec: ModelSpec, seed: int, computed: torch.dtype) -> nn.Mod
     """
     model = meta_model(spec, seed)
     check_parameters(model, spec.name)
-    if owners := extra_states(model):
-        log.warning(
-            "%s (%d in all): get_extra_state is in no checkpoint and no export: a resumed run starts with "
-            "that of the constructor. HINT: register_buffer for what is to stay",
-            owners[0],
-            len(owners),
-        )
     if not model.training:
         model.train()
     for parameter in model.parameters():
