@@ -69,17 +69,6 @@ def test_epochs_that_were_complete_before_a_resume_end_the_run() -> None:
     assert Cursor(seed=0, samples=40, global_batch=1).resumed(2, 60).steps_of(1) == 1
 
 
-def test_a_huge_data_set_is_walked_in_place() -> None:
-    cursor = Cursor(seed=0, samples=10**15, global_batch=4096)
-    assert len(np.unique(cursor.indices(10**9))) == 4096
-
-
 def test_no_samples_is_the_persons_to_mend() -> None:
     with pytest.raises(ConfigError, match=r"no sample to train on.*HINT: .*--data.dir"):
         Cursor(seed=0, samples=0, global_batch=8)
-
-
-def test_the_epoch_after_a_step_counts_samples_exactly() -> None:
-    cursor = Cursor(seed=0, samples=1797, global_batch=64)
-    seen = np.cumsum([0, *(len(cursor.indices(step)) for step in range(90))])
-    assert [cursor.epoch(step) for step in range(91)] == [Fraction(int(count), 1797) for count in seen]

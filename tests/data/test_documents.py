@@ -57,33 +57,6 @@ def test_prompts_and_completions_without_a_tokenizer(tmp_path: Path) -> None:
     assert rows_of(stream.train)[1][0].tolist() == [-100, -100, -100, ord("2")]
 
 
-BUILD = """
-import sys
-from fsdp.config import DataSection
-from fsdp.data import build_dataset
-made = build_dataset(DataSection(name=sys.argv[1], seq_len=8))
-print(len(made.train), made.info.facts["fingerprint"])
-"""
-
-
-def test_processes_that_start_at_once_tokenize_once(tmp_path: Path, own_cache: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", texts(3000))
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", BUILD, str(path)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    said = [process.communicate() for process in started]
-    assert len({out for out, _ in said}) == 1
-    assert sum("shards" in err for _, err in said) == 1, said
-    assert not list(own_cache.rglob("*.partial*"))
-
-
 def test_a_folder_of_the_command_is_data(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", texts(300))
     done = subprocess.run([sys.executable, "-m", "fsdp.tokenize", str(path), str(tmp_path / "out")], cwd=ROOT)
@@ -158,16 +131,6 @@ def test_a_run_on_pairs_resumes_on_another_number_of_ranks(tmp_path: Path, own_c
     assert losses[0][:6] == pytest.approx(losses[1][:6], rel=1e-4)
     for name, tensor in whole.parameters.items():
         assert torch.allclose(tensor, parts.parameters[name], atol=1e-4), name
-
-
-@pytest.mark.parametrize("text", ["{", "null"])
-def test_a_broken_manifest_of_tokens_is_one_line(text: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenize.json").write_text(text)
-    for more in ({}, {"heldout": 0.2}, {"text": "body"}):
-        with pytest.raises(
-            ConfigError, match=r"tokenize\.json cannot be read, or is .* HINT: .* tokenize again$"
-        ):
-            data(tmp_path, **more)
 
 
 @pytest.mark.parametrize("rows", ["document", "packed"])

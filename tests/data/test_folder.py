@@ -15,7 +15,7 @@ from PIL import Image
 from fsdp.base.errors import TrainingError
 from fsdp.config import DataSection
 from fsdp.data import Cursor, DataSet, Loader, build_dataset
-from fsdp.data.images import ImageFiles, prepare
+from fsdp.data.images import ImageFiles
 from fsdp.dist.mesh import DataRank
 from tests.support.data_cache import own_cache as own_cache
 
@@ -68,18 +68,6 @@ def test_a_tensor_is_what_torchvisions_transforms_make(tmp_path: Path) -> None:
     assert ours["targets"].tolist() == [label for _, label in theirs]
 
 
-def test_a_photographs_rotation_is_followed(tmp_path: Path) -> None:
-    picture = Image.new("L", (8, 8), 0)
-    picture.paste(255, (0, 0, 8, 4))
-    exif = Image.Exif()
-    exif[0x0112] = 3  # upside down
-    picture.save(tmp_path / "turned.png", exif=exif)
-    with Image.open(tmp_path / "turned.png") as turned:
-        found = prepare(turned, GREY)
-    assert found[0, :4].max() == -1
-    assert found[0, 4:].min() == 1
-
-
 def test_files_of_sixteen_bits_are_refused(tmp_path: Path) -> None:
     Image.fromarray(np.zeros((8, 8), np.uint16)).save(tmp_path / "a.png")
     with pytest.raises(OSError, match=r"a.png: pixels of mode I;16, not of 8 bits: save 8 bits"):
@@ -100,15 +88,6 @@ def test_a_broken_picture_is_named_with_rank_and_step(tmp_path: Path) -> None:
     ):
         loader.step(0)
     loader.close()
-
-
-def test_hidden_files_are_left_out(tmp_path: Path) -> None:
-    """As macOS and notebooks write them beside pictures."""
-    make_two_classes(tmp_path, 3)
-    plain = folder(tmp_path)
-    (tmp_path / "red" / "._00.png").write_bytes(b"Mac OS X")
-    paint(tmp_path / "red" / ".ipynb_checkpoints" / "00-checkpoint.png", (255, 0, 0))
-    assert len(folder(tmp_path).train) == len(plain.train)
 
 
 @pytest.mark.parametrize(("train", "val"), [("train", "val"), ("training", "valid"), ("trainval", "test")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from typing import Any
 
 import numpy as np
@@ -74,15 +73,6 @@ def test_padding_is_spread_and_marked_at_the_end() -> None:
         )
 
 
-def test_a_rank_with_nothing_repeats_a_sample_that_counts_nowhere() -> None:
-    cursor = Cursor(seed=0, samples=2, global_batch=8)
-    batch = make(Numbers(2), cursor, rank=3, ranks=4).step(0)
-    assert batch.samples == 2
-    assert batch.micro[0].valid_rows == 0
-    assert batch.micro[0].valid.tolist() == [False, False]
-    assert set(batch.micro[0].data["inputs"].tolist()) <= {0, 1}
-
-
 @pytest.mark.parametrize("workers", [1, 3])
 def test_reading_ahead_gives_what_reading_in_the_step_gives(workers: int) -> None:
     cursor = Cursor(seed=2, samples=97, global_batch=8)
@@ -92,23 +82,6 @@ def test_reading_ahead_gives_what_reading_in_the_step_gives(workers: int) -> Non
         assert valid_numbers(found.micro) == valid_numbers(expected.micro)
         assert found.samples == expected.samples
     ahead.close()
-
-
-def test_the_next_steps_are_read_while_nobody_asks() -> None:
-    class Telling(Numbers):
-        third = threading.Event()
-
-        def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
-            result = super().batch(indices)
-            if len(self.read) == 3:
-                self.third.set()
-            return result
-
-    samples = Telling(100)
-    loader = make(samples, Cursor(seed=0, samples=100, global_batch=10), workers=1, prefetch=2)
-    loader.step(0)
-    assert samples.third.wait(20), "steps 1 and 2 were not read ahead"
-    loader.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -152,14 +125,6 @@ def test_each_heldout_sample_is_seen_once_by_one_rank(count: int, batch: int, ra
     assert {len(one.valid) for part in parts for one in part} == {batch}
     seen = sorted(n for part in parts for n in valid_numbers(part))
     assert len(seen) == len(set(seen)) == (limit or count)
-
-
-def test_an_evaluation_left_half_way_leaves_no_thread() -> None:
-    before = set(threading.enumerate())
-    batches = heldout_batches(Numbers(100), batch=5, rank=DataRank(0, 1), limit=0, workers=1)
-    next(batches)
-    batches.close()  # type: ignore[attr-defined]
-    assert set(threading.enumerate()) <= before
 
 
 class Masked(Numbers):

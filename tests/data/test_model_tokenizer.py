@@ -55,24 +55,6 @@ def test_other_data_take_none(folder: Path) -> None:
         assert tokenizer_of(DataSection(name=name), model) == "", name
 
 
-def test_which_models_have_one(folder: Path) -> None:
-    data = DataSection(name=str(folder.parent / "rows.jsonl"))
-    assert tokenizer_of(data, ModelSection(name="transformer", weights=str(folder))) == str(folder)
-    assert tokenizer_of(data, ModelSection(name="transformer", weights=f"hf:{folder}")) == str(folder)
-    for model in (
-        ModelSection(name="transformer"),
-        ModelSection(name=f"hf:{folder}/none"),
-        ModelSection(name="transformer", weights=str(folder.parent)),
-    ):
-        assert tokenizer_of(data, model) == ""
-
-
-def test_a_flag_goes_before_it(folder: Path) -> None:
-    model = ModelSection(name=f"hf:{folder}")
-    data = DataSection(name=str(folder.parent / "rows.jsonl"), tokenizer="bytes")
-    assert tokenizer_of(data, model) == "bytes"
-
-
 def test_a_mixture_takes_it_where_every_source_does(folder: Path) -> None:
     rows = MixedSource(name=str(folder.parent / "rows.jsonl"), label="rows")
     model = ModelSection(name=f"hf:{folder}")

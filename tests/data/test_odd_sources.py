@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,9 +47,7 @@ def written(name: str, content: bytes) -> Callable[[Path], Path]:
 READ: dict[str, Callable[[Path], Path]] = {
     "a folder with a link to itself": a_link_to_itself,
     "settings beside rows": lambda folder: put(folder, a_json=LIST, config_json=b"{}", LICENSE_=b"None."),
-    "bytes that are no text": written(os.fsdecode(b"a\xff.jsonl"), LINES),
     "brackets": written("a[1]*.json", LIST),
-    "upper case": written("A.JSON", LIST),
 }
 
 
@@ -71,7 +68,6 @@ def row(**values: object) -> Callable[[Path], Path]:
 
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "a link to nothing": (link_to_nothing, "a.jsonl cannot be read .No such file.*HINT: ls -ld "),
-    "no match": (lambda folder: folder / "*.json", r"\*.json is not digits, .* HINT: ls "),
     "a list in .gz": (written("a.json.gz", LIST), r"is damaged: .* HINT: gzip -t"),
     "a store": (lambda folder: Path("s3://bucket/prefix"), "data are read from a disk.* HINT: aws s3 cp"),
     "binary files": (lambda folder: put(folder, a_dat=b"\0\1"), "no text file; 1 are binary"),
@@ -93,12 +89,6 @@ def test_it_is_refused_in_a_line(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         samples(str(make(tmp_path)).replace("s3:/", "s3://"))
     assert "\n" not in str(caught.value)
-
-
-def test_the_output_of_spark_in_one_part_is_rows(tmp_path: Path) -> None:
-    write_lines(tmp_path / "part-00000.json", texts(30))
-    (tmp_path / "_SUCCESS").touch()
-    assert build_dataset(DataSection(name=str(tmp_path), seq_len=8)).info.preprocess["end"] == 0
 
 
 def pictures(folder: Path, **others: bytes) -> Path:

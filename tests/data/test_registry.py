@@ -63,15 +63,6 @@ def test_a_name_that_is_a_path_is_read_by_what_lies_there(
 # ---------------------------------------------------------------- synthetic
 
 
-def test_synthetic_samples_are_the_same_however_they_are_asked_for() -> None:
-    for data in (build("synthetic"), build("synthetic", kind="tokens", vocab_size=99, seq_len=16)):
-        together = data.train.batch(np.arange(10))
-        alone = data.train.batch(np.array([7]))
-        assert torch.equal(together["inputs"][7:8], alone["inputs"])
-        assert torch.equal(together["targets"][7:8], alone["targets"])
-        assert len(torch.unique(together["inputs"].flatten(1), dim=0)) == 10
-
-
 # ---------------------------------------------------------------- a person's own
 
 
@@ -101,17 +92,6 @@ class Sized(Stream):
 class Bad(Pairs):
     def __getitem__(self, index: int) -> Any:
         return index, index, index
-
-
-class Arrays(Pairs):
-    def __init__(self, dtype: str) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def __getitem__(self, index: int) -> Any:
-        row = np.array([index, 3], self.dtype)
-        more = {"labels": row[0], "weight": np.float64(0.5), "tensor": torch.from_numpy(row)}
-        return {"inputs": row, "targets": row, **more}
 
 
 class Counted(Pairs):
@@ -147,19 +127,6 @@ def three() -> Any:
 
 def broken() -> Any:
     return 1 / 0
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
-def test_targets_of_whole_numbers_are_int64(dtype: str) -> None:
-    batch = build(f"{__name__}:Arrays", dtype=dtype).train.batch(np.array([7, 5]))
-    for name in ("targets", "labels"):
-        assert batch[name].dtype == torch.int64
-    assert batch["targets"].tolist() == [[7, 3], [5, 3]]
-    assert batch["labels"].tolist() == [7, 5]
-    for name in ("inputs", "tensor"):
-        assert batch[name].dtype in (torch.int64, getattr(torch, dtype))
-        assert batch[name].dtype not in (torch.uint16, torch.uint32)
-    assert batch["weight"].dtype == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -72,14 +72,6 @@ def test_any_text_file_is_read_in_unicode_and_empty_ones_too(tmp_path: Path) -> 
     assert whole(text(dir=str(tmp_path), seq_len=1)) == 2 * PROSE.encode()
 
 
-def test_a_byte_order_mark_is_understood(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(PROSE, encoding="utf-8-sig")
-    assert whole(text(dir=str(tmp_path), seq_len=1))[:1000] == PROSE.encode()[:1000]
-    most = len(PROSE.encode()) - 100
-    cut = whole(text(dir=str(tmp_path), seq_len=1, args={"max_mb": most / 1e6}))
-    assert len(cut) == most
-
-
 @pytest.mark.parametrize("wrong", ["é".encode("latin-1"), "é".encode("utf-16-le"), b"\0"])
 def test_bytes_that_are_no_utf_8_are_named(wrong: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"x" * 9000 + wrong + b"y" * 700)
@@ -132,14 +124,6 @@ def test_token_files_of_other_splits_are_held_out(tmp_path: Path, caplog: pytest
     assert found.heldout is not None
     assert len(found.heldout) == 49
     assert "dev.bin and 3 more: held out" in caplog.text
-
-
-def test_the_models_vocabulary_is_taken_where_none_is_given(tmp_path: Path) -> None:
-    np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    section = DataSection(name="tokens", dir=str(tmp_path), seq_len=8)
-    assert build_dataset(section, {"vocab_size": 512}).info.facts["vocab_size"] == 512
-    with pytest.raises(ConfigError, match=r"HINT: --data.args.vocab_size"):
-        build_dataset(section)
 
 
 def test_a_token_beyond_the_vocabulary_is_named_before_the_run_and_deep_inside_when_read(
@@ -242,11 +226,3 @@ def test_megatrons_index_says_the_width(tmp_path: Path, code: int, dtype: str) -
     (tmp_path / "a.idx").write_bytes(index)
     data = tokens(tmp_path)
     assert np.array_equal(inputs_of(data), row[: len(data.train) * 8])
-
-
-def test_more_files_than_may_be_open_at_once(tmp_path: Path) -> None:
-    for place in range(300):
-        np.full(10, place, dtype=np.uint16).tofile(tmp_path / f"{place:03}.bin")
-    data = tokens(tmp_path, seq_len=10, heldout=0)
-    assert data.heldout is None
-    assert np.array_equal(rows_of(data.train)[0][:, 0], np.arange(299))

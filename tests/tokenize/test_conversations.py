@@ -55,13 +55,6 @@ def of(read: DocumentReader, **values: Any) -> Document:
     return next(read.read_all([SourceRow("rows.jsonl line 7", values)]))
 
 
-def test_a_template_without_a_generation_prompt(tmp_path: Path) -> None:
-    read = reader(save_tokenizer(tmp_path, chat.INST))
-    document = of(read, messages=said("Hello", "there", "how", "are you"))
-    texts = trained_texts(read, document)
-    assert [text.strip() for text in texts] == ["there<|im_end|>", "are you<|im_end|>"]
-
-
 @pytest.mark.parametrize("template", [chat.MARKED, chat.INST])
 def test_which_turns_are_trained_on(template: str, tmp_path: Path) -> None:
     save_tokenizer(tmp_path, template)
@@ -218,46 +211,7 @@ def data(path: Path, tokenizer: Path, seq_len: int = 24, **args: Any) -> DataSet
     )
 
 
-@pytest.mark.usefixtures("in_this_process")
-def test_a_conversation_is_a_sample(tmp_path: Path) -> None:
-    folder = save_tokenizer(tmp_path / "tokenizer", chat.PLAIN)
-    rows = [{"messages": one} for one in [*CONVERSATIONS[:3], said("nobody answers")]]
-    made = data(write_lines(tmp_path / "a.jsonl", rows), folder, seq_len=80)
-    assert len(made.train) == 3
-    read = reader(folder)
-    batch = made.train.batch(np.arange(3))
-    for n, messages in enumerate(CONVERSATIONS[:3]):
-        document = of(read, messages=messages)
-        count = len(document.tokens)
-        assert document.trained is not None
-        assert batch["inputs"][n, :count].tolist() == document.tokens.tolist()
-        expected = np.where(document.trained, document.tokens, -100)[1:]
-        assert batch["targets"][n, : count - 1].tolist() == expected.tolist()
-        assert set(batch["targets"][n, count - 1 :].tolist()) == {-100}
-    assert made.info.facts["vocab_size"] == load_tokenizer(str(folder)).vocab_size
-
-
-# ---------------------------------------------------------------- pieces, as SentencePiece has them
-
-TEXTS = ["Hello there", "hów 🙂 是 fünf <tool> x", "", " ", "\n\n lead", "a</s>b"]
-
-
-def save_pieces(folder: Path, template: str | None = None, **named: str) -> Path:
-    """BPE over ▁-marked pieces with byte fallback, and two added tokens; a text begins with <s>."""
-    from tokenizers import AddedToken, Tokenizer, models, normalizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    made: Any = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer: Any = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
-    made.train_from_iterator(["▁Hello▁there", "▁the▁rain▁in▁Bonn"] * 5, trainer)
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    whole: Any = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", **named)
-    whole.add_tokens([AddedToken("<tool>", special=False), AddedToken("fünf", special=False)])
-    whole.chat_template = template
-    whole.save_pretrained(folder)
-    return folder
+# ---------------------------------------------------------------- tools
 
 
 def assert_same(ours: Document, theirs: dict[str, list[int]]) -> None:
@@ -265,15 +219,6 @@ def assert_same(ours: Document, theirs: dict[str, list[int]]) -> None:
     assert ours.trained is not None
     assert ours.trained.tolist() == theirs["assistant_masks"]
     assert 0 < sum(theirs["assistant_masks"]) < len(ours.tokens)
-
-
-def test_texts_are_as_transformers_tokenizes_them(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    theirs: Any = AutoTokenizer.from_pretrained(save_pieces(tmp_path, eos_token="</s>"))
-    for text in TEXTS:
-        expected = [*theirs(text)["input_ids"], theirs.eos_token_id]
-        assert of(reader(tmp_path, "text"), text=text).tokens.tolist() == expected
 
 
 WITH_TOOLS = (
@@ -298,7 +243,7 @@ CALLING = [
 def test_a_rows_tools_and_variables_reach_its_template(tools: list[Any] | str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    save_pieces(tmp_path, WITH_TOOLS, eos_token="</s>")
+    save_tokenizer(tmp_path, WITH_TOOLS)
     theirs: Any = AutoTokenizer.from_pretrained(tmp_path)
     made = theirs.apply_chat_template(
         CALLING,

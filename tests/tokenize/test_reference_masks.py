@@ -1,4 +1,4 @@
-"""A file of conversations: tokens and targets are those of transformers and of TRL's SFTTrainer."""
+"""A file of conversations: tokens and targets are those of transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdp.base.torch_private import prepare_torchvision
 from fsdp.config import DataSection
 from fsdp.data import build_dataset
 from tests.tokenize.chat import STYLES, ChatStyle, said, save_tokenizer
@@ -28,7 +27,6 @@ WITHOUT_SYSTEM = [
     said("  Hello ", "\n\n  Hello there  \n", "a\n", " \tb"),
 ]
 WITH_SYSTEM = [said("Hello", "Hello there", "again", "there", system="be the assistant")]
-PAIRS = [("the capital of France is", " Paris"), ("Hello", " there,\nhow are you?"), ("é=", "e acute")]
 
 Sample = tuple[list[int], list[int]]
 """Tokens and labels of equal length; -100 is a token that is not trained on."""
@@ -118,69 +116,3 @@ def test_tools_and_their_calls_are_as_transformers_masks_them(published: bool, t
     )
     expected = labelled(made["input_ids"], made["assistant_masks"])
     assert_same(of_shardrun(path, folder, 400), [expected], theirs.eos_token_id, 400)
-
-
-def of_trl(path: Path, tokenizer: Path, out: Path, **options: Any) -> list[Sample]:
-    """The batch of SFTTrainer's own preparation and collator, cut where its padding begins."""
-    prepare_torchvision()
-    from datasets import load_dataset
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-    from trl import SFTConfig, SFTTrainer
-
-    made: Any = AutoTokenizer.from_pretrained(tokenizer)
-    sizes: dict[str, Any] = {
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-    }
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(made), **sizes))
-    config = SFTConfig(
-        output_dir=str(out), use_cpu=True, bf16=False, report_to=[], max_length=SEQ_LEN, **options
-    )
-    cache = str(out / "cache")
-    rows: Any = load_dataset("json", data_files=str(path), split="train", cache_dir=cache)
-    trainer: Any = SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=made)
-    batch = trainer.data_collator([trainer.train_dataset[n] for n in range(len(rows))])
-    return [
-        (ids[mask.bool()].tolist(), labels[mask.bool()].tolist())
-        for ids, labels, mask in zip(
-            batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True
-        )
-    ]
-
-
-def end_of(tokenizer: Path) -> int:
-    from transformers import AutoTokenizer
-
-    end: int = AutoTokenizer.from_pretrained(tokenizer).eos_token_id
-    return end
-
-
-@pytest.mark.needs("trl")
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["chatml", *(pytest.param(n, marks=pytest.mark.long) for n in list(STYLES)[1:])]
-)
-def test_a_file_of_conversations_is_as_trl_trains_on_it(name: str, tmp_path: Path) -> None:
-    style = STYLES[name]
-    rows = conversations(style)
-    path = write_lines(tmp_path / "chats.jsonl", [{"messages": one} for one in rows])
-    marked, plain = (
-        save_tokenizer(tmp_path / form, text, style.eos, style.special)
-        for form, text in (("marked", style.marked), ("plain", style.plain))
-    )
-    expected = of_trl(path, marked, tmp_path / "trl", assistant_only_loss=True)
-    end = end_of(marked)
-    assert_same(of_shardrun(path, marked), expected, end)
-    assert_same(of_shardrun(path, plain), expected, end)
-
-
-@pytest.mark.needs("trl")
-@pytest.mark.long
-def test_prompts_and_completions_are_as_trl_trains_on_them(tmp_path: Path) -> None:
-    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in PAIRS]
-    path = write_lines(tmp_path / "pairs.jsonl", rows)
-    folder = save_tokenizer(tmp_path / "tokenizer", None)
-    expected = of_trl(path, folder, tmp_path / "trl", completion_only_loss=True)
-    assert_same(of_shardrun(path, folder), expected, end_of(folder))

@@ -147,12 +147,6 @@ def test_files_of_other_splits_are_held_out(
     assert "held out, as the name says" in caplog.text
 
 
-def test_names_of_other_words_are_no_splits(tmp_path: Path) -> None:
-    for name in ("training-notes", "testimony", "valley", "evaluate"):
-        write_lines(tmp_path / f"{name}.jsonl", [{"text": name}])
-    assert not Source(str(tmp_path)).held_out()
-
-
 # ---------------------------------------------------------------- the cache
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.base.errors import ConfigError
 from fsdp.tokenize import shards
 from fsdp.tokenize.conversations import DocumentOptions
-from fsdp.tokenize.shards import TokenizeJob, Totals, run_child, tokenize
+from fsdp.tokenize.shards import TokenizeJob, Totals, tokenize
 from tests.tokenize.rows import bytes_in, texts, write_lines
 
 ROOT = Path(__file__).parents[2]
@@ -110,15 +110,3 @@ def test_the_command(tmp_path: Path) -> None:
     assert (done.returncode, "tokenized 1/1 shards" in done.stderr) == (0, True)
     assert done.stdout == f"{out}: 8 tokens, 2 documents, 1 rows without a token to train on left out\n"
     assert bytes_in(tmp_path / "out", "train") == b"one\0two\0"
-
-
-def test_memory_that_runs_out_while_a_run_tokenizes_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = TokenizeJob(str(write_lines(tmp_path / "a.jsonl", texts(3))))
-    killed: subprocess.CompletedProcess[str] = subprocess.CompletedProcess([], -signal.SIGKILL, stdout="")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
-    with pytest.raises(
-        ShardrunError, match=r"a\.jsonl ended with -9; -9: it was killed, as when memory runs out\. HINT: "
-    ):
-        run_child(job, str(tmp_path / "out"))
