@@ -135,8 +135,8 @@ def test_a_recipe_and_the_file_of_a_flag_are_the_same_and_survive_config_toml(tm
     ("text", "message"),
     [
         (ONE + "weigth = 2", r"1: weigth is not a field of a source. HINT: weight = VALUE"),
-        (ONE + "weight = 1\nepochs = 2", r"weight = 1 and epochs = 2 both set how often synthetic is"),
-        (ONE + ONE, r"\[\[data.sources\]\] 1 and 2 have the same label, one. HINT: label = \"one-2\""),
+        (ONE + "weight = 1\nepochs = 2", r"both set how often synthetic is.* HINT: leave one"),
+        (ONE + ONE, r"\[\[data.sources\]\] .*label .*one.* HINT: label = "),
     ],
 )
 def test_each_wrong_recipe_has_a_line_that_mends_it(tmp_path: Path, text: str, message: str) -> None:
