@@ -118,7 +118,7 @@ def run_part(
                 result, about = NOT_RUN, f"{LAST_END} minutes were over while it ran: {_alone(part)}"
         except (IndexError, ValueError):
             result, about = FAILED, f"ended with exit code {process.returncode} without a result"
-    return Row(part.name, part.claim_on(device), result, about, round(time.monotonic() - began, 1))
+    return Row(part.name, part.claim, result, about, round(time.monotonic() - began, 1))
 
 
 def _alone(part: Part) -> str:
@@ -205,7 +205,7 @@ class _Battery:
         took = time.monotonic() - self._began
         if took > 60 * LAST_BEGIN:
             about = f"{LAST_BEGIN} minutes were over: {_alone(part)}"
-            return Row(part.name, part.claim_on(self._device), NOT_RUN, about, 0.0)
+            return Row(part.name, part.claim, NOT_RUN, about, 0.0)
         with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as folder:
             return run_part(part, self._device, Path(folder), 60 * LAST_END - took, self._processes)
 
@@ -326,7 +326,7 @@ def main(argv: Sequence[str]) -> int:
         over = {row["part"] for row in earlier(name, options.results) if row["result"] in OVER}
         parts = [part for part in parts if part.name not in over]
     signal.signal(signal.SIGTERM, _interrupted)
-    write([_not_reached(part, options.device) for part in parts], name, options.results)
+    write([_not_reached(part) for part in parts], name, options.results)
     rows = run_all(
         parts, options.device, lambda row: write([row], name, options.results), at_once(options.device)
     )
@@ -334,9 +334,9 @@ def main(argv: Sequence[str]) -> int:
     return int(any(row.result in (FAILED, NOT_RUN) for row in rows))
 
 
-def _not_reached(part: Part, device: str) -> Row:
+def _not_reached(part: Part) -> Row:
     """Its row until it has another one: an interrupted battery has a row of each part."""
-    return Row(part.name, part.claim_on(device), NOT_RUN, f"interrupted before: {_alone(part)}", 0.0)
+    return Row(part.name, part.claim, NOT_RUN, f"interrupted before: {_alone(part)}", 0.0)
 
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:

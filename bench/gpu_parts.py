@@ -37,7 +37,7 @@ from bench.gpu_two_ranks import lost_ranks, reductions, timed_out
 @dataclass(frozen=True)
 class Part:
     """`run` returns figures; it is killed after `limit_s`. `alone`: its figures are times, or it fills the
-    memory, so that no other part runs beside it. `short`: what its form on a CPU shows, if that is less.
+    memory, so that no other part runs beside it. On a CPU its form may show less.
     """
 
     name: str
@@ -45,10 +45,6 @@ class Part:
     limit_s: float
     run: Callable[[Bench], Figures]
     alone: bool = False
-    short: str = ""
-
-    def claim_on(self, device: str) -> str:
-        return self.short if self.short and device == "cpu" else self.claim
 
 
 def too_many_ranks(bench: Bench) -> Figures:
@@ -127,20 +123,9 @@ def resumed(bench: Bench) -> Figures:
 
 def saves(bench: Bench) -> Figures:
     """Saves in the background of quick steps have the bits of saves that block."""
-    flags = (
-        *MODEL,
-        *QUIET[2:],
-        *ALONE,
-        *repeatable(bench),
-        "--train.steps",
-        "12",
-        "--checkpoint.every_steps",
-        "2",
-        "--checkpoint.keep_last",
-        "0",
-        "--model.args.width",
-        "256" if not bench.cuda else "1024",
-    )
+    words = "--train.steps 12 --checkpoint.every_steps 2 --checkpoint.keep_last 0 --model.args.width"
+    width = "1024" if bench.cuda else "256"
+    flags = (*MODEL, *QUIET[2:], *ALONE, *repeatable(bench), *words.split(), width)
     found = []
     for mode in ("async", "blocking"):
         found.append(digests(bench.trained(mode, *flags, "--checkpoint.mode", mode).run))
@@ -421,109 +406,34 @@ def profile(bench: Bench) -> Figures:
     return {"files": len(files)}
 
 
-PARTS = (
-    Part("ranks", "more ranks than GPUs: one line with a HINT", 130, too_many_ranks),
-    Part(
-        "resume",
-        "SIGKILL and resume under compile: the losses of a run without it, no recompilation",
-        400,
-        resumed,
-        short="SIGKILL and resume, eager: the losses of a run without it",
-    ),
-    Part("saves", "saves beside training steps have the bits of blocking saves", 300, saves),
-    Part("syncs", "an ordinary step never waits for the device", 200, syncs),
-    Part("devices", "losses of the GPU are the CPU's in fp32, to 1e-4", 300, devices),
-    Part(
-        "precisions",
-        "bf16 eager and compiled losses are fp32's, to 2%",
-        400,
-        precisions,
-        short="bf16 losses are fp32's, to 2%",
-    ),
-    Part("forked", "launch.local: a forked rank has the losses of train.py, to the bit", 200, forked),
-    Part(
-        "no-home",
-        "a compiled run with a HOME that cannot be written",
-        300,
-        no_home,
-        short="a run, eager, with a HOME that cannot be written",
-    ),
-    Part("parity", "python -m fsdp.parity on one device", 300, parity),
-    Part("nonfinite", "a NaN stops the run with exit code 5, or its update is skipped", 200, nonfinite),
-    Part(
-        "options",
-        "offload, recomputation, resharding, LoRA, small states: equal losses",
-        500,
-        equal_losses,
-        short="recomputation, loss in chunks: equal losses",
-    ),
-    Part("bytes", "planned bytes are within 10% of the allocator's in 8 configurations", 260, planned_bytes),
-    Part(
-        "float8",
-        "float8 losses are bf16's, to 8%",
-        300,
-        float8,
-        short="losses of emulated float8 are bf16's, to 8%",
-    ),
-    Part(
-        "two-ranks",
-        "two NCCL ranks on one device: both end when one raises or stalls",
-        400,
-        lost_ranks,
-        short="two gloo ranks: both end when one raises or stalls",
-    ),
-    Part(
-        "time-outs",
-        "two NCCL ranks on one device: --run.process_group_timeout_s ends a wait in a group of the mesh",
-        200,
-        timed_out,
-        short="two gloo ranks: --run.process_group_timeout_s ends a wait in a group of the mesh",
-    ),
-    Part(
-        "reductions",
-        "two NCCL ranks on one device: --comm.divide_by changes no gradient norm",
-        300,
-        reductions,
-        short="two gloo ranks: --comm.divide_by changes no gradient norm",
-    ),
-    Part("profile", "a profile's pages and the report are written", 200, profile),
-    Part("oom", "out of memory: a page and a HINT", 200, out_of_memory, alone=True),
-    Part(
-        "plan",
-        "a run beside its plan: planned bytes within 10%, planned seconds",
-        200,
-        planned_run,
-        alone=True,
-        short="a run beside its plan: figures of both",
-    ),
-    Part(
-        "mfu-124m",
-        "124M parameters: at least 95% of a bare loop's throughput",
-        260,
-        partial(throughput, work="124m-cuda"),
-        alone=True,
-    ),
-    Part(
-        "mfu-1b",
-        "1B parameters: at least 95% of a bare loop's throughput",
-        260,
-        partial(throughput, work="1b-cuda"),
-        alone=True,
-    ),
-    Part(
-        "states",
-        "compiled updates of bf16 and 8-bit states take at most 1.5 of fused AdamW's time",
-        180,
-        small_states,
-        alone=True,
-    ),
-    Part(
-        "attention",
-        "gradients of each kernel of --speed.attention, to 2%; auto's time is at most 1.2 of the fastest's",
-        120,
-        attention,
-        alone=True,
-        short="gradients of each kernel of --speed.attention, to 2%",
-    ),
-    Part("doctor", "python -m fsdp.doctor finds the machine fit", 160, doctor, alone=True),
-)
+PARTS = tuple(Part(*part) for part in (
+    ("ranks", "more ranks than GPUs: one line with a HINT", 130, too_many_ranks),
+    ("resume", "SIGKILL and resume under compile: the losses of a run without it, no recompilation", 400,
+     resumed),
+    ("saves", "saves beside training steps have the bits of blocking saves", 300, saves),
+    ("syncs", "an ordinary step never waits for the device", 200, syncs),
+    ("devices", "losses of the GPU are the CPU's in fp32, to 1e-4", 300, devices),
+    ("precisions", "bf16 eager and compiled losses are fp32's, to 2%", 400, precisions),
+    ("forked", "launch.local: a forked rank has the losses of train.py, to the bit", 200, forked),
+    ("no-home", "a compiled run with a HOME that cannot be written", 300, no_home),
+    ("parity", "python -m fsdp.parity on one device", 300, parity),
+    ("nonfinite", "a NaN stops the run with exit code 5, or its update is skipped", 200, nonfinite),
+    ("options", "offload, recomputation, resharding, LoRA, small states: equal losses", 500, equal_losses),
+    ("bytes", "planned bytes are within 10% of the allocator's in 8 configurations", 260, planned_bytes),
+    ("float8", "float8 losses are bf16's, to 8%", 300, float8),
+    ("two-ranks", "two ranks on one device: both end when one raises or stalls", 400, lost_ranks),
+    ("time-outs", "two ranks: --run.process_group_timeout_s ends a wait in a mesh's group", 200, timed_out),
+    ("reductions", "two ranks on one device: --comm.divide_by changes no gradient norm", 300, reductions),
+    ("profile", "a profile's pages and the report are written", 200, profile),
+    ("oom", "out of memory: a page and a HINT", 200, out_of_memory, True),
+    ("plan", "a run beside its plan: planned bytes within 10%, planned seconds", 200, planned_run, True),
+    ("mfu-124m", "124M parameters: at least 95% of a bare loop's throughput", 260,
+     partial(throughput, work="124m-cuda"), True),
+    ("mfu-1b", "1B parameters: at least 95% of a bare loop's throughput", 260,
+     partial(throughput, work="1b-cuda"), True),
+    ("states", "compiled updates of bf16 and 8-bit states take at most 1.5 of fused AdamW's time", 180,
+     small_states, True),
+    ("attention", "each kernel's gradients, to 2%; auto's time is at most 1.2 of the fastest's", 120,
+     attention, True),
+    ("doctor", "python -m fsdp.doctor finds the machine fit", 160, doctor, True),
+))  # fmt: skip

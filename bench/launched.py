@@ -108,10 +108,6 @@ class Launched:
         os.kill(victim, signal.SIGKILL)
         return self.now()
 
-    def heard(self) -> None:
-        """After its end: reads the remaining output."""
-        self._reader.join(10)
-
     def end(self) -> None:
         """Ends every process that the command started."""
         pids = [self.process.pid, *processes.descendants(self.process.pid)]
@@ -126,13 +122,8 @@ def torchrun(ranks: int, words: Sequence[str], *, restarts: int = 0, python: str
     """torchrun with a rendezvous on its own free port."""
     import sys
 
-    head = [
-        python or sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc-per-node={ranks}",
-        f"--max-restarts={restarts}",
-    ]
+    head = [python or sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    head += [f"--max-restarts={restarts}"]
     return [*head, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", *words]
 
 
@@ -158,10 +149,5 @@ def ours(folder: Path, steps: int, every: int) -> list[str]:
 
 
 def alone(name: str, folder: Path, steps: int, every: int) -> list[str]:
-    return [
-        "bench/peers/alone.py",
-        name,
-        "--steps",
-        str(steps),
-        *(["--every", str(every), "--folder", str(folder)] if every else []),
-    ]
+    saves = ["--every", str(every), "--folder", str(folder)] if every else []
+    return ["bench/peers/alone.py", name, "--steps", str(steps), *saves]

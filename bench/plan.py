@@ -1,4 +1,4 @@
-"""The planner's predictions beside real runs: tensor bytes, torch's tracker.
+"""The planner's predictions beside real runs: tensor bytes.
 
     python -m bench.plan               56 random runs on CPU (gloo, 1, 2 and 4 ranks)
     python -m bench.plan --short       6 of them; nothing is written
@@ -34,16 +34,10 @@ class Row:
     case: Case
     predicted: float
     measured: float
-    torchs: float | None = None
-    """torch's FSDPMemTracker on the same step; None if it does not run."""
 
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
-
-    @property
-    def torchs_error(self) -> float | None:
-        return None if self.torchs is None else self.torchs / self.measured - 1
 
     @property
     def says_fits_and_does_not(self) -> bool:
@@ -74,7 +68,7 @@ def run(cases: Sequence[Case]) -> Iterator[Row]:
     with Ranks() as ranks:
         for number, case in enumerate(cases, 1):
             began = time.monotonic()
-            row = Row(case, ranks.predict(case), ranks.measure(case), ranks.torchs(case))
+            row = Row(case, ranks.predict(case), ranks.measure(case))
             seconds = time.monotonic() - began
             print(f"{number:3d} {case}: {row.error:+.2%}, {seconds:.1f} s", file=sys.stderr, flush=True)
             yield row
@@ -89,26 +83,19 @@ def heading() -> list[str]:
 
 def table(rows: Sequence[Row]) -> list[str]:
     ours = [abs(row.error) for row in rows]
-    theirs = [abs(row.torchs_error) for row in rows if row.torchs_error is not None]
     wrong = sum(row.says_fits_and_does_not for row in rows)
     lines = [
-        "| run | tensor bytes, MiB | planned | error | torch's FSDPMemTracker |",
-        "|---|---|---|---|---|",
+        "| run | tensor bytes, MiB | planned | error |",
+        "|---|---|---|---|",
     ]
     for row in rows:
-        other = "does not run" if row.torchs_error is None else f"{row.torchs_error:+.2%}"
         sizes = f"{row.measured / 2**20:.2f} | {row.predicted / 2**20:.2f}"
-        lines.append(f"| {row.case} | {sizes} | {row.error:+.3%} | {other} |")
+        lines.append(f"| {row.case} | {sizes} | {row.error:+.3%} |")
     lines += [
         "",
         f"{len(rows)} runs: median error {statistics.median(ours):.3%}, worst {max(ours):.3%}; said to fit "
         f"at a margin of {MARGIN:.0%} and did not: {wrong}.",
     ]
-    if theirs:
-        lines.append(
-            f"torch's FSDPMemTracker on the {len(theirs)} of them that it runs: median "
-            f"{statistics.median(theirs):.3%}, worst {max(theirs):.3%}."
-        )
     return lines
 
 

@@ -24,7 +24,7 @@ from fsdp.optim.state import maybe_ema
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import replicate, shard_model, sharding_of
 from fsdp.plan.estimate import memory_of
-from fsdp.plan.fake_step import FakeRun, Subject, TracedSetup, batches, stage, subject_of, trace_step
+from fsdp.plan.fake_step import FakeRun, Subject, TracedSetup, subject_of, trace_step
 from fsdp.plan.trace import KINDS, Tracker
 from fsdp.run.job import model_of
 from fsdp.run.step import StepParts, Totals, gradients_of, train_step
@@ -51,9 +51,6 @@ class Ranks:
         """Tensor bytes of the rank with most."""
         return self._pool.submit(_predict, case.flags, case.ranks).result()
 
-    def torchs(self, case: Case) -> float | None:
-        return self._pool.submit(_torchs, case.flags, case.ranks).result()
-
     def measure(self, case: Case) -> float:
         with tempfile.TemporaryDirectory(prefix="plan-") as folder:
             store = str(Path(folder, "store"))
@@ -76,27 +73,6 @@ def _asks(flags: tuple[str, ...], ranks: int) -> list[FakeRun]:
 
 def _predict(flags: tuple[str, ...], ranks: int) -> float:
     return max(memory_of(trace_step(ask), ask).peak for ask in _asks(flags, ranks))
-
-
-def _torchs(flags: tuple[str, ...], ranks: int) -> float | None:
-    """torch's own tracker on the same fake step; it supports FSDP2 modules only."""
-    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-
-    ask = _asks(flags, ranks)[0]
-    if ask.sizes.strategy == "ddp":
-        return None
-    with stage(ask) as (parts, _, subject):
-        tracker = FSDPMemTracker(parts.sharded.root, parts.optimizer)
-        for at in range(2):
-            try:
-                with tracker:
-                    plain_step(parts, batches(subject, ask.micro_batch), ask.accumulation)
-            except NotImplementedError:  # its own words for more than one micro-batch a step
-                return None
-            if at == 0:
-                tracker.reset_mod_stats()
-        peak = tracker.get_tracker_snapshot("peak")
-        return float(max(kinds["Total"] for kinds in peak.values()))
 
 
 # ---------------------------------------------------------------- measured

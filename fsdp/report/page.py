@@ -116,7 +116,7 @@ FIGURES: tuple[tuple[str, str, tuple[str, ...], Callable[[float], str]], ...] = 
     ("held-out accuracy", "eval_accuracy", ("last", "max"), "{:.2%}".format),
     ("step", "step_time_s", ("median",), seconds),
     ("waiting for data", "data_wait_s", ("median",), seconds),
-    ("tokens or samples per second", "per_s", ("median",), "{:,.0f}".format),
+    ("throughput", "per_s", ("median",), "{:,.0f}/s".format),
     ("MFU", "mfu", ("median",), "{:.1%}".format),
     ("memory of rank 0", "max_mem_gib", ("max",), "{:.2f} GiB".format),
 )
