@@ -12,6 +12,7 @@ for a second Ctrl-C, a second or more after the first, which ends the process at
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
@@ -84,8 +85,6 @@ class Stopper:
         self._process_ends, self._main = process_ends, env.is_main
         self._env, self._reporter_reason, self._save_seconds = env, reporter_reason, save_seconds
         self._file = run_dir / "STOP"
-        self._blind = False
-        """Whether a check for the file could not look."""
         self._ends = _ends(section.deadline_s, end_time)
         self._every_s, self._last_save = every_minutes * 60, time.monotonic()
         self._checked, self._file_seen = 0.0, False
@@ -174,18 +173,11 @@ class Stopper:
 
     @announces(Activity.STORAGE)
     def _sees_file(self) -> bool:
-        """Whether the file is there. Where the check cannot look, one line says so and training continues."""
+        """Whether the file is there. On a storage that fails, a later check may see it; a signal stops too."""
         self._checked = time.monotonic()
-        try:
+        with contextlib.suppress(OSError):
             self._file.stat()
             self._file_seen = True
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as error:
-            if not self._blind:
-                message = "the stop file %s cannot be looked for (%s): training continues, a signal stops it"
-                log.warning(message, self._file, error.strerror)
-            self._blind = True
         return self._file_seen
 
     def _remove_file(self) -> None:

@@ -286,20 +286,9 @@ class Monitor:
             print_lines([f"watch: {verdict.what}", *others, *hint, *ends])
         elif self.prints_failures:
             print_lines([failure["print"], *others])
-        record = {
-            "time": time.time(),
-            "by": self.options.node,
-            "kind": verdict.kind,
-            "ranks": list(verdict.ranks),
-            "what": verdict.what,
-            "nodes": sorted({e.node for e in observations if e.rank in verdict.ranks}),
-            "others": verdict.others,
-            "hint": verdict.hint,
-            "step": step,
-            "still_s": min((e.still_s for e in observations if e.runs), default=0.0),
-            "folder": folder,
-        }
-        self.files.put("verdicts.jsonl", record)
+        nodes = sorted({e.node for e in observations if e.rank in verdict.ranks})
+        record = {"time": time.time(), "by": self.options.node, "nodes": nodes, "step": step}
+        self.files.put("verdicts.jsonl", {**record, "folder": folder, **vars(verdict)})
         if verdict.kind != "config":
             evidence = json.dumps(observations, indent=1, default=vars)
             self.files.put(f"{folder}/{EVIDENCE}", evidence)

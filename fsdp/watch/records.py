@@ -1,7 +1,7 @@
 """The files in RUN/watch/, which a thread writes: the monitor does not wait for storage. And slow ranks.
 
 verdicts.jsonl   one object per verdict: time, by (the node whose monitor judged), kind, ranks, nodes, step,
-                 what, others, hint, still_s
+                 what, others, hint, folder
 late.jsonl       one object when a rank begins or ceases to be late: node, rank, step, late, percent,
                  since_step
 timing.jsonl     one object per interval: from_step, step, seconds, and by rank the mean seconds a step in
@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import math
 import queue
-import re
 import shutil
 import threading
 import time
@@ -45,13 +44,9 @@ OF_DEATHS = ("died", "fault", "lost")
 def hang_ended(watch: Path, since: float) -> bool:
     """Whether, after this time, the watch has ended ranks that stood still, and not those of a dead peer."""
     records = read_records(watch / "verdicts.jsonl")
-    kinds = [record.get("kind") for record in records if _number(record.get("time")) >= since]
+    kinds = [record.get("kind") for record in records if record.get("time", 0.0) >= since]
     before = kinds[: kinds.index(ENDED)] if ENDED in kinds else []
     return bool(before) and before[-1] not in OF_DEATHS
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 class RecordFiles:
@@ -95,14 +90,10 @@ class RecordFiles:
             log.warning("watch: %s cannot be written (%s)", path, error.strerror)
 
     def _prune(self) -> None:
-        """Deletes the folders of the oldest verdicts, by time and step, and nothing else in RUN/watch."""
-        folders = [
-            evidence.parent
-            for evidence in self.folder.glob(f"*/{EVIDENCE}")
-            if re.fullmatch(r"[a-z-]+-\d{6,}", evidence.parent.name) and not evidence.parent.is_symlink()
-        ]
-        for old in sorted(folders, key=lambda folder: (folder / EVIDENCE).stat().st_mtime_ns)[:-KEPT]:
-            shutil.rmtree(old, ignore_errors=True)
+        """Deletes the folders of the oldest verdicts, and nothing else in RUN/watch."""
+        evidence = sorted(self.folder.glob(f"*-[0-9]*/{EVIDENCE}"), key=lambda file: file.stat().st_mtime_ns)
+        for old in evidence[:-KEPT]:
+            shutil.rmtree(old.parent, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- slow ranks
