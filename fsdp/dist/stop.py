@@ -173,7 +173,7 @@ class Stopper:
 
     @announces(Activity.STORAGE)
     def _sees_file(self) -> bool:
-        """Whether the file is there. On a storage that fails, a later check may see it; a signal stops too."""
+        """Whether the file is there. On a storage that fails a later check may see it."""
         self._checked = time.monotonic()
         with contextlib.suppress(OSError):
             self._file.stat()
