@@ -19,6 +19,7 @@ import logging
 import math
 import os
 import resource
+import shutil
 import socket
 import struct
 import sys
@@ -149,7 +150,8 @@ class Console:
         self._steps.append(record)
         if self._terminal and (now - self._drawn_at > 0.1 or step == self._total):
             # The last column stays free: a terminal wraps a full line, which could then not be overwritten.
-            self._live_line = fit(self._fields(step, record, checkpoint), self._columns() - 1)
+            columns = shutil.get_terminal_size((LOG_COLUMNS, 24)).columns - 1
+            self._live_line = fit(self._fields(step, record, checkpoint), columns)
             self._write(ERASE + self._live_line)
             self._drawn_at, Console._live = now, self
         elif not self._terminal and self.prints(step):  # a log has a separate line for each save
@@ -168,9 +170,7 @@ class Console:
         short = (
             f"{rate / 1e6:.3g}M" if rate >= 1e6 else f"{rate / 1e3:.3g}k" if rate >= 1e4 else f"{rate:.0f}"
         )
-        first, since = self._started
-        left = (time.monotonic() - since) / max(1, step - first) * (self._total - step)
-        memory = f"{record['max_mem_gib']:>4.1f} GiB"
+        left = (time.monotonic() - self._started[1]) / max(1, step - self._started[0]) * (self._total - step)
         return {
             "step": f"step {step:>{len(str(self._total))}}/{self._total}",
             "percent": f"{step * 100 // max(1, self._total):>3}%" if self._terminal else "",
@@ -180,16 +180,12 @@ class Console:
             "lr": f"lr {record['lr']:.1e}",
             "rate": f"{short:>4} {self._unit}/s",
             "mfu": f"{mfu / duration:>3.0%} MFU" if "mfu" in record else "",
-            "memory": memory if waited < WAIT_SHOWN * duration else f"data {waited / duration:>3.0%}",
+            "memory": f"data {waited / duration:>3.0%}"
+            if waited >= WAIT_SHOWN * duration
+            else f"{record['max_mem_gib']:>4.1f} GiB",
             "left": f"{datetime.timedelta(seconds=math.ceil(left))} left",
             "saved": checkpoint,
         }
-
-    def _columns(self) -> int:
-        try:
-            return os.get_terminal_size(self._out.fileno()).columns or LOG_COLUMNS
-        except OSError:  # the terminal is gone: the write reports it
-            return LOG_COLUMNS
 
     @classmethod
     def clear_live(cls) -> None:

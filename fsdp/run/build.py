@@ -186,16 +186,9 @@ def stores(parts: RunParts) -> tuple[NvmeFiles | None, StateStore | None]:
 
 def checkpointer(parts: RunParts) -> Checkpointer:
     """Collective."""
-    config, run = parts.config, parts.run.path
-    return Checkpointer(
-        config.checkpoint,
-        run,
-        parts.env,
-        parts.sharded.sizes,
-        config_hash=config_hash(config),
-        locks=parts.locks,
-        staging_memory=parts.files,
-    )
+    config, env, sizes, digest = parts.config, parts.env, parts.sharded.sizes, config_hash(parts.config)
+    common = config.checkpoint, parts.run.path, env, sizes
+    return Checkpointer(*common, config_hash=digest, locks=parts.locks, staging_memory=parts.files)
 
 
 def maybe_state(config: Config) -> Callable[[], dict[str, Tensor]] | None:
@@ -344,10 +337,6 @@ def check_saves_are_there(parts: RunParts) -> None:
 
 def loader(parts: RunParts) -> Loader:
     section, env, job, seed = parts.config.data, parts.env, parts.job, parts.config.run.seed
-
-    def about(step: int) -> tuple[int, float | None]:
-        return stream_key(seed, step + 1, env.rank) % 2**63, job.epoch_at(step + 1)
-
     return Loader(
         job.data.train,
         job.cursor,
@@ -359,7 +348,7 @@ def loader(parts: RunParts) -> Loader:
         pin=env.device.type == "cuda",
         device=env.device,
         source_of=None if job.data.sources is None else job.data.sources.of_train,
-        about=about,
+        about=lambda step: (stream_key(seed, step + 1, env.rank) % 2**63, job.epoch_at(step + 1)),
     )
 
 

@@ -108,15 +108,12 @@ def compare_plan(plan: PlanSection, device: torch.device, run: RunDir) -> dict[s
     steps = [record for record in read_records(run.metrics) if "step_time_s" in record]
     if not steps:
         return {}
-    figures = {
-        "planned_peak_gib": plan.predicted_peak_gib,
-        "peak_gib": max(record["max_mem_gib"] for record in steps),
-        "planned_step_s": plan.predicted_step_s,
-        "step_s": statistics.median(record["step_time_s"] for record in steps[WARM_UP:] or steps),
-    }
+    peak_gib = max(record["max_mem_gib"] for record in steps)
+    step_s = statistics.median(record["step_time_s"] for record in steps[WARM_UP:] or steps)
+    gib, seconds = plan.predicted_peak_gib, plan.predicted_step_s
     line = "planned %.3f GiB and %.4g s a step; measured %.3f GiB and %.4g s"
-    log.info(line, *(figures[name] for name in ("planned_peak_gib", "planned_step_s", "peak_gib", "step_s")))
-    return figures
+    log.info(line, gib, seconds, peak_gib, step_s)
+    return {"planned_peak_gib": gib, "peak_gib": peak_gib, "planned_step_s": seconds, "step_s": step_s}
 
 
 def log_start(parts: RunParts, facts: Mapping[str, str], restored: Restored | None) -> None:

@@ -60,6 +60,7 @@ class Terminal:
 @pytest.mark.parametrize("columns", [20, 80])
 def test_the_live_line_fits_its_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
     terminal = Terminal(columns)
     with terminal.stream() as stream:
         console = Console(total_steps=5000, every=1, unit="tok", stream=stream)  # type: ignore[arg-type]
