@@ -158,7 +158,7 @@ class RayReporter(Reporter):
     ray.train.report is a collective that waits for Ray's controller. So rank 0 decides when and what to
     report and broadcasts it to the other ranks' threads: every rank makes the same reports.
 
-    The newest sealed checkpoint is the metric `checkpoint`. Those that fsdp/checkpoint/retention.py has kept
+    The newest sealed checkpoint is the metric `checkpoint`. Those that fsdp/checkpoint/inspect.py has kept
     are reported as checkpoints at the end, in place: Ray's Result lists what is there. Ray does not start
     again in a storage whose own list names one that is gone, so the list is removed: a start finds the
     newest checkpoint itself.

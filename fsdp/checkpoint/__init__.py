@@ -8,13 +8,12 @@ folder without one does not count as a checkpoint.
     save, sealing                       each rank's file beside the steps; all ranks' files sealed, or nothing
     state                               TrainState as named pieces, boxes in a tensor, and what a load fills
     manifest                            names, the seal, and `.metadata`, read without executing its code
-    inspect                             a store's checkpoints: listed, opened and verified by one process
+    inspect                             a store's checkpoints: listed, opened, verified, pruned by one process
     store                               where checkpoints lie: a folder, s3://bucket/prefix
     local_tier                          checkpoints on the nodes' own disks, and their copies
     restore                             which checkpoint is restored; how it is read
     pretrained                          weights in files: one state dict, a folder by rows, under adapters
     export                              a checkpoint's model as one state dict, or for `from_pretrained`
-    retention                           which checkpoints are kept
     __main__                            the command that lists, verifies, prunes and exports
 """
 

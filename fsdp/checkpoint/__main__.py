@@ -27,7 +27,7 @@ from fsdp import config
 from fsdp.base.errors import CheckpointError, ConfigError
 from fsdp.base.object_client import is_url
 from fsdp.base.text import byte_size, print_line, seconds
-from fsdp.checkpoint import inspect, retention
+from fsdp.checkpoint import inspect
 from fsdp.checkpoint.export import PEFT, export, of_averages
 from fsdp.checkpoint.inspect import CheckpointListing, set_aside, why_not_whole
 from fsdp.checkpoint.manifest import Broken, Manifest
@@ -158,9 +158,9 @@ def _prune(store: Store, options: argparse.Namespace) -> int:
     try:
         if options.step is not None:
             chosen = [listing.folder for listing in _chosen(store, options)]
-            deleted = retention.delete(store, chosen, "00000000", left)
+            deleted = inspect.delete(store, chosen, "00000000", left)
         else:
-            deleted = retention.prune(store, options.section, "00000000", left=left)
+            deleted = inspect.prune(store, options.section, "00000000", left=left)
     finally:
         lock.release()
     if deleted or not left:

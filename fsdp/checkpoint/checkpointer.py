@@ -1,7 +1,7 @@
 """The Checkpointer, which the training loop calls: saves beside the steps, restores, reports the outcomes.
 
 It holds the order of saves, the check of who may write, and the messages. save.py writes a save, restore.py
-restores, retention.py selects the checkpoints to keep.
+restores, inspect.py selects the checkpoints to keep.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from fsdp.base.errors import CheckpointError, RefusedError, error_number
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.base.text import listed
-from fsdp.checkpoint import inspect, restore, retention
+from fsdp.checkpoint import inspect, restore
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.restore import Restore, Restored
@@ -110,7 +110,7 @@ class Checkpointer:
         """Starts a save of this step; it is sealed during the next steps, or before this returns (`wait`)."""
         started = time.perf_counter()
         self._finish()
-        job = SaveJob(state.step, take_snapshot(state), self._about(state, metrics, reason))
+        job = SaveJob(state.step, take_snapshot(state, self._group), self._about(state, metrics, reason))
         if self._env.device.type == "cuda":
             job.ready = torch.cuda.current_stream(self._env.device).record_event()
         if not self._save_seconds:
@@ -226,7 +226,7 @@ class Checkpointer:
         try:
             if self._locks is not None and (why := self._locks.lost_now()) is not None:
                 raise OSError(why)
-            retention.prune(self._store, self._section, self._attempt, self._pruned_before, left)
+            inspect.prune(self._store, self._section, self._attempt, self._pruned_before, left)
         except Exception as error:  # the save itself is sealed
             log.warning("old checkpoints in %s were not deleted: %s", self._store.where, error)
         if new := [why for step, why in left.items() if step not in self._undeleted]:

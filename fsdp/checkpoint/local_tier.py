@@ -37,7 +37,7 @@ from pathlib import Path
 
 from fsdp.base.devices import WorkerThread
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import inspect, manifest, retention
+from fsdp.checkpoint import inspect, manifest
 from fsdp.checkpoint.manifest import MANIFEST, METADATA, Broken, Manifest, data_file, final_name, step_of
 from fsdp.checkpoint.sealing import SaveOutcome, Sealing
 from fsdp.checkpoint.store import LocalStore, Store
@@ -119,7 +119,7 @@ class LocalTier:
         problems = self._group.broadcast(list(filter(None, self._group.gather(problem) or [])))
         if self._leads and not problem:
             mark.unlink(missing_ok=True)
-            retention.sweep(self.store, self._attempt)
+            inspect.sweep(self.store, self._attempt)
         if problems:
             hint = "--checkpoint.local_dir a folder on each node's own disk; leave it out to save to"
             raise CheckpointError(f"--checkpoint.local_dir {problems[0]}.", f"{hint} --checkpoint.dir alone")
@@ -162,7 +162,7 @@ class LocalTier:
         if self._leads:
             others = [folder for folder in inspect.finals(self.store) if step_of(folder) not in keep]
             left: dict[int, str] = {}
-            retention.delete(self.store, others, self._attempt, left)
+            inspect.delete(self.store, others, self._attempt, left)
             for why in left.values():
                 log.warning("%s: not deleted: %s", self.store.root, why)
         self._thread.put(None)

@@ -27,7 +27,7 @@ from torch import nn
 from fsdp.base.devices import set_thread_device
 from fsdp.base.errors import CheckpointError
 from fsdp.base.text import listed
-from fsdp.checkpoint import inspect, retention
+from fsdp.checkpoint import inspect
 from fsdp.checkpoint import state as states
 from fsdp.checkpoint.inspect import CheckpointListing, CheckpointSource
 from fsdp.checkpoint.manifest import MANIFEST, METADATA, Broken, FileRange, Manifest
@@ -56,7 +56,7 @@ THREADS = 8
 def list_checkpoints(store: Store, section: CheckpointSection, attempt: str) -> list[str]:
     """The run's checkpoints, the newest first, after the unfinished ones of earlier attempts are deleted."""
     try:
-        swept = retention.sweep(store, attempt)
+        swept = inspect.sweep(store, attempt)
         folders, broken = inspect.finals(store), inspect.folders_of(store, "broken")
     except OSError as error:
         raise CheckpointError(f"{store.where} cannot be read: {error}.", "--checkpoint.dir FOLDER") from None

@@ -11,15 +11,15 @@ not answer), the checkpoint may exist: the save counts as failed, and the messag
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from fsdp.base.errors import RefusedError, ShardrunError, error_number, without_hint
+from fsdp.base.errors import RefusedError, error_number
 from fsdp.checkpoint import inspect
+from fsdp.checkpoint.inspect import one_line
 from fsdp.checkpoint.manifest import MANIFEST, Broken, data_file
 from fsdp.checkpoint.store import Store
 from fsdp.dist.collectives import ObjectGroup
@@ -190,13 +190,3 @@ def _merged(reports: Sequence[Any] | None) -> SaveOutcome | None:
         ranks=tuple(rank for failure in failures for rank in failure.ranks),
         error_number=next((failure.error_number for failure in failures if failure.error_number), 0),
     )
-
-
-def one_line(error: BaseException, file: str = "") -> str:
-    """File, error code and message of a failure, as far as it has them."""
-    if isinstance(error, ShardrunError):
-        return without_hint(error).rstrip(".")
-    if not isinstance(error, OSError) or error.errno is None:
-        return f"{file}: {type(error).__name__}: {str(error).partition(chr(10))[0]}".removeprefix(": ")
-    number = errno.errorcode.get(error.errno, str(error.errno))
-    return f"{error.filename or file}: {number}, {error.strerror}".removeprefix(": ")

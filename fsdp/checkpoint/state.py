@@ -28,7 +28,7 @@ from fsdp.base.devices import NAMES, digest_shard
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint.inspect import CheckpointSource
 from fsdp.checkpoint.manifest import SavedTensor
-from fsdp.dist.collectives import first_row, local_tensor, ranks, this_rank
+from fsdp.dist.collectives import ObjectGroup, first_row, local_tensor
 from fsdp.models.units import clean_name
 from fsdp.optim.state import TrainState, averages
 
@@ -96,7 +96,7 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: _clean(name, model) for name, parameter in model.named_parameters()}
 
 
-def take_snapshot(state: TrainState) -> Snapshot:
+def take_snapshot(state: TrainState, group: ObjectGroup) -> Snapshot:
     """References to what this rank writes: of what several ranks hold, one writes it, or each some rows."""
     buffers = {_clean(name, state.model) for name, _ in state.model.named_buffers(remove_duplicate=False)}
     tensors: list[tuple[KeyPath, torch.Tensor]] = []
@@ -124,11 +124,11 @@ def take_snapshot(state: TrainState) -> Snapshot:
         # Each rank's forward passes change its own buffers by its samples: rank 0's are saved.
         is_buffer = path[0] == "model" and path[1] in buffers
         if not local.numel():
-            written = this_rank() == 0 and not math.prod(part.size)
+            written = group.rank == 0 and not math.prod(part.size)
         elif is_buffer:
-            written = this_rank() == 0
+            written = group.rank == 0
         else:
-            written = _take_share(part, nth, *_replicas(tensor))
+            written = _take_share(part, nth, *_replicas(tensor, group))
         pieces += [part] * written
     return Snapshot(pieces, values)
 
@@ -142,10 +142,10 @@ def _take_share(part: Piece, nth: int, count: int, index: int) -> bool:
     return True
 
 
-def _replicas(tensor: torch.Tensor) -> tuple[int, int]:
+def _replicas(tensor: torch.Tensor, group: ObjectGroup) -> tuple[int, int]:
     """The number of ranks that hold the same piece, and the index of this one among them."""
     if not isinstance(tensor, DTensor):
-        return ranks(), this_rank()
+        return group.size, group.rank
     count, index, mesh = 1, 0, tensor.device_mesh
     for axis, coordinate in enumerate(mesh.get_coordinate() or ()):
         if tensor.placements[axis].is_replicate():

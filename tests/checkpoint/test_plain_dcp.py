@@ -160,14 +160,3 @@ def test_one_full_file_and_back_continues_the_run(tmp_path: Path) -> None:
     assert [one["step"] for one in found.records if "loss" in one] == list(range(9, 21))
     plain = train_plainly(settings(words), dtype="fp64")
     assert relative_difference(found.parameters, plain.parameters) <= 1e-10
-
-
-def test_a_finished_run_s_checkpoint_named_by_another_is_saved_and_exported_there(tmp_path: Path) -> None:
-    words = "--train.steps 4 --checkpoint.export true"
-    assert failures(2, tmp_path / "first", words) == [None] * 2
-    last = tmp_path / "first" / "checkpoints" / "step-00000004"
-    assert failures(2, tmp_path / "other", words, f"--checkpoint.resume {last}") == [None] * 2
-    assert (tmp_path / "other" / "checkpoints" / last.name).is_dir()
-    first, other = (torch.load(tmp_path / run / "full_model/full-model.pt") for run in ("first", "other"))
-    assert first.keys() == other.keys()
-    assert all(torch.equal(other[name], value) for name, value in first.items())

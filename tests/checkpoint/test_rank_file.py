@@ -19,6 +19,7 @@ from fsdp.checkpoint import state as states
 from fsdp.checkpoint.save import HEAD
 from fsdp.checkpoint.state import take_snapshot
 from fsdp.config import CheckpointSection
+from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
 from fsdp.optim.state import TrainState
 from tests.checkpoint.small import build_state
@@ -95,7 +96,7 @@ def rows_written(env: DistEnv) -> tuple[list[int], int]:
     state = TrainState(
         nn.parallel.DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
     )
-    mine = {piece.key: piece for piece in take_snapshot(state).pieces}
+    mine = {piece.key: piece for piece in take_snapshot(state, ObjectGroup()).pieces}
     return list(mine["model.0.weight"].sizes), sum("running" in key for key in mine)
 
 

@@ -12,9 +12,8 @@ import pytest
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import inspect
 from fsdp.checkpoint import store as local_store
-from fsdp.checkpoint.inspect import CheckpointListing
+from fsdp.checkpoint.inspect import CheckpointListing, superfluous
 from fsdp.checkpoint.manifest import MANIFEST, METADATA
-from fsdp.checkpoint.retention import superfluous
 from fsdp.checkpoint.sealing import Sealing
 from fsdp.checkpoint.store import LocalStore
 from fsdp.config import CheckpointSection
@@ -146,29 +145,6 @@ def test_neither_a_save_nor_a_start_reads_all_checkpoints_kept(
     assert (again.state.step, reads.count(MANIFEST)) == (6, 1)
 
 
-@pytest.mark.parametrize(
-    ("section", "damaged"),
-    [
-        ({"keep_last": 2}, "step-00000003"),
-        ({"keep_last": 1, "keep_best": 1, "keep_best_metric": "-score"}, "step-00000002"),
-    ],
-    ids=["one of the last", "the best"],
-)
-def test_one_that_is_damaged_after_a_pruning_no_longer_counts(
-    section: dict[str, Any], damaged: str, tmp_path: Path
-) -> None:
-    run = build(ENV, "ddp", str(tmp_path), section=section)
-    for score in (1, 9, 5):
-        run.step()
-        run.save(wait=True, metrics={"score": score})
-    assert steps(tmp_path) == ["step-00000002", "step-00000003"]
-    (tmp_path / "checkpoints" / damaged / "__0_0.distcp").write_bytes(b"")
-    run.step()
-    run.save(wait=True, metrics={"score": 0})
-    run.checkpointer.close()
-    assert steps(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
-
-
 def test_a_save_whose_seal_may_have_happened_is_called_uncertain_and_prunes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,22 +232,3 @@ def test_storage_that_is_not_shared_is_named_before_training(tmp_path: Path) -> 
     for said in run_world(3, save_apart, str(tmp_path)):
         assert "is not shared: rank 1 on" in said
         assert ", rank 2 on" in said
-
-
-class ListedLate(LocalStore):
-    """Stand-in for NFS: the folder is listed from a cache that lacks a file, which is there by its name."""
-
-    late = ""
-
-    def sizes(self, folder: str) -> dict[str, int]:
-        return {name: size for name, size in super().sizes(folder).items() if name != self.late}
-
-
-@pytest.mark.parametrize("late", [MANIFEST, METADATA])
-def test_a_checkpoint_in_a_folder_that_is_listed_late_is_whole(tmp_path: Path, late: str) -> None:
-    run_world(1, save_all, str(tmp_path), {}, 1)
-    store = ListedLate(tmp_path / "checkpoints")
-    store.late = late
-    [found] = inspect.scan(store)
-    assert found.manifest is not None, found.detail
-    assert inspect.open_source(store, found.folder, found.manifest).tensors

@@ -12,7 +12,7 @@ import pytest
 
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import __main__ as checkpoints
-from fsdp.checkpoint import inspect, retention
+from fsdp.checkpoint import inspect
 from fsdp.checkpoint.manifest import MANIFEST
 from fsdp.checkpoint.store import LocalStore
 from fsdp.config import CheckpointSection
@@ -80,7 +80,7 @@ def test_the_others_are_listed_and_pruned(
         assert ["cannot" in line or "format" in line for line in lines] == [False, False, True, False]
         assert said in lines[2]
     assert checkpoints.main([str(run_dir), "list", "--step", "4"]) == 0
-    assert retention.prune(store, CheckpointSection(keep_last=1), "aaaaaaaa", {}) == [
+    assert inspect.prune(store, CheckpointSection(keep_last=1), "aaaaaaaa", {}) == [
         "step-00000003",
         "step-00000001",
     ]
